@@ -1,0 +1,7 @@
+"""What a run may be observed with: the interface of hooks and the registry of `[hooks.<name>]`."""
+
+from forge_trainer.hooks.base import Hook as Hook
+from forge_trainer.hooks.base import HookConfig as HookConfig
+from forge_trainer.hooks.base import hooks as hooks
+
+__all__ = ["Hook", "HookConfig", "hooks"]

@@ -1,0 +1,147 @@
+"""What one run is: the only place that names all sections, and the checks that need two of them.
+
+Nothing here imports torch, so that a bad configuration is reported at once.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from forge_ckpt.config import CheckpointConfig
+from forge_config import Config, Meta
+from forge_config.load import Loaded, load
+from forge_data.config import DataConfig
+from forge_model.config import LossConfig, ModelConfig
+from forge_parallel.config import CompileConfig, MeshConfig, PrecisionConfig, RematConfig
+from forge_resilience.config import ResilienceConfig
+
+from forge_trainer.hooks import HookConfig
+from forge_trainer.optim import OptimizerConfig
+from forge_trainer.schedule import ScheduleConfig
+from forge_trainer.track import TrackConfig
+
+RUN_NAME = "^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$"
+
+
+class JobConfig(Config):
+    """The identity of a run.
+
+    Attributes:
+        name: the run lives in `<root>/<name>`; letters, digits, `.`, `_`, `-`.
+        root: folder of all runs.
+        seed: seed of the initial weights and of every random number drawn while training.
+    """
+
+    name: Annotated[str, Meta(pattern=RUN_NAME)]
+    root: str = "runs"
+    seed: Annotated[int, Meta(ge=0)] = 0
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.root) / self.name
+
+
+class TrainConfig(Config):
+    """How long and in what portions to train.
+
+    Attributes:
+        steps: optimizer steps of the whole run.
+        global_batch: sequences an optimizer step, whatever the number of ranks.
+        micro_batch: sequences a rank holds at once; the rest of its share is accumulated.
+        clip_norm: the global gradient norm is clipped to this; absent means never.
+        log_every_steps: distance of lines in `metrics.jsonl`, the console and the trackers.
+        init_from: folder of Hugging Face weights (`*.safetensors`) to start from instead of random ones.
+    """
+
+    steps: Annotated[int, Meta(ge=1)]
+    global_batch: Annotated[int, Meta(ge=1)]
+    micro_batch: Annotated[int, Meta(ge=1)]
+    clip_norm: Annotated[float, Meta(gt=0)] | None = 1.0
+    log_every_steps: Annotated[int, Meta(ge=1)] = 10
+    init_from: str | None = None
+
+
+class EvalConfig(Config):
+    """Evaluation on held-out text during training.
+
+    Attributes:
+        every_steps: distance of evaluations; the last step is always evaluated.
+    """
+
+    every_steps: Annotated[int, Meta(ge=1)] = 500
+
+
+class Job(Config):
+    """A whole run: what `forge train` reads from TOML."""
+
+    job: JobConfig
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    loss: LossConfig = LossConfig()
+    eval: EvalConfig = EvalConfig()
+    mesh: MeshConfig = MeshConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    remat: RematConfig = RematConfig()
+    compile: CompileConfig = CompileConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
+    track: TrackConfig = TrackConfig()
+    hooks: dict[str, HookConfig] = {}
+
+
+def sequences_fit_the_model(model: ModelConfig, data: DataConfig) -> None:
+    """A sequence must not be longer than the positions that the model knows."""
+    if data.max_tokens > model.max_tokens:
+        raise ValueError(
+            f"data.max_tokens = {data.max_tokens} is longer than model.max_tokens = {model.max_tokens}; "
+            "shorten the sequences or let the model see more positions"
+        )
+
+
+def vocabulary_covers_the_tokenizer(model: ModelConfig, data: DataConfig) -> None:
+    """Every token id must have an embedding."""
+    needed = data.tokenizer.vocab_size
+    if needed > model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {model.vocab_size} is smaller than the {needed} ids of the tokenizer; "
+            f"set model.vocab_size to at least {needed}"
+        )
+
+
+def batch_divides(train: TrainConfig) -> None:
+    """The global batch is made of whole micro-batches."""
+    if train.global_batch % train.micro_batch:
+        raise ValueError(
+            f"train.global_batch = {train.global_batch} is no multiple of train.micro_batch = "
+            f"{train.micro_batch}; change one of them"
+        )
+
+
+def warmup_fits(schedule: ScheduleConfig, train: TrainConfig) -> None:
+    """The warm-up ends before the run does."""
+    if schedule.warmup_steps >= train.steps:
+        raise ValueError(
+            f"schedule.warmup_steps = {schedule.warmup_steps} is not below train.steps = {train.steps}; "
+            "shorten the warm-up or train longer"
+        )
+
+
+checks: list[Callable[..., None]] = [
+    sequences_fit_the_model,
+    vocabulary_covers_the_tokenizer,
+    batch_divides,
+    warmup_fits,
+]
+
+
+def load_job(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Job]:
+    """Read a job from TOML and `--section.key=value` overrides.
+
+    Raises:
+        ConfigError: with every problem found, each with its place.
+    """
+    return load(Job, path, overrides=overrides, checks=checks)

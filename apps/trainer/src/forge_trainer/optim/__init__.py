@@ -1,0 +1,8 @@
+"""Which optimizers a run may use: the registry of the open section `[optimizer]`."""
+
+from forge_trainer.optim.base import OptimizerConfig as OptimizerConfig
+from forge_trainer.optim.base import optimizers as optimizers
+
+from forge_trainer.optim.adamw import AdamWConfig as AdamWConfig  # isort: skip
+
+__all__ = ["AdamWConfig", "OptimizerConfig", "optimizers"]

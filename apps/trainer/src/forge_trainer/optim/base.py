@@ -1,0 +1,29 @@
+"""What an optimizer plug is: a struct that builds a `torch.optim.Optimizer` from named parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+from forge_config import Config, Meta, Registry
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+class OptimizerConfig(Config):
+    """Interface of `[optimizer]`.
+
+    Attributes:
+        lr: peak learning rate; the schedule multiplies it.
+    """
+
+    lr: Annotated[float, Meta(gt=0)] = 3e-4
+
+    def build(self, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        """An optimizer over the trainable parameters, whose groups carry `initial_lr`."""
+        raise NotImplementedError
+
+
+optimizers = Registry("optimizer", OptimizerConfig, default="adamw")

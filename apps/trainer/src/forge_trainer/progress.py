@@ -1,0 +1,30 @@
+"""How far a run has come: the few integers that, with the tensors, are its whole state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forge_trainer.step import StepOutput
+
+
+@dataclass
+class Progress:
+    """Counts over the whole run, the same on every rank.
+
+    Attributes:
+        step: optimizer steps taken, skipped ones (non-finite gradient) included.
+        samples: sequences consumed; the position in the data.
+        tokens: tokens consumed.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def advance(self, out: StepOutput) -> None:
+        """Count one step."""
+        self.step += 1
+        self.samples += out.samples
+        self.tokens += out.tokens

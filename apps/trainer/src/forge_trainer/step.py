@@ -1,0 +1,105 @@
+"""One optimizer step: the part of a run that differs between kinds of models."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from forge_parallel.apply import set_sync
+from forge_parallel.grads import clip_, global_norm
+from forge_parallel.mesh import Mesh
+from forge_resilience.finite import step_if_finite
+from torch import Tensor, nn
+
+from forge_trainer.progress import Progress
+from forge_trainer.randomness import seed_step
+
+Batch = list[dict[str, Tensor]]
+"""This rank's part of one global batch, as micro-batches: `tokens` and `labels` [B, T] int64, and what else the
+model takes (`doc_ids`, `positions`)."""
+
+
+@dataclass
+class StepOutput:
+    """What a step tells the hooks and guards. Tensors stay on the device until somebody logs them.
+
+    Attributes:
+        loss: [] float32, nats a token over the global batch, without regularizers.
+        grad_norm: [] float32, of the whole model before clipping.
+        finite: [] bool; when false, the step changed nothing.
+        lr: learning rate of the first parameter group.
+        samples: sequences in the global batch.
+        tokens: tokens in the global batch.
+        metrics: further device scalars by name.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    finite: Tensor
+    lr: float
+    samples: int
+    tokens: int
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Step(Protocol):
+    """Anything that trains on one batch. Collective."""
+
+    def __call__(self, batch: Batch) -> StepOutput:
+        """Take one optimizer step."""
+        ...
+
+
+@dataclass
+class TextStep:
+    """Next-token training with gradient accumulation.
+
+    Gradients are those of the sum of all losses divided by the count of valid targets in the global batch, so
+    they do not depend on how the batch is cut into ranks and micro-batches.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    lr_factor: Callable[[int], float]
+    progress: Progress
+    mesh: Mesh
+    device: torch.device
+    seed: int
+    clip_norm: float | None
+
+    def __call__(self, batch: Batch) -> StepOutput:
+        """Take one optimizer step; without effect when loss or gradient are not finite on any rank. Collective."""
+        seed_step(self.seed, self.progress.step, self.mesh.dp_rank, self.device)
+        batch = [{k: v.to(self.device, non_blocking=True) for k, v in micro.items()} for micro in batch]
+        valid = self.mesh.sum_(sum((micro["labels"] >= 0).sum() for micro in batch).float())
+        terms = self._backward(batch, valid.clamp(min=1))
+
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = global_norm(parameters)
+        finite = torch.isfinite(norm) & torch.isfinite(terms[0])
+        if self.clip_norm is not None:
+            clip_(parameters, self.clip_norm, norm)
+        lr = self._set_lr()
+        step_if_finite(self.optimizer, finite)
+        self.optimizer.zero_grad()
+
+        samples = sum(len(micro["tokens"]) for micro in batch) * self.mesh.dp_size
+        tokens = sum(micro["tokens"].numel() for micro in batch) * self.mesh.dp_size
+        return StepOutput(terms[0], norm, finite, lr, samples, tokens, {"z_loss": terms[1]})
+
+    def _backward(self, batch: Batch, valid: Tensor) -> Tensor:
+        """Accumulate gradients; returns [cross entropy, z-loss] a token over the global batch."""
+        sums = torch.zeros(2, device=self.device)
+        for index, micro in enumerate(batch):
+            set_sync(self.model, last=index == len(batch) - 1)
+            terms = self.model(**micro, loss_fn=self.loss_fn)
+            (terms.total / valid).backward()
+            sums += torch.stack([terms.cross_entropy, terms.z_loss]).detach()
+        return self.mesh.sum_(sums) / valid
+
+    def _set_lr(self) -> float:
+        factor = self.lr_factor(self.progress.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        return self.optimizer.param_groups[0]["lr"]

@@ -1,0 +1,56 @@
+"""Weights & Biases. Whatever goes wrong with it is a warning, never the end of a run."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from forge_trainer.track.base import Record
+from forge_trainer.track.config import WandbConfig
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 20
+
+
+class Wandb:
+    """Reports to a server, or to files when there is none; the run continues under the same id after a restart."""
+
+    def __init__(self, config: WandbConfig, folder: Path, name: str, job: dict[str, Any]) -> None:
+        self._folder = folder
+        self._run = self._start(config, config.mode, name, job)
+        if self._run is None and config.mode == "online":
+            self._run = self._start(config, "offline", name, job)
+
+    def _start(self, config: WandbConfig, mode: Any, name: str, job: dict[str, Any]) -> Any:
+        try:
+            import wandb
+
+            return wandb.init(
+                project=config.project,
+                entity=config.entity,
+                mode=mode,
+                id=name,
+                name=name,
+                resume="allow",
+                dir=str(self._folder),
+                config=job,
+                settings=wandb.Settings(init_timeout=CONNECT_TIMEOUT_S, silent=True),
+            )
+        except Exception as error:  # a tracker must not end a run
+            log.warning("wandb (%s) could not start, training goes on: %s", mode, error)
+            return None
+
+    def log(self, record: Record) -> None:
+        """See `Tracker.log`."""
+        if self._run is None:
+            return
+        try:
+            self._run.log(dict(record), step=int(record["step"]))
+        except Exception as error:  # a tracker must not end a run
+            log.warning("wandb stopped taking records, training goes on: %s", error)
+            self._run = None
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        if self._run is not None:
+            self._run.finish()

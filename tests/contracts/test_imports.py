@@ -1,0 +1,36 @@
+"""What importing costs and brings: the import graph, public exports, and no torch before the config is checked."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = sorted(path.name for path in ROOT.glob("packages/*/src/*") if path.is_dir())
+
+
+def test_import_contracts_hold():
+    lint = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([str(lint)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_can_be_had(package):
+    module = importlib.import_module(package)
+    assert module.__all__
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+
+
+def test_job_is_loaded_without_torch():
+    code = (
+        "import sys\n"
+        "from forge_trainer.job import load_job\n"
+        "import forge_trainer.cli\n"
+        "load_job('configs/runs/debug.toml')\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
