@@ -1,1 +1,5 @@
-"""Being written."""
+"""Verdicts that all ranks agree on, signals, time limits, non-finite guards."""
+
+import lazy_loader as lazy
+
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

@@ -1,0 +1,73 @@
+"""How an open section finds its struct: by the key `type`, in a registry owned by the package of the interface."""
+
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from forge_config.struct import Config, ConfigError
+
+C = TypeVar("C", bound=Config)
+
+
+class Registry(Generic[C]):
+    """The structs that may stand in one open section, by the value of its key `type`.
+
+    A field annotated with `interface` is an open section: the loader reads `type`, looks the struct up here and
+    decodes the remaining keys with it. `default` is used when the section is given without `type`.
+
+        optimizers = Registry("optimizer", OptimizerConfig, default="adamw")
+
+        @optimizers.register("adamw")
+        class AdamWConfig(OptimizerConfig): ...
+    """
+
+    def __init__(self, section: str, interface: type[C], default: str | None = None) -> None:
+        self.section = section
+        self.interface = interface
+        self.default = default
+        self._structs: dict[str, type[C]] = {}
+        _by_interface[interface] = self
+
+    def register(self, type_name: str) -> Callable[[type[C]], type[C]]:
+        """Class decorator that adds a struct under `type_name`.
+
+        Raises:
+            ConfigError: the name is taken, or the struct is not of the interface of this registry.
+        """
+
+        def add(struct: type[C]) -> type[C]:
+            if type_name in self._structs:
+                raise ConfigError(
+                    f"{self.section} type {type_name!r} is already {self._structs[type_name].__name__}"
+                )
+            if not issubclass(struct, self.interface):
+                raise ConfigError(f"{struct.__name__} is not a {self.interface.__name__}")
+            self._structs[type_name] = struct
+            return struct
+
+        return add
+
+    def __getitem__(self, type_name: str) -> type[C]:
+        return self._structs[type_name]
+
+    def __contains__(self, type_name: object) -> bool:
+        return type_name in self._structs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._structs)
+
+
+_by_interface: dict[type[Config], Registry[Config]] = {}
+
+
+def registry_of(interface: type[Config]) -> Registry[Config] | None:
+    """The registry whose open section is annotated with `interface`, if there is one."""
+    return _by_interface.get(interface)
+
+
+def type_name(struct: type[Config]) -> str | None:
+    """The `type` under which a struct is registered anywhere, if it is."""
+    for base in struct.__mro__:
+        registry = _by_interface.get(base)
+        if registry is not None:
+            return next((name for name in registry if registry[name] is struct), None)
+    return None

@@ -1,0 +1,27 @@
+"""What a section of a configuration is: a frozen, strict struct."""
+
+from typing import Any, dataclass_transform
+
+import msgspec
+from msgspec import Meta as Meta
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. The message holds every problem found, not only the first."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
+class _ConfigMeta(type(msgspec.Struct)):
+    """Makes every subclass frozen, keyword-only and strict (msgspec does not inherit `kw_only`)."""
+
+    def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
+        strict = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
+        return super().__new__(mcls, name, bases, namespace, **(strict | options))
+
+
+class Config(msgspec.Struct, metaclass=_ConfigMeta):
+    """Base of every section: frozen, keyword-only, unknown keys rejected.
+
+    One-field bounds are `Annotated[int, Meta(ge=1)]` (checked when decoded from TOML, not by `__init__`);
+    checks over several fields of one section go into `__post_init__` and raise `ValueError`.
+    """

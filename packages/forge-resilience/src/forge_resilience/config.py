@@ -1,0 +1,21 @@
+"""What `[resilience]` holds. Imports no torch."""
+
+from typing import Annotated
+
+from forge_config import Config, Meta
+
+
+class ResilienceConfig(Config):
+    """When a run ends before its last step.
+
+    Attributes:
+        max_runtime_s: seconds a start may last before it saves and stops; SLURM's own limit is always respected.
+        save_margin_s: least time kept for the last checkpoint; grows with the saves measured.
+        max_bad_steps: so many steps in a row with a non-finite loss or gradient end the run.
+        check_every_steps: how often that count is read from the device.
+    """
+
+    max_runtime_s: Annotated[float, Meta(gt=0)] | None = None
+    save_margin_s: Annotated[float, Meta(ge=0)] = 30.0
+    max_bad_steps: Annotated[int, Meta(ge=1)] = 10
+    check_every_steps: Annotated[int, Meta(ge=1)] = 10

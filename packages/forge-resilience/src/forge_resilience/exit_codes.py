@@ -1,0 +1,18 @@
+"""What the exit code of a run says to a scheduler."""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of `forge`; only a finished run is 0."""
+
+    DONE = 0
+    """The run is complete."""
+    FAILED = 1
+    """An error; the traceback says which."""
+    CONFIG = 78
+    """The configuration cannot be used; a human must change it (`EX_CONFIG` of sysexits.h)."""
+    PREEMPTED = 85
+    """Stopped before its end with a checkpoint; start it again and it continues."""
+    NOT_FINITE = 87
+    """Too many steps in a row had a non-finite loss or gradient; starting again would do the same."""
