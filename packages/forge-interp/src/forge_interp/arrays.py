@@ -1,0 +1,70 @@
+"""How do arrays come into the analyses?
+
+Every analysis takes torch tensors (any device, any float dtype, bfloat16 too) or numpy arrays, and computes
+in float64. Letters: n samples (rows), d features (columns).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forge_interp.errors import InterpError
+
+Array = Tensor | np.ndarray
+
+
+def as_matrix(values: Array, name: str, *, dtype: torch.dtype | None = torch.float64) -> Tensor:
+    """Give a detached [n, d] tensor; a vector [n] becomes [n, 1].
+
+    Args:
+        values: [n] or [n, d], torch or numpy, any real dtype.
+        name: how an error message calls it.
+        dtype: the dtype of the result; None keeps that of `values`.
+
+    Raises:
+        InterpError: more than two dimensions, or none.
+    """
+    tensor = values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.ascontiguousarray(values))
+    if tensor.ndim not in (1, 2):
+        raise InterpError(
+            f"{name} has shape {tuple(tensor.shape)}; expected [samples, features]: "
+            "flatten or pool the other axes first"
+        )
+    tensor = tensor if tensor.ndim == 2 else tensor[:, None]
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def same_rows(matrices: Mapping[str, Tensor]) -> int:
+    """Return the number of rows that all matrices share.
+
+    Raises:
+        InterpError: they differ, or there is no matrix.
+    """
+    rows = {name: matrix.shape[0] for name, matrix in matrices.items()}
+    if len(set(rows.values())) != 1:
+        raise InterpError(
+            f"rows are {rows}; expected one number: every array holds the same samples in order"
+        )
+    return next(iter(rows.values()))
+
+
+def check_finite(values: Tensor, name: str) -> None:
+    """Raise InterpError when `values` holds NaN or infinity."""
+    if not bool(torch.isfinite(values).all()):
+        bad = int((~torch.isfinite(values)).sum())
+        raise InterpError(
+            f"{name} holds {bad} values that are NaN or infinite; expected finite: drop those rows"
+        )
+
+
+def check_alphas(alphas: Sequence[float] | np.ndarray) -> list[float]:
+    """Return the ridge penalties as floats; raise InterpError unless all are positive and finite."""
+    values = [float(alpha) for alpha in alphas]
+    if not values or not all(0 < alpha < math.inf for alpha in values):
+        raise InterpError(
+            f"alphas are {values}; expected at least one, all positive: e.g. np.logspace(-2, 5, 8)"
+        )
+    return values
