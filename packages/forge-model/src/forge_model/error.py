@@ -1,0 +1,5 @@
+"""The error of this package."""
+
+
+class ModelError(ValueError):
+    """A model cannot do what was asked of it."""

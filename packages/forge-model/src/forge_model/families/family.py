@@ -1,0 +1,128 @@
+"""What a family of published models is: presets, and the language of its Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+LAYER_KEYS = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.w_gate": "mlp.gate_proj",
+    "ffn.w_up": "mlp.up_proj",
+    "ffn.w_down": "mlp.down_proj",
+}
+"""Module names inside a block: ours, theirs."""
+
+OUTER_KEYS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Attributes:
+        model_type: of its `config.json`.
+        architecture: class of `transformers`.
+        presets: keys of `[model]` by name.
+        layer_keys: module names inside a block, ours to theirs.
+        qk_norm: whether queries and keys are normalized.
+    """
+
+    model_type: str
+    architecture: str
+    presets: dict[str, dict[str, Any]]
+    layer_keys: dict[str, str]
+    qk_norm: bool
+
+    def hf_key(self, name: str) -> str:
+        """Their name of our parameter, e.g. layers.3.ffn.w_up.weight -> model.layers.3.mlp.up_proj.weight.
+
+        Raises:
+            KeyError: they have no such parameter.
+        """
+        module, _, leaf = name.rpartition(".")
+        if module.startswith("layers."):
+            _, index, inner = module.split(".", 2)
+            return f"model.layers.{index}.{self.layer_keys[inner]}.{leaf}"
+        return f"{OUTER_KEYS[module]}.{leaf}"
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "20m": {
+        "dim": 256,
+        "num_layers": 8,
+        "tie_embeddings": True,
+        "attention": {"num_heads": 4},
+        "ffn": {"dim": 768},
+    },
+    "125m": {
+        "dim": 768,
+        "num_layers": 12,
+        "tie_embeddings": True,
+        "attention": {"num_heads": 12},
+        "ffn": {"dim": 2048},
+    },
+    "350m": {
+        "dim": 1024,
+        "num_layers": 24,
+        "tie_embeddings": True,
+        "attention": {"num_heads": 16},
+        "ffn": {"dim": 2752},
+    },
+}
+"""Shapes for studies at small scale, with a vocabulary of 50304: the same for every family."""
+
+LARGE: dict[str, dict[str, Any]] = {
+    "1b": {
+        "dim": 2048,
+        "num_layers": 16,
+        "tie_embeddings": True,
+        "attention": {"num_heads": 32, "num_kv_heads": 8},
+        "ffn": {"dim": 8192},
+    },
+    "3b": {
+        "dim": 3072,
+        "num_layers": 28,
+        "tie_embeddings": True,
+        "attention": {"num_heads": 24, "num_kv_heads": 8},
+        "ffn": {"dim": 8192},
+    },
+    "8b": {
+        "dim": 4096,
+        "num_layers": 32,
+        "attention": {"num_heads": 32, "num_kv_heads": 8},
+        "ffn": {"dim": 14336},
+    },
+    "13b": {
+        "dim": 5120,
+        "num_layers": 40,
+        "attention": {"num_heads": 40, "num_kv_heads": 8},
+        "ffn": {"dim": 13824},
+    },
+    "70b": {
+        "dim": 8192,
+        "num_layers": 80,
+        "attention": {"num_heads": 64, "num_kv_heads": 8},
+        "ffn": {"dim": 28672},
+    },
+}
+"""Shapes of the Llama 3 generation (1b and 3b as Llama 3.2, 8b and 70b as 3.1; 13b has no such original)."""
+
+
+def presets(prefix: str, shapes: dict[str, dict[str, Any]], **shared: Any) -> dict[str, dict[str, Any]]:
+    """The shapes by name, each with the keys that all of them share; tables merge."""
+    made = {}
+    for size, shape in shapes.items():
+        merged = {
+            key: value | shape.get(key, {}) if isinstance(value, dict) else value
+            for key, value in shared.items()
+        }
+        made[f"{prefix}-{size}"] = (
+            {"type": "decoder"} | merged | {k: v for k, v in shape.items() if k not in merged}
+        )
+    return made

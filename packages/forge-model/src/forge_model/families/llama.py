@@ -1,0 +1,17 @@
+"""Llama 2 and 3 (arXiv:2307.09288, arXiv:2407.21783)."""
+
+from forge_model.families.family import LARGE, LAYER_KEYS, SMALL, Family, presets
+
+
+def _llama3_rope(factor: float) -> dict[str, object]:
+    return {"type": "llama3", "theta": 500000.0, "factor": factor}
+
+
+_presets = presets("llama", SMALL, vocab_size=50304, max_tokens=2048)
+for _size, _shape in LARGE.items():
+    _factor = 32.0 if _size in ("1b", "3b") else 8.0
+    _presets |= presets(
+        "llama", {_size: _shape}, vocab_size=128256, max_tokens=131072, rope=_llama3_rope(_factor)
+    )
+
+LLAMA = Family("llama", "LlamaForCausalLM", _presets, LAYER_KEYS, qk_norm=False)

@@ -1,0 +1,43 @@
+"""Feed-forward layers. D model dim, F ffn dim."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+}
+
+
+class SwiGLU(nn.Module):
+    """w_down(silu(w_gate x) * w_up x). Source: Shazeer 2020, arXiv:2002.05202 eq. 6."""
+
+    def __init__(self, dim: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.w_gate = nn.Linear(dim, hidden, bias=bias)
+        self.w_up = nn.Linear(dim, hidden, bias=bias)
+        self.w_down = nn.Linear(hidden, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+
+
+class MLP(nn.Module):
+    """w_down(activation(w_up x))."""
+
+    def __init__(self, dim: int, hidden: int, activation: str, bias: bool) -> None:
+        super().__init__()
+        self.w_up = nn.Linear(dim, hidden, bias=bias)
+        self.w_down = nn.Linear(hidden, dim, bias=bias)
+        self.activation = ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return self.w_down(self.activation(self.w_up(x)))

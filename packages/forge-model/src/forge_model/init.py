@@ -1,0 +1,82 @@
+"""Initial values as a pure function of (seed, parameter name, index): the same for every layout and world size."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from math import prod
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forge_model.error import ModelError
+
+BLOCK_ELEMENTS = 1 << 18
+"""Values are drawn in blocks of whole rows of about this size, each from a generator of its own."""
+
+Chunk = tuple[Tensor, tuple[int, ...]]
+"""The part of a parameter that this rank holds, and where in the whole it starts."""
+
+
+class Init(NamedTuple):
+    """How a parameter starts: `normal` with standard deviation `value`, or the constant `value`."""
+
+    kind: Literal["normal", "constant"]
+    value: float
+
+
+def whole(parameter: Tensor) -> Chunk:
+    """The chunk of a parameter that is not sharded."""
+    return parameter.detach(), (0,) * parameter.ndim
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int, chunk: Callable[[Tensor], Chunk] = whole) -> None:
+    """Give every parameter its initial value, in place.
+
+    Args:
+        model: has `initial_values()`; its parameters are on a real device, sharded or not.
+        seed: of the run.
+        chunk: the local part of a parameter and its offsets; `forge_parallel.local_chunk` for sharded models. Each
+            rank draws only the rows it holds.
+
+    Raises:
+        ModelError: a parameter has no initial value, or something is left that is not finite (say a buffer that
+            nobody wrote after the model left the meta device).
+    """
+    rules: dict[str, Init] = model.initial_values()  # type: ignore[operator]
+    for name, parameter in model.named_parameters():
+        if name not in rules:
+            raise ModelError(f"{name} has no initial value; add it to {type(model).__name__}.initial_values")
+        local, offsets = chunk(parameter)
+        _fill(local, offsets, tuple(parameter.shape), rules[name], f"{seed}/{name}")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        local, _ = chunk(tensor)
+        if local.is_floating_point() and not bool(local.isfinite().all()):
+            raise ModelError(f"{name} was left without a value by initialize")
+
+
+def _fill(local: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], rule: Init, key: str) -> None:
+    if rule.kind == "constant":
+        local.fill_(rule.value)
+        return
+    if local.numel() == 0:
+        return
+    row = prod(shape[1:])
+    rows_a_block = max(1, BLOCK_ELEMENTS // row)
+    columns = tuple(slice(o, o + n) for o, n in zip(offsets[1:], local.shape[1:], strict=True))
+    first, last = offsets[0], offsets[0] + local.shape[0]
+    for index in range(first // rows_a_block, -(-last // rows_a_block)):
+        start = index * rows_a_block
+        stop = min(start + rows_a_block, shape[0])
+        block = _normal((stop - start, *shape[1:]), f"{key}/{index}") * rule.value
+        here = slice(max(first, start), min(last, stop))
+        part = block[(slice(here.start - start, here.stop - start), *columns)]
+        local[here.start - first : here.stop - first].copy_(part)
+
+
+def _normal(shape: tuple[int, ...], key: str) -> Tensor:
+    """Standard normal float32 numbers that only depend on the key; drawn on the CPU, whatever the device."""
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)

@@ -1,0 +1,47 @@
+"""How positions turn queries and keys. B batch, T tokens, N heads, H head dim."""
+
+import torch
+from torch import Tensor
+
+from forge_model.rope_config import RopeConfig
+
+Rope = tuple[Tensor, Tensor]
+"""Cosines and sines, each [T, H/2] or [B, 1, T, H/2] float32."""
+
+
+def rope_table(config: RopeConfig, head_dim: int, positions: Tensor) -> Rope:
+    """Cosines and sines of every position.
+
+    Args:
+        config: which frequencies.
+        head_dim: H, even.
+        positions: [T] or [B, T] integer.
+
+    Returns:
+        Two float32 tensors, [T, H/2] or [B, 1, T, H/2]; computed in float32 as `transformers` does.
+    """
+    frequencies = torch.tensor(config.frequencies(head_dim), dtype=torch.float32, device=positions.device)
+    angles = positions.float()[..., None] * frequencies
+    if angles.ndim == 3:
+        angles = angles[:, None]
+    factor = config.attention_factor()
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of each head by position.
+
+    Args:
+        x: [B, N, T, H] queries or keys, H even, any float dtype.
+        cos: [T, H/2] or [B, 1, T, H/2] float32, from `rope_table`.
+        sin: like `cos`.
+
+    Returns:
+        [B, N, T, H] in the dtype of `x`; computed in float32, or float64 if `x` is.
+
+    Source: Su et al. 2021, arXiv:2104.09864 eq. 34 (half-split layout, as in Llama).
+    """
+    wide = torch.promote_types(x.dtype, cos.dtype)
+    first, second = x.to(wide).chunk(2, dim=-1)
+    cos, sin = cos.to(wide), sin.to(wide)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

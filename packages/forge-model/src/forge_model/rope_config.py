@@ -1,0 +1,120 @@
+"""How fast each pair of head dimensions rotates: the published scalings of rotary embeddings. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from forge_config import Config, Meta, Registry
+
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class RopeConfig(Config):
+    """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864).
+
+    Attributes:
+        theta: base of the geometric series of wavelengths.
+    """
+
+    theta: Positive = 10000.0
+
+    def frequencies(self, dim: int) -> list[float]:
+        """Radians a position, for each of dim/2 pairs."""
+        return [self.theta ** (-2 * i / dim) for i in range(dim // 2)]
+
+    def attention_factor(self) -> float:
+        """What the tables of cosines and sines are multiplied by."""
+        return 1.0
+
+
+ropes = Registry("rope", RopeConfig, default="plain")
+ropes.register("plain")(RopeConfig)
+
+
+@ropes.register("linear")
+class LinearRopeConfig(RopeConfig):
+    """Position interpolation (Chen et al. 2023, arXiv:2306.15595).
+
+    Attributes:
+        factor: positions are divided by this.
+    """
+
+    factor: Annotated[float, Meta(ge=1)]
+
+    def frequencies(self, dim: int) -> list[float]:
+        """See `RopeConfig.frequencies`."""
+        return [f / self.factor for f in super(LinearRopeConfig, self).frequencies(dim)]
+
+
+@ropes.register("llama3")
+class Llama3RopeConfig(RopeConfig):
+    """Long wavelengths are stretched, short ones kept, those between blended (Llama 3.1, arXiv:2407.21783).
+
+    Attributes:
+        factor: how much the long wavelengths are stretched.
+        low_freq_factor: wavelengths above original_max_tokens / low_freq_factor are long.
+        high_freq_factor: wavelengths below original_max_tokens / high_freq_factor are short.
+        original_max_tokens: context of the model before it was stretched.
+    """
+
+    factor: Annotated[float, Meta(ge=1)] = 8.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_tokens: Annotated[int, Meta(ge=1)] = 8192
+
+    def __post_init__(self) -> None:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor = {self.high_freq_factor} must be above low_freq_factor = {self.low_freq_factor}"
+            )
+
+    def frequencies(self, dim: int) -> list[float]:
+        """See `RopeConfig.frequencies`."""
+        return [self._scaled(f) for f in super(Llama3RopeConfig, self).frequencies(dim)]
+
+    def _scaled(self, frequency: float) -> float:
+        wavelength = 2 * math.pi / frequency
+        if wavelength < self.original_max_tokens / self.high_freq_factor:
+            return frequency
+        if wavelength > self.original_max_tokens / self.low_freq_factor:
+            return frequency / self.factor
+        turns = self.original_max_tokens / wavelength
+        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return (1 - smooth) * frequency / self.factor + smooth * frequency
+
+
+@ropes.register("yarn")
+class YarnRopeConfig(RopeConfig):
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): interpolation by wavelength and a warmer softmax.
+
+    Attributes:
+        factor: how much longer the context becomes.
+        beta_fast: dimensions turning more often than this in the original context are kept.
+        beta_slow: dimensions turning less often than this are interpolated fully.
+        original_max_tokens: context of the model before it was stretched.
+    """
+
+    factor: Annotated[float, Meta(ge=1)]
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    original_max_tokens: Annotated[int, Meta(ge=1)] = 4096
+
+    def frequencies(self, dim: int) -> list[float]:
+        """See `RopeConfig.frequencies`."""
+        plain = super(YarnRopeConfig, self).frequencies(dim)
+        low = max(math.floor(self._dim_of(self.beta_fast, dim)), 0)
+        high = min(math.ceil(self._dim_of(self.beta_slow, dim)), dim - 1)
+        scaled = []
+        for i, frequency in enumerate(plain):
+            interpolate = min(max((i - low) / max(high - low, 1e-3), 0.0), 1.0)
+            scaled.append(frequency / self.factor * interpolate + frequency * (1 - interpolate))
+        return scaled
+
+    def _dim_of(self, turns: float, dim: int) -> float:
+        """The (fractional) pair that turns so many times within the original context."""
+        return dim * math.log(self.original_max_tokens / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+    def attention_factor(self) -> float:
+        """See `RopeConfig.attention_factor`; arXiv:2309.00071 eq. 22."""
+        return 0.1 * math.log(self.factor) + 1.0
