@@ -1,1 +1,5 @@
-"""Being written."""
+"""Apply FSDP2 and HSDP to any nn.Module from a plan that is plain data."""
+
+import lazy_loader as lazy
+
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

@@ -1,0 +1,89 @@
+"""What `[mesh]`, `[precision]`, `[remat]` and `[compile]` hold. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from forge_config import Config, Meta
+
+from forge_parallel.error import ParallelError
+
+AUTO = -1
+
+
+class MeshConfig(Config):
+    """How the ranks are laid out; the product of all axes is the number of ranks.
+
+    Attributes:
+        dp_replicate: copies of the model; gradients are summed over them (HSDP when above 1).
+        dp_shard: ranks that share one copy (FSDP2); -1 takes all the ranks that are left.
+    """
+
+    dp_replicate: Annotated[int, Meta(ge=1)] = 1
+    dp_shard: Annotated[int, Meta(ge=-1)] = AUTO
+
+    def __post_init__(self) -> None:
+        if self.dp_shard == 0:
+            raise ValueError("dp_shard = 0; give -1 for all the ranks that are left, or at least 1")
+
+    def sizes(self, world_size: int) -> dict[str, int]:
+        """The size of each axis for a number of ranks.
+
+        Raises:
+            ParallelError: the axes do not multiply to the number of ranks.
+        """
+        shard = world_size // self.dp_replicate if self.dp_shard == AUTO else self.dp_shard
+        if shard * self.dp_replicate != world_size:
+            raise ParallelError(
+                f"{world_size} ranks cannot be laid out as dp_replicate = {self.dp_replicate} times "
+                f"dp_shard = {self.dp_shard}; the product must be {world_size}"
+            )
+        return {"dp_replicate": self.dp_replicate, "dp_shard": shard}
+
+
+class PrecisionConfig(Config):
+    """In which number formats a run computes.
+
+    Attributes:
+        compute: of matmuls and activations; `auto` is bfloat16 on a GPU and float32 on a CPU. Master weights,
+            gradients being summed and optimizer moments are float32.
+        pure_bf16: keep the master weights and moments in bfloat16 too. Half the memory, but small updates are
+            rounded away: norm gains hardly move at ordinary learning rates.
+    """
+
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    pure_bf16: bool = False
+
+    def compute_dtype(self, device_type: str) -> Literal["float32", "bfloat16"]:
+        """The compute format on a kind of device."""
+        if self.pure_bf16:
+            return "bfloat16"
+        if self.compute == "auto":
+            return "bfloat16" if device_type == "cuda" else "float32"
+        return self.compute
+
+    def needs_group(self, device_type: str) -> bool:
+        """Whether even a lone process wraps its model in FSDP2, which keeps float32 masters of bfloat16 weights."""
+        return self.compute_dtype(device_type) != "float32" and not self.pure_bf16
+
+
+class RematConfig(Config):
+    """Which activations are made again in the backward pass instead of kept.
+
+    Attributes:
+        mode: `none` keeps all; `full` keeps only the input of each block.
+    """
+
+    mode: Literal["none", "full"] = "none"
+
+
+class CompileConfig(Config):
+    """torch.compile, block by block.
+
+    Attributes:
+        enabled: compile the blocks.
+        backend: of torch.compile.
+    """
+
+    enabled: bool = False
+    backend: str = "inductor"

@@ -1,0 +1,37 @@
+"""Which modules a pattern names."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from forge_parallel.error import ParallelError
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a dotted name fits a pattern; `*` stands for (part of) one component, never for several.
+
+    `layers.*` fits `layers.0` and not `layers.0.ffn`.
+    """
+    parts, names = pattern.split("."), name.split(".")
+    return len(parts) == len(names) and all(fnmatchcase(n, p) for p, n in zip(parts, names, strict=True))
+
+
+def find(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """The modules that a pattern names, in the order of the model.
+
+    Raises:
+        ParallelError: none; lists the shapes of names that there are.
+    """
+    found = {name: module for name, module in model.named_modules() if name and matches(pattern, name)}
+    if not found:
+        kinds = sorted({_without_numbers(name) for name, _ in model.named_modules() if name})
+        raise ParallelError(
+            f"pattern {pattern!r} names no module of {type(model).__name__}; it has {', '.join(kinds)}"
+        )
+    return found
+
+
+def _without_numbers(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,63 @@
+"""What a model allows to be done to it in parallel: plain data that names roles, not layouts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from forge_config import Config
+from torch import nn
+
+from forge_parallel.error import ParallelError
+from forge_parallel.match import find
+
+Role = Literal["embed", "norm", "gather", "colwise", "rowwise", "head"]
+
+
+class Plan(Config):
+    """What a model allows. Patterns are dotted names in which `*` stands for one component.
+
+    Attributes:
+        blocks: the repeated unit of rematerialization, compilation and sharding.
+        solo: groups of further modules that are sharded as one unit each; what is in no unit belongs to the root.
+            Modules that share a parameter must be in one unit.
+        tensor: the role of each linear, embedding and norm under tensor parallelism.
+        attention: the attention modules.
+        no_fp8: modules that stay out of 8-bit matmuls.
+    """
+
+    blocks: str
+    solo: list[list[str]] = []
+    tensor: dict[str, Role] = {}
+    attention: str | None = None
+    no_fp8: list[str] = []
+
+    @classmethod
+    def of(cls, source: nn.Module | dict[str, Any]) -> Plan:
+        """The plan that a model publishes by `parallel_plan()`, or that is given as plain data.
+
+        Raises:
+            ParallelError: the model publishes none, or the data are no plan.
+        """
+        if isinstance(source, nn.Module):
+            publish = getattr(source, "parallel_plan", None)
+            if publish is None:
+                raise ParallelError(
+                    f"{type(source).__name__} has no parallel_plan(); give the plan as a dict, "
+                    "at least {'blocks': 'layers.*'}"
+                )
+            source = publish()
+        try:
+            return msgspec.convert(source, cls)
+        except msgspec.ValidationError as error:
+            raise ParallelError(f"not a plan: {error}") from None
+
+    def check(self, model: nn.Module) -> None:
+        """See that every pattern names something.
+
+        Raises:
+            ParallelError: a pattern names no module.
+        """
+        patterns = [self.blocks, *(p for group in self.solo for p in group), *self.tensor, *self.no_fp8]
+        for pattern in patterns + ([self.attention] if self.attention else []):
+            find(model, pattern)

@@ -1,0 +1,220 @@
+"""Tests on several real ranks: a pool of warm processes, and the comparison with one process."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo"]
+GRACE_S = 10.0
+"""After one rank failed, how long the others may take to notice."""
+
+
+class RankError(AssertionError):
+    """A rank failed, died or hung; the message holds what each of them said."""
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+    """Run a function on several ranks at once, with a gloo group around it.
+
+    The ranks are processes that stay warm between calls, so that a job costs tenths of a second.
+
+    Args:
+        fn: a function of a module or test file, not nested; called as fn(*args) on every rank.
+        world_size: number of ranks.
+        args: must pickle.
+        timeout_s: for the whole job.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RankError: a rank raised, died, or did not end in time.
+    """
+    return _pool().run(fn, world_size, args, timeout_s)
+
+
+def assert_matches_single(
+    fn: Callable[..., Mapping[str, Sequence[float]]],
+    world_size: int,
+    *args: Any,
+    rtol: Mapping[str, float],
+    timeout_s: float = 120,
+) -> None:
+    """Compare a training run on several ranks with the same run on one.
+
+    Args:
+        fn: returns curves by name, such as {"loss": [...], "grad_norm": [...]}; must use its process group.
+        world_size: number of ranks.
+        args: given to `fn`.
+        rtol: for each curve how far every rank may be from the single process, relatively.
+        timeout_s: for each of the two jobs.
+
+    Raises:
+        AssertionError: names the curve, the rank and the first step that differ.
+    """
+    single = run_ranks(fn, 1, *args, timeout_s=timeout_s)[0]
+    for rank, curves in enumerate(run_ranks(fn, world_size, *args, timeout_s=timeout_s)):
+        for name, bound in rtol.items():
+            pairs = list(zip(single[name], curves[name], strict=True))
+            assert pairs, f"{name} is empty"
+            for step, (one, many) in enumerate(pairs):
+                near = abs(one - many) <= bound * abs(one)
+                assert near, (
+                    f"{name} of rank {rank} at step {step}: {many!r}, single process {one!r}, rtol {bound}"
+                )
+
+
+class _Pool:
+    """Processes forked from a server that has torch loaded."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*PRELOAD, __name__])
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(
+        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_s: float
+    ) -> list[Any]:
+        self._grow(world_size)
+        workers = self._workers[:world_size]
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, pipe) in enumerate(workers):
+                job = (_address(fn), args, rank, world_size, os.path.join(folder, "store"), timeout_s)
+                pipe.send_bytes(pickle.dumps(job))
+            answers = self._collect(workers, timeout_s)
+        broken = [rank for rank, answer in answers.items() if answer[0] in ("hung", "died")]
+        if broken:
+            self.close()
+        bad = {rank: text for rank, (state, text) in answers.items() if state != "ok"}
+        if bad:
+            said = "\n".join(f"-- rank {rank}: {text}" for rank, text in sorted(bad.items()))
+            raise RankError(f"{len(bad)} of {world_size} ranks failed\n{said}")
+        return [answers[rank][1] for rank in range(world_size)]
+
+    def _grow(self, world_size: int) -> None:
+        before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        while len(self._workers) < world_size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+    def _collect(
+        self, workers: Sequence[tuple[Any, Connection]], timeout_s: float
+    ) -> dict[int, tuple[str, Any]]:
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+        answers: dict[int, tuple[str, Any]] = {}
+        end = time.monotonic() + timeout_s
+        while waiting and (left := end - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), timeout=left):
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionError):
+                    answers[rank] = ("died", f"the process died, exit code {_exit_code(workers[rank][0])}")
+                if answers[rank][0] != "ok":
+                    end = min(end, time.monotonic() + GRACE_S)
+        for rank in waiting.values():
+            answers[rank] = ("hung", "did not answer in time")
+        return answers
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+
+def _exit_code(process: Any) -> int | None:
+    process.join(5)
+    return process.exitcode
+
+
+_the_pool: list[_Pool] = []
+
+
+def _pool() -> _Pool:
+    if not _the_pool:
+        _the_pool.append(_Pool())
+        atexit.register(_the_pool[0].close)
+    return _the_pool[0]
+
+
+def _address(fn: Callable[..., Any]) -> tuple[str, str]:
+    """File and qualified name: test files need not be importable by name."""
+    if "<locals>" in fn.__qualname__:
+        raise TypeError(f"{fn.__qualname__} is nested; give run_ranks a function of a module")
+    return fn.__code__.co_filename, fn.__qualname__
+
+
+def _find(address: tuple[str, str]) -> Callable[..., Any]:
+    path, qualname = address
+    name = "ranks_" + path.replace("/", "_").replace(".", "_")
+    module = sys.modules.get(name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    target: Any = module
+    for part in qualname.split("."):
+        target = getattr(target, part)
+    return target
+
+
+def _serve(pipe: Connection) -> None:
+    """What a rank does all day."""
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            return
+        try:
+            answer = pickle.dumps(("ok", _work(*job)))
+        except BaseException:
+            answer = pickle.dumps(("raised", traceback.format_exc()))
+        pipe.send_bytes(answer)
+
+
+def _work(
+    address: tuple[str, str], args: tuple[Any, ...], rank: int, world_size: int, store: str, timeout_s: float
+) -> Any:
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        return _find(address)(*args)
+    finally:
+        dist.destroy_process_group()

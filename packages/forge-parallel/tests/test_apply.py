@@ -1,0 +1,152 @@
+import pytest
+import torch
+from forge_parallel.apply import load_full, materialize, parallelize, set_sync
+from forge_parallel.config import CompileConfig, MeshConfig, PrecisionConfig, RematConfig
+from forge_parallel.env import Env
+from forge_parallel.error import ParallelError
+from forge_parallel.grads import clip_, global_norm
+from forge_parallel.mesh import Mesh, build_mesh
+from forge_parallel.plan import Plan
+from forge_parallel.tensor import local_part
+from forge_parallel.testing import assert_matches_single, run_ranks
+from torch import nn
+
+PLAN = {"blocks": "blocks.*", "solo": [["inlet"], ["norm", "outlet"]]}
+GLOBAL_BATCH = 8
+
+
+class Net(nn.Module):
+    """A residual net of this test's own; nothing of forge-model."""
+
+    def __init__(self, dim: int = 12, depth: int = 3) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(5, dim)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, 17), nn.GELU(), nn.Linear(17, dim)) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.outlet = nn.Linear(dim, 3)
+
+    def forward(self, x):
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.outlet(self.norm(x))
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {name: p.detach() for name, p in Net().named_parameters()}
+
+
+def curves(sizes: dict, options: dict, steps: int = 10) -> dict[str, list[float]]:
+    """Ten clipped AdamW steps with accumulation over two micro-batches."""
+    env = Env.detect()
+    mesh = build_mesh(MeshConfig(**(sizes if env.world_size > 1 else {})), env)
+    with torch.device("meta"):
+        model = Net()
+    parallelize(model, mesh, Plan.of(PLAN), **options)
+    materialize(model, torch.device("cpu"))
+    load_full(model, weights())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, norms = [], []
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(GLOBAL_BATCH, 5, generator=generator)
+        y = torch.randn(GLOBAL_BATCH, 3, generator=generator) * 10
+        mine = torch.arange(GLOBAL_BATCH).chunk(mesh.dp_size)[mesh.dp_rank]
+        total = torch.zeros(())
+        for index, rows in enumerate(mine.chunk(2)):
+            set_sync(model, last=index == 1)
+            loss = (model(x[rows].to(model_dtype(options))).float() - y[rows]).square().sum() / GLOBAL_BATCH
+            loss.backward()
+            total += loss.detach()
+        norm = global_norm(model.parameters())
+        clip_(model.parameters(), 1.0, norm)
+        assert global_norm(model.parameters()) <= 1.0 + 1e-4
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mesh.sum_(total).item())
+        norms.append(norm.item())
+    return {"loss": losses, "grad_norm": norms}
+
+
+def model_dtype(options: dict) -> torch.dtype:
+    precision = options.get("precision", PrecisionConfig())
+    return getattr(torch, precision.compute_dtype("cpu"))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("world_size", "sizes"), [(2, {}), (4, {}), (3, {}), (4, {"dp_replicate": 2, "dp_shard": 2})]
+)
+def test_parallelize_equals_one_process(world_size, sizes):
+    assert_matches_single(curves, world_size, sizes, {}, rtol={"loss": 1e-5, "grad_norm": 1e-4})
+
+
+@pytest.mark.dist
+def test_parallelize_equals_one_process_when_rematerialized_and_compiled():
+    options = {"remat": RematConfig(mode="full"), "compile": CompileConfig(enabled=True, backend="aot_eager")}
+    compared = run_ranks(curves, 2, {}, options, 3, timeout_s=120)
+    plain = run_ranks(curves, 1, {}, {}, 3)[0]
+    assert compared[0]["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert compared[0]["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.dist
+def test_parallelize_in_bf16_stays_near_float32_and_keeps_float32_masters():
+    bf16 = run_ranks(curves, 2, {}, {"precision": PrecisionConfig(compute="bfloat16")})[0]
+    plain = run_ranks(curves, 1, {}, {})[0]
+    assert bf16["loss"] != plain["loss"]
+    assert bf16["loss"] == pytest.approx(plain["loss"], rel=2e-2)
+
+
+def nan_on_one_rank() -> list[float]:
+    env = Env.detect()
+    mesh = build_mesh(MeshConfig(), env)
+    model = parallelize(Net(), mesh, Plan.of(PLAN))
+    load_full(model, weights())
+    loss = model(torch.ones(2, 5)).sum()
+    (loss * (float("nan") if env.rank == 1 else 1.0)).backward()
+    return [global_norm(model.parameters()).item()]
+
+
+@pytest.mark.dist
+def test_global_norm_is_nan_on_all_ranks_when_one_gradient_is():
+    assert all(norm != norm for (norm,) in run_ranks(nan_on_one_rank, 2))
+
+
+def test_parallelize_twice_is_an_error():
+    model = parallelize(Net(), Mesh(), Plan.of(PLAN))
+    with pytest.raises(ParallelError, match="before"):
+        parallelize(model, Mesh(), Plan.of(PLAN))
+
+
+def test_parallelize_refuses_a_pattern_that_names_nothing():
+    with pytest.raises(ParallelError, match=r"layers\.\*.*blocks\.\*"):
+        parallelize(Net(), Mesh(), Plan.of({"blocks": "layers.*"}))
+
+
+def test_plan_refuses_unknown_roles():
+    with pytest.raises(ParallelError, match="sideways"):
+        Plan.of({"blocks": "b.*", "tensor": {"b.*": "sideways"}})
+
+
+def test_materialize_poisons_what_nobody_wrote():
+    with torch.device("meta"):
+        model = Net()
+    materialize(model, torch.device("cpu"))
+    assert all(local_part(p).isnan().all() for p in model.parameters())
+
+
+def test_load_full_lists_what_does_not_fit():
+    tensors = weights()
+    tensors["extra"] = tensors.pop("norm.bias")
+    tensors["inlet.bias"] = torch.zeros(3)
+    with pytest.raises(ParallelError, match=r"norm\.bias.*extra.*inlet\.bias"):
+        load_full(Net(), tensors)
+
+
+def test_pure_bf16_has_bf16_masters():
+    model = parallelize(Net(), Mesh(), Plan.of(PLAN), precision=PrecisionConfig(pure_bf16=True))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
