@@ -1,0 +1,105 @@
+"""The command `forge-data`: tokenize and inspect."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from forge_config import ConfigError
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from forge_data.error import DataError
+from forge_data.sources import find_files
+from forge_data.tokenize import tokenize
+from forge_data.tokenizer import BytesConfig, HfTokenizerConfig, TokenizerConfig
+from forge_data.tokens import TokenStore
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="forge-data", description="Make token stores and look into them.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("tokenize", help="text, .py, .jsonl, .parquet -> a token store")
+    make.add_argument("paths", nargs="+", help="files, folders or patterns")
+    make.add_argument("--out", type=Path, required=True, help="folder of the store; must not exist")
+    make.add_argument("--tokenizer", default="bytes", help="'bytes', or the path of a tokenizer.json")
+    make.add_argument("--eos", default="</s>", help="token of tokenizer.json that ends a document")
+    make.add_argument("--field", default="text", help="key of the text in rows")
+    make.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    look = commands.add_parser("inspect", help="what a store holds, and whether it is intact")
+    look.add_argument("folder", type=Path)
+    look.add_argument("--docs", type=int, default=2, help="documents to show")
+    look.add_argument("--tokenizer", default="bytes")
+    look.add_argument("--eos", default="</s>")
+    options = parser.parse_args(arguments)
+    try:
+        return _tokenize(options) if options.command == "tokenize" else _inspect(options)
+    except (DataError, ConfigError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+def _tokenizer(options: argparse.Namespace) -> TokenizerConfig:
+    if options.tokenizer == "bytes":
+        return BytesConfig()
+    return HfTokenizerConfig(path=options.tokenizer, eos=options.eos)
+
+
+def _tokenize(options: argparse.Namespace) -> int:
+    files = find_files(options.paths)
+    root = Path(os.path.commonpath([f.parent for f in files]))
+    columns = (
+        TextColumn("tokenizing"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("tokenizing", total=None)
+        store = tokenize(
+            files,
+            options.out,
+            _tokenizer(options),
+            root=root,
+            field=options.field,
+            workers=options.workers,
+            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    sys.stdout.write(f"{options.out}: {len(store):,} tokens in {store.manifest.num_docs:,} documents\n")
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    store = TokenStore(options.folder)
+    manifest = store.manifest
+    sys.stdout.write(
+        f"{options.folder}\n"
+        f"  tokens     {manifest.num_tokens:,} ({manifest.dtype}, vocabulary {manifest.vocab_size:,})\n"
+        f"  documents  {manifest.num_docs:,}, {manifest.num_tokens / max(1, manifest.num_docs):,.0f} tokens each\n"
+        f"  tokenizer  {manifest.tokenizer}\n"
+    )
+    store.verify()
+    sys.stdout.write("  intact     every block matches its digest\n")
+    tokenizer = _tokenizer(options).build()
+    if tokenizer.digest != manifest.tokenizer:
+        sys.stdout.write("  made with another tokenizer than the one given: no text is shown\n")
+        return 0
+    start = 0
+    for index, end in enumerate(store.doc_ends[: options.docs]):
+        text = tokenizer.decode(store.tokens[start : min(int(end), start + 400)].tolist())
+        sys.stdout.write(f"-- document {index}, {int(end) - start:,} tokens\n{text}\n")
+        start = int(end)
+    return 0

@@ -1,0 +1,243 @@
+"""From the order of samples to this rank's part of each global batch. B sequences, T tokens."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from forge_data.config import DataConfig
+from forge_data.error import DataError
+from forge_data.order import Order
+from forge_data.sources import Split
+from forge_data.windows import IGNORE, Windows
+
+MicroBatch = dict[str, Tensor]
+"""`tokens` and `labels` [B, T] int64; with `mask_documents` also `doc_ids` and `positions`."""
+
+
+def cache_folder(config: DataConfig) -> Path:
+    """Where tokenized text is kept."""
+    named = config.cache_dir or os.environ.get("FORGE_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "forge"
+
+
+def open_windows(config: DataConfig, split: Split) -> list[Windows]:
+    """The sequences of each source.
+
+    Raises:
+        DataError: data are missing, damaged, or too short.
+    """
+    cache = cache_folder(config)
+    stores = [source.open(split, config.tokenizer, cache) for source in config.sources]
+    return [Windows(store, config.max_tokens) for store in stores]
+
+
+class Batches(Dataset[list[MicroBatch]]):
+    """Item i is this rank's part of global batch i, as micro-batches. Stateless: an item depends on i alone."""
+
+    def __init__(self, windows: list[Windows], mask_documents: bool, micro_batch: int) -> None:
+        self._windows = windows
+        self._mask_documents = mask_documents
+        self._micro_batch = micro_batch
+
+    def locate(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Source and sample of each sequence of item `index`; a negative source is padding."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> list[MicroBatch]:
+        where = list(zip(*self.locate(index), strict=True))
+        cuts = range(0, len(where), self._micro_batch)
+        return [self._read(where[start : start + self._micro_batch]) for start in cuts]
+
+    def _read(self, where: list[tuple[int, int]]) -> MicroBatch:
+        length = self._windows[0].max_tokens + 1
+        rows = np.zeros((len(where), length), dtype=np.int64)
+        for row, (source, sample) in zip(rows, where, strict=True):
+            if source >= 0:
+                self._windows[source].read(sample, row)
+        batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+        padding = [index for index, (source, _) in enumerate(where) if source < 0]
+        if padding or self._mask_documents:
+            batch["labels"] = batch["labels"].copy()
+            batch["labels"][padding] = IGNORE
+        if self._mask_documents:
+            self._mask(batch, where)
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def _mask(self, batch: dict[str, np.ndarray], where: list[tuple[int, int]]) -> None:
+        """Add documents and positions, and drop the targets that are in another document than their token."""
+        empty = np.zeros(self._windows[0].max_tokens + 1, dtype=np.int64)
+        found = [self._windows[s].documents(i) if s >= 0 else (empty, empty) for s, i in where]
+        doc_ids, positions = (np.stack(parts) for parts in zip(*found, strict=True))
+        batch["labels"][doc_ids[:, 1:] != doc_ids[:, :-1]] = IGNORE
+        batch["doc_ids"], batch["positions"] = doc_ids[:, :-1], positions[:, :-1]
+
+
+class TrainBatches(Batches):
+    """Endless: global batch i holds the samples first + i * global_batch and on, cut into equal parts by rank."""
+
+    def __init__(
+        self,
+        windows: list[Windows],
+        mask_documents: bool,
+        micro_batch: int,
+        order: Order,
+        first_sample: int,
+        global_batch: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        super().__init__(windows, mask_documents, micro_batch)
+        self._order = order
+        self._share = global_batch // world_size
+        self._first = first_sample + rank * self._share
+        self._global_batch = global_batch
+
+    def locate(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Batches.locate`."""
+        start = self._first + index * self._global_batch
+        return self._order.locate(np.arange(start, start + self._share, dtype=np.int64))
+
+
+class ValidationBatches(Batches):
+    """Finite: evenly spaced sequences of all sources, each on exactly one rank; ranks are padded to equal length."""
+
+    def __init__(
+        self,
+        windows: list[Windows],
+        mask_documents: bool,
+        micro_batch: int,
+        samples: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        super().__init__(windows, mask_documents, micro_batch)
+        self._ends = np.cumsum([len(w) for w in windows])
+        total = int(self._ends[-1])
+        self._samples = min(samples, total) if samples else total
+        self._total = total
+        self._stride = micro_batch * world_size
+        self._rank = rank
+
+    def __len__(self) -> int:
+        return -(-self._samples // self._stride)
+
+    def locate(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Batches.locate`."""
+        start = index * self._stride + self._rank * self._micro_batch
+        ordinal = np.arange(start, start + self._micro_batch, dtype=np.int64)
+        spread = np.minimum(ordinal, self._samples - 1) * self._total // self._samples
+        source = np.searchsorted(self._ends, spread, side="right")
+        sample = spread - np.concatenate([[0], self._ends])[source]
+        return np.where(ordinal < self._samples, source, -1), sample
+
+
+@dataclass
+class Loader:
+    """Iterates over this rank's parts of the global batches, each a list of micro-batches.
+
+    The whole state of the data of a run is `first_sample` plus the samples consumed since; workers have none.
+
+    Attributes:
+        batches: what item i is.
+        workers: processes that prepare items ahead; 0 prepares them when asked.
+        windows: the sequences of each source.
+        fingerprint: names data and order; another fingerprint is another stream.
+    """
+
+    batches: Batches
+    workers: int
+    windows: list[Windows]
+    fingerprint: str
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        endless = isinstance(self.batches, TrainBatches)
+        indices = itertools.count() if endless else range(len(self.batches))  # type: ignore[arg-type]
+        if self.workers == 0:
+            return map(self.batches.__getitem__, indices)
+        return iter(
+            DataLoader(
+                self.batches,
+                batch_size=None,
+                sampler=indices,  # type: ignore[arg-type]
+                num_workers=self.workers,
+                worker_init_fn=_ignore_signals,
+            )
+        )
+
+
+def _ignore_signals(worker: int) -> None:
+    """Schedulers signal all processes of a job; it is the training process that decides what happens."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def build_loader(
+    config: DataConfig,
+    split: Split,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    micro_batch: int,
+    global_batch: int = 0,
+    first_sample: int = 0,
+) -> Loader:
+    """The loader of one rank.
+
+    Args:
+        config: the section `[data]`.
+        split: `train` is endless and shuffled, `validation` one pass in order.
+        rank: of this process among those that read different data.
+        world_size: how many those are. The global batches do not depend on it.
+        micro_batch: sequences a rank holds at once.
+        global_batch: sequences an optimizer step over all ranks; training only.
+        first_sample: the global index to start at: samples consumed so far.
+
+    Raises:
+        DataError: data are missing, or the global batch cannot be cut evenly.
+    """
+    windows = open_windows(config, split)
+    if split == "validation":
+        batches: Batches = ValidationBatches(
+            windows, config.mask_documents, micro_batch, config.validation_samples, rank, world_size
+        )
+    else:
+        _require_even(global_batch, micro_batch, world_size)
+        order = Order(config.seed, [len(w) for w in windows], [s.weight for s in config.sources])
+        batches = TrainBatches(
+            windows, config.mask_documents, micro_batch, order, first_sample, global_batch, rank, world_size
+        )
+    return Loader(batches, config.workers if split == "train" else 0, windows, fingerprint(config, windows))
+
+
+def fingerprint(config: DataConfig, windows: list[Windows]) -> str:
+    """Names the stream: the content of every source, the weights, the seed, and how sequences are cut."""
+    parts = [
+        *(w.store.manifest.digest for w in windows),
+        *(repr(s.weight) for s in config.sources),
+        repr((config.seed, config.max_tokens, config.mask_documents)),
+    ]
+    return xxhash.xxh3_128_hexdigest("/".join(parts))
+
+
+def _require_even(global_batch: int, micro_batch: int, world_size: int) -> None:
+    portion = micro_batch * world_size
+    if global_batch < 1 or global_batch % portion:
+        lower = global_batch // portion * portion
+        near = f"{lower} or {lower + portion}" if lower else f"{portion}"
+        fitting = [m for m in range(1, micro_batch + 1) if global_batch % (m * world_size) == 0]
+        micro = f", or a micro-batch of {fitting[-1]}" if fitting else ""
+        raise DataError(
+            f"a global batch of {global_batch} sequences cannot be cut into micro-batches of {micro_batch} on "
+            f"{world_size} ranks; use a global batch of {near}{micro}"
+        )

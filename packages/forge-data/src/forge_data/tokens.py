@@ -1,0 +1,221 @@
+"""Token stores: a folder with `tokens.bin`, `docs.idx` and a manifest that says what they are and must be.
+
+`tokens.bin` holds little-endian ids, `docs.idx` the uint64 index at which each document ends (its end token included).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Literal
+
+import msgspec
+import numpy as np
+import xxhash
+from forge_config import Config
+
+from forge_data.error import DataError
+
+FORMAT = 1
+BLOCK_BYTES = 64 << 20
+MANIFEST = "manifest.json"
+
+
+class Part(Config):
+    """One file of a store.
+
+    Attributes:
+        bytes: its size.
+        digests: xxh3-128 of each block of 64 MiB.
+    """
+
+    bytes: int
+    digests: list[str]
+
+
+class Manifest(Config):
+    """What a store holds.
+
+    Attributes:
+        format: version of this layout.
+        dtype: of `tokens.bin`.
+        vocab_size: ids are below this.
+        tokenizer: digest of the tokenizer.
+        num_tokens: ids in `tokens.bin`.
+        num_docs: documents.
+        tokens: the file `tokens.bin`.
+        docs: the file `docs.idx`.
+    """
+
+    format: int
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int
+    tokenizer: str
+    num_tokens: int
+    num_docs: int
+    tokens: Part
+    docs: Part
+
+    @property
+    def digest(self) -> str:
+        """Names the content."""
+        return xxhash.xxh3_128_hexdigest("".join(self.tokens.digests + self.docs.digests) + self.tokenizer)
+
+
+class TokenStore:
+    """A store opened for reading; nothing is read before it is asked for.
+
+    Attributes:
+        manifest: what it holds.
+        tokens: [num_tokens] memory-mapped ids.
+        doc_ends: [num_docs] memory-mapped index at which each document ends.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        """Open a store.
+
+        Raises:
+            DataError: it is missing, of another format, or a file has not the size the manifest says.
+        """
+        self.folder = Path(folder)
+        try:
+            self.manifest = msgspec.json.decode((self.folder / MANIFEST).read_bytes(), type=Manifest)
+        except FileNotFoundError:
+            raise DataError(f"{folder} is no token store: it has no {MANIFEST}") from None
+        except msgspec.MsgspecError as error:
+            raise DataError(f"{self.folder / MANIFEST} cannot be read: {error}") from None
+        if self.manifest.format != FORMAT:
+            raise DataError(f"{folder} has format {self.manifest.format}; this version reads format {FORMAT}")
+        self.tokens = self._map("tokens.bin", self.manifest.tokens, self.manifest.dtype)
+        self.doc_ends = self._map("docs.idx", self.manifest.docs, "uint64")
+
+    def _map(self, name: str, part: Part, dtype: str) -> np.ndarray:
+        path = self.folder / name
+        size = path.stat().st_size if path.exists() else -1
+        if size != part.bytes:
+            raise DataError(
+                f"{path} should have {part.bytes} bytes, it {'has ' + str(size) if size >= 0 else 'is missing'}"
+            )
+        little = np.dtype(dtype).newbyteorder("<")
+        return np.memmap(path, dtype=little, mode="r") if size else np.empty(0, dtype=little)
+
+    def __len__(self) -> int:
+        return self.manifest.num_tokens
+
+    def verify(self) -> None:
+        """Read everything and compare it with the manifest.
+
+        Raises:
+            DataError: names the file and the first block that differs, or an id outside the vocabulary.
+        """
+        for name, part in (("tokens.bin", self.manifest.tokens), ("docs.idx", self.manifest.docs)):
+            with (self.folder / name).open("rb") as file:
+                for index, digest in enumerate(part.digests):
+                    if xxhash.xxh3_128_hexdigest(file.read(BLOCK_BYTES)) != digest:
+                        raise DataError(f"{self.folder / name} is damaged in block {index} (64 MiB each)")
+        ends = np.asarray(self.doc_ends)
+        if len(ends) and (np.any(np.diff(ends.astype(np.int64)) <= 0) or ends[-1] != len(self.tokens)):
+            raise DataError(f"{self.folder}/docs.idx does not describe tokens.bin")
+        if len(self.tokens) and int(self.tokens.max()) >= self.manifest.vocab_size:
+            raise DataError(f"{self.folder} holds ids outside the vocabulary of {self.manifest.vocab_size}")
+
+
+class Writer:
+    """Context manager that writes a store beside its place and publishes it by one rename when all went well.
+
+    Args:
+        folder: where the store will be; must not exist.
+        vocab_size: decides the dtype.
+        tokenizer: digest of the tokenizer.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, tokenizer: str) -> None:
+        self.folder = folder
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        self._partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+        self._num_tokens = 0
+        self._num_docs = 0
+
+    def __enter__(self) -> Writer:
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        self._tokens = _HashedFile(self._partial / "tokens.bin")
+        self._docs = _HashedFile(self._partial / "docs.idx")
+        return self
+
+    def add(self, tokens: np.ndarray, doc_lengths: Iterable[int]) -> None:
+        """Append whole documents: their ids one after the other, and how many ids each has."""
+        if len(tokens) and int(tokens.max()) >= self._vocab_size:
+            raise DataError(f"id {int(tokens.max())} is outside the vocabulary of {self._vocab_size}")
+        ends = self._num_tokens + np.cumsum(np.asarray(list(doc_lengths), dtype=np.uint64), dtype=np.uint64)
+        self._tokens.write(
+            np.ascontiguousarray(tokens, dtype=np.dtype(self._dtype).newbyteorder("<")).tobytes()
+        )
+        self._docs.write(ends.astype("<u8").tobytes())
+        self._num_tokens += len(tokens)
+        self._num_docs += len(ends)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        parts = self._tokens.close(), self._docs.close()
+        if kind is not None:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            return
+        manifest = Manifest(
+            format=FORMAT,
+            dtype=self._dtype,
+            vocab_size=self._vocab_size,
+            tokenizer=self._tokenizer,
+            num_tokens=self._num_tokens,
+            num_docs=self._num_docs,
+            tokens=parts[0],
+            docs=parts[1],
+        )
+        (self._partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        try:
+            self._partial.rename(self.folder)
+        except OSError:
+            # Another process published the same store first; ours is not needed.
+            shutil.rmtree(self._partial, ignore_errors=True)
+            if not (self.folder / MANIFEST).exists():
+                raise
+
+
+class _HashedFile:
+    """A file that is hashed block by block while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("wb")
+        self._hash = xxhash.xxh3_128()
+        self._digests: list[str] = []
+        self._in_block = 0
+        self._bytes = 0
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        self._bytes += len(view)
+        self._file.write(view)
+        while len(view):
+            taken = view[: BLOCK_BYTES - self._in_block]
+            self._hash.update(taken)
+            self._in_block += len(taken)
+            view = view[len(taken) :]
+            if self._in_block == BLOCK_BYTES:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._digests.append(self._hash.hexdigest())
+        self._hash.reset()
+        self._in_block = 0
+
+    def close(self) -> Part:
+        if self._in_block:
+            self._end_block()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return Part(bytes=self._bytes, digests=self._digests)
