@@ -35,7 +35,7 @@ class ProbeCurve:
 
     @property
     def selectivity(self) -> np.ndarray:
-        """[layers] mean score minus mean control score: what the layer knows beyond what the probe memorizes."""
+        """[layers] mean score minus mean control score: what is not the memory of the probe."""
         if self.control is None:
             raise InterpError("no control task was run; expected probe_layers(..., types=...)")
         return self.scores.mean(1) - self.control.mean(1)
@@ -150,8 +150,7 @@ def group_folds(groups: np.ndarray | Sequence, num_folds: int = 5, *, seed: int 
 
 
 def control_task(types: np.ndarray | Sequence, y: np.ndarray, *, seed: int = 0) -> np.ndarray:
-    """Targets that a layer cannot know: each type of input gets the target of a random sample, always the
-    same.
+    """Draw targets that a layer cannot know: one at random per type of input, always the same.
 
     A probe can learn it only by memorizing types, so a score on the real task that is not above this one
     shows the capacity of the probe, not what the layer encodes.
@@ -227,7 +226,7 @@ def probe_layers(
 
 
 def z_score(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """Scale columns to mean 0 and standard deviation 1 over `train`; columns that never vary there become 0."""
+    """Scale columns to mean 0 and standard deviation 1 over `train`; columns constant there become 0."""
     mean, scale = train.mean(0), train.std(0, correction=0)
     scale = torch.where(scale > 1e-12 * (mean.abs() + 1e-300), scale, torch.inf)
     return tuple((part - mean) / scale for part in (train, *others))

@@ -39,7 +39,7 @@ def rdm(responses: Array, *, metric: str = "correlation", precision: np.ndarray 
     if metric not in METRICS or (metric == "mahalanobis") != (precision is not None):
         given = "a precision" if precision is not None else "no precision"
         raise InterpError(
-            f"metric is {metric!r} with {given}; expected one of {METRICS}, a precision for the last"
+            f"metric is {metric!r} with {given}; expected one of {METRICS}; only the last needs one"
         )
     if metric in ("correlation", "cosine"):
         x = x - x.mean(1, keepdims=True) if metric == "correlation" else x
@@ -80,7 +80,7 @@ def crossnobis(
     conditions, folds = np.asarray(conditions), np.asarray(folds)
     if conditions.shape != (x.shape[0],) or folds.shape != (x.shape[0],):
         raise InterpError(
-            f"{x.shape[0]} rows with labels {conditions.shape} and folds {folds.shape}; expected one each per row"
+            f"{x.shape[0]} rows with labels {conditions.shape} and folds {folds.shape}; expected one per row"
         )
     names, fold_names = np.unique(conditions), np.unique(folds)
     if len(fold_names) < 2:

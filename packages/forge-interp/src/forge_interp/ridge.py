@@ -125,8 +125,7 @@ def fit_path(path: RidgePath, y: Tensor, alpha: Tensor, errors: Tensor | None = 
 
 
 def ridge_from_moments(moments: Moments, features: str, targets: str, alpha: float) -> RidgeFit:
-    """Fit ridge regression from accumulated moments: one pass over data of any length, on any number of
-    ranks.
+    """Fit ridge regression from accumulated moments: one pass, data of any length, any number of ranks.
 
     Args:
         moments: holds the pair (features, targets).

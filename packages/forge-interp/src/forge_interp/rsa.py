@@ -185,7 +185,7 @@ def _unit(rdms: np.ndarray, method: str) -> np.ndarray:
 
 
 def _unit_entries(rdms: np.ndarray, method: str) -> np.ndarray:
-    """RDM entries scaled so that each subject weighs the same in the mean that the method is best served by."""
+    """RDM entries scaled so that each subject weighs the same in the mean."""
     if method == "spearman":
         return _rank_rows(rdms)
     rows = rdms if method.endswith("cosine") else _centre(rdms)

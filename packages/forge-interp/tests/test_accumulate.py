@@ -1,0 +1,158 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from forge_interp.accumulate import Moments
+from forge_interp.errors import InterpError
+
+WIDTHS = {"a": 5, "b": 3, "c": 4}
+
+
+def make_blocks(n: int = 60, seed: int = 0) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    mix = torch.randn(6, 12, generator=random, dtype=torch.float64)
+    x = torch.randn(n, 6, generator=random, dtype=torch.float64) @ mix + 50.0
+    return dict(zip(WIDTHS, x.split(list(WIDTHS.values()), dim=1), strict=True))
+
+
+def assert_equal_moments(found: Moments, blocks: dict[str, torch.Tensor]) -> None:
+    centred = {name: x - x.mean(0) for name, x in blocks.items()}
+    assert found.count == len(blocks["a"])
+    for a, x in centred.items():
+        torch.testing.assert_close(found.mean(a), blocks[a].mean(0), rtol=1e-12, atol=0)
+        for b, y in centred.items():
+            torch.testing.assert_close(found.comoment(a, b), x.T @ y, rtol=1e-10, atol=1e-9)
+            expected = (x.square().sum(1) * y.square().sum(1)).sum().item()
+            assert found.cross_power(a, b) == pytest.approx(expected, rel=1e-11)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 60])
+def test_moments_equal_two_passes_for_any_batching(batch):
+    blocks = make_blocks()
+    found = Moments(WIDTHS)
+    for start in range(0, 60, batch):
+        found.update({name: x[start : start + batch] for name, x in blocks.items()})
+    assert_equal_moments(found, blocks)
+
+
+def test_moments_keep_precision_when_means_are_huge():
+    blocks = make_blocks()
+    shifted = {name: x + 1e6 for name, x in blocks.items()}
+    found = Moments(WIDTHS)
+    for start in range(0, 60, 6):
+        found.update({name: x[start : start + 6] for name, x in shifted.items()})
+    for name, x in blocks.items():
+        centred = x - x.mean(0)
+        torch.testing.assert_close(found.comoment(name, name), centred.T @ centred, rtol=1e-7, atol=1e-6)
+
+
+def test_moments_may_be_read_and_then_updated():
+    blocks = make_blocks()
+    found = Moments(WIDTHS)
+    found.update({name: x[:20] for name, x in blocks.items()})
+    found.comoment("a", "b")
+    found.update({name: x[20:] for name, x in blocks.items()})
+    assert_equal_moments(found, blocks)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 23, 60])
+def test_merge_equals_one_pass(cut):
+    blocks = make_blocks()
+    first, second = Moments(WIDTHS), Moments(WIDTHS)
+    first.update({name: x[:cut] for name, x in blocks.items()})
+    second.update({name: x[cut:] for name, x in blocks.items()})
+    before = {name: tensor.clone() for name, tensor in second.state().items()}
+    assert_equal_moments(first.merge(second), blocks)
+    assert all(torch.equal(before[name], tensor) for name, tensor in second.state().items())
+
+
+def test_all_reduce_equals_one_pass_when_a_rank_is_empty():
+    blocks = make_blocks()
+    cuts = [(0, 11), (11, 11), (11, 60)]
+    ranks = [Moments(WIDTHS) for _ in cuts]
+    for rank, (start, stop) in zip(ranks, cuts, strict=True):
+        rank.update({name: x[start:stop] for name, x in blocks.items()})
+    # Every rank makes the same calls in the same order, so the n-th calls are one collective: record
+    # what each rank offers, then replay with the sums known so far, until every call is known.
+    sums: list[torch.Tensor] = []
+    for _ in range(10):
+        offers = [_replay(copy.deepcopy(rank), sums) for rank in ranks]
+        if offers[0] is None:
+            break
+        sums.append(torch.stack([offer for offer in offers if offer is not None]).sum(0))
+    for rank in ranks:
+        assert _replay(rank, sums) is None
+        assert_equal_moments(rank, blocks)
+
+
+class _Unknown(Exception):
+    pass
+
+
+def _replay(rank: Moments, sums: list[torch.Tensor]) -> torch.Tensor | None:
+    calls = 0
+    offered = None
+
+    def add(tensor: torch.Tensor) -> None:
+        nonlocal calls, offered
+        if calls == len(sums):
+            offered = tensor.clone()
+            raise _Unknown
+        tensor.copy_(sums[calls])
+        calls += 1
+
+    try:
+        rank.all_reduce(add)
+    except _Unknown:
+        return offered
+    return None
+
+
+def test_state_round_trips():
+    blocks = make_blocks()
+    found = Moments.of(blocks)
+    saved = {name: tensor.clone() for name, tensor in found.state().items()}
+    assert_equal_moments(Moments(WIDTHS).load_state(saved), blocks)
+
+
+def test_between_keeps_only_the_asked_pairs_and_their_values():
+    blocks = make_blocks()
+    found = Moments.of(blocks, between=(["a"], ["c"]))
+    centred = {name: x - x.mean(0) for name, x in blocks.items()}
+    torch.testing.assert_close(found.comoment("c", "a"), centred["c"].T @ centred["a"])
+    assert found.state()["products"].numel() == 25 + 9 + 16 + 20
+    with pytest.raises(InterpError, match="not accumulated"):
+        found.comoment("a", "b")
+
+
+def test_moments_take_numpy_and_bfloat16():
+    x = torch.randn(20, 5).bfloat16()
+    found = Moments.of({"a": x, "b": x.float().numpy()})
+    torch.testing.assert_close(found.comoment("a", "a"), found.comoment("b", "b"), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"a": np.zeros((4, 5))}, "expected \\['a', 'b', 'c'\\]"),
+        ({"a": np.zeros((4, 5)), "b": np.zeros((4, 2)), "c": np.zeros((4, 4))}, "b has 2 features"),
+        ({"a": np.zeros((4, 5)), "b": np.zeros((3, 3)), "c": np.zeros((4, 4))}, "rows are"),
+        ({"a": np.zeros((4, 5, 1)), "b": np.zeros((4, 3)), "c": np.zeros((4, 4))}, "expected \\[samples"),
+    ],
+)
+def test_update_rejects_a_batch_that_does_not_fit(batch, message):
+    with pytest.raises(InterpError, match=message):
+        Moments(WIDTHS).update(batch)
+
+
+def test_readout_rejects_nan():
+    blocks = make_blocks()
+    blocks["b"][3, 1] = torch.nan
+    with pytest.raises(InterpError, match="NaN"):
+        Moments.of(blocks).comoment("a", "b")
+
+
+def test_merge_rejects_other_blocks():
+    with pytest.raises(InterpError, match="cannot merge"):
+        Moments(WIDTHS).merge(Moments({"a": 5}))

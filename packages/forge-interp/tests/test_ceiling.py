@@ -1,0 +1,72 @@
+import numpy as np
+import pytest
+import torch
+from forge_interp.ceiling import Ceiling, pearson, repeat_ceiling, split_half_ceiling
+from forge_interp.errors import InterpError
+
+
+def simulate(reliability: np.ndarray, repeats: int, n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Signal of variance 1 and noise such that the mean of the repeats has the given reliability."""
+    random = np.random.default_rng(seed)
+    signal = random.normal(size=(n, len(reliability)))
+    noise = np.sqrt(repeats * (1 - reliability) / reliability)
+    return signal, signal + noise * random.normal(size=(repeats, *signal.shape))
+
+
+@pytest.mark.parametrize("estimate", [split_half_ceiling, repeat_ceiling])
+@pytest.mark.parametrize("repeats", [2, 5, 8])
+def test_ceiling_recovers_the_true_reliability_within_two_standard_errors(estimate, repeats):
+    for truth in (0.2, 0.5, 0.9):
+        targets = np.full(300, truth)
+        found = estimate(simulate(targets, repeats, 400)[1]).reliability
+        error = found.std(ddof=1) / 300**0.5
+        assert abs(found.mean() - truth) < 2 * error + 0.003
+        assert error < 0.01
+
+
+@pytest.mark.parametrize("estimate", [split_half_ceiling, repeat_ceiling])
+def test_ceiling_is_the_correlation_that_the_true_signal_reaches(estimate):
+    truth = np.linspace(0.25, 0.95, 30)
+    signal, recordings = simulate(truth, 6, 4000)
+    reached = pearson(torch.as_tensor(signal), torch.as_tensor(recordings.mean(0))).numpy()
+    np.testing.assert_allclose(estimate(recordings).normalize(reached), 1, atol=0.05)
+
+
+def test_ceiling_at_another_number_of_repeats_equals_an_estimate_there():
+    truth = np.full(40, 0.8)
+    _, recordings = simulate(truth, 8, 4000)
+    single = repeat_ceiling(recordings).at(1).reliability
+    noise = 8 * 0.2 / 0.8
+    assert single.mean() == pytest.approx(1 / (1 + noise), abs=0.01)
+    assert repeat_ceiling(recordings[:4]).reliability.mean() == pytest.approx(
+        repeat_ceiling(recordings).at(4).reliability.mean(), abs=0.01
+    )
+
+
+def test_normalize_never_divides_by_a_ceiling_below_the_threshold():
+    ceiling = Ceiling(np.array([0.81, 0.0099, 0.0, -0.5]), 2, "given")
+    found = ceiling.normalize(np.array([0.45, 0.05, 0.05, 0.05]))
+    assert found[0] == pytest.approx(0.5)
+    assert np.isnan(found[1:]).all()
+    with pytest.raises(InterpError, match="min_r is 0"):
+        ceiling.normalize(np.zeros(4), min_r=0)
+
+
+def test_split_half_of_two_repeats_equals_the_closed_form():
+    _, recordings = simulate(np.array([0.5, 0.7]), 2, 100)
+    half = pearson(*(torch.as_tensor(x) for x in recordings)).numpy()
+    np.testing.assert_allclose(split_half_ceiling(recordings).reliability, 2 * half / (1 + half))
+
+
+def test_pearson_equals_numpy_and_is_zero_for_a_constant():
+    a, b = torch.randn(30, 2, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
+    a[:, 1] = 3.0
+    expected = np.corrcoef(a[:, 0], b[:, 0])[0, 1]
+    np.testing.assert_allclose(pearson(a, b), [expected, 0.0], atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(1, 10, 2), (4, 2, 2), (10, 2)])
+def test_ceilings_refuse_too_few_repeats_or_samples(shape):
+    for estimate in (split_half_ceiling, repeat_ceiling):
+        with pytest.raises(InterpError, match="expected \\[repeats, samples, targets\\]"):
+            estimate(np.zeros(shape))

@@ -1,0 +1,123 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from forge_interp.accumulate import Moments
+from forge_interp.cka import cka
+from forge_interp.errors import InterpError
+from forge_interp.rdm import rdm
+from forge_interp.rsa import bootstrap_rsa, compare_rdms, noise_ceiling, rsa
+
+RANDOM = np.random.default_rng(0)
+MODELS = RANDOM.normal(size=(3, 36)) ** 2
+SUBJECTS = np.round(RANDOM.normal(size=(4, 36)) ** 2, 1) + MODELS[0]
+TIED = np.round(SUBJECTS)
+TOOLBOX_NAMES = {
+    "pearson": "corr",
+    "spearman": "spearman",
+    "kendall": "tau-a",
+    "cosine": "cosine",
+    "whitened_cosine": "cosine_cov",
+    "whitened_pearson": "corr_cov",
+}
+
+
+@pytest.mark.parametrize("method", list(TOOLBOX_NAMES))
+def test_compare_rdms_equals_rsatoolbox(method):
+    toolbox = pytest.importorskip("rsatoolbox", exc_type=ImportError)
+    for data in (SUBJECTS, TIED):
+        expected = toolbox.rdm.compare(
+            toolbox.rdm.RDMs(MODELS), toolbox.rdm.RDMs(data), method=TOOLBOX_NAMES[method]
+        )
+        np.testing.assert_allclose(compare_rdms(MODELS, data, method=method), expected, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:Noise ceiling for tau")
+@pytest.mark.parametrize("method", ["pearson", "spearman", "kendall", "cosine"])
+def test_noise_ceiling_equals_rsatoolbox(method):
+    toolbox = pytest.importorskip("rsatoolbox", exc_type=ImportError)
+    expected = toolbox.inference.boot_noise_ceiling(toolbox.rdm.RDMs(SUBJECTS), method=TOOLBOX_NAMES[method])
+    np.testing.assert_allclose(noise_ceiling(SUBJECTS, method=method), expected, atol=1e-8)
+
+
+def test_kendall_equals_counting_pairs():
+    a, b = np.round(MODELS[0], 1), TIED[0]
+    signs = [np.sign(a[i] - a[j]) * np.sign(b[i] - b[j]) for i, j in itertools.combinations(range(36), 2)]
+    assert compare_rdms(a, b, method="kendall").item() == pytest.approx(np.mean(signs), abs=1e-15)
+
+
+def test_whitened_cosine_equals_the_inverse_covariance_form():
+    contrasts = np.zeros((36, 9))
+    rows, columns = np.triu_indices(9, 1)
+    contrasts[np.arange(36), rows], contrasts[np.arange(36), columns] = 1, -1
+    inverse = np.linalg.inv((contrasts @ contrasts.T) ** 2)
+    a, b = MODELS[0], SUBJECTS[0]
+    expected = a @ inverse @ b / np.sqrt(a @ inverse @ a * (b @ inverse @ b))
+    assert compare_rdms(a, b, method="whitened_cosine").item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_whitened_cosine_of_euclidean_rdms_equals_biased_cka():
+    x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 7, dtype=torch.float64)
+    found = compare_rdms(
+        rdm(x, metric="euclidean"), rdm(y, metric="euclidean"), method="whitened_cosine"
+    ).item()
+    assert found == pytest.approx(cka(Moments.of({"x": x, "y": y}), debiased=False).values[0, 1], abs=1e-10)
+
+
+def test_noise_ceiling_brackets_the_true_model():
+    random = np.random.default_rng(0)
+    truth = random.normal(size=190)
+    subjects = truth + random.normal(size=(20, 190))
+    for method in ("pearson", "spearman", "whitened_pearson"):
+        lower, upper = noise_ceiling(subjects, method=method)
+        assert lower < compare_rdms(truth, subjects, method=method).mean() < upper + 0.01
+        assert upper - lower < 0.1
+
+
+def test_noise_ceiling_is_nan_for_one_subject():
+    assert np.isnan(noise_ceiling(SUBJECTS[:1])).all()
+
+
+def test_rsa_takes_named_models():
+    found = rsa({"layer.0": MODELS[0], "layer.1": MODELS[1]}, SUBJECTS, method="pearson")
+    assert found.similarity.shape == (2, 4)
+    assert found.similarity[0].mean() > found.similarity[1].mean() + 0.2
+    assert found.ceiling == noise_ceiling(SUBJECTS, method="pearson")
+
+
+@pytest.mark.parametrize("over", ["conditions", "subjects", "both"])
+def test_bootstrap_is_centred_on_the_estimate_and_repeats_with_its_seed(over):
+    options = {"method": "pearson", "num_samples": 400, "over": over}
+    found = bootstrap_rsa(MODELS, SUBJECTS, **options)
+    estimate = compare_rdms(MODELS, SUBJECTS, method="pearson").mean(1)
+    assert np.abs(found.mean(0) - estimate).max() < 0.1
+    assert found.std(0).min() > 0.005
+    np.testing.assert_array_equal(found, bootstrap_rsa(MODELS, SUBJECTS, **options))
+
+
+def test_bootstrap_over_subjects_has_the_standard_error_of_the_mean():
+    random = np.random.default_rng(0)
+    subjects = MODELS[0] + random.normal(size=(30, 36))
+    each = compare_rdms(MODELS[0], subjects, method="pearson")[0]
+    found = bootstrap_rsa(MODELS[:1], subjects, method="pearson", num_samples=3000, over="subjects")
+    assert found.std() == pytest.approx(each.std() / 30**0.5, rel=0.1)
+
+
+def test_bootstrap_leaves_out_pairs_of_a_condition_with_itself():
+    # Were they kept, both RDMs would share entries of 0 beside entries around 10, and correlate.
+    random = np.random.default_rng(0)
+    model, data = 10 + random.normal(size=(1, 190)), 10 + random.normal(size=(1, 190))
+    found = bootstrap_rsa(model, data, method="pearson", num_samples=200, over="conditions")
+    assert abs(found.mean()) < 0.15
+
+
+def test_rsa_refuses_what_it_cannot_do():
+    with pytest.raises(InterpError, match="method is 'tau'"):
+        compare_rdms(MODELS, SUBJECTS, method="tau")
+    with pytest.raises(InterpError, match="36 and 28"):
+        compare_rdms(MODELS, SUBJECTS[:, :28])
+    with pytest.raises(InterpError, match="over='subjects'"):
+        bootstrap_rsa(MODELS, SUBJECTS, method="whitened_cosine")
+    with pytest.raises(InterpError, match="over is 'all'"):
+        bootstrap_rsa(MODELS, SUBJECTS, over="all")

@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+import torch
+from forge_interp.accumulate import Moments
+from forge_interp.cka import cka
+from forge_interp.errors import InterpError
+from forge_interp.similarity import MEASURES, compare_layers, mutual_knn
+
+
+def layers(prefix: str, seed: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {f"{prefix}{i}": torch.randn(50, 4 + i, generator=random) for i in range(3)}
+
+
+@pytest.mark.parametrize("measure", list(MEASURES))
+def test_compare_layers_gives_every_pair_of_two_models_for_every_measure(measure):
+    first, second = layers("a", 0), layers("a", 1)
+    found = compare_layers(first, second, measure=measure)
+    both = Moments.of({"x": first["a1"], "y": second["a2"]}, between=(["x"], ["y"]))
+    assert (found.rows, found.columns) == (("a0", "a1", "a2"), ("a0", "a1", "a2"))
+    assert found.values[1, 2] == pytest.approx(MEASURES[measure](both).values.item(), abs=1e-12)
+
+
+def test_compare_layers_of_one_model_is_its_own_cka():
+    first = layers("a", 0)
+    np.testing.assert_array_equal(compare_layers(first).values, cka(Moments.of(first)).values)
+    with pytest.raises(InterpError, match="measure is 'cosine'"):
+        compare_layers(first, measure="cosine")
+
+
+def brute_knn(x: np.ndarray, k: int, metric: str) -> list[set[int]]:
+    if metric == "cosine":
+        x = x / np.linalg.norm(x, axis=1, keepdims=True)
+    found = []
+    for i, row in enumerate(x):
+        distances = np.linalg.norm(x - row, axis=1)
+        distances[i] = np.inf
+        found.append(set(np.argsort(distances)[:k].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+def test_mutual_knn_equals_brute_force(metric):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(90, 6)) + 1
+    y = x[:, :4] + 0.5 * random.normal(size=(90, 4))
+    near = zip(brute_knn(x, 7, metric), brute_knn(y, 7, metric), strict=True)
+    expected = np.mean([len(a & b) / 7 for a, b in near])
+    assert mutual_knn(x, y, k=7, metric=metric) == pytest.approx(expected, abs=1e-12)
+
+
+def test_mutual_knn_in_blocks_is_one_for_a_rotation_and_at_chance_for_independent_layers():
+    random = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(1500, 8, generator=random, dtype=torch.float64) for _ in range(2))
+    rotation = torch.linalg.qr(y[:8]).Q
+    assert mutual_knn(x, x @ rotation) == 1.0
+    assert mutual_knn(x, y) == pytest.approx(10 / 1499, abs=0.003)
+
+
+def test_mutual_knn_refuses_bad_options():
+    x = torch.randn(5, 2)
+    with pytest.raises(InterpError, match="1 <= k < 5"):
+        mutual_knn(x, x, k=5)
+    with pytest.raises(InterpError, match="'dot'"):
+        mutual_knn(x, x, k=2, metric="dot")

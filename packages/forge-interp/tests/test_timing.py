@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+import torch
+from forge_interp.errors import InterpError
+from forge_interp.timing import fir_delays, resample
+
+
+def test_fir_delays_equal_a_loop_and_do_not_cross_runs():
+    x = torch.randn(11, 2, dtype=torch.float64)
+    runs = np.array([3] * 6 + [1] * 5)
+    found = fir_delays(x, (0, 2, -1, 9), runs)
+    for t in range(11):
+        for i, delay in enumerate((0, 2, -1, 9)):
+            source = t - delay
+            inside = 0 <= source < 11 and runs[source] == runs[t]
+            expected = x[source] if inside else torch.zeros(2, dtype=torch.float64)
+            assert torch.equal(found[t, 2 * i : 2 * i + 2], expected)
+
+
+def test_fir_delays_refuse_broken_runs():
+    with pytest.raises(InterpError, match="not contiguous"):
+        fir_delays(torch.zeros(3, 1), (1,), [0, 1, 0])
+    with pytest.raises(InterpError, match="delays is empty"):
+        fir_delays(torch.zeros(3, 1), ())
+    with pytest.raises(InterpError, match="one label per row"):
+        fir_delays(torch.zeros(3, 1), (1,), [0, 1])
+
+
+def test_resample_mean_averages_the_events_of_each_interval():
+    features = np.array([[1.0], [3.0], [10.0], [7.0]])
+    found = resample(features, [0.0, 1.9, 2.0, 6.5], [0, 2, 4, 6], method="mean")
+    np.testing.assert_allclose(found[:, 0], [2, 10, 0, 7])
+
+
+def test_resample_lanczos_keeps_slow_signals_and_drops_fast_ones():
+    times = np.arange(0, 100, 0.1)
+    at = np.arange(20, 80, 2.0)
+    slow, fast = np.sin(2 * np.pi * times / 25), np.sin(2 * np.pi * times / 0.9)
+    found = resample(np.stack([slow, fast], axis=1), times, at).numpy() * 0.1 / 2.0
+    np.testing.assert_allclose(found[:, 0], np.sin(2 * np.pi * at / 25), atol=0.03)
+    assert np.abs(found[:, 1]).max() < 0.02
+
+
+def test_resample_refuses_uneven_scans():
+    with pytest.raises(InterpError, match="evenly spaced"):
+        resample(np.zeros((2, 1)), [0, 1], [0, 1, 3])
+    with pytest.raises(InterpError, match="'linear'"):
+        resample(np.zeros((2, 1)), [0, 1], [0, 1], method="linear")
