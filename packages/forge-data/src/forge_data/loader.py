@@ -227,7 +227,7 @@ def fingerprint(config: DataConfig, windows: list[Windows]) -> str:
         *(repr(s.weight) for s in config.sources),
         repr((config.seed, config.max_tokens, config.mask_documents)),
     ]
-    return xxhash.xxh3_128_hexdigest("/".join(parts))
+    return xxhash.xxh3_128_hexdigest("/".join(parts).encode())
 
 
 def _require_even(global_batch: int, micro_batch: int, world_size: int) -> None:

@@ -62,7 +62,8 @@ class Manifest(Config):
     @property
     def digest(self) -> str:
         """Names the content."""
-        return xxhash.xxh3_128_hexdigest("".join(self.tokens.digests + self.docs.digests) + self.tokenizer)
+        parts = [*self.tokens.digests, *self.docs.digests, self.tokenizer]
+        return xxhash.xxh3_128_hexdigest("/".join(parts).encode())
 
 
 class TokenStore:

@@ -1,0 +1,21 @@
+from .config import CheckpointConfig as CheckpointConfig
+from .error import CheckpointError as CheckpointError
+from .error import DamagedError as DamagedError
+from .manifest import Manifest as Manifest
+from .state import TrainState as TrainState
+from .state import model_tensors as model_tensors
+from .store import Store as Store
+from .weights import Weights as Weights
+from .weights import write_weights as write_weights
+
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointError",
+    "DamagedError",
+    "Manifest",
+    "Store",
+    "TrainState",
+    "Weights",
+    "model_tensors",
+    "write_weights",
+]

@@ -1,0 +1,19 @@
+"""What `[checkpoint]` holds. Imports no torch."""
+
+from typing import Annotated
+
+from forge_config import Config, Meta
+
+
+class CheckpointConfig(Config):
+    """When checkpoints are written and which are kept.
+
+    Attributes:
+        every_steps: distance of checkpoints; the last step is always saved.
+        keep: newest checkpoints that stay; at least 2, so that there is one to fall back to.
+        keep_every_steps: checkpoints at multiples of this stay for good; 0 keeps none.
+    """
+
+    every_steps: Annotated[int, Meta(ge=1)] = 1000
+    keep: Annotated[int, Meta(ge=2)] = 3
+    keep_every_steps: Annotated[int, Meta(ge=0)] = 0

@@ -1,0 +1,9 @@
+"""The errors of this package."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, or does not fit what it is loaded into."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not what was written."""
