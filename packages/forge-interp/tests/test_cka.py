@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.accumulate import Moments
-from forge_interp.cka import MinibatchCKA, cka
+from forge_interp.cka import MinibatchCKA, linear_cka
 from forge_interp.errors import InterpError
 
 
@@ -33,7 +33,7 @@ def _gram_hsic_unbiased(k: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("debiased", [False, True])
 def test_cka_equals_gram_form(debiased):
     layers = make_layers()
-    found = cka(Moments.of(layers), debiased=debiased)
+    found = linear_cka(Moments.of(layers), debiased=debiased)
     expected = [[gram_cka(x, y, debiased) for y in layers.values()] for x in layers.values()]
     np.testing.assert_allclose(found.values, expected, rtol=0, atol=1e-10)
 
@@ -42,8 +42,8 @@ def test_cka_debiased_is_near_zero_for_independent_data_where_biased_is_near_one
     random = torch.Generator().manual_seed(0)
     layers = {name: torch.randn(200, 2000, generator=random, dtype=torch.float64) for name in "xy"}
     moments = Moments.of(layers, between=(["x"], ["y"]))
-    assert cka(moments, debiased=False).values.item() > 0.9
-    assert abs(cka(moments).values.item()) < 0.05
+    assert linear_cka(moments, debiased=False).values.item() > 0.9
+    assert abs(linear_cka(moments).values.item()) < 0.05
 
 
 @pytest.mark.parametrize("debiased", [False, True])
@@ -51,29 +51,29 @@ def test_cka_does_not_change_under_rotation_shift_and_scale(debiased):
     layers = make_layers()
     rotation = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64)).Q
     moved = {**layers, "x": -3.7 * layers["x"] @ rotation + 11}
-    before, after = (cka(Moments.of(each), debiased=debiased).values for each in (layers, moved))
+    before, after = (linear_cka(Moments.of(each), debiased=debiased).values for each in (layers, moved))
     np.testing.assert_allclose(after, before, atol=1e-10)
 
 
 def test_cka_changes_under_an_affine_map():
     layers = make_layers()
     stretched = {**layers, "x": layers["x"] * torch.logspace(0, 1, 12, dtype=torch.float64)}
-    change = cka(Moments.of(stretched)).values - cka(Moments.of(layers)).values
+    change = linear_cka(Moments.of(stretched)).values - linear_cka(Moments.of(layers)).values
     assert abs(change[0, 1]) > 0.01
 
 
 def test_cka_is_nan_for_a_constant_layer_and_refuses_three_samples():
     constant = {"x": torch.randn(9, 3), "y": torch.ones(9, 2)}
-    assert math.isnan(cka(Moments.of(constant)).values[0, 1])
+    assert math.isnan(linear_cka(Moments.of(constant)).values[0, 1])
     with pytest.raises(InterpError, match="at least 4"):
-        cka(Moments.of({"x": torch.randn(3, 2)}))
+        linear_cka(Moments.of({"x": torch.randn(3, 2)}))
 
 
 def test_minibatch_cka_of_one_batch_equals_debiased_cka():
     layers = make_layers()
     found = MinibatchCKA(layers)
     found.update(layers)
-    np.testing.assert_allclose(found.result().values, cka(Moments.of(layers)).values, atol=1e-10)
+    np.testing.assert_allclose(found.result().values, linear_cka(Moments.of(layers)).values, atol=1e-10)
 
 
 def test_minibatch_cka_equals_summed_gram_form_and_merges():
@@ -94,12 +94,12 @@ def test_minibatch_cka_finds_the_truth_where_averaging_biased_ones_does_not():
     random = torch.Generator().manual_seed(0)
     x = torch.randn(8000, 64, generator=random, dtype=torch.float64)
     layers = {"x": x, "y": 0.6 * x + 0.8 * torch.randn(8000, 64, generator=random, dtype=torch.float64)}
-    truth = cka(Moments.of(layers)).values[0, 1]
+    truth = linear_cka(Moments.of(layers)).values[0, 1]
     found, biased = MinibatchCKA(["x"], ["y"]), []
     for i in range(0, 8000, 32):
         batch = {name: value[i : i + 32] for name, value in layers.items()}
         found.update(batch)
-        biased.append(cka(Moments.of(batch), debiased=False).values[0, 1])
+        biased.append(linear_cka(Moments.of(batch), debiased=False).values[0, 1])
     assert found.result().values.item() == pytest.approx(truth, abs=0.01)
     assert np.mean(biased) > truth + 0.2
 

@@ -35,7 +35,7 @@ def test_encoding_finds_the_planted_layer_with_a_normalized_score_of_one(planted
     layers = make_layers()
     repeats = make_recordings(layers[f"layer.{planted}"])
     found = encode_layers(layers, repeats.mean(0), RUNS, delays=DELAYS, ceiling=ceiling(repeats))
-    scores = {name: np.nanmean(result.normalized) for name, result in found.items()}
+    scores = {name: np.nanmean(np.asarray(result.normalized)) for name, result in found.items()}
     assert max(scores, key=scores.__getitem__) == f"layer.{planted}"
     assert scores[f"layer.{planted}"] == pytest.approx(1, abs=0.05)
     others = [score for name, score in scores.items() if name != f"layer.{planted}"]

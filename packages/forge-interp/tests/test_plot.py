@@ -48,7 +48,7 @@ def test_plot_probe_draws_scores_and_controls():
     pytest.importorskip("matplotlib")
     scores = np.arange(6.0).reshape(3, 2)
     axes = plot_probe(ProbeCurve(LAYERS, scores, scores / 2, "accuracy")).axes[0]
-    lines = [line.get_ydata() for line in axes.lines]
+    lines = [np.asarray(line.get_ydata()) for line in axes.lines]
     np.testing.assert_allclose(lines, [scores.mean(1), scores.mean(1) / 2])
     assert axes.get_ylabel() == "held-out accuracy"
     with pytest.raises(InterpError, match="2 kinds"):
@@ -58,9 +58,9 @@ def test_plot_probe_draws_scores_and_controls():
 def test_plot_encoding_uses_normalized_scores_only_when_all_have_them():
     pytest.importorskip("matplotlib")
     axes = plot_encoding({"a": encoding(0.2, True), "b": encoding(0.4, True)}).axes[0]
-    np.testing.assert_allclose(axes.lines[0].get_ydata(), [0.9, 0.9])
+    np.testing.assert_allclose(np.asarray(axes.lines[0].get_ydata()), [0.9, 0.9])
     axes = plot_encoding({"a": encoding(0.2, True), "b": encoding(0.4, False)}).axes[0]
-    np.testing.assert_allclose(axes.lines[0].get_ydata(), [0.2, 0.4])
+    np.testing.assert_allclose(np.asarray(axes.lines[0].get_ydata()), [0.2, 0.4])
     assert axes.get_ylabel().startswith("held-out r (")
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.errors import InterpError
-from forge_interp.probe import control_task, group_folds, logistic, probe_layers, z_score
+from forge_interp.probe import control_task, fit_logistic, group_folds, probe_layers, z_score
 
 
 def make_classes(num_classes: int, n: int = 200) -> tuple[np.ndarray, np.ndarray]:
@@ -18,7 +18,7 @@ def test_logistic_equals_scikit_learn(num_classes, alpha):
     linear = pytest.importorskip("sklearn.linear_model")
     x, y = make_classes(num_classes)
     expected = linear.LogisticRegression(C=1 / alpha, tol=1e-10, max_iter=5000).fit(x, y)
-    found = logistic(x, y, alpha=alpha)
+    found = fit_logistic(x, y, alpha=alpha)
     np.testing.assert_allclose(found.weights.T, expected.coef_, atol=1e-5)
     np.testing.assert_array_equal(found.predict(x), expected.predict(x))
 
@@ -26,9 +26,9 @@ def test_logistic_equals_scikit_learn(num_classes, alpha):
 def test_logistic_multi_label_equals_one_binary_fit_per_label():
     x, y = make_classes(3)
     labels = np.stack([y == 0, y == 1], axis=1).astype(np.int64)
-    found = logistic(x, labels, alpha=2.0)
+    found = fit_logistic(x, labels, alpha=2.0)
     for i in range(2):
-        alone = logistic(x, labels[:, i], alpha=2.0)
+        alone = fit_logistic(x, labels[:, i], alpha=2.0)
         torch.testing.assert_close(found.weights[:, i], alone.weights[:, 0], atol=1e-5, rtol=1e-4)
     assert found.predict(x).shape == (200, 2)
 
@@ -36,17 +36,17 @@ def test_logistic_multi_label_equals_one_binary_fit_per_label():
 def test_logistic_keeps_string_labels():
     x, y = make_classes(3)
     names = np.array(["noun", "verb", "other"])
-    np.testing.assert_array_equal(logistic(x, names[y]).predict(x), names[logistic(x, y).predict(x)])
+    np.testing.assert_array_equal(fit_logistic(x, names[y]).predict(x), names[fit_logistic(x, y).predict(x)])
 
 
 def test_logistic_refuses_what_it_cannot_fit():
     x, y = make_classes(3)
     with pytest.raises(InterpError, match="at least two"):
-        logistic(x, np.zeros(200))
+        fit_logistic(x, np.zeros(200))
     with pytest.raises(InterpError, match="zeros and ones"):
-        logistic(x, np.stack([y, y], axis=1))
+        fit_logistic(x, np.stack([y, y], axis=1))
     with pytest.raises(InterpError, match="L-BFGS stopped"):
-        logistic(1e4 * x, y, alpha=1e-6, max_steps=2)
+        fit_logistic(1e4 * x, y, alpha=1e-6, max_steps=2)
 
 
 def test_group_folds_split_all_samples_and_no_group():

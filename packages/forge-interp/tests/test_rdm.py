@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.errors import InterpError
-from forge_interp.rdm import crossnobis, noise_precision, num_conditions, rdm, square
+from forge_interp.rdm import compute_rdm, crossnobis, noise_precision, num_conditions, square
 
 RANDOM = np.random.default_rng(0)
 RESPONSES = RANDOM.normal(size=(9, 20)) + 1
@@ -15,12 +15,12 @@ def brute(metric: str, a: np.ndarray, b: np.ndarray) -> float:
     if metric == "cosine":
         return float(1 - a @ b / np.linalg.norm(a) / np.linalg.norm(b))
     precision = PRECISION if metric == "mahalanobis" else np.eye(20)
-    return float((a - b) @ precision @ (a - b) / 20
+    return float((a - b) @ precision @ (a - b) / 20)
 
 
 @pytest.mark.parametrize("metric", ["correlation", "cosine", "euclidean", "mahalanobis"])
 def test_rdm_equals_the_definition_for_each_pair(metric):
-    found = rdm(RESPONSES, metric=metric, precision=PRECISION if metric == "mahalanobis" else None)
+    found = compute_rdm(RESPONSES, metric=metric, precision=PRECISION if metric == "mahalanobis" else None)
     pairs = [(i, j) for i in range(9) for j in range(i + 1, 9)]
     expected = [brute(metric, RESPONSES[i], RESPONSES[j]) for i, j in pairs]
     np.testing.assert_allclose(found, expected, atol=1e-12, rtol=1e-12)
@@ -31,7 +31,7 @@ def test_rdm_equals_rsatoolbox(metric):
     toolbox = pytest.importorskip("rsatoolbox", exc_type=ImportError)
     noise = PRECISION if metric == "mahalanobis" else None
     expected = toolbox.rdm.calc_rdm(toolbox.data.Dataset(RESPONSES), method=metric, noise=noise)
-    found = rdm(torch.from_numpy(RESPONSES), metric=metric, precision=noise)
+    found = compute_rdm(torch.from_numpy(RESPONSES), metric=metric, precision=noise)
     np.testing.assert_allclose(found, expected.dissimilarities[0], atol=1e-8)
 
 
@@ -57,7 +57,7 @@ def test_crossnobis_has_no_bias_from_noise_and_the_plain_distance_has():
     responses = random.normal(size=(4 * 60, 2000))
     conditions, folds = np.tile(np.arange(4), 60), np.repeat(np.arange(6), 40)
     crossed = crossnobis(responses, conditions, folds)
-    plain = rdm(np.stack([responses[conditions == c].mean(0) for c in range(4)]), metric="euclidean")
+    plain = compute_rdm(np.stack([responses[conditions == c].mean(0) for c in range(4)]), metric="euclidean")
     assert abs(crossed.mean()) < 0.003
     assert plain.mean() == pytest.approx(2 / 60, abs=0.005)
 
@@ -79,7 +79,7 @@ def test_noise_precision_equals_the_formula_entry_by_entry():
 
 
 def test_square_round_trips():
-    vector = rdm(RESPONSES)
+    vector = compute_rdm(RESPONSES)
     matrix = square(vector)
     assert np.array_equal(matrix, matrix.T)
     assert np.array_equal(matrix[np.triu_indices(9, 1)], vector)
@@ -87,9 +87,9 @@ def test_square_round_trips():
 
 def test_rdm_and_crossnobis_refuse_what_they_cannot_do():
     with pytest.raises(InterpError, match="no precision"):
-        rdm(RESPONSES, metric="mahalanobis")
+        compute_rdm(RESPONSES, metric="mahalanobis")
     with pytest.raises(InterpError, match="row 2 has no variance"):
-        rdm(np.where(np.arange(9)[:, None] == 2, 1.0, RESPONSES))
+        compute_rdm(np.where(np.arange(9)[:, None] == 2, 1.0, RESPONSES))
     with pytest.raises(InterpError, match="an RDM has 7 entries"):
         num_conditions(7)
     responses, conditions, _ = make_runs()

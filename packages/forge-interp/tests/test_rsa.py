@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.accumulate import Moments
-from forge_interp.cka import cka
+from forge_interp.cka import linear_cka
 from forge_interp.errors import InterpError
-from forge_interp.rdm import rdm
-from forge_interp.rsa import bootstrap_rsa, compare_rdms, noise_ceiling, rsa
+from forge_interp.rdm import compute_rdm
+from forge_interp.rsa import bootstrap_rsa, compare_rdms, evaluate_models, noise_ceiling
 
 RANDOM = np.random.default_rng(0)
 MODELS = RANDOM.normal(size=(3, 36)) ** 2
@@ -60,9 +60,11 @@ def test_whitened_cosine_equals_the_inverse_covariance_form():
 def test_whitened_cosine_of_euclidean_rdms_equals_biased_cka():
     x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 7, dtype=torch.float64)
     found = compare_rdms(
-        rdm(x, metric="euclidean"), rdm(y, metric="euclidean"), method="whitened_cosine"
+        compute_rdm(x, metric="euclidean"), compute_rdm(y, metric="euclidean"), method="whitened_cosine"
     ).item()
-    assert found == pytest.approx(cka(Moments.of({"x": x, "y": y}), debiased=False).values[0, 1], abs=1e-10)
+    assert found == pytest.approx(
+        linear_cka(Moments.of({"x": x, "y": y}), debiased=False).values[0, 1], abs=1e-10
+    )
 
 
 def test_noise_ceiling_brackets_the_true_model():
@@ -80,7 +82,7 @@ def test_noise_ceiling_is_nan_for_one_subject():
 
 
 def test_rsa_takes_named_models():
-    found = rsa({"layer.0": MODELS[0], "layer.1": MODELS[1]}, SUBJECTS, method="pearson")
+    found = evaluate_models({"layer.0": MODELS[0], "layer.1": MODELS[1]}, SUBJECTS, method="pearson")
     assert found.similarity.shape == (2, 4)
     assert found.similarity[0].mean() > found.similarity[1].mean() + 0.2
     assert found.ceiling == noise_ceiling(SUBJECTS, method="pearson")

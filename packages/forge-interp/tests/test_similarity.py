@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.accumulate import Moments
-from forge_interp.cka import cka
+from forge_interp.cka import linear_cka
 from forge_interp.errors import InterpError
 from forge_interp.similarity import MEASURES, compare_layers, mutual_knn
 
@@ -23,7 +23,7 @@ def test_compare_layers_gives_every_pair_of_two_models_for_every_measure(measure
 
 def test_compare_layers_of_one_model_is_its_own_cka():
     first = layers("a", 0)
-    np.testing.assert_array_equal(compare_layers(first).values, cka(Moments.of(first)).values)
+    np.testing.assert_array_equal(compare_layers(first).values, linear_cka(Moments.of(first)).values)
     with pytest.raises(InterpError, match="measure is 'cosine'"):
         compare_layers(first, measure="cosine")
 

@@ -1,1 +1,42 @@
-"""Being written."""
+"""Look inside any nn.Module: capture, edit, extract, compare."""
+
+from forge_interp.accumulate import Moments as Moments
+from forge_interp.cca import canonical_correlations as canonical_correlations
+from forge_interp.cca import mean_cca as mean_cca
+from forge_interp.cca import procrustes as procrustes
+from forge_interp.cca import pwcca as pwcca
+from forge_interp.cca import svcca as svcca
+from forge_interp.ceiling import Ceiling as Ceiling
+from forge_interp.ceiling import repeat_ceiling as repeat_ceiling
+from forge_interp.ceiling import split_half_ceiling as split_half_ceiling
+from forge_interp.cka import LayerSimilarity as LayerSimilarity
+from forge_interp.cka import MinibatchCKA as MinibatchCKA
+from forge_interp.cka import linear_cka as linear_cka
+from forge_interp.encoding import EncodingResult as EncodingResult
+from forge_interp.encoding import encode as encode
+from forge_interp.encoding import encode_layers as encode_layers
+from forge_interp.errors import InterpError as InterpError
+from forge_interp.plot import plot_attention as plot_attention
+from forge_interp.plot import plot_encoding as plot_encoding
+from forge_interp.plot import plot_probe as plot_probe
+from forge_interp.plot import plot_similarity as plot_similarity
+from forge_interp.probe import ProbeCurve as ProbeCurve
+from forge_interp.probe import control_task as control_task
+from forge_interp.probe import fit_logistic as fit_logistic
+from forge_interp.probe import group_folds as group_folds
+from forge_interp.probe import probe_layers as probe_layers
+from forge_interp.profile import Profile as Profile
+from forge_interp.profile import effective_rank as effective_rank
+from forge_interp.rdm import compute_rdm as compute_rdm
+from forge_interp.rdm import crossnobis as crossnobis
+from forge_interp.rdm import noise_precision as noise_precision
+from forge_interp.ridge import fit_ridge as fit_ridge
+from forge_interp.ridge import ridge_from_moments as ridge_from_moments
+from forge_interp.rsa import bootstrap_rsa as bootstrap_rsa
+from forge_interp.rsa import compare_rdms as compare_rdms
+from forge_interp.rsa import evaluate_models as evaluate_models
+from forge_interp.rsa import noise_ceiling as noise_ceiling
+from forge_interp.similarity import compare_layers as compare_layers
+from forge_interp.similarity import mutual_knn as mutual_knn
+from forge_interp.timing import fir_delays as fir_delays
+from forge_interp.timing import resample as resample

@@ -14,6 +14,7 @@ from torch import Tensor
 from forge_interp.errors import InterpError
 
 Array = Tensor | np.ndarray
+Labels = np.ndarray | Sequence[object]
 
 
 def as_matrix(values: Array, name: str, *, dtype: torch.dtype | None = torch.float64) -> Tensor:

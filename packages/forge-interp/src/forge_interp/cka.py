@@ -41,7 +41,7 @@ def over_pairs(moments: Moments, measure: str, score: Callable[[str, str], float
     return LayerSimilarity(values, tuple(moments.rows), tuple(moments.columns), measure)
 
 
-def cka(moments: Moments, *, debiased: bool = True) -> LayerSimilarity:
+def linear_cka(moments: Moments, *, debiased: bool = True) -> LayerSimilarity:
     """Linear CKA of every layer pair.
 
     Biased: |Xc^T Yc|_F^2 / (|Xc^T Xc|_F |Yc^T Yc|_F) with centred columns; exactly the Gram form. It tends
@@ -98,8 +98,8 @@ class MinibatchCKA:
 
     Sums the unbiased HSIC_1 of each batch: sum_b HSIC_1(K_b, L_b) / sqrt(sum_b HSIC_1(K_b, K_b) sum_b
     HSIC_1(L_b, L_b)). The average over batches of *biased* CKAs stays biased however many batches there are;
-    this converges to the CKA of the population. Use `Moments` and `cka` where O(D^2) memory is at hand: it
-    is exact for the samples seen, while this depends (slightly) on how they were batched.
+    this converges to the CKA of the population. Use `Moments` and `linear_cka` where O(D^2) memory is at
+    hand: it is exact for the samples seen, while this depends (slightly) on how they were batched.
 
     Args:
         rows: layers along the first axis.

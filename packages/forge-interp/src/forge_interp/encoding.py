@@ -6,12 +6,13 @@ penalties, F outer folds.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forge_interp.arrays import Array, as_matrix, check_alphas, check_finite, same_rows
+from forge_interp.arrays import Array, Labels, as_matrix, check_alphas, check_finite, same_rows
 from forge_interp.ceiling import Ceiling, pearson
 from forge_interp.errors import InterpError
 from forge_interp.probe import group_folds, r_squared, z_score
@@ -58,7 +59,7 @@ class _Search:
 def encode(
     features: Array | Mapping[str, Array],
     recordings: Array,
-    runs: np.ndarray | Sequence,
+    runs: Labels,
     *,
     delays: Sequence[int] = (0,),
     alphas: Sequence[float] = DEFAULT_ALPHAS,
@@ -106,9 +107,7 @@ def encode(
     run_bounds(labels, len(y))
     num_runs = len(np.unique(labels))
     if num_runs < 3:
-        raise InterpError(
-            f"{num_runs} runs; expected at least 3: one to test, two to choose by"
-        )
+        raise InterpError(f"{num_runs} runs; expected at least 3: one to test, two to choose by")
     if ceiling is not None and ceiling.reliability.shape != (y.shape[1],):
         raise InterpError(f"ceiling of {len(ceiling.reliability)} targets; expected {y.shape[1]}")
     search = _Search(check_alphas(alphas), _band_candidates(len(bands), num_band_samples, seed), inner_folds)
@@ -122,7 +121,7 @@ def encode(
 
 
 def encode_layers(
-    layers: Mapping[str, Array], recordings: Array, runs: np.ndarray | Sequence, **options
+    layers: Mapping[str, Array], recordings: Array, runs: Labels, **options: Any
 ) -> dict[str, EncodingResult]:
     """Fit one encoding model per layer; `options` are those of `encode`."""
     return {name: encode(layer, recordings, runs, **options) for name, layer in layers.items()}

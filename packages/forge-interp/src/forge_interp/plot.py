@@ -26,7 +26,7 @@ def plot_similarity(similarity: LayerSimilarity, *, limits: tuple[float, float] 
     """Draw a layer by layer similarity matrix as a heat map; the first layer is at the lower left.
 
     Args:
-        similarity: from `compare_layers`, `cka` and the like.
+        similarity: from `compare_layers`, `linear_cka` and the like.
         limits: values at the ends of the colours; default 0 to 1, or the range of the values if they leave
             it.
 

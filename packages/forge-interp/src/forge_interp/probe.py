@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge_interp.arrays import Array, as_matrix, check_alphas, check_finite, same_rows
+from forge_interp.arrays import Array, Labels, as_matrix, check_alphas, check_finite, same_rows
 from forge_interp.errors import InterpError
 from forge_interp.ridge import DEFAULT_ALPHAS, RidgePath, fit_path
 
@@ -68,7 +68,7 @@ class LogisticFit:
         return self.classes[picked.cpu().numpy()]
 
 
-def logistic(x: Array, y: Array, *, alpha: float = 1.0, max_steps: int = 1000) -> LogisticFit:
+def fit_logistic(x: Array, y: Array, *, alpha: float = 1.0, max_steps: int = 1000) -> LogisticFit:
     """Fit logistic regression: minimize sum_i loss_i + alpha / 2 |W|_F^2 by L-BFGS, intercept unpenalized.
 
     The loss is the softmax cross-entropy for K >= 3 classes, the binary one for two classes and for each
@@ -119,7 +119,7 @@ def logistic(x: Array, y: Array, *, alpha: float = 1.0, max_steps: int = 1000) -
     return LogisticFit(weights.detach(), intercept.detach(), classes)
 
 
-def group_folds(groups: np.ndarray | Sequence, num_folds: int = 5, *, seed: int = 0) -> list[Fold]:
+def group_folds(groups: Labels, num_folds: int = 5, *, seed: int = 0) -> list[Fold]:
     """Split samples into folds that never share a group (a sentence, a run, a subject), sizes balanced.
 
     Groups are taken in random order, large ones first, each to the fold with fewest samples so far.
@@ -149,7 +149,7 @@ def group_folds(groups: np.ndarray | Sequence, num_folds: int = 5, *, seed: int 
     return [(np.flatnonzero(owner != fold), np.flatnonzero(owner == fold)) for fold in range(num_folds)]
 
 
-def control_task(types: np.ndarray | Sequence, y: np.ndarray, *, seed: int = 0) -> np.ndarray:
+def control_task(types: Labels, y: np.ndarray, *, seed: int = 0) -> np.ndarray:
     """Draw targets that a layer cannot know: one at random per type of input, always the same.
 
     A probe can learn it only by memorizing types, so a score on the real task that is not above this one
@@ -177,8 +177,8 @@ def probe_layers(
     y: Array,
     *,
     kind: str = "ridge",
-    groups: np.ndarray | Sequence | None = None,
-    types: np.ndarray | Sequence | None = None,
+    groups: Labels | None = None,
+    types: Labels | None = None,
     alphas: Sequence[float] = DEFAULT_ALPHAS,
     num_folds: int = 5,
     seed: int = 0,
@@ -273,11 +273,11 @@ def _logistic_score(
     if len(alphas) > 1:
         folds = list(_inner_folds(np.arange(len(y)) if groups is None else groups))
         hits = [
-            sum((logistic(x[a], y[a], alpha=alpha).predict(x[b]) == y[b]).sum() for a, b in folds)
+            sum((fit_logistic(x[a], y[a], alpha=alpha).predict(x[b]) == y[b]).sum() for a, b in folds)
             for alpha in alphas
         ]
         alpha = alphas[int(np.argmax(hits))]
-    return float((logistic(x, y, alpha=alpha).predict(x_test) == y_test).mean())
+    return float((fit_logistic(x, y, alpha=alpha).predict(x_test) == y_test).mean())
 
 
 def _inner_folds(groups: np.ndarray) -> Iterator[Fold]:

@@ -14,7 +14,9 @@ from forge_interp.errors import InterpError
 METRICS = ("correlation", "cosine", "euclidean", "mahalanobis")
 
 
-def rdm(responses: Array, *, metric: str = "correlation", precision: np.ndarray | None = None) -> np.ndarray:
+def compute_rdm(
+    responses: Array, *, metric: str = "correlation", precision: np.ndarray | None = None
+) -> np.ndarray:
     """Dissimilarities of all pairs of rows.
 
     correlation: 1 - Pearson r over channels. cosine: 1 - cosine. euclidean: squared distance / d.

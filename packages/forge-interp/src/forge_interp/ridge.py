@@ -90,7 +90,7 @@ class RidgePath:
         return (y - y.mean(0) - fitted) / (1 - leverage).clamp_min(1e-12)[:, None]
 
 
-def ridge(
+def fit_ridge(
     x: Array, y: Array, *, alphas: Sequence[float] = DEFAULT_ALPHAS, per_target: bool = True
 ) -> RidgeFit:
     """Fit ridge regression; the penalty is chosen by exact leave-one-out error.

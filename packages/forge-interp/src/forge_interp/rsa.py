@@ -95,7 +95,7 @@ def noise_ceiling(data: np.ndarray, *, method: str = "spearman") -> tuple[float,
     return float(lower), float(upper)
 
 
-def rsa(
+def evaluate_models(
     models: Mapping[str, np.ndarray] | np.ndarray, data: np.ndarray, *, method: str = "spearman"
 ) -> RSAResult:
     """Compare model RDMs (one per layer, say) with the RDMs of subjects.

@@ -11,12 +11,12 @@ from torch import Tensor
 from forge_interp.accumulate import Moments
 from forge_interp.arrays import Array, as_matrix, check_finite, same_rows
 from forge_interp.cca import mean_cca, procrustes, pwcca, svcca
-from forge_interp.cka import LayerSimilarity, cka
+from forge_interp.cka import LayerSimilarity, linear_cka
 from forge_interp.errors import InterpError
 
 MEASURES: Mapping[str, Callable[[Moments], LayerSimilarity]] = {
-    "cka": cka,
-    "cka_biased": lambda moments: cka(moments, debiased=False),
+    "cka": linear_cka,
+    "cka_biased": lambda moments: linear_cka(moments, debiased=False),
     "mean_cca": mean_cca,
     "svcca": svcca,
     "pwcca": pwcca,

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge_interp.arrays import Array, as_matrix, same_rows
+from forge_interp.arrays import Array, Labels, as_matrix, same_rows
 from forge_interp.errors import InterpError
 
 
-def fir_delays(x: Array, delays: Sequence[int], runs: np.ndarray | Sequence | None = None) -> Tensor:
+def fir_delays(x: Array, delays: Sequence[int], runs: Labels | None = None) -> Tensor:
     """Finite impulse response features: copies of `x` delayed by whole samples, never across runs.
 
     Row t of the copy for delay k is row t - k of `x`, and 0 where that lies outside the run; z-score `x`
@@ -44,7 +44,7 @@ def fir_delays(x: Array, delays: Sequence[int], runs: np.ndarray | Sequence | No
     return out.flatten(1)
 
 
-def run_bounds(runs: np.ndarray | Sequence | None, num_rows: int) -> list[tuple[int, int]]:
+def run_bounds(runs: Labels | None, num_rows: int) -> list[tuple[int, int]]:
     """Return (start, stop) of each run; raise InterpError when the rows of a run are not contiguous."""
     if runs is None:
         return [(0, num_rows)]
@@ -61,8 +61,8 @@ def run_bounds(runs: np.ndarray | Sequence | None, num_rows: int) -> list[tuple[
 
 def resample(
     x: Array,
-    times: np.ndarray | Sequence,
-    at: np.ndarray | Sequence,
+    times: Labels,
+    at: Labels,
     *,
     method: str = "lanczos",
     lobes: int = 3,
