@@ -1,6 +1,7 @@
 """The command `forge`. Nothing heavy is imported before the configuration is known to be good."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -70,9 +71,10 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     job = load_job(options.config, overrides).value
     require_same_job(job)
 
-    from forge_trainer.build import run_job
+    # torch is loaded here and not before
+    from forge_trainer.launch import run_job
 
-    return run_job(job)
+    return run_job(job, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
 
 
 def _generate(options: argparse.Namespace, overrides: Sequence[str]) -> int:

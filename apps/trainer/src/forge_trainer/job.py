@@ -49,7 +49,7 @@ class TrainConfig(Config):
         steps: optimizer steps of the whole run.
         global_batch: sequences an optimizer step, whatever the number of ranks.
         micro_batch: sequences a rank holds at once; the rest of its share is accumulated.
-        clip_norm: the global gradient norm is clipped to this; absent means never.
+        clip_norm: the global gradient norm is clipped to this; 0 never clips.
         log_every_steps: distance of lines in `metrics.jsonl`, the console and the trackers.
         init_from: folder of Hugging Face weights (`*.safetensors`) to start from instead of random ones.
     """
@@ -57,7 +57,7 @@ class TrainConfig(Config):
     steps: Annotated[int, Meta(ge=1)]
     global_batch: Annotated[int, Meta(ge=1)]
     micro_batch: Annotated[int, Meta(ge=1)]
-    clip_norm: Annotated[float, Meta(gt=0)] | None = 1.0
+    clip_norm: Annotated[float, Meta(ge=0)] = 1.0
     log_every_steps: Annotated[int, Meta(ge=1)] = 10
     init_from: str | None = None
 

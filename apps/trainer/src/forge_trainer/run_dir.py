@@ -8,9 +8,7 @@ import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
-from forge_config import ConfigError
-from forge_config.diff import diff
-from forge_config.load import to_toml
+from forge_config import ConfigError, diff, to_toml
 
 from forge_trainer.job import Job, load_job
 
@@ -55,7 +53,7 @@ def require_same_job(job: Job) -> None:
 
 
 def _free(key: str) -> bool:
-    return key in FREE_KEYS or key.startswith(FREE)
+    return key in FREE_KEYS or key.startswith(FREE_SECTIONS)
 
 
 def describe(job: Job) -> None:

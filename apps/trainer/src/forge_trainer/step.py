@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from forge_parallel.apply import set_sync
+from forge_parallel.capabilities import without_dynamo
 from forge_parallel.grads import clip_, global_norm
 from forge_parallel.mesh import Mesh
 from forge_resilience.finite import step_if_finite
@@ -66,10 +67,10 @@ class TextStep:
     mesh: Mesh
     device: torch.device
     seed: int
-    clip_norm: float | None
+    clip_norm: float
 
     def __call__(self, batch: Batch) -> StepOutput:
-        """Take one optimizer step; without effect when loss or gradient are not finite on any rank. Collective."""
+        """Take one optimizer step; without effect when loss or gradient of any rank are not finite. Collective."""
         seed_step(self.seed, self.progress.step, self.mesh.dp_rank, self.device)
         batch = [{k: v.to(self.device, non_blocking=True) for k, v in micro.items()} for micro in batch]
         valid = self.mesh.sum_(sum((micro["labels"] >= 0).sum() for micro in batch).float())
@@ -78,11 +79,12 @@ class TextStep:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = global_norm(parameters)
         finite = torch.isfinite(norm) & torch.isfinite(terms[0])
-        if self.clip_norm is not None:
+        if self.clip_norm:
             clip_(parameters, self.clip_norm, norm)
         lr = self._set_lr()
-        step_if_finite(self.optimizer, finite)
-        self.optimizer.zero_grad()
+        with without_dynamo():
+            step_if_finite(self.optimizer, finite)
+            self.optimizer.zero_grad()
 
         samples = sum(len(micro["tokens"]) for micro in batch) * self.mesh.dp_size
         tokens = sum(micro["tokens"].numel() for micro in batch) * self.mesh.dp_size

@@ -25,7 +25,7 @@ class DataConfig(Config):
     """
 
     max_tokens: Annotated[int, Meta(ge=1)]
-    sources: Annotated[list[SourceConfig], Meta(min_length=1)]
+    sources: list[SourceConfig]
     tokenizer: TokenizerConfig = BytesConfig()
     seed: Annotated[int, Meta(ge=0)] = 0
     mask_documents: bool = False

@@ -160,6 +160,18 @@ class Loader:
     windows: list[Windows]
     fingerprint: str
 
+    def require(self, fingerprint: str | None) -> None:
+        """See that the stream is the one a checkpoint was made on; None is any.
+
+        Raises:
+            DataError: it is another one.
+        """
+        if fingerprint not in (None, self.fingerprint):
+            raise DataError(
+                "the data are not those the run was trained on so far (content, weights, seed or length of "
+                "sequences differ); bring them back, or start a new run"
+            )
+
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         endless = isinstance(self.batches, TrainBatches)
         indices = itertools.count() if endless else range(len(self.batches))  # type: ignore[arg-type]

@@ -1,0 +1,49 @@
+"""Runs a job from start to exit code."""
+
+import logging
+import sys
+from contextlib import ExitStack
+
+import torch
+from forge_ckpt.error import CheckpointError
+from forge_data.error import DataError
+from forge_model.error import ModelError
+from forge_parallel.error import ParallelError
+from forge_resilience.exit_codes import ExitCode
+from forge_resilience.verdict import Verdict
+
+from forge_trainer.build import build
+from forge_trainer.job import Job
+from forge_trainer.run_dir import describe
+
+
+def run_job(job: Job, rank: int) -> ExitCode:
+    """Start or continue a run. Collective.
+
+    Args:
+        job: the configuration; `require_same_job` has seen it.
+        rank: of this process; the first one writes what describes the run.
+    """
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    torch.set_float32_matmul_precision("high")
+    if rank == 0:
+        describe(job)
+    try:
+        with ExitStack() as stack:
+            run = build(job, stack)
+            verdict = run.train()
+    except (DataError, ModelError, ParallelError, CheckpointError) as error:
+        sys.stderr.write(f"rank {rank}: {type(error).__name__}: {error}\n")
+        return ExitCode.CONFIG
+    if run.progress.step >= job.train.steps and verdict < Verdict.ABORT:
+        return ExitCode.DONE
+    if verdict == Verdict.ABORT:
+        sys.stderr.write(
+            f"stopped at step {run.progress.step}: {job.resilience.max_bad_steps} steps in a row were not finite\n"
+        )
+        return ExitCode.NOT_FINITE
+    if rank == 0:
+        sys.stderr.write(
+            f"stopped at step {run.progress.step} with a checkpoint; the same command continues it\n"
+        )
+    return ExitCode.PREEMPTED
