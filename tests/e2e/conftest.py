@@ -1,13 +1,14 @@
 """A tiny run of the real command, small enough to be killed many times."""
 
+import json
+import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
 
 TINY = """
 [job]
@@ -18,9 +19,8 @@ root = "{root}"
 vocab_size = 272
 dim = 32
 num_layers = 2
-num_heads = 2
-num_kv_heads = 1
 max_tokens = 32
+attention = {{ num_heads = 2, num_kv_heads = 1 }}
 
 [data]
 max_tokens = 32
@@ -32,6 +32,7 @@ tokenizer = {{ type = "bytes" }}
 [[data.sources]]
 type = "files"
 paths = ["{text}/*.py"]
+held_out = 0.3
 
 [train]
 steps = {steps}
@@ -58,14 +59,12 @@ keep = 2
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """Some 60 kB of real Python to learn from."""
-    import json.decoder
-    import textwrap as textwrap_module
-
+    """Some 200 kB of real Python to learn from."""
     folder = tmp_path_factory.mktemp("text")
-    for module in (json.decoder, textwrap_module, subprocess):
-        source = Path(module.__file__)
-        (folder / source.name).write_text(source.read_text())
+    for source in sorted(Path(json.__file__).parent.glob("*.py")) + sorted(
+        Path(logging.__file__).parent.glob("*.py")
+    ):
+        (folder / f"{source.parent.name}_{source.name}").write_text(source.read_text())
     return folder
 
 
@@ -84,25 +83,59 @@ def tiny(tmp_path, text, tmp_path_factory):
     return write
 
 
-def command(*arguments, ranks=1):
-    """The command line of `forge` for this interpreter, under torchrun when there are several ranks."""
-    if ranks == 1:
-        return [sys.executable, "-m", "forge_trainer", *map(str, arguments)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*torchrun, "-m", "forge_trainer", *map(str, arguments)]
+class Cli:
+    """The real command `forge`, in processes of its own."""
 
-
-def forge(*arguments, ranks=1, cwd=None, check=True, timeout=240):
-    """Run the real command and return what it printed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
-    done = subprocess.run(
-        command(*arguments, ranks=ranks),
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environment,
-        timeout=timeout,
-    )
-    if check:
-        assert done.returncode == 0, done.stdout + done.stderr
-    return done
+
+    def command(self, *arguments, ranks=1):
+        """The command line for this interpreter, under torchrun when there are several ranks."""
+        if ranks == 1:
+            return [sys.executable, "-m", "forge_trainer", *map(str, arguments)]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
+        return [*torchrun, "-m", "forge_trainer", *map(str, arguments)]
+
+    def __call__(self, *arguments, ranks=1, check=True, timeout=240):
+        """Run it and return what it printed."""
+        line = self.command(*arguments, ranks=ranks)
+        done = subprocess.run(line, capture_output=True, text=True, env=self.environment, timeout=timeout)
+        if check:
+            assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def stop_at(self, path, step, how, ranks, *extra):
+        """Start a run, signal all its processes once it has logged `step`, and return its exit code."""
+        metrics = path.parent / "runs" / "tiny" / "metrics.jsonl"
+        process = subprocess.Popen(
+            self.command("train", path, *extra, ranks=ranks),
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.wait_for_step(metrics, step, process)
+        os.killpg(process.pid, how)
+        return process.wait(timeout=120)
+
+    @staticmethod
+    def wait_for_step(metrics, step, process):
+        """Until a step is logged or the process ends."""
+        end = time.monotonic() + 120
+        while time.monotonic() < end and process.poll() is None:
+            if metrics.exists() and any(
+                f'"step": {n},' in metrics.read_text() for n in range(step, step + 3)
+            ):
+                return
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def forge():
+    """Runs the real command."""
+    return Cli()

@@ -32,6 +32,20 @@ def config_path(directory: Path) -> Path:
     return directory / "config.toml"
 
 
+def open_job(directory: Path) -> Job:
+    """The job of a run directory, wherever it lies now.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+    if not config_path(directory).exists():
+        raise ConfigError(f"{directory} is no run: it has no {config_path(directory).name}")
+    here = directory.resolve()
+    return load_job(
+        config_path(directory), [f'--job.root="{here.parent}"', f'--job.name="{here.name}"']
+    ).value
+
+
 def require_same_job(job: Job) -> None:
     """Refuse to continue a run with a job that would train something else.
 

@@ -1,0 +1,89 @@
+"""What one does with a run that exists: write text, evaluate, export. In one process, from its newest checkpoint."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from forge_ckpt.state import model_tensors
+from forge_ckpt.store import Store
+from forge_ckpt.weights import write_weights
+from forge_data.loader import build_loader
+from forge_model.config import DecoderConfig
+from forge_model.generate import Sampling, generate
+from forge_model.hf import config_to_hf, to_hf
+from forge_parallel.apply import materialize
+from forge_parallel.mesh import Mesh
+from torch import nn
+
+from forge_trainer.evaluate import evaluate
+from forge_trainer.job import Job
+from forge_trainer.run_dir import open_job
+
+DEFAULT_PROMPT = "def "
+
+
+def load_model(job: Job) -> tuple[nn.Module, int]:
+    """The model of a run in float32 on one device, and the step of its newest intact checkpoint.
+
+    Raises:
+        CheckpointError: there is no intact checkpoint.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.device("meta"):
+        model = job.model.build()
+    materialize(model, device)
+    store = Store(job.job.directory / "checkpoints")
+    found = store.newest()
+    if job.precision.pure_bf16:
+        model.to(torch.bfloat16)
+    store.load(found, model_tensors(model))
+    return model.eval(), found.step
+
+
+def generate_text(options: argparse.Namespace) -> None:
+    """`forge generate`: print what the model writes after each prompt, as it writes it."""
+    job = open_job(Path(options.directory))
+    model, _ = load_model(job)
+    tokenizer = job.data.tokenizer.build()
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+    for prompt in options.prompt or [DEFAULT_PROMPT]:
+        tokens = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.eos_id]
+        generator = torch.Generator(next(model.parameters()).device).manual_seed(options.seed)
+        room = job.model.max_tokens - len(tokens)
+        shown = [tokens[:]]
+        sys.stdout.write(tokenizer.decode(tokens))
+
+        def show(new: list[int | None], shown: list[list[int]] = shown) -> None:
+            before = tokenizer.decode(shown[0])
+            shown[0].extend(token for token in new if token is not None)
+            after = tokenizer.decode(shown[0])
+            # a character of several tokens appears once it is whole
+            if not after.endswith("\N{REPLACEMENT CHARACTER}"):
+                sys.stdout.write(after.removeprefix(before.rstrip("\N{REPLACEMENT CHARACTER}")))
+                sys.stdout.flush()
+
+        new_tokens = min(options.max_new_tokens, room)
+        generate(model, [tokens], new_tokens, sampling, [tokenizer.eos_id], generator, on_tokens=show)
+        sys.stdout.write("\n")
+
+
+def evaluate_run(options: argparse.Namespace) -> None:
+    """`forge eval`: the loss on the held-out text."""
+    job = open_job(Path(options.directory))
+    model, step = load_model(job)
+    device = next(model.parameters()).device
+    loader = build_loader(job.data, "validation", micro_batch=job.train.micro_batch)
+    results = evaluate(model, loader, job.loss.build(), Mesh(), device)
+    numbers = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
+    sys.stdout.write(f"{options.directory} at step {step}: {numbers}\n")
+
+
+def export_run(options: argparse.Namespace) -> None:
+    """`forge export`: the weights as Hugging Face safetensors, with `config.json`."""
+    job = open_job(Path(options.directory))
+    model, step = load_model(job)
+    assert isinstance(job.model, DecoderConfig)
+    tensors = to_hf(dict(model.named_parameters()), job.model)
+    write_weights(Path(options.out), tensors, config_to_hf(job.model))
+    sys.stdout.write(f"wrote {len(tensors)} tensors of step {step} to {options.out}\n")

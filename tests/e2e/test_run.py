@@ -1,0 +1,187 @@
+"""The real command on a tiny run: learning, killing, resuming, refusing."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forge_ckpt.manifest import read_chunk
+from forge_ckpt.store import Store
+
+
+def records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in records(run) if "loss" in record]
+
+
+def state(run: Path) -> dict[str, bytes]:
+    """Every tensor of the newest checkpoint as bytes, put together from its chunks, and the progress."""
+    store = Store(run / "checkpoints")
+    found = store.newest()
+    whole = {}
+    for key, entry in found.tensors.items():
+        array = np.zeros(entry.shape, dtype=np.uint32 if entry.dtype != "bfloat16" else np.uint16)
+        for chunk in entry.chunks:
+            here = tuple(slice(a, a + n) for a, n in zip(chunk.start, chunk.shape, strict=True))
+            array[here] = np.frombuffer(read_chunk(store.folder(found.step), chunk), array.dtype).reshape(
+                chunk.shape
+            )
+        whole[key] = array.tobytes()
+    return whole | {"meta": json.dumps(found.meta, sort_keys=True).encode()}
+
+
+def test_run_learns_and_leaves_what_it_should(forge, tiny, tmp_path):
+    forge("train", tiny(steps=30))
+    run = tmp_path / "runs" / "tiny"
+    curve = losses(run)
+    assert len(curve) == 30
+    assert curve[0] == pytest.approx(math.log(272), abs=0.3)
+    assert np.mean(curve[-5:]) < 4.0
+    assert {"step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s"} <= records(run)[0].keys()
+    assert records(run)[-1]["eval/loss"] < 4.0
+    assert json.loads((run / "environment.json").read_text())["packages"]["torch"]
+    assert Store(run / "checkpoints").steps() == [27, 30]
+    assert "complete" in forge("status", run).stdout
+    assert "loss" in forge("eval", run).stdout
+    assert forge("generate", run, "--prompt", "import ", "--max-new-tokens", "8").stdout.startswith("import ")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 0), (2, 2)])
+def test_killed_run_ends_bit_identical_to_an_uninterrupted_one(forge, tiny, tmp_path, how, ranks, workers):
+    extra = (f"--data.workers={workers}",)
+    whole = tiny(steps=12, name="whole.toml", root=tmp_path / "whole")
+    forge("train", whole, *extra, ranks=ranks)
+    cut = tiny(steps=12)
+    code = forge.stop_at(cut, 5, how, ranks, *extra)
+    assert code != 0
+    forge("train", cut, *extra, ranks=ranks)
+    assert state(tmp_path / "runs" / "tiny") == state(tmp_path / "whole" / "tiny")
+    assert losses(tmp_path / "runs" / "tiny") == losses(tmp_path / "whole" / "tiny")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
+def test_run_goes_on_with_another_number_of_ranks(forge, tiny, tmp_path, first, second):
+    whole = tiny(steps=12, name="whole.toml", root=tmp_path / "whole")
+    forge("train", whole, ranks=1)
+    cut = tiny(steps=12)
+    assert forge.stop_at(cut, 5, signal.SIGTERM, first) != 0
+    forge("train", cut, ranks=second)
+    assert losses(tmp_path / "runs" / "tiny") == pytest.approx(losses(tmp_path / "whole" / "tiny"), rel=1e-6)
+
+
+@pytest.mark.dist
+def test_sigterm_to_one_rank_of_two_stops_both_at_the_same_step(forge, tiny, tmp_path):
+    path = tiny(steps=100000)
+    line = forge.command("train", path, ranks=2)
+    process = subprocess.Popen(line, env=forge.environment, stderr=subprocess.PIPE, text=True)
+    run = tmp_path / "runs" / "tiny"
+    forge.wait_for_step(run / "metrics.jsonl", 5, process)
+    ranks = [int(p) for p in subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()]
+    os.kill(ranks[-1], signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert "with a checkpoint" in said
+    assert "exitcode  : 85" in said or process.returncode == 85
+    found = Store(run / "checkpoints").newest()
+    assert found.world_size == 2
+    assert found.meta["progress"]["step"] == found.step
+    assert f"stopped at step {found.step} " in said
+
+
+def test_lone_run_that_is_preempted_says_so(forge, tiny):
+    path = tiny(steps=100000)
+    assert forge.stop_at(path, 3, signal.SIGTERM, 1) == 85
+
+
+def test_other_config_is_refused_with_the_difference(forge, tiny, tmp_path):
+    path = tiny(steps=3)
+    forge("train", path)
+    done = forge("train", path, "--optimizer.lr=0.5", "--track.tensorboard=true", check=False)
+    assert done.returncode == 78
+    assert "optimizer.lr" in done.stderr and "0.5" in done.stderr and "0.01" in done.stderr
+    assert "tensorboard" not in done.stderr
+
+
+def test_missing_data_is_an_error(forge, tiny, tmp_path):
+    path = tiny(steps=3)
+    path.write_text(path.read_text().replace("/*.py", "/*.nothing"))
+    done = forge("train", path, check=False)
+    assert done.returncode == 78
+    assert "no files at" in done.stderr
+
+
+def test_damaged_newest_checkpoint_is_passed_over(forge, tiny, tmp_path):
+    path = tiny(steps=12)
+    forge("train", path)
+    run = tmp_path / "runs" / "tiny"
+    reference = state(run)
+    file = Store(run / "checkpoints").folder(12) / "rank-00000.bin"
+    data = bytearray(file.read_bytes())
+    data[200] ^= 1
+    file.write_bytes(data)
+    forge("train", path)
+    assert state(run) == reference
+
+
+HOOK = """
+from forge_trainer.hooks import Hook, HookConfig, hooks
+
+@hooks.register("note")
+class NoteConfig(HookConfig):
+    path: str
+
+    def build(self, run):
+        return Note(self.every_steps, self.path)
+
+class Note(Hook):
+    def __init__(self, every, path):
+        self.every, self.path = every, path
+
+    def on_step(self, progress, out):
+        with open(self.path, "a") as file:
+            file.write(f"{progress.step} {out.loss.item():.3f}\\n")
+"""
+
+
+def test_hook_of_a_user_joins_through_imports(forge, tiny, tmp_path):
+    (tmp_path / "my_lab_hooks.py").write_text(HOOK)
+    notes = tmp_path / "notes.txt"
+    path = tiny(steps=5, extra=f'\n[hooks.mine]\ntype = "note"\nevery_steps = 2\npath = "{notes}"\n')
+    path.write_text('imports = ["my_lab_hooks"]\n' + path.read_text())
+    forge("train", path)
+    assert [line.split()[0] for line in notes.read_text().splitlines()] == ["2", "4", "5"]
+
+
+def test_exported_weights_start_another_run(forge, tiny, tmp_path):
+    first = tiny(steps=4)
+    forge("train", first)
+    run = tmp_path / "runs" / "tiny"
+    forge("export", run, tmp_path / "hf")
+    second = tiny(steps=3, name="second.toml", root=tmp_path / "second")
+    forge("train", second, f'--train.init_from="{tmp_path / "hf"}"')
+    assert losses(tmp_path / "second" / "tiny")[0] < losses(run)[0] - 0.5
+
+
+def test_trackers_write_their_files(forge, tiny, tmp_path):
+    path = tiny(steps=3, extra='\n[track]\ntensorboard = true\n[track.wandb]\nmode = "offline"\n')
+    forge("train", path)
+    run = tmp_path / "runs" / "tiny"
+    assert list((run / "tensorboard").glob("events.out.*"))
+    assert list(run.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_module_help_needs_no_torch():
+    code = "import sys; import forge_trainer.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
