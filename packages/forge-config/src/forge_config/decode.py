@@ -2,137 +2,206 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, cast
 
-import msgspec
+from msgspec import inspect as shapes
 
+from forge_config.keys import item, join
 from forge_config.problem import Problems, unknown
-from forge_config.registry import registry_of
+from forge_config.registry import registry_of, type_name
+from forge_config.scalar import Mismatch, fits_length, mismatch, scalar
+from forge_config.shape import (
+    ARRAYS,
+    Shape,
+    accepts_text,
+    chosen_type,
+    default_of,
+    fields_of,
+    members,
+    optional,
+    shown,
+    struct_of,
+    words,
+)
+from forge_config.source import Tree, copied, places
 from forge_config.struct import Config
 
-FAILED: Any = object()
-"""Stands for a value that could not be decoded; its problem is noted."""
+NONE = "none"
+"""How None is written where leaving the key out would mean a default that is not None."""
 
 
-def fields_of(struct: type[Config]) -> dict[str, msgspec.structs.FieldInfo]:
-    """The fields of a struct by their name in TOML."""
-    return {field.encode_name: field for field in msgspec.structs.fields(struct)}
+class _Failed:
+    """Stands for a value that could not be decoded; its problem is noted."""
 
 
-def default_of(field: msgspec.structs.FieldInfo) -> Any:
-    """The default of a field that has one."""
-    if field.default is not msgspec.NODEFAULT:
-        return field.default
-    return field.default_factory()
-
-
-def struct_in(annotation: Any) -> type[Config] | None:
-    """The struct that a field holds, looking through Annotated and Optional."""
-    if isinstance(annotation, type) and issubclass(annotation, Config):
-        return annotation
-    if get_origin(annotation) in (Annotated, Union, types.UnionType):
-        return next((found for part in get_args(annotation) if (found := struct_in(part))), None)
-    return None
+FAILED: Any = _Failed()
 
 
 class Decoder:
-    """Decodes trees; `raw` holds the literal text of command-line values by key."""
+    """Decodes trees.
 
-    def __init__(self, problems: Problems, origins: dict[str, str], raw: Mapping[str, str]) -> None:
+    Args:
+        problems: takes what is wrong.
+        origins: where each key was set; keys that presets add are noted here.
+        raw: the literal text of command-line values by key.
+        complete: False when a layer is missing, so that absent keys say nothing.
+    """
+
+    def __init__(
+        self,
+        problems: Problems,
+        origins: dict[str, str],
+        raw: Mapping[str, str],
+        complete: bool = True,
+    ) -> None:
         self._problems = problems
         self._origins = origins
         self._raw = raw
+        self._complete = complete
 
-    def value(self, given: Any, annotation: Any, key: str) -> Any:
-        """One value of any type, or FAILED."""
-        if struct := struct_in(annotation):
-            return self.section(given, struct, key)
-        origin, arguments = get_origin(annotation), get_args(annotation)
-        if origin in (list, tuple) and arguments and struct_in(arguments[0]) and isinstance(given, list):
-            items = [self.value(item, arguments[0], f"{key}[{i}]") for i, item in enumerate(given)]
-            return FAILED if FAILED in items else origin(items)
-        if origin is dict and struct_in(arguments[1]) and isinstance(given, dict):
-            entries = {name: self.value(item, arguments[1], f"{key}.{name}") for name, item in given.items()}
-            return FAILED if FAILED in entries.values() else entries
-        return self._leaf(given, annotation, key)
+    def value(self, given: Any, shape: Shape, key: str) -> Any:
+        """One value of any shape, or FAILED."""
+        if given == NONE and optional(shape) and not _takes_none_as_text(shape):
+            return None
+        fitting = [one for one in members(shape) if _same_kind(given, one)]
+        if not fitting:
+            return self._fail(key, mismatch(given, shape))
+        if isinstance(given, dict):
+            return self._table(cast(Tree, given), fitting[0], key)
+        if isinstance(given, list) and not isinstance(fitting[0], shapes.AnyType):
+            return self._array(cast(list[Any], given), fitting[0], key)
+        return self._scalar(given, fitting, shape, key)
 
-    def _leaf(self, given: Any, annotation: Any, key: str) -> Any:
-        try:
-            return msgspec.convert(given, annotation)
-        except msgspec.ValidationError as error:
-            if key in self._raw:
-                try:
-                    return msgspec.convert(self._raw[key], annotation)
-                except msgspec.ValidationError:
-                    pass
-            choices = get_args(annotation) if get_origin(annotation) is Literal else ()
-            expected = f"expected one of {', '.join(map(repr, choices))}" if choices else _sentence(error)
-            self._problems.add(key, f"given {given!r}; {expected}")
+    def _fail(self, key: str, text: str) -> Any:
+        self._problems.add(key, text)
+        return FAILED
+
+    def _scalar(self, given: Any, fitting: list[Shape], shape: Shape, key: str) -> Any:
+        mistakes: list[Mismatch] = []
+        for one in fitting:
+            try:
+                return scalar(given, one)
+            except Mismatch as mistake:
+                mistakes.append(mistake)
+        if key in self._raw and not isinstance(given, str) and accepts_text(shape):
+            return self.value(self._raw[key], shape, key)
+        return self._fail(key, str(mistakes[0]) if len(members(shape)) == 1 else mismatch(given, shape))
+
+    def _array(self, given: list[Any], shape: Shape, key: str) -> Any:
+        if isinstance(shape, shapes.TupleType):
+            if len(given) != len(shape.item_types):
+                return self._fail(key, mismatch(given, shape))
+            inner = shape.item_types
+        else:
+            assert isinstance(shape, (shapes.ListType, shapes.VarTupleType))
+            if not fits_length(len(given), shape):
+                return self._fail(key, mismatch(given, shape))
+            inner = (shape.item_type,) * len(given)
+        items = [
+            self.value(one, kind, item(key, i))
+            for i, (one, kind) in enumerate(zip(given, inner, strict=True))
+        ]
+        if any(one is FAILED for one in items):
             return FAILED
+        return items if isinstance(shape, shapes.ListType) else tuple(items)
 
-    def section(self, given: Any, struct: type[Config], key: str) -> Any:
+    def _table(self, given: Tree, shape: Shape, key: str) -> Any:
+        if isinstance(shape, shapes.StructType):
+            return self.section(given, struct_of(shape), key)
+        if not isinstance(shape, shapes.DictType):
+            return given
+        entries = {name: self.value(one, shape.value_type, join(key, name)) for name, one in given.items()}
+        return FAILED if any(one is FAILED for one in entries.values()) else entries
+
+    def section(self, given: Tree, struct: type[Config], key: str) -> Any:
         """One section, closed or open, or FAILED."""
-        if not isinstance(given, dict):
-            self._problems.add(key, f"given {given!r}; expected a table")
+        actual, given = self._struct_of(given, struct, key)
+        if actual is None:
             return FAILED
-        registry = registry_of(struct)
-        if registry is not None:
-            given = dict(given)
-            chosen = given.pop("type", registry.default)
-            if chosen is None:
-                self._problems.add(key, f"no type given; expected one of {', '.join(sorted(registry))}")
-                return FAILED
-            if chosen not in registry:
-                self._problems.add(f"{key}.type", unknown(f"{registry.section} type", str(chosen), registry))
-                return FAILED
-            struct = registry[chosen]
-        values = self.fields(given, struct, key)
-        if FAILED in values.values():
+        values = self.fields(given, actual, key)
+        if not self._complete or any(one is FAILED for one in values.values()):
             return FAILED
         try:
-            return struct(**values)
+            return actual(**values)
         except ValueError as error:
-            self._problems.add(key, str(error))
+            self._problems.add_sentence(key, str(error), fields_of(actual))
             return FAILED
 
-    def fields(self, given: dict[str, Any], struct: type[Config], key: str) -> dict[str, Any]:
+    def _struct_of(self, given: Tree, struct: type[Config], key: str) -> tuple[type[Config] | None, Tree]:
+        """The struct that a section is decoded with, and the section without the key `type` that chose it."""
+        registry = registry_of(struct)
+        rest = {name: one for name, one in given.items() if name != "type"}
+        if registry is None:
+            # A registered struct that a field names directly: its `type` may be written, but chooses nothing.
+            return (struct, rest if given.get("type") == type_name(struct) is not None else given)
+        name = chosen_type(registry, given)
+        known = ", ".join(sorted(registry))
+        if name is None:
+            self._problems.add(key, f"no type given; expected type = one of {known}")
+        elif not isinstance(name, str):
+            self._problems.add(join(key, "type"), f"given {shown(name)}; expected one of {known}")
+        elif name not in registry:
+            self._problems.add(join(key, "type"), unknown(f"{registry.section} type", name, registry))
+        else:
+            return registry[name], rest
+        return None, rest
+
+    def fields(self, given: Tree, struct: type[Config], key: str) -> Tree:
         """Every field of a struct by name; FAILED where it could not be decoded."""
-        prefix = f"{key}." if key else ""
-        given, fields = self._expanded(given, struct, key), fields_of(struct)
-        values: dict[str, Any] = {}
+        given, complete = self._expanded(given, struct, key)
+        fields = fields_of(struct)
+        values: Tree = {}
         for name in given:
             if name not in fields:
-                self._problems.add(prefix + name, unknown("key", name, fields))
+                self._problems.add(join(key, name), unknown("key", name, fields))
                 values[name] = FAILED
         for name, field in fields.items():
             if name in given:
-                values[field.name] = self.value(given[name], field.type, prefix + name)
+                values[field.name] = self.value(given[name], field.type, join(key, name))
             elif not field.required:
                 values[field.name] = default_of(field)
-            elif isinstance(field.type, type) and issubclass(field.type, Config):
-                values[field.name] = self.section({}, field.type, prefix + name)
+            elif isinstance(field.type, shapes.StructType):
+                values[field.name] = self.section({}, struct_of(field.type), join(key, name))
             else:
-                self._problems.add(prefix + name, "missing; it has no default")
                 values[field.name] = FAILED
+                if complete:
+                    self._problems.add(join(key, name), f"missing; expected {words(field.type)}")
         return values
 
-    def _expanded(self, given: dict[str, Any], struct: type[Config], key: str) -> dict[str, Any]:
-        expand: Callable[[dict[str, Any]], dict[str, Any]] | None = getattr(struct, "expand", None)
+    def _expanded(self, given: Tree, struct: type[Config], key: str) -> tuple[Tree, bool]:
+        """The table with its preset filled in, and whether an absent key is now really missing."""
+        expand: Callable[[Tree], Tree] | None = getattr(struct, "expand", None)
         if expand is None:
-            return given
+            return given, self._complete
         try:
-            full = expand(given)
+            full = expand(copied(given))
         except ValueError as error:
-            self._problems.add(key, str(error))
-            return given
-        for name in full.keys() - given.keys():
-            self._origins[f"{key}.{name}"] = f"preset {given.get('preset', '')}".strip()
-        return full
+            self._problems.add_sentence(key, str(error), given)
+            return given, False
+        name = given.get("preset")
+        self._note_preset(given, full, key, f"preset {name}" if name else f"{struct.__name__}.expand")
+        return full, self._complete
+
+    def _note_preset(self, given: Tree, full: Tree, key: str, place: str) -> None:
+        for name, value in full.items():
+            inner = join(key, name)
+            below = given.get(name)
+            if name not in given:
+                self._origins.update(places(value, inner, place))
+            elif isinstance(value, dict) and isinstance(below, dict):
+                self._note_preset(cast(Tree, below), cast(Tree, value), inner, place)
 
 
-def _sentence(error: msgspec.ValidationError) -> str:
-    """`Expected `int` >= 1 - at `$[0]`` becomes `expected int >= 1 at [0]`."""
-    text = str(error).replace("`", "").replace(" - at $", " at ")
-    return text[:1].lower() + text[1:]
+def _same_kind(given: Any, shape: Shape) -> bool:
+    """Whether a value is a table, an array or a scalar as the shape is."""
+    if isinstance(shape, shapes.AnyType):
+        return True
+    if isinstance(shape, (shapes.StructType, shapes.DictType)):
+        return isinstance(given, dict)
+    return isinstance(given, list) == isinstance(shape, ARRAYS) and not isinstance(given, dict)
+
+
+def _takes_none_as_text(shape: Shape) -> bool:
+    literals = [one.values for one in members(shape) if isinstance(one, shapes.LiteralType)]
+    return accepts_text(shape) or any(NONE in values for values in literals)

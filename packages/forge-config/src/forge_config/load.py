@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-import tomli
+from msgspec import inspect as shapes
 
-from forge_config.decode import FAILED, Decoder
+from forge_config.checks import Check, run
+from forge_config.decode import Decoder
+from forge_config.imports import import_modules
+from forge_config.override import parse
 from forge_config.plain import plain
 from forge_config.problem import Problems
 from forge_config.source import Layer, Tree, read
 from forge_config.struct import Config, ConfigError
+from forge_config.trace import trace
 
 T = TypeVar("T", bound=Config)
-
-Check = Callable[..., Iterable[str] | None]
-"""A check over several sections, named by its parameters; raises ValueError or yields sentences."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +30,14 @@ class Loaded(Generic[T]):
     Attributes:
         value: the typed value.
         tree: the same as plain data, every default filled in.
-        origins: where each dotted key was set; a key that is not there has its default.
+        origins: where each dotted key of `tree` was set: `file:line`, the flag, `preset NAME` or `default`.
+        files: the files that were read, the lowest layer first.
     """
 
     value: T
     tree: Tree
     origins: dict[str, str]
+    files: tuple[Path, ...]
 
 
 def load(
@@ -47,108 +47,108 @@ def load(
 
     Args:
         struct: the struct of the whole file; its fields are the sections.
-        path: a TOML file. `extends` names files that it builds on, `imports` modules to import before decoding.
+        path: a TOML file. `extends` names files that it builds on, `imports` modules to import first.
         overrides: `--section.key=value`, the value in TOML; a bare word is a string.
         checks: each runs when all the sections that its parameters name are valid.
 
     Raises:
         ConfigError: with every problem found.
     """
-    layer = _with_extends(Path(path), ())
-    problems = Problems(layer.origins, str(path))
-    raw = _override(layer, overrides, problems)
-    _import(layer.tree.pop("imports", []), Path(path).parent, problems)
-    decoder = Decoder(problems, layer.origins, raw)
+    origins: dict[str, str] = {}
+    problems = Problems(origins, str(path))
+    chain = _Chain(problems)
+    chain.add(Path(path), ())
+    flags, raw = parse(overrides, problems)
+    layers = [*(layer for _, layer in chain.layers), flags]
+    import_modules(_imports(layers, problems), Path(path).parent, problems)
+    layer = _merged(layers, struct)
+    origins.update(layer.origins)
+    decoder = Decoder(problems, origins, raw, complete=chain.complete)
     sections = decoder.fields(layer.tree, struct, "")
     for check in checks:
-        _run(check, sections, problems)
+        run(check, sections, problems)
     problems.raise_if_any()
+    value = _whole(struct, sections, problems)
+    tree = plain(value)
+    return Loaded(value, tree, trace(tree, origins), tuple(file for file, _ in chain.layers))
+
+
+def _whole(struct: type[T], sections: Tree, problems: Problems) -> T:
     try:
-        value = struct(**sections)
+        return struct(**sections)
     except ValueError as error:
-        problems.add("", str(error))
+        problems.add_sentence("", str(error))
         problems.raise_if_any()
         raise
-    return Loaded(value, plain(value), layer.origins)
 
 
-def _with_extends(path: Path, chain: tuple[Path, ...]) -> Layer:
-    here = path.resolve()
-    if here in chain:
-        raise ConfigError(f"{path}: extends itself: {' -> '.join(str(p) for p in (*chain, here))}")
-    own = read(path)
-    below = own.tree.pop("extends", [])
-    below = [below] if isinstance(below, str) else below
-    if not isinstance(below, list) or not all(isinstance(name, str) for name in below):
-        raise ConfigError(
-            f"{own.origins.get('extends', path)}: extends: given {below!r}; expected file names"
-        )
-    imports = own.tree.pop("imports", [])
-    layer = Layer()
-    for name in below:
-        layer.put(_with_extends(path.parent / name, (*chain, here)))
-    inherited = layer.tree.get("imports", [])
-    layer.put(own)
-    if isinstance(imports, list) and (merged := list(dict.fromkeys([*inherited, *imports]))):
-        layer.tree["imports"] = merged
-    elif imports:
-        layer.tree["imports"] = imports
-    return layer
+class _Chain:
+    """A file and all that it extends, each with its folder; `complete` tells whether all could be read."""
 
+    def __init__(self, problems: Problems) -> None:
+        self.layers: list[tuple[Path, Layer]] = []
+        self.complete = True
+        self._problems = problems
 
-def _override(layer: Layer, overrides: Sequence[str], problems: Problems) -> dict[str, str]:
-    """Lay the flags over the file; returns their literal text by key."""
-    raw: dict[str, str] = {}
-    for flag in overrides:
-        name, equals, text = flag.removeprefix("--").partition("=")
-        if not flag.startswith("--") or not equals or not all(name.split(".")):
-            problems.add("", f"given {flag!r}; expected --section.key=value", place="command line")
-            continue
+    def add(self, path: Path, chain: tuple[Path, ...], named_at: str | None = None) -> None:
+        """Append the layers of a file: first what it extends, then its own."""
+        here = path.resolve()
+        if here in chain:
+            circle = " -> ".join(str(one) for one in (*chain[chain.index(here) :], here))
+            return self._fail(named_at, f"the files extend each other in a circle: {circle}")
         try:
-            value = tomli.loads(f"value = {text}")["value"]
-        except tomli.TOMLDecodeError:
-            value = text
-        tree: Tree = {}
-        inner = tree
-        *sections, key = name.split(".")
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[key] = value
-        layer.put(Layer(tree, {name: f"--{name}"}))
-        raw[name] = text
-    return raw
-
-
-def _import(names: Any, folder: Path, problems: Problems) -> None:
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        problems.add("imports", f"given {names!r}; expected a list of module names")
-        return
-    with _importable(str(Path.cwd()), str(folder.resolve())):
+            own = read(path)
+        except ConfigError as error:
+            return self._fail(named_at, str(error))
+        below = own.tree.pop("extends", [])
+        place = own.origins.pop("extends", str(path))
+        names = cast(list[Any], below if isinstance(below, list) else [below])
         for name in names:
-            try:
-                importlib.import_module(name)
-            except (ImportError, ConfigError) as error:
-                problems.add("imports", f"{name} cannot be imported: {error}")
+            if isinstance(name, str):
+                self.add(_short(path.parent / name), (*chain, here), place)
+            else:
+                self._fail(
+                    place, f"extends: given {name!r}; expected the name of a file, or an array of names"
+                )
+        self.layers.append((path, own))
+        return None
+
+    def _fail(self, named_at: str | None, text: str) -> None:
+        """`text` begins with the file that failed; the place is where its name was given."""
+        self.complete = False
+        if named_at is None:
+            place, _, text = text.partition(": ")
+            self._problems.add("", text, place=place)
+        else:
+            self._problems.add("extends", text, place=named_at)
 
 
-@contextmanager
-def _importable(*folders: str) -> Iterator[None]:
-    """Let modules be found in `folders` after all other places."""
-    added = [folder for folder in folders if folder not in sys.path]
-    sys.path.extend(added)
-    try:
-        yield
-    finally:
-        for folder in added:
-            sys.path.remove(folder)
+def _short(path: Path) -> Path:
+    """The path without `..`, when that is the same file."""
+    short = Path(os.path.normpath(path))
+    return short if short.resolve() == path.resolve() else path
 
 
-def _run(check: Check, sections: dict[str, Any], problems: Problems) -> None:
-    names = list(inspect.signature(check).parameters)
-    if any(sections.get(name, FAILED) is FAILED for name in names):
-        return
-    try:
-        for sentence in check(**{name: sections[name] for name in names}) or ():
-            problems.add("", sentence, place=problems.place(names[0]))
-    except ValueError as error:
-        problems.add("", str(error), place=problems.place(names[0]))
+def _imports(layers: Sequence[Layer], problems: Problems) -> dict[str, str]:
+    """The modules that all layers want imported, and where each is named."""
+    modules: dict[str, str] = {}
+    for layer in layers:
+        names = layer.tree.pop("imports", [])
+        place = layer.origins.get("imports", "")
+        if not isinstance(names, list):
+            problems.add("imports", f"given {names!r}; expected an array of module names", place=place)
+            continue
+        for name in cast(list[Any], names):
+            if isinstance(name, str) and all(part.isidentifier() for part in name.split(".")):
+                modules.setdefault(name, place)
+            else:
+                problems.add("imports", f"given {name!r}; expected the dotted name of a module", place=place)
+    return modules
+
+
+def _merged(layers: Sequence[Layer], struct: type[Config]) -> Layer:
+    shape = shapes.type_info(struct)
+    merged = Layer()
+    for layer in layers:
+        merged.put(layer, shape)
+    return merged

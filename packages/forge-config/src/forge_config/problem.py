@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from forge_config.keys import parent
 from forge_config.struct import ConfigError
+
+_WORD = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+|\[\d+\])*")
 
 
 @dataclass(frozen=True)
@@ -31,22 +34,38 @@ class Problem:
 class Problems:
     """Collects problems; finds the place of a key from where it or its nearest table was set."""
 
-    def __init__(self, origins: dict[str, str], file: str) -> None:
-        self._origins = origins
+    def __init__(self, origins: Mapping[str, str], file: str) -> None:
+        self.origins = origins
         self._file = file
         self._found: list[Problem] = []
 
     def place(self, key: str) -> str:
         """Where a key was set, or the nearest table around it, or the file."""
         while key:
-            if key in self._origins:
-                return self._origins[key]
-            key = re.sub(r"(\.?[^.\[]+|\[\d+\])$", "", key)
+            if key in self.origins:
+                return self.origins[key]
+            key = parent(key)
         return self._file
 
     def add(self, key: str, text: str, place: str | None = None) -> None:
         """Note one problem."""
         self._found.append(Problem(place or self.place(key), key, text))
+
+    def add_sentence(self, key: str, text: str, names: Iterable[str] = ()) -> None:
+        """Note what a check over several keys says, with the places of the given keys that it names.
+
+        Args:
+            key: the section that the check is about; empty for one over several sections.
+            text: the sentence.
+            names: keys of that section which the sentence may name without the section.
+        """
+        short = {name: f"{key}.{name}" if key else name for name in names}
+        said = dict.fromkeys(short.get(word.split(".")[0], word) for word in _words(text, short))
+        known = {name: self.origins[name] for name in said if name in self.origins}
+        place = next(iter(known.values()), None)
+        if len(known) > 1:
+            text += f" ({', '.join(f'{name} from {at}' for name, at in known.items())})"
+        self.add(key, text, place)
 
     def __len__(self) -> int:
         return len(self._found)
@@ -59,14 +78,23 @@ class Problems:
         """
         if self._found:
             count = "1 problem" if len(self._found) == 1 else f"{len(self._found)} problems"
-            raise ConfigError(
-                f"{self._file}: {count}\n" + "\n".join(f"  {problem}" for problem in self._found)
-            )
+            listed = "\n".join(f"  {problem}" for problem in self._found)
+            raise ConfigError(f"{self._file}: {count}\n{listed}")
+
+
+def _words(text: str, short: Mapping[str, str]) -> list[str]:
+    """The words of a sentence that can be keys: names of the section, or anything dotted."""
+    return [word for word in _WORD.findall(text) if "." in word or word in short]
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """The hint behind a name that does not exist: the nearest one that does, or all of them."""
+    names = sorted(known)
+    lower = {name.lower().replace("-", "_"): name for name in names}
+    near = difflib.get_close_matches(given.lower().replace("-", "_"), lower, n=1, cutoff=0.6)
+    return f"did you mean {lower[near[0]]!r}?" if near else f"known: {', '.join(names) or 'none'}"
 
 
 def unknown(what: str, given: str, known: Iterable[str]) -> str:
-    """The sentence for a name that does not exist: the nearest one that does, or all of them."""
-    names = sorted(known)
-    near = difflib.get_close_matches(given, names, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
-    return f"unknown {what} {given!r}; {hint}"
+    """The sentence for a name that does not exist."""
+    return f"unknown {what} {given!r}; {nearest(given, known)}"

@@ -1,7 +1,7 @@
-"""How an open section finds its struct: by the key `type`, in a registry owned by the package of the interface."""
+"""How an open section finds its struct: by the key `type`, in a registry of the package of the interface."""
 
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from forge_config.struct import Config, ConfigError
 
@@ -11,8 +11,8 @@ C = TypeVar("C", bound=Config)
 class Registry(Generic[C]):
     """The structs that may stand in one open section, by the value of its key `type`.
 
-    A field annotated with `interface` is an open section: the loader reads `type`, looks the struct up here and
-    decodes the remaining keys with it. `default` is used when the section is given without `type`.
+    A field annotated with `interface` is an open section: the loader reads `type`, looks the struct up here
+    and decodes the remaining keys with it. `default` is used when the section is given without `type`.
 
         optimizers = Registry("optimizer", OptimizerConfig, default="adamw")
 
@@ -25,7 +25,7 @@ class Registry(Generic[C]):
         self.interface = interface
         self.default = default
         self._structs: dict[str, type[C]] = {}
-        _by_interface[interface] = self
+        _by_interface[interface] = cast(Registry[Config], self)
 
     def register(self, type_name: str) -> Callable[[type[C]], type[C]]:
         """Class decorator that adds a struct under `type_name`.

@@ -2,57 +2,69 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tomli
 
+from forge_config.keys import inside, item, join
+from forge_config.lines import key_lines
+from forge_config.registry import registry_of
+from forge_config.shape import Shape, chosen_type, entry, struct_in
 from forge_config.struct import ConfigError
 
 Tree = dict[str, Any]
 
-_KEY = r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'"""
-_DOTTED = rf"(?:{_KEY})(?:\s*\.\s*(?:{_KEY}))*"
-_TABLE = re.compile(rf"\s*(\[\[?)\s*({_DOTTED})\s*\]")
-_ASSIGNMENT = re.compile(rf"\s*({_DOTTED})\s*=")
-
 
 @dataclass
 class Layer:
-    """A tree of values and where each dotted key was set; keys of array tables are `name[0].key`."""
+    """A tree of values and where each key was set."""
 
-    tree: Tree = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
+    tree: Tree = field(default_factory=dict[str, Any])
+    origins: dict[str, str] = field(default_factory=dict[str, str])
 
-    def put(self, upper: Layer) -> None:
-        """Lay `upper` over this layer: tables merge, everything else is replaced."""
-        self._merge(self.tree, upper.tree, "")
+    def put(self, upper: Layer, shape: Shape) -> None:
+        """Lay `upper` over this layer: tables merge, everything else is replaced.
+
+        An open section whose `type` changes is replaced too: the keys of the other type mean nothing to it.
+
+        Args:
+            upper: the layer whose values win.
+            shape: of the whole tree; tells which tables are open sections.
+        """
+        self._merge(self.tree, upper.tree, "", shape)
         self.origins |= upper.origins
 
-    def _merge(self, lower: Tree, upper: Tree, prefix: str) -> None:
+    def _merge(self, lower: Tree, upper: Tree, key: str, shape: Shape | None) -> None:
+        whole = lower | upper
         for name, value in upper.items():
-            key = prefix + name
-            below = lower.get(name)
-            if isinstance(below, dict) and isinstance(value, dict):
-                if value.get("type", below.get("type")) != below.get("type"):
-                    below.clear()
-                    self._forget(key)
-                self._merge(below, value, key + ".")
+            below, inner = lower.get(name), join(key, name)
+            kind = entry(shape, whole, name) if shape is not None else None
+            if isinstance(below, dict) and isinstance(value, dict) and not _changes_type(kind, below, value):
+                self._merge(below, value, inner, kind)  # pyright: ignore[reportUnknownArgumentType]
             else:
-                self._forget(key)
-                lower[name] = _copied(value)
+                if isinstance(below, (dict, list)):
+                    self._forget(inner)
+                lower[name] = copied(value)
 
     def _forget(self, key: str) -> None:
-        for known in [k for k in self.origins if k.startswith((key + ".", key + "["))]:
-            del self.origins[known]
+        self.origins = {known: at for known, at in self.origins.items() if not inside(known, key)}
 
 
-def _copied(value: Any) -> Any:
+def _changes_type(shape: Shape | None, below: Any, above: Any) -> bool:
+    struct = struct_in(shape) if shape is not None else None
+    registry = registry_of(struct) if struct is not None else None
+    if registry is None or "type" not in above:
+        return False
+    return chosen_type(registry, below) not in (None, above["type"])
+
+
+def copied(value: Any) -> Any:
+    """A copy that shares no table and no array."""
     if isinstance(value, dict):
-        return {k: _copied(v) for k, v in value.items()}
-    return [_copied(v) for v in value] if isinstance(value, list) else value
+        return {name: copied(inner) for name, inner in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    return [copied(one) for one in value] if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
 
 
 def read(path: Path) -> Layer:
@@ -64,7 +76,8 @@ def read(path: Path) -> Layer:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
     try:
         tree = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
@@ -72,36 +85,13 @@ def read(path: Path) -> Layer:
     return Layer(tree, {key: f"{path}:{line}" for key, line in key_lines(text).items()})
 
 
-def key_lines(text: str) -> dict[str, int]:
-    """The line of each key of a TOML document, counted from 1. Keys inside inline tables are left out."""
-    lines: dict[str, int] = {}
-    arrays: dict[str, int] = {}
-    table = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if match := _TABLE.match(line):
-            table = _inside_arrays(_dotted(match[2]), arrays)
-            if match[1] == "[[":
-                name = _dotted(match[2])
-                arrays[name] = arrays.get(name, -1) + 1
-                lines.setdefault(table.removesuffix(f"[{arrays[name] - 1}]"), number)
-                table = _inside_arrays(name, arrays)
-            lines.setdefault(table, number)
-        elif match := _ASSIGNMENT.match(line):
-            key = _dotted(match[1])
-            lines.setdefault(f"{table}.{key}" if table else key, number)
-    return lines
-
-
-def _dotted(text: str) -> str:
-    return ".".join(part.strip("\"' ") for part in re.findall(_KEY, text))
-
-
-def _inside_arrays(name: str, arrays: dict[str, int]) -> str:
-    """`sources.tokenizer` becomes `sources[1].tokenizer` after the second `[[sources]]`."""
-    done = ""
-    for part in name.split("."):
-        done = f"{done}.{part}" if done else part
-        plain = re.sub(r"\[\d+\]", "", done)
-        if plain in arrays:
-            done += f"[{arrays[plain]}]"
-    return done
+def places(value: Any, key: str, place: str) -> dict[str, str]:
+    """One origin for a key and for everything inside its value."""
+    found = {key: place}
+    if isinstance(value, dict):
+        for name, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
+            found |= places(inner, join(key, str(name)), place)  # pyright: ignore[reportUnknownArgumentType]
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            found |= places(inner, item(key, index), place)
+    return found

@@ -15,7 +15,7 @@ class _ConfigMeta(type(msgspec.Struct)):
     """Makes every subclass frozen, keyword-only and strict (msgspec does not inherit `kw_only`)."""
 
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
-        strict = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
+        strict: dict[str, Any] = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
         return super().__new__(mcls, name, bases, namespace, **(strict | options))
 
 

@@ -1,0 +1,58 @@
+"""Imports the modules that a configuration names, so that their parts can join registries."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from forge_config.problem import Problems
+
+_WHAT_AN_IMPORT_RAISES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
+def import_modules(modules: Mapping[str, str], folder: Path, problems: Problems) -> None:
+    """Import modules; one that fails is a problem.
+
+    Args:
+        modules: dotted names, and where the configuration names them.
+        folder: of the configuration. It and the working directory stay importable, after all other places,
+            because a plug may import its heavy half when it is built.
+        problems: takes what fails.
+    """
+    if not modules:
+        return
+    for place in (str(Path.cwd()), str(folder.resolve())):
+        if place not in sys.path:
+            sys.path.append(place)
+    importlib.invalidate_caches()
+    for name, place in modules.items():
+        try:
+            importlib.import_module(name)
+        except _WHAT_AN_IMPORT_RAISES as error:
+            problems.add(
+                "imports", f"module {name} cannot be imported: {_reason(error, name)}", place=place or None
+            )
+
+
+def _reason(error: BaseException, name: str) -> str:
+    """The error with the line of the module that raised it, unless the module was simply not found."""
+    if isinstance(error, ModuleNotFoundError) and error.name is not None and name.startswith(error.name):
+        return f"{error}; looked for in the environment, the working directory and beside the configuration"
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if "importlib" not in one.filename]
+    at = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    return f"{type(error).__name__}: {error}{at}"
