@@ -86,6 +86,16 @@ def test_all_reduce_equals_one_pass_when_a_rank_is_empty():
         assert_equal_moments(rank, blocks)
 
 
+def test_all_reduce_sums_over_the_default_process_group(tmp_path):
+    blocks = make_blocks()
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        assert_equal_moments(Moments.of(blocks).all_reduce(), blocks)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 class _Unknown(Exception):
     pass
 

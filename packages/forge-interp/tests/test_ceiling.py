@@ -58,6 +58,12 @@ def test_split_half_of_two_repeats_equals_the_closed_form():
     np.testing.assert_allclose(split_half_ceiling(recordings).reliability, 2 * half / (1 + half))
 
 
+def test_ceiling_steps_up_no_negative_estimate():
+    found = split_half_ceiling(np.array([[[1.0], [2], [3]], [[3.0], [2], [1]]]))
+    assert found.reliability.item() == pytest.approx(-1)
+    assert found.at(50).r.item() == 0
+
+
 def test_pearson_equals_numpy_and_is_zero_for_a_constant():
     a, b = torch.randn(30, 2, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
     a[:, 1] = 3.0

@@ -110,6 +110,18 @@ def test_probe_layers_with_groups_scores_at_chance_what_only_leaks_between_neigh
     assert honest.scores.mean() < 0.1
 
 
+def test_probe_layers_chooses_the_penalty_by_groups():
+    # Chosen by single samples, the small penalty wins and new sentences come out far worse than the mean.
+    random = np.random.default_rng(0)
+    sentences = np.arange(300) // 10
+    layers = {"x": random.normal(size=(30, 20))[sentences] + 0.01 * random.normal(size=(300, 20))}
+    y = random.normal(size=30)[sentences]
+    found = probe_layers(layers, y, groups=sentences, alphas=(0.01, 1e5))
+    fixed = probe_layers(layers, y, groups=sentences, alphas=(0.01,))
+    assert fixed.scores.mean() < -1
+    assert found.scores.mean() > -0.5
+
+
 def test_probe_layers_equals_scikit_learn_cross_validation():
     linear = pytest.importorskip("sklearn.linear_model")
     layers, y, _, _ = make_layers(120)

@@ -55,7 +55,7 @@ def mean_cca(moments: Moments, *, ridge: float = 0.0) -> LayerSimilarity:
         ridge: see `canonical_correlations`.
 
     Source: Raghu et al. 2017, arXiv:1706.05806 (the mean as a similarity); Kornblith et al. 2019,
-        arXiv:1905.00414 table 1.
+    arXiv:1905.00414.
     """
     return _cca_pairs(moments, "mean CCA", 1.0, ridge)
 
@@ -88,7 +88,7 @@ def pwcca(moments: Moments, *, keep: float = 1.0, ridge: float = 0.0) -> LayerSi
         keep: share of variance kept first, in (0, 1].
         ridge: see `canonical_correlations`.
 
-    Source: Morcos et al. 2018, arXiv:1806.05759 eq. 6-7.
+    Source: Morcos et al. 2018, arXiv:1806.05759.
     """
     sides = _whiten_all(moments, keep, ridge)
 
@@ -115,7 +115,7 @@ def procrustes(moments: Moments, *, form: str = "similarity") -> LayerSimilarity
     Raises:
         InterpError: another form, or a layer that never varies.
 
-    Source: Ding et al. 2021, arXiv:2108.01661 sec. 2.2; angle: Williams et al. 2021, arXiv:2110.14739 eq. 6.
+    Source: Ding et al. 2021, arXiv:2108.01661; angle: Williams et al. 2021, arXiv:2110.14739.
     """
     forms = {
         "similarity": lambda s: s,

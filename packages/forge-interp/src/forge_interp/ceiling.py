@@ -100,7 +100,7 @@ def repeat_ceiling(repeats: Array) -> Ceiling:
     Raises:
         InterpError: as `split_half_ceiling`.
 
-    Source: Sahani and Linden 2003, NeurIPS 15 eq. 1.
+    Source: Sahani and Linden 2003, NeurIPS 15.
     """
     x = _repeats(repeats)
     noise = x.var(0, correction=1).mean(0)
@@ -117,7 +117,9 @@ def pearson(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _prophecy(reliability: np.ndarray, factor: float) -> np.ndarray:
-    return factor * reliability / (1 + (factor - 1) * reliability)
+    """Spearman-Brown for `factor` times as many repeats; a negative estimate stays as it is."""
+    positive = np.clip(reliability, 0, None)
+    return np.where(reliability > 0, factor * positive / (1 + (factor - 1) * positive), reliability)
 
 
 def _split(order: np.ndarray, half: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

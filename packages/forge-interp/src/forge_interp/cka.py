@@ -59,7 +59,7 @@ def linear_cka(moments: Moments, *, debiased: bool = True) -> LayerSimilarity:
     Raises:
         InterpError: fewer than 2 samples (4 if debiased), or a layer that never varies when biased.
 
-    Source: Kornblith et al. 2019, arXiv:1905.00414 eq. 3-5; HSIC_1: Song et al. 2012, JMLR 13:1393 eq. 5.
+    Source: Kornblith et al. 2019, arXiv:1905.00414; HSIC_1: Song et al. 2012, JMLR 13:1393.
     """
     dependence = _unbiased_hsic if debiased else _biased_hsic
     own = {name: dependence(moments, name, name) for name in {*moments.rows, *moments.columns}}
@@ -106,7 +106,7 @@ class MinibatchCKA:
         columns: layers along the second; default the same.
         device: where the Gram matrices are computed.
 
-    Source: Nguyen et al. 2021, arXiv:2010.15327 eq. 3-4.
+    Source: Nguyen et al. 2021, arXiv:2010.15327.
     """
 
     def __init__(

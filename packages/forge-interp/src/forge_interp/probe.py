@@ -163,7 +163,7 @@ def control_task(types: Labels, y: np.ndarray, *, seed: int = 0) -> np.ndarray:
     Returns:
         Targets of the shape of `y`.
 
-    Source: Hewitt and Liang 2019, arXiv:1909.03368 sec. 2.
+    Source: Hewitt and Liang 2019, arXiv:1909.03368.
     """
     names, inverse = np.unique(np.asarray(types), return_inverse=True)
     y = np.asarray(y)
@@ -179,7 +179,7 @@ def probe_layers(
     kind: str = "ridge",
     groups: Labels | None = None,
     types: Labels | None = None,
-    alphas: Sequence[float] = DEFAULT_ALPHAS,
+    alphas: Sequence[float] | None = None,
     num_folds: int = 5,
     seed: int = 0,
 ) -> ProbeCurve:
@@ -195,7 +195,7 @@ def probe_layers(
         kind: "ridge" (score R^2, mean over targets) or "logistic" (score accuracy, mean over labels).
         groups: [n] samples of one group never sit on both sides of a split; default each its own.
         types: [n] input identities for the control task, see `control_task`; default no control.
-        alphas: penalties to choose from.
+        alphas: penalties to choose from; default 1e-2 to 1e6 for ridge, 1e-1 to 1e3 for logistic.
         num_folds: outer folds F; 3 inner folds (2 if groups are few).
         seed: of folds and control task.
 
@@ -204,7 +204,7 @@ def probe_layers(
     """
     if kind not in _FITS:
         raise InterpError(f"kind is {kind!r}; expected one of {list(_FITS)}")
-    candidates = check_alphas(alphas)
+    candidates = check_alphas(_ALPHAS[kind] if alphas is None else alphas)
     target = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
     members = None if groups is None else np.asarray(groups)
     folds = group_folds(np.arange(len(target)) if members is None else members, num_folds, seed=seed)
@@ -285,6 +285,10 @@ def _inner_folds(groups: np.ndarray) -> Iterator[Fold]:
 
 
 _FITS: Mapping[str, Callable[..., float]] = {"ridge": _ridge_score, "logistic": _logistic_score}
+_ALPHAS: Mapping[str, Sequence[float]] = {
+    "ridge": DEFAULT_ALPHAS,
+    "logistic": (0.1, 1.0, 10.0, 100.0, 1000.0),
+}
 
 
 def _binary_loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class NormProfile:
     def outliers(self, *, min_share: float = 0.06) -> np.ndarray:
         """Return the indices of features that reach the threshold in at least `min_share` of the samples.
 
-        Source: Dettmers et al. 2022, arXiv:2208.07339 sec. 4 (magnitude 6, 6 % of sequence positions).
+        Source: Dettmers et al. 2022, arXiv:2208.07339 (magnitude 6, 6 % of sequence positions).
         """
         return np.flatnonzero(self.outlier_share >= min_share)
 

@@ -76,7 +76,7 @@ def crossnobis(
     Raises:
         InterpError: fewer than two folds, a condition missing from a fold, lengths that differ.
 
-    Source: Walther et al. 2016, NeuroImage 137:188 eq. 8; Diedrichsen et al. 2020, arXiv:2007.02789.
+    Source: Walther et al. 2016, NeuroImage 137:188; Diedrichsen et al. 2020, arXiv:2007.02789.
     """
     x = _responses(responses, "responses")
     conditions, folds = np.asarray(conditions), np.asarray(folds)

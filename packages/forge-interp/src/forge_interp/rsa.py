@@ -49,7 +49,7 @@ def compare_rdms(first: np.ndarray, second: np.ndarray, *, method: str = "spearm
 
     Source: Nili et al. 2014, PLoS Comput. Biol. 10:e1003553 (tau-a); Diedrichsen et al. 2020,
     arXiv:2007.02789
-        eq. 16-20 (whitened).
+        (whitened).
     """
     a, b = np.atleast_2d(np.asarray(first, np.float64)), np.atleast_2d(np.asarray(second, np.float64))
     _check_method(method)

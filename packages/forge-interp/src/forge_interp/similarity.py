@@ -69,7 +69,7 @@ def mutual_knn(first: Array, second: Array, *, k: int = 10, metric: str = "cosin
     Raises:
         InterpError: `k` or `metric` is out of range, rows differ, or a value is not finite.
 
-    Source: Huh et al. 2024, arXiv:2405.07987 appendix A.
+    Source: Huh et al. 2024, arXiv:2405.07987.
     """
     x, y = as_matrix(first, "first"), as_matrix(second, "second")
     n = same_rows({"first": x, "second": y})
