@@ -12,19 +12,9 @@ from forge_config import ConfigError, diff, to_toml
 
 from forge_trainer.job import Job, load_job
 
-FREE = (
-    "mesh.",
-    "track.",
-    "checkpoint.",
-    "resilience.",
-    "eval.",
-    "hooks.",
-    "job.root",
-    "data.workers",
-    "data.cache_dir",
-)
-"""Keys that may change when a run is continued: they do not change what is learnt, beyond float rounding."""
-FREE_KEYS = ("train.micro_batch", "train.log_every_steps")
+FREE_SECTIONS = ("mesh.", "remat.", "compile.", "track.", "checkpoint.", "resilience.", "eval.", "hooks.")
+FREE_KEYS = ("job.root", "train.micro_batch", "train.log_every_steps", "data.workers", "data.cache_dir")
+"""What may change when a run is continued: it does not change what is learnt, beyond float rounding."""
 
 
 def config_path(directory: Path) -> Path:

@@ -24,7 +24,8 @@ class TrainState:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model = model
+        # Held from the start: while FSDP2 has gathered a module, the model shows other, temporary parameters.
+        self._model_tensors = model_tensors(model)
         self._optimizer = optimizer
         self._names = {parameter: name for name, parameter in model.named_parameters()}
 
@@ -34,7 +35,7 @@ class TrainState:
         Raises:
             CheckpointError: the optimizer holds state that is no tensor.
         """
-        return model_tensors(self._model) | self._optimizer_tensors()
+        return self._model_tensors | self._optimizer_tensors()
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
