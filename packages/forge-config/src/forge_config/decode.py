@@ -152,9 +152,10 @@ class Decoder:
         given, complete = self._expanded(given, struct, key)
         fields = fields_of(struct)
         values: Tree = {}
+        known = [*fields, "type"] if type_name(struct) is not None else fields
         for name in given:
             if name not in fields:
-                self._problems.add(join(key, name), unknown("key", name, fields))
+                self._problems.add(join(key, name), unknown("key", name, known))
                 values[name] = FAILED
         for name, field in fields.items():
             if name in given:

@@ -11,7 +11,9 @@ _LAST = re.compile(r"""(?:^|\.)(?:"(?:[^"\\]|\\.)*"|[^."\[\]]*)$|\[\d+\]$""")
 
 def join(key: str, name: str) -> str:
     """The key of the entry `name` of the table `key`."""
-    written = name if _BARE.fullmatch(name) else json.dumps(name, ensure_ascii=False)
+    written = (
+        name if _BARE.fullmatch(name) else json.dumps(name, ensure_ascii=False).replace("\x7f", "\\u007f")
+    )
     return f"{key}.{written}" if key else written
 
 

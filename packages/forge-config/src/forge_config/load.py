@@ -107,9 +107,7 @@ class _Chain:
             if isinstance(name, str):
                 self.add(_short(path.parent / name), (*chain, here), place)
             else:
-                self._fail(
-                    place, f"extends: given {name!r}; expected the name of a file, or an array of names"
-                )
+                self._fail(place, f"given {name!r}; expected the name of a file, or an array of names")
         self.layers.append((path, own))
         return None
 

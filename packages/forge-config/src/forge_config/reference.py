@@ -48,7 +48,7 @@ def _section(title: str, struct: type[Config], depth: int, around: tuple[type[Co
         default = " (default)" if name == registry.default else ""
         yield f'{"#" * min(depth + 1, DEEPEST)} `{title}` with `type = "{name}"`{default}\n'
         yield summary(registry[name]) + "\n"
-        yield from _body(title, registry[name], min(depth + 1, DEEPEST), around)
+        yield from _body(title, registry[name], min(depth + 1, DEEPEST), (*around, struct))
 
 
 def _body(title: str, struct: type[Config], depth: int, around: tuple[type[Config], ...]) -> Iterator[str]:
@@ -68,10 +68,11 @@ def _table(
     for name, field in fields_of(struct).items():
         path = f"{key}.{name}" if key else name
         inner = [found for one in members(field.type) if (found := _holds(one, path))]
-        nested += [found for found in inner if found[1] not in around]
+        written = [found for found in inner if found[1] not in around]
+        nested += written
         if inner and not key:
             continue
-        about = " ".join([texts.get(name, ""), *(f"See `{title}`." for title, _ in inner)]).strip()
+        about = " ".join([texts.get(name, ""), *(f"See `{title}`." for title, _ in written)]).strip()
         cells = [f"`{name}`", words(field.type), _default(field), about]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     if rows:
@@ -100,5 +101,5 @@ def _default(field: shapes.Field) -> str:
     if isinstance(value, Config):
         return f'`type = "{written["type"]}"`' if "type" in written else "its defaults"
     if isinstance(written, dict) or is_table_array(written):
-        return "empty" if not written else "see below"
+        return "`{}`" if not written else "a table"
     return f"`{dumps({'k': written}).removeprefix('k = ').strip()}`"

@@ -30,17 +30,24 @@ class Registry(Generic[C]):
     def register(self, type_name: str) -> Callable[[type[C]], type[C]]:
         """Class decorator that adds a struct under `type_name`.
 
+        The same class defined again (a notebook cell, a reloaded module) replaces its older self.
+
         Raises:
             ConfigError: the name is taken, or the struct is not of the interface of this registry.
         """
 
         def add(struct: type[C]) -> type[C]:
-            if type_name in self._structs:
+            taken = self._structs.get(type_name)
+            if taken is not None and not _same_source(taken, struct):
                 raise ConfigError(
-                    f"{self.section} type {type_name!r} is already {self._structs[type_name].__name__}"
+                    f"given {struct.__module__}.{struct.__name__} as {self.section} type {type_name!r}; "
+                    f"that is already {taken.__module__}.{taken.__name__}; choose another name"
                 )
             if not issubclass(struct, self.interface):
-                raise ConfigError(f"{struct.__name__} is not a {self.interface.__name__}")
+                raise ConfigError(
+                    f"given {struct.__name__} as {self.section} type {type_name!r}; expected a subclass of "
+                    f"{self.interface.__name__}"
+                )
             self._structs[type_name] = struct
             return struct
 
@@ -54,6 +61,10 @@ class Registry(Generic[C]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._structs)
+
+
+def _same_source(a: type[Config], b: type[Config]) -> bool:
+    return (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)
 
 
 _by_interface: dict[type[Config], Registry[Config]] = {}

@@ -116,7 +116,7 @@ class _Writer:
             choices.append(choice)
         # Without `type`, a layer fits any of them.
         known = {"type": "object", "properties": {"type": {"enum": list(registry)}}}
-        return known | {"anyOf" if self._partial else "oneOf": choices}
+        return known | ({"anyOf" if self._partial else "oneOf": choices} if choices else {})
 
 
 def _scalar(shape: Shape) -> Schema:

@@ -133,7 +133,7 @@ def _lengths(shape: shapes.StrType | shapes.ListType | shapes.VarTupleType) -> l
 
 
 def _pattern(shape: shapes.StrType) -> list[str]:
-    return [] if shape.pattern is None else [f"like {shape.pattern}"]
+    return [] if shape.pattern is None else [f"like `{shape.pattern}`"]
 
 
 def shown(value: Any) -> str:
