@@ -104,7 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in the dtype of `total`."""
+    """Total += a @ b, in the dtype of `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

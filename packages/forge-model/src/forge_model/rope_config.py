@@ -44,7 +44,7 @@ class LinearRopeConfig(RopeConfig):
 
     def frequencies(self, dim: int) -> list[float]:
         """See `RopeConfig.frequencies`."""
-        return [f / self.factor for f in super(LinearRopeConfig, self).frequencies(dim)]
+        return [f / self.factor for f in super().frequencies(dim)]
 
 
 @ropes.register("llama3")
@@ -71,7 +71,7 @@ class Llama3RopeConfig(RopeConfig):
 
     def frequencies(self, dim: int) -> list[float]:
         """See `RopeConfig.frequencies`."""
-        return [self._scaled(f) for f in super(Llama3RopeConfig, self).frequencies(dim)]
+        return [self._scaled(f) for f in super().frequencies(dim)]
 
     def _scaled(self, frequency: float) -> float:
         wavelength = 2 * math.pi / frequency
@@ -102,7 +102,7 @@ class YarnRopeConfig(RopeConfig):
 
     def frequencies(self, dim: int) -> list[float]:
         """See `RopeConfig.frequencies`."""
-        plain = super(YarnRopeConfig, self).frequencies(dim)
+        plain = super().frequencies(dim)
         low = max(math.floor(self._dim_of(self.beta_fast, dim)), 0)
         high = min(math.ceil(self._dim_of(self.beta_slow, dim)), dim - 1)
         scaled = []

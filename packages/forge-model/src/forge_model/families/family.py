@@ -122,7 +122,5 @@ def presets(prefix: str, shapes: dict[str, dict[str, Any]], **shared: Any) -> di
             key: value | shape.get(key, {}) if isinstance(value, dict) else value
             for key, value in shared.items()
         }
-        made[f"{prefix}-{size}"] = (
-            {"type": "decoder"} | merged | {k: v for k, v in shape.items() if k not in merged}
-        )
+        made[f"{prefix}-{size}"] = merged | {k: v for k, v in shape.items() if k not in merged}
     return made

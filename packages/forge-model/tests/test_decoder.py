@@ -1,0 +1,123 @@
+import pytest
+import torch
+from forge_model import Decoder, DecoderConfig, LossConfig, ModelError, initialize
+from forge_model.config import GroupedQueryConfig, LayerNormConfig, MLPConfig
+from forge_model.mask import Mask, attend, build_mask, flex_blocks
+
+VOCAB = 61
+
+
+def build(dtype=torch.float64, **options) -> Decoder:
+    attention = options.pop("attention", GroupedQueryConfig(num_heads=4, num_kv_heads=2))
+    config = DecoderConfig(
+        vocab_size=VOCAB, dim=32, num_layers=2, max_tokens=64, attention=attention, **options
+    )
+    model = config.build()
+    initialize(model, 0)
+    return model.to(dtype)
+
+
+def test_decoder_is_causal():
+    model = build()
+    tokens = torch.randint(VOCAB, (2, 20))
+    changed = tokens.clone()
+    changed[:, 12:] = (changed[:, 12:] + 1) % VOCAB
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert not torch.allclose(before[:, 12:], after[:, 12:])
+
+
+def test_decoder_masked_documents_equal_documents_alone():
+    model = build()
+    lengths = [5, 9, 6]
+    tokens = torch.randint(VOCAB, (1, sum(lengths)))
+    doc_ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = model(tokens, doc_ids=doc_ids, positions=positions)
+    alone = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-12)
+
+
+def test_decoder_sliding_window_equals_brute_force():
+    model = build(attention=GroupedQueryConfig(num_heads=4, sliding_window=3))
+    query, key, value = torch.randn(3, 1, 4, 10, 8, dtype=torch.float64)
+    out = attend(query, key, value, build_mask(10, torch.device("cpu"), window=3))
+    for t in range(10):
+        seen = slice(max(0, t - 2), t + 1)
+        weight = (query[:, :, t : t + 1] @ key[:, :, seen].mT / 8**0.5).softmax(-1)
+        torch.testing.assert_close(out[:, :, t : t + 1], weight @ value[:, :, seen])
+    tokens = torch.randint(VOCAB, (1, 20))
+    far = tokens.clone()
+    far[0, 0] = (far[0, 0] + 1) % VOCAB
+    # two layers of window 3 see four tokens back, not more
+    assert torch.equal(model(tokens)[0, 5:], model(far)[0, 5:])
+    assert not torch.equal(model(tokens)[0, 4], model(far)[0, 4])
+
+
+@pytest.mark.filterwarnings(
+    "ignore:flex_attention called without torch.compile"
+)  # eager is the reference here
+def test_attend_flex_equals_masked_sdpa():
+    query, key, value = torch.randn(3, 2, 2, 128, 16)
+    doc_ids = torch.arange(128).div(40, rounding_mode="floor").expand(2, -1)
+    masked = attend(query, key, value, build_mask(128, torch.device("cpu"), doc_ids, window=30))
+    from torch.nn.attention.flex_attention import flex_attention
+
+    blocks = flex_blocks(128, torch.device("cpu"), doc_ids, 30)
+    torch.testing.assert_close(flex_attention(query, key, value, block_mask=blocks), masked)
+
+
+def test_attend_grouped_equals_repeated_heads():
+    query = torch.randn(2, 6, 9, 8)
+    key, value = torch.randn(2, 2, 2, 9, 8)
+    grouped = attend(query, key, value, Mask())
+    repeated = attend(query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1), Mask())
+    torch.testing.assert_close(grouped, repeated)
+
+
+def test_decoder_refuses_sequences_that_are_too_long():
+    with pytest.raises(ModelError, match="65 tokens is longer than max_tokens = 64"):
+        build()(torch.zeros(1, 65, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_decoder_loss_equals_cross_entropy_of_its_logits(tied):
+    model = build(tie_embeddings=tied)
+    tokens, labels = torch.randint(VOCAB, (2, 2, 15))
+    labels[0, :4] = -100
+    terms = model(tokens, labels=labels, loss_fn=LossConfig(chunk_tokens=7).build())
+    expected = torch.nn.functional.cross_entropy(
+        model(tokens).flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    torch.testing.assert_close(terms.total, expected)
+    ours = torch.autograd.grad(terms.total, list(model.parameters()))
+    theirs = torch.autograd.grad(expected, list(model.parameters()))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    assert terms.count == 26
+
+
+def test_decoder_wants_a_loss_with_labels():
+    with pytest.raises(ModelError, match="loss_fn"):
+        build()(torch.zeros(1, 4, dtype=torch.int64), labels=torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_decoder_with_other_parts_has_their_parameters():
+    model = build(norm=LayerNormConfig(bias=True), ffn=MLPConfig(activation="relu2", bias=True))
+    names = dict(model.named_parameters())
+    assert {"norm.bias", "layers.1.ffn.w_up.bias"} <= names.keys()
+    assert "layers.0.ffn.w_gate.weight" not in names
+    assert torch.isfinite(model(torch.zeros(1, 4, dtype=torch.int64))).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "needle"),
+    [({"num_heads": 4, "num_kv_heads": 3}, "does not divide"), ({"num_heads": 2, "head_dim": 7}, "odd")],
+)
+def test_attention_config_refuses_impossible_heads(options, needle):
+    with pytest.raises(ValueError, match=needle):
+        GroupedQueryConfig(**options)
+
+
+def test_key_value_heads_follow_the_given_heads():
+    assert GroupedQueryConfig(num_heads=64).kv_heads == 64

@@ -1,0 +1,83 @@
+import pytest
+import torch
+from forge_model import DecoderConfig, ModelError, Sampling, generate, initialize
+from forge_model.config import GroupedQueryConfig
+
+VOCAB = 41
+
+
+@pytest.fixture(params=[None, 4], ids=["full", "window"])
+def model(request):
+    attention = GroupedQueryConfig(num_heads=4, num_kv_heads=2, sliding_window=request.param)
+    config = DecoderConfig(
+        vocab_size=VOCAB, dim=32, num_layers=2, max_tokens=48, init_std=0.2, attention=attention
+    )
+    model = config.build().double()
+    initialize(model, 5)
+    return model
+
+
+def greedy_without_cache(model, prompt, count):
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_generate_equals_full_forward_for_prompts_of_different_lengths(model):
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [9], [11, 12, 13]]
+    written = generate(model, prompts, 12, Sampling(temperature=0))
+    assert written == [greedy_without_cache(model, p, 12) for p in prompts]
+
+
+def test_generate_stops_each_prompt_at_its_own_stop_token(model):
+    prompts = [[1, 2], [3, 4]]
+    free = generate(model, prompts, 10, Sampling(temperature=0))
+    stop = free[0][3]
+    expected = [row[: row.index(stop) + 1] if stop in row else row for row in free]
+    seen = []
+    assert generate(model, prompts, 10, Sampling(temperature=0), [stop], on_tokens=seen.append) == expected
+    assert [t for t in (step[0] for step in seen) if t is not None] == expected[0]
+
+
+def test_generate_repeats_itself_with_the_same_generator(model):
+    runs = [generate(model, [[1]], 20, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_generate_refuses_what_does_not_fit(model):
+    with pytest.raises(ModelError, match="max_tokens = 48"):
+        generate(model, [[1] * 40], 9)
+    with pytest.raises(ModelError, match="no tokens"):
+        generate(model, [[1], []], 2)
+
+
+LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(top_k=2), [0, 1]),
+        (Sampling(top_p=0.5), [0]),
+        (Sampling(top_p=0.51), [0, 1]),
+        (Sampling(min_p=0.2), [0, 1, 2]),
+        (Sampling(top_k=3, top_p=0.6), [0, 1]),
+        (Sampling(), [0, 1, 2, 3]),
+    ],
+)
+def test_sampling_keeps(sampling, kept):
+    assert torch.isfinite(sampling.filter(LOGITS))[0].nonzero()[:, 0].tolist() == kept
+
+
+def test_sampling_follows_the_probabilities():
+    generator = torch.Generator().manual_seed(0)
+    drawn = Sampling().choose(LOGITS.expand(20000, -1), generator)
+    share = torch.bincount(drawn, minlength=4) / 20000
+    torch.testing.assert_close(share, LOGITS.exp()[0], atol=0.015, rtol=0)
+
+
+def test_sampling_refuses_nonsense():
+    with pytest.raises(ModelError, match="top_p"):
+        Sampling(top_p=0)

@@ -1,0 +1,128 @@
+"""Against `transformers` with random weights, both directions."""
+
+import pytest
+import torch
+from forge_model import ModelError, config_from_hf, config_to_hf, from_hf, initialize, to_hf
+from forge_model.config import DecoderConfig, GroupedQueryConfig
+
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+CASES = {
+    "llama": ("llama", {}),
+    "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-linear-rope-mha": ("llama", {"rope_parameters": LINEAR, "num_key_value_heads": 4}),
+    "llama-yarn-tied": ("llama", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3": ("qwen3", {"head_dim": 12}),
+    "qwen3-tied": ("qwen3", {"head_dim": 20, "tie_word_embeddings": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def norms_in_full_precision(monkeypatch):
+    """transformers computes norms in float32 whatever the model is; in float64 that alone costs 1e-7."""
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaRMSNorm, "forward", forward)
+    monkeypatch.setattr(transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm, "forward", forward)
+
+
+def theirs(case, dtype):
+    kind, options = CASES[case]
+    make = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[kind]
+    shape = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "vocab_size": 97}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = make(**(shape | heads | options), attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
+    return model
+
+
+def use_our_frequencies(model, config):
+    """transformers rounds the frequencies after every float32 operation, we once: one unit in the last place."""
+    frequencies = torch.tensor(config.rope.frequencies(config.attention.rotary_dim(config.dim)))
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq.float(), frequencies, rtol=5e-7, atol=0)
+    model.model.rotary_emb.inv_freq.copy_(frequencies)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_those_of_transformers(case, dtype):
+    model = theirs(case, dtype)
+    config = config_from_hf(model.config.to_dict())
+    ours = config.build().to(dtype)
+    loaded = ours.load_state_dict(from_hf(model.state_dict(), config), strict=False)
+    assert loaded.missing_keys == (["head.weight"] if config.tie_embeddings else [])
+    tokens = torch.randint(97, (2, 50))
+    if dtype == torch.float64:
+        use_our_frequencies(model, config)
+    with torch.no_grad():
+        difference = (ours(tokens) - model(tokens).logits).abs().max()
+    assert difference <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exported_weights_load_into_transformers_and_give_our_logits(case):
+    config = config_from_hf(theirs(case, torch.float64).config.to_dict())
+    ours = config.build()
+    initialize(ours, 1)
+    ours.double()
+    written = config_to_hf(config)
+    model_type = written.pop("model_type")
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(model_type, **written)
+    )
+    loaded = model.double().eval().load_state_dict(to_hf(dict(ours.named_parameters()), config), strict=False)
+    assert loaded.unexpected_keys == []
+    assert loaded.missing_keys == (["lm_head.weight"] if config.tie_embeddings else [])
+    use_our_frequencies(model, config)
+    tokens = torch.randint(97, (2, 50))
+    with torch.no_grad():
+        assert (ours(tokens) - model(tokens).logits).abs().max() <= 1e-9
+    assert config_from_hf({"model_type": model_type} | written) == config
+
+
+def test_from_hf_lists_what_is_missing_and_what_is_left_over():
+    model = theirs("llama", torch.float32)
+    tensors = model.state_dict()
+    tensors["model.surprise"] = tensors.pop("model.norm.weight")
+    with pytest.raises(ModelError, match=r"missing \['model.norm.weight'\], left over \['model.surprise'\]"):
+        from_hf(tensors, config_from_hf(model.config.to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("change", "needle"),
+    [
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"use_sliding_window": True}, "sliding"),
+    ],
+)
+def test_config_from_hf_refuses_what_we_do_not_have(change, needle):
+    given = theirs("llama", torch.float32).config.to_dict() | change
+    with pytest.raises(ModelError, match=needle):
+        config_from_hf(given)
+
+
+def test_to_hf_refuses_a_model_no_family_can_hold():
+    attention = GroupedQueryConfig(num_heads=2, sliding_window=4)
+    config = DecoderConfig(vocab_size=8, dim=8, num_layers=1, attention=attention)
+    with pytest.raises(ModelError, match="full grouped-query"):
+        config_to_hf(config)
