@@ -95,6 +95,7 @@ def test_value_is_decoded(load_text, text, name, value):
         ("number = 0", "box.number: given 0; expected integer >= 1, <= 9, a multiple of 3"),
         ("number = 4", "given 4; expected integer >= 1, <= 9, a multiple of 3"),
         ("number = 3.0", "given 3.0; expected integer"),
+        ('number = "none"', 'given "none"; expected integer'),
         ("number = true", "given true; expected integer"),
         ('number = "3"', 'given "3"; expected integer'),
         ("rate = 1", "given 1; expected number > 0, < 1"),

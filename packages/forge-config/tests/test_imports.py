@@ -2,7 +2,7 @@
 import sys
 
 import pytest
-from forge_config import Config, Registry
+from forge_config import Config, Registry, to_toml
 
 
 class Part(Config):
@@ -39,6 +39,14 @@ def test_imports_beside_the_file_join_the_registry(load_text, tmp_path):
     plug(tmp_path, "plug_beside", "beside")
     job = load_text(Job, 'imports = ["plug_beside"]\npart = {type = "beside", n = 3}').value
     assert job.part.n == 3
+
+
+def test_resolved_toml_with_its_imports_can_be_loaded_again(load_text, tmp_path):
+    plug(tmp_path, "plug_again", "again")
+    loaded = load_text(Job, 'imports = ["plug_again"]\npart.type = "again"')
+    assert loaded.imports == ("plug_again",)
+    written = to_toml(loaded.value, imports=loaded.imports)
+    assert load_text(Job, written).value == loaded.value
 
 
 def test_imports_of_the_working_directory_join_the_registry(load_text, tmp_path, monkeypatch):

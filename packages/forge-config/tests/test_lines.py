@@ -71,5 +71,9 @@ def test_key_lines_finds_nothing_inside_strings():
     assert not [key for key in key_lines(DOCUMENT) if "fake" in key or "not" in key]
 
 
+def test_key_lines_gives_a_table_its_first_line():
+    assert key_lines("[a.b]\n[[c]]\n[a]\n[[c]]\n") == {"a": 1, "a.b": 1, "c": 2, "c[0]": 2, "c[1]": 4}
+
+
 def test_key_lines_reads_windows_line_ends():
     assert key_lines("a = 1\r\n[t]\r\nb = 2\r\n") == {"a": 1, "t": 2, "t.b": 3}

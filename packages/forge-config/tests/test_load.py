@@ -111,6 +111,27 @@ def test_another_type_drops_the_keys_of_the_lower_type(load_text, prefix):
     assert loaded.origins[f"{prefix}.lr"] == "default"
 
 
+class Open(Config):
+    n: int = 0
+
+
+opens = Registry("open", Open)
+
+
+@opens.register("only")
+class Only(Open):
+    pass
+
+
+class Holder(Config):
+    part: Open
+
+
+def test_type_given_above_completes_a_section_that_has_no_default_type(load_text):
+    job = load_text(Holder, 'extends = "base.toml"\npart.type = "only"', base="part.n = 3")
+    assert job.value.part == Only(n=3)
+
+
 def test_same_type_keeps_the_keys_of_the_lower_layer(load_text):
     base = "[optimizer]\neps = 1"
     assert (
@@ -186,6 +207,14 @@ def test_checks_run_when_other_sections_are_wrong(mistakes):
 
 def test_checks_of_wrong_sections_do_not_run(mistakes):
     assert len(mistakes(Job, "[data]\ntokens = 9\n[model]\nsize = 0", (), [fits])) == 1
+
+
+@pytest.mark.parametrize("text", ["parts.x.lr = 'x'", "parts.x.nope = 1", "parts.x.type = 'nope'"])
+def test_checks_of_sections_with_a_wrong_entry_do_not_run(mistakes, text):
+    def never(parts):
+        raise ValueError("this check must not run")
+
+    assert len(mistakes(Job, text, (), [never])) == 1
 
 
 def test_check_of_no_section_is_a_bug_of_the_check(load_text):

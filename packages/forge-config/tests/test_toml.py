@@ -85,6 +85,11 @@ def test_dumps_writes_comments_that_change_nothing():
     assert "n = 1  # preset x\n" in commented
 
 
+def test_dumps_writes_long_arrays_one_item_a_line():
+    assert dumps({"short": [1, 2]}) == "short = [1, 2]\n"
+    assert dumps({"long": ["x" * 60, "y" * 60]}) == f'long = [\n    "{"x" * 60}",\n    "{"y" * 60}",\n]\n'
+
+
 def test_plain_leaves_none_out_unless_the_default_is_something_else():
     assert "number" not in plain(Leaf())
     assert plain(Job(limit=None))["limit"] == "none"

@@ -13,7 +13,7 @@ from forge_config.load import Loaded, load
 from forge_config.plain import digest
 from forge_config.schema import schema
 from forge_config.struct import Config, ConfigError
-from forge_config.toml import dumps
+from forge_config.toml import to_toml
 
 EX_CONFIG = 78
 """The exit code of a configuration that cannot be used (EX_CONFIG of sysexits.h)."""
@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if options.command == "show":
         whole = loaded(options.config)
-        sys.stdout.write(dumps(whole.tree, whole.origins))
+        sys.stdout.write(to_toml(whole.value, whole.origins, whole.imports))
     elif options.command == "check":
         sys.stdout.write(f"{options.config}: good, digest {digest(loaded(options.config).value)}\n")
     elif options.command == "diff":

@@ -32,12 +32,14 @@ class Loaded(Generic[T]):
         tree: the same as plain data, every default filled in.
         origins: where each dotted key of `tree` was set: `file:line`, the flag, `preset NAME` or `default`.
         files: the files that were read, the lowest layer first.
+        imports: the modules that were imported; `to_toml` writes them, so that the text can be loaded again.
     """
 
     value: T
     tree: Tree
     origins: dict[str, str]
     files: tuple[Path, ...]
+    imports: tuple[str, ...] = ()
 
 
 def load(
@@ -60,7 +62,8 @@ def load(
     chain.add(Path(path), ())
     flags, raw = parse(overrides, problems)
     layers = [*(layer for _, layer in chain.layers), flags]
-    import_modules(_imports(layers, problems), Path(path).parent, problems)
+    imports = _imports(layers, problems)
+    import_modules(imports, Path(path).parent, problems)
     layer = _merged(layers, struct)
     origins.update(layer.origins)
     decoder = Decoder(problems, origins, raw, complete=chain.complete)
@@ -70,7 +73,8 @@ def load(
     problems.raise_if_any()
     value = _whole(struct, sections, problems)
     tree = plain(value)
-    return Loaded(value, tree, trace(tree, origins), tuple(file for file, _ in chain.layers))
+    files = tuple(file for file, _ in chain.layers)
+    return Loaded(value, tree, trace(tree, origins), files, tuple(imports))
 
 
 def _whole(struct: type[T], sections: Tree, problems: Problems) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import tomli_w
@@ -15,17 +15,19 @@ WIDTH = 100
 """Arrays longer than this are written one item a line."""
 
 
-def to_toml(value: Config, origins: Mapping[str, str] | None = None) -> str:
+def to_toml(value: Config, origins: Mapping[str, str] | None = None, imports: Sequence[str] = ()) -> str:
     """TOML that loads to the same value, its defaults written out.
 
     Args:
         value: any struct.
         origins: where each key comes from, as `Loaded.origins`; a comment behind each value says so.
+        imports: modules whose structs the value holds, as `Loaded.imports`.
 
     Raises:
         ConfigError: a value cannot be written in TOML.
     """
-    return dumps(plain(value), origins)
+    head: dict[str, Any] = {"imports": list(imports)} if imports else {}
+    return dumps(head | plain(value), origins)
 
 
 def dumps(tree: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> str:
