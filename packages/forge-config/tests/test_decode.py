@@ -103,6 +103,7 @@ def test_value_is_decoded(load_text, text, name, value):
         ("rate = true", "given true; expected number"),
         ("rate = [0.5]", "given [0.5]; expected number"),
         ('name = "A"', 'given "A"; expected string of length >= 2, like `^[a-z]+$`'),
+        ('name = "a"', 'given "a"; expected string of length >= 2'),
         ("name = 3", "given 3; expected string of length >= 2, like `^[a-z]+$`; put it in quotes"),
         ('on = "true"', 'given "true"; expected true or false; write true without quotes'),
         ("on = 1", "given 1; expected true or false"),
@@ -231,6 +232,14 @@ class Forest(Config):
 def test_struct_may_hold_itself(load_text):
     job = load_text(Forest, "[root]\n[[root.children]]\n[[root.children.children]]\nvalue = 3").value
     assert job.root.children[0].children[0].value == 3
+
+
+def test_annotation_that_no_configuration_can_hold_is_a_bug_of_the_struct(load_text):
+    class Wrong(Config):
+        data: bytes
+
+    with pytest.raises(TypeError, match="a field of a Config cannot be BytesType"):
+        load_text(Wrong, 'data = "x"')
 
 
 class Direct(Config):
