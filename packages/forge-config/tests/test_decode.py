@@ -1,4 +1,3 @@
-# ruff: noqa: RUF012 (msgspec copies empty defaults and refuses others)
 from pathlib import Path
 from typing import Annotated, Any, Literal
 

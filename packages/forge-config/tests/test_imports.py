@@ -1,4 +1,3 @@
-# ruff: noqa: RUF012 (msgspec copies empty defaults and refuses others)
 import sys
 
 import pytest

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF012 (msgspec copies empty defaults and refuses others)
 from typing import Annotated
 
 import pytest
@@ -218,10 +217,10 @@ def test_checks_of_sections_with_a_wrong_entry_do_not_run(mistakes, text):
 
 
 def test_check_of_no_section_is_a_bug_of_the_check(load_text):
-    def wrong(modle):
+    def wrong(modelx):
         return None
 
-    with pytest.raises(TypeError, match="check wrong names modle; expected among model, data"):
+    with pytest.raises(TypeError, match="check wrong names modelx; expected among model, data"):
         load_text(Job, "", checks=[wrong])
 
 
@@ -255,6 +254,6 @@ def test_resolved_config_loads_to_the_same_digest(load_text, tmp_path):
 def test_seven_mistakes_are_seven_problems(mistakes):
     text = (
         "[model]\nsizee = 3\nsize = 'wide'\n[data]\ntokens = 1.5\n[[data.sources]]\nweight = 0\n"
-        "[optimizer]\ntype = 'adamm'\n[modle]\nx = 1\n"
+        "[optimizer]\ntype = 'adamm'\n[modelx]\nx = 1\n"
     )
     assert len(mistakes(Job, text)) == 7

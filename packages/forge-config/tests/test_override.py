@@ -1,4 +1,3 @@
-# ruff: noqa: RUF012 (msgspec copies empty defaults and refuses others)
 import pytest
 from forge_config import Config
 from forge_config.override import value_of
@@ -78,8 +77,8 @@ def test_flag_none_clears_an_optional_key_that_has_a_default(load_text):
         ("--=3", "is no key"),
         ("--section..number=3", "is no key"),
         (
-            "--section.nunber=3",
-            "--section.nunber=3: section.nunber: unknown key 'nunber'; did you mean 'number'?",
+            "--section.numberx=3",
+            "--section.numberx=3: section.numberx: unknown key 'numberx'; did you mean 'number'?",
         ),
         ("--section.number=10.9", "given 10.9; expected integer"),
         ("--section.number=10.0", "given 10.0; expected integer"),

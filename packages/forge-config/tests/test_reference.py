@@ -1,4 +1,3 @@
-# ruff: noqa: RUF012 (msgspec copies empty defaults and refuses others)
 from typing import Annotated, Literal
 
 from forge_config import Config, Meta, Registry, reference_markdown

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar, cast
 from forge_config.struct import Config, ConfigError
 
 C = TypeVar("C", bound=Config)
+S = TypeVar("S", bound=Config)
 
 
 class Registry(Generic[C]):
@@ -27,7 +28,7 @@ class Registry(Generic[C]):
         self._structs: dict[str, type[C]] = {}
         _by_interface[interface] = cast(Registry[Config], self)
 
-    def register(self, type_name: str) -> Callable[[type[C]], type[C]]:
+    def register(self, type_name: str) -> Callable[[type[S]], type[S]]:
         """Class decorator that adds a struct under `type_name`.
 
         The same class defined again (a notebook cell, a reloaded module) replaces its older self.
@@ -36,7 +37,7 @@ class Registry(Generic[C]):
             ConfigError: the name is taken, or the struct is not of the interface of this registry.
         """
 
-        def add(struct: type[C]) -> type[C]:
+        def add(struct: type[S]) -> type[S]:
             taken = self._structs.get(type_name)
             if taken is not None and not _same_source(taken, struct):
                 raise ConfigError(
@@ -48,7 +49,7 @@ class Registry(Generic[C]):
                     f"given {struct.__name__} as {self.section} type {type_name!r}; expected a subclass of "
                     f"{self.interface.__name__}"
                 )
-            self._structs[type_name] = struct
+            self._structs[type_name] = cast(type[C], struct)
             return struct
 
         return add
