@@ -38,6 +38,7 @@ class Registry(Generic[C]):
         """
 
         def add(struct: type[S]) -> type[S]:
+            unchanged = struct
             taken = self._structs.get(type_name)
             if taken is not None and not _same_source(taken, struct):
                 raise ConfigError(
@@ -49,8 +50,8 @@ class Registry(Generic[C]):
                     f"given {struct.__name__} as {self.section} type {type_name!r}; expected a subclass of "
                     f"{self.interface.__name__}"
                 )
-            self._structs[type_name] = cast(type[C], struct)
-            return struct
+            self._structs[type_name] = struct
+            return unchanged
 
         return add
 
