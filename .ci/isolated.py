@@ -1,4 +1,4 @@
-"""Run each package's tests in an environment that holds that package, its dependencies and pytest, nothing else."""
+"""Run each package's tests with that package, its dependencies and pytest installed, nothing else."""
 
 import subprocess
 import sys

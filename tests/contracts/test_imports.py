@@ -1,4 +1,4 @@
-"""What importing costs and brings: the import graph, public exports, and no torch before the config is checked."""
+"""What importing brings: the import graph, public exports, no torch before the config is checked."""
 
 import importlib
 import subprocess

@@ -1,4 +1,4 @@
-"""What one does with a run that exists: write text, evaluate, export. In one process, from its newest checkpoint."""
+"""What one does with a run that exists: let it write, evaluate it, export it. In one process."""
 
 import argparse
 import sys

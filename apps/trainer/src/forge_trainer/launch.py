@@ -39,7 +39,8 @@ def run_job(job: Job, rank: int) -> ExitCode:
         return ExitCode.DONE
     if verdict == Verdict.ABORT:
         sys.stderr.write(
-            f"stopped at step {run.progress.step}: {job.resilience.max_bad_steps} steps in a row were not finite\n"
+            f"stopped at step {run.progress.step}: too many steps in a row were not finite "
+            f"(resilience.max_bad_steps = {job.resilience.max_bad_steps})\n"
         )
         return ExitCode.NOT_FINITE
     if rank == 0:

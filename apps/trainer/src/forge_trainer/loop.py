@@ -38,7 +38,8 @@ def train(
         save: writes a checkpoint.
 
     Returns:
-        The verdict that ended the run: CONTINUE or SAVE when it is complete, STOP or ABORT when it was cut short.
+        The verdict that ended the run: CONTINUE or SAVE when it is complete, STOP or ABORT when it was cut
+        short.
     """
     verdict = Verdict.CONTINUE
     while progress.step < until and verdict < Verdict.STOP:

@@ -16,8 +16,8 @@ from forge_trainer.progress import Progress
 from forge_trainer.randomness import seed_step
 
 Batch = list[dict[str, Tensor]]
-"""This rank's part of one global batch, as micro-batches: `tokens` and `labels` [B, T] int64, and what else the
-model takes (`doc_ids`, `positions`)."""
+"""This rank's part of one global batch, as micro-batches: `tokens` and `labels` [B, T] int64, and what
+else the model takes (`doc_ids`, `positions`)."""
 
 
 @dataclass
@@ -70,10 +70,11 @@ class TextStep:
     clip_norm: float
 
     def __call__(self, batch: Batch) -> StepOutput:
-        """Take one optimizer step; without effect when loss or gradient of any rank are not finite. Collective."""
+        """Take one step; without effect when loss or gradient of any rank are not finite. Collective."""
         seed_step(self.seed, self.progress.step, self.mesh.dp_rank, self.device)
         batch = [{k: v.to(self.device, non_blocking=True) for k, v in micro.items()} for micro in batch]
-        valid = self.mesh.sum_(sum((micro["labels"] >= 0).sum() for micro in batch).float())
+        counts = torch.stack([(micro["labels"] >= 0).sum() for micro in batch])
+        valid = self.mesh.sum_(counts.sum().float())
         terms = self._backward(batch, valid.clamp(min=1))
 
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: JSON that says of every byte where it belongs and what it must be. Imports no torch."""
+"""What a checkpoint is made of: of every byte, where it belongs and what it must be. Imports no torch."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def write_boxes(file: BinaryIO, name: str, tensors: Mapping[str, Tensor], rank: 
         if local.numel() and writes(tensor, rank):
             offset = file.tell() + -file.tell() % ALIGNMENT
             file.write(b"\0" * (offset - file.tell()))
-            data = memoryview(local.cpu().contiguous().flatten().view(torch.uint8).numpy())
+            data = local.cpu().contiguous().flatten().view(torch.uint8).numpy().data
             file.write(data)
             digest = xxhash.xxh3_128_hexdigest(data)
             place = {"file": name, "offset": offset, "num_bytes": len(data), "digest": digest}

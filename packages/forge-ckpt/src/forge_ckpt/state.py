@@ -20,14 +20,15 @@ class TrainState:
 
     Args:
         model: parameters and persistent buffers are saved; shared ones once.
-        optimizer: any whose state is tensors, one set a parameter; parameters that it does not know are skipped.
+        optimizer: any whose state is tensors, one set a parameter; parameters that it does not know are
+            skipped.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         # Held from the start: while FSDP2 has gathered a module, the model shows other, temporary parameters.
         self._model_tensors = model_tensors(model)
         self._optimizer = optimizer
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, not copied.
@@ -79,7 +80,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _blank(entry: Entry, parameter: Tensor, group: dict[str, object]) -> Tensor:
-    """A tensor for optimizer state: laid out like its parameter if it has its shape, a plain one otherwise."""
+    """A tensor for optimizer state: laid out like its parameter if it has its shape, else plain."""
     dtype = getattr(torch, entry.dtype)
     if list(parameter.shape) == entry.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

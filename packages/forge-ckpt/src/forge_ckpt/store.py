@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from forge_ckpt import manifest as manifests
 from forge_ckpt.error import CheckpointError, DamagedError
 from forge_ckpt.manifest import Entry, Manifest
@@ -67,7 +69,8 @@ class Store:
     def save(self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
         """Write a checkpoint and remove those no longer kept. Collective.
 
-        Does nothing if the step is there and intact already. A checkpoint that is there is never written into.
+        Does nothing if the step is there and intact already. A checkpoint that is there is never written
+        into.
 
         Args:
             step: optimizer steps taken.
@@ -75,12 +78,16 @@ class Store:
             meta: everything else, as JSON.
 
         Raises:
-            CheckpointError: on every rank when any of them could not write; earlier checkpoints are untouched.
+            CheckpointError: on every rank when any of them could not write; earlier checkpoints are
+            untouched.
         """
         partial = self._from_first(lambda: self._begin(step))
         if partial is None:
             return
-        mine = self._try(lambda: self._write(partial, tensors))
+        try:
+            mine: Any = self._write(partial, tensors)
+        except Exception as error:  # the other ranks must hear of it, not wait for this one
+            mine = f"{type(error).__name__}: {error}"
         everyone = self._gather(mine)
         failures = [
             f"rank {rank}: {answer}" for rank, answer in enumerate(everyone) if isinstance(answer, str)
@@ -155,8 +162,8 @@ class Store:
     def resume(self, targets: Callable[[Mapping[str, Entry]], Mapping[str, Tensor]]) -> Manifest | None:
         """Load the newest intact checkpoint, in place. Collective.
 
-        Every rank verifies the bytes it needs before any live tensor changes. What is damaged on any rank is put
-        aside as `.bad-...` by all, and the next older one is tried.
+        Every rank verifies the bytes it needs before any live tensor changes. What is damaged on any rank
+        is put aside as `.bad-...` by all, and the next older one is tried.
 
         Args:
             targets: given what a checkpoint holds, the tensors to load it into.
@@ -165,22 +172,16 @@ class Store:
             Its manifest, or None if this run never had a checkpoint.
 
         Raises:
-            CheckpointError: it does not fit the targets; or there were checkpoints, and none of them is intact.
+            CheckpointError: it does not fit the targets; or there were checkpoints, and none of them is
+            intact.
         """
-        from forge_ckpt.shards import commit, require_fit, stage
+        from forge_ckpt.shards import commit
 
         for step in self._from_first(lambda: self.steps()[::-1]):
-            folder = self.folder(step)
-            opened = self._try(lambda folder=folder: manifests.read(folder), DamagedError)
-            staged: Any = opened
-            if isinstance(opened, Manifest):
-                wanted = targets(opened.tensors)
-                require_fit(opened, wanted)
-                staged = self._try(lambda: stage(folder, opened, wanted), DamagedError)
-            failures = [
-                answer for answer in self._gather(staged if isinstance(staged, str) else None) if answer
-            ]
-            if not failures:
+            found = self._stage(step, targets)
+            failures = [text for text in self._gather(found if isinstance(found, str) else None) if text]
+            if not failures and not isinstance(found, str):
+                opened, staged, wanted = found
                 commit(staged, wanted)
                 return opened
             if self._rank == 0:
@@ -192,8 +193,22 @@ class Store:
             )
         return None
 
+    def _stage(
+        self, step: int, targets: Callable[[Mapping[str, Entry]], Mapping[str, Tensor]]
+    ) -> tuple[Manifest, Mapping[str, Tensor], Mapping[str, Tensor]] | str:
+        """Read what this rank needs of a checkpoint, verified; or what is damaged, as text."""
+        from forge_ckpt.shards import require_fit, stage
+
+        try:
+            opened = manifests.read(self.folder(step))
+            wanted = targets(opened.tensors)
+            require_fit(opened, wanted)
+            return opened, stage(self.folder(step), opened, wanted), wanted
+        except DamagedError as error:
+            return str(error)
+
     def newest(self) -> Manifest:
-        """The manifest of the newest checkpoint whose manifest and sizes are good; for looking, not for resuming.
+        """The manifest of the newest checkpoint whose manifest and sizes are good; to look, not to resume.
 
         Raises:
             CheckpointError: there is none.
@@ -215,7 +230,7 @@ class Store:
         from forge_ckpt.shards import commit, require_fit, stage
 
         held = {key: opened.tensors[key] for key in targets if key in opened.tensors}
-        narrowed = Manifest(**{f: getattr(opened, f) for f in opened.__struct_fields__} | {"tensors": held})
+        narrowed = msgspec.structs.replace(opened, tensors=held)
         require_fit(narrowed, targets)
         commit(stage(self.folder(opened.step), narrowed, targets), targets)
 
@@ -258,13 +273,6 @@ class Store:
     def _quarantine(self, step: int, reason: object) -> None:
         log.warning("step %d is put aside: %s", step, reason)
         os.rename(self.folder(step), self.root / f".bad-{step:09d}-{secrets.token_hex(4)}")
-
-    def _try(self, work: Callable[[], Any], *expected: type[Exception]) -> Any:
-        """The result of work, or what went wrong as text: other ranks must hear of it, not wait for this one."""
-        try:
-            return work()
-        except expected or Exception as error:
-            return f"{type(error).__name__}: {error}"
 
     def _gather(self, value: Any) -> list[Any]:
         if self._group is None:

@@ -1,4 +1,4 @@
-"""Multi-head, grouped-query and multi-query attention. B batch, T tokens, N heads, K kv heads, H head dim, D dim."""
+"""Multi-head to multi-query attention. B batch, T tokens, N heads, K kv heads, H head dim, D model dim."""
 
 from torch import Tensor, nn
 

@@ -51,7 +51,7 @@ class Cache:
         return (index - self.padding[:, None]).clamp(min=0)
 
     def visible(self, tokens: int, window: int | None) -> Tensor:
-        """[B, 1, T, length + T] bool: what the next tokens see. Padding sees itself, so that no row is empty."""
+        """[B, 1, T, length + T] bool: what the next tokens see. Padding sees itself: no row is empty."""
         from forge_model.mask import sees
 
         query = torch.arange(self.length, self.length + tokens, device=self.padding.device)

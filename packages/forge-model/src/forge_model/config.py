@@ -1,7 +1,8 @@
 """What `[model]` and `[loss]` hold. Imports no torch; `build()` does.
 
-The parts of a decoder are open sections, so another attention, feed-forward, norm or rope is one struct and one
-registry line. B batch, T tokens, D model dim, N heads, K key-value heads, H head dim, F ffn dim, V vocabulary.
+The parts of a decoder are open sections, so another attention, feed-forward, norm or rope is one struct and
+one registry line. B batch, T tokens, D model dim, N heads, K key-value heads, H head dim, F ffn dim, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ ffns = Registry("ffn", FfnConfig, default="swiglu")
 
 @ffns.register("swiglu")
 class SwiGLUConfig(FfnConfig):
-    """Gated feed-forward with SiLU (Shazeer 2020, arXiv:2002.05202); default width 8/3 dim, rounded up to 64."""
+    """Gated feed-forward with SiLU (arXiv:2002.05202); default width 8/3 dim, rounded up to 64."""
 
     def hidden(self, dim: int) -> int:
         """The hidden width, the default resolved."""

@@ -37,11 +37,11 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits, or the loss: made in here, so that whoever gathers the weight for this module gathers it for both."""
+    """Logits, or the loss: made in here, so that a weight gathered for this module serves both."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(vocab_size, dim))
 
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, loss_fn: LossFn[Any] | None = None
@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         self.norm = config.norm.build(config.dim)
         self.head = Head(config.dim, config.vocab_size)
         if config.tie_embeddings:
-            self.head.weight = self.embed.weight
+            self.head.weight = self.embed.weight  # type: ignore[assignment]
         self._head_dim = config.attention.rotary_dim(config.dim)
         self._window: int | None = getattr(config.attention, "sliding_window", None)
         self._tables: dict[tuple[int, torch.device], Rope] = {}

@@ -1,4 +1,4 @@
-"""Between our decoders and Hugging Face checkpoints: configuration and parameter names, in both directions."""
+"""Between our decoders and Hugging Face checkpoints: configuration and names, in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial values as a pure function of (seed, parameter name, index): the same for every layout and world size."""
+"""Initial values as a pure function of (seed, parameter name, index), the same for every layout."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ def initialize(model: nn.Module, seed: int, chunk: Callable[[Tensor], Chunk] = w
     Args:
         model: has `initial_values()`; its parameters are on a real device, sharded or not.
         seed: of the run.
-        chunk: the local part of a parameter and its offsets; `forge_parallel.local_chunk` for sharded models. Each
-            rank draws only the rows it holds.
+        chunk: the local part of a parameter and its offsets; `forge_parallel.local_chunk` for sharded
+            models. Each rank draws only the rows it holds.
 
     Raises:
-        ModelError: a parameter has no initial value, or something is left that is not finite (say a buffer that
+        ModelError: a parameter has no initial value, or something is left that is not finite (say a buffer
+        that
             nobody wrote after the model left the meta device).
     """
     rules: dict[str, Init] = model.initial_values()  # type: ignore[operator]

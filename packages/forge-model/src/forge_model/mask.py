@@ -1,4 +1,4 @@
-"""Which keys a query may see, worked out once a forward pass. B batch, T queries, S keys, N heads, H head dim."""
+"""Which keys a query may see, worked out once a forward. B batch, T queries, S keys, N heads, H head dim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast each pair of head dimensions rotates: the published scalings of rotary embeddings. Imports no torch."""
+"""How fast each pair of head dimensions rotates: rotary embeddings and their scalings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Llama3RopeConfig(RopeConfig):
     def __post_init__(self) -> None:
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor = {self.high_freq_factor} must be above low_freq_factor = {self.low_freq_factor}"
+                f"high_freq_factor = {self.high_freq_factor} must be above "
+                f"low_freq_factor = {self.low_freq_factor}"
             )
 
     def frequencies(self, dim: int) -> list[float]:

@@ -9,7 +9,8 @@ class ResilienceConfig(Config):
     """When a run ends before its last step.
 
     Attributes:
-        max_runtime_s: seconds a start may last before it saves and stops; SLURM's own limit is always respected.
+        max_runtime_s: seconds a start may last before it saves and stops; SLURM's own limit is always
+            respected.
         save_margin_s: least time kept for the last checkpoint; grows with the saves measured.
         max_bad_steps: so many steps in a row with a non-finite loss or gradient end the run.
         check_every_steps: how often that count is read from the device.

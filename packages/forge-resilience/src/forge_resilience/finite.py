@@ -12,8 +12,8 @@ from forge_resilience.verdict import Verdict
 def step_if_finite(optimizer: Optimizer, finite: Tensor) -> None:
     """Take the optimizer step, or leave parameters, moments and step counters bit for bit as they are.
 
-    Uses the `found_inf` protocol of torch.amp for optimizers that know it (fused Adam, AdamW, SGD): no host sync. For
-    others the flag is read on the host once. Never multiplies by zero: 0 * inf is NaN.
+    Uses the `found_inf` protocol of torch.amp for optimizers that know it (fused Adam, AdamW, SGD): no host
+    sync. For others the flag is read on the host once. Never multiplies by zero: 0 * inf is NaN.
 
     Args:
         optimizer: with gradients in place.

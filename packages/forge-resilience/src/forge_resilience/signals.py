@@ -19,8 +19,8 @@ INTERRUPT_AFTER_S = 1.0
 class Signals:
     """Context manager that turns signals into a verdict at the next step boundary.
 
-    Handlers only set a flag, so a save in progress is never cut short. Repeated signals are normal (SLURM sends
-    TERM several times within 0.1 s) and change nothing; only a second Ctrl-C by a person does.
+    Handlers only set a flag, so a save in progress is never cut short. Repeated signals are normal (SLURM
+    sends TERM several times within 0.1 s) and change nothing; only a second Ctrl-C by a person does.
 
     Attributes:
         received: the first signal that asked to stop, None before.

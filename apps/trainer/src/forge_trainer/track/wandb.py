@@ -13,7 +13,7 @@ CONNECT_TIMEOUT_S = 20
 
 
 class Wandb:
-    """Reports to a server, or to files when there is none; the run continues under the same id after a restart."""
+    """Reports to a server, or to files when there is none; a continued run keeps its id."""
 
     def __init__(self, config: WandbConfig, folder: Path, name: str, job: dict[str, Any]) -> None:
         self._folder = folder

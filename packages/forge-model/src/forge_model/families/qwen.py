@@ -45,7 +45,7 @@ ORIGINALS: dict[str, dict[str, Any]] = {
         "ffn": {"dim": 25600},
     },
 }
-"""The published sizes; the other presets of this family borrow the shapes of the Llama presets of their name."""
+"""The published sizes; the other presets borrow the shapes of the Llama presets of their name."""
 
 _SHARED: dict[str, Any] = {
     "max_tokens": 32768,
