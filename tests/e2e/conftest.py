@@ -101,10 +101,12 @@ class Cli:
         ]
         return [*torchrun, "-m", "forge_trainer", *map(str, arguments)]
 
-    def __call__(self, *arguments, ranks=1, check=True, timeout=240):
+    def __call__(self, *arguments, ranks=1, check=True, timeout=240, cwd=None):
         """Run it and return what it printed."""
         line = self.command(*arguments, ranks=ranks)
-        done = subprocess.run(line, capture_output=True, text=True, env=self.environment, timeout=timeout)
+        done = subprocess.run(
+            line, capture_output=True, text=True, env=self.environment, timeout=timeout, cwd=cwd
+        )
         if check:
             assert done.returncode == 0, done.stdout + done.stderr
         return done

@@ -162,6 +162,8 @@ def test_hook_of_a_user_joins_through_imports(forge, tiny, tmp_path):
     path.write_text('imports = ["my_lab_hooks"]\n' + path.read_text())
     forge("train", path)
     assert [line.split()[0] for line in notes.read_text().splitlines()] == ["2", "4", "5"]
+    forge("train", path, cwd=tmp_path)
+    assert "complete" in forge("status", tmp_path / "runs" / "tiny", cwd=tmp_path).stdout
 
 
 def test_exported_weights_start_another_run(forge, tiny, tmp_path):

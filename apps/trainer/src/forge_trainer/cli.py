@@ -58,13 +58,13 @@ def _train(config: str, overrides: Sequence[str]) -> ExitCode:
     from forge_trainer.job import load_job
     from forge_trainer.run_dir import require_same_job
 
-    job = load_job(config, overrides).value
-    require_same_job(job)
+    loaded = load_job(config, overrides)
+    require_same_job(loaded.value)
 
     # torch is loaded here and not before
     from forge_trainer.launch import run_job
 
-    return run_job(job, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
+    return run_job(loaded, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
 
 
 def _inspect(options: argparse.Namespace) -> ExitCode:

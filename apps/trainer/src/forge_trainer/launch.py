@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import torch
 from forge_ckpt.error import CheckpointError
+from forge_config import Loaded
 from forge_data.error import DataError
 from forge_model.error import ModelError
 from forge_parallel.error import ParallelError
@@ -17,17 +18,18 @@ from forge_trainer.job import Job
 from forge_trainer.run_dir import describe
 
 
-def run_job(job: Job, rank: int) -> ExitCode:
+def run_job(loaded: Loaded[Job], rank: int) -> ExitCode:
     """Start or continue a run. Collective.
 
     Args:
-        job: the configuration; `require_same_job` has seen it.
+        loaded: the configuration; `require_same_job` has seen it.
         rank: of this process; the first one writes what describes the run.
     """
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     torch.set_float32_matmul_precision("high")
+    job = loaded.value
     if rank == 0:
-        describe(job)
+        describe(job, loaded.imports)
     try:
         with ExitStack() as stack:
             run = build(job, stack)

@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -60,11 +61,11 @@ def _free(key: str) -> bool:
     return key in FREE_KEYS or key.startswith(FREE_SECTIONS)
 
 
-def describe(job: Job) -> None:
+def describe(job: Job, imports: Sequence[str]) -> None:
     """Write `config.toml` and `environment.json`; each appears whole or not at all."""
     directory = job.job.directory
     directory.mkdir(parents=True, exist_ok=True)
-    _write(config_path(directory), to_toml(job))
+    _write(config_path(directory), to_toml(job, imports=imports))
     _write(directory / "environment.json", json.dumps(environment(), indent=2) + "\n")
 
 

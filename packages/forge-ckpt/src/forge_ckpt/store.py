@@ -101,8 +101,8 @@ class Store:
     def _begin(self, step: int) -> Path | None:
         """A new folder to write into, or None when the step is there already."""
         self.root.mkdir(parents=True, exist_ok=True)
-        for stale in self.root.glob(".t*-*"):
-            shutil.rmtree(stale, ignore_errors=True)
+        for stale in [*self.root.glob(".tmp-*"), *self.root.glob(".trash-*")]:
+            shutil.rmtree(stale, ignore_errors=True) if stale.is_dir() else stale.unlink()
         if self.folder(step).exists():
             try:
                 manifests.read(self.folder(step))
