@@ -61,6 +61,7 @@ def measure(models: int) -> dict[str, float | str]:
 
 def main() -> None:
     """Measure each case in a fresh process and record both."""
+    torch.set_num_threads(THREADS)
     fresh = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=fresh, max_tasks_per_child=1) as pool:
         rows = [pool.submit(measure, models).result() for models in (1, 2)]
