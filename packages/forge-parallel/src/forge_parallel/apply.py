@@ -73,7 +73,7 @@ def parallelize(
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a model on the meta device memory on `device`, poisoned with NaN so that nothing stays unset unseen."""
+    """Give a model on the meta device memory, poisoned with NaN so that nothing stays unset unseen."""
     model.to_empty(device=device)
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_floating_point():
@@ -103,7 +103,7 @@ def load_full(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def set_sync(model: nn.Module, last: bool) -> None:
-    """Say whether the next backward pass is the last before the optimizer step: only that one reduces gradients."""
+    """Say whether the next backward pass is the last of a step: only that one reduces gradients."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(last)  # type: ignore[operator]
         model.set_is_last_backward(last)  # type: ignore[operator]

@@ -16,7 +16,8 @@ NAME = "torch._dynamo"
 def without_dynamo() -> Iterator[None]:
     """Use an eager optimizer without loading the compiler, which takes seconds and is not needed for it.
 
-    `torch.optim.Optimizer` imports `torch._dynamo` at its first use only to tell the compiler to keep out. As long as
+    `torch.optim.Optimizer` imports `torch._dynamo` at its first use only to tell the compiler to keep out.
+    As long as
     nobody has loaded the compiler there is nobody to tell, so a stand-in answers for the time of the block.
     """
     if NAME in sys.modules:

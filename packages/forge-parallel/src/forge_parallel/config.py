@@ -63,7 +63,7 @@ class PrecisionConfig(Config):
         return self.compute
 
     def needs_group(self, device_type: str) -> bool:
-        """Whether even a lone process wraps its model in FSDP2, which keeps float32 masters of bfloat16 weights."""
+        """Whether even a lone process needs FSDP2, which keeps float32 masters of bfloat16 weights."""
         return self.compute_dtype(device_type) != "float32" and not self.pure_bf16
 
 

@@ -19,8 +19,8 @@ def shard(
 ) -> None:
     """Shard in place: each block, each solo group, and the rest as the root. Collective.
 
-    Gradients are summed, not averaged, over ranks: the loss is divided by the global count of valid targets. A mesh
-    of two axes replicates over the first and shards over the second (HSDP).
+    Gradients are summed, not averaged, over ranks: the loss is divided by the global count of valid
+    targets. A mesh of two axes replicates over the first and shards over the second (HSDP).
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != torch.float32 else None,

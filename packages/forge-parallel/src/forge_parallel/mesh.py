@@ -24,8 +24,8 @@ class Mesh:
         dp_rank: which part of each global batch is this rank's.
         dp_size: into how many parts a global batch is cut.
         device_mesh: what FSDP2 shards over; None in a lone process without a group.
-        control_group: a CPU group of its own for decisions and checkpoints, so that they never wait for, or block,
-            the collectives of training; None in a lone process.
+        control_group: a CPU group of its own for decisions and checkpoints, so that they never wait for, or
+            block, the collectives of training; None in a lone process.
     """
 
     dp_rank: int = 0

@@ -19,8 +19,8 @@ class Plan(Config):
 
     Attributes:
         blocks: the repeated unit of rematerialization, compilation and sharding.
-        solo: groups of further modules that are sharded as one unit each; what is in no unit belongs to the root.
-            Modules that share a parameter must be in one unit.
+        solo: groups of further modules that are sharded as one unit each; what is in no unit belongs to the
+            root. Modules that share a parameter must be in one unit.
         tensor: the role of each linear, embedding and norm under tensor parallelism.
         attention: the attention modules.
         no_fp8: modules that stay out of 8-bit matmuls.
