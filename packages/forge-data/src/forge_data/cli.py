@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from forge_config import ConfigError
 from rich.console import Console
 from rich.progress import (
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make.add_argument("--tokenizer", default="bytes", help="'bytes', or the path of a tokenizer.json")
     make.add_argument("--eos", default="</s>", help="token of tokenizer.json that ends a document")
     make.add_argument("--field", default="text", help="key of the text in rows")
-    make.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    make.add_argument("--workers", type=int, default=_cores(), help="processes")
     look = commands.add_parser("inspect", help="what a store holds, and whether it is intact")
     look.add_argument("folder", type=Path)
     look.add_argument("--docs", type=int, default=2, help="documents to show")
@@ -48,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (DataError, ConfigError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
+
+
+def _cores() -> int:
+    """Those this process may use, which on a cluster are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _tokenizer(options: argparse.Namespace) -> TokenizerConfig:
@@ -88,7 +94,7 @@ def _inspect(options: argparse.Namespace) -> int:
     sys.stdout.write(
         f"{options.folder}\n"
         f"  tokens     {manifest.num_tokens:,} ({manifest.dtype}, vocabulary {manifest.vocab_size:,})\n"
-        f"  documents  {manifest.num_docs:,}, {manifest.num_tokens / max(1, manifest.num_docs):,.0f} tokens each\n"
+        f"  documents  {manifest.num_docs:,}, {_lengths(store)}\n"
         f"  tokenizer  {manifest.tokenizer}\n"
     )
     store.verify()
@@ -103,3 +109,11 @@ def _inspect(options: argparse.Namespace) -> int:
         sys.stdout.write(f"-- document {index}, {int(end) - start:,} tokens\n{text}\n")
         start = int(end)
     return 0
+
+
+def _lengths(store: TokenStore) -> str:
+    ends = store.doc_ends
+    if not len(ends):
+        return "no tokens"
+    low, middle, high = np.percentile(np.diff(ends, prepend=0), [0, 50, 100])
+    return f"of {low:,.0f} to {high:,.0f} tokens, half below {middle:,.0f}"

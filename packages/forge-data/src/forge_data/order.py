@@ -1,21 +1,27 @@
 """Which sample comes when: a pure function of the seed and one integer, in constant memory.
 
-A global index g lies in a block of `MIX_BLOCK` samples. Every block holds a fixed number of samples of each source, in
-an order that depends on the block; the cursor of a source at g so follows from g alone. Each pass over a source (an
-epoch) is a permutation of its own.
+A global index g lies in a block of `MIX_BLOCK` samples. How many samples of each source a block holds is
+fixed, their order within it depends on the block; the cursor of a source at g so follows from g alone. Each
+pass over a source (an epoch) is a permutation of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 
 from forge_data.error import DataError
 
 MIX_BLOCK = 4096
-"""Weights are kept exactly within every block of so many samples, rounded to multiples of its inverse."""
+"""Weights hold within every block of so many samples."""
+
+VERSION = 2
+"""Part of every fingerprint; another number when the same seed would give another order."""
 
 ROUNDS = 6
 
@@ -39,20 +45,25 @@ def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
     Returns:
         int64, like `index`.
 
-    Source: a balanced Feistel network with cycle walking (Black & Rogaway 2002, "Ciphers with arbitrary finite
-    domains"), the round function being a multiply-xorshift mix.
+    Source: a balanced Feistel network with cycle walking (Black & Rogaway 2002, "Ciphers with arbitrary
+    finite domains"), the round function being a multiply-xorshift mix.
     """
     if size <= 1:
         return np.zeros_like(index)
     half = U64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = U64((1 << int(half)) - 1)
-    keys = [U64(key(seed, r)) for r in range(ROUNDS)]
+    keys = _round_keys(seed)
     value = index.astype(U64)
     outside = np.ones(value.shape, dtype=bool)
     while outside.any():
         value[outside] = _feistel(value[outside], half, mask, keys)
         outside = value >= U64(size)
     return value.astype(np.int64)
+
+
+@lru_cache(maxsize=1024)
+def _round_keys(seed: int) -> list[np.uint64]:
+    return [U64(key(seed, r)) for r in range(ROUNDS)]
 
 
 def _feistel(value: np.ndarray, half: np.uint64, mask: np.uint64, keys: Sequence[np.uint64]) -> np.ndarray:
@@ -74,6 +85,11 @@ def _mix(value: np.ndarray, round_key: np.uint64) -> np.ndarray:
 class Order:
     """The endless order of samples over weighted sources.
 
+    The first k blocks hold `floor(k * c[s+1]) - floor(k * c[s])` samples of source s, c being the exact
+    running sum of shares times MIX_BLOCK: at every block boundary its count is within one sample of its
+    share, however far the run goes, and in between within one block. The cursor of a source is computed from
+    g, never stored.
+
     Args:
         seed: of the run.
         sizes: samples in each source.
@@ -85,18 +101,19 @@ class Order:
 
     def __init__(self, seed: int, sizes: Sequence[int], weights: Sequence[float]) -> None:
         self.seed = seed
-        self.sizes = np.asarray(sizes, dtype=np.int64)
-        self.quotas = _quotas(weights)
-        for source, (size, quota) in enumerate(zip(sizes, self.quotas, strict=True)):
+        self.sizes = [int(size) for size in sizes]
+        exact = [Fraction(str(weight)) for weight in weights]
+        for source, (size, weight) in enumerate(zip(self.sizes, exact, strict=True)):
             if size < 1:
                 raise DataError(
                     f"source {source} has no sample; it needs more tokens than one sequence is long"
                 )
-            if quota < 1:
+            if weight * MIX_BLOCK < sum(exact):
                 raise DataError(
-                    f"the weight of source {source} is below 1/{MIX_BLOCK} of all; raise it or drop it"
+                    f"source {source} has weight {float(weight):g}, {float(weight / sum(exact)):.2g} of all; "
+                    f"at least 1/{MIX_BLOCK} of all is needed: raise it or drop the source"
                 )
-        self._starts = np.concatenate([[0], np.cumsum(self.quotas)])
+        self._edges = [sum(exact[:n], Fraction(0)) / sum(exact) * MIX_BLOCK for n in range(len(exact) + 1)]
 
     def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where the samples with these global indices are.
@@ -107,24 +124,34 @@ class Order:
         Returns:
             Two [n] int64: the source, and the sample within it.
         """
-        block, slot = np.divmod(index, MIX_BLOCK)
-        if len(self.quotas) > 1:
+        source, cursor = np.zeros_like(index), index.copy()
+        if len(self.sizes) > 1:
+            block, slot = np.divmod(index, MIX_BLOCK)
             for b in np.unique(block):
                 here = block == b
-                slot[here] = permute(slot[here], MIX_BLOCK, key(self.seed, "block", b))
-        source = np.searchsorted(self._starts, slot, side="right") - 1
-        cursor = block * self.quotas[source] + slot - self._starts[source]
-        epoch, sample = np.divmod(cursor, self.sizes[source])
-        for s, e in {(int(s), int(e)) for s, e in zip(source, epoch, strict=True)}:
-            here = (source == s) & (epoch == e)
-            sample[here] = permute(sample[here], int(self.sizes[s]), key(self.seed, "epoch", s, e))
+                source[here], cursor[here] = self._mix(int(b), slot[here])
+        sample = np.empty_like(index)
+        for s, size in enumerate(self.sizes):
+            of_source = np.flatnonzero(source == s)
+            epoch, inside = np.divmod(cursor[of_source], size)
+            for e in np.unique(epoch):
+                here = epoch == e
+                sample[of_source[here]] = permute(inside[here], size, key(self.seed, "epoch", s, int(e)))
         return source, sample
 
+    def epochs(self, num_samples: int) -> list[float]:
+        """How often each source will have been read after so many samples."""
+        full = num_samples // MIX_BLOCK
+        used = np.diff([math.floor(full * edge) for edge in self._edges])
+        source, _ = self.locate(np.arange(full * MIX_BLOCK, num_samples, dtype=np.int64))
+        used = used + np.bincount(source, minlength=len(self.sizes))
+        return [float(n) / size for n, size in zip(used, self.sizes, strict=True)]
 
-def _quotas(weights: Sequence[float]) -> np.ndarray:
-    """Whole samples of each source in a block: largest remainders get what rounding down leaves."""
-    exact = np.asarray(weights, dtype=np.float64) / np.sum(weights) * MIX_BLOCK
-    quotas = np.floor(exact).astype(np.int64)
-    left = MIX_BLOCK - int(quotas.sum())
-    quotas[np.argsort(quotas - exact, kind="stable")[:left]] += 1
-    return quotas
+    def _mix(self, block: int, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Source and cursor of slots of a block."""
+        slot = permute(slot, MIX_BLOCK, key(self.seed, "block", block))
+        before = np.asarray([math.floor(block * edge) for edge in self._edges])
+        after = np.asarray([math.floor((block + 1) * edge) for edge in self._edges])
+        starts = after - before
+        source = np.searchsorted(starts, slot, side="right") - 1
+        return source, np.diff(before)[source] + slot - starts[source]

@@ -7,8 +7,8 @@ import glob
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +18,7 @@ from forge_data.error import DataError
 from forge_data.order import key
 from forge_data.tokenize import Held, tokenize
 from forge_data.tokenizer import Tokenizer, TokenizerConfig
-from forge_data.tokens import TokenStore
+from forge_data.tokens import FORMAT, TokenStore
 
 Split = Literal["train", "validation"]
 
@@ -45,7 +45,7 @@ sources = Registry("source", SourceConfig)
 
 
 class TextSourceConfig(SourceConfig):
-    """Text that is tokenized at the first use and kept in the cache.
+    """Text that is tokenized at the first use and kept in the cache, named after what it was made from.
 
     Attributes:
         held_out: fraction of the documents kept for validation, chosen by their names.
@@ -53,49 +53,74 @@ class TextSourceConfig(SourceConfig):
 
     held_out: Annotated[float, Meta(ge=0, lt=1)] = 0.02
 
-    def root_and_files(self) -> tuple[Path, list[Path]]:
+    def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
         """The folder that names are relative to, and the files in the order they are read."""
         raise NotImplementedError
 
+    def held(self, split: Split) -> Held:
+        """Which documents of those files belong to the split."""
+        if split == "validation" and not self.held_out:
+            raise DataError(
+                "this source holds nothing out for validation: held_out is 0; set it to e.g. 0.02"
+            )
+        return Held(split=split, fraction=self.held_out)
+
+    def text_field(self) -> str:
+        """The key of the text in rows."""
+        return "text"
+
     def open(self, split: Split, tokenizer: TokenizerConfig, cache: Path) -> TokenStore:
-        """See `SourceConfig.open`."""
-        root, files = self.root_and_files()
-        built = tokenizer.build()
-        held = Held(split=split, fraction=self.held_out)
-        folder = cache / "tokens" / f"{_name(root, files, built, held):016x}"
+        """See `SourceConfig.open`. Processes that ask at once wait for the first of them.
+
+        Raises:
+            DataError: there is no such text, or the cache cannot be written.
+        """
+        root, files = self.root_and_files(split)
+        held, field = self.held(split), self.text_field()
+        folder = cache / "tokens" / f"{_name(root, files, tokenizer.build(), held, field):016x}"
         if not folder.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(folder.with_suffix(".lock")):
-                if not folder.exists():
-                    tokenize(files, folder, tokenizer, root=root, held=held)
+            try:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                with _locked(folder.with_suffix(".lock")):
+                    if not folder.exists():
+                        tokenize(files, folder, tokenizer, root=root, field=field, held=held)
+            except OSError as error:
+                raise DataError(
+                    f"the tokens cannot be kept in {cache}: {error}; set data.cache_dir or $FORGE_CACHE"
+                ) from None
         return TokenStore(folder)
 
 
-def _name(root: Path, files: list[Path], tokenizer: Tokenizer, held: Held) -> int:
+def _name(root: Path, files: list[Path], tokenizer: Tokenizer, held: Held, field: str) -> int:
     listed = [(str(f.relative_to(root)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return key(tokenizer.digest, held, listed)
+    return key(FORMAT, tokenizer.digest, held, field, listed)
 
 
 @sources.register("python-stdlib")
 class PythonStdlibConfig(TextSourceConfig):
     """The source files of the Python standard library on this machine: real text, offline, some 10 MB.
 
-    Its tests are left out. The text is that of the interpreter that runs, so it differs between Python versions.
+    Tests and installed packages are left out. The text is that of the running interpreter, so it differs
+    between Python versions.
     """
 
-    def root_and_files(self) -> tuple[Path, list[Path]]:
+    def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
         """See `TextSourceConfig.root_and_files`."""
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = sorted(f for f in root.rglob("*.py") if not _left_out(f.relative_to(root)))
+        files = sorted(_walk(root, lambda name: name.endswith(".py"), _LEFT_OUT))
         if not files:
-            raise DataError(f"{sys.executable} has no source files in {root}")
+            raise DataError(f"{sys.executable} has no source files in {root}; use a source of type 'files'")
         return root, files
 
 
-def _left_out(name: Path) -> bool:
-    return any(
-        part in ("site-packages", "dist-packages", "test", "tests", "idle_test") for part in name.parts
-    )
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def _walk(root: Path, takes: Callable[[str], bool], left_out: set[str]) -> Iterator[Path]:
+    """Files below a folder; folders that are left out are not even listed."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if takes(name))
 
 
 @sources.register("files")
@@ -103,17 +128,28 @@ class FilesConfig(TextSourceConfig):
     """Files of text: .jsonl and .parquet hold a document a row, every other file is one document.
 
     Attributes:
-        paths: files, folders (read whole) or patterns such as `corpus/**/*.py`.
+        paths: files, folders (everything in them but hidden names) or patterns such as `corpus/**/*.py`.
+        validation: the same for validation; absent holds out some of `paths`.
         field: the key of the text in .jsonl and .parquet.
     """
 
     paths: list[str]
+    validation: list[str] | None = None
     field: str = "text"
 
-    def root_and_files(self) -> tuple[Path, list[Path]]:
+    def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
         """See `TextSourceConfig.root_and_files`."""
-        files = find_files(self.paths)
+        own = split == "validation" and self.validation is not None
+        files = find_files(self.validation or [] if own else self.paths)
         return Path(os.path.commonpath([f.parent for f in files])), files
+
+    def held(self, split: Split) -> Held:
+        """See `TextSourceConfig.held`."""
+        return super().held(split) if self.validation is None else Held()
+
+    def text_field(self) -> str:
+        """See `TextSourceConfig.text_field`."""
+        return self.field
 
 
 def find_files(paths: list[str]) -> list[Path]:
@@ -124,11 +160,14 @@ def find_files(paths: list[str]) -> list[Path]:
     """
     found: set[Path] = set()
     for path in paths:
-        names = [path] if Path(path).exists() else glob.glob(path, recursive=True)
-        files = [f for n in names for f in ([Path(n)] if Path(n).is_file() else sorted(Path(n).rglob("*")))]
-        here = {f.resolve() for f in files if f.is_file()}
+        here: set[Path] = set()
+        for name in [path] if Path(path).exists() else glob.glob(path, recursive=True):
+            below = _walk(Path(name), lambda name: not name.startswith("."), {"__pycache__"})
+            here |= {f.resolve() for f in ([Path(name)] if Path(name).is_file() else below)}
         if not here:
-            raise DataError(f"there are no files at {path}")
+            raise DataError(
+                f"there are no files at {path} (from {Path.cwd()}); give files, folders or patterns"
+            )
         found |= here
     return sorted(found)
 
@@ -152,16 +191,17 @@ class TokensConfig(SourceConfig):
             raise DataError(f"the source {self.path} names no validation store; set `validation` to one")
         store = TokenStore(path)
         if store.manifest.tokenizer != tokenizer.build().digest:
-            raise DataError(f"{path} was made with another tokenizer than the one of [data.tokenizer]")
+            raise DataError(
+                f"{path} was made with tokenizer {store.manifest.tokenizer}, [data.tokenizer] is another; "
+                "name the one it was made with, or tokenize the text again"
+            )
         return store
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process of this host at a time; on file systems without locks all build, and one wins the rename."""
+    """One process at a time; on file systems without locks all build, and one wins the rename."""
     with path.open("w") as file:
-        try:
+        with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass
         yield

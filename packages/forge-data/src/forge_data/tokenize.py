@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import multiprocessing
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +21,13 @@ import numpy as np
 from forge_data.error import DataError
 from forge_data.order import key
 from forge_data.tokenizer import Tokenizer, TokenizerConfig
-from forge_data.tokens import TokenStore, Writer
+from forge_data.tokens import TokenStore, Writer, store_dtype
 
 TASK_BYTES = 8 << 20
 """Large .jsonl files are cut into ranges of about this size; small files are worked on one by one."""
+
+AHEAD = 4
+"""Tasks in flight for each process."""
 
 
 @dataclass(frozen=True)
@@ -95,35 +102,60 @@ def tokenize(
     tasks = [task for file in files for task in _tasks(file, root)]
     work = partial(_tokenize_task, tokenizer=tokenizer, field=field, held=held or Held())
     total, done = sum(task.bytes for task in tasks), 0
-    with _mapping(workers) as mapped, Writer(out, built.vocab_size, built.digest) as writer:
-        for task, (tokens, lengths) in zip(tasks, mapped(work, tasks), strict=True):
+    with Writer(out, built.vocab_size, built.digest) as writer:
+        for task, (tokens, lengths) in zip(tasks, _map(work, tasks, workers), strict=True):
             writer.add(tokens, lengths)
             done += task.bytes
             if on_progress is not None:
                 on_progress(done, total)
-    store = TokenStore(out)
-    if not len(store):
-        raise DataError(f"no document was left for {out} out of {len(files)} files")
-    return store
+        if not writer.num_docs:
+            raise DataError(_nothing(len(files), held or Held()))
+    return TokenStore(out)
 
 
-@contextmanager
-def _mapping(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """`map` in this process, or over several, in order either way."""
+def _nothing(num_files: int, held: Held) -> str:
+    if not held.fraction:
+        return f"there is no text in {num_files} files"
+    return (
+        f"no document of {num_files} files is in the {held.split} split with held_out = {held.fraction:g}; "
+        "change it, or give validation text of its own"
+    )
+
+
+def _map(work: Callable[[Task], Any], tasks: Sequence[Task], workers: int) -> Iterator[Any]:
+    """`map` in this process, or over several; in order either way, with few results waiting at a time.
+
+    Raises:
+        DataError: a process died.
+    """
     if workers <= 1:
-        yield map
+        yield from map(work, tasks)
         return
     # forkserver: a fork of a process with threads may hang, and the server has no torch to copy
-    with multiprocessing.get_context("forkserver").Pool(workers) as pool:
-        yield pool.imap
+    context = multiprocessing.get_context("forkserver")
+    waiting: deque[Future[Any]] = deque()
+    with ProcessPoolExecutor(min(workers, max(1, len(tasks))), mp_context=context) as pool:
+        try:
+            for task in tasks:
+                waiting.append(pool.submit(work, task))
+                if len(waiting) > AHEAD * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise DataError(
+                "a process that tokenized was killed, perhaps for want of memory; use fewer --workers"
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _tasks(path: Path, root: Path) -> list[Task]:
-    name = str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+    name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
     size = path.stat().st_size
     if path.suffix == ".jsonl":
         cuts = [*range(0, max(size, 1), TASK_BYTES), size]
-        return [Task(path, name, a, b, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [Task(path, name, a, b, b - a) for a, b in itertools.pairwise(cuts)]
     if path.suffix == ".parquet":
         groups = _parquet(path).num_row_groups
         return [Task(path, name, group, group + 1, size // groups) for group in range(groups)]
@@ -140,13 +172,14 @@ def _tokenize_task(
     if tokenizer not in _built:
         _built[tokenizer] = tokenizer.build()
     encoder = _built[tokenizer]
-    end = np.asarray([encoder.eos_id])
+    dtype = store_dtype(encoder.vocab_size)
+    end = np.asarray([encoder.eos_id], dtype=dtype)
     parts: list[np.ndarray] = []
     lengths: list[int] = []
     for name, text in _documents(task, field):
         if held.takes(name) and text:
             ids = encoder.encode(text)
-            parts += [ids, end]
+            parts += [ids.astype(dtype), end]
             lengths.append(len(ids) + 1)
     return np.concatenate(parts) if parts else end[:0], lengths
 
@@ -154,15 +187,32 @@ def _tokenize_task(
 def _documents(task: Task, field: str) -> Iterator[tuple[str, str]]:
     """Name and text of each document of a task. Bytes that are no UTF-8 become replacement characters."""
     if task.path.suffix == ".parquet":
-        rows = _parquet(task.path).read_row_group(task.start, columns=[field]).column(field).to_pylist()
-        for index, text in enumerate(rows):
-            yield f"{task.name}:{task.start}.{index}", text or ""
+        yield from _parquet_rows(task, field)
     elif task.path.suffix == ".jsonl" or task.path.name.endswith(".jsonl.gz"):
         for position, line in _lines(task):
             yield f"{task.name}:{position}", _row_text(task.path, position, line, field)
     else:
-        raw = gzip.decompress(task.path.read_bytes()) if task.path.suffix == ".gz" else task.path.read_bytes()
+        raw = _unzipped(task.path) if task.path.suffix == ".gz" else task.path.read_bytes()
+        if b"\0" in raw:
+            raise DataError(f"{task.path} holds zero bytes, so it is no text; leave it out by a pattern")
         yield task.name, raw.decode("utf-8", errors="replace")
+
+
+def _unzipped(path: Path) -> bytes:
+    try:
+        return gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be unpacked: {error}") from None
+
+
+def _parquet_rows(task: Task, field: str) -> Iterator[tuple[str, str]]:
+    file = _parquet(task.path)
+    if field not in file.schema_arrow.names:
+        raise DataError(f"{task.path} has no column {field!r}; it has {', '.join(file.schema_arrow.names)}")
+    for index, text in enumerate(file.read_row_group(task.start, columns=[field]).column(0).to_pylist()):
+        if not isinstance(text, str | None):
+            raise DataError(f"{task.path}: column {field!r} holds {type(text).__name__}, not text")
+        yield f"{task.name}:{task.start}.{index}", text or ""
 
 
 def _lines(task: Task) -> Iterator[tuple[int, bytes]]:
@@ -183,12 +233,13 @@ def _row_text(path: Path, position: int, line: bytes, field: str) -> str:
     if not line.strip():
         return ""
     try:
-        text = json.loads(line)[field]
+        text = json.loads(line.decode("utf-8", errors="replace"))[field]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} at {position}: no row with a text under {field!r}: {error!r}") from None
     if not isinstance(text, str):
         raise DataError(f"{path} at {position}: {field!r} holds {type(text).__name__}, not text")
-    return text
+    # Escapes such as "\\ud800" are half characters, which no encoding has.
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _parquet(path: Path) -> Any:

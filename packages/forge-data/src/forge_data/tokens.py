@@ -1,11 +1,15 @@
 """Token stores: a folder with `tokens.bin`, `docs.idx` and a manifest that says what they are and must be.
 
-`tokens.bin` holds little-endian ids, `docs.idx` the uint64 index at which each document ends (its end token included).
+`tokens.bin` holds little-endian ids, `docs.idx` the uint64 index at which each document ends, its end token
+included.
 """
 
 from __future__ import annotations
 
+import glob
 import os
+import platform
+import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -72,7 +76,7 @@ class TokenStore:
     Attributes:
         manifest: what it holds.
         tokens: [num_tokens] memory-mapped ids.
-        doc_ends: [num_docs] memory-mapped index at which each document ends.
+        doc_ends: [num_docs] memory-mapped int64 index at which each document ends.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -90,18 +94,25 @@ class TokenStore:
             raise DataError(f"{self.folder / MANIFEST} cannot be read: {error}") from None
         if self.manifest.format != FORMAT:
             raise DataError(f"{folder} has format {self.manifest.format}; this version reads format {FORMAT}")
+        _check_counts(self.folder / MANIFEST, self.manifest)
         self.tokens = self._map("tokens.bin", self.manifest.tokens, self.manifest.dtype)
-        self.doc_ends = self._map("docs.idx", self.manifest.docs, "uint64")
+        # Read as int64: searching uint64 with int64 would convert the whole array to float64 first.
+        self.doc_ends = self._map("docs.idx", self.manifest.docs, "int64")
+
+    def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
+        return TokenStore, (self.folder,)
 
     def _map(self, name: str, part: Part, dtype: str) -> np.ndarray:
         path = self.folder / name
         size = path.stat().st_size if path.exists() else -1
         if size != part.bytes:
             raise DataError(
-                f"{path} should have {part.bytes} bytes, it {'has ' + str(size) if size >= 0 else 'is missing'}"
+                f"{path} {f'has {size} bytes' if size >= 0 else 'is missing'}, its manifest says "
+                f"{part.bytes}; copy it again or make the store anew"
             )
         little = np.dtype(dtype).newbyteorder("<")
-        return np.memmap(path, dtype=little, mode="r") if size else np.empty(0, dtype=little)
+        # A plain view: indexing the memmap class itself costs microseconds a time.
+        return np.memmap(path, dtype=little, mode="r").view(np.ndarray) if size else np.empty(0, dtype=little)
 
     def __len__(self) -> int:
         return self.manifest.num_tokens
@@ -117,11 +128,41 @@ class TokenStore:
                 for index, digest in enumerate(part.digests):
                     if xxhash.xxh3_128_hexdigest(file.read(BLOCK_BYTES)) != digest:
                         raise DataError(f"{self.folder / name} is damaged in block {index} (64 MiB each)")
-        ends = np.asarray(self.doc_ends)
-        if len(ends) and (np.any(np.diff(ends.astype(np.int64)) <= 0) or ends[-1] != len(self.tokens)):
-            raise DataError(f"{self.folder}/docs.idx does not describe tokens.bin")
-        if len(self.tokens) and int(self.tokens.max()) >= self.manifest.vocab_size:
-            raise DataError(f"{self.folder} holds ids outside the vocabulary of {self.manifest.vocab_size}")
+        self._verify_documents()
+        for start in range(0, len(self.tokens), BLOCK_BYTES):
+            if int(self.tokens[start : start + BLOCK_BYTES].max()) >= self.manifest.vocab_size:
+                raise DataError(
+                    f"{self.folder} holds ids outside the vocabulary of {self.manifest.vocab_size}"
+                )
+
+    def _verify_documents(self) -> None:
+        """Ends rise strictly from above 0 to the number of tokens."""
+        last = 0
+        for start in range(0, len(self.doc_ends), BLOCK_BYTES):
+            ends = self.doc_ends[start : start + BLOCK_BYTES]
+            if ends[0] <= last or np.any(ends[1:] <= ends[:-1]):
+                raise DataError(f"{self.folder}/docs.idx does not rise from document {start} on")
+            last = int(ends[-1])
+        if last != len(self.tokens):
+            raise DataError(f"{self.folder}/docs.idx ends at token {last}, tokens.bin at {len(self.tokens)}")
+
+
+def _check_counts(path: Path, manifest: Manifest) -> None:
+    """The manifest agrees with itself, so that a dtype or count changed by hand is found at once."""
+    for name, part, count, width in (
+        ("tokens", manifest.tokens, manifest.num_tokens, np.dtype(manifest.dtype).itemsize),
+        ("docs", manifest.docs, manifest.num_docs, 8),
+    ):
+        if part.bytes != count * width or len(part.digests) != -(-part.bytes // BLOCK_BYTES):
+            raise DataError(
+                f"{path} contradicts itself: {count} {name} of {width} bytes each are not {part.bytes} bytes "
+                f"with {len(part.digests)} digests; make the store anew"
+            )
+
+
+def store_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """The narrowest dtype that holds all ids."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 class Writer:
@@ -131,35 +172,64 @@ class Writer:
         folder: where the store will be; must not exist.
         vocab_size: decides the dtype.
         tokenizer: digest of the tokenizer.
+
+    Attributes:
+        num_tokens: ids written so far.
+        num_docs: documents written so far.
     """
 
     def __init__(self, folder: Path, vocab_size: int, tokenizer: str) -> None:
         self.folder = folder
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
-        self._dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 1 << 16 else "uint32"
-        self._partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-        self._num_tokens = 0
-        self._num_docs = 0
+        self._dtype: Literal["uint16", "uint32"] = store_dtype(vocab_size)
+        self._partial = folder.with_name(
+            f".{folder.name}.{platform.node()}.{os.getpid()}.{secrets.token_hex(4)}"
+        )
+        self.num_tokens = 0
+        self.num_docs = 0
 
     def __enter__(self) -> Writer:
-        shutil.rmtree(self._partial, ignore_errors=True)
+        self._sweep()
         self._partial.mkdir(parents=True)
         self._tokens = _HashedFile(self._partial / "tokens.bin")
         self._docs = _HashedFile(self._partial / "docs.idx")
         return self
 
+    def _sweep(self) -> None:
+        """Remove what killed processes of this host have left of the same store."""
+        own = f".{self.folder.name}.{platform.node()}."
+        for left in self.folder.parent.glob(f"{glob.escape(own)}*"):
+            pid = left.name[len(own) :].partition(".")[0]
+            if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc/self").exists():
+                shutil.rmtree(left, ignore_errors=True)
+
     def add(self, tokens: np.ndarray, doc_lengths: Iterable[int]) -> None:
-        """Append whole documents: their ids one after the other, and how many ids each has."""
+        """Append whole documents.
+
+        Args:
+            tokens: the ids of all of them, one after the other.
+            doc_lengths: how many ids each has, at least one.
+
+        Raises:
+            DataError: an id is outside the vocabulary, or the lengths do not add up to the ids.
+        """
+        lengths = np.asarray(list(doc_lengths), dtype=np.uint64)
+        if int(lengths.sum()) != len(tokens) or np.any(lengths == 0):
+            raise DataError(
+                f"documents of {int(lengths.sum())} ids in all, none empty, expected for {len(tokens)}"
+            )
+        if len(tokens) and int(tokens.min()) < 0:
+            raise DataError(f"id {int(tokens.min())} is negative")
         if len(tokens) and int(tokens.max()) >= self._vocab_size:
             raise DataError(f"id {int(tokens.max())} is outside the vocabulary of {self._vocab_size}")
-        ends = self._num_tokens + np.cumsum(np.asarray(list(doc_lengths), dtype=np.uint64), dtype=np.uint64)
+        ends = self.num_tokens + np.cumsum(lengths, dtype=np.uint64)
         self._tokens.write(
             np.ascontiguousarray(tokens, dtype=np.dtype(self._dtype).newbyteorder("<")).tobytes()
         )
         self._docs.write(ends.astype("<u8").tobytes())
-        self._num_tokens += len(tokens)
-        self._num_docs += len(ends)
+        self.num_tokens += len(tokens)
+        self.num_docs += len(ends)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         parts = self._tokens.close(), self._docs.close()
@@ -171,19 +241,32 @@ class Writer:
             dtype=self._dtype,
             vocab_size=self._vocab_size,
             tokenizer=self._tokenizer,
-            num_tokens=self._num_tokens,
-            num_docs=self._num_docs,
+            num_tokens=self.num_tokens,
+            num_docs=self.num_docs,
             tokens=parts[0],
             docs=parts[1],
         )
-        (self._partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        with (self._partial / MANIFEST).open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(manifest)))
+            file.flush()
+            os.fsync(file.fileno())
         try:
             self._partial.rename(self.folder)
+            _sync(self.folder.parent)
         except OSError:
             # Another process published the same store first; ours is not needed.
             shutil.rmtree(self._partial, ignore_errors=True)
             if not (self.folder / MANIFEST).exists():
                 raise
+
+
+def _sync(folder: Path) -> None:
+    """Have a rename survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class _HashedFile:
