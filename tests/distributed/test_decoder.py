@@ -1,0 +1,194 @@
+"""Our decoder with the trainer's own step, on real gloo ranks, against one process."""
+
+import hashlib
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from forge_ckpt import Store, TrainState
+from forge_model import DecoderConfig, LossConfig, initialize
+from forge_model.config import GroupedQueryConfig
+from forge_parallel import (
+    Env,
+    MeshConfig,
+    Plan,
+    RematConfig,
+    build_mesh,
+    local_chunk,
+    materialize,
+    parallelize,
+)
+from forge_parallel.tensor import local_part
+from forge_parallel.testing import assert_matches_single, run_ranks
+from forge_trainer.optim import AdamWConfig
+from forge_trainer.progress import Progress
+from forge_trainer.schedule import CosineConfig
+from forge_trainer.step import TextStep
+
+VOCAB, TOKENS, GLOBAL, MICRO = 67, 16, 16, 2
+LAYOUTS = {"fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2, "dp_shard": 2})}
+TIGHT = {"loss": 1e-5, "grad_norm": 1e-4}
+
+
+def build(sizes: dict, tied: bool = False, remat: str = "none", clip_norm: float = 0.5):
+    """A step on a small decoder, and what it is made of."""
+    env = Env.detect()
+    mesh = build_mesh(MeshConfig(**(sizes if env.world_size > 1 else {})), env)
+    attention = GroupedQueryConfig(num_heads=4, num_kv_heads=2, qk_norm=True)
+    config = DecoderConfig(
+        vocab_size=VOCAB, dim=32, num_layers=3, max_tokens=TOKENS, tie_embeddings=tied, attention=attention
+    )
+    with torch.device("meta"):
+        model = config.build()
+    parallelize(model, mesh, Plan.of(model), remat=RematConfig(mode=remat))
+    materialize(model, torch.device("cpu"))
+    initialize(model, 3, local_chunk)
+    optimizer = AdamWConfig(lr=1e-2).build(model.named_parameters())
+    progress = Progress()
+    step = TextStep(
+        model=model,
+        loss_fn=LossConfig(chunk_tokens=5, z_loss_weight=1e-3).build(),
+        optimizer=optimizer,
+        lr_factor=partial(CosineConfig(warmup_steps=2).factor, steps=20),
+        progress=progress,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        seed=0,
+        clip_norm=clip_norm,
+    )
+    return step, model, optimizer, progress, mesh
+
+
+def batch(index: int, mesh) -> list[dict[str, torch.Tensor]]:
+    """This rank's part of a global batch in which every sequence has another count of valid targets."""
+    generator = torch.Generator().manual_seed(index)
+    rows = torch.randint(VOCAB, (GLOBAL, TOKENS + 1), generator=generator)
+    labels = rows[:, 1:].clone()
+    for row in range(GLOBAL):
+        labels[row, : row % (TOKENS + 1)] = -100
+    mine = torch.arange(GLOBAL).chunk(mesh.dp_size)[mesh.dp_rank]
+    return [{"tokens": rows[part, :-1], "labels": labels[part]} for part in mine.split(MICRO)]
+
+
+def curves(sizes: dict, tied: bool, remat: str, steps: int = 10) -> dict[str, list[float]]:
+    step, _, _, progress, mesh = build(sizes, tied, remat)
+    losses, norms = [], []
+    for index in range(steps):
+        out = step(batch(index, mesh))
+        progress.advance(out)
+        losses.append(out.loss.item())
+        norms.append(out.grad_norm.item())
+    assert progress.samples == GLOBAL * steps and progress.tokens == GLOBAL * TOKENS * steps
+    return {"loss": losses, "grad_norm": norms}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_equals_one_process(layout, tied):
+    world_size, sizes = LAYOUTS[layout]
+    assert_matches_single(curves, world_size, sizes, tied, "none", rtol=TIGHT)
+
+
+@pytest.mark.dist
+def test_step_with_rematerialization_equals_one_process_without():
+    rematerialized = run_ranks(curves, 2, {}, False, "full")[0]
+    kept = run_ranks(curves, 1, {}, False, "none")[0]
+    assert rematerialized["loss"] == pytest.approx(kept["loss"], rel=1e-5)
+
+
+def initial_weights(sizes: dict) -> dict[str, str]:
+    """A digest of every whole parameter."""
+    _, model, *_ = build(sizes)
+    found = {}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        found[name] = hashlib.sha256(whole.detach().numpy().tobytes()).hexdigest()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_initial_weights_are_bit_equal_for_every_layout(layout):
+    world_size, sizes = LAYOUTS[layout]
+    single = run_ranks(initial_weights, 1, {})[0]
+    assert len(set(single.values())) > len(single) / 2
+    assert all(weights == single for weights in run_ranks(initial_weights, world_size, sizes))
+
+
+def spoil_gradient(module, inputs, output):
+    """Leaves the forward pass as it is and makes the gradient infinite."""
+    output.register_hook(lambda gradient: gradient * float("inf"))
+
+
+def poisoned(where: str) -> list[bool]:
+    """Three good steps, one with a NaN on the last rank, one good: did the bad one leave any bit behind?"""
+    step, model, optimizer, progress, mesh = build({})
+    for index in range(3):
+        progress.advance(step(batch(index, mesh)))
+    state = TrainState(model, optimizer)
+    before = {key: local_part(value).clone() for key, value in state.tensors().items()}
+    handles = []
+    if mesh.dp_rank == mesh.dp_size - 1:
+        if where == "loss":
+            good = step.loss_fn
+            step.loss_fn = lambda h, w, y: (lambda t: t._replace(total=t.total * float("nan")))(good(h, w, y))
+        else:
+            handles.append(model.layers["1"].register_forward_hook(spoil_gradient))
+    out = step(batch(3, mesh))
+    untouched = all(torch.equal(local_part(v), before[k]) for k, v in state.tensors().items())
+    finite = bool(out.finite)
+    for handle in handles:
+        handle.remove()
+    if where == "loss" and mesh.dp_rank == mesh.dp_size - 1:
+        step.loss_fn = good
+    after = step(batch(4, mesh))
+    moved = any(not torch.equal(local_part(v), before[k]) for k, v in state.tensors().items())
+    return [untouched, finite, bool(after.finite), moved]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nan_on_one_rank_reaches_no_parameter_on_any(world_size, where):
+    assert run_ranks(poisoned, world_size, where) == [[True, False, True, True]] * world_size
+
+
+def saved(folder: str, sizes: dict, steps: int) -> list[float]:
+    """Train, save, and train on; the losses after the save."""
+    step, model, optimizer, progress, mesh = build(sizes)
+    for index in range(steps):
+        progress.advance(step(batch(index, mesh)))
+    Store(Path(folder), group=mesh.control_group).save(steps, TrainState(model, optimizer).tensors(), {})
+    return goes_on(step, progress, mesh, steps)
+
+
+def loaded(folder: str, sizes: dict, steps: int) -> list[float]:
+    step, model, optimizer, progress, mesh = build(sizes)
+    for parameter in model.parameters():
+        local_part(parameter).fill_(float("nan"))
+    found = Store(Path(folder), group=mesh.control_group).resume(TrainState(model, optimizer).targets)
+    assert found is not None
+    progress.step = found.step
+    return goes_on(step, progress, mesh, steps)
+
+
+def goes_on(step, progress, mesh, first: int) -> list[float]:
+    losses = []
+    for index in range(first, first + 4):
+        out = step(batch(index, mesh))
+        progress.advance(out)
+        losses.append(out.loss.item())
+    return losses
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("target", [1, 2, 4], ids=lambda n: f"to{n}")
+@pytest.mark.parametrize("source", ["lone", *LAYOUTS], ids=lambda n: f"from-{n}")
+def test_checkpoint_of_one_layout_goes_on_under_another(tmp_path, source, target):
+    world_size, sizes = LAYOUTS.get(source, (1, {}))
+    expected = run_ranks(saved, world_size, str(tmp_path), sizes, 3)[0]
+    for losses in run_ranks(loaded, target, str(tmp_path), {}, 3):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert losses == expected or target != world_size or sizes
