@@ -121,3 +121,20 @@ def test_attention_config_refuses_impossible_heads(options, needle):
 
 def test_key_value_heads_follow_the_given_heads():
     assert GroupedQueryConfig(num_heads=64).kv_heads == 64
+
+
+def test_decoder_trains_after_it_was_used_in_inference_mode():
+    model = build()
+    tokens = torch.randint(VOCAB, (1, 8))
+    with torch.inference_mode():
+        model(tokens)
+    model(tokens).sum().backward()
+    assert model.embed.weight.grad is not None
+
+
+def test_decoder_keeps_the_tables_of_each_number_format():
+    model = build()
+    tokens = torch.randint(VOCAB, (1, 30))
+    exact = model(tokens)
+    torch.testing.assert_close(model.float()(tokens), exact.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.double()(tokens), exact, rtol=0, atol=0)

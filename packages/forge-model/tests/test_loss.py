@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forge_model import Loss
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def reference(hidden, weight, labels, z_weight):
@@ -52,8 +53,44 @@ def test_loss_in_bf16_is_near_float32():
     assert rough.total == pytest.approx(exact.total.item(), rel=5e-3)
 
 
-def test_loss_makes_no_gradient_buffers_when_none_are_needed():
-    with torch.no_grad():
-        terms = Loss(2)(torch.randn(4, 8), torch.randn(9, 8), torch.tensor([1, 2, 3, -1]))
-    assert not terms.total.requires_grad
+@pytest.mark.parametrize(("training", "products"), [(True, 3), (False, 1)])
+def test_loss_makes_gradients_only_when_they_are_needed(training, products):
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
+    with torch.set_grad_enabled(training), Operations() as operations:
+        terms = Loss(4)(hidden, weight, torch.tensor([1, 2, 3, -1]))
+    assert terms.total.requires_grad == training
     assert terms.count == 3
+    assert sum(name in ("mm", "addmm_") for name in operations.names) == products
+
+
+def test_loss_refuses_to_be_differentiated_twice():
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
+    total = Loss(2)(hidden, weight, torch.tensor([1, 2, 3, -1])).total
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        total.backward()
+
+
+def test_loss_never_holds_more_logits_than_a_chunk():
+    tokens, vocabulary, dim, chunk = 64, 1000, 8, 16
+    hidden, weight = torch.randn(tokens, dim, requires_grad=True), torch.randn(vocabulary, dim)
+    labels = torch.randint(vocabulary, (tokens,))
+    with Operations() as operations:
+        Loss(chunk)(hidden, weight, labels).total.backward()
+    assert operations.largest == chunk * vocabulary
+
+
+class Operations(TorchDispatchMode):
+    """Their names, and the number of elements of the largest tensor that any of them makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.names.append(func.overloadpacket.__name__)
+        if isinstance(made, torch.Tensor):
+            self.largest = max(self.largest, made.numel())
+        return made

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from forge_model.cache import LayerCache
 from forge_model.config import GroupedQueryConfig, NormConfig
+from forge_model.layers import Linear
 from forge_model.mask import Mask, attend
 from forge_model.rope import Rope, rotate
 
@@ -15,10 +16,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.rotary_dim(dim)
         width, kv_width = config.num_heads * self.head_dim, config.kv_heads * self.head_dim
-        self.wq = nn.Linear(dim, width, bias=config.bias)
-        self.wk = nn.Linear(dim, kv_width, bias=config.bias)
-        self.wv = nn.Linear(dim, kv_width, bias=config.bias)
-        self.wo = nn.Linear(width, dim, bias=config.output_bias)
+        self.wq = Linear(dim, width, bias=config.bias)
+        self.wk = Linear(dim, kv_width, bias=config.bias)
+        self.wv = Linear(dim, kv_width, bias=config.bias)
+        self.wo = Linear(width, dim, bias=config.output_bias)
         self.q_norm = norm.build(self.head_dim) if config.qk_norm else None
         self.k_norm = norm.build(self.head_dim) if config.qk_norm else None
 

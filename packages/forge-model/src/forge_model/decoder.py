@@ -12,6 +12,7 @@ from forge_model.cache import Cache, LayerCache
 from forge_model.config import DecoderConfig
 from forge_model.error import ModelError
 from forge_model.init import Init
+from forge_model.layers import Embedding
 from forge_model.mask import Mask, build_mask
 from forge_model.rope import Rope, rope_table
 
@@ -60,7 +61,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.embed = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
         self.norm = config.norm.build(config.dim)
         self.head = Head(config.dim, config.vocab_size)
@@ -68,7 +69,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight  # type: ignore[assignment]
         self._head_dim = config.attention.rotary_dim(config.dim)
         self._window: int | None = getattr(config.attention, "sliding_window", None)
-        self._tables: dict[tuple[int, torch.device], Rope] = {}
+        self._tables: dict[tuple[int, torch.device, torch.dtype], Rope] = {}
 
     def forward(
         self,
@@ -86,24 +87,24 @@ class Decoder(nn.Module):
             tokens: [B, T] int64.
             labels: [B, T] int64, the target of each position (already shifted); negative is ignored.
             loss_fn: `LossConfig.build()`.
-            doc_ids: [B, T] integer; attention stays within runs of equal ids.
+            doc_ids: [B, T] integer; a token sees only tokens of its own id.
             positions: [B, T] integer; default 0, 1, 2, ...
             cache: keys and values of earlier tokens, for generation.
 
         Raises:
             ModelError: the sequence is longer than `max_tokens`.
         """
-        rope, mask = self._context(tokens, doc_ids, positions, cache)
         x = self.embed(tokens)
+        rope, mask = self._context(x, doc_ids, positions, cache)
         for index, block in enumerate(self.layers.values()):
             x = block(x, rope, mask, None if cache is None else cache.layers[index])
         return self.head(self.norm(x), labels, loss_fn)
 
     def _context(
-        self, tokens: Tensor, doc_ids: Tensor | None, positions: Tensor | None, cache: Cache | None
+        self, x: Tensor, doc_ids: Tensor | None, positions: Tensor | None, cache: Cache | None
     ) -> tuple[Rope, Mask]:
         """What all blocks share: the rotations and the mask."""
-        length = tokens.shape[1]
+        length = x.shape[1]
         total = length + (0 if cache is None else cache.length)
         if total > self.config.max_tokens:
             raise ModelError(
@@ -111,14 +112,24 @@ class Decoder(nn.Module):
             )
         if cache is not None:
             mask = Mask(causal=False, visible=cache.visible(length, self._window))
-            return rope_table(self.config.rope, self._head_dim, cache.positions(length)), mask
-        mask = build_mask(length, tokens.device, doc_ids, self._window)
+            return self._rope(x, cache.positions(length)), mask
+        return self._rope(x, positions), build_mask(length, x.device, doc_ids, self._window)
+
+    def _rope(self, x: Tensor, positions: Tensor | None) -> Rope:
+        """The rotations; those of 0, 1, 2, ... are kept for the next forward pass."""
+        wide = torch.promote_types(x.dtype, torch.float32)
         if positions is not None:
-            return rope_table(self.config.rope, self._head_dim, positions), mask
-        if (length, tokens.device) not in self._tables:
-            index = torch.arange(length, device=tokens.device)
-            self._tables = {(length, tokens.device): rope_table(self.config.rope, self._head_dim, index)}
-        return self._tables[length, tokens.device], mask
+            return rope_table(self.config.rope, self._head_dim, positions, wide)
+        key = (x.shape[1], x.device, wide)
+        if key in self._tables:
+            return self._tables[key]
+        # Made under inference mode, a kept table could not be used in training later.
+        with torch.inference_mode(False):
+            index = torch.arange(x.shape[1], device=x.device)
+            table = rope_table(self.config.rope, self._head_dim, index, wide)
+        if type(table[0]) is Tensor:  # no fake tensor of a dry run
+            self._tables = {key: table}
+        return table
 
     def parallel_plan(self) -> dict[str, Any]:
         """What may be done to this model in parallel, as plain data; see `forge_parallel.plan`."""

@@ -6,6 +6,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_model.layers import Linear
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -20,9 +22,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, hidden: int, bias: bool) -> None:
         super().__init__()
-        self.w_gate = nn.Linear(dim, hidden, bias=bias)
-        self.w_up = nn.Linear(dim, hidden, bias=bias)
-        self.w_down = nn.Linear(hidden, dim, bias=bias)
+        self.w_gate = Linear(dim, hidden, bias=bias)
+        self.w_up = Linear(dim, hidden, bias=bias)
+        self.w_down = Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
@@ -34,8 +36,8 @@ class MLP(nn.Module):
 
     def __init__(self, dim: int, hidden: int, activation: str, bias: bool) -> None:
         super().__init__()
-        self.w_up = nn.Linear(dim, hidden, bias=bias)
-        self.w_down = nn.Linear(hidden, dim, bias=bias)
+        self.w_up = Linear(dim, hidden, bias=bias)
+        self.w_down = Linear(hidden, dim, bias=bias)
         self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:

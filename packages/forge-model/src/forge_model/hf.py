@@ -37,6 +37,8 @@ def family_of(config: DecoderConfig) -> Family:
     assert isinstance(attention, GroupedQueryConfig)
     if attention.bias != attention.output_bias or (attention.bias and attention.qk_norm):
         raise ModelError("Hugging Face Llama has biases on all four attention projections or on none")
+    if attention.qk_norm and config.ffn.bias:
+        raise ModelError("Hugging Face Qwen3 has no biases in its feed-forward; set ffn.bias = false")
     return next(family for family in FAMILIES if family.qk_norm == attention.qk_norm)
 
 

@@ -46,7 +46,12 @@ class Loss:
         """
         chunk = self.chunk_tokens or max(1, labels.numel())
         total, cross_entropy, z_loss, count = _LinearCrossEntropy.apply(
-            hidden.flatten(0, -2), weight, labels.flatten(), chunk, self.z_loss_weight
+            hidden.flatten(0, -2),
+            weight,
+            labels.flatten(),
+            chunk,
+            self.z_loss_weight,
+            torch.is_grad_enabled(),
         )
         return LossTerms(total, cross_entropy, z_loss, count)
 
@@ -60,18 +65,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, z_weight: float) -> Any:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, z_weight: float, training: bool
+    ) -> Any:
         wide = torch.promote_types(weight.dtype, torch.float32)
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        need_hidden, need_weight = (needed and training for needed in ctx.needs_input_grad[:2])
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
         sums = torch.zeros(3, dtype=wide, device=hidden.device)
+        buffer = hidden.new_empty(min(chunk, len(labels)), len(weight))
         for start in range(0, len(labels), chunk):
             rows = slice(start, start + chunk)
             h, target = hidden[rows], labels[rows]
             valid = (target >= 0).to(wide)
             target = target.clamp(min=0)[:, None]
-            logits = (h @ weight.t()).to(wide)
+            logits = torch.mm(h, weight.t(), out=buffer[: len(target)]).to(wide)
             picked = logits.gather(1, target)[:, 0]
             # log-sum-exp in place: no second buffer of the size of the logits
             top = logits.amax(1, keepdim=True)
@@ -101,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_hidden = (d_hidden * d_total).to(d_hidden.dtype)
         if d_weight is not None:
             d_weight = d_weight.mul_(d_total).to(ctx.weight_dtype)
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, None, None, None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

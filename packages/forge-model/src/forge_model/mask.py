@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,12 +90,11 @@ def _flex() -> Any:
     """FlexAttention, compiled unless a block around it already is: eager, it holds all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    if torch.compiler.is_compiling():
-        return flex_attention
-    global _compiled_flex
-    if _compiled_flex is None:
-        _compiled_flex = torch.compile(flex_attention)
-    return _compiled_flex
+    return flex_attention if torch.compiler.is_compiling() else _compiled_flex()
 
 
-_compiled_flex: Any = None
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)

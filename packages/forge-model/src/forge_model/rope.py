@@ -6,22 +6,25 @@ from torch import Tensor
 from forge_model.rope_config import RopeConfig
 
 Rope = tuple[Tensor, Tensor]
-"""Cosines and sines, each [T, H/2] or [B, 1, T, H/2] float32."""
+"""Cosines and sines, each [T, H/2] or [B, 1, T, H/2], float32 or, in a float64 model, float64."""
 
 
-def rope_table(config: RopeConfig, head_dim: int, positions: Tensor) -> Rope:
+def rope_table(
+    config: RopeConfig, head_dim: int, positions: Tensor, dtype: torch.dtype = torch.float32
+) -> Rope:
     """Cosines and sines of every position.
 
     Args:
         config: which frequencies.
         head_dim: H, even.
         positions: [T] or [B, T] integer.
+        dtype: what it is computed in and returned as.
 
     Returns:
-        Two float32 tensors, [T, H/2] or [B, 1, T, H/2]; computed in float32 as `transformers` does.
+        Two tensors, [T, H/2] or [B, 1, T, H/2].
     """
-    frequencies = torch.tensor(config.frequencies(head_dim), dtype=torch.float32, device=positions.device)
-    angles = positions.float()[..., None] * frequencies
+    frequencies = torch.tensor(config.frequencies(head_dim), dtype=dtype, device=positions.device)
+    angles = positions.to(dtype)[..., None] * frequencies
     if angles.ndim == 3:
         angles = angles[:, None]
     factor = config.attention_factor()
@@ -33,7 +36,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: [B, N, T, H] queries or keys, H even, any float dtype.
-        cos: [T, H/2] or [B, 1, T, H/2] float32, from `rope_table`.
+        cos: [T, H/2] or [B, 1, T, H/2] from `rope_table`.
         sin: like `cos`.
 
     Returns:
