@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
+from forge_parallel.compile import compile_blocks
 from forge_parallel.config import CompileConfig, PrecisionConfig, RematConfig
 from forge_parallel.error import ParallelError
-from forge_parallel.match import find
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
 from forge_parallel.remat import rematerialize
 from forge_parallel.tensor import local_chunk, local_part
+from forge_parallel.units import find_units
 
 _DONE = "_forge_parallelized"
 
@@ -43,7 +45,8 @@ def parallelize(
         The same model.
 
     Raises:
-        ParallelError: a pattern of the plan names nothing, or the model was made parallel before.
+        ParallelError: a pattern of the plan names nothing; units overlap or share a parameter; the number
+            format needs a process group and there is none; or the model was made parallel before.
     """
     precision, remat, compile = (
         precision or PrecisionConfig(),
@@ -52,29 +55,51 @@ def parallelize(
     )
     if getattr(model, _DONE, False):
         raise ParallelError(f"{type(model).__name__} was parallelized before; build a new one")
+    if mesh.device_mesh is None and precision.needs_group(device_type):
+        raise ParallelError(
+            f"compute in {precision.compute_dtype(device_type)} keeps float32 masters in FSDP2, which "
+            "needs a process group even for one process: process_group(env, needed=True), then build_mesh"
+        )
     plan.check(model)
-    blocks = list(find(model, plan.blocks).values())
-    solo = [[module for pattern in group for module in find(model, pattern).values()] for group in plan.solo]
+    units = find_units(model, plan)
     if precision.pure_bf16:
-        model.to(torch.bfloat16)
+        _store_as(model, torch.bfloat16)
     if remat.mode == "full":
-        rematerialize(blocks)
+        rematerialize(units.blocks)
     if compile.enabled:
-        for block in blocks:
-            # The forward alone: the hooks of FSDP2 stay outside and eager.
-            block.forward = torch.compile(block.forward, backend=compile.backend, fullgraph=True)
+        compile_blocks(units.blocks, compile)
     if mesh.device_mesh is not None:
         from forge_parallel.fsdp import shard
 
-        shard(model, blocks, solo, mesh.device_mesh, getattr(torch, precision.compute_dtype(device_type)))
+        compute = getattr(torch, precision.compute_dtype(device_type))
+        shard(model, units.blocks, units.solo, mesh.device_mesh, compute)
     setattr(model, _DONE, True)
     return model
 
 
 @torch.no_grad()
+def _store_as(model: nn.Module, dtype: torch.dtype) -> None:
+    """Change the format of the parameters; buffers, such as tables of positions, keep theirs."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
 def materialize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a model on the meta device memory, poisoned with NaN so that nothing stays unset unseen."""
+    """Give a model on the meta device memory, poisoned with NaN so that nothing stays unset unseen.
+
+    Parameters that were one stay one.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places[id(parameter)].append((module, name))
     model.to_empty(device=device)
+    for (first, name), *others in places.values():
+        for module, alias in others:
+            if getattr(module, alias) is not getattr(first, name):
+                setattr(module, alias, getattr(first, name))
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_floating_point():
             local_part(tensor).fill_(float("nan"))
@@ -85,21 +110,33 @@ def materialize(model: nn.Module, device: torch.device) -> nn.Module:
 def load_full(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Fill a (sharded) model from whole tensors; each rank copies its part.
 
+    Args:
+        model: parallel and materialized.
+        tensors: by name, every parameter and buffer, non-persistent buffers too (`materialize` wiped them).
+            Of a parameter with several names, one name is enough.
+
     Raises:
         ParallelError: names or shapes differ from the parameters and buffers of the model; lists them.
     """
-    own = dict([*model.named_parameters(), *model.named_buffers()])
-    shapes = [f"{n}: {tuple(tensors[n].shape)}, wanted {tuple(own[n].shape)}" for n in own if n in tensors
-              and tensors[n].shape != own[n].shape]  # fmt: skip
-    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    own = dict(
+        [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    )
+    given = {id(own[name]) for name in tensors if name in own}
+    missing = sorted(name for name, tensor in own.items() if id(tensor) not in given)
+    extra = sorted(tensors.keys() - own.keys())
+    shapes = [
+        f"{name}: {tuple(tensor.shape)}, wanted {tuple(own[name].shape)}"
+        for name, tensor in tensors.items()
+        if name in own and tensor.shape != own[name].shape
+    ]
     if missing or extra or shapes:
         raise ParallelError(
             f"these are not the weights: missing {missing}, left over {extra}, other shapes {shapes}"
         )
-    for name, parameter in own.items():
-        local, offsets = local_chunk(parameter)
+    for name, tensor in tensors.items():
+        local, offsets = local_chunk(own[name])
         part = tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))
-        local.copy_(tensors[name][part])
+        local.copy_(tensor[part])
 
 
 def set_sync(model: nn.Module, last: bool) -> None:

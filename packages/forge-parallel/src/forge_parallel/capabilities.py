@@ -2,36 +2,66 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 
 NAME = "torch._dynamo"
+_CACHE = "__dynamo_disable"
+
+
+class _StandIn(ModuleType):
+    """Answers the two questions that eager code asks the compiler; any other loads the compiler itself."""
+
+    def __init__(self) -> None:
+        super().__init__(NAME)
+        self.wrapped: list[Callable[..., Any]] = []
+
+    def disable(self, fn: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        self.wrapped.append(fn)
+        return fn
+
+    def graph_break(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.leave()
+        return getattr(importlib.import_module(NAME), name)
+
+    def leave(self) -> None:
+        """Take the place of the compiler no longer, and leave no trace in the functions that asked."""
+        if sys.modules.get(NAME) is self:
+            del sys.modules[NAME]
+            del torch._dynamo
+        for fn in self.wrapped:
+            if fn.__dict__.get(_CACHE) is fn:
+                delattr(fn, _CACHE)
+        self.wrapped.clear()
 
 
 @contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Use an eager optimizer without loading the compiler, which takes seconds and is not needed for it.
+    """Run eager code, such as an optimizer, without loading the compiler, which takes seconds.
 
-    `torch.optim.Optimizer` imports `torch._dynamo` at its first use only to tell the compiler to keep out.
-    As long as
-    nobody has loaded the compiler there is nobody to tell, so a stand-in answers for the time of the block.
+    Functions under `torch._disable_dynamo` and the step of every optimizer import `torch._dynamo` at their
+    first call only to tell the compiler to keep out (torch/_compile.py and torch/optim/optimizer.py of 2.15).
+    As long as nobody has loaded the compiler there is nobody to tell, so a stand-in answers for the time of
+    the block. Without effect once the compiler is loaded, which `torch.compile` and FSDP2 do.
     """
     if NAME in sys.modules:
         yield
         return
-    stand_in = ModuleType(NAME)
-    stand_in.disable = lambda function, *_, **__: function  # type: ignore[attr-defined]
-    stand_in.graph_break = lambda *_, **__: None  # type: ignore[attr-defined]
+    stand_in = _StandIn()
     sys.modules[NAME] = stand_in
     torch._dynamo = stand_in  # type: ignore[attr-defined,assignment]
     try:
         yield
     finally:
-        if sys.modules.get(NAME) is stand_in:
-            del sys.modules[NAME]
-            # torch resolves `torch._dynamo` lazily through its module __getattr__
-            del torch._dynamo
+        stand_in.leave()

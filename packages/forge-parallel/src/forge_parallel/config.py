@@ -83,7 +83,9 @@ class CompileConfig(Config):
     Attributes:
         enabled: compile the blocks.
         backend: of torch.compile.
+        fullgraph: a block that cannot be one graph is an error; otherwise it is cut into several.
     """
 
     enabled: bool = False
     backend: str = "inductor"
+    fullgraph: bool = True

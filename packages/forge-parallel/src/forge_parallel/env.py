@@ -11,8 +11,12 @@ from datetime import timedelta
 
 import torch
 
+from forge_parallel.error import ParallelError
+
 FIRST_PORT = 20000
 PORTS = 20000
+STEP_STRIDE = 997
+"""Distance of the ports of two steps of one job; prime, so that steps of neighbouring jobs do not meet."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,35 @@ class Env:
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] = os.environ) -> Env:
-        """Read the variables of torchrun or of a SLURM step; without either the process is alone."""
+        """Read the variables of torchrun or of a SLURM step; without either the process is alone.
+
+        Raises:
+            ParallelError: some of the variables are missing, or there are fewer GPUs than ranks of this host.
+        """
         if "RANK" in environ:
-            numbers, launcher = [environ[k] for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE")], "torchrun"
+            names, launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), "torchrun"
         elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in environ:
-            names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
-            numbers, launcher = [environ[k] for k in names], "slurm"
+            names, launcher = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"), "slurm"
         else:
-            numbers, launcher = ["0", "0", "1"], "none"
-        rank, local_rank, world_size = map(int, numbers)
-        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        return cls(rank, local_rank, world_size, device, launcher)
+            return cls(0, 0, 1, _device(0), "none")
+        missing = [name for name in names if name not in environ]
+        if missing:
+            raise ParallelError(
+                f"{names[0]} is set but not {', '.join(missing)}; start with torchrun or srun, "
+                f"or unset {names[0]} for a lone process"
+            )
+        rank, local_rank, world_size = (int(environ[name]) for name in names)
+        return cls(rank, local_rank, world_size, _device(local_rank), launcher)
+
+
+def _device(local_rank: int) -> torch.device:
+    """A GPU if there are any, else the CPU. SLURM may show each rank only its own GPU, then number 0."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count > 1:
+        raise ParallelError(f"local rank {local_rank} on a host with {count} GPUs; start one rank a GPU")
+    return torch.device("cuda", local_rank if count > 1 else 0)
 
 
 @contextmanager
@@ -56,6 +78,8 @@ def process_group(env: Env, needed: bool = False, timeout_s: float = 1800) -> It
         env: from `Env.detect`.
         needed: make a group even for a lone process; otherwise that has none, and pays no start-up for it.
         timeout_s: how long a collective may wait for another rank.
+
+    The backend is gloo on CPUs; on GPUs NCCL, and gloo for tensors on the CPU.
     """
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)
@@ -67,7 +91,8 @@ def process_group(env: Env, needed: bool = False, timeout_s: float = 1800) -> It
     if env.launcher == "slurm":
         _find_master()
     backend = "cpu:gloo,cuda:nccl" if env.device.type == "cuda" else "gloo"
-    store = dist.HashStore() if env.launcher == "none" else None
+    alone = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]
+    store = alone() if env.launcher == "none" else None
     dist.init_process_group(
         backend,
         store=store,
@@ -82,11 +107,12 @@ def process_group(env: Env, needed: bool = False, timeout_s: float = 1800) -> It
 
 
 def _find_master() -> None:
-    """Set the rendezvous of a SLURM step: its first host, and a port that depends on the job."""
+    """Set the rendezvous of a SLURM step: its first host, and a port that depends on the job and step."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ["SLURM_JOB_NODELIST"]
     hosts = subprocess.run(
         ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
     )
     os.environ.setdefault("MASTER_ADDR", hosts.stdout.split()[0])
-    port = FIRST_PORT + int(os.environ["SLURM_JOB_ID"]) % PORTS
+    number = int(os.environ["SLURM_JOB_ID"]) + STEP_STRIDE * int(os.environ.get("SLURM_STEP_ID", "0"))
+    port = FIRST_PORT + number % PORTS
     os.environ.setdefault("MASTER_PORT", str(port))

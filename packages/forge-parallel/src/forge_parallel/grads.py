@@ -62,4 +62,5 @@ def clip_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]

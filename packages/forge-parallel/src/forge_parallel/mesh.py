@@ -56,4 +56,6 @@ def build_mesh(config: MeshConfig, env: Env) -> Mesh:
 
     axes = [axis for axis in sizes if axis == "dp_shard" or sizes[axis] > 1]
     device_mesh = init_device_mesh(env.device.type, tuple(sizes[a] for a in axes), mesh_dim_names=tuple(axes))
-    return Mesh(env.rank, env.world_size, device_mesh, dist.new_group(backend="gloo"))
+    control_group = dist.new_group(backend="gloo")
+    assert isinstance(control_group, dist.ProcessGroup), "every rank is a member"
+    return Mesh(env.rank, env.world_size, device_mesh, control_group)

@@ -17,7 +17,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo"]
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",
+]
 GRACE_S = 10.0
 """After one rank failed, how long the others may take to notice."""
 
@@ -31,10 +38,14 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 
     The ranks are processes that stay warm between calls, so that a job costs tenths of a second.
 
+    A job starts with a fresh group and with RANK, LOCAL_RANK and WORLD_SIZE set; what else it changes in its
+    process (random state, modules) the next job finds. The file of `fn` is loaded once a rank, by path. A
+    rank that died or hung fails the job, and the next one gets new processes. They end with this process.
+
     Args:
         fn: a function of a module or test file, not nested; called as fn(*args) on every rank.
         world_size: number of ranks.
-        args: must pickle.
+        args: must pickle, by names that can be imported: no classes of a test file.
         timeout_s: for the whole job.
 
     Returns:
@@ -54,6 +65,10 @@ def assert_matches_single(
     timeout_s: float = 120,
 ) -> None:
     """Compare a training run on several ranks with the same run on one.
+
+    `fn` builds, parallelizes and trains; it finds its place by `Env.detect()` and must draw the same global
+    batches whatever the number of ranks. On one rank it should not shard at all (`Mesh()`), so that it is an
+    independent reference.
 
     Args:
         fn: returns curves by name, such as {"loss": [...], "grad_norm": [...]}; must use its process group.
@@ -88,23 +103,30 @@ class _Pool:
     def run(
         self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_s: float
     ) -> list[Any]:
+        address = _address(fn)
         self._grow(world_size)
         workers = self._workers[:world_size]
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, pipe) in enumerate(workers):
-                job = (_address(fn), args, rank, world_size, os.path.join(folder, "store"), timeout_s)
-                pipe.send_bytes(pickle.dumps(job))
-            answers = self._collect(workers, timeout_s)
-        broken = [rank for rank, answer in answers.items() if answer[0] in ("hung", "died")]
-        if broken:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                for rank, (_, pipe) in enumerate(workers):
+                    job = (address, args, rank, world_size, os.path.join(folder, "store"), timeout_s)
+                    pipe.send_bytes(pickle.dumps(job))
+                answers = self._collect(workers, timeout_s)
+        except BaseException:
+            # Also when a test times out in here: the late answers must not reach the next job.
             self.close()
+            raise
         bad = {rank: text for rank, (state, text) in answers.items() if state != "ok"}
+        if any(answers[rank][0] != "raised" for rank in bad):
+            self.close()
         if bad:
             said = "\n".join(f"-- rank {rank}: {text}" for rank, text in sorted(bad.items()))
             raise RankError(f"{len(bad)} of {world_size} ranks failed\n{said}")
         return [answers[rank][1] for rank in range(world_size)]
 
     def _grow(self, world_size: int) -> None:
+        if not all(process.is_alive() for process, _ in self._workers):
+            self.close()
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
         while len(self._workers) < world_size:
@@ -191,11 +213,11 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            job = pickle.loads(pipe.recv_bytes())
+            job = pipe.recv_bytes()
         except (EOFError, ConnectionError):
             return
         try:
-            answer = pickle.dumps(("ok", _work(*job)))
+            answer = pickle.dumps(("ok", _work(*pickle.loads(job))))
         except BaseException:
             answer = pickle.dumps(("raised", traceback.format_exc()))
         pipe.send_bytes(answer)

@@ -1,0 +1,84 @@
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from forge_parallel.testing import RankError, assert_matches_single, run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def place(extra: str) -> tuple:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return os.environ["RANK"], os.environ["WORLD_SIZE"], total.item(), extra, os.getpid()
+
+
+def fail_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("the reason")
+    dist.barrier()
+
+
+def die_on_one() -> None:
+    if dist.get_rank() == 1:
+        os._exit(41)
+    dist.barrier()
+
+
+def hang_on_one() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(60)
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+def curve(offset: float) -> dict[str, list[float]]:
+    return {"loss": [1.0, 2.0 + offset * (dist.get_world_size() > 1)]}
+
+
+def test_run_ranks_returns_by_rank_with_a_group_and_environment():
+    results = run_ranks(place, 2, "x")
+    assert [r[:4] for r in results] == [("0", "2", 2.0, "x"), ("1", "2", 2.0, "x")]
+
+
+def test_run_ranks_reuses_its_processes():
+    first, again = run_ranks(place, 2, ""), run_ranks(place, 2, "")
+    assert [r[4] for r in first] == [r[4] for r in again]
+
+
+def test_run_ranks_shows_the_traceback_of_the_rank_that_raised():
+    with pytest.raises(RankError, match=r"(?s)rank 1: .*fail_on_one.*KeyError: 'the reason'"):
+        run_ranks(fail_on_one, 2)
+    assert run_ranks(place, 2, "")[1][2] == 2.0
+
+
+def test_run_ranks_names_the_rank_that_died_and_recovers():
+    with pytest.raises(RankError, match=r"rank 1: the process died, exit code 41"):
+        run_ranks(die_on_one, 2)
+    assert run_ranks(place, 2, "")[1][2] == 2.0
+
+
+def test_run_ranks_names_the_rank_that_hangs_and_recovers():
+    with pytest.raises(RankError, match=r"1 of 2 ranks failed\n-- rank 1: did not answer in time"):
+        run_ranks(hang_on_one, 2, timeout_s=1)
+    assert run_ranks(place, 2, "")[1][2] == 2.0
+
+
+def test_run_ranks_says_why_a_result_does_not_come_back():
+    with pytest.raises(RankError, match="unpicklable"):
+        run_ranks(unpicklable, 1)
+
+
+def test_run_ranks_refuses_nested_functions():
+    with pytest.raises(TypeError, match="nested"):
+        run_ranks(lambda: None, 1)
+
+
+def test_assert_matches_single_names_curve_rank_and_step():
+    assert_matches_single(curve, 2, 1e-7, rtol={"loss": 1e-6})
+    with pytest.raises(AssertionError, match="loss of rank 0 at step 1"):
+        assert_matches_single(curve, 2, 1e-3, rtol={"loss": 1e-6})
