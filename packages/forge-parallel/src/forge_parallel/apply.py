@@ -14,7 +14,7 @@ from forge_parallel.error import ParallelError
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
 from forge_parallel.remat import rematerialize
-from forge_parallel.tensor import local_chunk, local_part
+from forge_parallel.tensor import is_dtensor, local_chunk, local_part
 from forge_parallel.units import find_units
 
 _DONE = "_forge_parallelized"
@@ -95,7 +95,7 @@ def materialize(model: nn.Module, device: torch.device) -> nn.Module:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places[id(parameter)].append((module, name))
-    model.to_empty(device=device)
+    model._apply(lambda tensor: _empty(tensor, device))
     for (first, name), *others in places.values():
         for module, alias in others:
             if getattr(module, alias) is not getattr(first, name):
@@ -104,6 +104,13 @@ def materialize(model: nn.Module, device: torch.device) -> nn.Module:
         if tensor.is_floating_point():
             local_part(tensor).fill_(float("nan"))
     return model
+
+
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory for a tensor. Not `empty_like` of a meta tensor: that loads the compiler, which takes seconds."""
+    if is_dtensor(tensor):
+        return torch.empty_like(tensor, device=device)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 @torch.no_grad()

@@ -1,0 +1,38 @@
+import pytest
+from forge_parallel.config import MeshConfig, PrecisionConfig
+from forge_parallel.error import ParallelError
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "sizes"),
+    [({}, 1, (1, 1)), ({}, 6, (1, 6)), ({"dp_replicate": 2}, 8, (2, 4)), ({"dp_shard": 4}, 4, (1, 4))],
+)
+def test_mesh_config_gives_the_ranks_that_are_left_to_dp_shard(config, world_size, sizes):
+    assert tuple(MeshConfig(**config).sizes(world_size).values()) == sizes
+
+
+@pytest.mark.parametrize("config", [{"dp_replicate": 3}, {"dp_shard": 2}, {"dp_replicate": 8}])
+def test_mesh_config_refuses_sizes_that_do_not_multiply_to_the_ranks(config):
+    with pytest.raises(ParallelError, match="product must be 4"):
+        MeshConfig(**config).sizes(4)
+
+
+def test_mesh_config_refuses_zero():
+    with pytest.raises(ValueError, match="dp_shard = 0"):
+        MeshConfig(dp_shard=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "device_type", "dtype", "needs_group"),
+    [
+        ({}, "cpu", "float32", False),
+        ({}, "cuda", "bfloat16", True),
+        ({"compute": "float32"}, "cuda", "float32", False),
+        ({"compute": "bfloat16"}, "cpu", "bfloat16", True),
+        ({"pure_bf16": True}, "cuda", "bfloat16", False),
+    ],
+)
+def test_precision_config_decides_compute_format_and_group(config, device_type, dtype, needs_group):
+    precision = PrecisionConfig(**config)
+    assert precision.compute_dtype(device_type) == dtype
+    assert precision.needs_group(device_type) is needs_group
