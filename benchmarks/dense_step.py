@@ -1,10 +1,12 @@
 """A training step of the dense decoder beside bare matmuls of the same shapes: tokens/s, fraction of FLOP/s.
 
-Issue 2, done-when 6: at least 0.75 on CPU at dim 512 and above. The step is forward, chunked loss, backward and
-fused AdamW in float32. The matmuls are those of that step and nothing else: every linear layer and the head, forward
-and both gradients, and the products of queries, keys and values over all pairs of tokens, into ready buffers.
-Both are timed in turns in one process. A fraction is that of the FLOP/s at the median times: `fraction` counts
-all pairs of tokens for the model too, `fraction_causal`, the stricter, only those a causal model needs.
+Issue 2, done-when 6: at least 0.75 on CPU at dim 512 and above. The step is forward, chunked loss,
+backward and fused AdamW in float32. The matmuls are those of that step and nothing else: every linear
+layer and the head, forward and both gradients, and the products of queries, keys and values over all
+pairs of tokens, into ready buffers. Both are timed in turns in one process. A fraction is that of the
+FLOP/s at the median times: `fraction` counts all pairs of tokens for the model too, `fraction_causal`,
+the stricter, only those a causal model needs.
+
 Run: python benchmarks/dense_step.py [--threads 2] [--rounds 5]
 """
 

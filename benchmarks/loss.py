@@ -1,9 +1,11 @@
 """The chunked loss at a vocabulary of 128k beside head + `F.cross_entropy`: time and peak memory of a step.
 
-Issue 2, done-when 6: peak at most 1/6, time at most 1.1 x. A step is forward and backward. Times: both sides in
-turns in one process, median. Peak: of each side in a fresh process, the greatest resident memory during the
-step minus that before it; hidden states, weight and their gradients (which both sides must make) are there before
-and count for neither. Run: python benchmarks/loss.py [--threads 2] [--rounds 3]
+Issue 2, done-when 6: peak at most 1/6, time at most 1.1 x. A step is forward and backward. Times: both
+sides in turns in one process, median. Peak: of each side in a fresh process, the greatest resident
+memory during the step minus that before it; hidden states, weight and their gradients (which both sides
+must make) are there before and count for neither.
+
+Run: python benchmarks/loss.py [--threads 2] [--rounds 3]
 """
 
 import argparse

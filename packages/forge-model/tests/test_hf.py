@@ -36,7 +36,7 @@ CASES = {
 class Widened(TorchFunctionMode):
     """Code that asks for float32 gets float64.
 
-    transformers computes norms, rotations and softmax in float32 whatever the model is, which alone costs 1e-6
+    transformers computes norms, rotations and softmax in float32 whatever the model is; that alone costs 1e-6
     in a float64 model. Its own code runs unchanged in here, in the number format of the model.
     """
 

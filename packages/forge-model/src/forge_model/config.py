@@ -301,11 +301,15 @@ def _over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
     merged = dict(lower)
     for name, value in upper.items():
         below = merged.get(name)
-        same = isinstance(below, dict) and isinstance(value, dict)
-        if same and value.get("type", below.get("type")) == below.get("type"):
+        if isinstance(below, dict) and isinstance(value, dict) and _same_type(below, value):
             value = _over(below, value)
         merged[name] = value
     return merged
+
+
+def _same_type(lower: dict[str, Any], upper: dict[str, Any]) -> bool:
+    """Whether the upper table refines the lower one, rather than choosing another kind of part."""
+    return upper.get("type", lower.get("type")) == lower.get("type")
 
 
 class LossConfig(Config):

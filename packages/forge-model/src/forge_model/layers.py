@@ -1,4 +1,4 @@
-"""Linear and embedding layers that draw no initial values: `forge_model.initialize` does, for every layout alike.
+"""Linear and embedding layers that draw no initial values: `forge_model.initialize` does.
 
 torch draws them even on the meta device, and loads its compiler for that, which takes seconds.
 """
