@@ -5,8 +5,7 @@ from .loader import build_loader as build_loader
 from .order import Order as Order
 from .order import permute as permute
 from .sources import SourceConfig as SourceConfig
-from .sources import sources as sources
-from .tokenize import tokenize as tokenize
+from .tokenize import tokenize_files as tokenize_files
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import TokenizerConfig as TokenizerConfig
 from .tokenizer import tokenizers as tokenizers
@@ -25,7 +24,6 @@ __all__ = [
     "Writer",
     "build_loader",
     "permute",
-    "sources",
-    "tokenize",
+    "tokenize_files",
     "tokenizers",
 ]

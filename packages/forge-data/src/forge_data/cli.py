@@ -22,7 +22,7 @@ from rich.progress import (
 
 from forge_data.error import DataError
 from forge_data.sources import find_files
-from forge_data.tokenize import tokenize
+from forge_data.tokenize import tokenize_files
 from forge_data.tokenizer import BytesConfig, HfTokenizerConfig, TokenizerConfig
 from forge_data.tokens import TokenStore
 
@@ -75,7 +75,7 @@ def _tokenize(options: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("tokenizing", total=None)
-        store = tokenize(
+        store = tokenize_files(
             files,
             options.out,
             _tokenizer(options),

@@ -247,6 +247,11 @@ def build_loader(
     Raises:
         DataError: data are missing, or the global batch cannot be cut evenly.
     """
+    if not (0 <= rank < world_size and micro_batch >= 1 and first_sample >= 0):
+        raise DataError(
+            f"rank {rank} of {world_size}, micro_batch {micro_batch}, first_sample {first_sample}: expected "
+            "a rank from 0 below world_size, a micro_batch from 1 and a first_sample from 0"
+        )
     windows = open_windows(config, split)
     if split == "validation":
         batches: Batches = ValidationBatches(

@@ -148,10 +148,16 @@ class Order:
         return [float(n) / size for n, size in zip(used, self.sizes, strict=True)]
 
     def _mix(self, block: int, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source and cursor of slots of a block."""
-        slot = permute(slot, MIX_BLOCK, key(self.seed, "block", block))
+        """Source and cursor of slots of a block. Each source is read in the order of its cursors.
+
+        So no sample of an epoch is served before all of the epoch before were.
+        """
         before = np.asarray([math.floor(block * edge) for edge in self._edges])
         after = np.asarray([math.floor((block + 1) * edge) for edge in self._edges])
         starts = after - before
-        source = np.searchsorted(starts, slot, side="right") - 1
-        return source, np.diff(before)[source] + slot - starts[source]
+        everyone = permute(np.arange(MIX_BLOCK), MIX_BLOCK, key(self.seed, "block", block))
+        source = np.searchsorted(starts, everyone, side="right") - 1
+        place = np.empty_like(everyone)
+        place[np.argsort(source, kind="stable")] = np.arange(MIX_BLOCK)
+        cursor = np.diff(before)[source] + place - starts[source]
+        return source[slot], cursor[slot]

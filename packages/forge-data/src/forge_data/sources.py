@@ -16,7 +16,7 @@ from forge_config import Config, Meta, Registry
 
 from forge_data.error import DataError
 from forge_data.order import key
-from forge_data.tokenize import Held, tokenize
+from forge_data.tokenize import Held, tokenize_files
 from forge_data.tokenizer import Tokenizer, TokenizerConfig
 from forge_data.tokens import FORMAT, TokenStore
 
@@ -83,7 +83,7 @@ class TextSourceConfig(SourceConfig):
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 with _locked(folder.with_suffix(".lock")):
                     if not folder.exists():
-                        tokenize(files, folder, tokenizer, root=root, field=field, held=held)
+                        tokenize_files(files, folder, tokenizer, root=root, field=field, held=held)
             except OSError as error:
                 raise DataError(
                     f"the tokens cannot be kept in {cache}: {error}; set data.cache_dir or $FORGE_CACHE"

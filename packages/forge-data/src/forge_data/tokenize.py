@@ -70,7 +70,7 @@ Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
 
 
-def tokenize(
+def tokenize_files(
     files: Sequence[Path],
     out: Path,
     tokenizer: TokenizerConfig,

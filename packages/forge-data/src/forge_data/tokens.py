@@ -217,7 +217,7 @@ class Writer:
         lengths = np.asarray(list(doc_lengths), dtype=np.uint64)
         if int(lengths.sum()) != len(tokens) or np.any(lengths == 0):
             raise DataError(
-                f"documents of {int(lengths.sum())} ids in all, none empty, expected for {len(tokens)}"
+                f"doc_lengths sum to {int(lengths.sum())}; each must be above 0, all fit {len(tokens)} ids"
             )
         if len(tokens) and int(tokens.min()) < 0:
             raise DataError(f"id {int(tokens.min())} is negative")

@@ -1,0 +1,201 @@
+import itertools
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from forge_data.config import DataConfig
+from forge_data.error import DataError
+from forge_data.loader import Loader, build_loader
+from forge_data.sources import TokensConfig
+
+T = 8
+
+
+@pytest.fixture
+def config(make_store) -> DataConfig:
+    """Two sources of 41 and 150 sequences; tokens tell their source and place."""
+    a, b = make_store("a", [100, 228]), make_store("b", [7] * 171 + [4], first=10_000)
+    held = make_store("v", [20, 33], first=50_000)
+    sources = [
+        TokensConfig(path=str(a), validation=str(held), weight=0.3),
+        TokensConfig(path=str(b), validation=str(held), weight=0.7),
+    ]
+    return DataConfig(max_tokens=T, sources=sources, seed=3)
+
+
+def _rows(steps: list, name: str = "tokens") -> list[list[int]]:
+    return [row.tolist() for step in steps for micro in step for row in micro[name]]
+
+
+def _take(config: DataConfig, count: int, workers: int = 0, **settings: int) -> list:
+    loader = build_loader(config, "train", **settings)  # type: ignore[arg-type]
+    loader.workers = workers
+    return list(itertools.islice(iter(loader), count))
+
+
+def _global(config: DataConfig, steps: int, world_size: int, **settings: int) -> list[list[list[int]]]:
+    """The rows of each global batch, as all ranks together see them."""
+    ranks = [_take(config, steps, rank=r, world_size=world_size, **settings) for r in range(world_size)]
+    return [_rows([rank[step] for rank in ranks]) for step in range(steps)]
+
+
+def test_loader_serves_the_same_stream_over_random_schedules_of_ranks_and_kills(config: DataConfig) -> None:
+    """Any world size, accumulation, workers and kill points: the same global batches, each exactly once."""
+    batch = 24
+    whole = _global(config, 40, 1, micro_batch=4, global_batch=batch)
+    draw, done, served = random.Random(0), 0, []
+    while done < 40:
+        world = draw.choice([1, 2, 3, 4, 6, 8])
+        micro = draw.choice([m for m in (1, 2, 3, 4, 6) if batch % (m * world) == 0])
+        steps = min(draw.randint(1, 7), 40 - done)
+        served += _global(
+            config, steps, world, micro_batch=micro, global_batch=batch, first_sample=done * batch
+        )
+        done += steps
+    assert served == whole
+
+
+def test_loader_serves_each_sequence_once_an_epoch(config: DataConfig) -> None:
+    one = DataConfig(max_tokens=T, sources=config.sources[1:], seed=0)
+    rows = _rows(_take(one, 30, micro_batch=5, global_batch=5))
+    assert len(rows) == 150
+    assert len({tuple(row) for row in rows}) == 150
+
+
+@pytest.mark.parametrize("start", range(0, 12, 3))
+def test_loader_resumes_at_every_midpoint_with_workers(config: DataConfig, start: int) -> None:
+    whole = _rows(_take(config, 12, micro_batch=2, global_batch=4))
+    part = _take(config, 12 - start, workers=2, micro_batch=2, global_batch=4, first_sample=start * 4)
+    assert _rows(part) == whole[start * 4 :]
+
+
+def test_loader_continues_exactly_when_the_global_batch_changes(config: DataConfig) -> None:
+    whole = _rows(_take(config, 12, micro_batch=1, global_batch=4))
+    parts = _take(config, 4, micro_batch=2, global_batch=4)
+    parts += _take(config, 2, micro_batch=4, global_batch=16, first_sample=16)
+    assert _rows(parts) == whole
+
+
+def test_loader_starts_again_where_it_started(config: DataConfig) -> None:
+    loader = build_loader(config, "train", micro_batch=2, global_batch=2, first_sample=6)
+    first, again = (list(itertools.islice(iter(loader), 3)) for _ in range(2))
+    assert _rows(first) == _rows(again)
+
+
+def test_loader_labels_are_the_tokens_that_follow(config: DataConfig) -> None:
+    for step in _take(config, 50, micro_batch=4, global_batch=4):
+        for micro in step:
+            assert micro["tokens"].dtype == micro["labels"].dtype == torch.int64
+            assert micro["tokens"].shape == micro["labels"].shape == (4, T)
+            targets = micro["labels"] != -100
+            assert torch.equal(micro["labels"][targets], micro["tokens"][targets] + 1)
+            assert targets[:, -1].all()
+
+
+def test_loader_keeps_weights(config: DataConfig) -> None:
+    rows = _rows(_take(config, 64, micro_batch=64, global_batch=64))
+    assert abs(sum(row[0] < 10_000 for row in rows) - 0.3 * 4096) < 1
+
+
+def test_loader_cuts_a_step_into_micro_batches(config: DataConfig) -> None:
+    (step,) = _take(config, 1, micro_batch=2, global_batch=12, world_size=2)
+    assert [len(micro["tokens"]) for micro in step] == [2, 2, 2]
+
+
+def test_loader_masks_documents(config: DataConfig) -> None:
+    """Source b has a document every seven tokens: ids, positions, ignored targets follow from the token."""
+    masked = DataConfig(max_tokens=T, sources=config.sources[1:], mask_documents=True)
+    for step in _take(masked, 20, micro_batch=3, global_batch=3):
+        for micro in step:
+            document = (micro["tokens"] - 10_000) // 7
+            assert torch.equal(micro["doc_ids"], document - document[:, :1])
+            start = torch.maximum(document * 7 + 10_000, micro["tokens"][:, :1])
+            assert torch.equal(micro["positions"], micro["tokens"] - start)
+            crosses = (micro["tokens"] + 1 - 10_000) // 7 != document
+            assert (micro["labels"][crosses] == -100).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("samples", [0, 1, 5, 9])
+def test_validation_counts_every_target_once_over_any_number_of_ranks(
+    config: DataConfig, world_size: int, samples: int
+) -> None:
+    settings = {"max_tokens": T, "sources": config.sources[:1], "validation_samples": samples}
+    reference = _targets(DataConfig(**settings), 1)
+    assert _targets(DataConfig(**settings), world_size) == reference
+    assert len(set(reference)) == len(reference)
+    if samples == 0:
+        assert reference == list(range(50_001, 50_053))
+
+
+def _targets(config: DataConfig, world_size: int) -> list[int]:
+    found: list[int] = []
+    lengths = set()
+    for rank in range(world_size):
+        loader = build_loader(config, "validation", rank=rank, world_size=world_size, micro_batch=2)
+        steps = list(loader)
+        lengths.add(len(steps))
+        found += [t for row in _rows(steps, "labels") for t in row if t != -100]
+    assert len(lengths) == 1
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "world", "advice"),
+    [
+        (10, 4, 1, "8 or 12, or a micro-batch of 2"),
+        (3, 4, 2, "global batch of 8"),
+        (0, 4, 2, "global batch of 8"),
+    ],
+)
+def test_loader_refuses_a_batch_that_does_not_divide(
+    config: DataConfig, batch: int, micro: int, world: int, advice: str
+) -> None:
+    with pytest.raises(DataError, match=advice):
+        build_loader(config, "train", micro_batch=micro, global_batch=batch, world_size=world)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rank": 2, "world_size": 2}, {"rank": -1}, {"micro_batch": 0}, {"first_sample": -1}]
+)
+def test_loader_refuses_impossible_places(config: DataConfig, wrong: dict[str, int]) -> None:
+    with pytest.raises(DataError, match=r"-1|2|0"):
+        build_loader(config, "train", **{"micro_batch": 1, "global_batch": 2, **wrong})  # type: ignore[arg-type]
+
+
+def test_fingerprint_names_the_stream_and_nothing_else(config: DataConfig) -> None:
+    def of(**changes: object) -> str:
+        changed = DataConfig(**{name: getattr(config, name) for name in config.__struct_fields__} | changes)
+        return build_loader(changed, "train", micro_batch=1, global_batch=1).fingerprint
+
+    assert of(workers=2, validation_samples=3) == of()
+    assert len({of(), of(seed=4), of(max_tokens=4), of(sources=config.sources[::-1])}) == 4
+
+
+def test_loader_refuses_a_checkpoint_made_on_other_data(config: DataConfig) -> None:
+    loader = build_loader(config, "train", micro_batch=1, global_batch=1)
+    loader.require(None)
+    loader.require(loader.fingerprint)
+    with pytest.raises(DataError, match="new run"):
+        loader.require("other")
+
+
+def test_loader_workers_survive_the_signals_of_a_scheduler(config: DataConfig) -> None:
+    loader = build_loader(config, "train", micro_batch=1, global_batch=1)
+    loader.workers = 2
+    batches = iter(loader)
+    rows = _rows([next(batches) for _ in range(4)])
+    for worker in batches._workers:  # type: ignore[attr-defined]
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(worker.pid, number)
+    rows += _rows([next(batches) for _ in range(17)])
+    assert rows == _rows(_take(config, 21, micro_batch=1, global_batch=1))
+
+
+def test_loader_state_is_plain_numbers(config: DataConfig) -> None:
+    """Ten billion samples on, the first batch is as near as the first of all."""
+    loader: Loader = build_loader(config, "train", micro_batch=2, global_batch=2, first_sample=10**10)
+    assert np.isin(_rows([next(iter(loader))]), [*range(328), *range(10_000, 11_201)]).all()

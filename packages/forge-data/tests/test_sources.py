@@ -1,0 +1,117 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forge_data.error import DataError
+from forge_data.sources import FilesConfig, PythonStdlibConfig, TokensConfig, find_files
+from forge_data.tokenizer import BytesConfig
+from forge_data.tokens import TokenStore
+
+
+def _text(store: TokenStore) -> str:
+    return BytesConfig().build().decode(store.tokens.tolist())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "texts"
+    (root / ".git").mkdir(parents=True)
+    (root / ".git" / "config").write_text("hidden")
+    for n in range(100):
+        (root / f"{n:02}.txt").write_text(f"<{n}>")
+    return root
+
+
+def test_files_are_split_and_cached(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = FilesConfig(paths=[str(folder)], held_out=0.2)
+    train, held = (source.open(split, BytesConfig(), tmp_path) for split in ("train", "validation"))
+    both = _text(train) + _text(held)
+    assert sorted(both.split(">")) == sorted("".join(f"<{n}>" for n in range(100)).split(">"))
+    assert train.manifest.num_docs * 0.25 > 5 and held.manifest.num_docs > 5
+    monkeypatch.setattr("forge_data.sources.tokenize_files", None)
+    assert source.open("train", BytesConfig(), tmp_path).manifest == train.manifest
+
+
+def test_files_are_tokenized_anew_when_they_change(folder: Path, tmp_path: Path) -> None:
+    source = FilesConfig(paths=[str(folder / "*.txt")], held_out=0)
+    source.open("train", BytesConfig(), tmp_path)
+    (folder / "00.txt").write_text("changed")
+    assert _text(source.open("train", BytesConfig(), tmp_path)).startswith("changed")
+
+
+def test_files_read_the_field_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "body": "two"}\n')
+    found = [
+        _text(
+            FilesConfig(paths=[str(tmp_path / "a.jsonl")], held_out=0, field=f).open(
+                "train", BytesConfig(), tmp_path
+            )
+        )
+        for f in ("text", "body")
+    ]
+    assert found == ["one", "two"]
+
+
+def test_files_may_have_validation_text_of_their_own(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "held.txt").write_text("held")
+    source = FilesConfig(paths=[str(folder)], validation=[str(tmp_path / "held.txt")])
+    assert source.open("train", BytesConfig(), tmp_path).manifest.num_docs == 100
+    assert _text(source.open("validation", BytesConfig(), tmp_path)) == "held"
+
+
+def test_files_say_when_no_document_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("one")
+    for held_out in (0, 1e-9):
+        source = FilesConfig(paths=[str(tmp_path / "one.txt")], held_out=held_out)
+        with pytest.raises(DataError, match="held_out"):
+            source.open("validation", BytesConfig(), tmp_path)
+
+
+def test_find_files_names_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere"):
+        find_files([str(tmp_path / "nowhere" / "*.txt")])
+
+
+def test_python_stdlib_holds_source_text_without_tests(tmp_path: Path) -> None:
+    root, files = PythonStdlibConfig().root_and_files("train")
+    names = [str(f.relative_to(root)) for f in files]
+    assert files == sorted(files)
+    assert {"argparse.py", "json/decoder.py"} <= set(names)
+    assert not any("site-packages" in name or "/test/" in name or name.startswith("test/") for name in names)
+    store = PythonStdlibConfig(held_out=0.01).open("validation", BytesConfig(), tmp_path)
+    assert "import " in _text(store)
+
+
+def test_source_is_built_once_when_several_processes_ask(folder: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from forge_data.sources import FilesConfig\n"
+        "from forge_data.tokenizer import BytesConfig\n"
+        f"s = FilesConfig(paths=[{str(folder)!r}]).open('train', BytesConfig(), Path({str(tmp_path)!r}))\n"
+        "s.verify(); assert 'torch' not in sys.modules; print(s.manifest.digest)"
+    )
+    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(3)]
+    digests = {run.communicate(timeout=60)[0] for run in runs}
+    assert [run.returncode for run in runs] == [0, 0, 0]
+    assert len(digests) == 1
+    assert sum(f.is_dir() for f in (tmp_path / "tokens").iterdir()) == 1
+
+
+def test_tokens_refuses_a_store_of_another_tokenizer(make_store, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_store("s", [10])
+    assert len(TokensConfig(path=str(path)).open("train", BytesConfig(), path)) == 10
+    monkeypatch.setattr("forge_data.tokenizer.Bytes.digest", "other")
+    with pytest.raises(DataError, match="bytes-256"):
+        TokensConfig(path=str(path)).open("train", BytesConfig(), path)
+
+
+def test_tokens_needs_a_validation_store_to_validate(make_store) -> None:
+    path = make_store("s", [10])
+    with pytest.raises(DataError, match="validation"):
+        TokensConfig(path=str(path)).open("validation", BytesConfig(), path)
+
+
+def test_cache_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cache_dir"):
+        FilesConfig(paths=[str(folder)]).open("train", BytesConfig(), tmp_path / "file")

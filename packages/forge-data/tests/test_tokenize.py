@@ -1,0 +1,130 @@
+import gzip
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+from forge_data.error import DataError
+from forge_data.sources import find_files
+from forge_data.tokenize import Held, tokenize_files
+from forge_data.tokenizer import BytesConfig
+from forge_data.tokens import TokenStore
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Text, Python, jsonl of many lines, and both of the last gzipped."""
+    root = tmp_path / "corpus"
+    (root / "deep").mkdir(parents=True)
+    draw = random.Random(0)
+    rows = [{"text": "é" * draw.randint(0, 200) + str(n), "n": n} for n in range(300)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (root / "a.txt").write_text("first\nlines\n")
+    (root / "deep" / "b.py").write_text("x = 1\n" * 50)
+    (root / "c.jsonl").write_text(lines)
+    (root / "d.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (root / "e.txt.gz").write_bytes(gzip.compress(b"packed"))
+    return root
+
+
+def _run(corpus: Path, out: Path, **settings: object) -> TokenStore:
+    return tokenize_files(find_files([str(corpus)]), out, BytesConfig(), root=corpus, **settings)  # type: ignore[arg-type]
+
+
+def _texts(store: TokenStore) -> list[str]:
+    starts = [0, *store.doc_ends.tolist()]
+    pieces = [store.tokens[a:b].tolist() for a, b in itertools.pairwise(starts)]
+    assert all(piece[-1] == 256 for piece in pieces)
+    return [BytesConfig().build().decode(piece) for piece in pieces]
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_tokenize_writes_the_same_bytes_with_any_number_of_workers(corpus: Path, tmp_path: Path) -> None:
+    stores = [_bytes(_run(corpus, tmp_path / f"w{n}", workers=n).folder) for n in (1, 2, 4)]
+    assert stores[0] == stores[1] == stores[2]
+
+
+@pytest.mark.parametrize("size", [1, 100, 4096])
+def test_tokenize_writes_the_same_bytes_however_files_are_cut(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    whole = _bytes(_run(corpus, tmp_path / "whole").folder)
+    monkeypatch.setattr("forge_data.tokenize.TASK_BYTES", size)
+    assert _bytes(_run(corpus, tmp_path / "cut").folder) == whole
+
+
+def test_tokenize_keeps_every_document_in_order(corpus: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line)["text"] for line in (corpus / "c.jsonl").read_text().splitlines()]
+    assert _texts(_run(corpus, tmp_path / "s")) == [
+        "first\nlines\n",
+        *rows,
+        *rows,
+        "x = 1\n" * 50,
+        "packed",
+    ] or (_texts(TokenStore(tmp_path / "s")) == ["first\nlines\n", *rows, *rows, "packed", "x = 1\n" * 50])
+
+
+def test_tokenize_reports_progress_up_to_the_whole(corpus: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    _run(corpus, tmp_path / "s", on_progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] == sum(f.stat().st_size for f in find_files([str(corpus)]))
+    assert seen == sorted(seen)
+
+
+def test_tokenize_splits_documents_once(corpus: Path, tmp_path: Path) -> None:
+    parts = [
+        _texts(_run(corpus, tmp_path / split, held=Held(split, 0.3)))  # type: ignore[arg-type]
+        for split in ("train", "validation")
+    ]
+    assert sorted(parts[0] + parts[1]) == sorted(_texts(_run(corpus, tmp_path / "all")))
+    assert 0.2 < len(parts[1]) / 600 < 0.4
+
+
+def test_tokenize_reads_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"body": ["one", None, "three"], "n": [1, 2, 3]})
+    parquet.write_table(table, tmp_path / "p.parquet", row_group_size=2)
+    assert _texts(_run(tmp_path / "p.parquet", tmp_path / "s", field="body")) == ["one", "three"]
+    for field in ("text", "n"):
+        with pytest.raises(DataError, match=r"p\.parquet"):
+            _run(tmp_path / "p.parquet", tmp_path / "x", field=field)
+
+
+def test_tokenize_replaces_bytes_that_are_no_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a\xffb")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "c\xfed"}\n{"text": "\\ud800e"}\n')
+    files = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    store = tokenize_files(files, tmp_path / "s", BytesConfig(), root=tmp_path)
+    assert _texts(store) == ["a\ufffdb", "c\ufffdd", "\ufffde"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"text\0more", "zero bytes"),
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "a.jsonl at 14"),
+        ("a.jsonl", b"{not json}\n", "a.jsonl at 0"),
+        ("a.jsonl", b'{"text": 3}\n', "int, not text"),
+        ("a.txt.gz", b"not gzip", "unpacked"),
+        ("a.txt", b"", "no text in 1 files"),
+    ],
+)
+def test_tokenize_refuses_what_is_no_text_and_leaves_nothing(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        tokenize_files([tmp_path / name], tmp_path / "s", BytesConfig(), root=tmp_path)
+    assert [f.name for f in tmp_path.iterdir()] == [name]
+
+
+def test_tokenize_refuses_a_folder_that_exists(corpus: Path, tmp_path: Path) -> None:
+    _run(corpus, tmp_path / "s")
+    with pytest.raises(DataError, match="exists already"):
+        _run(corpus, tmp_path / "s")
