@@ -1,5 +1,6 @@
 import itertools
 import os
+import pickle
 import random
 import signal
 
@@ -199,3 +200,11 @@ def test_loader_state_is_plain_numbers(config: DataConfig) -> None:
     """Ten billion samples on, the first batch is as near as the first of all."""
     loader: Loader = build_loader(config, "train", micro_batch=2, global_batch=2, first_sample=10**10)
     assert np.isin(_rows([next(iter(loader))]), [*range(328), *range(10_000, 11_201)]).all()
+
+
+def test_batches_travel_to_workers_as_places(config: DataConfig) -> None:
+    """Where workers are not forked, the data set is pickled: it must be small, and the same."""
+    batches = build_loader(config, "train", micro_batch=2, global_batch=2).batches
+    data = pickle.dumps(batches)
+    assert len(data) < 5000
+    assert _rows([pickle.loads(data)[5]]) == _rows([batches[5]])

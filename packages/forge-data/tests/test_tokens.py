@@ -1,3 +1,4 @@
+import os
 import pickle
 from pathlib import Path
 
@@ -57,11 +58,19 @@ def test_writer_keeps_what_another_published_first(tmp_path: Path) -> None:
 
 
 def test_writer_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens.platform, "node", lambda: "here")
-    for name in (".s.here.999999999.ab", ".s.there.999999999.ab"):
+    monkeypatch.setattr("platform.node", lambda: "here")
+    for name in (
+        ".s.here.999999999.old",
+        ".s.here.999999999.new",
+        ".s.there.999999999.old",
+        f".s.here.{os.getpid()}.old",
+    ):
         (tmp_path / name).mkdir()
+        if name.endswith("old"):
+            os.utime(tmp_path / name, (0, 0))
     _write(tmp_path / "s")
-    assert sorted(f.name for f in tmp_path.iterdir()) == [".s.there.999999999.ab", "s"]
+    left = {".s.here.999999999.new", ".s.there.999999999.old", f".s.here.{os.getpid()}.old", "s"}
+    assert {f.name for f in tmp_path.iterdir()} == left
 
 
 def _damage(path: Path, at: int = 7) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ def _cores() -> int:
 def _tokenizer(options: argparse.Namespace) -> TokenizerConfig:
     if options.tokenizer == "bytes":
         return BytesConfig()
-    return HfTokenizerConfig(path=options.tokenizer, eos=options.eos)
+    return HfTokenizerConfig(path=options.tokenizer, eos=options.eos)  # pyright: ignore[reportCallIssue]
 
 
 def _tokenize(options: argparse.Namespace) -> int:
@@ -82,10 +83,25 @@ def _tokenize(options: argparse.Namespace) -> int:
             root=root,
             field=options.field,
             workers=options.workers,
-            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            on_progress=(lambda done, total: progress.update(bar, completed=done, total=total))
+            if console.is_terminal
+            else _plain_progress(),
         )
     sys.stdout.write(f"{options.out}: {len(store):,} tokens in {store.manifest.num_docs:,} documents\n")
     return 0
+
+
+def _plain_progress(every_s: float = 10.0) -> Callable[[int, int], None]:
+    """Lines for a log file, now and then."""
+    last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= every_s:
+            last = time.monotonic()
+            sys.stderr.write(f"tokenizing: {done:,} of {total:,} bytes\n")
+
+    return show
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ import os
 import platform
 import secrets
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from forge_data.error import DataError
 FORMAT = 1
 BLOCK_BYTES = 64 << 20
 MANIFEST = "manifest.json"
+STALE_S = 3600
 
 
 class Part(Config):
@@ -197,10 +199,17 @@ class Writer:
         return self
 
     def _sweep(self) -> None:
-        """Remove what killed processes of this host have left of the same store."""
+        """Remove what killed processes of this host left of the same store, an hour after their last write."""
         own = f".{self.folder.name}.{platform.node()}."
         for left in self.folder.parent.glob(f"{glob.escape(own)}*"):
             pid = left.name[len(own) :].partition(".")[0]
+            try:
+                newest = max(f.stat().st_mtime for f in [left, *left.iterdir()])
+            except OSError:
+                continue
+            # The process may be alive in a container of its own, where this one cannot see it.
+            if time.time() - newest < STALE_S:
+                continue
             if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc/self").exists():
                 shutil.rmtree(left, ignore_errors=True)
 
