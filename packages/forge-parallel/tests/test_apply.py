@@ -42,7 +42,8 @@ def weights() -> dict[str, torch.Tensor]:
 def curves(sizes: dict, options: dict, steps: int = 10) -> dict[str, list[float]]:
     """Ten clipped AdamW steps with accumulation over two micro-batches."""
     env = Env.detect()
-    mesh = build_mesh(MeshConfig(**(sizes if env.world_size > 1 else {})), env)
+    wrapped = env.world_size > 1 or options
+    mesh = build_mesh(MeshConfig(**sizes), env) if wrapped else Mesh()  # alone: the model as it came
     with torch.device("meta"):
         model = Net()
     parallelize(model, mesh, Plan.of(PLAN), **options)

@@ -107,7 +107,7 @@ def materialize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor. Not `empty_like` of a meta tensor: that loads the compiler, which takes seconds."""
+    """Memory for a tensor. `empty_like` of a meta tensor would load the compiler, which takes seconds."""
     if is_dtensor(tensor):
         return torch.empty_like(tensor, device=device)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
