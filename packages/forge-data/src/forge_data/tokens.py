@@ -199,7 +199,7 @@ class Writer:
         return self
 
     def _sweep(self) -> None:
-        """Remove what killed processes of this host left of the same store, an hour after their last write."""
+        """Remove what killed processes of this host left of this store, an hour after their last write."""
         own = f".{self.folder.name}.{platform.node()}."
         for left in self.folder.parent.glob(f"{glob.escape(own)}*"):
             pid = left.name[len(own) :].partition(".")[0]
