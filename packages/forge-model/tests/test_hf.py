@@ -110,6 +110,9 @@ def test_from_hf_lists_what_is_missing_and_what_is_left_over():
     tensors["model.surprise"] = tensors.pop("model.norm.weight")
     with pytest.raises(ModelError, match=r"missing \['model.norm.weight'\], left over \['model.surprise'\]"):
         from_hf(tensors, config_from_hf(model.config.to_dict()))
+    whole = model.state_dict() | {"model.surprise": torch.zeros(2)}
+    with pytest.raises(ModelError, match=r"missing nothing, left over \['model.surprise'\]"):
+        from_hf(whole, config_from_hf(model.config.to_dict()))
 
 
 @pytest.mark.parametrize(
