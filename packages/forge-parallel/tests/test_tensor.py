@@ -27,7 +27,7 @@ def chunks(sizes: dict) -> dict[str, tuple]:
     for name, parameter in model.named_parameters():
         local, offsets = local_chunk(parameter)
         local.fill_(1.0)  # must write through to the parameter
-        assert (parameter.to_local() == 1).all()
+        assert (parameter.to_local() == 1).all()  # pyright: ignore[reportAttributeAccessIssue]
         found[name] = (tuple(parameter.shape), tuple(local.shape), offsets)
     return found
 

@@ -237,6 +237,8 @@ def _work(
         timeout=timedelta(seconds=timeout_s),
     )
     try:
+        # A quick rank must not leave while a slow one still connects to it.
+        dist.barrier()
         return _find(address)(*args)
     finally:
         dist.destroy_process_group()
