@@ -151,3 +151,18 @@ def test_load_full_lists_what_does_not_fit():
 def test_pure_bf16_has_bf16_masters():
     model = parallelize(Net(), Mesh(), Plan.of(PLAN), precision=PrecisionConfig(pure_bf16=True))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def reduced_after(last: bool) -> bool:
+    mesh = build_mesh(MeshConfig(), Env.detect())
+    model = parallelize(Net(), mesh, Plan.of(PLAN))
+    load_full(model, weights())
+    set_sync(model, last=last)
+    model(torch.ones(2, 5)).sum().backward()
+    return all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("last", [False, True])
+def test_set_sync_reduces_gradients_only_in_the_last_backward(last):
+    assert run_ranks(reduced_after, 2, last) == [last] * 2
