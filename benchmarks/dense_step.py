@@ -106,7 +106,7 @@ def matmul_flops(case: Case) -> float:
 
 
 def measure(case: Case, rounds: int) -> dict[str, float | str]:
-    """Median seconds of both, taken in turns."""
+    """Median seconds of both, taken in turns, and the range of `fraction_causal` over single rounds."""
     torch.manual_seed(0)
     sides = [training_step(case), matmuls(case)]
     times: list[list[float]] = [[], []]
@@ -121,6 +121,7 @@ def measure(case: Case, rounds: int) -> dict[str, float | str]:
     every = matmul_flops(case)
     causal = case.config().flops_per_token(case.tokens, causal=True) * case.batch * case.tokens
     rate = every / matmul_s
+    single = [causal / every * bare / step for step, bare in zip(*times, strict=True)]
     return {
         "case": case.name,
         "step_s": step_s,
@@ -130,6 +131,7 @@ def measure(case: Case, rounds: int) -> dict[str, float | str]:
         "matmul_gflop_per_s": rate / 1e9,
         "fraction": every / step_s / rate,
         "fraction_causal": causal / step_s / rate,
+        "of_single_rounds": f"{min(single):.2f}-{max(single):.2f}",
     }
 
 
