@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoint.py [--megabytes 300] [--rounds 5]
 
-Both write to the same disk and fsync. Ours hashes while it writes and verifies every byte while it reads; torch's
-does neither. Rounds are interleaved; the median counts.
+Both write to the same disk and fsync. Ours hashes while it writes and verifies every byte while it reads;
+torch's does neither. Rounds are interleaved; the median counts.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python benchmarks/startup.py [--rounds 5]
 
-Rounds alternate between a process that only imports torch and the real command, timed until the first record is in
-`metrics.jsonl`. The text is tokenized already (it is once, at the first run ever).
+Rounds alternate between a process that only imports torch and the real command, timed until the first
+record is in `metrics.jsonl`. The text is tokenized already (it is once, at the first run ever).
 """
 
 import argparse

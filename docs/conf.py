@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from forge_config.reference import reference_markdown
-
 from forge_trainer.job import Job
 
 project = "Forge"

@@ -37,7 +37,7 @@ def test_seven_mistakes_are_reported_together_and_before_torch(tmp_path):
         'type = "adamv"\n'  # 5 unknown component
         "[schedule]\n"
         "floor = 2.0\n"  # 6 out of bounds in an open section
-        "[trian]\n"  # 7 unknown section
+        "[trane]\n"  # 7 unknown section
         "x = 1\n"
     )
     with pytest.raises(ConfigError) as caught:
@@ -51,7 +51,7 @@ def test_seven_mistakes_are_reported_together_and_before_torch(tmp_path):
         "adamv",
         "adamw",
         "schedule.floor",
-        "trian",
+        "trane",
     ):
         assert needle in message, message
     assert message.count("bad.toml:") >= 6
