@@ -132,13 +132,19 @@ def build(job: Job, stack: ExitStack) -> Run:
     guards, deadline = build_guards(job, signals)
     save = saver(store, state, loader.fingerprint, clock, deadline)
     run = Run(job, job.job.directory, env, mesh, model, step, loader, progress, [], guards, save, trackers)
-
     validation = partial(evaluate, model, data("validation"), loss_fn, mesh, device)
-    flops = job.model.flops_per_token(job.data.max_tokens)
-    if trackers:
-        run.hooks.append(Log(job.train.log_every_steps, trackers, clock, flops))
-    run.hooks.append(Evaluate(job.eval.every_steps, validation, trackers, clock))
-    run.hooks.extend(config.build(run) for config in job.hooks.values())
+    run.hooks.extend(_hooks(run, validation, clock))
     for hook in run.hooks:
         stack.callback(hook.close)
     return run
+
+
+def _hooks(run: Run, validation: Callable[[], dict[str, float]], clock: Clock) -> list[Hook]:
+    """Logging (first rank only), evaluation, and the hooks of the user."""
+    job = run.job
+    hooks: list[Hook] = []
+    if run.trackers:
+        flops = job.model.flops_per_token(job.data.max_tokens)
+        hooks.append(Log(job.train.log_every_steps, run.trackers, clock, flops))
+    hooks.append(Evaluate(job.eval.every_steps, validation, run.trackers, clock))
+    return hooks + [config.build(run) for config in job.hooks.values()]

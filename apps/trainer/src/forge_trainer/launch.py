@@ -4,7 +4,6 @@ import logging
 import sys
 from contextlib import ExitStack
 
-import torch
 from forge_ckpt.error import CheckpointError
 from forge_config import Loaded
 from forge_data.error import DataError
@@ -26,7 +25,6 @@ def run_job(loaded: Loaded[Job], rank: int) -> ExitCode:
         rank: of this process; the first one writes what describes the run.
     """
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
-    torch.set_float32_matmul_precision("high")
     job = loaded.value
     if rank == 0:
         describe(job, loaded.imports)
