@@ -1,0 +1,65 @@
+"""One step against plain PyTorch: the gradient is that of the mean over all valid targets, clipped."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forge_model import DecoderConfig, LossConfig, initialize
+from forge_model.config import GroupedQueryConfig
+from forge_parallel.mesh import Mesh
+from forge_trainer.progress import Progress
+from forge_trainer.schedule import ConstantConfig, CosineConfig, LinearConfig
+from forge_trainer.step import TextStep
+
+LR = 0.5
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.05])
+def test_step_moves_by_the_clipped_gradient_of_the_mean_loss(clip_norm):
+    config = DecoderConfig(
+        vocab_size=19, dim=16, num_layers=1, attention=GroupedQueryConfig(num_heads=2), init_std=0.3
+    )
+    model = config.build()
+    initialize(model, 0)
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = LR
+    step = TextStep(
+        model=model,
+        loss_fn=LossConfig(chunk_tokens=3).build(),
+        optimizer=optimizer,
+        lr_factor=lambda step: 0.5,
+        progress=Progress(),
+        mesh=Mesh(),
+        device=torch.device("cpu"),
+        seed=0,
+        clip_norm=clip_norm,
+    )
+    rows = torch.randint(19, (4, 9), generator=torch.Generator().manual_seed(0))
+    labels = rows[:, 1:].clone()
+    labels[0, :5] = -100
+    out = step([{"tokens": rows[i : i + 2, :-1], "labels": labels[i : i + 2]} for i in (0, 2)])
+
+    loss = F.cross_entropy(reference(rows[:, :-1]).flatten(0, 1), labels.flatten())
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip_norm or 1e9)
+    torch.testing.assert_close(out.loss, loss.detach())
+    torch.testing.assert_close(out.grad_norm, norm)
+    assert (out.samples, out.tokens, out.lr) == (4, 32, LR * 0.5)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs - LR * 0.5 * theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (ConstantConfig(warmup_steps=3), [0.25, 0.5, 0.75, 1.0, 1.0]),
+        (LinearConfig(floor=0.2), [1.0, 0.8, 0.6, 0.4]),
+        (CosineConfig(floor=0.0), [1.0, 0.8535534, 0.5, 0.1464466]),
+    ],
+)
+def test_schedule_is_this_function_of_the_step(schedule, expected):
+    steps = 4 if len(expected) == 4 else 8
+    assert [schedule.factor(s, steps) for s in range(len(expected))] == pytest.approx(expected)
