@@ -135,28 +135,10 @@ def test_damaged_newest_checkpoint_is_passed_over(forge, tiny, tmp_path):
     assert state(run) == reference
 
 
-HOOK = """
-from forge_trainer.hooks import Hook, HookConfig, hooks
-
-@hooks.register("note")
-class NoteConfig(HookConfig):
-    path: str
-
-    def build(self, run):
-        return Note(self.every_steps, self.path)
-
-class Note(Hook):
-    def __init__(self, every, path):
-        self.every, self.path = every, path
-
-    def on_step(self, progress, out):
-        with open(self.path, "a") as file:
-            file.write(f"{progress.step} {out.loss.item():.3f}\\n")
-"""
-
-
 def test_hook_of_a_user_joins_through_imports(forge, tiny, tmp_path):
-    (tmp_path / "my_lab_hooks.py").write_text(HOOK)
+    page = (Path(__file__).parents[2] / "docs" / "plugs.md").read_text()
+    example = page.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "my_lab_hooks.py").write_text(example)
     notes = tmp_path / "notes.txt"
     path = tiny(steps=5, extra=f'\n[hooks.mine]\ntype = "note"\nevery_steps = 2\npath = "{notes}"\n')
     path.write_text('imports = ["my_lab_hooks"]\n' + path.read_text())

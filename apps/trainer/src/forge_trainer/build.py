@@ -145,6 +145,6 @@ def _hooks(run: Run, validation: Callable[[], dict[str, float]], clock: Clock) -
     hooks: list[Hook] = []
     if run.trackers:
         flops = job.model.flops_per_token(job.data.max_tokens)
-        hooks.append(Log(job.train.log_every_steps, run.trackers, clock, flops))
+        hooks.append(Log(job.train.log_every_steps, run.trackers, clock, flops, run.progress.tokens))
     hooks.append(Evaluate(job.eval.every_steps, validation, run.trackers, clock))
     return hooks + [config.build(run) for config in job.hooks.values()]

@@ -12,20 +12,19 @@ from forge_trainer.track import Tracker
 class Log(Hook):
     """Writes loss, gradient norm, learning rate and speed. Runs on the first rank only."""
 
-    def __init__(self, every: int, trackers: Sequence[Tracker], clock: Clock, flops_per_token: float) -> None:
+    def __init__(
+        self, every: int, trackers: Sequence[Tracker], clock: Clock, flops_per_token: float, tokens: int
+    ) -> None:
         self.every = every
         self._trackers = trackers
         self._clock = clock
         self._flops_per_token = flops_per_token
-        self._tokens: int | None = None
+        self._tokens = tokens
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """See `Hook.on_step`. Waits for the device."""
         loss, norm = out.loss.item(), out.grad_norm.item()
-        tokens = progress.tokens - (
-            self._tokens if self._tokens is not None else progress.tokens - out.tokens
-        )
-        speed = tokens / self._clock.lap()
+        speed = (progress.tokens - self._tokens) / self._clock.lap()
         self._tokens = progress.tokens
         record = {
             "step": progress.step,
