@@ -1,0 +1,57 @@
+"""How is a model called with one bundle of inputs, and where in its output are the logits?"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from forge_interp.errors import InterpError
+
+Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+"""A tensor: the only argument. A tuple or list: the positional ones. A mapping: the named ones."""
+
+
+def call_model(model: nn.Module, inputs: Inputs) -> Any:
+    """Call `model` with a tensor, a tuple of positional arguments, or a mapping of named ones.
+
+    Raises:
+        InterpError: `inputs` is none of these.
+    """
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    raise InterpError(
+        f"inputs are a {type(inputs).__name__}; expected a tensor, a tuple of positional arguments, "
+        "or a mapping of named ones"
+    )
+
+
+def output_logits(output: Any) -> Tensor:
+    """Return the logits of what a model returned: the tensor itself, `.logits`, or the first item.
+
+    Raises:
+        InterpError: there are none.
+    """
+    if isinstance(output, Mapping) and "logits" in output:
+        output = output["logits"]
+    elif hasattr(output, "logits"):
+        output = output.logits
+    elif isinstance(output, tuple | list) and output:
+        output = output[0]
+    if isinstance(output, Tensor) and output.ndim > 0 and output.is_floating_point():
+        return output
+    raise InterpError(
+        f"the model returned {_describe(output)}; expected logits: a floating-point tensor with the "
+        "vocabulary last, an output with `.logits`, or a tuple that starts with them; call it without labels"
+    )
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {tuple(output.shape)} and dtype {output.dtype}"
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} with {sorted(map(str, output))}"
+    return f"a {type(output).__name__}"

@@ -1,0 +1,192 @@
+"""Over which places does a patching run go, and what did the metric do at each?
+
+Places: sites, and in each site all of it, or its positions, heads, or parts that the caller names.
+Letters: B batch, T tokens, N heads, H head dim, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from forge_interp.errors import InterpError
+
+Index = Any
+"""What stands in the brackets of `tensor[...]`."""
+Where = str | Sequence[str] | Mapping[str, Index] | None
+"""None, "positions", "heads", ("heads", "positions"), or {label: index}."""
+Metric = Callable[[Any], Tensor | float]
+"""What the model returned -> one number."""
+
+_DIMS = {"positions": {"attn": 2, "module": 1}, "heads": {"attn": 1}}
+
+
+@dataclass(frozen=True)
+class PatchingTable:
+    """The metric at every place.
+
+    Attributes:
+        values: [sites, ...] float64, the metric of the corrupted run with that place patched (measured, or by
+            attribution estimated).
+        axes: what each axis is: "site", then "position", "head", "place" or "receiver".
+        labels: for each axis its labels.
+        clean: the metric of the clean run.
+        corrupted: the metric of the corrupted run.
+        residual: only by integrated gradients, [sites]: what the attributions of a whole site add up to,
+            minus the measured effect of patching the whole site; 0 in the limit of many steps.
+    """
+
+    values: np.ndarray
+    axes: tuple[str, ...]
+    labels: tuple[tuple[str, ...], ...]
+    clean: float
+    corrupted: float
+    residual: np.ndarray | None = None
+
+    @property
+    def effect(self) -> np.ndarray:
+        """`values - corrupted`, in units of the metric."""
+        return self.values - self.corrupted
+
+    @property
+    def normalized(self) -> np.ndarray:
+        """(values - corrupted) / (clean - corrupted): 0 is no effect, 1 brings the clean metric back.
+
+        Raises:
+            InterpError: the clean and the corrupted metric are equal.
+        """
+        if self.clean == self.corrupted:
+            raise InterpError(
+                f"the metric is {self.clean} for clean and corrupted inputs; expected two values: choose a "
+                "metric or inputs that differ, or read `effect`"
+            )
+        return self.effect / (self.clean - self.corrupted)
+
+    def top(self, count: int = 10) -> list[tuple[tuple[str, ...], float]]:
+        """The places with the largest absolute effect, the largest first: [(labels, effect)]."""
+        order = np.argsort(-np.abs(self.effect), axis=None, kind="stable")[:count]
+        cells = [np.unravel_index(flat, self.values.shape) for flat in order]
+        return [
+            (
+                tuple(names[i] for names, i in zip(self.labels, cell, strict=True)),
+                float(self.effect[tuple(cell)]),
+            )
+            for cell in cells
+        ]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The places within each site.
+
+    Attributes:
+        axes: names of the axes after the first, which is the site.
+        labels: their labels.
+    """
+
+    axes: tuple[str, ...]
+    labels: tuple[tuple[str, ...], ...]
+    _indices: tuple[Index, ...] | None
+    _kinds: tuple[str, ...]
+
+    @classmethod
+    def over(cls, activations: Mapping[str, Tensor], where: Where) -> Grid:
+        """Lay out `where` over captured activations.
+
+        Raises:
+            InterpError: an unknown axis, a site that has none, or sites of different length.
+        """
+        if where is None:
+            return cls((), (), None, ())
+        if isinstance(where, Mapping):
+            return cls(("place",), (tuple(map(str, where)),), tuple(where.values()), ())
+        kinds = (where,) if isinstance(where, str) else tuple(where)
+        sizes = [_size(kind, activations) for kind in kinds]
+        return cls(
+            tuple(kind.removesuffix("s") for kind in kinds),
+            tuple(tuple(map(str, range(size))) for size in sizes),
+            None,
+            kinds,
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How many places there are along each axis."""
+        return tuple(map(len, self.labels))
+
+    def cells(self) -> Iterator[tuple[int, ...]]:
+        """Every place, as a number along each axis; one empty tuple if the site is not divided."""
+        return product(*map(range, self.shape))
+
+    def index(self, site: str, cell: tuple[int, ...]) -> Index:
+        """The index of a place into the activation of a site."""
+        if self._indices is not None:
+            return self._indices[cell[0]]
+        dims = [_dim(kind, site) for kind in self._kinds]
+        index: list[Any] = [slice(None)] * (max(dims, default=-1) + 1)
+        for dim, number in zip(dims, cell, strict=True):
+            index[dim] = number
+        return tuple(index) if index else ...
+
+    def sums(self, site: str, values: Tensor) -> np.ndarray:
+        """Add up an array of the shape of the site's activation over everything within each place."""
+        if self._indices is not None:
+            return np.array([values[index].sum().item() for index in self._indices])
+        dims = [_dim(kind, site) for kind in self._kinds]
+        others = [dim for dim in range(values.ndim) if dim not in dims]
+        summed = values.sum(others) if others else values
+        order = [sorted(dims).index(dim) for dim in dims]
+        return summed.permute(order).cpu().numpy()
+
+
+def score(metric: Metric, output: Any) -> float:
+    """The metric as a number.
+
+    Raises:
+        InterpError: it is not a single number.
+    """
+    value = metric(output)
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise InterpError(
+            f"the metric gave shape {tuple(value.shape)}; expected one number: reduce over the batch, "
+            "for instance with .mean()"
+        )
+    return float(value)
+
+
+def at_call(site: str) -> str:
+    """The site at that one call: an edit of a site without a call number goes to all its calls."""
+    return site if "#" in site else f"{site}#0"
+
+
+def _dim(kind: str, site: str) -> int:
+    if kind not in _DIMS:
+        raise InterpError(f"where is {kind!r}; expected of {list(_DIMS)}, or a mapping of labels to indices")
+    owner = "attn" if site.partition(":")[2].startswith("attn.") else "module"
+    if owner not in _DIMS[kind]:
+        raise InterpError(
+            f"site {site!r} has no axis of {kind}; expected sites such as 'layers.*.attention:attn.z', or "
+            "where={label: index}"
+        )
+    return _DIMS[kind][owner]
+
+
+def _size(kind: str, activations: Mapping[str, Tensor]) -> int:
+    sizes = {}
+    for site, value in activations.items():
+        dim = _dim(kind, site)
+        if value.ndim <= dim:
+            raise InterpError(
+                f"site {site!r} has shape {tuple(value.shape)}; expected {kind} along dim {dim}"
+            )
+        sizes[site] = value.shape[dim]
+    if len(set(sizes.values())) != 1:
+        raise InterpError(
+            f"the sites have {sizes} {kind}; expected one number: call once for each kind of site"
+        )
+    return next(iter(sizes.values()))

@@ -1,0 +1,160 @@
+"""Which component talks to which, without anybody in between?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from forge_interp.capture import capture
+from forge_interp.edit import Edit, edit, patch
+from forge_interp.errors import InterpError
+from forge_interp.model_inputs import Inputs, call_model
+from forge_interp.patching import put, run_captured, same_shape, score_edited
+from forge_interp.patching_table import Grid, Index, Metric, PatchingTable, Where, at_call, score
+from forge_interp.progress import progress as with_progress
+
+
+@torch.no_grad()
+def path_patching(
+    model: nn.Module,
+    clean: Inputs,
+    corrupted: Inputs,
+    senders: str | Iterable[str],
+    receivers: str | Iterable[str],
+    metric: Metric,
+    *,
+    frozen: str | Iterable[str],
+    where: Where = None,
+    receiver_where: Index = None,
+    joint: bool = False,
+    progress: bool = True,
+) -> PatchingTable:
+    """The effect of each sender on each receiver along the paths that pass no frozen site.
+
+    Write a(x) for the activation of site a in the plain run on x. For sender s (or one place of it) and
+    receiver r:
+
+    1. Run `corrupted` with s set to s(clean) (elsewhere in s: s(corrupted)), every frozen site f set to
+       f(corrupted), and every receiver, once its value has been written down as r*, set back to
+       r(corrupted), so that nothing passes through one receiver to the next.
+    2. Run `corrupted` with r set to r*, and nothing else frozen. The table holds the metric of this run.
+
+    Of the frozen sites, s itself is left out, and so are the outputs of the modules that s is in: its effect
+    must leave through them. What is frozen defines "direct": with the outputs of all attention and
+    feed-forward modules, only the residual stream and the norms in front of the receiver remain; Wang et al.
+    leave the feed-forward modules free. As in `activation_patching` the clean activation is put into the corrupted run;
+    swap the two inputs for the direction of Wang et al. Costs 2 forward passes, 1 for each place of a sender,
+    and 1 for each pair.
+
+    Args:
+        model: any module.
+        clean: inputs as for `activation_patching`.
+        corrupted: inputs of the same shapes.
+        senders: sites of which one at a time is patched, mostly outputs or attn.z.
+        receivers: sites that read, mostly inputs: "layers.3.ffn:in", "layers.3.attention:attn.q", "norm:in".
+        metric: what the model returns -> one number.
+        frozen: sites that keep their corrupted value in step 1.
+        where: how to divide the senders, as in `activation_patching`.
+        receiver_where: an index into the receivers: only there they are patched; None for all of them.
+        joint: patch all receivers at once in step 2, as Wang et al. do, instead of one after the other.
+        progress: draw a bar on standard error, if that is a terminal.
+
+    Returns:
+        `values` [senders, places ..., receivers]; with `joint` the last axis has length 1.
+
+    Raises:
+        InterpError: a sender is a receiver too, a site names nothing, or shapes differ between the runs.
+
+    Source: Wang et al. 2022, arXiv:2211.00593, section 3.1 and appendix B; Goldowsky-Dill et al. 2023,
+    arXiv:2304.05969.
+    """
+    acts, clean_score = run_captured(model, clean, senders, metric)
+    base, names, corrupted_score = _corrupted_run(model, corrupted, metric, senders, receivers, frozen)
+    _check(acts, base, names)
+    grid = Grid.over(acts, where)
+    groups = [names["receivers"]] if joint else [[name] for name in names["receivers"]]
+    values = np.full((len(acts), *grid.shape, len(groups)), np.nan)
+    places = [(row, site, cell) for row, site in enumerate(acts) for cell in grid.cells()]
+    for row, site, cell in with_progress(places, len(places), "path patching", progress):
+        sent = put(site, acts[site], grid.index(site, cell))(base[site])
+        received = _received(model, corrupted, base, names, site, sent)
+        for column, group in enumerate(groups):
+            edits = {at_call(name): _patch_at(received[name], receiver_where) for name in group}
+            values[(row, *cell, column)] = score_edited(model, corrupted, edits, metric)
+    return PatchingTable(
+        values,
+        ("site", *grid.axes, "receiver"),
+        (tuple(acts), *grid.labels, tuple(" + ".join(group) for group in groups)),
+        clean_score,
+        corrupted_score,
+    )
+
+
+def _corrupted_run(
+    model: nn.Module, corrupted: Inputs, metric: Metric, *patterns: str | Iterable[str]
+) -> tuple[dict[str, Tensor], dict[str, list[str]], float]:
+    """Activations of all three kinds of sites, the sites of each kind, and the metric of one plain run."""
+    kinds = ("senders", "receivers", "frozen")
+    with ExitStack() as stack:
+        captured = {
+            kind: stack.enter_context(capture(model, pattern))
+            for kind, pattern in zip(kinds, patterns, strict=True)
+        }
+        output = call_model(model, corrupted)
+    base = {site: value for acts in captured.values() for site, value in acts.items()}
+    return base, {kind: list(acts) for kind, acts in captured.items()}, score(metric, output)
+
+
+def _check(acts: Mapping[str, Tensor], base: Mapping[str, Tensor], names: Mapping[str, list[str]]) -> None:
+    if both := [site for site in names["receivers"] if site in acts]:
+        raise InterpError(
+            f"{', '.join(both)} are senders and receivers; expected different sites: a module receives at "
+            "its input (:in) and sends at its output (:out)"
+        )
+    if missing := [site for site in acts if site not in base]:
+        raise InterpError(f"{', '.join(missing)} ran on the clean inputs only; expected them in both runs")
+    for site, value in acts.items():
+        same_shape(site, value, base[site])
+
+
+def _received(
+    model: nn.Module,
+    corrupted: Inputs,
+    base: Mapping[str, Tensor],
+    names: Mapping[str, list[str]],
+    sender: str,
+    sent: Tensor,
+) -> dict[str, Tensor]:
+    """What the receivers are given when only the sender differs and the frozen sites hold still."""
+    received: dict[str, Tensor] = {}
+
+    def note(site: str) -> Edit:
+        def apply(old: Tensor) -> Tensor:
+            received[site] = old.clone()
+            return base[site]
+
+        return apply
+
+    edits: dict[str, Edit] = {at_call(sender): patch(sent)}
+    for site in names["frozen"]:
+        if site != sender and site not in names["receivers"] and not _lets_out(site, sender):
+            edits[at_call(site)] = patch(base[site])
+    edits |= {at_call(site): note(site) for site in names["receivers"]}
+    with edit(model, edits):
+        call_model(model, corrupted)
+    return received
+
+
+def _lets_out(site: str, sender: str) -> bool:
+    """Whether a site is the output of a module that the sender is in."""
+    module, part = site.partition("#")[0].split(":", 1)
+    inside = sender.split(":", 1)[0]
+    return part.split(".")[0] == "out" and (inside == module or inside.startswith(f"{module}.") or not module)
+
+
+def _patch_at(value: Tensor, where: Index) -> Edit:
+    return patch(value if where is None else value[where], where)
