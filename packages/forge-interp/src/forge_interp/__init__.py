@@ -1,6 +1,8 @@
 """Look inside any nn.Module: capture, edit, extract, compare."""
 
 from forge_interp.accumulate import Moments as Moments
+from forge_interp.capture import Activations as Activations
+from forge_interp.capture import capture as capture
 from forge_interp.cca import canonical_correlations as canonical_correlations
 from forge_interp.cca import mean_cca as mean_cca
 from forge_interp.cca import procrustes as procrustes
@@ -12,6 +14,10 @@ from forge_interp.ceiling import split_half_ceiling as split_half_ceiling
 from forge_interp.cka import LayerSimilarity as LayerSimilarity
 from forge_interp.cka import MinibatchCKA as MinibatchCKA
 from forge_interp.cka import linear_cka as linear_cka
+from forge_interp.edit import ablate as ablate
+from forge_interp.edit import edit as edit
+from forge_interp.edit import patch as patch
+from forge_interp.edit import steer as steer
 from forge_interp.encoding import EncodingResult as EncodingResult
 from forge_interp.encoding import encode as encode
 from forge_interp.encoding import encode_layers as encode_layers
@@ -30,6 +36,8 @@ from forge_interp.profile import effective_rank as effective_rank
 from forge_interp.rdm import compute_rdm as compute_rdm
 from forge_interp.rdm import crossnobis as crossnobis
 from forge_interp.rdm import noise_precision as noise_precision
+from forge_interp.report import Report as Report
+from forge_interp.report import resolve as resolve
 from forge_interp.ridge import fit_ridge as fit_ridge
 from forge_interp.ridge import ridge_from_moments as ridge_from_moments
 from forge_interp.rsa import bootstrap_rsa as bootstrap_rsa
@@ -42,6 +50,7 @@ from forge_interp.timing import fir_delays as fir_delays
 from forge_interp.timing import resample as resample
 
 __all__ = [
+    "Activations",
     "Ceiling",
     "EncodingResult",
     "InterpError",
@@ -50,13 +59,17 @@ __all__ = [
     "Moments",
     "ProbeCurve",
     "Profile",
+    "Report",
+    "ablate",
     "bootstrap_rsa",
     "canonical_correlations",
+    "capture",
     "compare_layers",
     "compare_rdms",
     "compute_rdm",
     "control_task",
     "crossnobis",
+    "edit",
     "effective_rank",
     "encode",
     "encode_layers",
@@ -70,6 +83,7 @@ __all__ = [
     "mutual_knn",
     "noise_ceiling",
     "noise_precision",
+    "patch",
     "plot_attention",
     "plot_encoding",
     "plot_probe",
@@ -79,7 +93,9 @@ __all__ = [
     "pwcca",
     "repeat_ceiling",
     "resample",
+    "resolve",
     "ridge_from_moments",
     "split_half_ceiling",
+    "steer",
     "svcca",
 ]

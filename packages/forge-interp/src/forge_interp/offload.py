@@ -1,0 +1,80 @@
+"""How captured values are copied: once, to where they are wanted, without holding the model up."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+
+class Offload:
+    """Copies values to a device.
+
+    From a GPU to the CPU the copy runs on a stream of its own into pinned memory. Once more than
+    `max_inflight_bytes` are on their way, the next copy waits for the oldest, so that a fast model cannot
+    fill the memory.
+
+    Args:
+        device: the target; None leaves copies where the values are.
+        max_inflight_bytes: how much may be on the way at once.
+    """
+
+    def __init__(self, device: torch.device | str | None, max_inflight_bytes: int) -> None:
+        self._device = None if device is None else torch.device(device)
+        self._budget = max_inflight_bytes
+        self._stream: torch.cuda.Stream | None = None
+        self._inflight: deque[tuple[torch.cuda.Event, int, Callable[[], None]]] = deque()
+        self._bytes = 0
+
+    def copy(self, value: Tensor) -> Tensor:
+        """A copy that no later operation of the model changes; valid after `wait`."""
+        if self._device is None or self._device.type == value.device.type:
+            return value.clone(memory_format=torch.contiguous_format)
+        if self._device.type != "cpu" or value.device.type != "cuda":
+            return value.to(self._device, copy=True)
+        return self._to_pinned(value)
+
+    def send(self, value: Tensor, deliver: Callable[[Tensor], None]) -> None:
+        """Hand a value over: itself and at once if it is there already, else its copy once arrived."""
+        if self._device is None or self._device.type == value.device.type:
+            deliver(value)
+        elif self._device.type != "cpu" or value.device.type != "cuda":
+            deliver(value.to(self._device))
+        else:
+            self._to_pinned(value, deliver)
+
+    def wait(self) -> None:
+        """Return when all copies have arrived and are delivered."""
+        self._drain(0)
+
+    def _to_pinned(self, value: Tensor, deliver: Callable[[Tensor], None] | None = None) -> Tensor:
+        size = value.numel() * value.element_size()
+        self._drain(max(0, self._budget - size))
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(value.device)
+        # The producer's stream makes the copy that is safe from in-place operations; the other only moves it.
+        source = value.clone(memory_format=torch.contiguous_format)
+        target = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(value.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            source.record_stream(self._stream)
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+        self._inflight.append((arrived, size, partial(deliver, target) if deliver else _nothing))
+        self._bytes += size
+        return target
+
+    def _drain(self, until_bytes: int) -> None:
+        while self._inflight and self._bytes > until_bytes:
+            arrived, size, deliver = self._inflight.popleft()
+            arrived.synchronize()
+            self._bytes -= size
+            deliver()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,128 @@
+"""Which places of a model a name stands for.
+
+A site is `module[:part][#call]`: `layers.3.attention:out`, `layers.*:in`, `**.attn:attn.pattern`,
+`head:out#1`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from forge_interp.errors import InterpError
+
+ATTENTION_TENSORS = ("q", "k", "v", "raw", "scores", "pattern", "z")
+ATTENTION_STATISTICS = ("entropy", "sink", "previous")
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
+_GRAMMAR = "module[:out|in|out.PATH|in.PATH|kw.NAME|attn.NAME][#call]"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place of a model, or with `*` a family of places.
+
+    Attributes:
+        module: dotted name as in `named_modules()`, without the wrappers of compile, checkpoint and FSDP1.
+        part: `out`, `in`, `kw` or `attn`.
+        path: where in that part: keys of a nested output, the keyword, the tensor of the attention.
+        call: which call of the module since the `with` began, from 0; None for all.
+    """
+
+    module: str
+    part: str = "out"
+    path: tuple[str, ...] = ()
+    call: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Site:
+        """The site that a text names.
+
+        Raises:
+            InterpError: the text does not follow the grammar.
+        """
+        rest, hash_, call = text.partition("#")
+        module, _, part = rest.partition(":")
+        kind, *path = (part or "out").split(".")
+        if hash_ and not call.isdigit():
+            raise InterpError(f"site {text!r}: the call {call!r} is no number; sites read {_GRAMMAR}")
+        known = {"out": True, "in": True, "kw": bool(path), "attn": len(path) == 1}
+        if not known.get(kind) or "" in path:
+            raise InterpError(f"site {text!r}: no part {part!r}; sites read {_GRAMMAR}")
+        names = ATTENTION_TENSORS + ATTENTION_STATISTICS
+        if kind == "attn" and path[0] not in names:
+            raise InterpError(f"site {text!r}: attention has no {path[0]!r}, but {', '.join(names)}")
+        return cls(module, kind, tuple(path), int(call) if hash_ else None)
+
+    def at(self, call: int) -> Site:
+        """The same place at one call; the first is written without a number."""
+        return replace(self, call=call or None)
+
+    def __str__(self) -> str:
+        name = f"{self.module}:{'.'.join((self.part, *self.path))}"
+        return name if self.call is None else f"{name}#{self.call}"
+
+
+def canonical(text: str) -> str:
+    """The key under which a site is stored: part written out, the first call without its number."""
+    site = Site.parse(text)
+    return str(site.at(site.call or 0))
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by name without wrappers, shared ones under each of their names.
+
+    A checkpoint wrapper stands for what it wraps (it is called once, the inside again in the backward pass);
+    what `torch.compile` wrapped stands for itself, for it is that which runs.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        clean = _WRAPPERS.sub("", name).removeprefix(".")
+        if clean not in found or name.endswith("_orig_mod"):
+            found[clean] = module
+    return found
+
+
+def find_sites(model: nn.Module, patterns: Iterable[str]) -> dict[str, list[Site]]:
+    """The sites that each pattern names, in the order of the model.
+
+    Raises:
+        InterpError: a pattern names no module; lists near misses.
+    """
+    modules = named_modules(model)
+    found = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        site = Site.parse(pattern)
+        names = [name for name in modules if _fits(_parts(site.module), _parts(name))]
+        if not names:
+            raise InterpError(_no_module(pattern, site.module, modules, type(model).__name__))
+        found[pattern] = [replace(site, module=name) for name in names]
+    if not found:
+        raise InterpError("no sites were given; expected at least one, such as 'layers.*:out'")
+    return found
+
+
+def _parts(name: str) -> list[str]:
+    return name.split(".") if name else []
+
+
+def _fits(pattern: list[str], name: list[str]) -> bool:
+    """`*` is (part of) one component, `**` any number of them."""
+    if not pattern:
+        return not name
+    if pattern[0] == "**":
+        return any(_fits(pattern[1:], name[i:]) for i in range(len(name) + 1))
+    return bool(name) and fnmatchcase(name[0], pattern[0]) and _fits(pattern[1:], name[1:])
+
+
+def _no_module(pattern: str, module: str, modules: Iterable[str], model: str) -> str:
+    """What to say when nothing fits: the most similar names, numbers folded to `*`."""
+    kinds = sorted({re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules if name})
+    last = module.rpartition(".")[2]
+    near = get_close_matches(module, kinds, n=4, cutoff=0.5)
+    near += [kind for kind in kinds if last and last in kind.rpartition(".")[2] and kind not in near][:4]
+    return f"site {pattern!r} names no module of {model}; did you mean {', '.join(near or kinds[:20])}?"

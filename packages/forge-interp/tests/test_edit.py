@@ -1,0 +1,171 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from forge_interp import InterpError, ablate, capture, edit, patch, steer
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, dim=8, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(z.transpose(1, 2).flatten(2))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Attention(), nn.Linear(8, 8))
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
+
+
+def run(model, x, edits):
+    with edit(model, edits):
+        return model(x)
+
+
+def test_patch_puts_a_value_in_place(model, x):
+    new = torch.randn(3, 5, 8)
+    assert torch.equal(run(model, x, {"1": patch(new)}), model[2](new))
+    assert torch.equal(run(model, x, {"2:in": patch(new)}), model[2](new))
+
+
+def test_patch_touches_only_where(model, x):
+    plain, new = model[1](model[0](x)), torch.randn(8)
+    expected = plain.clone()
+    expected[:, -1] = new
+    assert torch.equal(run(model, x, {"1": patch(new, (slice(None), -1))}), model[2](expected))
+
+
+def test_steer_adds_a_scaled_vector(model, x):
+    vector = torch.randn(8)
+    expected = model[2](model[1](model[0](x) + 2 * vector))
+    torch.testing.assert_close(run(model, x, {"0": steer(vector, 2)}), expected)
+    last = model[0](x)
+    last[:, -1] += vector
+    torch.testing.assert_close(
+        run(model, x, {"0": steer(vector, where=(slice(None), -1))}), model[2](model[1](last))
+    )
+
+
+def test_ablate_zeroes_means_and_resamples(model, x):
+    value = model[1](model[0](x))
+    assert torch.equal(run(model, x, {"1": ablate()}), model[2](torch.zeros_like(value)))
+    mean = value.mean((0, 1)).expand_as(value)
+    torch.testing.assert_close(run(model, x, {"1": ablate("mean")}), model[2](mean))
+    given = torch.arange(8.0)
+    torch.testing.assert_close(
+        run(model, x, {"1": ablate("mean", mean=given)}), model[2](given.expand_as(value))
+    )
+    with capture(model, "1") as acts:
+        run(model, x, {"1": ablate("resample")})
+    taken = [int((acts["1"][i] == value).flatten(1).all(1).nonzero()) for i in range(3)]
+    assert sorted(taken) == [0, 1, 2]
+    assert all(i != j for i, j in enumerate(taken))
+
+
+def test_ablate_raises_when_the_way_is_unknown_or_there_is_nobody_to_resample_from(model, x):
+    with pytest.raises(InterpError, match="expected 'zero'"):
+        ablate("nothing")
+    with pytest.raises(InterpError, match="batch of one"):
+        run(model, x[:1], {"1": ablate("resample")})
+
+
+def test_edits_of_an_outer_with_come_first_and_captures_see_all(model, x):
+    plain = model[0](x)
+    with capture(model, "0") as after, capture(model, "0", before_edits=True) as before:
+        with edit(model, {"0": lambda v: v + 1}), edit(model, {"0": lambda v: v * 2}):
+            model(x)
+    torch.testing.assert_close(after["0"], (plain + 1) * 2)
+    assert torch.equal(before["0"], plain)
+
+
+def test_edit_of_one_call_leaves_the_others(x):
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer, layer, layer)
+    expected = layer(layer(layer(x)) * 0)
+    assert torch.equal(run(model, x, {"0#1": ablate()}), expected)
+
+
+def test_gradients_flow_through_edits(model, x):
+    scale = torch.ones((), requires_grad=True)
+    run(model, x, {"0": lambda v: v * scale}).sum().backward()
+    start = model[0](x).detach()
+    free = torch.ones((), requires_grad=True)
+    model[2](model[1](start * free)).sum().backward()
+    torch.testing.assert_close(scale.grad, free.grad)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_edit_of_attention_inputs_equals_attention_on_edited_inputs(model, x, name):
+    with capture(model, ["1:attn.q", "1:attn.k", "1:attn.v"]) as acts:
+        model(x)
+    tensors = {part: acts[f"1:attn.{part}"] for part in "qkv"}
+    tensors[name] = tensors[name] * 2
+    z = F.scaled_dot_product_attention(*tensors.values(), is_causal=True)
+    expected = model[2](model[1].out(z.transpose(1, 2).flatten(2)))
+    torch.testing.assert_close(run(model, x, {f"1:attn.{name}": lambda v: v * 2}), expected)
+
+
+def test_edit_of_one_head_equals_its_removal_by_hand(model, x):
+    with capture(model, "1:attn.z") as acts:
+        model(x)
+    z = acts["1:attn.z"].clone()
+    z[:, 1] = 0
+    expected = model[2](model[1].out(z.transpose(1, 2).flatten(2)))
+    torch.testing.assert_close(run(model, x, {"1:attn.z": ablate(where=(slice(None), 1))}), expected)
+
+
+@pytest.mark.parametrize("name", ["raw", "scores", "pattern"])
+def test_edit_of_scores_equals_dense_attention(model, x, name):
+    with capture(model, ["1:attn.raw", "1:attn.v"]) as acts:
+        plain = model(x)
+    torch.testing.assert_close(run(model, x, {f"1:attn.{name}": lambda v: v.clone()}), plain)
+
+    def change(value, at):
+        return value * 0.5 if name == at else value
+
+    raw = change(acts["1:attn.raw"], "raw")
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    scores = change(raw.masked_fill(hidden, -torch.inf), "scores")
+    z = change(scores.softmax(-1), "pattern") @ acts["1:attn.v"]
+    expected = model[2](model[1].out(z.transpose(1, 2).flatten(2)))
+    torch.testing.assert_close(run(model, x, {f"1:attn.{name}": lambda v: v * 0.5}), expected)
+
+
+def test_capture_of_attention_sees_edits_or_what_was_before(model, x):
+    sites = ["1:attn.q", "1:attn.z", "1:attn.pattern"]
+    with capture(model, sites) as plain:
+        model(x)
+    with capture(model, sites) as after, capture(model, sites, before_edits=True) as before:
+        run(model, x, {"1:attn.q": lambda q: q * 0})
+    assert all(torch.equal(before[site], plain[site]) for site in sites)
+    assert not after["1:attn.q"].any()
+    torch.testing.assert_close(after["1:attn.pattern"][0, 0, 4], torch.full((5,), 0.2))
+
+
+@pytest.mark.parametrize(
+    ("edits", "says"),
+    [
+        ({"1": lambda v: v[:, :2]}, r"gave \[3, 2, 8\]"),
+        ({"1": lambda v: v.double()}, "float64, expected"),
+        ({"1": lambda v: "no"}, "gave str"),
+        ({"7": lambda v: v}, "names no module"),
+        ({"0:attn.z": lambda v: v}, "edited nothing at '0:attn.z'"),
+        ({"1:attn.entropy": lambda v: v}, "statistic cannot be edited"),
+    ],
+)
+def test_edit_raises_when_it_cannot_be_made(model, x, edits, says):
+    with pytest.raises(InterpError, match=says):
+        run(model, x, edits)
+    assert not model[1]._forward_hooks
