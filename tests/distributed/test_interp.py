@@ -1,0 +1,328 @@
+"""Capture and edit on real gloo ranks, compiled and rematerialized, against one eager process."""
+
+import numpy as np
+import pytest
+import torch
+from forge_interp.accumulate import Moments
+from forge_interp.capture import capture
+from forge_interp.edit import ablate, edit, patch, steer
+from forge_interp.errors import InterpError
+from forge_interp.weights import load_weights
+from forge_model import DecoderConfig, LossConfig, initialize
+from forge_model.config import GroupedQueryConfig
+from forge_parallel import (
+    CompileConfig,
+    Env,
+    MeshConfig,
+    Plan,
+    RematConfig,
+    build_mesh,
+    local_chunk,
+    materialize,
+    parallelize,
+)
+from forge_parallel.mesh import Mesh
+from forge_parallel.tensor import local_part
+from forge_parallel.testing import run_ranks
+from safetensors.torch import save_file
+from torch import nn
+
+pytestmark = pytest.mark.dist
+
+VOCAB, TOKENS, ROWS, DIM, HEADS, KV_HEADS = 67, 12, 8, 32, 4, 2
+LAYOUTS = {"fsdp2": (2, {}), "hsdp2x2": (4, {"dp_replicate": 2, "dp_shard": 2})}
+OUTSIDE = ["embed:out", "layers.*:out", "layers.*:in", "norm:out", "head:out", ":out"]
+INSIDE = ["layers.1.attention:out", "layers.*.ffn:in", "layers.0.attention.wq:out", "layers.2.ffn.w_down:in"]
+ATTENTION = [
+    f"layers.*.attention:attn.{name}"
+    for name in ("q", "k", "v", "raw", "scores", "pattern", "z", "entropy", "sink")
+]
+EVERYTHING = OUTSIDE + INSIDE + ATTENTION
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(VOCAB, (ROWS, TOKENS), generator=torch.Generator().manual_seed(5))
+
+
+def mine(mesh: Mesh) -> torch.Tensor:
+    return tokens().chunk(mesh.dp_size)[mesh.dp_rank]
+
+
+def build(sizes: dict | None, options: dict | None = None) -> tuple[nn.Module, Mesh]:
+    """A small float64 decoder, the same weights everywhere; without `sizes`, not touched by parallelism."""
+    attention = GroupedQueryConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, qk_norm=True)
+    config = DecoderConfig(vocab_size=VOCAB, dim=DIM, num_layers=3, max_tokens=TOKENS, attention=attention)
+    mesh = Mesh() if sizes is None else build_mesh(MeshConfig(**sizes), Env.detect())
+    with torch.device("meta"):
+        model = config.build().double()
+    parallelize(model, mesh, Plan.of(model), **(options or {}))
+    materialize(model, torch.device("cpu"))
+    initialize(model, 3, local_chunk)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local_part(parameter).mul_(3)  # so that attention is not uniform
+    return model, mesh
+
+
+def tensor_parallel() -> nn.Module:
+    """The same decoder, split over two ranks by torch's own plan: 2 heads and 1 key head on each."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model, _ = build(None)
+    columns = dict.fromkeys(
+        ["layers.*.attention.w[qkv]", "layers.*.ffn.w_gate", "layers.*.ffn.w_up"], ColwiseParallel()
+    )
+    rows = dict.fromkeys(["layers.*.attention.wo", "layers.*.ffn.w_down"], RowwiseParallel())
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), columns | rows)
+
+
+def arrays(values) -> dict[str, np.ndarray]:
+    return {key: value.detach().numpy() for key, value in values.items()}
+
+
+def seen(model: nn.Module, x: torch.Tensor, sites: list[str]) -> dict[str, np.ndarray]:
+    with torch.no_grad(), capture(model, sites) as acts:
+        model(x)
+    return arrays(acts)
+
+
+def assert_near(found: dict, expected: dict, rows: slice = slice(None)):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value[rows], rtol=1e-9, atol=1e-9, err_msg=key)
+
+
+def rows_of(rank: int, world_size: int) -> slice:
+    return slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+
+
+def captured(sizes: dict | None, options: dict | None = None) -> dict[str, np.ndarray]:
+    model, mesh = build(sizes, options)
+    return seen(model, mine(mesh), EVERYTHING)
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[str, np.ndarray]:
+    """What one process sees in a model that nobody has made parallel."""
+    return captured(None)
+
+
+def test_single_process_sees_what_there_is(single):
+    assert len(single) == 10 + 6 + 9 * 3
+    assert single["layers.2.attention:attn.pattern"].shape == (ROWS, HEADS, TOKENS, TOKENS)
+    assert single["layers.0.attention:attn.k"].shape == (ROWS, KV_HEADS, TOKENS, DIM // HEADS)
+    assert single["layers.1.attention:attn.pattern"][:, :, -1].std() > 0.05
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_capture_of_sharded_model_equals_one_process(single, layout):
+    world_size, sizes = LAYOUTS[layout]
+    for rank, found in enumerate(run_ranks(captured, world_size, sizes)):
+        assert_near(found, single, rows_of(rank, world_size))
+
+
+def captured_in_parallel_tensors() -> dict[str, np.ndarray]:
+    return seen(tensor_parallel(), tokens(), EVERYTHING)
+
+
+def test_capture_of_tensor_parallel_model_has_all_heads(single):
+    for found in run_ranks(captured_in_parallel_tensors, 2):
+        assert_near(found, single)
+
+
+def edits() -> dict:
+    """One of each kind, and the last token patched."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "layers.0:out": steer(torch.randn(DIM, generator=generator), 0.5),
+        "layers.1.ffn:out": ablate("zero"),
+        "layers.2:in": patch(torch.randn(DIM, generator=generator), (slice(None), -1)),
+    }
+
+
+def edited(sizes: dict | None, attention: bool) -> dict[str, np.ndarray]:
+    model, mesh = build(sizes)
+    return logits_and_after(model, mine(mesh), attention)
+
+
+def logits_and_after(model: nn.Module, x: torch.Tensor, attention: bool) -> dict[str, np.ndarray]:
+    """Edited logits, and those after the edits are gone."""
+    heads = {"layers.1.attention:attn.z": ablate("zero", (slice(None), 3))} if attention else {}
+    with torch.no_grad():
+        with edit(model, edits() | heads):
+            changed = model(x)
+        return arrays({"edited": changed, "plain": model(x)})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_edit_of_sharded_model_equals_one_process(layout):
+    expected = edited(None, attention=True)
+    assert np.abs(expected["edited"] - expected["plain"]).max() > 0.1
+    world_size, sizes = LAYOUTS[layout]
+    for rank, found in enumerate(run_ranks(edited, world_size, sizes, True)):
+        assert_near(found, expected, rows_of(rank, world_size))
+
+
+def edited_in_parallel_tensors() -> dict[str, np.ndarray]:
+    return logits_and_after(tensor_parallel(), tokens(), attention=False)
+
+
+def test_edit_of_whole_values_of_tensor_parallel_model_equals_one_process():
+    expected = edited(None, attention=False)
+    for found in run_ranks(edited_in_parallel_tensors, 2):
+        assert_near(found, expected)
+
+
+def edited_heads() -> str:
+    model = tensor_parallel()
+    with pytest.raises(InterpError) as caught, edit(model, {"layers.1.attention:attn.z": ablate("zero")}):
+        model(tokens())
+    return str(caught.value)
+
+
+def test_edit_of_heads_that_are_spread_over_ranks_is_refused():
+    for message in run_ranks(edited_heads, 2):
+        assert "only a part of it on this rank" in message
+
+
+def loaded(path: str, layout: str) -> dict[str, np.ndarray]:
+    """Logits of a split model whose own weights were lost."""
+    model, mesh = (tensor_parallel(), Mesh()) if layout == "tensor" else build({})
+    for parameter in model.parameters():
+        local_part(parameter.data).fill_(float("nan"))
+    load_weights(model, path)
+    return seen(model, mine(mesh), [":out"])
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
+def test_load_weights_fills_each_rank_s_part(single, tmp_path, layout):
+    model, _ = build(None)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    for rank, found in enumerate(run_ranks(loaded, 2, str(tmp_path), layout)):
+        rows = rows_of(rank, 2) if layout == "fsdp" else slice(None)
+        assert_near(found, {":out": single[":out"]}, rows)
+
+
+def trained(sizes: dict | None, options: dict, watch: bool) -> dict[str, np.ndarray]:
+    """Values, gradients of activations and of a parameter from one backward pass, with or without capture."""
+    model, mesh = build(sizes, options)
+    x = mine(mesh)
+    labels = x.roll(-1, 1)
+
+    def backward():
+        model(x, labels=labels, loss_fn=LossConfig(chunk_tokens=5).build()).total.backward()
+
+    found = {}
+    if watch:
+        with capture(
+            model, ["layers.*:out", "layers.*.attention:attn.z", "layers.1.ffn:in"], grad=True
+        ) as acts:
+            backward()
+        found = arrays(acts) | {f"gradient of {key}": g.numpy() for key, g in acts.gradients.items()}
+    else:
+        backward()
+    for name in ("layers.0.attention.wq.weight", "head.weight"):
+        gradient = model.get_parameter(name).grad
+        found[name] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).numpy()
+    return found
+
+
+def sites_to_keep_gradients_of(found: dict) -> dict:
+    return {key: value for key, value in found.items() if not key.endswith("weight")}
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_gradients_of_activations_are_those_of_one_process_also_rematerialized(mode):
+    options = {"remat": RematConfig(mode=mode)}
+    expected = trained(None, {}, watch=True)
+    assert any(key.startswith("gradient of layers.1.ffn") for key in expected)
+    assert not any("#" in key for key in expected)
+    assert_near(trained(None, options, watch=True), expected)
+    plain = trained(None, options, watch=False)
+    for rank, found in enumerate(run_ranks(trained, 2, {}, options, True)):
+        assert_near(sites_to_keep_gradients_of(found), sites_to_keep_gradients_of(expected), rows_of(rank, 2))
+        for name, gradient in plain.items():
+            np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def late_in_compiled(sizes: dict | None) -> tuple[dict[str, np.ndarray], list[float], int]:
+    """Compile and run first, then look inside; the differences of what it computes before and after."""
+    from torch._dynamo.utils import counters
+
+    model, mesh = build(sizes, {"compile": CompileConfig(enabled=True, backend="aot_eager")})
+    x = mine(mesh)
+    with torch.no_grad():
+        before = model(x)
+        model(x)
+        compiled = counters["stats"]["unique_graphs"]
+        assert compiled > 0
+        found = seen(model, x, EVERYTHING)
+        after = model(x)
+    return found, bool(torch.equal(before, after)), counters["stats"]["unique_graphs"] - compiled
+
+
+def test_capture_added_after_compilation_sees_everything_and_compiles_nothing_anew(single):
+    for rank, (found, is_same, recompiled) in enumerate(run_ranks(late_in_compiled, 2, {}, timeout_s=120)):
+        assert_near(found, single, rows_of(rank, 2))
+        assert is_same
+        assert recompiled == 0
+
+
+def stepped(sizes: dict, watch: bool) -> np.ndarray:
+    """Losses and logits of three optimizer steps: a capture between them must leave nothing behind."""
+    model, mesh = build(sizes)
+    x = mine(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        if watch:
+            seen(model, x, EVERYTHING)
+        terms = model(x, labels=x, loss_fn=LossConfig().build())
+        (terms.total / (ROWS * TOKENS)).backward()
+        losses.append(mesh.sum_(terms.total.detach().clone()).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if watch:
+            seen(model, x, EVERYTHING)
+    with torch.no_grad():
+        return np.array([*losses, *model(x).flatten().tolist()])
+
+
+def test_capture_between_steps_of_a_sharded_model_changes_no_bit():
+    expected = run_ranks(stepped, 2, {}, False)
+    for found, reference in zip(run_ranks(stepped, 2, {}, True), expected, strict=True):
+        np.testing.assert_array_equal(found, reference)
+    assert len(set(expected[0][:3])) == 3
+
+
+def stopped(sizes: dict) -> str:
+    model, mesh = build(sizes)
+    with pytest.raises(InterpError) as caught, capture(model, "layers.1:out", stop=True):
+        model(mine(mesh))
+    return str(caught.value)
+
+
+def test_early_stop_of_a_sharded_model_is_refused():
+    for message in run_ranks(stopped, 2, {}):
+        assert "stop=True on an FSDP model" in message
+
+
+def moments(world_size: int) -> dict[str, np.ndarray]:
+    """Moments of this rank's rows around its own centre, added up over ranks."""
+    rank = Env.detect().rank if world_size > 1 else 0
+    generator = torch.Generator().manual_seed(2)
+    blocks = {
+        "a": torch.randn(101, 6, generator=generator) + 50,
+        "b": torch.randn(101, 4, generator=generator),
+    }
+    own = Moments.of({name: x.tensor_split(world_size)[rank] for name, x in blocks.items()})
+    return arrays((own.all_reduce() if world_size > 1 else own).state() | {"ab": own.comoment("a", "b")})
+
+
+def test_moments_added_over_ranks_equal_one_process():
+    expected = moments(1)
+    for found in run_ranks(moments, 2, 2):
+        assert found["count"] == 101
+        for name in ("count", "ab", "power", "cross_power"):
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, atol=1e-9, err_msg=name)
