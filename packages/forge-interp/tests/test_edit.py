@@ -83,9 +83,9 @@ def test_ablate_raises_when_the_way_is_unknown_or_there_is_nobody_to_resample_fr
 
 def test_edits_of_an_outer_with_come_first_and_captures_see_all(model, x):
     plain = model[0](x)
-    with capture(model, "0") as after, capture(model, "0", before_edits=True) as before:
-        with edit(model, {"0": lambda v: v + 1}), edit(model, {"0": lambda v: v * 2}):
-            model(x)
+    add, double = edit(model, {"0": lambda v: v + 1}), edit(model, {"0": lambda v: v * 2})
+    with capture(model, "0") as after, capture(model, "0", before_edits=True) as before, add, double:
+        model(x)
     torch.testing.assert_close(after["0"], (plain + 1) * 2)
     assert torch.equal(before["0"], plain)
 
@@ -152,6 +152,10 @@ def test_capture_of_attention_sees_edits_or_what_was_before(model, x):
     assert all(torch.equal(before[site], plain[site]) for site in sites)
     assert not after["1:attn.q"].any()
     torch.testing.assert_close(after["1:attn.pattern"][0, 0, 4], torch.full((5,), 0.2))
+    with capture(model, sites) as after:
+        run(model, x, {"1:attn.z": ablate()})
+    assert torch.equal(after["1:attn.pattern"], plain["1:attn.pattern"])
+    assert not after["1:attn.z"].any()
 
 
 @pytest.mark.parametrize(

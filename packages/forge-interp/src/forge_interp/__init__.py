@@ -22,6 +22,7 @@ from forge_interp.encoding import EncodingResult as EncodingResult
 from forge_interp.encoding import encode as encode
 from forge_interp.encoding import encode_layers as encode_layers
 from forge_interp.errors import InterpError as InterpError
+from forge_interp.observe import each_attention as each_attention
 from forge_interp.plot import plot_attention as plot_attention
 from forge_interp.plot import plot_encoding as plot_encoding
 from forge_interp.plot import plot_probe as plot_probe
@@ -48,6 +49,7 @@ from forge_interp.similarity import compare_layers as compare_layers
 from forge_interp.similarity import mutual_knn as mutual_knn
 from forge_interp.timing import fir_delays as fir_delays
 from forge_interp.timing import resample as resample
+from forge_interp.weights import load_weights as load_weights
 
 __all__ = [
     "Activations",
@@ -69,6 +71,7 @@ __all__ = [
     "compute_rdm",
     "control_task",
     "crossnobis",
+    "each_attention",
     "edit",
     "effective_rank",
     "encode",
@@ -79,6 +82,7 @@ __all__ = [
     "fit_ridge",
     "group_folds",
     "linear_cka",
+    "load_weights",
     "mean_cca",
     "mutual_knn",
     "noise_ceiling",

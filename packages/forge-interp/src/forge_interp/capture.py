@@ -120,8 +120,8 @@ class Activations(Mapping[str, Tensor]):
         if self._is_exact and self._fired != self._awaited:
             extra, missing = sorted(self._fired - self._awaited), sorted(self._awaited - self._fired)
             raise InterpError(
-                f"a forward pass gave {extra or 'nothing'} too many and {missing or 'nothing'} too few; expected "
-                "the same in each: call clear() before each, and capture apart what only some inputs reach"
+                f"a forward pass gave {extra or 'nothing'} too many and {missing or 'nothing'} too few; "
+                "expected the same in each: call clear() before each, capture apart what only some inputs reach"
             )
 
     def _read(self, call: AttentionCall, site: Site) -> Tensor:

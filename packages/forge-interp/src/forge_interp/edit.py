@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
 from forge_interp.sharding import is_partial
-from forge_interp.sites import Site, find_sites, named_modules
+from forge_interp.sites import ATTENTION_TENSORS, Site, find_sites, named_modules
 from forge_interp.taps import Phase, Tap, attached
 
 Edit = Callable[[Tensor], Tensor]
@@ -37,7 +37,7 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
     found = find_sites(model, edits)
     for pattern in edits:
         site = Site.parse(pattern)
-        if site.part == "attn" and site.path[0] not in ("q", "k", "v", "raw", "scores", "pattern", "z"):
+        if site.part == "attn" and ".".join(site.path) not in ATTENTION_TENSORS:
             raise InterpError(f"edit of {pattern!r}: a statistic cannot be edited; edit attn.pattern")
     modules = named_modules(model)
     reached: set[str] = set()

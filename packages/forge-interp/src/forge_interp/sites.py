@@ -50,12 +50,11 @@ class Site:
         kind, *path = (part or "out").split(".")
         if hash_ and not call.isdigit():
             raise InterpError(f"site {text!r}: the call {call!r} is no number; sites read {_GRAMMAR}")
-        known = {"out": True, "in": True, "kw": bool(path), "attn": len(path) == 1}
+        known = {"out": True, "in": True, "kw": bool(path), "attn": bool(path)}
         if not known.get(kind) or "" in path:
             raise InterpError(f"site {text!r}: no part {part!r}; sites read {_GRAMMAR}")
-        names = ATTENTION_TENSORS + ATTENTION_STATISTICS
-        if kind == "attn" and path[0] not in names:
-            raise InterpError(f"site {text!r}: attention has no {path[0]!r}, but {', '.join(names)}")
+        if kind == "attn":
+            _check_attention(text, ".".join(path))
         return cls(module, kind, tuple(path), int(call) if hash_ else None)
 
     def at(self, call: int) -> Site:
@@ -65,6 +64,12 @@ class Site:
     def __str__(self) -> str:
         name = f"{self.module}:{'.'.join((self.part, *self.path))}"
         return name if self.call is None else f"{name}#{self.call}"
+
+
+def _check_attention(text: str, name: str) -> None:
+    names = ATTENTION_TENSORS + ATTENTION_STATISTICS
+    if name not in names and not re.fullmatch(r"lag\.\d+", name):
+        raise InterpError(f"site {text!r}: attention has no {name!r}, but {', '.join(names)}, lag.K")
 
 
 def canonical(text: str) -> str:

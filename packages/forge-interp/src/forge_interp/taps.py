@@ -171,15 +171,14 @@ class _Attention:
                 tap.fire(call)
             if not edits:
                 return call.output
-        call = _edited(attention, args, kwargs, edits)
-        for tap in taps:
-            if tap.phase is Phase.AFTER_EDITS:
-                tap.fire(call)
-        return call.output
+        late = [tap for tap in taps if tap.phase is Phase.AFTER_EDITS]
+        return _edited(attention, args, kwargs, edits, late)
 
 
-def _edited(attention: Callable[..., Tensor], args: tuple, kwargs: dict, edits: list[Tap]) -> AttentionCall:
-    """The call with its tensors edited, in the order in which they arise."""
+def _edited(
+    attention: Callable[..., Tensor], args: tuple, kwargs: dict, edits: list[Tap], captures: list[Tap]
+) -> Tensor:
+    """Edit the tensors of a call in the order in which they arise, and show them to the captures."""
     call = AttentionCall.of(args, kwargs)
     named = {name: [tap for tap in edits if tap.site.path == (name,)] for name in ATTENTION_TENSORS}
     for name, field_ in (("q", "query"), ("k", "key"), ("v", "value")):
@@ -190,9 +189,15 @@ def _edited(attention: Callable[..., Tensor], args: tuple, kwargs: dict, edits: 
         call = replace(call, output=call.run(attention))
     for name, tap in dense:
         call = call.edited(name, partial(_replaced, tap))
+    for tap in captures:
+        if tap.site.path != ("z",):
+            tap.fire(call)
     for tap in named["z"]:
         call = replace(call, output=_replaced(tap, call.output))
-    return call
+    for tap in captures:
+        if tap.site.path == ("z",):
+            tap.fire(call)
+    return call.output
 
 
 def _show(tap: Tap, tree: Any, path: tuple[str, ...]) -> Any:

@@ -35,10 +35,11 @@ def read(tree: Any, path: tuple[str, ...], site: Site) -> Tensor:
 
 def write(tree: Any, path: tuple[str, ...], value: Tensor) -> Any:
     """The same tree with another tensor at that path; the given tree is not changed."""
-    keys = path or _first(tree)
+    keys = path if path else _first(tree)
     if not keys:
         return value
-    return _with_child(tree, keys[0], write(_child(tree, keys[0]), keys[1:], value) if keys[1:] else value)
+    key, rest = keys[0], keys[1:]
+    return _with_child(tree, key, write(_child(tree, key), rest, value) if rest else value)
 
 
 def tensor_paths(tree: Any, prefix: str = "") -> list[str]:
@@ -77,8 +78,8 @@ def argument(module: nn.Module, args: tuple, kwargs: dict, site: Site) -> tuple[
 
 
 def _first(tree: Any) -> tuple[str, ...]:
-    is_sequence = isinstance(tree, (tuple, list)) and len(tree) > 0
-    return ("0",) if is_sequence and isinstance(tree[0], Tensor) else ()
+    is_sequence = isinstance(tree, (tuple, list))
+    return ("0",) if is_sequence and isinstance(next(iter(tree), None), Tensor) else ()
 
 
 def _keys(tree: Any) -> list[str]:
