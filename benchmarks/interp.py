@@ -288,8 +288,6 @@ def main() -> None:
         return
     shapes = {"side_by_side": asdict(shape), "memory": asdict(large)}
     every = {" / ".join(key): value for key, value in runner.found.items()}
-    if os.environ.get("NOWRITE"):
-        return
     write(
         "interp",
         {
