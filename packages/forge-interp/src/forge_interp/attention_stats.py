@@ -83,10 +83,11 @@ def attention_statistics(
     induction: weight on the key after the latest earlier occurrence of the query's own token.
 
     A value is NaN where it is not defined: the query sees no key at all; there is no such key, or the query
-    may not see it (out of its window, of its document); for lag and induction also where the query may not see
-    its own key (it is padding) or that earlier occurrence, and where the key after that is its own. So a padded
-    sequence has the values of the unpadded one. `AttentionCall.own` says which key is a query's own: true for
-    self-attention, but not with the empty slots of a preallocated cache, where lag and induction are NaN.
+    may not see it (out of its window, of its document); for lag and induction also where the query may not
+    see its own key (it is padding) or that earlier occurrence, and where the key after that is its own. So a
+    padded sequence has the values of the unpadded one. `AttentionCall.own` says which key is a query's own:
+    true for self-attention, but not with the empty slots of a preallocated cache, where lag and induction are
+    NaN.
 
     Args:
         call: of the attention.

@@ -1,0 +1,260 @@
+"""Against loops over the dense pattern, and a padded batch against its sequences alone."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forge_interp import attention
+from forge_interp.attention import AttentionCall
+from forge_interp.attention_stats import AttentionSummary, attention_statistics, induction_score, lag_mass
+from forge_interp.errors import InterpError
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NAMES = ["entropy", "sink", "previous", "lag.0", "lag.3", "induction"]
+
+
+def random_call(
+    shape=(2, 4, 12, 12), mask: Tensor | None = None, kv_heads=2, dtype=torch.float64, **kwargs
+) -> AttentionCall:
+    batch, heads, queries, keys = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+    shapes = (batch, heads, queries, 8), (batch, kv_heads, keys, 8), (batch, kv_heads, keys, 8)
+    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
+    given = {"attn_mask": mask, "enable_gqa": True} | kwargs
+    return AttentionCall.of((q, k, v), given, F.scaled_dot_product_attention(q, k, v, **given))
+
+
+def random_tokens(batch: int, keys: int) -> Tensor:
+    return torch.randint(4, (batch, keys), generator=torch.Generator().manual_seed(keys))
+
+
+def left_padded(pads: list[int], queries: int, keys: int) -> Tensor:
+    causal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return causal & (torch.arange(keys) >= torch.tensor(pads)[:, None])[:, None, None]
+
+
+def windowed(keys: int) -> Tensor:
+    return torch.ones(keys, keys, dtype=torch.bool).tril().triu(-2)
+
+
+def packed(keys: int) -> Tensor:
+    document = torch.arange(keys) >= keys // 3
+    return torch.ones(keys, keys, dtype=torch.bool).tril() & (document[:, None] == document)
+
+
+def of_heads(keys: int) -> Tensor:
+    """Head 0 sees all, head 1 a window, head 2 the past, head 3 nothing before key 2."""
+    everything = torch.ones(keys, keys, dtype=torch.bool)
+    return torch.stack([everything, windowed(keys), everything.tril(), torch.arange(keys) >= 2 * everything])
+
+
+def key_of(name: str, own: int, first: int, tokens: Tensor) -> int:
+    """The key that a statistic looks at, -1 for none."""
+    if name == "sink":
+        return first
+    if name != "induction":
+        return own - {"previous": 1, "lag.0": 0, "lag.3": 3}[name]
+    same = [j for j in range(own) if tokens[j] == tokens[own]]
+    return same[-1] + 1 if same and same[-1] + 1 < own else -1
+
+
+def by_loops(call: AttentionCall, visible: Tensor, name: str, tokens: Tensor) -> Tensor:
+    batch, heads, queries, keys = call.grid
+    pattern = call.read("pattern", 2**30)
+    visible = visible.expand(batch, heads, queries, keys)
+    found = torch.full((batch, heads, queries), math.nan, dtype=pattern.dtype)
+    for b, n, t in torch.cartesian_prod(*map(torch.arange, (batch, heads, queries))).tolist():
+        sees = visible[b, n, t]
+        own = t if call.is_causal else keys - queries + t
+        if name == "entropy":
+            p = pattern[b, n, t][pattern[b, n, t] > 0]
+            found[b, n, t] = -(p * p.log()).sum() if sees.any() else math.nan
+            continue
+        first = visible[b, n].any(0).nonzero()[0].item()
+        at = key_of(name, own, first, tokens[b])
+        needed = [at] if name == "sink" else [at, own] + [at - 1] * (name == "induction")
+        if all(0 <= key < keys and sees[key] for key in needed):
+            found[b, n, t] = pattern[b, n, t, at]
+    return found
+
+
+CASES = {
+    "all": (None, (2, 4, 12, 12)),
+    "left padding": (left_padded([0, 4], 12, 12), (2, 4, 12, 12)),
+    "right padding": (torch.arange(12) < torch.tensor([12, 7])[:, None, None, None], (2, 4, 12, 12)),
+    "window": (windowed(12), (2, 4, 12, 12)),
+    "documents": (packed(12), (2, 4, 12, 12)),
+    "heads": (of_heads(12), (2, 4, 12, 12)),
+    "cache": (left_padded([0, 4], 3, 12), (2, 4, 3, 12)),
+    "one query": (left_padded([0, 4], 1, 12), (2, 4, 1, 12)),
+    "fewer keys": (None, (2, 4, 12, 5)),
+}
+
+
+@pytest.mark.parametrize("tile_bytes", [1, 4 * 12 * 8 * 5, 2**24], ids=["query", "queries", "batch"])
+@pytest.mark.parametrize("case", CASES)
+def test_attention_statistics_equal_loops_over_the_pattern(case, tile_bytes, monkeypatch):
+    mask, shape = CASES[case]
+    call, tokens = random_call(shape, mask), random_tokens(shape[0], shape[3])
+    monkeypatch.setattr(AttentionCall.tiles, "__defaults__", (tile_bytes,))
+    monkeypatch.setattr(AttentionCall.parts, "__defaults__", (tile_bytes,))
+    found = attention_statistics(call, NAMES, tokens)
+    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask
+    for name in NAMES:
+        torch.testing.assert_close(found[name], by_loops(call, visible, name, tokens), equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 12, 12), (2, 4, 5, 12)], ids=["square", "more keys"])
+def test_attention_statistics_align_is_causal_at_the_first_key(shape):
+    call, tokens = random_call(shape, is_causal=True), random_tokens(2, 12)
+    visible = torch.ones(shape[2:], dtype=torch.bool).tril()
+    found = attention_statistics(call, NAMES, tokens)
+    for name in NAMES:
+        torch.testing.assert_close(found[name], by_loops(call, visible, name, tokens), equal_nan=True)
+
+
+@pytest.mark.parametrize("minus", [-torch.inf, torch.finfo(torch.float64).min])
+def test_attention_statistics_take_an_added_mask_like_the_bool_one(minus):
+    mask, tokens = left_padded([0, 4], 12, 12), random_tokens(2, 12)
+    added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, minus)
+    found = attention_statistics(random_call(mask=added), NAMES, tokens)
+    expected = attention_statistics(random_call(mask=mask), NAMES, tokens)
+    for name in NAMES:
+        torch.testing.assert_close(found[name], expected[name], equal_nan=True)
+
+
+def test_attention_statistics_of_a_padded_sequence_are_those_of_the_sequence_alone():
+    pads = 4
+    alone, tokens = random_call((1, 4, 12, 12), is_causal=True), random_tokens(1, 12)
+    filled = [F.pad(x, (0, 0, pads, 0), value=7.0) for x in (alone.query, alone.key, alone.value)]
+    given = {"attn_mask": left_padded([pads], 16, 16), "enable_gqa": True}
+    padded = AttentionCall.of(filled, given, F.scaled_dot_product_attention(*filled, **given))
+    pad_id = tokens[0, 0].item()
+    found = attention_statistics(padded, NAMES, F.pad(tokens, (pads, 0), value=pad_id))
+    for name, expected in attention_statistics(alone, NAMES, tokens).items():
+        assert found[name][..., :pads].isnan().all()
+        torch.testing.assert_close(found[name][..., pads:], expected, equal_nan=True)
+
+
+def test_lag_mass_is_the_induction_score_of_a_repeated_random_sequence():
+    period = 6
+    tokens = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:period].repeat(2)[None]
+    call = random_call((1, 4, 12, 12), is_causal=True)
+    lag, induction = lag_mass(call, period - 1), induction_score(call, tokens)
+    torch.testing.assert_close(induction[..., period:], lag[..., period:], rtol=0, atol=0)
+    assert induction[..., :period].isnan().all()
+
+
+def test_induction_score_of_a_head_that_copies_is_one():
+    tokens = torch.tensor([[5, 1, 2, 3, 5, 1, 2]])
+    code = F.one_hot(tokens, 6).double()[:, None] * 100
+    before = F.pad(code, (0, 0, 1, 0))[:, :, :-1]
+    call = AttentionCall.of((code, before, code), {"is_causal": True}, code)
+    torch.testing.assert_close(induction_score(call, tokens)[0, 0, 4:], torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("names", [["entropy"], ["sink"], ["previous"], ["induction", "lag.5", "entropy"]])
+def test_attention_statistics_hold_no_tensor_of_all_weights(names):
+    shape = (1, 4, 3000, 3000)
+    call = random_call(shape, mask=left_padded([5], 3000, 3000), dtype=torch.float32)
+    tokens = random_tokens(1, 3000)
+    with Largest() as largest:
+        attention_statistics(call, names, tokens)
+        call.check()
+    assert largest.bytes <= 1.01 * attention.TILE_BYTES
+    assert largest.bytes <= 0.12 * math.prod(shape) * 4
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes that any new tensor took."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        fresh = [
+            x.untyped_storage().nbytes()
+            for x in tree_leaves(out)
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given
+        ]
+        self.bytes = max([self.bytes, *fresh])
+        return out
+
+
+def test_attention_statistics_refuse_missing_tokens_and_unknown_names():
+    call = random_call()
+    with pytest.raises(InterpError, match=r"tokens are missing; expected \[2, 12\]"):
+        attention_statistics(call, ["induction"])
+    with pytest.raises(InterpError, match=r"tokens are \[2, 11\]"):
+        induction_score(call, random_tokens(2, 11))
+    for name in ("lag", "lag.-1", "lag.x", "mean", "entropy.1"):
+        with pytest.raises(InterpError, match=f"no statistic '{name}'.*lag.K"):
+            attention_statistics(call, [name])
+
+
+def test_attention_statistics_stay_float32_for_half_precision():
+    call = random_call(dtype=torch.bfloat16)
+    assert attention_statistics(call, ["entropy"])["entropy"].dtype == torch.float32
+
+
+def summary_of(calls: list[AttentionCall], site="a", **kwargs) -> AttentionSummary:
+    summary = AttentionSummary(["entropy", "previous"])
+    for call in calls:
+        summary.update(site, call, **kwargs)
+    return summary
+
+
+def test_summary_is_the_mean_over_all_defined_queries():
+    calls = [random_call(mask=left_padded([0, 4], 12, 12)), random_call((3, 4, 7, 7), is_causal=True)]
+    summary = summary_of(calls)
+    for name in summary.names:
+        parts = [attention_statistics(call, [name])[name] for call in calls]
+        joined = torch.cat([part.transpose(0, 1).flatten(1) for part in parts], 1)
+        torch.testing.assert_close(summary.values(name), joined.nanmean(1)[None])
+        torch.testing.assert_close(summary.counts(name), (~joined.isnan()).sum(1).double()[None])
+    assert summary.counts("previous")[0, 0] == 11 + 7 + 3 * 6
+
+
+def test_summary_merged_equals_one_pass():
+    calls = [random_call((b, 4, 9, 9), is_causal=True) for b in (1, 2, 3)]
+    left, right = summary_of(calls[:1]), summary_of(calls[1:])
+    right.update("b", calls[0])
+    merged = left.merge(right)
+    assert merged.sites == ["a", "b"]
+    torch.testing.assert_close(merged.values("entropy")[:1], summary_of(calls).values("entropy"))
+    torch.testing.assert_close(merged.values("entropy")[1:], summary_of(calls[:1]).values("entropy"))
+    right.update("a", calls[0])
+    torch.testing.assert_close(merged.values("entropy")[:1], summary_of(calls).values("entropy"))
+
+
+def test_summary_leaves_out_what_keep_leaves_out():
+    keys = torch.arange(12) < torch.tensor([12, 7])[:, None]
+    call = random_call(mask=keys[:, None, None])
+    found = summary_of([call], keep=keys).values("entropy")[0]
+    entropy = call.read("entropy", 0)
+    expected = torch.cat([entropy[0], entropy[1, :, :7]], 1).mean(1)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(summary_of([call]).values("entropy")[0], expected)
+
+
+def test_summary_refuses_what_does_not_fit():
+    summary, call = summary_of([random_call()]), random_call()
+    with pytest.raises(InterpError, match=r"keep is \[12\]; expected \[2, 12\]"):
+        summary.update("a", call, keep=torch.ones(12))
+    with pytest.raises(InterpError, match="'a' has 2 heads; expected 4"):
+        summary.update("a", random_call((2, 2, 5, 5)))
+    with pytest.raises(InterpError, match="'sink' was not summarized"):
+        summary.values("sink")
+    with pytest.raises(InterpError, match="cannot merge"):
+        summary.merge(AttentionSummary())
+    with pytest.raises(InterpError, match="equal numbers of heads"):
+        AttentionSummary().values("sink")
+    summary.update("b", random_call((2, 2, 5, 5)))
+    with pytest.raises(InterpError, match="equal numbers of heads"):
+        summary.values("entropy")
