@@ -1,0 +1,309 @@
+"""Capture on thirteen families of `transformers`, against plain hooks and what the models say themselves."""
+
+from contextlib import nullcontext
+from functools import reduce
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers")
+
+from forge_interp import InterpError
+from forge_interp.capture import capture
+from forge_interp.report import resolve
+
+from .zoo import FAMILIES, WITH_SDPA, SdpaLog, hooked, modules, value_of
+
+EVERY = pytest.mark.parametrize("name", FAMILIES)
+EVERY_WITH_SDPA = pytest.mark.parametrize("name", WITH_SDPA)
+PADDING = pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+TOLERANCE = {"rtol": 0, "atol": 1e-5}
+# What they make of their inputs depends on the inputs' values, which a run without arithmetic does not know.
+DATA_DEPENDENT = {"siglip2": "spatial_shapes", "llava": "masked_scatter"}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def made(name, attention=None):
+    family = FAMILIES[name]()
+    return family, family.build(attention or ("sdpa" if family.attention else "eager"))
+
+
+def block_sites(family):
+    return [f"{tower.blocks}:{part}" for tower in family.towers for part in ("in", "out")]
+
+
+def first_input(args, kwargs, output):
+    return args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
+
+
+def first_output(args, kwargs, output):
+    return value_of(output)
+
+
+def plain_hooks(model, family, inputs):
+    """Inputs and outputs of all blocks by site, and the model's own output."""
+    names = modules(model, *(tower.blocks for tower in family.towers))
+    with hooked(model, names, first_input) as ins, hooked(model, names, first_output) as outs:
+        output = model(**inputs)
+    seen = {f"{n}:in": value for n, value in ins.items()} | {f"{n}:out": value for n, value in outs.items()}
+    return seen, output
+
+
+def tensors_of(output):
+    """All tensors of an output, whatever it is, in order."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if isinstance(output, (tuple, list)):
+        return [tensor for one in output for tensor in tensors_of(one)]
+    return [tensor for one in getattr(output, "values", tuple)() for tensor in tensors_of(one)]
+
+
+def assert_equal(got, expected):
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(got[key], value), key
+
+
+@PADDING
+@EVERY
+def test_capture_equals_plain_hooks_of_the_same_run(name, padded):
+    family, model = made(name)
+    with capture(model, block_sites(family)) as acts:
+        expected, _ = plain_hooks(model, family, family.inputs(padded))
+    assert len(expected) >= 4
+    assert_equal(dict(acts), expected)
+
+
+@EVERY
+def test_capture_equals_hidden_states(name):
+    family, model = made(name)
+    with capture(model, block_sites(family)) as acts:
+        output = model(**family.inputs(True), output_hidden_states=True)
+    for tower in (tower for tower in family.towers if tower.states):
+        *states, final = reduce(getattr, tower.states.split("."), output)
+        blocks = modules(model, tower.blocks)
+        if tower.begins_with_input:
+            expected = {f"{block}:in": state for block, state in zip(blocks, states, strict=True)}
+            expected |= {f"{block}:out": state for block, state in zip(blocks, states[1:], strict=False)}
+        else:
+            expected = {f"{block}:out": state for block, state in zip(blocks, states, strict=True)}
+        assert_equal({key: acts[key] for key in expected}, expected)
+        last = acts[f"{blocks[-1]}:out"]
+        assert torch.equal(model.get_submodule(tower.norm)(last) if tower.norm else last, final)
+
+
+def real(call, mask):
+    """[B, T] queries that see a key, and of a padded text those that are no padding."""
+    seen = call.scores.isfinite().any(-1).all(1)
+    return seen & mask.bool() if mask.shape == seen.shape else seen
+
+
+@PADDING
+@EVERY_WITH_SDPA
+def test_attention_equals_the_call_and_the_eager_weights(name, padded):
+    family, model = made(name)
+    inputs = family.inputs(padded)
+    names = modules(model, *family.attention)
+    parts = ("q", "k", "v", "raw", "scores", "pattern", "z")
+    sites = [f"{glob}:attn.{part}" for glob in family.attention for part in parts]
+    order = hooked(model, names, first_output)
+    with order as ran, SdpaLog() as log, capture(model, sites) as acts:
+        model(**inputs)
+    eager = family.build("eager")
+    with hooked(eager, names, lambda args, kwargs, output: output[-1]) as weights:
+        eager(**inputs, output_attentions=True)
+    assert len(acts) == len(log.calls) * len(parts) == len(names) * len(parts)
+    for module, call in zip(ran, log.calls, strict=True):
+        q, k, v, raw, scores, pattern, z = (acts[f"{module}:attn.{part}"] for part in parts)
+        for got, given in ((q, call.query), (k, call.key), (v, call.value), (z, call.output)):
+            assert torch.equal(got, given)
+        torch.testing.assert_close(raw.double(), call.raw, **TOLERANCE)
+        torch.testing.assert_close(scores.double(), call.scores, **TOLERANCE)
+        rows = real(call, inputs["attention_mask"])
+        per_query = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+        torch.testing.assert_close(by_query(pattern @ per_query, rows), by_query(z, rows), **TOLERANCE)
+        torch.testing.assert_close(by_query(pattern, rows), by_query(weights[module], rows), **TOLERANCE)
+
+
+def by_query(value, rows):
+    """[B, N, T, ...] -> [chosen queries, N, ...]."""
+    return value.transpose(1, 2)[rows]
+
+
+@PADDING
+@EVERY_WITH_SDPA
+def test_streaming_statistics_equal_those_of_the_pattern(name, padded):
+    family, model = made(name)
+    parts = ("scores", "pattern", "entropy", "sink")
+    sites = [f"{glob}:attn.{part}" for glob in family.attention for part in parts]
+    with capture(model, sites) as acts:
+        model(**family.inputs(padded))
+    for module in modules(model, *family.attention):
+        scores, pattern, entropy, sink = (acts[f"{module}:attn.{part}"] for part in parts)
+        seen = scores > torch.finfo(scores.dtype).min / 2
+        rows = seen.any(-1)
+        assert rows.any() and (padded or rows.all())
+        assert entropy[~rows].isnan().all()
+        torch.testing.assert_close(entropy[rows], torch.special.entr(pattern).sum(-1)[rows], **TOLERANCE)
+        first = seen.any(-2).float().argmax(-1)[..., None, None].expand_as(pattern[..., :1])
+        expected = pattern.gather(-1, first)[..., 0]
+        known = rows & sink.isfinite()
+        assert known.any() and torch.equal(sink.isfinite(), rows & seen.gather(-1, first)[..., 0])
+        torch.testing.assert_close(sink[known], expected[known], **TOLERANCE)
+
+
+@EVERY
+def test_attention_request_is_an_error_with_a_remedy_where_sdpa_is_not_called(name):
+    family, model = made(name, "eager")
+    globs = family.attention or [f"{tower.blocks}" for tower in family.towers]
+    with (
+        pytest.raises(InterpError, match=r"scaled_dot_product_attention.*set_attn_implementation\('sdpa'\)"),
+        capture(model, [f"{glob}:attn.pattern" for glob in globs]),
+    ):
+        model(**family.inputs(False))
+
+
+@EVERY
+def test_resolve_gives_the_shapes_without_arithmetic(name):
+    family, model = made(name)
+    inputs = family.inputs(True)
+    sites = block_sites(family) + [f"{glob}:attn.pattern" for glob in family.attention]
+    with Arithmetic() as arithmetic:
+        report = resolve(model, sites, **inputs)
+    assert arithmetic.done == []
+    with capture(model, sites) as acts:
+        model(**inputs)
+    assert sorted(site for found in report.sites.values() for site in found) == sorted(acts)
+    if name in DATA_DEPENDENT:
+        assert report.shapes == {} and "dry run" in report.problem
+    else:
+        assert report.problem is None
+        assert report.shapes == {key: (tuple(value.shape), value.dtype) for key, value in acts.items()}
+
+
+class Arithmetic(TorchDispatchMode):
+    """Writes down operations that really multiply."""
+
+    def __init__(self):
+        super().__init__()
+        self.done = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if any(word in str(func) for word in ("mm", "conv", "attention")) and not is_fake(
+            tensors_of(output)[0]
+        ):
+            self.done.append(str(func))
+        return output
+
+
+@EVERY
+def test_stop_gives_the_values_of_a_full_run(name):
+    family, model = made(name)
+    sites = block_sites(family) + [f"{glob}:attn.pattern" for glob in family.attention]
+    with capture(model, sites) as full:
+        assert model(**family.inputs(True)) is not None
+    with capture(model, sites, stop=True) as acts:
+        assert model(**family.inputs(True)) is None
+    assert_equal(dict(acts), dict(full))
+
+
+@EVERY
+def test_stop_leaves_out_what_comes_after_the_last_site(name):
+    family, model = made(name)
+    first, second = modules(model, family.towers[-1].blocks)[0], modules(model, family.towers[-1].blocks)[-1]
+    with hooked(model, [first, second], first_output) as ran, capture(model, f"{first}:in", stop=True):
+        model(**family.inputs(False))
+    assert ran == {}
+
+
+@EVERY
+def test_outputs_inside_a_capture_are_those_without_it(name):
+    family, model = made(name)
+    expected = tensors_of(model(**family.inputs(True)))
+    sites = block_sites(family) + [f"{glob}:attn.pattern" for glob in family.attention]
+    with capture(model, sites):
+        got = tensors_of(model(**family.inputs(True)))
+    assert len(expected) > 0
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+def leftovers(model):
+    """Whatever a capture could leave behind in a model and in torch."""
+    hooks = [
+        (name, key, dict(value))
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if "hooks" in key and isinstance(value, dict) and value
+    ]
+    shadowed = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    return hooks, shadowed, F.scaled_dot_product_attention, torch._C._len_torch_function_stack()
+
+
+@pytest.mark.parametrize("ending", ["normal", "stop", "raise_in_model", "raise_in_body", "captured_nothing"])
+@EVERY
+def test_nothing_is_left_behind(name, ending):
+    family, model = made(name)
+    sites = block_sites(family) + [f"{glob}:attn.z" for glob in family.attention]
+    inputs = family.inputs(False)
+    model(**inputs)  # transformers puts hooks of its own into some models on their first call
+    before = leftovers(model)
+    attention = modules(model, *family.attention or [family.towers[-1].blocks])[-1]
+    failing = (
+        model.get_submodule(attention).register_forward_hook(fail) if ending == "raise_in_model" else None
+    )
+    error = {"raise_in_model": Broken, "raise_in_body": Broken, "captured_nothing": InterpError}.get(ending)
+    with pytest.raises(error) if error else nullcontext(), capture(model, sites, stop=ending == "stop"):
+        if ending != "captured_nothing":
+            model(**inputs)
+        if ending == "raise_in_body":
+            raise Broken
+    if failing:
+        failing.remove()
+    assert leftovers(model) == before
+    with capture(model, sites) as acts:
+        expected, _ = plain_hooks(model, family, inputs)
+    assert_equal({key: acts[key] for key in expected}, expected)
+
+
+class Broken(Exception):
+    pass
+
+
+def fail(*_):
+    raise Broken
+
+
+class InPlace(nn.Module):
+    """Each layer changes the output of the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.act = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        hidden = self.one(x)
+        self.act(hidden)
+        hidden += self.two(x).mul_(2)
+        return hidden.add_(1)
+
+
+def test_later_in_place_operations_leave_captured_values_alone():
+    torch.manual_seed(0)
+    model, x = InPlace(), torch.randn(8, 4)
+    with capture(model, ["one", "two", "act:in", "act", ":out"]) as acts:
+        output = model(x)
+    one, two = (F.linear(x, layer.weight, layer.bias) for layer in (model.one, model.two))
+    assert (one < 0).any()
+    expected = {"one:out": one, "two:out": two, "act:in": one, "act:out": one.relu(), ":out": output.clone()}
+    output.zero_()
+    assert_equal(dict(acts), expected)
