@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from difflib import get_close_matches
 from functools import partial, wraps
 from typing import Any
@@ -89,7 +89,8 @@ class Activations(Mapping[str, Tensor]):
     def expect(self, keys: Iterable[str]) -> None:
         """From now on each forward pass must give exactly these values, and stops after them if it may.
 
-        Call `clear()` before each pass. A pass that gives others, or not all, raises InterpError.
+        For a capture with `stop` or `sink`; call `clear()` before each pass. A pass that gives others, or not
+        all, raises InterpError.
         """
         self._awaited, self._is_exact = frozenset(canonical(key) for key in keys), True
 
@@ -120,8 +121,8 @@ class Activations(Mapping[str, Tensor]):
         if self._is_exact and self._fired != self._awaited:
             extra, missing = sorted(self._fired - self._awaited), sorted(self._awaited - self._fired)
             raise InterpError(
-                f"a forward pass gave {extra or 'nothing'} too many and {missing or 'nothing'} too few; "
-                "expected the same in each: call clear() before each, capture apart what only some inputs reach"
+                f"a forward pass gave {extra or 'nothing'} too many and {missing or 'nothing'} too few, "
+                "expected the same in each: call clear() before each, capture apart what only some reach"
             )
 
     def _read(self, call: AttentionCall, site: Site) -> Tensor:
@@ -223,7 +224,10 @@ def capture(
     unique = {str(site): site for of_pattern in found.values() for site in of_pattern}
     acts._taps = [Tap(site, modules[site.module], acts._take, phase, acts) for site in unique.values()]
     acts._unchecked = {site.module for site in unique.values()} if check_attention else set()
-    with _passes_of(modules[""], acts._end_pass), attached(acts._taps):
+    with ExitStack() as stack:
+        if stop or sink is not None:
+            stack.enter_context(_passes_of(modules[""], acts._end_pass))
+        stack.enter_context(attached(acts._taps))
         yield acts
         acts._verify()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from forge_interp.capture import capture
 from forge_interp.sites import find_sites
@@ -20,7 +22,7 @@ class Report:
     Attributes:
         sites: sites by pattern, in the order of the model.
         shapes: shape and dtype by key, of the values that a dry run gave; empty without example arguments.
-        problem: why there are no shapes although arguments were given, or None.
+        problem: why some or all shapes are missing although arguments were given, or None.
     """
 
     sites: dict[str, list[str]]
@@ -54,23 +56,41 @@ def resolve(model: nn.Module, sites: str | Iterable[str], /, *args: Any, **kwarg
     found = {p: [str(site) for site in of_pattern] for p, of_pattern in find_sites(model, patterns).items()}
     if not args and not kwargs:
         return Report(found, {})
-    try:
-        return Report(found, _dry_run(model, patterns, args, kwargs))
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        first = str(error).partition("\n")[0]
-        return Report(found, {}, f"no shapes: the dry run ended with {type(error).__name__}: {first}")
+    return Report(found, *_dry_run(model, patterns, args, kwargs))
 
 
-def _dry_run(model: nn.Module, patterns: list[str], args: Any, kwargs: Any) -> dict:
+def _dry_run(model: nn.Module, patterns: list[str], args: Any, kwargs: Any) -> tuple[dict, str | None]:
+    """Shapes by key as far as the run came, and why it came no further."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_map_only
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    args, kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
-    options = {"check_attention": False, "attention_bytes": 1 << 62}
-    with torch.no_grad(), mode, capture(model, patterns, **options) as acts:
-        model(*args, **kwargs)
-        return {key: (tuple(value.shape), value.dtype) for key, value in acts.items()}
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state, args, kwargs = tree_map_only(Tensor, mode.from_tensor, (state, args, kwargs))
+    acts: Mapping[str, Tensor] = {}
+    problem = None
+    options: dict[str, Any] = {"check_attention": False, "attention_bytes": 1 << 62}
+    try:
+        with _unchanged(model), torch.no_grad(), mode, capture(model, patterns, **options) as acts:
+            functional_call(model, state, args, kwargs)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        problem = f"dry run ended by {type(error).__name__}: {reason}; for the rest capture a small batch"
+    return {key: (tuple(value.shape), value.dtype) for key, value in acts.items()}, problem
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Put back what a forward pass keeps on modules, such as tables of positions: a dry run's are fake."""
+    kept = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in kept:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -140,6 +140,7 @@ class _Attention:
 
     def __init__(self) -> None:
         self._running: list[_Board] = []
+        self._is_busy = False
 
     def enter(self, board: _Board) -> None:
         self._running.append(board)
@@ -159,10 +160,19 @@ class _Attention:
         return sorted(found, key=lambda tap: tap.phase)
 
     def attend(self, attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """Run one attention call through the taps."""
-        taps = self.taps()
+        """Run one attention call through the taps; a call meanwhile is the same, seen by an outer `with`."""
+        taps = [] if self._is_busy else self.taps()
         if not taps:
             return attention(*args, **kwargs)
+        self._is_busy = True
+        try:
+            return self._serve(taps, attention, args, kwargs)
+        finally:
+            self._is_busy = False
+
+    def _serve(
+        self, taps: list[Tap], attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]
+    ) -> Tensor:
         edits = [tap for tap in taps if tap.phase is Phase.EDIT]
         early = [tap for tap in taps if tap.phase is Phase.BEFORE_EDITS]
         if not edits or early:

@@ -1,0 +1,43 @@
+import pytest
+import torch
+from forge_interp import capture
+from forge_interp.offload import Offload
+from torch import nn
+
+
+def test_copy_on_the_same_device_owns_its_memory():
+    value = torch.arange(12.0).view(3, 4).t()
+    copy = Offload("cpu", 1).copy(value)
+    value.zero_()
+    assert copy.is_contiguous()
+    assert copy.sum() == 66
+
+
+def test_send_delivers_the_value_itself_when_it_is_there_already():
+    given = []
+    value = torch.ones(2)
+    Offload(None, 1).send(value, given.append)
+    assert given[0] is value
+
+
+def test_copy_moves_to_other_devices():
+    assert Offload("meta", 1).copy(torch.ones(2)).device.type == "meta"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("budget", [1, 1 << 12, 1 << 30])
+def test_capture_from_a_gpu_equals_one_on_it(budget):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True)) for _ in range(6))).cuda()
+    x = torch.randn(1000, 64, device="cuda")
+    with capture(model, "**") as here, capture(model, "**", device="cpu", max_inflight_bytes=budget) as there:
+        model(x)
+    for key, value in here.items():
+        assert there[key].is_pinned()
+        assert torch.equal(there[key], value.cpu())
+    sunk = {}
+    with capture(model, "**", device="cpu", sink=lambda k, v: sunk.update({k: v.clone()})):
+        model(x)
+        assert sunk.keys() == here.keys()
+    assert all(torch.equal(sunk[key], value.cpu()) for key, value in here.items())
