@@ -35,14 +35,11 @@ def output_logits(output: Any) -> Tensor:
     Raises:
         InterpError: there are none.
     """
-    if isinstance(output, Mapping) and "logits" in output:
-        output = output["logits"]
-    elif hasattr(output, "logits"):
-        output = output.logits
-    elif isinstance(output, tuple | list) and output:
-        output = output[0]
-    if isinstance(output, Tensor) and output.ndim > 0 and output.is_floating_point():
-        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if isinstance(logits, tuple | list) and logits:
+        logits = logits[0]
+    if isinstance(logits, Tensor) and logits.ndim > 0 and logits.is_floating_point():
+        return logits
     raise InterpError(
         f"the model returned {_describe(output)}; expected logits: a floating-point tensor with the "
         "vocabulary last, an output with `.logits`, or a tuple that starts with them; call it without labels"

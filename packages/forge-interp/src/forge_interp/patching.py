@@ -106,5 +106,5 @@ def same_shape(site: str, clean: Tensor, corrupted: Tensor) -> None:
     if clean.shape != corrupted.shape:
         raise InterpError(
             f"site {site!r} is {list(clean.shape)} in one run and {list(corrupted.shape)} in the other; "
-            "expected the same: clean and corrupted inputs need equally many samples and tokens, place for place"
+            "expected the same: clean and corrupted inputs need equally many samples and tokens"
         )

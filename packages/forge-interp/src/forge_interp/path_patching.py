@@ -46,9 +46,9 @@ def path_patching(
     Of the frozen sites, s itself is left out, and so are the outputs of the modules that s is in: its effect
     must leave through them. What is frozen defines "direct": with the outputs of all attention and
     feed-forward modules, only the residual stream and the norms in front of the receiver remain; Wang et al.
-    leave the feed-forward modules free. As in `activation_patching` the clean activation is put into the corrupted run;
-    swap the two inputs for the direction of Wang et al. Costs 2 forward passes, 1 for each place of a sender,
-    and 1 for each pair.
+    leave the feed-forward modules free. As in `activation_patching` the clean activation is put into the
+    corrupted run; swap the two inputs for the direction of Wang et al. Costs 2 forward passes, 1 for each
+    place of a sender, and 1 for each pair.
 
     Args:
         model: any module.

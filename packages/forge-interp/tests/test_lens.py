@@ -1,0 +1,234 @@
+import math
+
+import pytest
+import torch
+from forge_interp.errors import InterpError
+from forge_interp.lens import logit_lens, read_lens
+from forge_interp.unembedding import Unembedding
+from torch import Tensor, nn
+
+
+class TinyLM(nn.Module):
+    def __init__(self, vocab: int = 40, dim: int = 8, num_layers: int = 3, cap: float | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Tanh()) for _ in range(num_layers)
+        )
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab)
+        nn.init.normal_(self.norm.weight)
+        self.stream = nn.ModuleList(nn.Identity() for _ in range(num_layers))
+        self.cap = cap
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.embed(tokens) * scale
+        for layer, stream in zip(self.layers, self.stream, strict=True):
+            x = stream(x + layer(x))
+        logits = self.head(self.norm(x))
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+TOKENS = torch.arange(14).view(2, 7) % 5
+
+
+def test_logit_lens_is_the_models_own_prediction_at_the_last_layer_bit_for_bit():
+    model = TinyLM()
+    result = logit_lens(model, "stream.*", TOKENS, keep_logits=True, scale=1.5)
+    own = model(TOKENS, scale=1.5)
+    assert torch.equal(result.logits["stream.2:out"], own)
+    assert not torch.equal(result.logits["stream.1:out"], own)
+    assert torch.equal(result.top_ids[-1, ..., 0], own.argmax(-1))
+    assert result.kl[-1].abs().max() < 1e-6 < 1e-3 < result.kl[0].min()
+
+
+def test_logit_lens_summaries_equal_the_definitions_on_the_full_logits():
+    model, targets = TinyLM().double(), TOKENS.roll(-1, 1).clone()
+    targets[0, 3] = -100
+    result = logit_lens(model, ["embed", "stream.*"], TOKENS, targets=targets, top_k=3)
+    assert result.sites == ("embed:out", "stream.0:out", "stream.1:out", "stream.2:out")
+    assert result.logits is None
+    final = model(TOKENS).log_softmax(-1)
+    x = model.embed(TOKENS)
+    for i in range(4):
+        log_probs = model.head(model.norm(x)).log_softmax(-1)
+        probs = log_probs.exp()
+        top = probs.topk(3)
+        assert torch.equal(result.top_ids[i], top.indices)
+        torch.testing.assert_close(result.top_probs[i], top.values)
+        torch.testing.assert_close(result.entropy[i], -(probs * log_probs).sum(-1))
+        torch.testing.assert_close(result.kl[i], (final.exp() * (final - log_probs)).sum(-1))
+        order = log_probs.argsort(-1, descending=True)
+        rank = (order == targets[..., None]).float().argmax(-1)
+        valid = targets >= 0
+        assert torch.equal(result.target_rank[i][valid], rank[valid])
+        assert result.target_rank[i][~valid].tolist() == [-1]
+        own = log_probs.gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+        torch.testing.assert_close(result.target_log_prob[i][valid], own[valid])
+        assert result.target_log_prob[i][~valid].isnan().all()
+        if i < 3:
+            x = x + model.layers[i](x)
+
+
+def test_logit_lens_in_pieces_never_holds_more_than_max_bytes_of_logits():
+    model = TinyLM()
+    rows = []
+
+    def head(x: Tensor) -> Tensor:
+        rows.append(math.prod(x.shape[:-1]))
+        return model.head(x)
+
+    whole = logit_lens(model, "stream.*", TOKENS, targets=TOKENS, head="head")
+    pieces = logit_lens(
+        model, "stream.*", TOKENS, targets=TOKENS, head=head, max_bytes=6 * 4 * 40 * 3, check=False
+    )
+    assert max(rows) == 3
+    for name in ("top_ids", "target_rank"):
+        assert torch.equal(getattr(pieces, name), getattr(whole, name))
+    for name in ("top_probs", "entropy", "kl", "target_log_prob"):
+        torch.testing.assert_close(getattr(pieces, name), getattr(whole, name))
+
+
+def test_read_lens_reads_given_activations_without_a_final_distribution():
+    model = TinyLM()
+    unembedding = Unembedding(model)
+    hidden = torch.randn(4, 8)
+    result = read_lens({"mine": hidden}, lambda site, x: unembedding(x), targets=torch.arange(4), top_k=1)
+    assert result.kl is None
+    assert torch.equal(result.top_ids[0, :, 0], model.head(model.norm(hidden)).argmax(-1))
+    assert result.target_rank.shape == (1, 4)
+
+
+def test_divergence_ignores_tokens_that_the_final_distribution_rules_out():
+    model = TinyLM()
+    final = model(TOKENS).detach()
+    final[..., 30:] = -torch.inf
+    result = read_lens({"x": torch.randn(2, 7, 8)}, lambda site, x: Unembedding(model)(x), final=final)
+    assert result.kl.isfinite().all()
+
+
+def test_logit_lens_notices_a_soft_cap_and_takes_it_as_a_function():
+    model = TinyLM(cap=0.5)
+    with pytest.raises(InterpError, match=r"norm=norm, head=head differ.*soft cap"):
+        logit_lens(model, "stream.*", TOKENS)
+    result = logit_lens(
+        model, "stream.*", TOKENS, head=lambda x: 0.5 * torch.tanh(model.head(x) / 0.5), keep_logits=True
+    )
+    assert torch.equal(result.logits["stream.2:out"], model(TOKENS))
+    unchecked = logit_lens(model, "stream.*", TOKENS, check=False)
+    assert unchecked.kl[-1].max() > 1e-3
+
+
+def test_logit_lens_notices_a_wrong_norm():
+    model = TinyLM()
+    model.final_norm = nn.LayerNorm(8)
+    with pytest.raises(InterpError, match=r"norm of TinyLM is ambiguous: norm, final_norm"):
+        logit_lens(model, "stream.*", TOKENS)
+    with pytest.raises(InterpError, match="captured nothing at 'final_norm:in'"):
+        logit_lens(model, "stream.*", TOKENS, norm="final_norm")
+    model.layers[0] = nn.Sequential(model.final_norm, nn.Linear(8, 8))
+    with pytest.raises(InterpError, match="norm=final_norm, head=head differ"):
+        logit_lens(model, "stream.*", TOKENS, norm="final_norm")
+
+
+def test_unembedding_finds_the_end_by_name_outside_of_the_blocks():
+    model = nn.ModuleDict({"transformer": TinyLM()})
+    found = Unembedding(model)
+    assert (found.norm_name, found.head_name) == ("transformer.norm", "transformer.head")
+    assert Unembedding(torch.compile(TinyLM(), backend="eager")).norm_name == "norm"
+    asked = TinyLM()
+    asked.vocabulary, asked.head = asked.head, nn.Identity()
+    asked.get_output_embeddings = lambda: asked.vocabulary
+    assert Unembedding(asked).head_name == "vocabulary"
+
+
+def test_unembedding_says_what_is_missing():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+    with pytest.raises(InterpError, match=r'no module called lm_head, head.*pass head="name"'):
+        Unembedding(model)
+    with pytest.raises(InterpError, match=r"no module called norm, .*Identity\(\) if there is none"):
+        Unembedding(model, head="1")
+    with pytest.raises(InterpError, match="norm is 'ln', which is no submodule"):
+        Unembedding(model, norm="ln", head="1")
+    result = logit_lens(model, ["0", "1:in"], torch.arange(5), norm=nn.Identity(), head="1", keep_logits=True)
+    assert torch.equal(result.logits["0:out"], model(torch.arange(5)))
+    two = nn.ModuleDict({"a": TinyLM(), "b": TinyLM()})
+    with pytest.raises(InterpError, match=r"head of ModuleDict is ambiguous: a\.head, b\.head"):
+        Unembedding(two)
+    with pytest.raises(InterpError, match=r"near: a\.ln_post"):
+        two = nn.ModuleDict({"a": nn.ModuleDict({"ln_post": nn.LayerNorm(4), "lm_head": nn.Linear(4, 5)})})
+        Unembedding(two)
+
+
+def test_unembedding_refuses_sharded_weights(tmp_path):
+    from torch import distributed
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    model = TinyLM()
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.data, mesh, [Shard(0)]))
+        with pytest.raises(
+            InterpError, match=r"'weight' of the head head is sharded.*outside of the model's"
+        ):
+            Unembedding(model)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_logit_lens_refuses_what_does_not_fit():
+    model = TinyLM()
+    with pytest.raises(InterpError, match=r"top_k is 41; expected 1 to 40"):
+        logit_lens(model, "stream.*", TOKENS, top_k=41)
+    with pytest.raises(InterpError, match=r"targets': \(2, 6\)"):
+        logit_lens(model, "stream.*", TOKENS, targets=TOKENS[:, 1:])
+    with pytest.raises(InterpError, match=r"stream\.9"):
+        logit_lens(model, "stream.9", TOKENS)
+    model.forward = lambda tokens: {"loss": model.head(model.norm(model.embed(tokens))).mean()}
+    with pytest.raises(InterpError, match=r"a dict with \['loss'\]; expected logits.*without labels"):
+        logit_lens(model, "embed", TOKENS)
+
+
+def families():
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {**small, "intermediate_size": 32, "num_key_value_heads": 1}
+    return {
+        "Llama": (transformers.LlamaConfig(**more), "model.layers.1"),
+        "GPT2": (transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2), "transformer.h.1"),
+        "GPTNeoX": (transformers.GPTNeoXConfig(**small, intermediate_size=32), "gpt_neox.layers.1"),
+        "Qwen3": (transformers.Qwen3Config(**more, head_dim=8), "model.layers.1"),
+        "Gemma2": (
+            transformers.Gemma2Config(**more, head_dim=8, final_logit_softcapping=0.1),
+            "model.layers.1",
+        ),
+        "Mamba": (
+            transformers.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2),
+            "backbone.layers.1",
+        ),
+        "OPT": (
+            transformers.OPTConfig(**small, ffn_dim=32, word_embed_proj_dim=16),
+            "model.decoder.layers.1",
+        ),
+    }
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "GPTNeoX", "Qwen3", "Gemma2", "Mamba", "OPT"])
+def test_logit_lens_of_hugging_face_models_is_exact_at_the_last_layer(family):
+    transformers = pytest.importorskip("transformers")
+    config, last = families()[family]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    inputs = {"input_ids": torch.arange(10).view(2, 5), "attention_mask": torch.ones(2, 5, dtype=torch.long)}
+    head = None
+    if family == "Gemma2":
+        with pytest.raises(InterpError, match="soft cap"):
+            logit_lens(model, last, **inputs)
+
+        def head(x):
+            return 0.1 * torch.tanh(model.lm_head(x) / 0.1)
+
+    result = logit_lens(model, last, head=head, keep_logits=True, **inputs)
+    own = model(**inputs).logits
+    assert torch.equal(result.logits[f"{last}:out"], own)

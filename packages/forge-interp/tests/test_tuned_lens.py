@@ -1,0 +1,143 @@
+import numpy as np
+import pytest
+import torch
+from forge_interp.errors import InterpError
+from forge_interp.lens import logit_lens
+from forge_interp.tuned_lens import TunedLens
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+
+class Rotated(nn.Module):
+    """The stream turns by a fixed rotation in each layer: what the middle knows, it says in another basis."""
+
+    def __init__(self, vocab: int = 30, dim: int = 8, num_layers: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_layers))
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight)
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab)
+        nn.init.normal_(self.head.weight, std=0.7)
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor]:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return (self.head(self.norm(x)),)
+
+
+TOKENS = torch.arange(30).view(3, 10)
+SITES = ["embed", "layers.*"]
+EARLY = ["embed", "layers.0", "layers.1"]  # at the last layer the gradient is rounding noise
+
+
+def test_an_untrained_tuned_lens_is_the_logit_lens():
+    model = Rotated()
+    lens = TunedLens(model, SITES)
+    history = lens.fit([TOKENS], steps=1, lr=0.0)
+    before = logit_lens(model, SITES, TOKENS, keep_logits=True)
+    result = lens.read(TOKENS, keep_logits=True)
+    assert result.sites == before.sites
+    for site in result.sites:
+        torch.testing.assert_close(result.logits[site], before.logits[site])
+    np.testing.assert_allclose(history, before.kl.mean((1, 2))[None].numpy(), atol=1e-6)
+
+
+def test_tuned_lens_finds_what_rotated_middle_layers_know():
+    model = Rotated()
+    plain = logit_lens(model, SITES, TOKENS).kl.mean((1, 2))
+    lens = TunedLens(model, SITES)
+    history = lens.fit([TOKENS[:2], TOKENS[1:]], steps=300, lr=0.05)
+    tuned = lens.read(TOKENS).kl.mean((1, 2))
+    assert history.shape == (300, 4)
+    assert (plain[:3] > 0.5).all()
+    assert (tuned[:3] < 0.02).all()
+    assert tuned[3] < 1e-4
+
+
+def test_fit_is_deterministic_and_touches_nothing_of_the_model():
+    model = Rotated()
+    model.head.weight.requires_grad_(False)
+    model.norm.weight.grad = torch.ones(8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    lenses = [TunedLens(model, SITES) for _ in range(2)]
+    histories = [lens.fit([TOKENS], steps=5, lr=0.05) for lens in lenses]
+    np.testing.assert_array_equal(*histories)
+    for site, pair in lenses[0].translators.items():
+        for one, other in zip(pair, lenses[1].translators[site], strict=True):
+            assert torch.equal(one, other)
+            assert not one.requires_grad
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model.norm.weight.grad, torch.ones(8))
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["norm.weight"]
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["head.weight"]
+
+
+def test_fit_in_pieces_equals_fit_at_once():
+    model = Rotated().double()
+    whole, pieces = TunedLens(model, EARLY), TunedLens(model, EARLY)
+    expected = whole.fit([TOKENS], steps=3, lr=0.05)
+    found = pieces.fit([TOKENS], steps=3, lr=0.05, max_bytes=8 * 8 * 30 * 4)
+    np.testing.assert_allclose(found, expected, atol=1e-10)
+    torch.testing.assert_close(
+        whole.translators["embed:out"], pieces.translators["embed:out"], rtol=1e-6, atol=1e-8
+    )
+
+
+def test_fit_leaves_out_padding():
+    model = Rotated().double()
+    mask = torch.ones_like(TOKENS)
+    mask[:, 7:] = 0
+    masked, cut = TunedLens(model, EARLY), TunedLens(model, EARLY)
+    found = masked.fit([{"tokens": TOKENS, "attention_mask": mask}], steps=4, lr=0.05)
+    np.testing.assert_allclose(found, cut.fit([(TOKENS[:, :7],)], steps=4, lr=0.05), atol=1e-10)
+    other = TunedLens(model, EARLY)
+    given = other.fit([TOKENS], steps=4, lr=0.05, mask=lambda inputs: mask)
+    np.testing.assert_array_equal(given, found)
+    with pytest.raises(InterpError, match=r"shape \(3,\) and 3 positions; expected \(3, 10\)"):
+        other.fit([TOKENS], steps=1, mask=lambda inputs: torch.ones(3))
+
+
+def test_save_and_load_give_the_same_lens(tmp_path):
+    model = Rotated().bfloat16()
+    lens = TunedLens(model, SITES)
+    lens.fit([TOKENS], steps=3, lr=0.05)
+    assert lens.translators["layers.1:out"][0].dtype == torch.float32
+    lens.save(tmp_path / "lens.safetensors")
+    loaded = TunedLens.load(tmp_path / "lens.safetensors", model)
+    expected, found = lens.read(TOKENS, targets=TOKENS), loaded.read(TOKENS, targets=TOKENS)
+    assert found.sites == expected.sites
+    assert torch.equal(found.kl, expected.kl)
+    assert torch.equal(found.target_rank, expected.target_rank)
+    again = loaded.fit([TOKENS], steps=1)
+    assert (again[0] < lens.fit([TOKENS], steps=1)[0] + 1e-6).all()
+
+
+def test_load_refuses_other_files_and_other_models(tmp_path):
+    model = Rotated()
+    (tmp_path / "text").write_text("no lens")
+    with pytest.raises(InterpError, match="cannot be read"):
+        TunedLens.load(tmp_path / "text", model)
+    save_file({"x": torch.zeros(1)}, tmp_path / "weights")
+    with pytest.raises(InterpError, match="has the format None"):
+        TunedLens.load(tmp_path / "weights", model)
+    lens = TunedLens(model, "layers.2")
+    with pytest.raises(InterpError, match="call fit first"):
+        lens.save(tmp_path / "lens")
+    lens.fit([TOKENS], steps=1)
+    lens.save(tmp_path / "lens")
+    assert set(load_file(tmp_path / "lens")) == {"0.matrix", "0.bias"}
+    with pytest.raises(InterpError, match=r"layers\.2"):
+        TunedLens.load(tmp_path / "lens", Rotated(num_layers=2))
+
+
+def test_tuned_lens_refuses_what_does_not_fit():
+    lens = TunedLens(Rotated(), SITES)
+    with pytest.raises(InterpError, match=r"'embed:out' has no translator"):
+        lens.read(TOKENS)
+    with pytest.raises(InterpError, match="ended after 1 of 3 steps"):
+        lens.fit(iter([TOKENS]), steps=3)
+    with pytest.raises(InterpError, match="steps is 0"):
+        lens.fit([TOKENS], steps=0)
