@@ -51,6 +51,7 @@ class Run:
         guards: what may stop it.
         save: writes a checkpoint.
         trackers: where metrics go; empty on all ranks but the first.
+        clock: pauses while hooks look at the model.
     """
 
     job: Job
@@ -65,6 +66,7 @@ class Run:
     guards: list[Guard]
     save: Callable[[Progress], None]
     trackers: list[Tracker]
+    clock: Clock
 
     def train(self) -> Verdict:
         """Train to the end, or until a guard stops the run. Collective."""
@@ -131,20 +133,21 @@ def build(job: Job, stack: ExitStack) -> Run:
     trackers = open_trackers(job, progress.step, stack) if env.rank == 0 else []
     guards, deadline = build_guards(job, signals)
     save = saver(store, state, loader.fingerprint, clock, deadline)
-    run = Run(job, job.job.directory, env, mesh, model, step, loader, progress, [], guards, save, trackers)
+    directory = job.job.directory
+    run = Run(job, directory, env, mesh, model, step, loader, progress, [], guards, save, trackers, clock)
     validation = partial(evaluate, model, data("validation"), loss_fn, mesh, device)
-    run.hooks.extend(_hooks(run, validation, clock))
+    run.hooks.extend(_hooks(run, validation))
     for hook in run.hooks:
         stack.callback(hook.close)
     return run
 
 
-def _hooks(run: Run, validation: Callable[[], dict[str, float]], clock: Clock) -> list[Hook]:
+def _hooks(run: Run, validation: Callable[[], dict[str, float]]) -> list[Hook]:
     """Logging (first rank only), evaluation, and the hooks of the user."""
     job = run.job
     hooks: list[Hook] = []
     if run.trackers:
         flops = job.model.flops_per_token(job.data.max_tokens)
-        hooks.append(Log(job.train.log_every_steps, run.trackers, clock, flops, run.progress.tokens))
-    hooks.append(Evaluate(job.eval.every_steps, validation, run.trackers, clock))
+        hooks.append(Log(job.train.log_every_steps, run.trackers, run.clock, flops, run.progress.tokens))
+    hooks.append(Evaluate(job.eval.every_steps, validation, run.trackers, run.clock))
     return hooks + [config.build(run) for config in job.hooks.values()]

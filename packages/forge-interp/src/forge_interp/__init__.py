@@ -1,6 +1,12 @@
 """Look inside any nn.Module: capture, edit, extract, compare."""
 
 from forge_interp.accumulate import Moments as Moments
+from forge_interp.attention import AttentionCall as AttentionCall
+from forge_interp.attention_stats import AttentionSummary as AttentionSummary
+from forge_interp.attention_stats import attention_statistics as attention_statistics
+from forge_interp.attention_stats import induction_score as induction_score
+from forge_interp.attention_stats import lag_mass as lag_mass
+from forge_interp.attribution import attribution_patching as attribution_patching
 from forge_interp.capture import Activations as Activations
 from forge_interp.capture import capture as capture
 from forge_interp.cca import canonical_correlations as canonical_correlations
@@ -22,7 +28,13 @@ from forge_interp.encoding import EncodingResult as EncodingResult
 from forge_interp.encoding import encode as encode
 from forge_interp.encoding import encode_layers as encode_layers
 from forge_interp.errors import InterpError as InterpError
+from forge_interp.lens import LensResult as LensResult
+from forge_interp.lens import logit_lens as logit_lens
+from forge_interp.lens import read_lens as read_lens
 from forge_interp.observe import each_attention as each_attention
+from forge_interp.patching import activation_patching as activation_patching
+from forge_interp.patching_table import PatchingTable as PatchingTable
+from forge_interp.path_patching import path_patching as path_patching
 from forge_interp.plot import plot_attention as plot_attention
 from forge_interp.plot import plot_encoding as plot_encoding
 from forge_interp.plot import plot_probe as plot_probe
@@ -49,20 +61,31 @@ from forge_interp.similarity import compare_layers as compare_layers
 from forge_interp.similarity import mutual_knn as mutual_knn
 from forge_interp.timing import fir_delays as fir_delays
 from forge_interp.timing import resample as resample
+from forge_interp.tuned_lens import TunedLens as TunedLens
+from forge_interp.unembedding import Unembedding as Unembedding
 from forge_interp.weights import load_weights as load_weights
 
 __all__ = [
     "Activations",
+    "AttentionCall",
+    "AttentionSummary",
     "Ceiling",
     "EncodingResult",
     "InterpError",
     "LayerSimilarity",
+    "LensResult",
     "MinibatchCKA",
     "Moments",
+    "PatchingTable",
     "ProbeCurve",
     "Profile",
     "Report",
+    "TunedLens",
+    "Unembedding",
     "ablate",
+    "activation_patching",
+    "attention_statistics",
+    "attribution_patching",
     "bootstrap_rsa",
     "canonical_correlations",
     "capture",
@@ -81,13 +104,17 @@ __all__ = [
     "fit_logistic",
     "fit_ridge",
     "group_folds",
+    "induction_score",
+    "lag_mass",
     "linear_cka",
     "load_weights",
+    "logit_lens",
     "mean_cca",
     "mutual_knn",
     "noise_ceiling",
     "noise_precision",
     "patch",
+    "path_patching",
     "plot_attention",
     "plot_encoding",
     "plot_probe",
@@ -95,6 +122,7 @@ __all__ = [
     "probe_layers",
     "procrustes",
     "pwcca",
+    "read_lens",
     "repeat_ceiling",
     "resample",
     "resolve",
