@@ -1,0 +1,259 @@
+"""Capture on our own decoder, against plain hooks and attention written out from its projections.
+
+B batch, T tokens, N heads, K kv heads, S keys, H head dim.
+"""
+
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import pytest
+import torch
+from forge_interp import InterpError, capture, resolve
+from forge_model import DecoderConfig, LossConfig, initialize
+from forge_model.cache import Cache
+from forge_model.config import GroupedQueryConfig
+from forge_model.mask import sees
+from forge_model.rope import rope_table, rotate
+
+VOCAB, LENGTH, LAYERS = 61, 11, 3
+CASES = {
+    "grouped": {"num_kv_heads": 2},
+    "multi_query_normalized": {"num_kv_heads": 1, "qk_norm": True},
+    "sliding_window": {"num_kv_heads": 2, "sliding_window": 4},
+}
+ATTENTION = ("q", "k", "v", "raw", "scores", "pattern", "z")
+BLOCKS = ["layers.*:in", "layers.*:out", "layers.*.attention:out", "layers.*.ffn:in"]
+EXACT = {"rtol": 0, "atol": 1e-12}
+EVERY = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def build(case="grouped"):
+    """Float64, weights large enough for patterns far from uniform."""
+    attention = GroupedQueryConfig(num_heads=4, **CASES[case])
+    config = DecoderConfig(vocab_size=VOCAB, dim=32, num_layers=LAYERS, max_tokens=64, attention=attention)
+    model = config.build()
+    initialize(model, 0)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.double().eval()
+
+
+def tokens():
+    return torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def two_documents():
+    return torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] * 2])
+
+
+@contextmanager
+def plain_hooks(model):
+    """What plain hooks see at `BLOCKS`, by site."""
+    seen, handles = {}, []
+
+    def note(name, module, args, output):
+        seen.update({f"{name}:in": args[0].clone(), f"{name}:out": output.clone()})
+
+    for i in range(LAYERS):
+        for name in (f"layers.{i}", f"layers.{i}.attention", f"layers.{i}.ffn"):
+            handles.append(model.get_submodule(name).register_forward_hook(partial(note, name)))
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+def written_out(model, layer, x, visible):
+    """q, k, v, raw, scores, pattern, z of a layer's attention whose input is x, from its projections."""
+    attention = model.layers[str(layer)].attention
+    q, k, v = (
+        w(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for w in (attention.wq, attention.wk, attention.wv)
+    )
+    if attention.q_norm is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    table = rope_table(model.config.rope, attention.head_dim, torch.arange(x.shape[1]), torch.float64)
+    q, k = rotate(q, *table), rotate(k, *table)
+    each_k, each_v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
+    raw = torch.einsum("bnth,bnsh->bnts", q, each_k) / attention.head_dim**0.5
+    scores = raw.masked_fill(~visible, -torch.inf)
+    pattern = scores.softmax(-1)
+    return dict(zip(ATTENTION, (q, k, v, raw, scores, pattern, pattern @ each_v), strict=True))
+
+
+def assert_equal(got, expected):
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(got[key], value), key
+
+
+@EVERY
+def test_blocks_equal_plain_hooks_of_the_same_run(case):
+    model = build(case)
+    with plain_hooks(model) as expected, capture(model, BLOCKS) as acts:
+        model(tokens())
+    assert len(acts) == 4 * LAYERS
+    assert_equal(dict(acts), {key: expected[key] for key in acts})
+
+
+@pytest.mark.parametrize("doc_ids", [None, two_documents()], ids=["one_document", "two_documents"])
+@EVERY
+def test_attention_equals_that_written_out(case, doc_ids):
+    model = build(case)
+    sites = [f"layers.*.attention:attn.{part}" for part in ATTENTION]
+    with capture(model, [*sites, "layers.*.attention:in"]) as acts:
+        model(tokens(), doc_ids=doc_ids)
+    index = torch.arange(LENGTH)
+    visible = sees(index[:, None], index[None, :], CASES[case].get("sliding_window"))[None, None]
+    if doc_ids is not None:
+        visible = visible & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+    assert len(acts) == LAYERS * (len(ATTENTION) + 1)
+    for layer in range(LAYERS):
+        name = f"layers.{layer}.attention"
+        for part, expected in written_out(model, layer, acts[f"{name}:in"], visible).items():
+            torch.testing.assert_close(acts[f"{name}:attn.{part}"], expected, **EXACT, msg=f"{name}.{part}")
+
+
+@EVERY
+def test_pattern_of_each_decoding_step_is_a_row_of_the_full_pattern(case):
+    model, prompt = build(case), tokens()
+    site = "layers.1.attention:attn.pattern"
+    with capture(model, site) as full:
+        model(prompt)
+    cache = Cache(LAYERS, LENGTH, padding=torch.zeros(2, dtype=torch.long))
+    with capture(model, site) as acts:
+        model(prompt[:, :8], cache=cache)
+        for step in range(8, LENGTH):
+            model(prompt[:, step : step + 1], cache=cache)
+    assert list(acts) == [site, *(f"{site}#{call}" for call in range(1, LENGTH - 7))]
+    for call, step in enumerate(range(8, LENGTH), start=1):
+        row = full[site][:, :, step : step + 1, : step + 1]
+        torch.testing.assert_close(acts[f"{site}#{call}"], row, **EXACT)
+
+
+@EVERY
+def test_resolve_gives_the_shapes_and_leaves_the_model_alone(case):
+    model = build(case)
+    sites = [*BLOCKS, "layers.*.attention:attn.pattern", ":out"]
+    report = resolve(model, sites, tokens())
+    expected_output = build(case)(tokens())
+    with capture(model, sites) as acts:
+        assert torch.equal(model(tokens()), expected_output)
+    assert report.problem is None
+    assert report.shapes == {key: (tuple(value.shape), value.dtype) for key, value in acts.items()}
+
+
+@EVERY
+def test_stop_gives_the_values_of_a_full_run(case):
+    model = build(case)
+    sites = ["layers.0:out", "layers.1.attention:attn.pattern"]
+    with capture(model, sites) as full:
+        assert model(tokens()) is not None
+    with capture(model, sites, stop=True) as acts, plain_hooks(model) as ran:
+        assert model(tokens()) is None
+    assert_equal(dict(acts), dict(full))
+    assert "layers.1:out" not in ran and "layers.0:out" in ran
+
+
+def test_loss_inside_a_capture_is_that_without_it_and_its_sites_are_found():
+    model, labels = build(), tokens().roll(-1, 1)
+    loss_fn = LossConfig().build()
+    expected = model(tokens(), labels=labels, loss_fn=loss_fn)
+    with capture(model, ["head:in", "head:kw.labels", "layers.*:kw.x"]) as acts:
+        got = model(tokens(), labels=labels, loss_fn=loss_fn)
+    assert str(got) == str(expected)
+    assert torch.equal(acts["head:kw.labels"], labels)
+    assert torch.equal(acts["head:in"], model.norm(build_hidden(model)))
+
+
+def build_hidden(model):
+    with plain_hooks(model) as seen:
+        model(tokens())
+    return seen[f"layers.{LAYERS - 1}:out"]
+
+
+class Counter:
+    """A compiler that changes nothing and counts runs of what it compiled."""
+
+    def __init__(self):
+        self.compiled = self.ran = 0
+
+    def __call__(self, graph, inputs):
+        self.compiled += 1
+
+        def run(*args):
+            self.ran += 1
+            return graph(*args)
+
+        return run
+
+
+def compile_whole(model, backend):
+    return torch.compile(model, backend=backend)
+
+
+def compile_in_place(model, backend):
+    model.compile(backend=backend)
+    return model
+
+
+def compile_blocks(model, backend):
+    for block in model.layers.values():
+        block.compile(backend=backend)
+    return model
+
+
+@pytest.mark.parametrize("compiled", [compile_whole, compile_in_place, compile_blocks])
+def test_capture_after_compiled_runs_sees_everything_and_leaves_them_compiled(compiled):
+    sites = [*BLOCKS, *(f"layers.*.attention:attn.{part}" for part in ATTENTION), ":out"]
+    plain = build()
+    with capture(plain, sites) as expected:
+        plain(tokens())
+    counter = Counter()
+    model = compiled(build(), counter)
+    for _ in range(3):  # the second run finds the table of rotations kept by the first, and compiles again
+        ran = counter.ran
+        model(tokens())
+    before, a_pass = (counter.compiled, counter.ran), counter.ran - ran
+    assert a_pass > 0
+    with capture(model, sites) as acts:
+        model(tokens())
+    with capture(model, sites[:1], stop=True) as stopped:
+        assert model(tokens()) is None
+    assert (counter.compiled, counter.ran) == before
+    assert_equal(dict(acts), dict(expected))
+    assert_equal(dict(stopped), {key: expected[key] for key in stopped})
+    model(tokens())
+    assert (counter.compiled, counter.ran) == (before[0], before[1] + a_pass)
+    torch.compiler.reset()
+
+
+def test_attention_request_is_an_error_where_the_module_does_not_attend():
+    model = build()
+    with (
+        pytest.raises(InterpError, match="scaled_dot_product_attention"),
+        capture(model, "layers.*.ffn:attn.pattern"),
+    ):
+        model(tokens())
+
+
+@pytest.mark.parametrize("ending", ["normal", "stop", "raise"])
+def test_nothing_is_left_behind(ending):
+    model = build()
+    sites = [*BLOCKS, "layers.*.attention:attn.z"]
+    error = pytest.raises(RuntimeError) if ending == "raise" else nullcontext()
+    with error, capture(model, sites, stop=ending == "stop"):
+        model(tokens())
+        if ending == "raise":
+            raise RuntimeError
+    for module in model.modules():
+        assert not any(
+            value for key, value in vars(module).items() if "hooks" in key and isinstance(value, dict)
+        )
+        assert "forward" not in vars(module)
