@@ -25,7 +25,7 @@ def random_qkv(shape=(2, 4, 7, 7), kv_heads=None, dtype=torch.float32, seed=0) -
     batch, heads, queries, keys = shape
     generator = torch.Generator().manual_seed(seed)
     kv = heads if kv_heads is None else kv_heads
-    shapes = (batch, heads, queries, 16), (batch, kv, keys, 16), (batch, kv, keys, 12)
+    shapes = (batch, heads, queries, 24), (batch, kv, keys, 24), (batch, kv, keys, 24)
     return tuple(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
 
 
@@ -102,7 +102,7 @@ def test_check_passes_with_every_dtype_and_kernel(kind, dtype):
     kwargs = dict(masks(*shape)[kind])
     if "attn_mask" in kwargs and kwargs["attn_mask"].dtype != torch.bool:
         kwargs["attn_mask"] = kwargs["attn_mask"].to(dtype)
-    output = F.scaled_dot_product_attention(query, key, value[..., :12], **kwargs)
+    output = F.scaled_dot_product_attention(query, key, value, **kwargs)
     call = AttentionCall.of((query, key, value), kwargs, output)
     call.check()
     call_sdpa(query, key, value, **kwargs).check()
@@ -193,14 +193,16 @@ def test_check_is_relative_to_the_size_of_the_values():
 
 def test_check_allows_the_rounding_of_large_scores():
     query, key, value = random_qkv((1, 2, 64, 64))
-    call_sdpa(query * 30, key * 30, value).check()
-    biased = torch.arange(64.0) * 50
-    call_sdpa(query, key, value, attn_mask=biased).check()
+    call = call_sdpa(query * 10, key * 10, value)
+    call.check()
+    with pytest.raises(InterpError, match="differs"):
+        AttentionCall.of((call.query * 1.01, call.key, value), {}, call.output).check()
+    call_sdpa(query, key, value, attn_mask=torch.rand(64) * 10 + 3e4).check()
 
 
 def test_check_fails_when_scores_were_capped_elsewhere():
     query, key, value = random_qkv()
-    scores = query @ key.transpose(-1, -2) / 4
+    scores = query @ key.transpose(-1, -2) / 24**0.5
     capped = (20 * torch.tanh(scores / 20)).softmax(-1) @ value
     with pytest.raises(InterpError, match="something else takes part"):
         AttentionCall.of((query, key, value), {}, capped).check()
@@ -288,9 +290,11 @@ def test_edited_output_follows_and_later_reads_see_the_edit(name, flat):
     torch.testing.assert_close(new.read("entropy", 0).reshape(entropy.shape), entropy)
 
 
-def test_edited_is_differentiable_past_a_query_that_sees_nothing():
+@pytest.mark.parametrize("added", [False, True])
+def test_edited_is_differentiable_past_a_query_that_sees_nothing(added):
     query, key, value = (x.requires_grad_() for x in random_qkv((2, 4, 5, 5), dtype=torch.float64))
     mask = left_padded(2, 5, 5)
+    mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf) if added else mask
     call = AttentionCall.of((query, key, value), {"attn_mask": mask})
     plain = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     kept = call.edited("pattern", lambda pattern: pattern)

@@ -188,7 +188,7 @@ class AttentionSummary:
         if other.names != self.names:
             raise InterpError(f"cannot merge statistics {other.names} into {self.names}; expected the same")
         for site, sums in other._sums.items():
-            self._add(site, sums.clone())
+            self._add(site, sums)
         return self
 
     def counts(self, name: str) -> Tensor:
