@@ -68,7 +68,8 @@ def by_loops(call: AttentionCall, visible: Tensor, name: str, tokens: Tensor) ->
     found = torch.full((batch, heads, queries), math.nan, dtype=pattern.dtype)
     for b, n, t in torch.cartesian_prod(*map(torch.arange, (batch, heads, queries))).tolist():
         sees = visible[b, n, t]
-        own = t if call.is_causal else keys - queries + t
+        seen = sees.nonzero().flatten().tolist() or [-1]
+        own = t if call.is_causal or queries == keys else seen[-1]
         if name == "entropy":
             p = pattern[b, n, t][pattern[b, n, t] > 0]
             found[b, n, t] = -(p * p.log()).sum() if sees.any() else math.nan
@@ -90,6 +91,8 @@ CASES = {
     "heads": (of_heads(12), (2, 4, 12, 12)),
     "cache": (left_padded([0, 4], 3, 12), (2, 4, 3, 12)),
     "one query": (left_padded([0, 4], 1, 12), (2, 4, 1, 12)),
+    "empty slots": (F.pad(left_padded([0, 4], 3, 8), (0, 4)), (2, 4, 3, 12)),
+    "packed heads": (left_padded([0, 4], 1, 12), (2, 2, 2, 12)),
     "fewer keys": (None, (2, 4, 12, 5)),
 }
 

@@ -103,17 +103,6 @@ class AttentionCall:
         """Of raw, scores, pattern and statistics: float64 for float64 queries, else float32."""
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
-    @property
-    def own(self) -> Tensor:
-        """[T] int64: the key at each query's own position, in self-attention.
-
-        Query t sits at key S - T + t (after the keys of a cache); at key t if `is_causal` says so. Negative
-        where there is none.
-        """
-        _, _, queries, keys = self.grid
-        start = 0 if self.is_causal else keys - queries
-        return torch.arange(start, start + queries, device=self.query.device)
-
     def read(self, name: str, max_bytes: int) -> Tensor:
         """One tensor of this call.
 
@@ -180,11 +169,11 @@ class AttentionCall:
                 f"attention was called with dropout {self.dropout}, so its weights cannot be known; expected "
                 "none: call model.eval()"
             )
-        batch, heads, _, _ = self.grid
+        batch, heads, num_queries, num_keys = self.grid
+        aligned = self.is_causal or num_queries == num_keys
         query, key = self._used(self.query).expand(batch, heads, -1, -1), self._used(self.key)
         key = key.expand(batch, -1, -1, -1)
-        own, keys = self.own, key[:0]
-        last = None
+        keys, last = key[:0], None
         for rows, queries in self.parts(max_bytes):
             if rows != last:
                 keys, last = key[rows].to(self.dtype), rows
@@ -192,7 +181,7 @@ class AttentionCall:
             part = query[rows, :, queries].to(self.dtype)
             edits = {name: edit[rows, :, queries] for name, edit in self.edits.items()}
             make_raw = _raw_maker(part, keys, self.scale)
-            yield Tile(rows, queries, own[queries], hidden, make_raw, bias, blocked, edits)
+            yield Tile(rows, queries, hidden, aligned, make_raw, bias, blocked, edits)
 
     def parts(self, max_bytes: int = TILE_BYTES) -> Iterator[tuple[slice, slice]]:
         """Sequences and queries of each tile: several whole sequences, or some queries of one."""

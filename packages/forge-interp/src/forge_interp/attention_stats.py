@@ -28,18 +28,31 @@ class Tile:
     Attributes:
         batch: which sequences.
         queries: which queries.
-        own: [t] index of the key at each query's own position; see `AttentionCall.own`.
         hidden: [b or 1, N or 1, t, S] bool, True where the mask hides the key from the query.
+        is_aligned: whether query t sits at key t.
     """
 
     batch: slice
     queries: slice
-    own: Tensor
     hidden: Tensor
+    is_aligned: bool
     _make_raw: Callable[[], Tensor]
     _bias: Tensor | None
     _blocked: Tensor | None
     _edits: Mapping[str, Tensor]
+
+    @cached_property
+    def own(self) -> Tensor:
+        """[b or 1, N or 1, t] int64: the key at each query's own position, in self-attention.
+
+        Key t where there are as many keys as queries, or `is_causal`. Else, with keys of a cache before those
+        of the queries or empty slots behind them, the last key that the query may see; -1 where it sees none.
+        """
+        *_, queries, keys = self.hidden.shape
+        if self.is_aligned:
+            return torch.arange(queries, device=self.hidden.device)[None, None] + self.queries.start
+        last = keys - 1 - (~self.hidden).byte().flip(-1).argmax(-1)
+        return last.masked_fill(self.hidden.all(-1), -1)
 
     @cached_property
     def raw(self) -> Tensor:
@@ -85,9 +98,11 @@ def attention_statistics(
     A value is NaN where it is not defined: the query sees no key at all; there is no such key, or the query
     may not see it (out of its window, of its document); for lag and induction also where the query may not
     see its own key (it is padding) or that earlier occurrence, and where the key after that is its own. So a
-    padded sequence has the values of the unpadded one. `AttentionCall.own` says which key is a query's own:
-    true for self-attention, but not with the empty slots of a preallocated cache, where lag and induction are
-    NaN.
+    padded sequence has the values of the unpadded one. `Tile.own` says which key is a query's own; in
+    cross-attention there is none, and lag and induction mean nothing.
+
+    Heads and queries are those of the call. Models of transformers decode one token of a padded batch with the
+    N / K heads that share keys as so many queries, [B, K, N / K, H]; the values are then [B, K, N / K].
 
     Args:
         call: of the attention.
@@ -104,13 +119,13 @@ def attention_statistics(
     Source: sink: Xiao et al. 2023, arXiv:2309.17453; induction: Olsson et al. 2022, arXiv:2209.11895.
     """
     batch, heads, queries, _ = call.grid
-    places = {name: _place(call, name, tokens) for name in names if name != "entropy"}
+    places = {name: _places(call, name, tokens) for name in names if name != "entropy"}
     empty = torch.empty(batch, heads, queries, dtype=call.dtype, device=call.query.device)
     found = {name: torch.empty_like(empty) for name in names}
     with torch.no_grad():
         for tile in call.tiles():
             for name in names:
-                value = _entropy(tile) if name == "entropy" else _weight(tile, places[name], name)
+                value = _entropy(tile) if name == "entropy" else _weight(tile, places[name](tile), name)
                 found[name][tile.batch, :, tile.queries] = value
     return found
 
@@ -227,11 +242,10 @@ def _entropy(tile: Tile) -> Tensor:
 
 
 def _weight(tile: Tile, place: Tensor, name: str) -> Tensor:
-    """[b, N, t] weight on the key at `place` [B or 1, N or 1, T or 1]; NaN where that is not defined."""
-    place = part(place, tile.batch, tile.queries)
+    """[b, N, t] weight on the key at `place` [b or 1, N or 1, t or 1]; NaN where that is not defined."""
     known = _sees(tile, place)
     if name != "sink":
-        known = known & _sees(tile, tile.own[None, None])
+        known = known & _sees(tile, tile.own)
     if name == "induction":
         known = known & _sees(tile, place - 1)
     index = place.clamp(0, tile.pattern.shape[-1] - 1).expand(tile.pattern.shape[:3])
@@ -247,13 +261,14 @@ def _sees(tile: Tile, place: Tensor) -> Tensor:
     return ~hidden & (place >= 0) & (place < keys)
 
 
-def _place(call: AttentionCall, name: str, tokens: Tensor | None) -> Tensor:
-    """[B or 1, N or 1, T or 1] int64 key that a statistic looks at; out of range where there is none."""
+def _places(call: AttentionCall, name: str, tokens: Tensor | None) -> Callable[[Tile], Tensor]:
+    """Of a tile, [b or 1, N or 1, t or 1] int64: the key that a statistic looks at; negative for none."""
     if name == "sink":
-        return _first_visible(call)
+        first = _first_visible(call)
+        return lambda tile: part(first, tile.batch, tile.queries)
     kind, _, lag = name.partition(".")
     if name == "previous" or (kind == "lag" and lag.isdigit()):
-        return (call.own - int(lag or 1))[None, None]
+        return lambda tile: tile.own - int(lag or 1)
     if name != "induction":
         raise InterpError(
             f"attention has no statistic {name!r}; expected {', '.join(STATISTICS)}, lag.K with K >= 0, or "
@@ -265,9 +280,15 @@ def _place(call: AttentionCall, name: str, tokens: Tensor | None) -> Tensor:
         raise InterpError(
             f"tokens are {given}; expected [{batch}, {keys}], the ids at all keys: pass tokens="
         )
-    own = call.own
-    place = _after_previous(tokens.to(own.device))[:, own.clamp(0)]
-    return torch.where(own >= 0, place, -1)[:, None]
+    after = _after_previous(tokens.to(call.query.device))[:, None]
+
+    def look_up(tile: Tile) -> Tensor:
+        here = after[tile.batch]
+        own = tile.own.expand(here.shape[0], -1, -1)
+        found = here.expand(-1, own.shape[1], -1).gather(-1, own.clamp(0))
+        return found.masked_fill(own < 0, -1)
+
+    return look_up
 
 
 def _after_previous(tokens: Tensor) -> Tensor:
