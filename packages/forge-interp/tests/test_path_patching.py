@@ -94,7 +94,7 @@ class HeadsLM(nn.Module):
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
         self.embed = nn.Embedding(10, dim)
-        self.layers = nn.ModuleList(Attend(dim) for _ in range(2))
+        self.layers = nn.ModuleList(Block(dim) for _ in range(2))
         self.head = nn.Linear(dim, 10)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -102,6 +102,15 @@ class HeadsLM(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.attend = Attend(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x)
 
 
 class Attend(nn.Module):
@@ -116,7 +125,9 @@ class Attend(nn.Module):
 
 
 @torch.no_grad()
-def test_path_patching_from_a_head_to_the_query_of_a_head_equals_the_computation_by_hand():
+@pytest.mark.parametrize("frozen", ["layers.*:out", "layers.*.attend:out"])
+@pytest.mark.parametrize("owner", ["layers.{}", "layers.{}.attend"])
+def test_path_patching_from_a_head_to_the_query_of_a_head_equals_the_computation_by_hand(owner, frozen):
     torch.manual_seed(0)
     model = HeadsLM().double()
     clean, corrupted = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6]])
@@ -128,15 +139,15 @@ def test_path_patching_from_a_head_to_the_query_of_a_head_equals_the_computation
         model,
         clean,
         corrupted,
-        "layers.0:attn.z",
-        "layers.1:attn.q",
+        f"{owner.format(0)}:attn.z",
+        f"{owner.format(1)}:attn.q",
         last,
-        frozen="layers.*:out",
+        frozen=frozen,
         where="heads",
         receiver_where=(slice(None), 1),
     )
-    assert table.labels == (("layers.0:attn.z",), ("0", "1"), ("layers.1:attn.q",))
-    first, second = model.layers
+    assert table.labels == ((f"{owner.format(0)}:attn.z",), ("0", "1"), (f"{owner.format(1)}:attn.q",))
+    first, second = (layer.attend for layer in model.layers)
     x = model.embed(corrupted)
     for head in range(2):
         own = slice(4 * head, 4 * head + 4)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from forge_interp.model_inputs import Inputs, call_model
 from forge_interp.patching import put, run_captured, same_shape, score_edited
 from forge_interp.patching_table import Grid, Index, Metric, PatchingTable, Where, at_call, score
 from forge_interp.progress import progress as with_progress
+from forge_interp.sites import Site, named_modules
 
 
 @torch.no_grad()
@@ -43,11 +46,11 @@ def path_patching(
        r(corrupted), so that nothing passes through one receiver to the next.
     2. Run `corrupted` with r set to r*, and nothing else frozen. The table holds the metric of this run.
 
-    Of the frozen sites, s itself is left out, and so are the outputs of the modules that s is in: its effect
-    must leave through them. What is frozen defines "direct": with the outputs of all attention and
-    feed-forward modules, only the residual stream and the norms in front of the receiver remain; Wang et al.
-    leave the feed-forward modules free. As in `activation_patching` the clean activation is put into the
-    corrupted run; swap the two inputs for the direction of Wang et al. Costs 2 forward passes, 1 for each
+    Of the frozen sites, s itself is left out, and so are the outputs of the modules in which s is computed:
+    its effect must leave through them. What is frozen defines "direct": with the outputs of all attention
+    and feed-forward modules, only the residual stream and the norms in front of the receiver remain; Wang et
+    al. leave the feed-forward modules free. As in `activation_patching` the clean activation is put into the
+    corrupted run; swap the two inputs for the direction of Wang et al. Costs 3 forward passes, 1 for each
     place of a sender, and 1 for each pair.
 
     Args:
@@ -75,13 +78,16 @@ def path_patching(
     acts, clean_score = run_captured(model, clean, senders, metric)
     base, names, corrupted_score = _corrupted_run(model, corrupted, metric, senders, receivers, frozen)
     _check(acts, base, names)
+    around = _modules_around(model, corrupted, acts, names["frozen"])
     grid = Grid.over(acts, where)
     groups = [names["receivers"]] if joint else [[name] for name in names["receivers"]]
     values = np.full((len(acts), *grid.shape, len(groups)), np.nan)
     places = [(row, site, cell) for row, site in enumerate(acts) for cell in grid.cells()]
     for row, site, cell in with_progress(places, len(places), "path patching", progress):
         sent = put(site, acts[site], grid.index(site, cell))(base[site])
-        received = _received(model, corrupted, base, names, site, sent)
+        held = [name for name in names["frozen"] if name != site and name not in around[site]]
+        edits = {at_call(site): patch(sent)} | {at_call(name): patch(base[name]) for name in held}
+        received = _received(model, corrupted, edits, {name: base[name] for name in names["receivers"]})
         for column, group in enumerate(groups):
             edits = {at_call(name): _patch_at(received[name], receiver_where) for name in group}
             values[(row, *cell, column)] = score_edited(model, corrupted, edits, metric)
@@ -121,39 +127,57 @@ def _check(acts: Mapping[str, Tensor], base: Mapping[str, Tensor], names: Mappin
         same_shape(site, value, base[site])
 
 
+def _modules_around(
+    model: nn.Module, corrupted: Inputs, senders: Iterable[str], frozen: Iterable[str]
+) -> dict[str, set[str]]:
+    """For each sender the frozen outputs of modules that are running when its value appears."""
+    modules, sites = named_modules(model), {name: Site.parse(name) for name in frozen}
+    outputs = {(site.module, site.call or 0): name for name, site in sites.items() if site.part == "out"}
+    running: list[tuple[str, int]] = []
+    calls: Counter[str] = Counter()
+    found: dict[str, set[str]] = {}
+
+    def note(sender: str) -> Edit:
+        def apply(value: Tensor) -> Tensor:
+            found[sender] = {outputs[call] for call in running if call in outputs}
+            return value
+
+        return apply
+
+    with ExitStack() as stack:
+        for name in {name for name, _ in outputs}:
+
+            def enter(module: nn.Module, args: Any, name: str = name) -> None:
+                running.append((name, calls[name]))
+                calls[name] += 1
+
+            def leave(module: nn.Module, args: Any, output: Any) -> None:
+                running.pop()
+
+            stack.callback(modules[name].register_forward_pre_hook(enter).remove)
+            stack.callback(modules[name].register_forward_hook(leave, always_call=True).remove)
+        with edit(model, {at_call(sender): note(sender) for sender in senders}):
+            call_model(model, corrupted)
+    return found
+
+
 def _received(
-    model: nn.Module,
-    corrupted: Inputs,
-    base: Mapping[str, Tensor],
-    names: Mapping[str, list[str]],
-    sender: str,
-    sent: Tensor,
+    model: nn.Module, corrupted: Inputs, edits: Mapping[str, Edit], receivers: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What the receivers are given when only the sender differs and the frozen sites hold still."""
+    """What the receivers are given under the edits; each is set back to its own value at once."""
     received: dict[str, Tensor] = {}
 
     def note(site: str) -> Edit:
         def apply(old: Tensor) -> Tensor:
             received[site] = old.clone()
-            return base[site]
+            return receivers[site]
 
         return apply
 
-    edits: dict[str, Edit] = {at_call(sender): patch(sent)}
-    for site in names["frozen"]:
-        if site != sender and site not in names["receivers"] and not _lets_out(site, sender):
-            edits[at_call(site)] = patch(base[site])
-    edits |= {at_call(site): note(site) for site in names["receivers"]}
-    with edit(model, edits):
+    own = {at_call(site): note(site) for site in receivers}
+    with edit(model, {site: apply for site, apply in edits.items() if site not in own} | own):
         call_model(model, corrupted)
     return received
-
-
-def _lets_out(site: str, sender: str) -> bool:
-    """Whether a site is the output of a module that the sender is in."""
-    module, part = site.partition("#")[0].split(":", 1)
-    inside = sender.split(":", 1)[0]
-    return part.split(".")[0] == "out" and (inside == module or inside.startswith(f"{module}.") or not module)
 
 
 def _patch_at(value: Tensor, where: Index) -> Edit:

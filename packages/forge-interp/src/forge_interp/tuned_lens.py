@@ -200,8 +200,7 @@ class TunedLens:
             ) from error
         if metadata.get("format") != _FORMAT:
             raise InterpError(
-                f"{path} has the format {metadata.get('format')!r}; expected {_FORMAT!r}: what TunedLens.save "
-                "wrote"
+                f"{path} has the format {metadata.get('format')!r}; expected {_FORMAT!r}: what save wrote"
             )
         sites = json.loads(metadata["sites"])
         lens = cls(model, sites, norm=norm, head=head, check=check)
