@@ -88,8 +88,8 @@ def attention_statistics(
     """Statistics of the weights of each head at each query, in one pass over tiles of the scores.
 
     entropy: -sum_s p_s ln p_s in nats; between 0 and ln of the number of visible keys.
-    sink: weight on the first key that any query of the sequence may see: key 0, or the first token after left
-        padding.
+    sink: weight on the first key that any query of the sequence may see in this call: key 0, or the first
+        token after left padding.
     previous: lag.1.
     lag.K: weight on the key K before the query's own; with random tokens repeated with period P, lag.(P - 1)
         is the induction score.
@@ -101,8 +101,9 @@ def attention_statistics(
     padded sequence has the values of the unpadded one. `Tile.own` says which key is a query's own; in
     cross-attention there is none, and lag and induction mean nothing.
 
-    Heads and queries are those of the call. Models of transformers decode one token of a padded batch with the
-    N / K heads that share keys as so many queries, [B, K, N / K, H]; the values are then [B, K, N / K].
+    Heads, queries and keys are those of the call. When models of transformers decode one token with a mask,
+    the N / K heads that share keys are so many queries of one head: the values are [B, K, N / K], and
+    `reshape(B, N, 1)` puts them right. The first key of a sliding cache is no longer the first of the text.
 
     Args:
         call: of the attention.
