@@ -100,18 +100,23 @@ def forward_only(model: torch.nn.Module, layers: Sequence[int]) -> Extract:
     return extract
 
 
-def forward_and_write(model: torch.nn.Module, layers: Sequence[int]) -> Extract:
-    """No hook, but as many bytes written as the payload has: what no tool can avoid."""
+def forward_and_write(part: str = "") -> Tool:
+    """No hook, but as many bytes written as the payload has; of the whole model, or of this part of it."""
 
-    def extract(batches: Sequence[torch.Tensor], folder: Path) -> None:
-        stand_in = torch.zeros(*batches[0].shape, model.config.n_embd)
-        with raw_files(folder, layers) as files:
-            for tokens in batches:
-                model(tokens)
-                for file in files.values():
-                    put(file, stand_in)
+    def tool(model: torch.nn.Module, layers: Sequence[int]) -> Extract:
+        runs = model.get_submodule(part)
 
-    return extract
+        def extract(batches: Sequence[torch.Tensor], folder: Path) -> None:
+            stand_in = torch.zeros(*batches[0].shape, model.config.n_embd)
+            with raw_files(folder, layers) as files:
+                for tokens in batches:
+                    runs(tokens)
+                    for file in files.values():
+                        put(file, stand_in)
+
+        return extract
+
+    return tool
 
 
 @contextmanager
@@ -238,7 +243,7 @@ def forge_extract(form: str) -> Tool:
     """`extract_representations` into this format."""
 
     def tool(model: torch.nn.Module, layers: Sequence[int]) -> Extract:
-        from forge_interp import extract_representations
+        from forge_interp.extract import extract_representations
 
         def extract(batches: Sequence[torch.Tensor], folder: Path) -> None:
             folder.mkdir(parents=True)
@@ -259,7 +264,8 @@ def forge_extract(form: str) -> Tool:
 
 TOOLS: dict[str, Tool] = {
     "forward": forward_only,
-    "forward + raw write": forward_and_write,
+    "forward + raw write": forward_and_write(),
+    "blocks + raw write": forward_and_write("transformer"),
     "hooks, streamed": hooks_streamed,
     "hooks, kept, np.savez": hooks_savez,
     "nnsight cache": nnsight_cache,
@@ -281,7 +287,7 @@ def rows(folder: Path, layer: int, width: int) -> np.ndarray:
         with np.load(folder / "acts.npz") as arrays:
             if str(layer) in arrays:
                 return arrays[str(layer)].reshape(-1, width)
-    from forge_interp import ActivationStore
+    from forge_interp.store import ActivationStore
 
     (path,) = folder.glob("acts*")
     return ActivationStore.open(path)[f"{block(layer)}:out"].numpy().reshape(-1, width)
