@@ -195,3 +195,13 @@ def test_format_names_a_file_of_another_writer(tmp_path: Path):
     for name in ("other.npz", "other.safetensors", "empty"):
         with pytest.raises(InterpError, match="expected a f"):
             format_of(tmp_path / name).open(tmp_path / name)
+
+
+def test_as_bytes_leaves_the_storage_resizable():
+    weights = torch.arange(4, dtype=torch.int16)
+    data = as_bytes(weights)
+    assert bytes(data) == b"\0\0\1\0\2\0\3\0"
+    weights.untyped_storage().resize_(0)
+    data = as_bytes(torch.full((3,), 7, dtype=torch.uint8))
+    assert bytes(data) == b"\7\7\7"
+    assert bytes(as_bytes(torch.arange(6, dtype=torch.uint8).view(2, 3).T)) == b"\0\3\1\4\2\5"

@@ -6,6 +6,7 @@ every format differs only in what surrounds them.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
@@ -96,8 +97,11 @@ def as_bytes(values: Tensor) -> memoryview:
     """Return the bytes of a CPU tensor; without a copy when it is contiguous."""
     if not values.numel():
         return memoryview(b"")
-    flat = values.detach().cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().data
+    kept = values.detach().cpu().contiguous()
+    # Not by way of numpy, which fixes the size of the storage for good: FSDP2 sets it to 0 when it reshards.
+    buffer = (ctypes.c_ubyte * kept.nbytes).from_address(kept.data_ptr())
+    buffer.keeps = kept  # type: ignore[attr-defined]
+    return memoryview(buffer).cast("B")
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Chunked:
-    """Rows in files of `chunk_rows` rows each, the last one padded, named like the chunks of a zarr v3 array."""
+    """Rows in files of `chunk_rows` rows each, the last one padded, named as in a zarr v3 array."""
 
     column: Column
     rows: int

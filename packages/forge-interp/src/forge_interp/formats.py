@@ -327,15 +327,19 @@ def _write_single(
     path: Path, columns: Sequence[Column], rows: int, blocks: Blocks, metadata: dict
 ) -> list[Path]:
     sites = [column for column in columns if column not in ROW_COLUMNS]
-    if len(sites) != 1:
-        raise InterpError(
-            f"out is a single .npy file for {len(sites)} sites ({', '.join(c.name for c in sites[:4])}, "
-            "...); "
-            "expected one: name a folder (a path without a suffix) or .npz, .safetensors, .zarr"
-        )
+    check_sites(path, [column.name for column in sites])
     beside = _write_npz(rows_beside(path), ROW_COLUMNS, rows, blocks, metadata)
     _write_npy(path, sites[0], rows, blocks)
     return [*beside, path]
+
+
+def check_sites(path: Path, sites: Sequence[str]) -> None:
+    """Raise InterpError when a format cannot hold so many sites."""
+    if path.suffix == ".npy" and len(sites) != 1:
+        raise InterpError(
+            f"out is a single .npy file for {len(sites)} sites ({', '.join(sites[:4])}, ...); expected one: "
+            "name a folder (a path without a suffix) or .npz, .safetensors, .zarr"
+        )
 
 
 def _open_single(path: Path) -> Contents:

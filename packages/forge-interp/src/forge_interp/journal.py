@@ -12,9 +12,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,8 +151,13 @@ class Shard:
     def __enter__(self) -> Shard:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; a shard that failed before its first commit leaves nothing behind."""
         self.close()
+        if kind is not None and not self.batches:
+            shutil.rmtree(self.folder)
+            with suppress(OSError):
+                self.folder.parent.rmdir()
 
     def _check_pending(self) -> None:
         missing = [column.name for column in self.columns if column.name not in self._pending]

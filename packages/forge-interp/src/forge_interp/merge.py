@@ -20,8 +20,11 @@ from forge_interp.formats import describe, format_of
 from forge_interp.journal import check_same, committed_blocks, lock, read_chunks, read_spec
 
 _SHARD = re.compile(r"rank-(\d{5})-of-(\d{5})")
-OWN = ("rank",)
-"""Keys of a request that may differ between the shards of one output."""
+
+
+def of_output(request: dict[str, Any]) -> dict[str, Any]:
+    """Return a request without what is the process' own: its rank and its part of the weights."""
+    return {key: value for key, value in request.items() if key != "own"}
 
 
 def working_folder(out: Path) -> Path:
@@ -115,10 +118,10 @@ def _sealed_rows(folder: Path) -> int | None:
 
 
 def _write(out: Path, parts: list[_Part]) -> None:
-    request = {key: value for key, value in parts[0].request.items() if key not in OWN}
+    request = of_output(parts[0].request)
     columns = next((part.columns for part in parts if part.columns), ())
     for part in parts:
-        check_same(part.folder, {k: v for k, v in part.request.items() if k not in OWN}, request)
+        check_same(part.folder, of_output(part.request), request)
         if part.columns not in (columns, ()):
             raise InterpError(
                 f"{part.folder} holds {_list(part.columns)}, {parts[0].folder} holds {_list(columns)}; "

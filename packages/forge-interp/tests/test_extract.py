@@ -1,0 +1,443 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forge_interp.capture import capture
+from forge_interp.errors import InterpError
+from forge_interp.extract import extract_representations, finish_extraction
+from forge_interp.store import ActivationStore
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SITES = ["blocks.*:out", "blocks.1.mlp:in"]
+FORMATS = ("acts.npz", "acts.safetensors", "acts.zarr", "acts")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        x = x + z.transpose(1, 2).flatten(2)
+        return x + self.dropout(self.mlp(x))
+
+
+class Decoder(nn.Module):
+    """Causal, with or without a mask; counts its forward passes and those that reach the head."""
+
+    def __init__(self, width: int = 8, layers: int = 3, takes_mask: bool = True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 50)
+        self.passes = self.heads = 0
+        self.takes_mask = takes_mask
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        self.passes += 1
+        x, mask = self.embed(input_ids), None
+        if attention_mask is not None:
+            causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            mask = causal & attention_mask.bool()[:, None, None, :]
+        for block in self.blocks:
+            x = block(x, mask)
+        self.heads += 1
+        return self.head(x)
+
+
+class Unmasked(Decoder):
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(tokens)
+
+
+def ragged(n: int = 11) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 9, (n,), generator=generator).tolist()
+    return [torch.randint(1, 50, (length,), generator=generator) for length in lengths]
+
+
+def one_by_one(model: nn.Module, samples: list[Tensor], sites: list[str]) -> dict[str, Tensor]:
+    """The rows that a plain loop over single samples gives."""
+    rows: dict[str, list[Tensor]] = {}
+    model.eval()
+    for sample in samples:
+        with torch.no_grad(), capture(model, sites) as acts:
+            model(sample[None])
+        for key, value in acts.items():
+            rows.setdefault(key, []).append(value[0])
+    return {key: torch.cat(parts) for key, parts in rows.items()}
+
+
+def files(path: Path) -> dict[str, bytes]:
+    if path.is_file():
+        return {"": path.read_bytes()}
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_extract_equals_a_loop_over_single_samples(tmp_path: Path, name: str):
+    model, samples = Decoder(), ragged()
+    store = extract_representations(model, samples, SITES, tmp_path / name, batch_size=4)
+    expected = one_by_one(model, samples, SITES)
+    assert store.keys() == expected.keys()
+    for key, rows in expected.items():
+        torch.testing.assert_close(store[key], rows, rtol=1e-5, atol=1e-6)
+    lengths = [len(sample) for sample in samples]
+    assert store.sample_id.tolist() == [i for i, length in enumerate(lengths) for _ in range(length)]
+    assert store.position.tolist() == [t for length in lengths for t in range(length)]
+    assert torch.equal(store.token_id, torch.cat(samples))
+    assert not (tmp_path / f"{name}.partial").exists()
+
+
+def test_extract_equals_a_capture_of_each_batch_bit_for_bit(tmp_path: Path):
+    model = Decoder().eval()
+    ids = torch.randint(50, (7, 6))
+    store = extract_representations(model, ids, SITES, tmp_path / "acts.npz", batch_size=3)
+    rows: dict[str, list[Tensor]] = {}
+    for batch in ids.split(3):
+        with torch.no_grad(), capture(model, SITES) as acts:
+            model(batch)
+        for key in acts:
+            rows.setdefault(key, []).append(acts[key].flatten(0, 1))
+    assert all(torch.equal(store[key], torch.cat(parts)) for key, parts in rows.items())
+
+
+def test_extract_stops_behind_the_last_site_from_the_second_batch_on(tmp_path: Path):
+    model = Decoder()
+    extract_representations(
+        model, torch.randint(50, (12, 4)), "blocks.1:out", tmp_path / "a.npz", batch_size=3
+    )
+    assert (model.passes, model.heads) == (4, 1)
+
+
+def test_extract_keeps_the_mode_of_each_module_and_runs_without_dropout(tmp_path: Path):
+    model = Decoder()
+    model.train()
+    model.blocks[0].eval()
+    ids = torch.randint(50, (4, 4))
+    first = extract_representations(model, ids, SITES, tmp_path / "a.npz")
+    second = extract_representations(model, ids, SITES, tmp_path / "b.npz")
+    assert torch.equal(first["blocks.2"], second["blocks.2"])
+    assert model.training and model.blocks[1].mlp.training and not model.blocks[0].mlp.training
+    assert not first["blocks.2"].requires_grad
+
+
+@pytest.mark.parametrize("pool", ["mean", "last", "first", "max"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_extract_pools_the_valid_tokens(tmp_path: Path, pool: str, side: str):
+    model, samples = Decoder(), ragged()
+    reduce = {
+        "mean": lambda rows: rows.mean(0),
+        "last": lambda rows: rows[-1],
+        "first": lambda rows: rows[0],
+        "max": lambda rows: rows.amax(0),
+    }[pool]
+    dataset: Any = samples
+    if side == "left":
+        dataset = [
+            {
+                "input_ids": F.pad(s, (9 - len(s), 0)),
+                "attention_mask": F.pad(torch.ones_like(s), (9 - len(s), 0)),
+            }
+            for s in samples
+        ]
+    store = extract_representations(model, dataset, SITES, tmp_path / "a.npz", batch_size=4, pool=pool)
+    for key in store:
+        expected = torch.stack([reduce(one_by_one(model, [sample], SITES)[key]) for sample in samples])
+        torch.testing.assert_close(store[key], expected, rtol=1e-5, atol=1e-6)
+    assert store.sample_id.tolist() == list(range(11))
+    assert set(store.position.tolist()) == set(store.token_id.tolist()) == {-1}
+
+
+def test_extract_leaves_out_padding_on_the_left(tmp_path: Path):
+    model, samples = Decoder(), ragged()
+    padded = {
+        "input_ids": torch.stack([F.pad(s, (9 - len(s), 0)) for s in samples]),
+        "attention_mask": torch.stack([F.pad(torch.ones_like(s), (9 - len(s), 0)) for s in samples]),
+    }
+    left = extract_representations(model, padded, SITES, tmp_path / "left.npz")
+    right = extract_representations(model, samples, SITES, tmp_path / "right.npz")
+    for key in left:
+        torch.testing.assert_close(left[key], right[key], rtol=1e-5, atol=1e-6)
+    assert torch.equal(left.token_id, right.token_id)
+    assert torch.equal(left.position, right.position)
+
+
+def test_extract_pools_with_a_callable(tmp_path: Path):
+    model, samples = Decoder(), ragged()
+
+    def std(value: Tensor, keep: Tensor) -> Tensor:
+        return torch.stack([v[k].std(0, correction=0) for v, k in zip(value, keep, strict=True)])
+
+    store = extract_representations(model, samples, "blocks.1", tmp_path / "a.npz", pool=std)
+    expected = [one_by_one(model, [s], ["blocks.1"])["blocks.1:out"].std(0, correction=0) for s in samples]
+    torch.testing.assert_close(store["blocks.1"], torch.stack(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_extract_selects_by_pattern(tmp_path: Path):
+    ids = torch.randint(50, (5, 4))
+    select = {"blocks.0:out": lambda value: value[..., :2]}
+    store = extract_representations(
+        Decoder(), ids, ["blocks.0:out", "blocks.1:out"], tmp_path / "a", select=select
+    )
+    assert (store["blocks.0"].shape, store["blocks.1"].shape) == ((20, 2), (20, 8))
+    with pytest.raises(InterpError, match=r"select is given for \['x'\]"):
+        extract_representations(
+            Decoder(), ids, "blocks.0", tmp_path / "b", select={"x": select["blocks.0:out"]}
+        )
+
+
+def test_extract_puts_the_tokens_of_attention_first(tmp_path: Path):
+    model = Decoder().eval()
+    ids = torch.randint(50, (5, 4))
+    sites = ["blocks.0:attn.z", "blocks.0:attn.pattern", "blocks.0:attn.entropy"]
+    store = extract_representations(model, ids, sites, tmp_path / "a.npz")
+    with torch.no_grad(), capture(model, sites) as acts:
+        model(ids)
+    assert torch.equal(store[sites[0]], acts[sites[0]].transpose(1, 2).flatten(0, 1))
+    assert torch.equal(store[sites[1]].view(5, 4, 2, 4), acts[sites[1]].transpose(1, 2))
+    assert store[sites[2]].shape == (20, 2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_extract_keeps_bfloat16_bit_for_bit(tmp_path: Path, name: str):
+    model = Decoder().bfloat16().eval()
+    ids = torch.randint(50, (4, 5))
+    store = extract_representations(model, ids, "blocks.2", tmp_path / name)
+    with torch.no_grad(), capture(model, "blocks.2") as acts:
+        model(ids)
+    assert store["blocks.2"].dtype == torch.bfloat16
+    assert torch.equal(store["blocks.2"], acts["blocks.2"].flatten(0, 1))
+
+
+def test_extract_casts_rows(tmp_path: Path):
+    store = extract_representations(
+        Decoder(), torch.randint(50, (4, 5)), SITES, tmp_path / "a", dtype=torch.float16
+    )
+    assert {store[key].dtype for key in store} == {torch.float16}
+
+
+def test_extract_reads_batches_of_a_loader_like_the_samples(tmp_path: Path):
+    samples = ragged()
+    ids = torch.randint(1, 50, (10, 6))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids), batch_size=4)
+    first = extract_representations(Decoder(), loader, SITES, tmp_path / "a.npz")
+    second = extract_representations(Decoder(), ids, SITES, tmp_path / "b.npz", batch_size=4)
+    rows = [{"input_ids": sample.tolist(), "text": "words", "label": 3} for sample in samples]
+    third = extract_representations(Decoder(), rows, SITES, tmp_path / "c.npz", batch_size=4)
+    fourth = extract_representations(Decoder(), samples, SITES, tmp_path / "d.npz", batch_size=4)
+    for key in first:
+        assert torch.equal(first[key], second[key])
+        assert torch.equal(third[key], fourth[key])
+    assert torch.equal(first.sample_id, second.sample_id)
+
+
+def test_extract_gives_one_row_a_sample_for_images(tmp_path: Path):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)).eval()
+    images = torch.randn(7, 3, 8, 8)
+    store = extract_representations(model, images, ["1:out", "2"], tmp_path / "a.npz", batch_size=3)
+    torch.testing.assert_close(store["2"], model(images).detach())
+    assert store["1"].shape == (7, 144)
+    with pytest.raises(InterpError, match=r"0:out has a value \[3, 4, 6, 6\].*flatten\(2\)"):
+        extract_representations(model, images, "0:out", tmp_path / "b.npz", batch_size=3)
+    assert not list(tmp_path.glob("b*"))
+    places = extract_representations(
+        model,
+        [{"pixel_values": image} for image in images],
+        "0",
+        tmp_path / "c",
+        select=lambda v: v.flatten(2).mT,
+    )
+    assert places["0"].shape == (7 * 36, 4)
+    assert places.position[:37].tolist() == [*range(36), 0]
+    assert set(places.token_id.tolist()) == {-1}
+
+
+def test_extract_refuses_sites_with_other_rows(tmp_path: Path):
+    model, ids = Decoder(), torch.randint(50, (3, 4))
+    pooled = {"blocks.1": lambda value: value.mean(1)}
+    with pytest.raises(
+        InterpError, match=r"blocks.1 has 3 rows of samples, blocks.0 has 3 x 4 rows.*two calls"
+    ):
+        extract_representations(model, ids, ["blocks.0", "blocks.1"], tmp_path / "a.npz", select=pooled)
+
+
+def test_extract_refuses_rows_whose_shape_changes(tmp_path: Path):
+    samples = [torch.randint(50, (length,)) for length in (4, 4, 5, 5)]
+    with pytest.raises(InterpError, match=r"attn.pattern has rows \[2, 5\].*\[2, 4\].*select"):
+        extract_representations(Decoder(), samples, "blocks.0:attn.pattern", tmp_path / "a.npz", batch_size=2)
+
+
+def test_extract_refuses_two_sites_in_one_npy(tmp_path: Path):
+    with pytest.raises(InterpError, match="name a folder"):
+        extract_representations(Decoder(), torch.randint(50, (3, 4)), SITES, tmp_path / "acts.npy")
+    assert not list(tmp_path.iterdir())
+    store = extract_representations(Decoder(), torch.randint(50, (3, 4)), "head", tmp_path / "acts.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "acts.npy"), store["head"].numpy())
+
+
+def test_extract_passes_no_mask_to_a_causal_model_without_one(tmp_path: Path):
+    samples = ragged()
+    store = extract_representations(Unmasked(), samples, "blocks.2", tmp_path / "a.npz", batch_size=4)
+    expected = one_by_one(Unmasked(), samples, ["blocks.2"])["blocks.2:out"]
+    torch.testing.assert_close(store["blocks.2"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_extract_refuses_padding_that_changes_the_rows(tmp_path: Path):
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(50, 4)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            return x + x.mean(1, keepdim=True)
+
+    model = nn.Sequential(Mixing())
+    with pytest.raises(InterpError, match=r"padding changes 0:out.*takes no 'attention_mask'"):
+        extract_representations(model, ragged(), "0", tmp_path / "a.npz", batch_size=4)
+    extract_representations(model, ragged(), "0", tmp_path / "a.npz", batch_size=1)
+
+
+def test_extract_calls_forward_instead(tmp_path: Path):
+    model, ids = Decoder(), torch.randint(50, (5, 4))
+
+    def twice(model: nn.Module, batch: Tensor) -> None:
+        model(batch)
+        model(batch.flip(1))
+
+    store = extract_representations(model, ids, "blocks.1", tmp_path / "a.npz", forward=twice, batch_size=2)
+    assert store.sites == ("blocks.1:out", "blocks.1:out#1")
+    flipped = extract_representations(model, ids.flip(1), "blocks.1", tmp_path / "b.npz", batch_size=2)
+    assert torch.equal(store["blocks.1#1"], flipped["blocks.1"])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("name", ["acts.npz", "acts"])
+def test_extract_gives_equal_bytes_for_every_number_of_processes(tmp_path: Path, name: str, world_size: int):
+    samples = ragged(13)
+    extract_representations(Decoder(), samples, SITES, tmp_path / f"one{name}", batch_size=2)
+    for rank in reversed(range(world_size)):
+        assert not (tmp_path / f"all{name}").exists()
+        store = extract_representations(
+            Decoder(), samples, SITES, tmp_path / f"all{name}", batch_size=2, rank=rank, world_size=world_size
+        )
+        if rank:
+            with pytest.raises(InterpError, match=r"waits for ranks \[0"):
+                _ = store.rows
+    assert files(tmp_path / f"all{name}") == files(tmp_path / f"one{name}")
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def test_extract_gives_equal_bytes_when_processes_share_an_iterable(tmp_path: Path):
+    loader = torch.utils.data.DataLoader(torch.randint(50, (10, 6)), batch_size=3)
+    extract_representations(Decoder(), loader, SITES, tmp_path / "one.npz")
+    for rank in range(2):
+        extract_representations(Decoder(), loader, SITES, tmp_path / "all.npz", rank=rank, world_size=2)
+    assert files(tmp_path / "all.npz") == files(tmp_path / "one.npz")
+    with pytest.raises(InterpError, match="iterable without a length, for 2 processes"):
+        extract_representations(
+            Decoder(), (b for b in loader), SITES, tmp_path / "b.npz", rank=0, world_size=2
+        )
+
+
+def test_extract_refuses_another_number_of_processes(tmp_path: Path):
+    extract_representations(Decoder(), ragged(), SITES, tmp_path / "a.npz", rank=0, world_size=2)
+    with pytest.raises(InterpError, match="begun by 2 processes, now there are 3"):
+        extract_representations(Decoder(), ragged(), SITES, tmp_path / "a.npz", rank=0, world_size=3)
+
+
+def test_extract_returns_what_is_there_when_asked_again(tmp_path: Path):
+    model = Decoder()
+    extract_representations(model, ragged(), SITES, tmp_path / "a.npz")
+    before = (tmp_path / "a.npz").stat().st_mtime_ns
+    passes = model.passes
+    store = extract_representations(model, ragged(), SITES, tmp_path / "a.npz")
+    assert (model.passes, (tmp_path / "a.npz").stat().st_mtime_ns) == (passes, before)
+    assert store.rows == sum(map(len, ragged()))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"batch_size": 4}, "batch_size: 8 there, 4 asked"),
+        ({"pool": "mean"}, 'pool: null there, "mean" asked'),
+        ({"sites": "head"}, "sites: .* there, .* asked"),
+        ({"dataset": ragged(12)}, "dataset: "),
+        ({"model": Decoder(width=4)}, "model: "),
+        ({"model": nn.Sequential(Decoder())[0].double()}, "model: "),
+    ],
+)
+def test_extract_lists_how_an_output_differs(tmp_path: Path, change: dict[str, Any], text: str):
+    call = {"model": Decoder(), "dataset": ragged(), "sites": "blocks.*:out", "out": tmp_path / "a.npz"}
+    extract_representations(**call)
+    with pytest.raises(InterpError, match=f"made by another extraction.*{text}"):
+        extract_representations(**(call | change))
+
+
+def test_extract_notices_other_weights(tmp_path: Path):
+    model = Decoder()
+    extract_representations(model, ragged(), SITES, tmp_path / "a.npz")
+    with torch.no_grad():
+        model.blocks[0].qkv.weight.mul_(1.5)
+    with pytest.raises(InterpError, match="model: "):
+        extract_representations(model, ragged(), SITES, tmp_path / "a.npz")
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_extract_goes_on_after_an_interruption(tmp_path: Path):
+    ids = [sample for sample in torch.randint(50, (40, 5))]
+    extract_representations(Decoder(), ids, SITES, tmp_path / "whole.npz", batch_size=3)
+
+    class Stopping(Decoder):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            if self.passes == 5:
+                raise Interrupted
+            return super().forward(input_ids, attention_mask)
+
+    Stopping.__qualname__ = "Decoder"
+    with pytest.raises(Interrupted):
+        extract_representations(Stopping(), ids, SITES, tmp_path / "cut.npz", batch_size=3)
+    with pytest.raises(InterpError, match=r"call finish_extraction|waits for ranks"):
+        ActivationStore.open(tmp_path / "cut.npz")
+    model = Decoder()
+    extract_representations(model, ids, SITES, tmp_path / "cut.npz", batch_size=3)
+    assert (model.passes, model.heads) == (14 - 5, 0)
+    assert files(tmp_path / "cut.npz") == files(tmp_path / "whole.npz")
+
+
+def test_extract_notices_a_loader_that_shuffles_when_it_goes_on(tmp_path: Path):
+    ids = torch.randint(50, (12, 5))
+
+    def batches(order: list[int], until: int):
+        yield from ids[order].split(3)[:until]
+        if until < 4:
+            raise Interrupted
+
+    order = list(range(12))
+    with pytest.raises(Interrupted):
+        extract_representations(Decoder(), batches(order, 2), SITES, tmp_path / "a.npz")
+    with pytest.raises(InterpError, match=r"batch 0 is not the one.*do not shuffle"):
+        extract_representations(Decoder(), batches(order[::-1], 4), SITES, tmp_path / "a.npz")
+    store = extract_representations(Decoder(), batches(order, 4), SITES, tmp_path / "a.npz")
+    assert torch.equal(store.token_id, ids.flatten())
+
+
+def test_finish_extraction_waits_for_all(tmp_path: Path):
+    for rank in (2, 0):
+        extract_representations(Decoder(), ragged(), SITES, tmp_path / "a.npz", rank=rank, world_size=3)
+    with pytest.raises(InterpError, match=r"waits for ranks \[1\]"):
+        finish_extraction(tmp_path / "a.npz")
+    extract_representations(Decoder(), ragged(), SITES, tmp_path / "a.npz", rank=1, world_size=3)
+    assert finish_extraction(tmp_path / "a.npz").rows == sum(map(len, ragged()))
