@@ -22,7 +22,7 @@ from forge_interp.errors import InterpError
 
 TENSORS = ("q", "k", "v", "z")
 DENSE = ("raw", "scores", "pattern")
-TILE_BYTES = 16 * 2**20
+TILE_BYTES = 8 * 2**20
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
@@ -178,9 +178,8 @@ class AttentionCall:
             if rows != last:
                 keys, last = key[rows].to(self.dtype), rows
             bias, blocked, hidden = self._masks(rows, queries)
-            part = query[rows, :, queries].to(self.dtype)
             edits = {name: edit[rows, :, queries] for name, edit in self.edits.items()}
-            make_raw = _raw_maker(part, keys, self.scale)
+            make_raw = _raw_maker(query[rows, :, queries].to(self.dtype), keys, self.scale)
             yield Tile(rows, queries, hidden, aligned, make_raw, bias, blocked, edits)
 
     def parts(self, max_bytes: int = TILE_BYTES) -> Iterator[tuple[slice, slice]]:
