@@ -1,12 +1,16 @@
 """forge-interp on runs of ours: an exported checkpoint, and recording while a run trains."""
 
+import json
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from forge_interp import capture
+from forge_interp.store import ActivationStore
 from forge_interp.weights import load_weights
 from forge_model.families import LLAMA
 from forge_model.init import initialize
@@ -20,6 +24,7 @@ ALONE = """
 import sys
 import numpy as np
 from forge_interp import capture
+from forge_interp.store import ActivationStore
 from forge_interp.weights import load_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 import torch
@@ -74,3 +79,58 @@ def test_exported_run_is_the_same_inside_by_every_way_of_reading_it(forge, tiny,
     ):
         for value, reference in zip(found, expected, strict=True):
             np.testing.assert_allclose(value, reference, rtol=1e-5, atol=1e-5)
+
+
+RECORD = """
+[hooks.inside]
+type = "record"
+every_steps = 2
+samples = 3
+sites = ["layers.*:out", "layers.*.attention:attn.entropy"]
+summaries = true
+"""
+
+
+def recordings(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / "activations").iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_run_ends_with_the_recordings_of_an_uninterrupted_one(forge, tiny, tmp_path, ranks):
+    forge("train", tiny(steps=12, name="whole.toml", root=tmp_path / "whole", extra=RECORD), ranks=ranks)
+    cut = tiny(steps=12, extra=RECORD)
+    run = tmp_path / "runs" / "tiny"
+    assert forge.stop_at(cut, 5, signal.SIGKILL, ranks) != 0
+    for path in (run / "activations").glob("*.npz"):
+        assert ActivationStore.open(path).rows == 3 * 32
+    forge("train", cut, ranks=ranks)
+    expected = recordings(tmp_path / "whole" / "tiny")
+    assert sorted(expected) == [f"step-{step:08d}.npz" for step in range(0, 13, 2)]
+    assert recordings(run) == expected
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "interp/layers.0:out/rms" in line] == [2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.dist
+def test_bad_site_ends_a_run_of_two_ranks_before_its_first_step(forge, tiny, tmp_path):
+    path = tiny(steps=3, extra=RECORD.replace("layers.*:out", "layer.*:out"))
+    done = forge("train", path, ranks=2, check=False)
+    assert done.returncode != 0
+    assert "exitcode  : 78" in done.stderr
+    assert "site 'layer.*:out' names no module" in done.stderr and "did you mean layers.*" in done.stderr
+    assert (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text() == ""
+
+
+def test_documented_hook_and_analysis_run(forge, tiny, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
+    hook = page.partition("```toml\n")[2].partition("```")[0].replace("every_steps = 100", "every_steps = 5")
+    forge("train", tiny(steps=10, extra="\n" + hook))
+    analysis = page.partition("```python\n")[2].partition("```")[0]
+    done = subprocess.run([sys.executable, "-c", analysis], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["step-00000000", "step-00000005", "step-00000010"]
+    assert lines[-1].endswith("[1. 1. 1. 1.]")
+    assert not lines[0].endswith("[1. 1. 1. 1.]")

@@ -4,4 +4,6 @@ from forge_trainer.hooks.base import Hook as Hook
 from forge_trainer.hooks.base import HookConfig as HookConfig
 from forge_trainer.hooks.base import hooks as hooks
 
-__all__ = ["Hook", "HookConfig", "hooks"]
+from forge_trainer.hooks.record import RecordConfig as RecordConfig  # isort: skip
+
+__all__ = ["Hook", "HookConfig", "RecordConfig", "hooks"]

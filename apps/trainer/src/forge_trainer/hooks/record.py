@@ -1,0 +1,60 @@
+"""Records what flows through chosen sites of the model, on the same held-out sequences every N steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from forge_config import ConfigError, Meta
+
+from forge_trainer.hooks.base import Hook, HookConfig, hooks
+
+if TYPE_CHECKING:
+    from forge_trainer.build import Run
+
+
+@hooks.register("record")
+class RecordConfig(HookConfig):
+    """Writes activations to `<run>/activations/step-00000100.npz`, to be read by `forge_interp`.
+
+    The untrained model is recorded as step 0. Training computes the same bits with and without this hook.
+
+    Attributes:
+        every_steps: distance of recordings; the last step of the run is always recorded.
+        sites: places in the model, `module[:part][#call]` with wildcards; see forge-interp.
+        samples: sequences of the held-out text, evenly spaced; the same ones each time.
+        pool: how the tokens of a sequence become one row; without it there is a row a token.
+        dtype: of the numbers in the file; without it that of the model.
+        format: of the file.
+        summaries: log RMS, largest magnitude and effective rank of each site under `interp/`.
+        folder: where in the run directory the files go; another one for each hook of this type.
+    """
+
+    every_steps: Annotated[int, Meta(ge=1)] = 100
+    sites: tuple[str, ...] = ("layers.*:out",)
+    samples: Annotated[int, Meta(ge=1)] = 8
+    pool: Literal["mean", "last", "first", "max"] | None = None
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    format: Literal["npz", "safetensors"] = "npz"
+    summaries: bool = False
+    folder: Annotated[str, Meta(pattern="^[A-Za-z0-9_][A-Za-z0-9_-]*$")] = "activations"
+
+    def build(self, run: Run) -> Hook:
+        """See `HookConfig.build`. Collective.
+
+        Raises:
+            ConfigError: a site names nothing in the model (lists near misses) or cannot be recorded; or two
+                hooks write to one folder.
+        """
+        alike = [c for c in run.job.hooks.values() if isinstance(c, RecordConfig) and c.folder == self.folder]
+        if len(alike) > 1:
+            raise ConfigError(
+                f"{len(alike)} hooks of type record write to folder {self.folder!r}; give each its own"
+            )
+        from forge_interp import InterpError
+
+        from forge_trainer.hooks.recorder import Recorder
+
+        try:
+            return Recorder(self, run)
+        except InterpError as error:
+            raise ConfigError(f"hooks of type record: {error}") from None

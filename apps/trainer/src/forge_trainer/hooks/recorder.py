@@ -1,0 +1,166 @@
+"""What `[hooks.<name>] type = "record"` does: an extraction on a fixed probe, beside the training."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+from forge_data.loader import build_loader
+from forge_interp import InterpError, Moments, Profile, capture, effective_rank
+from forge_interp.extract import extract_representations
+from forge_interp.store import ActivationStore
+from torch import Tensor, nn
+
+from forge_trainer.hooks.base import Hook
+from forge_trainer.progress import Progress
+from forge_trainer.step import StepOutput
+
+if TYPE_CHECKING:
+    from forge_trainer.build import Run
+    from forge_trainer.hooks.record import RecordConfig
+
+SUMMARY_ROWS = 512
+"""Rows that a summary looks at, evenly spaced, so that its cost does not grow with the probe."""
+
+
+class Recorder(Hook):
+    """Writes the activations of a probe. Collective.
+
+    Raises:
+        InterpError: a site names nothing in the model, or cannot be recorded.
+    """
+
+    def __init__(self, config: RecordConfig, run: Run) -> None:
+        self.every = config.every_steps
+        self._config = config
+        self._run = run
+        self._loss_fn = run.job.loss.build()
+        self._folder = run.directory / config.folder
+        data = msgspec.structs.replace(run.job.data, validation_samples=config.samples)
+        batches = build_loader(data, "validation", micro_batch=1)
+        self._probe = [{k: v[0] for k, v in micro.items()} for batch in batches for micro in batch]
+        self._try()
+        if run.progress.step == 0:
+            self._extract(self._path(0))
+
+    def on_step(self, progress: Progress, out: StepOutput) -> None:
+        """See `Hook.on_step`. Collective."""
+        path = self._path(progress.step)
+        with self._run.clock.paused():
+            self._extract(path)
+            found = summaries(ActivationStore.open(path)) if self._is_summed_up else {}
+        for tracker in self._run.trackers if found else []:
+            tracker.log({"step": progress.step, "tokens": progress.tokens} | found)
+
+    @property
+    def _is_summed_up(self) -> bool:
+        return self._config.summaries and bool(self._run.trackers)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}.{self._config.format}"
+
+    def _extract(self, path: Path) -> None:
+        """Write one recording in place of what an earlier attempt at this step has left."""
+        mesh = self._run.mesh
+        if self._run.env.rank == 0:
+            self._folder.mkdir(exist_ok=True)
+            for left in self._folder.glob(f"{path.name}*"):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        if mesh.control_group is not None:
+            torch.distributed.barrier(mesh.control_group)
+        dtype = self._config.dtype
+        with undisturbed(self._run.model, self._run.env.device):
+            extract_representations(
+                self._run.model,
+                self._probe,
+                self._config.sites,
+                path,
+                batch_size=min(self._run.job.train.micro_batch, len(self._probe)),
+                pool=self._config.pool,
+                dtype=None if dtype is None else getattr(torch, dtype),
+                tokens="tokens",
+                forward=self._forward,
+                rank=mesh.dp_rank,
+                world_size=mesh.dp_size,
+                group=mesh.control_group,
+                progress=False,
+            )
+
+    def _try(self) -> None:
+        """Capture one sequence and forget it, so that a bad site is found before the first step."""
+        batch = {name: value[None] for name, value in self._probe[0].items()}
+        with (
+            undisturbed(self._run.model, self._run.env.device),
+            capture(self._run.model, self._config.sites, sink=_drop),
+        ):
+            self._forward(self._run.model, batch)
+
+    def _forward(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        """The pass of an evaluation: the loss never holds all logits."""
+        device = self._run.env.device
+        return model(**{name: value.to(device) for name, value in batch.items()}, loss_fn=self._loss_fn)
+
+
+def _drop(key: str, value: Tensor) -> None:
+    pass
+
+
+@contextmanager
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards modes and random numbers are what they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    python, legacy = random.getstate(), np.random.get_state()
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(cuda), torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        random.setstate(python)
+        np.random.set_state(legacy)
+
+
+def summaries(store: ActivationStore) -> dict[str, float]:
+    """Sizes and effective rank of each site, as `interp/<site>/<what>`, from at most SUMMARY_ROWS rows."""
+    step = max(1, -(-store.rows // SUMMARY_ROWS))
+    return {
+        f"interp/{site}/{what}": value
+        for site in store.sites
+        for what, value in summary(store[site][::step]).items()
+    }
+
+
+def summary(rows: Tensor) -> dict[str, float]:
+    """What one number can say about rows [n, ...].
+
+    Returns:
+        `rms` and `max_abs`, in the units of the activations; `effective_rank`, from 0 (nothing varies) to
+        min(n - 1, number of features). NaN where a value is not finite.
+    """
+    x = rows.flatten(1).double()
+    if not bool(torch.isfinite(x).all()):
+        return dict.fromkeys(("rms", "max_abs", "effective_rank"), math.nan)
+    profile = Profile({"x": x.shape[1]})
+    profile.update({"x": x})
+    sizes = profile.result("x")
+    rms = float(np.sqrt(np.mean(sizes.rms**2)))
+    return {"rms": rms, "max_abs": float(sizes.max_abs.max()), "effective_rank": _effective_rank(x)}
+
+
+def _effective_rank(x: Tensor) -> float:
+    """Of rows [n, d]; of few rows in the n coordinates that they span, which is a rotation."""
+    x = torch.linalg.qr(x.T, mode="r").R.T if x.shape[0] < x.shape[1] else x
+    try:
+        return effective_rank(Moments.of({"x": x}), "x").entropy
+    except InterpError:
+        return 0.0

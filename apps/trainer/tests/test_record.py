@@ -1,0 +1,255 @@
+"""The recording hook in a run of this process: what it writes, and that training does not notice."""
+
+import json
+import logging
+import math
+import random
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from forge_config import ConfigError
+from forge_interp import capture
+from forge_interp.store import ActivationStore
+from forge_trainer.build import build
+from forge_trainer.hooks import RecordConfig, hooks
+from forge_trainer.hooks.recorder import summary, undisturbed
+from forge_trainer.job import load_job
+from torch import nn
+
+JOB = """
+[job]
+name = "tiny"
+root = "{root}"
+
+[model]
+vocab_size = 272
+dim = 16
+num_layers = 2
+max_tokens = 16
+attention = {{ num_heads = 2, num_kv_heads = 1 }}
+
+[data]
+max_tokens = 16
+workers = 0
+cache_dir = "{cache}"
+validation_samples = 4
+tokenizer = {{ type = "bytes" }}
+
+[[data.sources]]
+type = "files"
+paths = ["{text}/*.py"]
+held_out = 0.3
+
+[train]
+steps = 5
+global_batch = 8
+micro_batch = 2
+log_every_steps = 1
+
+[optimizer]
+type = "adamw"
+lr = 1e-2
+
+[schedule]
+type = "constant"
+
+[checkpoint]
+every_steps = 3
+"""
+HOOK = '\n[hooks.record]\ntype = "record"\nevery_steps = 2\nsamples = 3\n'
+SITES = ["layers.0:out", "layers.1:out"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for source in sorted(Path(logging.__file__).parent.glob("*.py")):
+        (folder / source.name).write_text(source.read_text())
+    return folder
+
+
+@pytest.fixture
+def job(tmp_path, text):
+    """Writes a job and loads it; `overrides` are those of the command line."""
+
+    def make(extra="", *overrides, name="run"):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(JOB.format(root=tmp_path / name, cache=text.parent / "cache", text=text) + extra)
+        loaded = load_job(path, overrides).value
+        loaded.job.directory.mkdir(parents=True, exist_ok=True)
+        return loaded
+
+    return make
+
+
+def train(job) -> tuple[list[float], nn.Module]:
+    with ExitStack() as stack:
+        run = build(job, stack)
+        run.train()
+    lines = (job.job.directory / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record], run.model
+
+
+def files(job) -> list[str]:
+    return sorted(path.name for path in (job.job.directory / "activations").iterdir())
+
+
+def store(job, step: int) -> ActivationStore:
+    return ActivationStore.open(job.job.directory / "activations" / f"step-{step:08d}.npz")
+
+
+def test_record_writes_the_start_every_n_steps_and_the_end(job):
+    tiny = job(HOOK)
+    train(tiny)
+    assert files(tiny) == [f"step-{step:08d}.npz" for step in (0, 2, 4, 5)]
+    opened = store(tiny, 2)
+    assert list(opened) == SITES
+    assert opened["layers.0:out"].shape == (3 * 16, 16)
+    assert opened.sample_id.tolist() == [n for n in range(3) for _ in range(16)]
+    assert opened.position.tolist() == list(range(16)) * 3
+    with np.load(opened.path) as plain:
+        np.testing.assert_array_equal(plain["layers.1:out"], opened["layers.1:out"].numpy())
+
+
+def test_record_holds_what_the_trained_model_computes_on_held_out_text(job):
+    tiny = job(HOOK)
+    _, model = train(tiny)
+    opened = store(tiny, 5)
+    tokens = opened.token_id.view(3, 16)
+    with torch.no_grad(), capture(model.eval(), SITES) as acts:
+        for start in (0, 2):
+            acts.clear()
+            model(tokens[start : start + 2])
+            for site in SITES:
+                found = opened[site].view(3, 16, 16)[start : start + 2]
+                torch.testing.assert_close(found, acts[site], rtol=0, atol=0)
+    assert not torch.equal(store(tiny, 0)[SITES[1]], opened[SITES[1]])
+    assert torch.equal(store(tiny, 0).token_id, opened.token_id)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["", '\n[remat]\nmode = "full"\n', '\n[compile]\nenabled = true\nbackend = "aot_eager"\n'],
+    ids=["plain", "remat", "compiled"],
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
+def test_record_changes_no_bit_of_the_training(job, extra):
+    expected, plain = train(job(extra, name="plain"))
+    sites = '\nsites = ["layers.*:out", "layers.*.attention:attn.entropy", "layers.*.ffn:in"]\n'
+    found, watched = train(job(extra + HOOK + sites, name="watched"))
+    assert found == expected and len(found) == 5
+    for ours, theirs in zip(watched.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_record_leaves_no_hook_mode_or_random_number_behind(job):
+    with ExitStack() as stack:
+        run = build(job(HOOK), stack)
+        run.model.layers["1"].eval()
+        before = [(module.training, len(module._forward_hooks)) for module in run.model.modules()]
+        states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+        run.hooks[-1].on_step(run.progress, None)
+        assert [(m.training, len(m._forward_hooks)) for m in run.model.modules()] == before
+        assert all("forward" not in vars(module) for module in run.model.modules())
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert np.array_equal(np.random.get_state()[1], states[1]) and random.getstate() == states[2]
+        assert all(parameter.grad is None for parameter in run.model.parameters())
+
+
+def test_undisturbed_gives_back_what_an_inner_draw_and_an_error_took(job):
+    model = nn.Sequential(nn.Dropout(), nn.Linear(2, 2).eval())
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    expected = torch.rand(1).item(), np.random.rand(), random.random()
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    with pytest.raises(KeyError), undisturbed(model, torch.device("cpu")):
+        assert not model[0].training and not torch.is_grad_enabled()
+        torch.rand(1), np.random.rand(), random.random()
+        raise KeyError
+    assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected
+    assert model[0].training and not model[1].training and torch.is_grad_enabled()
+
+
+def test_record_goes_on_after_a_resume_and_overwrites_with_the_same_bytes(job):
+    tiny = job(HOOK)
+    train(tiny)
+    folder = tiny.job.directory / "activations"
+    expected = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for step in (4, 5):
+        (folder / f"step-{step:08d}.npz").write_bytes(b"of an earlier attempt")
+    newest = max((tiny.job.directory / "checkpoints").glob("step-*"))
+    assert newest.name.endswith("5")
+    newest.rename(newest.with_name("aside"))
+    found, _ = train(tiny)
+    assert len(found) == 5
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+
+
+@pytest.mark.parametrize(
+    ("sites", "said"),
+    [
+        ('["layers.*:out", "layer.*.attention:out"]', "layers.*.attention"),
+        ('["layers.0:kw.maks"]', "maks"),
+        ('["layers.0:outt"]', "outt"),
+        ('["layers.0.ffn:attn.pattern"]', "captured nothing"),
+    ],
+)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_bad_sites_are_refused_before_the_first_step(job, sites, said, resumed):
+    if resumed:
+        train(job("", "--train.steps=3"))
+    with ExitStack() as stack, pytest.raises(ConfigError, match="hooks of type record") as caught:
+        build(job(f"{HOOK}sites = {sites}\n"), stack)
+    assert said in str(caught.value)
+
+
+def test_record_logs_summaries_of_the_file(job):
+    tiny = job(HOOK + "summaries = true\n")
+    train(tiny)
+    lines = map(json.loads, (tiny.job.directory / "metrics.jsonl").read_text().splitlines())
+    logged = {line["step"]: line for line in lines if "interp/layers.1:out/rms" in line}
+    assert sorted(logged) == [2, 4, 5]
+    x = store(tiny, 4)["layers.1:out"].double()
+    assert logged[4]["interp/layers.1:out/rms"] == pytest.approx(x.square().mean().sqrt().item())
+    assert logged[4]["interp/layers.1:out/max_abs"] == pytest.approx(x.abs().max().item())
+    singular = torch.linalg.svdvals(x - x.mean(0))
+    share = singular / singular.sum()
+    entropy = -(share * share.log()).sum()
+    assert logged[4]["interp/layers.1:out/effective_rank"] == pytest.approx(entropy.exp().item())
+
+
+@pytest.mark.parametrize("shape", [(9, 40), (40, 9), (9, 4, 10)])
+def test_summary_of_few_and_of_many_rows_is_the_definition(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3 + 1
+    singular = torch.linalg.svdvals((flat := x.flatten(1).double()) - flat.mean(0))
+    share = singular[singular > 1e-9] / singular.sum()
+    assert summary(x)["effective_rank"] == pytest.approx(
+        (-(share * share.log()).sum()).exp().item(), rel=1e-6
+    )
+
+
+def test_summary_says_what_it_can_about_odd_values():
+    assert summary(torch.full((5, 3), 2.0)) == {"rms": 2.0, "max_abs": 2.0, "effective_rank": 0.0}
+    assert all(math.isnan(value) for value in summary(torch.tensor([[1.0, torch.inf]])).values())
+
+
+def test_pooled_record_in_another_dtype_and_format(job):
+    tiny = job(HOOK + 'pool = "last"\ndtype = "bfloat16"\nformat = "safetensors"\n')
+    train(tiny)
+    opened = ActivationStore.open(tiny.job.directory / "activations" / "step-00000005.safetensors")
+    assert opened["layers.0:out"].shape == (3, 16) and opened["layers.0:out"].dtype == torch.bfloat16
+
+
+def test_two_recordings_of_one_run_do_not_meet(job):
+    second = '\n[hooks.second]\ntype = "record"\nevery_steps = 2\nsamples = 2\n'
+    with ExitStack() as stack, pytest.raises(ConfigError, match="folder"):
+        build(job(HOOK + second), stack)
+    tiny = job(HOOK + second + 'folder = "second"\n', name="apart")
+    train(tiny)
+    assert store(tiny, 2).rows == 48
+
+
+def test_record_is_registered():
+    assert hooks["record"] is RecordConfig
