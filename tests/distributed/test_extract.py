@@ -1,0 +1,156 @@
+"""Extraction by several ranks, of a model that each holds or all hold together, against one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from forge_interp.extract import extract_representations
+from forge_interp.store import ActivationStore
+from forge_model import DecoderConfig, initialize
+from forge_model.config import GroupedQueryConfig
+from forge_parallel import Env, MeshConfig, Plan, build_mesh, local_chunk, materialize, parallelize
+from forge_parallel.mesh import Mesh
+from forge_parallel.testing import run_ranks
+from torch import nn
+
+pytestmark = pytest.mark.dist
+
+VOCAB, TOKENS, SAMPLES, BATCH = 67, 12, 11, 2
+SITES = ["layers.*:out", "layers.*.attention:attn.z", "layers.1.ffn:in", "head:out"]
+FORMATS = [".npz", ".safetensors", ".zarr", ""]
+
+
+def build(layout: str) -> nn.Module:
+    """A small decoder with the same weights everywhere."""
+    attention = GroupedQueryConfig(num_heads=4, num_kv_heads=2, qk_norm=True)
+    config = DecoderConfig(vocab_size=VOCAB, dim=32, num_layers=2, max_tokens=TOKENS, attention=attention)
+    mesh = build_mesh(MeshConfig(), Env.detect()) if layout == "fsdp" else Mesh()
+    with torch.device("meta"):
+        model = config.build()
+    parallelize(model, mesh, Plan.of(model))
+    materialize(model, torch.device("cpu"))
+    initialize(model, 3, local_chunk)
+    if layout == "tensor":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        columns = dict.fromkeys(["layers.*.attention.w[qkv]", "layers.*.ffn.w_[gu]*"], ColwiseParallel())
+        rows = dict.fromkeys(["layers.*.attention.wo", "layers.*.ffn.w_down"], RowwiseParallel())
+        parallelize_module(model, init_device_mesh("cpu", (2,)), columns | rows)
+    return model
+
+
+def dataset(samples: int = SAMPLES) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [{"tokens": torch.randint(VOCAB, (TOKENS,), generator=generator)} for _ in range(samples)]
+
+
+def extract(folder: str, layout: str, suffix: str, samples: int = SAMPLES, **options) -> str:
+    out = f"{folder}/acts{suffix}"
+    extract_representations(
+        build(layout), dataset(samples), SITES, out, batch_size=BATCH, tokens="tokens", **options
+    )
+    return out
+
+
+def contents(path: str) -> dict[str, bytes]:
+    found = Path(path)
+    files = [found] if found.is_file() else sorted(p for p in found.rglob("*") if p.is_file())
+    return {str(p.relative_to(found)): p.read_bytes() for p in files}
+
+
+def values(path: str) -> dict[str, torch.Tensor]:
+    store = ActivationStore.open(path)
+    ids = {name: getattr(store, name) for name in ("sample_id", "position", "token_id")}
+    return {site: store[site] for site in store} | ids
+
+
+def assert_same_bits(found: str, expected: str):
+    a, b = values(found), values(expected)
+    assert list(a) == list(b)
+    for name, tensor in b.items():
+        assert torch.equal(a[name], tensor), name
+
+
+def alone(folder: str, suffix: str, samples: int = SAMPLES) -> str:
+    """What one process writes that knows nothing of ranks."""
+    dist.destroy_process_group()
+    try:
+        return extract(folder, "plain", suffix, samples)
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_extraction_by_ranks_that_each_hold_the_model_is_byte_identical(tmp_path, suffix):
+    (tmp_path / "1").mkdir()
+    [expected] = run_ranks(alone, 1, str(tmp_path / "1"), suffix)
+    assert ActivationStore.open(expected).rows == SAMPLES * TOKENS
+    for world_size in (2, 4):
+        folder = tmp_path / str(world_size)
+        folder.mkdir()
+        found = run_ranks(extract, world_size, str(folder), "plain", suffix)
+        assert contents(found[0]) == contents(expected)
+        assert [path.name for path in folder.iterdir()] == [Path(found[0]).name]
+
+
+@pytest.mark.parametrize(("world_size", "samples"), [(2, SAMPLES), (4, SAMPLES), (4, 3)])
+def test_extraction_of_a_sharded_model_has_the_bits_of_one_process(tmp_path, world_size, samples):
+    for name in ("one", "many"):
+        (tmp_path / name).mkdir()
+    [expected] = run_ranks(alone, 1, str(tmp_path / "one"), ".npz", samples)
+    found = run_ranks(extract, world_size, str(tmp_path / "many"), "fsdp", ".npz", samples)
+    assert_same_bits(found[0], expected)
+    assert ActivationStore.open(found[0]).rows == samples * TOKENS
+
+
+def twice(folder: str) -> list[bytes]:
+    """The bytes of a sharded extraction, and of a second one after a backward pass."""
+    model = build("fsdp")
+    found = []
+    for name in ("first", "again"):
+        out = Path(folder) / f"{name}.npz"
+        extract_representations(model, dataset(), SITES, out, batch_size=BATCH, tokens="tokens")
+        found.append(out.read_bytes())
+        model(dataset()[0]["tokens"][None]).sum().backward()
+        model.zero_grad()
+    return found
+
+
+def test_extraction_of_a_sharded_model_leaves_it_able_to_train(tmp_path):
+    for first, again in run_ranks(twice, 2, str(tmp_path)):
+        assert first == again
+
+
+def by_one_writer(folder: str) -> str:
+    return extract(folder, "tensor", ".npz", rank=0, world_size=1, writes=dist.get_rank() == 0)
+
+
+def test_extraction_of_a_tensor_parallel_model_is_written_once_and_whole(tmp_path):
+    for name in ("one", "many"):
+        (tmp_path / name).mkdir()
+    [expected] = run_ranks(alone, 1, str(tmp_path / "one"), ".npz")
+    found = values(run_ranks(by_one_writer, 2, str(tmp_path / "many"))[0])
+    for name, tensor in values(expected).items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def half(folder: str, rank: int) -> bool:
+    """One of two processes that know nothing of each other."""
+    dist.destroy_process_group()
+    try:
+        out = extract(folder, "plain", ".npz", rank=rank, world_size=2)
+        return Path(out).exists()
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_shards_of_processes_without_a_group_become_the_same_file(tmp_path):
+    for name in ("one", "many"):
+        (tmp_path / name).mkdir()
+    [expected] = run_ranks(alone, 1, str(tmp_path / "one"), ".npz")
+    [first] = run_ranks(half, 1, str(tmp_path / "many"), 1)
+    [second] = run_ranks(half, 1, str(tmp_path / "many"), 0)
+    assert (first, second) == (False, True)
+    assert contents(str(tmp_path / "many" / "acts.npz")) == contents(expected)
