@@ -139,6 +139,13 @@ def test_logit_lens_refuses_what_does_not_fit():
         logit_lens(model, "stream.*", TOKENS, targets=TOKENS[:, 1:])
     with pytest.raises(InterpError, match=r"stream\.9"):
         logit_lens(model, "stream.9", TOKENS)
+    with pytest.raises(InterpError, match=r"do not fit together .*mat1 and mat2"):
+        logit_lens(model, "stream.*", TOKENS, head=nn.Linear(4, 40))
+    with pytest.raises(InterpError, match=r"shape \(2, 7, 3\); expected \(2, 7, 40\)"):
+        logit_lens(model, "stream.*", TOKENS, head=nn.Linear(8, 3))
+    model.forward = lambda tokens: model.norm(model.embed(tokens)).mean()
+    with pytest.raises(InterpError, match=r"a tensor of shape \(\) and dtype torch\.float32"):
+        logit_lens(model, "embed", TOKENS)
     model.forward = lambda tokens: {"loss": model.head(model.norm(model.embed(tokens))).mean()}
     with pytest.raises(InterpError, match=r"a dict with \['loss'\]; expected logits.*without labels"):
         logit_lens(model, "embed", TOKENS)

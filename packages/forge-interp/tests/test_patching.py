@@ -177,6 +177,15 @@ def test_activation_patching_refuses_sites_of_different_length():
         activation_patching(model, x, -x, ["0", "1"], torch.sum, where="heads")
 
 
+def test_activation_patching_of_a_compiled_model_equals_that_of_the_model(model):
+    plain = activation_patching(model, CLEAN, CORRUPTED, "layers.*", difference, where="positions")
+    compiled = torch.compile(model, backend="eager")
+    compiled(CLEAN)
+    table = activation_patching(compiled, CLEAN, CORRUPTED, "layers.*", difference, where="positions")
+    np.testing.assert_array_equal(table.values, plain.values)
+    assert table.labels == plain.labels
+
+
 def test_an_error_in_the_middle_leaves_no_hook_behind(model):
     calls = []
 

@@ -78,6 +78,16 @@ def test_frozen_sites_define_what_is_direct():
     assert table.values[0, 0] == pytest.approx(metric(model.head(through)).item(), abs=1e-12)
 
 
+def test_nothing_passes_through_one_receiver_to_the_next():
+    model, clean, corrupted = residual()
+    receivers = ["layers.1:in", "layers.2:in"]
+    both = path_patching(model, clean, corrupted, "layers.0", receivers, metric, frozen="layers.0:in")
+    direct = path_patching(model, clean, corrupted, "layers.0", receivers[1], metric, frozen=INNER)
+    leaky = path_patching(model, clean, corrupted, "layers.0", receivers[1], metric, frozen="layers.0:in")
+    assert both.values[0, 1] == direct.values[0, 0]
+    assert abs(leaky.values[0, 0] - direct.values[0, 0]) > 1e-3
+
+
 def test_paths_of_a_linear_network_add_up_to_the_total_effect():
     model, clean, corrupted = residual(nn.Identity)
     receivers = ["layers.1:in", "layers.2:in", "head:in"]

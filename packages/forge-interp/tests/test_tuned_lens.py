@@ -75,6 +75,15 @@ def test_fit_is_deterministic_and_touches_nothing_of_the_model():
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["head.weight"]
 
 
+def test_the_rate_of_fit_falls_linearly():
+    lens = TunedLens(Rotated().double(), "embed")
+    lens.fit([TOKENS], steps=4, lr=1e-6)  # so small that all gradients are alike, and Adam steps by the rate
+    _, bias = lens.translators["embed:out"]
+    torch.testing.assert_close(
+        bias.abs(), torch.full_like(bias, 1e-6 * (1 + 0.75 + 0.5 + 0.25)), rtol=1e-3, atol=0
+    )
+
+
 def test_fit_in_pieces_equals_fit_at_once():
     model = Rotated().double()
     whole, pieces = TunedLens(model, EARLY), TunedLens(model, EARLY)
@@ -139,5 +148,6 @@ def test_tuned_lens_refuses_what_does_not_fit():
         lens.read(TOKENS)
     with pytest.raises(InterpError, match="ended after 1 of 3 steps"):
         lens.fit(iter([TOKENS]), steps=3)
+    assert not any(weight.requires_grad for pair in lens.translators.values() for weight in pair)
     with pytest.raises(InterpError, match="steps is 0"):
         lens.fit([TOKENS], steps=0)

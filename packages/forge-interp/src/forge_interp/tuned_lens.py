@@ -81,7 +81,7 @@ class TunedLens:
             raise InterpError(
                 f"site {site!r} has no translator; expected one of {list(self.translators)}: call fit or load"
             )
-        return self._unembedding(_translate(hidden, *self.translators[site]))
+        return self._unembedding(_translate(hidden, *self._pair(site, hidden.device)))
 
     def read(
         self,
@@ -137,19 +137,24 @@ class TunedLens:
         """
         if steps < 1:
             raise InterpError(f"steps is {steps}; expected a positive number")
+        history: list[list[float]] = []
         optimizer: torch.optim.Adam | None = None
-        history = []
-        for step, inputs in enumerate(with_progress(_repeat(batches, steps), steps, "tuned lens", progress)):
-            acts, final = run_with_final(self._model, self.sites, self._check, *_arguments(inputs))
-            keep = _positions(inputs, mask, final)
-            weights = self._weights(acts)
-            optimizer = optimizer or torch.optim.Adam(weights, lr=lr)
-            history.append([self._differentiate(site, acts[site], final, keep, max_bytes) for site in acts])
-            optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
-            optimizer.step()
-            optimizer.zero_grad()
-        for weight in self._weights({}):
-            weight.requires_grad_(False)
+        taken = with_progress(_repeat(batches, steps), steps, "tuned lens", progress)
+        try:
+            for step, inputs in enumerate(taken):
+                acts, final = run_with_final(self._model, self.sites, self._check, *_arguments(inputs))
+                keep = _positions(inputs, mask, final)
+                weights = self._weights(acts)
+                if optimizer is None:
+                    optimizer = torch.optim.Adam(weights, lr=lr)
+                losses = [self._differentiate(site, acts[site], final, keep, max_bytes) for site in acts]
+                history.append(losses)
+                optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            for weight in self._weights({}):
+                weight.requires_grad_(False).grad = None
         return np.array(history)
 
     def save(self, path: str | Path) -> None:
@@ -175,7 +180,6 @@ class TunedLens:
         norm: Readout | None = None,
         head: Readout | None = None,
         check: bool = True,
-        device: torch.device | str = "cpu",
     ) -> TunedLens:
         """Read a lens that `save` wrote, for the same model.
 
@@ -185,13 +189,12 @@ class TunedLens:
             norm: as when it was made.
             head: as when it was made.
             check: as when it was made.
-            device: where the translators go.
 
         Raises:
             InterpError: the file is no tuned lens, or the model lacks its sites.
         """
         try:
-            with safe_open(str(path), framework="pt", device=str(device)) as file:
+            with safe_open(str(path), framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
@@ -219,13 +222,21 @@ class TunedLens:
                     torch.zeros(dim, dim, dtype=wide, device=hidden.device),
                     torch.zeros(dim, dtype=wide, device=hidden.device),
                 )
+            self._pair(site, hidden.device)
         weights = [weight for pair in self.translators.values() for weight in pair]
         return [weight.requires_grad_() for weight in weights]
+
+    def _pair(self, site: str, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The translator of a site, moved to where its activations are."""
+        matrix, bias = self.translators[site]
+        if matrix.device != device:
+            self.translators[site] = (matrix.to(device), bias.to(device))
+        return self.translators[site]
 
     @torch.enable_grad()
     def _differentiate(self, site: str, hidden: Tensor, final: Tensor, keep: Tensor, max_bytes: int) -> float:
         """Add the gradient of one site's mean divergence to its translator; give the divergence."""
-        pair = self.translators[site]
+        pair = self._pair(site, hidden.device)
         rows, wanted = hidden[keep], final[keep]
         size = max(1, max_bytes // (_COPIES * final.shape[-1] * max(4, final.element_size())))
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
@@ -241,7 +252,7 @@ class TunedLens:
 
 
 def _translate(hidden: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
-    wide = hidden.to(device=matrix.device, dtype=matrix.dtype)
+    wide = hidden.to(matrix.dtype)
     return (wide + nn.functional.linear(wide, matrix, bias)).to(hidden.dtype)
 
 

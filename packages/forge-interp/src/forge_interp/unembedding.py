@@ -20,7 +20,7 @@ Readout = str | Callable[[Tensor], Tensor]
 HEAD_NAMES = ("lm_head", "head", "embed_out", "unembed", "output_head", "output_projection")
 NORM_NAMES = (
     *("norm", "final_norm", "norm_f", "norm_out", "ln_f", "ln_final", "ln_out"),
-    *("final_layer_norm", "final_layernorm"),
+    *("final_layer_norm", "final_layernorm", "layer_norm"),
 )
 
 
