@@ -159,6 +159,23 @@ def test_record_leaves_no_hook_mode_or_random_number_behind(job):
         assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
+def test_record_has_nothing_compiled_anew(job):
+    from torch._dynamo.utils import counters
+
+    compiled = '\n[compile]\nenabled = true\nbackend = "aot_eager"\n'
+    with ExitStack() as stack:
+        run = build(job(compiled + HOOK + 'sites = ["layers.*.ffn:in"]\n'), stack)
+        batches = iter(run.loader)
+        run.step(next(batches))
+        graphs, ran = counters["stats"]["unique_graphs"], counters["aot_autograd"].copy()
+        assert graphs > 0
+        run.hooks[-1].on_step(run.progress, None)
+        run.step(next(batches))
+        assert counters["stats"]["unique_graphs"] == graphs
+        assert counters["aot_autograd"] == ran
+
+
 def test_undisturbed_gives_back_what_an_inner_draw_and_an_error_took(job):
     model = nn.Sequential(nn.Dropout(), nn.Linear(2, 2).eval())
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
@@ -179,6 +196,8 @@ def test_record_goes_on_after_a_resume_and_overwrites_with_the_same_bytes(job):
     expected = {path.name: path.read_bytes() for path in folder.iterdir()}
     for step in (4, 5):
         (folder / f"step-{step:08d}.npz").write_bytes(b"of an earlier attempt")
+    for step in (4, 99):
+        (folder / f"step-{step:08d}.npz.partial" / "rank-00000-of-00007").mkdir(parents=True)
     newest = max((tiny.job.directory / "checkpoints").glob("step-*"))
     assert newest.name.endswith("5")
     newest.rename(newest.with_name("aside"))

@@ -47,6 +47,7 @@ class Recorder(Hook):
         data = msgspec.structs.replace(run.job.data, validation_samples=config.samples)
         batches = build_loader(data, "validation", micro_batch=1)
         self._probe = [{k: v[0] for k, v in micro.items()} for batch in batches for micro in batch]
+        self._remove("*.partial")
         self._try()
         if run.progress.step == 0:
             self._extract(self._path(0))
@@ -70,10 +71,7 @@ class Recorder(Hook):
     def _extract(self, path: Path) -> None:
         """Write one recording in place of what an earlier attempt at this step has left."""
         mesh = self._run.mesh
-        if self._run.env.rank == 0:
-            self._folder.mkdir(exist_ok=True)
-            for left in self._folder.glob(f"{path.name}*"):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        self._remove(f"{path.name}*")
         if mesh.control_group is not None:
             torch.distributed.barrier(mesh.control_group)
         dtype = self._config.dtype
@@ -93,6 +91,14 @@ class Recorder(Hook):
                 group=mesh.control_group,
                 progress=False,
             )
+
+    def _remove(self, pattern: str) -> None:
+        """Remove what a killed run has left; only the first rank does."""
+        if self._run.env.rank != 0:
+            return
+        self._folder.mkdir(exist_ok=True)
+        for left in self._folder.glob(pattern):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def _try(self) -> None:
         """Capture one sequence and forget it, so that a bad site is found before the first step."""
