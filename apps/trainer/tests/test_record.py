@@ -251,6 +251,7 @@ def test_summary_of_few_and_of_many_rows_is_the_definition(shape):
 
 def test_summary_says_what_it_can_about_odd_values():
     assert summary(torch.full((5, 3), 2.0)) == {"rms": 2.0, "max_abs": 2.0, "effective_rank": 0.0}
+    assert summary(torch.tensor([3.0, torch.nan, 4.0]))["rms"] == pytest.approx(12.5**0.5)
     assert all(math.isnan(value) for value in summary(torch.tensor([[1.0, torch.inf]])).values())
 
 

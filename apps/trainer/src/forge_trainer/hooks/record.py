@@ -25,7 +25,8 @@ class RecordConfig(HookConfig):
         pool: how the tokens of a sequence become one row; without it there is a row a token.
         dtype: of the numbers in the file; without it that of the model.
         format: of the file.
-        summaries: log RMS, largest magnitude and effective rank of each site under `interp/`.
+        summaries: log RMS, largest magnitude and effective rank of each site under `interp/`, from up to 512
+            rows of the file.
         folder: where in the run directory the files go; another one for each hook of this type.
     """
 

@@ -96,7 +96,7 @@ class Recorder(Hook):
         """Remove what a killed run has left; only the first rank does."""
         if self._run.env.rank != 0:
             return
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         for left in self._folder.glob(pattern):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
@@ -151,10 +151,11 @@ def summary(rows: Tensor) -> dict[str, float]:
 
     Returns:
         `rms` and `max_abs`, in the units of the activations; `effective_rank`, from 0 (nothing varies) to
-        min(n - 1, number of features). NaN where a value is not finite.
+        min(n - 1, number of features). Of the rows that are finite; NaN if there are none.
     """
-    x = rows.flatten(1).double()
-    if not bool(torch.isfinite(x).all()):
+    x = rows.reshape(len(rows), -1).double()
+    x = x[torch.isfinite(x).all(1)]
+    if not len(x):
         return dict.fromkeys(("rms", "max_abs", "effective_rank"), math.nan)
     profile = Profile({"x": x.shape[1]})
     profile.update({"x": x})
