@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.attribution import attribution_patching
+from forge_interp.edit import edit
 from forge_interp.errors import InterpError
 from forge_interp.patching import activation_patching
 from torch import Tensor, nn
@@ -145,6 +146,63 @@ def test_attribution_patching_refuses_what_has_no_gradient():
         run(metric=lambda x: x.sum().detach())
     with pytest.raises(InterpError, match=r"torch\.int64.*choose a later site"):
         run(sites="embed:in")
-    with pytest.raises(InterpError, match="steps is 0"):
+    with pytest.raises(InterpError, match="steps is 0 and qk_fix False"):
         run(steps=0)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Queries(nn.Module):
+    """Attention with 4 query heads and 2 key heads under a mask; linear from its output on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(9, 8)
+        self.q, self.kv, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 9)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = 3 * self.embed(tokens)
+        q = self.q(x).unflatten(-1, (4, 2)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, 2, 2)).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(4, 4, dtype=torch.bool).tril()
+        z = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return self.out(z.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("where", [None, "heads", ("heads", "positions"), {"a": (..., 3, slice(1))}])
+def test_the_qk_fix_is_exact_where_all_that_follows_attention_is_linear(where):
+    model = Queries()
+    for site in (":attn.q", ":attn.k"):
+        exact = activation_patching(model, CLEAN, CORRUPTED, site, metric, where=where)
+        fixed = attribution_patching(model, CLEAN, CORRUPTED, site, metric, where=where, qk_fix=True)
+        plain = attribution_patching(model, CLEAN, CORRUPTED, site, metric, where=where)
+        np.testing.assert_allclose(fixed.values, exact.values, atol=1e-12)
+        assert fixed.labels == exact.labels
+        assert np.abs(plain.values - exact.values).max() > 1e-3
+
+
+def test_the_qk_fix_leaves_other_sites_alone():
+    model = Queries()
+    sites = ["embed", ":attn.v", ":attn.k"]
+    fixed = attribution_patching(model, CLEAN, CORRUPTED, sites, metric, qk_fix=True)
+    plain = attribution_patching(model, CLEAN, CORRUPTED, sites, metric)
+    np.testing.assert_array_equal(fixed.values[:2], plain.values[:2])
+    assert fixed.values[2] != plain.values[2]
+    assert fixed.labels == plain.labels
+
+
+def test_a_detaching_edit_drops_the_gradient_through_one_layer():
+    model = Net(nn.Tanh)
+    with edit(model, {"layers.1": torch.Tensor.detach}):
+        dropped = attribution_patching(model, CLEAN, CORRUPTED, "layers.0", metric)
+    x = model.embed(CORRUPTED)
+    y = model.layers[0](x).detach().requires_grad_()
+    h = x + y
+    h = h + model.layers[1](h).detach()
+    metric(model.head((h + model.layers[2](h)).cumsum(1))).backward()
+    clean = model.layers[0](model.embed(CLEAN))
+    expected = ((clean - y) * y.grad).sum().item()
+    assert dropped.effect.item() == pytest.approx(expected, abs=1e-12)
+    plain = attribution_patching(model, CLEAN, CORRUPTED, "layers.0", metric)
+    assert abs(plain.effect.item() - expected) > 1e-3

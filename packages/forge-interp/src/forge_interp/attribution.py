@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forge_interp.capture import capture
 from forge_interp.edit import Edit, edit
 from forge_interp.errors import InterpError
 from forge_interp.model_inputs import Inputs, call_model
 from forge_interp.patching import put, run_captured, same_shape, score_edited
-from forge_interp.patching_table import Grid, Metric, PatchingTable, Where, at_call, score
+from forge_interp.patching_table import Grid, Metric, PatchingTable, Where, at_call
 from forge_interp.progress import progress as with_progress
+from forge_interp.qk_fix import effects_through_attention, kept_calls, output_of
 
 
 def attribution_patching(
@@ -25,6 +25,7 @@ def attribution_patching(
     metric: Metric,
     *,
     where: Where = None,
+    qk_fix: bool = False,
     steps: int | None = None,
     progress: bool = True,
 ) -> PatchingTable:
@@ -34,10 +35,18 @@ def attribution_patching(
     the corrupted run: first order, exact where the metric is affine in the activation. 2 forward passes and
     1 backward pass for all sites together.
 
-    With `steps` the gradient is averaged along the straight line from a_corrupted to a_clean (integrated
-    gradients, one site at a time, Gauss-Legendre nodes). The sum over a site then tends to the true effect of
-    patching the whole site; `residual` is by how much it misses. A place's share is no longer an estimate of
-    patching that place alone. Costs `steps` forward and backward passes for each site, and one forward.
+    Where this goes wrong, and what helps:
+
+    - A saturated softmax hides what queries and keys do. With `qk_fix`, sites attn.q and attn.k are patched
+      for real in their own attention call, and the estimate is first order in the output z of that call
+      only: sum of (z_patched - z_corrupted) * d metric / d z. Costs one more attention call for each place.
+    - Large effects that cancel. Drop the gradient through one layer at a time and average the absolute
+      effects (GradDrop): call this under `edit(model, {"layers.3.ffn:out": torch.Tensor.detach})`.
+    - Any saturation. With `steps` the gradient is averaged along the straight line from a_corrupted to
+      a_clean (integrated gradients, one site at a time, Gauss-Legendre nodes). The sum over a site then tends
+      to the true effect of patching the whole site; `residual` is by how much it misses. A place's share is
+      no longer an estimate of patching that place alone. Costs `steps` forward and backward passes for each
+      site, and one forward.
 
     Gradients of parameters are neither needed nor touched. Sums are in float64.
 
@@ -48,6 +57,7 @@ def attribution_patching(
         sites: sites and patterns of floating-point activations.
         metric: what the model returns -> one number that autograd can go through.
         where: as in `activation_patching`.
+        qk_fix: take the softmax of attn.q and attn.k sites exactly.
         steps: number of gradients along the line; None for the one gradient at the corrupted end.
         progress: with `steps`, draw a bar on standard error, if that is a terminal.
 
@@ -56,41 +66,46 @@ def attribution_patching(
         `activation_patching`.
 
     Raises:
-        InterpError: `steps` < 1, a site that carries no gradient, or as `activation_patching`.
+        InterpError: `steps` < 1 or together with `qk_fix`, a site that carries no gradient, or as
+            `activation_patching`.
 
-    Source: Nanda 2023, "Attribution patching"; Kramar et al. 2024, arXiv:2403.00745 (AtP, without the
-    corrections of AtP*); integrated: Sundararajan et al. 2017, arXiv:1703.01365 eq. 1 and proposition 1.
+    Source: Nanda 2023, "Attribution patching"; Kramar et al. 2024, arXiv:2403.00745, sections 2 and 3 (AtP
+    and the corrections of AtP*); Sundararajan et al. 2017, arXiv:1703.01365 eq. 1 and proposition 1
+    (integrated gradients, completeness).
     """
-    if steps is not None and steps < 1:
-        raise InterpError(f"steps is {steps}; expected None or a positive number")
+    if steps is not None and (steps < 1 or qk_fix):
+        raise InterpError(f"steps is {steps} and qk_fix {qk_fix}; expected a positive number, or only qk_fix")
+    sites = [sites] if isinstance(sites, str) else list(sites)
     acts, clean_score = run_captured(model, clean, sites, metric)
     grid = Grid.over(acts, where)
     residual = None
     if steps is None:
-        base, gradients, corrupted_score = _corrupted_gradients(model, corrupted, acts, metric)
-        products = {site: _product(site, acts[site], base[site], gradients[site]) for site in acts}
+        fixed = [site for site in acts if qk_fix and site.partition("#")[0].endswith((":attn.q", ":attn.k"))]
+        effects, corrupted_score = _first_order(model, corrupted, acts, fixed, grid, metric)
     else:
-        with torch.no_grad(), capture(model, sites) as base:
-            output = call_model(model, corrupted)
-        corrupted_score = score(metric, output)
-        products, residual = {}, np.zeros(len(acts))
-        for row, site in enumerate(with_progress(acts, len(acts), "integrated gradients", progress)):
-            same_shape(site, acts[site], base[site])
-            gradient = _mean_gradient(model, corrupted, site, acts[site], base[site], metric, steps)
-            products[site] = _product(site, acts[site], base[site], gradient)
-            patched = score_edited(model, corrupted, {at_call(site): put(site, acts[site])}, metric)
-            residual[row] = products[site].sum().item() - (patched - corrupted_score)
-    effects = np.stack([grid.sums(site, value) for site, value in products.items()])
-    labels = (tuple(acts), *grid.labels)
+        bar = with_progress(acts, len(acts), "integrated gradients", progress)
+        effects, corrupted_score, residual = _integrated(
+            model, corrupted, sites, acts, bar, grid, metric, steps
+        )
     return PatchingTable(
-        corrupted_score + effects, ("site", *grid.axes), labels, clean_score, corrupted_score, residual
+        corrupted_score + np.stack(effects),
+        ("site", *grid.axes),
+        (tuple(acts), *grid.labels),
+        clean_score,
+        corrupted_score,
+        residual,
     )
 
 
-def _corrupted_gradients(
-    model: nn.Module, corrupted: Inputs, acts: Mapping[str, Tensor], metric: Metric
-) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-    """Activations of the corrupted run, the metric's gradients with respect to them, and the metric."""
+def _first_order(
+    model: nn.Module,
+    corrupted: Inputs,
+    acts: Mapping[str, Tensor],
+    fixed: list[str],
+    grid: Grid,
+    metric: Metric,
+) -> tuple[list[np.ndarray], float]:
+    """The effects at each site from one gradient, and the corrupted metric."""
     base: dict[str, Tensor] = {}
     probes: dict[str, Tensor] = {}
 
@@ -101,8 +116,40 @@ def _corrupted_gradients(
 
         return apply
 
-    gradients, value = _differentiate(model, corrupted, {site: probe(site) for site in acts}, probes, metric)
-    return base, gradients, value
+    edits = {site: probe(site) for site in [*acts, *map(output_of, fixed)]}
+    with kept_calls(model, fixed) as calls:
+        gradients, value = _differentiate(model, corrupted, edits, probes, metric)
+    effects = []
+    for site in acts:
+        if site in fixed:
+            out = output_of(site)
+            effects.append(effects_through_attention(calls[out], site, acts[site], gradients[out], grid))
+        else:
+            effects.append(grid.sums(site, _product(site, acts[site], base[site], gradients[site])))
+    return effects, value
+
+
+def _integrated(
+    model: nn.Module,
+    corrupted: Inputs,
+    sites: str | Iterable[str],
+    acts: Mapping[str, Tensor],
+    bar: Iterable[str],
+    grid: Grid,
+    metric: Metric,
+    steps: int,
+) -> tuple[list[np.ndarray], float, np.ndarray]:
+    """The effects at each site from gradients along the line, the corrupted metric, and what they miss."""
+    base, corrupted_score = run_captured(model, corrupted, sites, metric)
+    effects, residual = [], []
+    for site in bar:
+        same_shape(site, acts[site], base[site])
+        gradient = _mean_gradient(model, corrupted, site, acts[site], base[site], metric, steps)
+        product = _product(site, acts[site], base[site], gradient)
+        patched = score_edited(model, corrupted, {at_call(site): put(site, acts[site])}, metric)
+        effects.append(grid.sums(site, product))
+        residual.append(product.sum().item() - (patched - corrupted_score))
+    return effects, corrupted_score, np.array(residual)
 
 
 def _mean_gradient(

@@ -75,6 +75,7 @@ def path_patching(
     Source: Wang et al. 2022, arXiv:2211.00593, section 3.1 and appendix B; Goldowsky-Dill et al. 2023,
     arXiv:2304.05969.
     """
+    senders = [senders] if isinstance(senders, str) else list(senders)
     acts, clean_score = run_captured(model, clean, senders, metric)
     base, names, corrupted_score = _corrupted_run(model, corrupted, metric, senders, receivers, frozen)
     _check(acts, base, names)
