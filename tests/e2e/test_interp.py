@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,27 @@ def test_killed_run_ends_with_the_recordings_of_an_uninterrupted_one(forge, tiny
     assert recordings(run) == expected
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "interp/layers.0:out/rms" in line] == [2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.slow
+def test_every_recording_is_whole_whenever_the_run_is_killed(forge, tiny, tmp_path):
+    often = RECORD.replace("every_steps = 2", "every_steps = 1")
+    forge("train", tiny(steps=12, name="whole.toml", root=tmp_path / "whole", extra=often))
+    expected = recordings(tmp_path / "whole" / "tiny")
+    cut = tiny(steps=12, extra=often)
+    folder = tmp_path / "runs" / "tiny" / "activations"
+    for step, wait_s in ((4, 0.002), (8, 0.006)):
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(forge.command("train", cut), env=forge.environment, **quiet)
+        while not (folder / f"step-{step:08d}.npz.partial").exists() and process.poll() is None:
+            time.sleep(0.0005)
+        time.sleep(wait_s)
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL
+        for path in folder.glob("*.npz"):
+            assert path.read_bytes() == expected[path.name]
+    forge("train", cut)
+    assert recordings(tmp_path / "runs" / "tiny") == expected
 
 
 @pytest.mark.dist
