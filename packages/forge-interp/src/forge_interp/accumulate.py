@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from forge_interp.arrays import Array, as_matrix, check_finite, same_rows
+from forge_interp.arrays import ROUNDING, Array, as_matrix, check_finite, same_rows
 from forge_interp.errors import InterpError
 
 _CHUNK_ELEMENTS = 2**20  # float64 numbers converted at a time: 8 MiB
@@ -73,10 +73,10 @@ class Moments:
     @classmethod
     def of(cls, blocks: Mapping[str, Array], *, between: tuple[Iterable[str], Iterable[str]] | None = None):
         """Build from whole arrays, each [n, d]; the device is that of the first."""
-        first = as_matrix(next(iter(blocks.values())), "the first block", dtype=None)
-        widths = {name: as_matrix(x, name, dtype=None).shape[1] for name, x in blocks.items()}
-        moments = cls(widths, between=between, device=first.device)
-        moments.update(blocks)
+        given = {name: as_matrix(x, name, dtype=None) for name, x in blocks.items()}
+        device = next((x.device for x in given.values()), "cpu")
+        moments = cls({name: x.shape[1] for name, x in given.items()}, between=between, device=device)
+        moments.update(given)
         return moments
 
     def update(self, batch: Mapping[str, Array]) -> None:
@@ -166,16 +166,47 @@ class Moments:
         return round(self._count.item())
 
     def mean(self, name: str) -> Tensor:
-        """Return the mean of a block, [d] float64."""
+        """Return the mean of a block, [d] float64.
+
+        Raises:
+            InterpError: no sample was given, or the block saw NaN or infinity.
+        """
+        if self.count == 0:
+            raise InterpError("0 samples were given; expected at least 1: call update() first")
         span = self._spans[name]
-        return self._centre[span] + self._sums[span] / self._count
+        mean = self._centre[span] + self._sums[span] / self._count
+        check_finite(mean, f"the mean of {name!r}")
+        return mean
 
     def comoment(self, first: str, second: str) -> Tensor:
         """Return sum_i (x_i - mean x)(y_i - mean y)^T, [d_x, d_y] float64; divide by n - 1 for a covariance.
 
+        A copy: a later `update` does not change it.
+
         Raises:
-            InterpError: the pair was left out by `between`, or a block saw NaN or infinity.
+            InterpError: the pair was left out by `between`, fewer than 2 samples were given, or a block saw
+                NaN or infinity.
         """
+        return self._centred(first, second).clone()
+
+    def power(self, name: str) -> float:
+        """Return sum_i |x_i - mean x|^2, the trace of the co-moment; 0 if the block is constant to rounding.
+
+        Raises:
+            InterpError: as `comoment`.
+        """
+        self._centre_exactly()
+        power = self._power[self._index[name]].item()
+        size = self._count.item() * self._centre[self._spans[name]].square().sum().item()
+        return power if power > ROUNDING**2 * size else 0.0
+
+    def cross_power(self, first: str, second: str) -> float:
+        """Return sum_i |x_i - mean x|^2 |y_i - mean y|^2."""
+        self._centred(first, second)
+        return self._cross_power[self._index[first], self._index[second]].item()
+
+    def _centred(self, first: str, second: str) -> Tensor:
+        """[d_x, d_y] co-moment: a view of the sums, good until the next update."""
         self._centre_exactly()
         if (first, second) in self._blocks:
             return self._blocks[first, second]
@@ -184,11 +215,6 @@ class Moments:
         raise InterpError(
             f"the pair {first!r}, {second!r} was not accumulated; expected one of `between`: add it there"
         )
-
-    def cross_power(self, first: str, second: str) -> float:
-        """Return sum_i |x_i - mean x|^2 |y_i - mean y|^2."""
-        self.comoment(first, second)
-        return self._cross_power[self._index[first], self._index[second]].item()
 
     def _sides(self, between: tuple[Iterable[str], Iterable[str]] | None) -> tuple[list[str], list[str]]:
         rows, columns = (list(side) for side in between) if between else (self.names, self.names)

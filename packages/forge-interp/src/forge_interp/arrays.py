@@ -5,6 +5,7 @@ in float64. Letters: n samples (rows), d features (columns).
 """
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ from forge_interp.errors import InterpError
 
 Array = Tensor | np.ndarray
 Labels = np.ndarray | Sequence[object]
+ROUNDING = 1e-13  # spread beside size below which float64 numbers are taken to be equal
 
 
 def as_matrix(values: Array, name: str, *, dtype: torch.dtype | None = torch.float64) -> Tensor:
@@ -26,9 +28,11 @@ def as_matrix(values: Array, name: str, *, dtype: torch.dtype | None = torch.flo
         dtype: the dtype of the result; None keeps that of `values`.
 
     Raises:
-        InterpError: more than two dimensions, or none.
+        InterpError: more than two dimensions, or complex numbers.
     """
-    tensor = values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.ascontiguousarray(values))
+    tensor = values.detach() if isinstance(values, Tensor) else _from_numpy(values)
+    if tensor.is_complex():
+        raise InterpError(f"{name} is complex; expected real numbers: stack the real and imaginary parts")
     if tensor.ndim not in (1, 2):
         raise InterpError(
             f"{name} has shape {tuple(tensor.shape)}; expected [samples, features]: "
@@ -36,6 +40,25 @@ def as_matrix(values: Array, name: str, *, dtype: torch.dtype | None = torch.flo
         )
     tensor = tensor if tensor.ndim == 2 else tensor[:, None]
     return tensor if dtype is None else tensor.to(dtype)
+
+
+def _from_numpy(values: np.ndarray) -> Tensor:
+    """Share memory where that can be, a read-only memory map too: no analysis writes to its input."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        return torch.as_tensor(np.ascontiguousarray(values))
+
+
+def centre(x: Tensor, dim: int = 0) -> Tensor:
+    """Subtract the mean over `dim`; exactly 0 where the numbers are equal up to rounding.
+
+    Without that, n copies of 0.1 keep residues around 1e-17, whose correlation is an arbitrary number.
+    """
+    rest = x - x.mean(dim, keepdim=True)
+    if x.shape[dim] == 0:
+        return rest
+    equal = rest.abs().amax(dim, keepdim=True) <= ROUNDING * x.abs().amax(dim, keepdim=True)
+    return rest.masked_fill(equal, 0.0)
 
 
 def same_rows(matrices: Mapping[str, Tensor]) -> int:

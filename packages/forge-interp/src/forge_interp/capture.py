@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from functools import partial, wraps
 from typing import Any
@@ -40,7 +40,11 @@ class Activations(Mapping[str, Tensor]):
         sink: Sink | None,
     ) -> None:
         self.gradients: dict[str, Tensor] = {}
-        self._patterns = {str(site): pattern for pattern, found in sites.items() for site in found}
+        self._named = list(sites)
+        self._patterns: dict[str, list[str]] = {}
+        for pattern, found in sites.items():
+            for site in found:
+                self._patterns.setdefault(str(site), []).append(pattern)
         self._select = select
         self._grad = grad
         self._stops = stop
@@ -94,24 +98,25 @@ class Activations(Mapping[str, Tensor]):
         """
         self._awaited, self._is_exact = frozenset(canonical(key) for key in keys), True
 
-    def _take(self, site: Site, module: nn.Module, value: Any) -> Tensor | None:
+    def _take(self, tapped: str, site: Site, module: nn.Module, value: Any) -> Tensor | None:
         """Keep a copy of a value; with gradients, what the model goes on with in its place."""
         key, replacement = str(site), None
-        pattern = self._patterns.get(key) or self._patterns[str(Site(site.module, site.part, site.path))]
-        self._seen.add(pattern)
+        patterns = self._patterns[tapped]
+        self._seen.update(patterns)
         if isinstance(value, AttentionCall):
             value = self._read(value, site)
         if self._grad:
             value, replacement = self._follow(value, module, site)
         kept = full(value.detach(), module, site)
-        kept = self._select[pattern](kept) if pattern in self._select else kept
+        select = next((self._select[p] for p in patterns if p in self._select), None)
+        kept = kept if select is None else select(kept)
         self._fired.add(key)
         if self._sink is None:
             self._values[key] = self._offload.copy(kept)
         else:
             self._offload.send(kept, partial(self._sink, key))
         if self._stops and self._awaited <= self._fired:
-            raise _Stop
+            raise _Stop(self)
         return replacement
 
     def _end_pass(self) -> None:
@@ -150,7 +155,7 @@ class Activations(Mapping[str, Tensor]):
         return value, replacement
 
     def _verify(self) -> None:
-        missing = [p for p in dict.fromkeys(self._patterns.values()) if p not in self._seen]
+        missing = [p for p in self._named if p not in self._seen]
         if not missing:
             return
         attention = any(Site.parse(p).part == "attn" for p in missing)
@@ -167,7 +172,11 @@ _NO_ATTENTION = (
 
 
 class _Stop(Exception):
-    """Not an error: ends a forward pass early."""
+    """Not an error: ends a forward pass early, for the capture that it names."""
+
+    def __init__(self, acts: Activations) -> None:
+        super().__init__()
+        self.acts = acts
 
 
 @contextmanager
@@ -222,28 +231,35 @@ def capture(
     modules = named_modules(model)
     phase = Phase.BEFORE_EDITS if before_edits else Phase.AFTER_EDITS
     unique = {str(site): site for of_pattern in found.values() for site in of_pattern}
-    acts._taps = [Tap(site, modules[site.module], acts._take, phase, acts) for site in unique.values()]
+    acts._taps = [
+        Tap(site, modules[site.module], partial(acts._take, name), phase, acts)
+        for name, site in unique.items()
+    ]
     acts._unchecked = {site.module for site in unique.values()} if check_attention else set()
     with ExitStack() as stack:
         if stop or sink is not None:
-            stack.enter_context(_passes_of(modules[""], acts._end_pass))
+            stack.enter_context(_passes_of(modules[""], acts))
         stack.enter_context(attached(acts._taps))
+        stack.enter_context(_explained(model, acts))
         yield acts
         acts._verify()
 
 
 @contextmanager
-def _passes_of(model: nn.Module, on_end: Callable[[], None]) -> Iterator[None]:
-    """Let a forward pass of the model return None where it is stopped, and tell when one has ended."""
+def _passes_of(model: nn.Module, acts: Activations) -> Iterator[None]:
+    """Let a forward pass of the model return None where `acts` stops it, and tell `acts` when one ended."""
     own = model.__dict__.get("forward")
     inner = model.forward
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         output = None
-        with suppress(_Stop):
+        try:
             output = inner(*args, **kwargs)
-        on_end()
+        except _Stop as stop:
+            if stop.acts is not acts:
+                raise
+        acts._end_pass()
         return output
 
     model.forward = forward
@@ -254,3 +270,17 @@ def _passes_of(model: nn.Module, on_end: Callable[[], None]) -> Iterator[None]:
             del model.forward
         else:
             model.forward = own
+
+
+@contextmanager
+def _explained(model: nn.Module, acts: Activations) -> Iterator[None]:
+    """Say what is wrong where `acts` stopped something else than a forward pass of the model."""
+    try:
+        yield
+    except _Stop as stop:
+        if stop.acts is not acts:
+            raise
+        raise InterpError(
+            f"stop=True ends forward passes of the {type(model).__name__} given to capture, but only a "
+            "part of it was called: give that part to capture, or leave stop=True out"
+        ) from None

@@ -33,7 +33,8 @@ def canonical_correlations(
         ridge: added to each eigenvalue of a covariance, relative to its largest; 0 is plain CCA.
 
     Returns:
-        [min(k_x, k_y)] float64 in [0, 1].
+        [min(k_x, k_y)] float64 in [0, 1]. Principal components with less than 1e-10 of the variance of the
+        first are taken for rounding and left out.
 
     Raises:
         InterpError: `keep` or `ridge` is out of range, or a layer never varies.
@@ -47,8 +48,8 @@ def canonical_correlations(
 def mean_cca(moments: Moments, *, ridge: float = 0.0) -> LayerSimilarity:
     """Mean canonical correlation of every layer pair, over min(rank X, rank Y) directions.
 
-    Does not change under invertible affine maps of either layer. It is 1 by construction once n <= d: use it
-    with n many times d, or give a ridge.
+    Does not change under invertible affine maps of either layer. It is 1 by construction once n - 1 <= d:
+    use it with n many times d, or give a ridge.
 
     Args:
         moments: the accumulated pairs.
@@ -120,16 +121,17 @@ def procrustes(moments: Moments, *, form: str = "similarity") -> LayerSimilarity
     forms = {
         "similarity": lambda s: s,
         "distance": lambda s: 2 - 2 * s,
-        "angle": lambda s: math.acos(min(1.0, s)),
+        "angle": math.acos,
     }
     if form not in forms:
         raise InterpError(f"form is {form!r}; expected one of {list(forms)}")
 
     def score(row: str, column: str) -> float:
-        size = (moments.comoment(row, row).trace() * moments.comoment(column, column).trace()).sqrt().item()
+        size = math.sqrt(moments.power(row)) * math.sqrt(moments.power(column))
         if size == 0:
             raise InterpError(f"{row!r} or {column!r} never varies; expected layers with variance")
-        return forms[form](torch.linalg.svdvals(moments.comoment(row, column)).sum().item() / size)
+        aligned = torch.linalg.svdvals(moments.comoment(row, column)).sum().item() / size
+        return forms[form](min(aligned, 1.0))
 
     return over_pairs(moments, f"Procrustes {form}", score)
 
@@ -158,10 +160,10 @@ def _whiten(moments: Moments, name: str, keep: float, ridge: float) -> Tensor:
     """[d, k] map under which the kept principal directions of a layer become orthonormal."""
     if not 0 < keep <= 1 or ridge < 0:
         raise InterpError(f"keep is {keep}, ridge is {ridge}; expected keep in (0, 1] and ridge >= 0")
+    if moments.power(name) == 0:
+        raise InterpError(f"{name!r} never varies; expected a layer with variance")
     values, vectors = torch.linalg.eigh(moments.comoment(name, name))
     values, vectors = values.flip(0), vectors.flip(1)
-    if values[0] <= 0:
-        raise InterpError(f"{name!r} never varies; expected a layer with variance")
     rank = int((values > _RELATIVE_RANK * values[0]).sum())
     share = values[:rank].cumsum(0) / values[:rank].sum()
     num_kept = min(rank, int((share < keep - 1e-12).sum()) + 1)

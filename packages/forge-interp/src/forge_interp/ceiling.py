@@ -6,13 +6,16 @@ repeats is the share of its variance that is signal; its square root is the corr
 would reach.
 """
 
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forge_interp.arrays import Array, check_finite
+from forge_interp.arrays import Array, centre, check_finite
 from forge_interp.errors import InterpError
 
 
@@ -22,7 +25,7 @@ class Ceiling:
 
     Attributes:
         reliability: [T] float64 share of signal variance in the mean of `num_repeats` repeats; the ceiling
-            of R^2. An estimate: negative or above 1 by chance.
+            of R^2. An estimate, at most 1 and by chance negative; 0 or NaN for a target that never varies.
         num_repeats: how many repeats the recordings to be predicted average over.
         method: how it was estimated.
     """
@@ -65,34 +68,39 @@ class Ceiling:
 def split_half_ceiling(repeats: Array, *, num_splits: int = 100, seed: int = 0) -> Ceiling:
     """Reliability from random split halves, with the Spearman-Brown correction.
 
-    Correlates the means of two random disjoint sets of R // 2 repeats, averages over splits (all distinct
-    ones if there are no more than `num_splits`), and steps up to R repeats: m c / (1 + (m - 1) c), m = R /
-    (R // 2).
+    Correlates the means of two disjoint sets of R // 2 repeats, averages over splits (all distinct ones if
+    there are no more than `num_splits`, else random ones), and steps up to R repeats: m c / (1 + (m - 1) c),
+    m = R / (R // 2).
 
     Args:
         repeats: [R, n, T], R >= 2.
-        num_splits: random splits.
-        seed: of the splits.
+        num_splits: most splits, at least 1.
+        seed: of random splits.
 
     Raises:
-        InterpError: fewer than 2 repeats or 3 samples, or a value that is not finite.
+        InterpError: fewer than 2 repeats or 3 samples, no split, or a value that is not finite.
 
     Source: Spearman 1910, Br. J. Psychol. 3:271; Brown 1910, ibid. 296.
     """
+    if num_splits < 1:
+        raise InterpError(f"num_splits is {num_splits}; expected at least 1")
     x = _repeats(repeats)
     total, half = len(x), len(x) // 2
-    random = np.random.default_rng(seed)
-    orders = {_split(random.permutation(total), half) for _ in range(num_splits)}
-    correlations = [pearson(x[list(a)].mean(0), x[list(b)].mean(0)) for a, b in sorted(orders)]
+    if math.comb(total, half) * math.comb(total - half, half) // 2 <= num_splits:
+        splits = _all_splits(total, half)
+    else:
+        random = np.random.default_rng(seed)
+        splits = (random.permutation(total)[: 2 * half].reshape(2, half).tolist() for _ in range(num_splits))
+    correlations = [pearson(x[first].mean(0), x[second].mean(0)) for first, second in splits]
     mean = torch.stack(correlations).mean(0).cpu().numpy()
     return Ceiling(_prophecy(mean, total / half), total, "split-half, Spearman-Brown")
 
 
 def repeat_ceiling(repeats: Array) -> Ceiling:
-    """Reliability from signal power: noise variance is what differs between repeats.
+    """Reliability from signal power: what the mean over repeats keeps of the power of single repeats.
 
-    noise = mean over samples of the variance over repeats (R - 1); signal = variance over samples of the mean
-    minus noise / R; reliability = signal / variance of the mean.
+    P = variance over samples (n - 1); signal = (R P(mean of repeats) - mean of P(repeat)) / (R - 1);
+    reliability = signal / P(mean of repeats). A baseline that differs between repeats is not noise.
 
     Args:
         repeats: [R, n, T], R >= 2.
@@ -100,18 +108,18 @@ def repeat_ceiling(repeats: Array) -> Ceiling:
     Raises:
         InterpError: as `split_half_ceiling`.
 
-    Source: Sahani and Linden 2003, NeurIPS 15.
+    Source: Sahani and Linden 2003, NeurIPS 15, eq. 1.
     """
     x = _repeats(repeats)
-    noise = x.var(0, correction=1).mean(0)
-    total = x.mean(0).var(0, correction=1)
-    reliability = (total - noise / len(x)) / torch.where(total > 0, total, torch.nan)
+    single, whole = centre(x, dim=1).square().sum(1).mean(0), centre(x.mean(0)).square().sum(0)
+    signal = (len(x) * whole - single) / (len(x) - 1)
+    reliability = signal / torch.where(whole > 0, whole, torch.nan)
     return Ceiling(reliability.cpu().numpy(), len(x), "repeats, signal power")
 
 
 def pearson(a: Tensor, b: Tensor) -> Tensor:
     """[T] Pearson r of the columns of two [n, T]; 0 where a column never varies."""
-    a, b = a - a.mean(0), b - b.mean(0)
+    a, b = centre(a), centre(b)
     scale = a.norm(dim=0) * b.norm(dim=0)
     return torch.where(scale > 0, (a * b).sum(0) / scale.clamp_min(1e-300), 0.0)
 
@@ -122,10 +130,12 @@ def _prophecy(reliability: np.ndarray, factor: float) -> np.ndarray:
     return np.where(reliability > 0, factor * positive / (1 + (factor - 1) * positive), reliability)
 
 
-def _split(order: np.ndarray, half: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Two sorted disjoint halves of the repeats, in one order, so that a mirrored split is the same one."""
-    first, second = (tuple(sorted(part.tolist())) for part in (order[:half], order[half : 2 * half]))
-    return (first, second) if first < second else (second, first)
+def _all_splits(total: int, half: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Every pair of disjoint sets of `half` repeats, once: a mirrored pair is the same one."""
+    for first in itertools.combinations(range(total), half):
+        rest = [i for i in range(first[0] + 1, total) if i not in first]
+        for second in itertools.combinations(rest, half):
+            yield list(first), list(second)
 
 
 def _repeats(values: Array) -> Tensor:

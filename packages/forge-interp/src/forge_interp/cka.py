@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forge_interp.accumulate import Moments
-from forge_interp.arrays import Array, as_matrix, check_finite, same_rows
+from forge_interp.arrays import Array, as_matrix, centre, check_finite, same_rows
 from forge_interp.errors import InterpError
 
 
@@ -47,7 +47,7 @@ def linear_cka(moments: Moments, *, debiased: bool = True) -> LayerSimilarity:
     Biased: |Xc^T Yc|_F^2 / (|Xc^T Xc|_F |Yc^T Yc|_F) with centred columns; exactly the Gram form. It tends
     to 1 for independent data when d is not small beside n. Debiased: each HSIC is the unbiased estimator
     HSIC_1, whose expectation is 0 for independent data; it may be slightly negative, and is NaN where
-    HSIC_1(K, K) <= 0 (too few samples). It needs n >= 4.
+    HSIC_1(K, K) <= 0 (too few samples). It needs n >= 4. Both are NaN for a layer that never varies.
 
     Args:
         moments: the accumulated pairs.
@@ -57,18 +57,20 @@ def linear_cka(moments: Moments, *, debiased: bool = True) -> LayerSimilarity:
         Similarities: biased in [0, 1], debiased at most 1.
 
     Raises:
-        InterpError: fewer than 2 samples (4 if debiased), or a layer that never varies when biased.
+        InterpError: fewer than 2 samples (4 if debiased), or a layer saw NaN or infinity.
 
     Source: Kornblith et al. 2019, arXiv:1905.00414; HSIC_1: Song et al. 2012, JMLR 13:1393.
     """
     dependence = _unbiased_hsic if debiased else _biased_hsic
-    own = {name: dependence(moments, name, name) for name in {*moments.rows, *moments.columns}}
+    own = {
+        name: dependence(moments, name, name) if moments.power(name) > 0 else 0.0
+        for name in {*moments.rows, *moments.columns}
+    }
 
     def score(row: str, column: str) -> float:
-        scale = own[row] * own[column]
         if own[row] <= 0 or own[column] <= 0:
             return math.nan
-        return dependence(moments, row, column) / math.sqrt(scale)
+        return dependence(moments, row, column) / math.sqrt(own[row] * own[column])
 
     return over_pairs(moments, "debiased linear CKA" if debiased else "linear CKA", score)
 
@@ -87,9 +89,9 @@ def _unbiased_hsic(moments: Moments, first: str, second: str) -> float:
     if n < 4:
         raise InterpError(f"{n} samples were given; expected at least 4 for debiased CKA")
     diagonal = moments.cross_power(first, second)
-    traces = moments.comoment(first, first).trace() * moments.comoment(second, second).trace()
+    traces = moments.power(first) * moments.power(second)
     product = _biased_hsic(moments, first, second) - diagonal
-    total = product + traces.item() / ((n - 1) * (n - 2)) - 2 * diagonal / (n - 2)
+    total = product + traces / ((n - 1) * (n - 2)) - 2 * diagonal / (n - 2)
     return total / (n * (n - 3))
 
 
@@ -153,9 +155,23 @@ class MinibatchCKA:
         """Return {"hsic": [L, L] float64 sums over batches}, a view."""
         return {"hsic": self._sums}
 
+    def load_state(self, state: Mapping[str, Tensor]) -> "MinibatchCKA":
+        """Copy a state of the same layers into this one, and return this one."""
+        given = tuple(state["hsic"].shape) if "hsic" in state else "nothing"
+        if given != tuple(self._sums.shape):
+            raise InterpError(f"state 'hsic' has {given}; expected shape {tuple(self._sums.shape)}")
+        self._sums.copy_(state["hsic"])
+        return self
+
     def result(self) -> LayerSimilarity:
-        """Return the similarities so far; NaN where a layer's summed HSIC with itself is not positive."""
+        """Return the similarities so far; NaN where a layer's summed HSIC with itself is not positive.
+
+        Raises:
+            InterpError: no batch was given, or no layer varies in any.
+        """
         own = self._sums.diagonal()
+        if not own.any():
+            raise InterpError("no batch in which a layer varies was given; expected update() before result()")
         scale = torch.where(own > 0, own, torch.nan).sqrt()
         values = self._sums / (scale[:, None] * scale)
         pick = _positions(self.names, self.rows), _positions(self.names, self.columns)
@@ -170,7 +186,7 @@ def _positions(names: Sequence[str], wanted: Sequence[str]) -> list[int]:
 def _u_centred_gram(x: Tensor) -> Tensor:
     """[n, n] U-centred Gram matrix of the rows: HSIC_1 is the mean off-diagonal product of two."""
     n = x.shape[0]
-    x = x - x.mean(0)
+    x = centre(x)
     gram = (x @ x.T).fill_diagonal_(0.0)
     means = gram.sum(0) / (n - 2)
     gram = gram - means[:, None] - means + gram.sum() / ((n - 1) * (n - 2))

@@ -134,10 +134,14 @@ class Flat:
     def read(self, start: int, stop: int) -> Tensor:
         """Return a copy of rows [start, stop), which costs no more memory than these rows."""
         out = torch.empty((stop - start, *self.column.shape), dtype=self.column.dtype)
+        self.read_into(out, start)
+        return out
+
+    def read_into(self, out: Tensor, start: int) -> None:
+        """Fill a contiguous tensor with the rows from `start` on."""
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset + start * self.column.row_bytes)
             fill(file, as_bytes(out), self.path)
-        return out
 
 
 @dataclass(frozen=True)
@@ -162,8 +166,8 @@ class Chunked:
         out = torch.empty((stop - start, *self.column.shape), dtype=self.column.dtype)
         for chunk, first, last in self._pieces(start, stop):
             base = chunk * self.chunk_rows
-            piece = Flat(self.column, self.chunk_rows, self.path(chunk)).read(first - base, last - base)
-            out[first - start : last - start] = piece
+            piece = Flat(self.column, self.chunk_rows, self.path(chunk))
+            piece.read_into(out[first - start : last - start], first - base)
         return out
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from forge_interp.arrays import Array, Labels, as_matrix, check_alphas, check_finite, same_rows
 from forge_interp.ceiling import Ceiling, pearson
 from forge_interp.errors import InterpError
-from forge_interp.probe import group_folds, r_squared, z_score
+from forge_interp.probe import Fold, group_folds, r_squared, z_score
 from forge_interp.ridge import DEFAULT_ALPHAS, RidgePath
 from forge_interp.timing import fir_delays, run_bounds
 
@@ -25,8 +25,10 @@ class EncodingResult:
     """Held-out prediction of every target by one model.
 
     Attributes:
-        r: [F, T] Pearson correlation of prediction and recording in each outer fold.
-        r2: [F, T] share of variance explained around the fold's mean; can be negative.
+        r: [F, T] Pearson correlation of prediction and recording in each outer fold; 0 where either never
+            varies.
+        r2: [F, T] share of variance explained around the fold's mean; can be negative; NaN where the
+            recording never varies.
         alpha: [F, T] the penalty chosen inside each training fold.
         band_weights: [F, T, B] the weight chosen for each band (they sum to 1; larger is less penalized).
         bands: B names.
@@ -81,7 +83,8 @@ def encode(
     Args:
         features: [n, d], or {band: [n, d_b]} for banded ridge.
         recordings: [n, T], e.g. z-scored BOLD per run; targets in any units (r and R^2 have none).
-        runs: [n] run (story, session) of each row, contiguous; no fold divides a run.
+        runs: [n] run (story, session) of each row, contiguous; no fold divides a run. For samples without
+            an order `range(n)`, with `num_folds` given.
         delays: in samples, see `fir_delays`; e.g. (1, 2, 3, 4) for BOLD at TR = 2 s.
         alphas: penalties to choose from.
         num_folds: outer folds; default one per run.
@@ -93,28 +96,20 @@ def encode(
         seed: of folds and band weights.
 
     Raises:
-        InterpError: fewer than 3 runs, rows that differ, a value that is not finite, a ceiling of other
-            targets.
+        InterpError: fewer than 3 runs, 2 training runs or 3 held-out rows in a fold, rows that differ, a
+            value that is not finite, a ceiling of other targets.
 
     Source: Naselaris et al. 2011, NeuroImage 56:400 (encoding models); Nunez-Elizalde et al. 2019, NeuroImage
         197:482 and Dupre la Tour et al. 2022, NeuroImage 264:119728 (banded ridge, random search).
     """
-    bands = _bands(features)
-    y = as_matrix(recordings, "recordings")
+    bands, y, labels = _bands(features), as_matrix(recordings, "recordings"), np.asarray(runs)
     check_finite(y, "recordings")
     same_rows({**bands, "recordings": y})
-    labels = np.asarray(runs)
-    run_bounds(labels, len(y))
-    num_runs = len(np.unique(labels))
-    if num_runs < 3:
-        raise InterpError(f"{num_runs} runs; expected at least 3: one to test, two to choose by")
     if ceiling is not None and ceiling.reliability.shape != (y.shape[1],):
         raise InterpError(f"ceiling of {len(ceiling.reliability)} targets; expected {y.shape[1]}")
     search = _Search(check_alphas(alphas), _band_candidates(len(bands), num_band_samples, seed), inner_folds)
-    parts = [
-        _score_fold(bands, y, labels, delays, train, test, search)
-        for train, test in group_folds(labels, num_runs if num_folds is None else num_folds, seed=seed)
-    ]
+    folds = _outer_folds(labels, len(y), num_folds, seed)
+    parts = [_score_fold(bands, y, labels, delays, train, test, search) for train, test in folds]
     r, r2, alpha, chosen = (np.stack(column) for column in zip(*parts, strict=True))
     normalized = None if ceiling is None else ceiling.normalize(r.mean(0), min_r=min_ceiling)
     return EncodingResult(r, r2, alpha, search.weights[chosen], tuple(bands), normalized)
@@ -135,6 +130,22 @@ def _bands(features: Array | Mapping[str, Array]) -> dict[str, Tensor]:
     for name, x in bands.items():
         check_finite(x, name)
     return bands
+
+
+def _outer_folds(runs: np.ndarray, num_rows: int, num_folds: int | None, seed: int) -> list[Fold]:
+    """Folds of whole runs, each with runs to choose by and rows to correlate over."""
+    num_runs = len(run_bounds(runs, num_rows))
+    if num_runs < 3:
+        raise InterpError(f"{num_runs} runs; expected at least 3: one to test, two to choose by")
+    folds = group_folds(runs, num_runs if num_folds is None else num_folds, seed=seed)
+    for train, test in folds:
+        num_train = len(np.unique(runs[train]))
+        if num_train < 2 or len(test) < 3:
+            raise InterpError(
+                f"a fold tests {len(test)} rows and trains on {num_train} of {num_runs} runs; "
+                "expected at least 3 rows and 2 runs: change num_folds"
+            )
+    return folds
 
 
 def _band_candidates(num_bands: int, num_samples: int, seed: int) -> np.ndarray:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 
 class Interception(TorchFunctionMode):
@@ -20,11 +21,17 @@ class Interception(TorchFunctionMode):
 
     Args:
         attend: called with the true function, its args and its kwargs; what it returns is the result.
+        before_backward: called when a backward pass begins, inside which the mode does not see anything.
     """
 
-    def __init__(self, attend: Callable[[Callable[..., Tensor], tuple, dict[str, Any]], Tensor]) -> None:
+    def __init__(
+        self,
+        attend: Callable[[Callable[..., Tensor], tuple, dict[str, Any]], Tensor],
+        before_backward: Callable[[], None],
+    ) -> None:
         super().__init__()
         self._attend = attend
+        self._before_backward = before_backward
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
@@ -33,17 +40,27 @@ class Interception(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with _exchanged(self._attend):
                 return func(*args, **(kwargs or {}))
+        if func is Tensor.backward or func is torch.autograd.grad:
+            self._before_backward()
         return func(*args, **(kwargs or {}))
 
 
+def is_intercepted() -> bool:
+    """Whether an `Interception` is active on this thread."""
+    return any(isinstance(mode, Interception) for mode in _get_current_function_mode_stack())
+
+
 _SDPA = F.scaled_dot_product_attention
+_NAME = threading.RLock()
 
 
 @contextmanager
-def _exchanged(attend: Callable[..., Tensor]) -> Any:
-    before = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = lambda *args, **kwargs: attend(partial(before), args, kwargs)
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = before
+def _exchanged(attend: Callable[..., Tensor]) -> Iterator[None]:
+    """All threads see the exchanged name, and only one may exchange it."""
+    with _NAME:
+        before = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = lambda *args, **kwargs: attend(before, args, kwargs)
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = before

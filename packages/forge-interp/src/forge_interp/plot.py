@@ -32,9 +32,12 @@ def plot_similarity(similarity: LayerSimilarity, *, limits: tuple[float, float] 
 
     Raises:
         ImportError: matplotlib is not installed.
+        InterpError: every value is NaN.
     """
     figure, axes = _figure()
     values = similarity.values
+    if np.isnan(values).all():
+        raise InterpError(f"every {similarity.measure} is NaN; expected layers that vary and more samples")
     low, high = limits or (min(0.0, float(np.nanmin(values))), max(1.0, float(np.nanmax(values))))
     image = axes.imshow(values, origin="lower", vmin=low, vmax=high, cmap="magma")
     axes.set_xticks(range(len(similarity.columns)), similarity.columns, rotation=90)
@@ -108,23 +111,23 @@ def plot_encoding(results: Mapping[str, EncodingResult]) -> Figure:
 
     Raises:
         ImportError: matplotlib is not installed.
-        InterpError: no result.
+        InterpError: no result, or no target of a layer has a score.
     """
     if not results:
         raise InterpError("results is empty; expected at least one layer")
-    normalized = [result.normalized for result in results.values()]
-    scores = [
-        result.score if n is None else n for n, result in zip(normalized, results.values(), strict=True)
-    ]
-    if any(n is None for n in normalized):
-        scores = [result.score for result in results.values()]
+    normalized = [result.normalized for result in results.values() if result.normalized is not None]
+    unit, scores = "r / noise ceiling", normalized
+    if len(normalized) < len(results):
+        unit, scores = "r", [result.score for result in results.values()]
+    empty = [name for name, score in zip(results, scores, strict=True) if np.isnan(score).all()]
+    if empty:
+        raise InterpError(f"{empty} have no target with a score; expected some ceiling above min_ceiling")
     low, middle, high = (np.array([np.nanquantile(s, q) for s in scores]) for q in (0.25, 0.5, 0.75))
     figure, axes = _figure()
     places = np.arange(len(scores))
     axes.plot(places, middle, marker="o")
     axes.fill_between(places, low, high, alpha=0.3, linewidth=0)
     axes.set_xticks(places, list(results), rotation=90)
-    unit = "r" if any(n is None for n in normalized) else "r / noise ceiling"
     axes.set(ylabel=f"held-out {unit} (median, quartiles)")
     return figure
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge_interp.arrays import Array, Labels, as_matrix, check_alphas, check_finite, same_rows
+from forge_interp.arrays import Array, Labels, as_matrix, centre, check_alphas, check_finite, same_rows
 from forge_interp.errors import InterpError
 from forge_interp.ridge import DEFAULT_ALPHAS, RidgePath, fit_path
 
@@ -91,6 +91,8 @@ def fit_logistic(x: Array, y: Array, *, alpha: float = 1.0, max_steps: int = 100
     classes, target, loss = _logistic_target(y, x)
     same_rows({"x": x, "y": target})
     num_columns = target.shape[1] if loss is _binary_loss else len(classes if classes is not None else ())
+    mean = x.mean(0)
+    x = x - mean
     weights = x.new_zeros(x.shape[1], num_columns).requires_grad_()
     intercept = x.new_zeros(num_columns).requires_grad_()
     solver = torch.optim.LBFGS(
@@ -116,7 +118,8 @@ def fit_logistic(x: Array, y: Array, *, alpha: float = 1.0, max_steps: int = 100
             f"L-BFGS stopped after {max_steps} steps with gradient {slope:.1e}; expected below 1e-5: "
             "z-score the features, raise alpha or max_steps"
         )
-    return LogisticFit(weights.detach(), intercept.detach(), classes)
+    weights, intercept = weights.detach(), intercept.detach()
+    return LogisticFit(weights, intercept - mean @ weights, classes)
 
 
 def group_folds(groups: Labels, num_folds: int = 5, *, seed: int = 0) -> list[Fold]:
@@ -137,7 +140,9 @@ def group_folds(groups: Labels, num_folds: int = 5, *, seed: int = 0) -> list[Fo
     """
     names, inverse, counts = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
     if not 2 <= num_folds <= len(names):
-        raise InterpError(f"num_folds is {num_folds} for {len(names)} groups; expected 2 to {len(names)}")
+        raise InterpError(
+            f"num_folds is {num_folds} for {len(names)} groups; expected at least 2, and no more than groups"
+        )
     order = np.random.default_rng(seed).permutation(len(names))
     order = order[np.argsort(-counts[order], kind="stable")]
     fold_of, sizes = np.empty(len(names), np.int64), np.zeros(num_folds, np.int64)
@@ -200,13 +205,16 @@ def probe_layers(
         seed: of folds and control task.
 
     Raises:
-        InterpError: a bad kind, rows that differ, too few groups.
+        InterpError: a bad kind, rows that differ, too few groups, a value that is not finite, or a ridge
+            target that never varies in a held-out fold (its R^2 is undefined).
     """
     if kind not in _FITS:
         raise InterpError(f"kind is {kind!r}; expected one of {list(_FITS)}")
     candidates = check_alphas(_ALPHAS[kind] if alphas is None else alphas)
     target = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
     members = None if groups is None else np.asarray(groups)
+    if members is not None and members.shape != (len(target),):
+        raise InterpError(f"groups has shape {members.shape}; expected ({len(target)},), one per sample")
     folds = group_folds(np.arange(len(target)) if members is None else members, num_folds, seed=seed)
     tasks = [target] if types is None else [target, control_task(types, target, seed=seed)]
     scores = np.empty((len(tasks), len(layers), num_folds))
@@ -234,7 +242,7 @@ def z_score(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 def r_squared(y: Tensor, prediction: Tensor) -> Tensor:
     """[T] 1 - residual / total sum of squares around the mean of `y`; NaN for a target that never varies."""
-    total = (y - y.mean(0)).square().sum(0)
+    total = centre(y).square().sum(0)
     return 1 - (y - prediction).square().sum(0) / torch.where(total > 0, total, torch.nan)
 
 
@@ -258,7 +266,14 @@ def _ridge_score(
             guess = part.predict(x[test], part.project(fitted), alphas) + fitted.mean(0)
             errors += (guess - target[test]).square().sum(1)
     fit = fit_path(path, target, x.new_tensor(alphas)[errors.argmin(0)])
-    return r_squared(held_out, fit.predict(x_test)).mean().item()
+    scores = r_squared(held_out, fit.predict(x_test))
+    if scores.isnan().any():
+        constant = scores.isnan().nonzero()[:, 0].tolist()
+        raise InterpError(
+            f"targets {constant} never vary in a held-out fold of {len(held_out)} samples, where R^2 is "
+            "undefined; expected fewer folds, or only targets that vary"
+        )
+    return scores.mean().item()
 
 
 def _logistic_score(
@@ -303,6 +318,8 @@ def _logistic_target(
     y: Array, x: Tensor
 ) -> tuple[np.ndarray | None, Tensor, Callable[[Tensor, Tensor], Tensor]]:
     labels = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
+    if labels.dtype.kind == "f":
+        check_finite(torch.as_tensor(labels), "y")
     if labels.ndim == 2:
         if not np.isin(labels, (0, 1)).all():
             raise InterpError("a [n, T] target holds other values; expected zeros and ones (multi-label)")

@@ -38,9 +38,11 @@ def effective_rank(moments: Moments, name: str) -> Rank:
 
     Source: entropy: Roy and Vetterli 2007, EUSIPCO 606; participation: Gao et al. 2017, bioRxiv 214262.
     """
-    values = torch.linalg.eigvalsh(moments.comoment(name, name)).flip(0).clamp_min(0)
-    if values[0] <= 0:
+    if moments.power(name) == 0:
         raise InterpError(f"{name!r} never varies; expected a layer with variance")
+    values = torch.linalg.eigvalsh(moments.comoment(name, name)).flip(0)
+    rounding = len(values) * torch.finfo(values.dtype).eps * values[0]
+    values = torch.where(values > rounding, values, 0.0)
     singular = values.sqrt() / values.sqrt().sum()
     entropy = -torch.special.xlogy(singular, singular).sum()
     share = values.cumsum(0) / values.sum()
@@ -100,6 +102,7 @@ class Profile:
             for name, width in self.widths.items()
         }
         self._tops = {name: torch.zeros_like(sums[: sums.numel() // 3]) for name, sums in self._sums.items()}
+        self._centres = {name: torch.zeros_like(sums[:1]) for name, sums in self._sums.items()}
 
     def update(self, batch: Mapping[str, Array]) -> None:
         """Add samples, [n, d] per layer; layers may have different n.
@@ -109,20 +112,14 @@ class Profile:
         """
         if set(batch) != set(self.widths):
             raise InterpError(f"batch has layers {sorted(batch)}; expected {sorted(self.widths)}")
-        for name, values in batch.items():
-            x = as_matrix(values, name).to(self._sums[name].device).abs()
+        given = {name: as_matrix(values, name, dtype=None) for name, values in batch.items()}
+        for name, x in given.items():
             if x.shape[1] != self.widths[name]:
                 raise InterpError(f"{name} has {x.shape[1]} features; expected {self.widths[name]}")
-            if not len(x):
-                continue
             check_finite(x, name)
-            squares = x.square()
-            power = squares.sum(1)
-            head = torch.stack([power.new_tensor(len(x)), power.sqrt().sum(), power.sum()])
-            reached = (x >= self.threshold).to(x.dtype).sum(0)
-            self._sums[name] += torch.cat([head, squares.sum(0), squares.square().sum(0), reached])
-            tops = torch.cat([power.max().sqrt()[None], x.amax(0)])
-            self._tops[name] = torch.maximum(self._tops[name], tops)
+        for name, x in given.items():
+            if len(x):
+                self._add(name, x.to(self._sums[name].device, torch.float64).abs())
 
     def merge(self, other: "Profile") -> "Profile":
         """Add the samples of `other`, in place, and return this one."""
@@ -130,9 +127,13 @@ class Profile:
             raise InterpError(
                 f"cannot merge a profile of {other.widths} into {self.widths}; expected the same"
             )
+        twin = Profile(self.widths, threshold=self.threshold).load_state(other.state())
         for name, sums in self._sums.items():
-            sums += other._sums[name]
-            self._tops[name] = torch.maximum(self._tops[name], other._tops[name])
+            if sums[0] == 0:
+                self._centres[name].copy_(twin._centres[name])
+            twin._move_to(name, self._centres[name].cpu())
+            sums += twin._sums[name].to(sums.device)
+            self._tops[name].copy_(torch.maximum(self._tops[name], twin._tops[name].to(sums.device)))
         return self
 
     def all_reduce(
@@ -145,8 +146,12 @@ class Profile:
             maximum: replaces a tensor by its maximum over ranks; default the same with `ReduceOp.MAX`.
         """
         dist = torch.distributed
+        add = dist.all_reduce if add is None else add
         for name, sums in self._sums.items():
-            (dist.all_reduce if add is None else add)(sums)
+            total = torch.stack([sums[0], sums[1] + sums[0] * self._centres[name][0]])
+            add(total)
+            self._move_to(name, total[1:] / total[0].clamp_min(1))
+            add(sums)
             if maximum is None:
                 dist.all_reduce(self._tops[name], op=dist.ReduceOp.MAX)
             else:
@@ -154,19 +159,28 @@ class Profile:
         return self
 
     def state(self) -> dict[str, Tensor]:
-        """Return the sums ("name/sums") and maxima ("name/tops") as plain float64 tensors."""
-        sums = {f"{name}/sums": tensor for name, tensor in self._sums.items()}
-        return sums | {f"{name}/tops": tensor for name, tensor in self._tops.items()}
+        """Return float64 views: "name/sums", maxima "name/tops" and "name/centre" of norms, for each layer."""
+        parts = {"sums": self._sums, "tops": self._tops, "centre": self._centres}
+        return {f"{name}/{part}": tensors[name] for part, tensors in parts.items() for name in self.widths}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> "Profile":
+        """Copy a state of the same widths and threshold into this one, and return this one."""
+        for name, tensor in self.state().items():
+            if name not in state or state[name].shape != tensor.shape:
+                given = tuple(state[name].shape) if name in state else "nothing"
+                raise InterpError(f"state {name!r} has {given}; expected shape {tuple(tensor.shape)}")
+            tensor.copy_(state[name])
+        return self
 
     def result(self, name: str) -> NormProfile:
         """Return the profile of one layer; raise InterpError before the first sample."""
-        sums, tops = self._sums[name].cpu().numpy(), self._tops[name].cpu().numpy()
+        sums, tops = self._sums[name].cpu().numpy(), self._tops[name].cpu().numpy().copy()
         count, norms, power = sums[:3]
         if count == 0:
             raise InterpError(f"{name!r} has no samples; expected update() before result()")
         second, fourth, reached = np.split(sums[3:] / count, 3)
         return NormProfile(
-            mean_norm=float(norms / count),
+            mean_norm=float(self._centres[name].item() + norms / count),
             std_norm=float(np.sqrt(max(power / count - (norms / count) ** 2, 0))),
             max_norm=float(tops[0]),
             rms=np.sqrt(second),
@@ -174,3 +188,28 @@ class Profile:
             kurtosis=fourth / np.where(second > 0, second, np.nan) ** 2,
             outlier_share=reached,
         )
+
+    def _add(self, name: str, x: Tensor) -> None:
+        """Add magnitudes `x` [n, d].
+
+        Sums are n, the norms and their squares around the centre; squares, fourth powers and outliers of each
+        feature.
+        """
+        squares = x.square()
+        norms = squares.sum(1).sqrt()
+        sums, centre = self._sums[name], self._centres[name]
+        if sums[0] == 0:
+            centre.copy_(norms.mean())
+        rest = norms - centre
+        head = torch.stack([rest.new_tensor(len(x)), rest.sum(), rest.square().sum()])
+        reached = (x >= self.threshold).to(x.dtype).sum(0)
+        sums += torch.cat([head, squares.sum(0), squares.square().sum(0), reached])
+        tops = torch.cat([norms.max()[None], x.amax(0)])
+        self._tops[name].copy_(torch.maximum(self._tops[name], tops))
+
+    def _move_to(self, name: str, centre: Tensor) -> None:
+        """Express the sums of norms around `centre` [1], exactly."""
+        sums, shift = self._sums[name], centre - self._centres[name]
+        sums[2:3] += sums[0] * shift.square() - 2 * shift * sums[1]
+        sums[1:2] -= sums[0] * shift
+        self._centres[name].copy_(centre)

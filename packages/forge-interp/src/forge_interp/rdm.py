@@ -8,7 +8,7 @@ diagonal, row by row, as `scipy.spatial.distance.squareform` orders them. Letter
 import numpy as np
 import torch
 
-from forge_interp.arrays import Array, as_matrix, check_finite
+from forge_interp.arrays import ROUNDING, Array, as_matrix, check_finite
 from forge_interp.errors import InterpError
 
 METRICS = ("correlation", "cosine", "euclidean", "mahalanobis")
@@ -44,14 +44,15 @@ def compute_rdm(
             f"metric is {metric!r} with {given}; expected one of {METRICS}; only the last needs one"
         )
     if metric in ("correlation", "cosine"):
+        sizes = np.linalg.norm(x, axis=1)
         x = x - x.mean(1, keepdims=True) if metric == "correlation" else x
-        norms = np.linalg.norm(x, axis=1, keepdims=True)
-        if norms.min() == 0:
-            row = int(norms.argmin())
-            raise InterpError(f"row {row} has no variance over channels; drop it or use 'euclidean'")
-        x = x / norms
-        return _upper(1 - x @ x.T)
-    return _distances(x, x, precision)
+        norms = np.linalg.norm(x, axis=1)
+        if (flat := np.flatnonzero(norms <= ROUNDING * sizes)).size:
+            raise InterpError(f"row {flat[0]} has no variance over channels; drop it or use 'euclidean'")
+        x = x / norms[:, None]
+        return np.clip(_upper(1 - x @ x.T), 0, 2)
+    distances = _distances(x, x, precision)
+    return distances if precision is not None else np.maximum(distances, 0)
 
 
 def crossnobis(
@@ -101,7 +102,8 @@ def noise_precision(residuals: Array, *, dof: int | None = None) -> np.ndarray:
     Args:
         residuals: [m, d] measurements with the condition means removed, e.g. residuals of a first-level
             model.
-        dof: degrees of freedom; default m - 1.
+        dof: degrees of freedom, at least 1: m minus the means removed; default m - 1. It scales the
+            covariance and leaves the amount of shrinkage as it is.
 
     Returns:
         [d, d] float64, in inverse units of the residuals squared.
@@ -109,15 +111,17 @@ def noise_precision(residuals: Array, *, dof: int | None = None) -> np.ndarray:
     Raises:
         InterpError: a channel never varies, or fewer than 3 rows.
 
-    Source: Schaefer and Strimmer 2005, Stat. Appl. Genet. Mol. Biol. 4:32, target D.
+    Source: Schaefer and Strimmer 2005, Stat. Appl. Genet. Mol. Biol. 4:32, target D; the shrinkage of
+        rsatoolbox 0.3 differs by a share of about 1 / m.
     """
     x = _responses(residuals, "residuals")
-    x = x - x.mean(0)
+    sizes, x = np.abs(x).max(0), x - x.mean(0)
     m = x.shape[0]
-    dof = m - 1 if dof is None else dof
+    if dof is not None and dof < 1:
+        raise InterpError(f"dof is {dof}; expected at least 1")
     scale = np.sqrt((x**2).sum(0) / (m - 1))
-    if scale.min() == 0:
-        raise InterpError(f"channel {int(scale.argmin())} never varies; expected noise in each: drop it")
+    if (flat := np.flatnonzero(scale <= ROUNDING * sizes)).size:
+        raise InterpError(f"channel {flat[0]} never varies; expected noise in each: drop it")
     z = x / scale
     correlation = z.T @ z / (m - 1)
     mean_product = z.T @ z / m
@@ -125,7 +129,7 @@ def noise_precision(residuals: Array, *, dof: int | None = None) -> np.ndarray:
     off = ~np.eye(x.shape[1], dtype=bool)
     strength = np.sum(correlation[off] ** 2)
     shrink = float(np.clip(variance[off].sum() / strength, 0, 1)) if strength > 0 else 1.0
-    covariance = (x.T @ x / dof) * np.where(off, 1 - shrink, 1.0)
+    covariance = x.T @ x / (m - 1 if dof is None else dof) * np.where(off, 1 - shrink, 1.0)
     return np.linalg.inv(covariance)
 
 
@@ -166,8 +170,9 @@ def _condition_means(
 
 def _distances(a: np.ndarray, b: np.ndarray, precision: np.ndarray | None) -> np.ndarray:
     d = a.shape[1]
-    if precision is not None and precision.shape != (d, d):
-        raise InterpError(f"precision has shape {precision.shape}; expected {(d, d)}")
+    if precision is not None and (precision.shape != (d, d) or not np.isfinite(precision).all()):
+        raise InterpError(f"precision has shape {precision.shape}; expected {(d, d)}, all values finite")
+    a, b = a - a.mean(0), b - b.mean(0)
     products = a @ b.T if precision is None else a @ precision @ b.T
     diagonal = np.diag(products)
     return _upper(diagonal[:, None] + diagonal - products - products.T) / d

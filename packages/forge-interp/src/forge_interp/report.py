@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,15 +84,18 @@ def _dry_run(model: nn.Module, patterns: list[str], args: Any, kwargs: Any) -> t
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put back what a forward pass keeps on modules, such as tables of positions: a dry run's are fake."""
-    kept = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
+    kept = [(content, copy(content)) for module in model.modules() for content in _contents(module)]
     try:
         yield
     finally:
-        for module, attributes, buffers in kept:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for content, before in kept:
+            content.clear()
+            content.extend(before) if isinstance(content, list) else content.update(before)
+
+
+def _contents(module: nn.Module) -> list[Any]:
+    """What a module holds, and the containers among that: tables by length, hooks, buffers."""
+    return [vars(module), *(v for v in vars(module).values() if type(v) in (dict, OrderedDict, list, set))]
 
 
 def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:

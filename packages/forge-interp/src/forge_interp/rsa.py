@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from forge_interp.arrays import ROUNDING, check_finite
 from forge_interp.errors import InterpError
 from forge_interp.rdm import num_conditions, square
 
@@ -45,21 +47,14 @@ def compare_rdms(first: np.ndarray, second: np.ndarray, *, method: str = "spearm
         [A, B] float64 in [-1, 1]; NaN where an RDM is constant (or zero, for the cosines).
 
     Raises:
-        InterpError: an unknown method, or lengths that differ.
+        InterpError: an unknown method, lengths that differ, or a value that is not finite.
 
     Source: Nili et al. 2014, PLoS Comput. Biol. 10:e1003553 (tau-a); Diedrichsen et al. 2020,
-    arXiv:2007.02789
-        (whitened).
+        arXiv:2007.02789 (whitened).
     """
-    a, b = np.atleast_2d(np.asarray(first, np.float64)), np.atleast_2d(np.asarray(second, np.float64))
     _check_method(method)
-    if a.shape[1] != b.shape[1]:
-        raise InterpError(f"RDMs have {a.shape[1]} and {b.shape[1]} entries; expected the same conditions")
-    num_conditions(a.shape[1])
-    if method == "kendall":
-        return np.array([[_kendall(x, y) for y in b] for x in a])
-    a, b = _unit(a, method), _unit(b, method)
-    return a @ b.T
+    a, b = _same_conditions(first, second)
+    return _compare(a, b, method)
 
 
 def noise_ceiling(data: np.ndarray, *, method: str = "spearman") -> tuple[float, float]:
@@ -74,13 +69,16 @@ def noise_ceiling(data: np.ndarray, *, method: str = "spearman") -> tuple[float,
         method: as for `compare_rdms`.
 
     Returns:
-        (lower, upper); NaN for S = 1.
+        (lower, upper); NaN for S = 1, or where an RDM is constant.
+
+    Raises:
+        InterpError: an unknown method, or a value that is not finite.
 
     Source: Nili et al. 2014, PLoS Comput. Biol. 10:e1003553; as `rsatoolbox.inference.boot_noise_ceiling`
             (which pools RDMs without whitening under the whitened methods; here the mean is whitened too).
     """
-    data = np.atleast_2d(np.asarray(data, np.float64))
     _check_method(method)
+    data = _rdms(data)
     num_subjects = len(data)
     if num_subjects < 2:
         return float("nan"), float("nan")
@@ -132,38 +130,57 @@ def bootstrap_rsa(
         seed: of the draws.
 
     Returns:
-        [R, M]; the standard deviation over the first axis is a standard error, quantiles an interval.
+        [R, M]; the standard deviation over the first axis is a standard error, quantiles an interval. NaN
+            for a draw of fewer than 3 distinct conditions, or in which an RDM is constant: with few
+            conditions use `np.nanstd`.
 
     Raises:
-        InterpError: an unknown `over`, or conditions resampled under a whitened method.
+        InterpError: an unknown `over` or `method`, conditions resampled under a whitened method, subjects
+            resampled where there is one, lengths that differ, or a value that is not finite.
 
     Source: Nili et al. 2014, PLoS Comput. Biol. 10:e1003553; Schuett et al. 2023, eLife 12:e82566.
     """
-    models, data = np.atleast_2d(models), np.atleast_2d(data)
+    _check_method(method)
+    models, data = _same_conditions(models, data)
     if over not in ("conditions", "subjects", "both"):
         raise InterpError(f"over is {over!r}; expected 'conditions', 'subjects' or 'both'")
     if over != "subjects" and method.startswith("whitened"):
         raise InterpError(f"{method} needs whole RDMs; expected over='subjects', or an unwhitened method")
-    random = np.random.default_rng(seed)
     n, num_subjects = num_conditions(data.shape[1]), len(data)
+    if over != "conditions" and num_subjects < 2:
+        raise InterpError("there is 1 subject; expected at least 2 to resample, or over='conditions'")
+    random = np.random.default_rng(seed)
     whole = square(models), square(data)
     rows, columns = np.triu_indices(n, 1)
-    result = np.empty((num_samples, len(models)))
+    result = np.full((num_samples, len(models)), np.nan)
     for sample in range(num_samples):
-        who = (
-            random.integers(num_subjects, size=num_subjects)
-            if over != "conditions"
-            else np.arange(num_subjects)
-        )
-        what = random.integers(n, size=n) if over != "subjects" else np.arange(n)
+        who = _draw(random, num_subjects, replace=over != "conditions")
+        what = _draw(random, n, replace=over != "subjects")
+        if len(np.unique(what)) < 3:
+            continue
         i, j = what[rows], what[columns]
         i, j = i[i != j], j[i != j]
         result[sample] = _compare(whole[0][:, i, j], whole[1][who][:, i, j], method).mean(1)
     return result
 
 
-def _draw(random: np.random.Generator, count: int, replace: bool) -> np.ndarray:
+def _draw(random: np.random.Generator, count: int, *, replace: bool) -> np.ndarray:
     return random.integers(count, size=count) if replace else np.arange(count)
+
+
+def _rdms(values: np.ndarray) -> np.ndarray:
+    """[A, P] float64 from [P] or [A, P]; ranks would turn NaN into the largest dissimilarity."""
+    rdms = np.atleast_2d(np.asarray(values, np.float64))
+    num_conditions(rdms.shape[1])
+    check_finite(torch.from_numpy(rdms), "an RDM")
+    return rdms
+
+
+def _same_conditions(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    a, b = _rdms(first), _rdms(second)
+    if a.shape[1] != b.shape[1]:
+        raise InterpError(f"RDMs have {a.shape[1]} and {b.shape[1]} entries; expected the same conditions")
+    return a, b
 
 
 def _compare(a: np.ndarray, b: np.ndarray, method: str) -> np.ndarray:
@@ -180,8 +197,13 @@ def _check_method(method: str) -> None:
 def _unit(rdms: np.ndarray, method: str) -> np.ndarray:
     """Rows whose inner products are the similarity: whitened where the method says so."""
     rows = _METHODS[method](rdms)
+    return rows / _norms(rows, rdms)
+
+
+def _norms(rows: np.ndarray, rdms: np.ndarray) -> np.ndarray:
+    """[A, 1] lengths of `rows`; NaN where rounding is all that they keep of `rdms`."""
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    return rows / np.where(norms > 0, norms, np.nan)
+    return np.where(norms > ROUNDING * np.linalg.norm(rdms, axis=1, keepdims=True), norms, np.nan)
 
 
 def _unit_entries(rdms: np.ndarray, method: str) -> np.ndarray:
@@ -190,8 +212,7 @@ def _unit_entries(rdms: np.ndarray, method: str) -> np.ndarray:
         return _rank_rows(rdms)
     rows = rdms if method.endswith("cosine") else _centre(rdms)
     base = _isotropic(rows) if method.startswith("whitened") else rows
-    norms = np.linalg.norm(base, axis=1, keepdims=True)
-    return rows / np.where(norms > 0, norms, np.nan)
+    return rows / _norms(base, rdms)
 
 
 def _centre(rows: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge_interp.accumulate import Moments
-from forge_interp.arrays import Array, as_matrix, check_finite, same_rows
+from forge_interp.arrays import Array, as_matrix, centre, check_finite, same_rows
 from forge_interp.cca import mean_cca, procrustes, pwcca, svcca
 from forge_interp.cka import LayerSimilarity, linear_cka
 from forge_interp.errors import InterpError
@@ -55,7 +55,8 @@ def mutual_knn(first: Array, second: Array, *, k: int = 10, metric: str = "cosin
     """Mutual k-nearest-neighbour overlap: the mean over samples of |N_X(i) & N_Y(i)| / k.
 
     N_X(i) holds the k nearest other samples of i in X. Independent layers give about k / (n - 1). Takes
-    O(n^2 d) time and 16 k n bytes beside one block of 1024 rows of distances. Ties are broken by position.
+    O(n^2 d) time and 16 k n bytes beside one block of 1024 rows of distances. Which of equally near samples
+    count is arbitrary: drop duplicate rows first.
 
     Args:
         first: [n, d].
@@ -67,7 +68,8 @@ def mutual_knn(first: Array, second: Array, *, k: int = 10, metric: str = "cosin
         A share in [0, 1].
 
     Raises:
-        InterpError: `k` or `metric` is out of range, rows differ, or a value is not finite.
+        InterpError: `k` or `metric` is out of range, rows differ, a value is not finite, or a row is 0 under
+            "cosine".
 
     Source: Huh et al. 2024, arXiv:2405.07987.
     """
@@ -85,7 +87,11 @@ def _neighbours(x: Tensor, k: int, metric: str) -> Tensor:
         raise InterpError(f"metric is {metric!r}; expected 'cosine' or 'euclidean'")
     check_finite(x, "a layer")
     if metric == "cosine":
-        x = x / x.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        norms = x.norm(dim=1, keepdim=True)
+        if norms.min() == 0:
+            raise InterpError(f"row {int(norms.argmin())} is 0 and has no cosine; drop it or use 'euclidean'")
+        x = x / norms
+    x = centre(x)
     half_norms = x.square().sum(1) / 2
     found = []
     for start in range(0, x.shape[0], _BLOCK_ROWS):

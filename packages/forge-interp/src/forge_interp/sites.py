@@ -48,7 +48,7 @@ class Site:
         rest, hash_, call = text.partition("#")
         module, _, part = rest.partition(":")
         kind, *path = (part or "out").split(".")
-        if hash_ and not call.isdigit():
+        if hash_ and not call.isdecimal():
             raise InterpError(f"site {text!r}: the call {call!r} is no number; sites read {_GRAMMAR}")
         known = {"out": True, "in": True, "kw": bool(path), "attn": bool(path)}
         if not known.get(kind) or "" in path:
@@ -59,7 +59,7 @@ class Site:
 
     def at(self, call: int) -> Site:
         """The same place at one call; the first is written without a number."""
-        return replace(self, call=call or None)
+        return self if self.call == (call or None) else replace(self, call=call or None)
 
     def __str__(self) -> str:
         name = f"{self.module}:{'.'.join((self.part, *self.path))}"

@@ -1,13 +1,12 @@
 """Who sees what flows through a module, and in which order.
 
-A tap is a callback on a site. All taps on a module share one pair of hooks, held by a board, so that the
+A tap is a callback on a site. All taps on a module share one set of hooks, held by a board, so that the
 order is the same whoever came first: captures that want the value before edits, then edits, then all other
 captures.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from forge_interp import values
 from forge_interp.attention import AttentionCall
 from forge_interp.errors import InterpError
-from forge_interp.interception import Interception
+from forge_interp.interception import Interception, is_intercepted
 from forge_interp.sites import ATTENTION_TENSORS, Site
 
 
@@ -41,14 +40,17 @@ class Tap:
 
     Attributes:
         site: the site, without wildcards.
-        module: the module it names.
+        module: the module it names; for attention what a checkpoint wrapper wraps, which alone runs again.
         act: called with the site (its call filled in), the module and the value; a tensor that it returns
             takes the value's place. Captures of attention are given the `AttentionCall`, which is not
             replaced.
         phase: when it has its turn.
         owner: whoever it belongs to; of the modules around an attention call, each owner is told by the
             innermost.
-        calls: how often it has been called.
+        calls: how many calls have begun, of the module or of attention in it.
+        open: numbers of the module's calls that have not ended, innermost last.
+        misses_recomputation: whether attention was called in a checkpointed part inside the module: when that
+            runs again, the module does not.
     """
 
     site: Site
@@ -57,32 +59,51 @@ class Tap:
     phase: Phase
     owner: object
     calls: int = 0
-    _thread: int = field(default_factory=threading.get_ident)
+    open: list[int] = field(default_factory=list)
+    misses_recomputation: bool = False
+    _backward: int = field(default_factory=torch._C._current_graph_task_id)
+
+    def __post_init__(self) -> None:
+        while self.is_on_attention and hasattr(self.module, "_checkpoint_wrapped_module"):
+            self.module = self.module._checkpoint_wrapped_module  # type: ignore[assignment]
+
+    @property
+    def is_on_attention(self) -> bool:
+        """Whether it is shown calls of attention, not those of the module."""
+        return self.site.part == "attn"
+
+    @property
+    def is_in_recomputation(self) -> bool:
+        """Whether activation checkpointing runs the module again: from within a backward pass begun since."""
+        return torch._C._current_graph_task_id() not in (-1, self._backward)
+
+    def begin(self) -> None:
+        """A call of the module begins."""
+        if not self.is_in_recomputation:
+            self.open.append(self.calls)
+            self.calls += 1
+
+    def end(self) -> None:
+        """The innermost call of the module has ended, or failed."""
+        if self.open and not self.is_in_recomputation:
+            self.open.pop()
 
     def fire(self, value: Any) -> Tensor | None:
         """Show it a value; what it returns takes the place of the value."""
-        if self.in_recomputation:
+        if self.is_in_recomputation:
             return self._repeat(value)
-        call = self.calls
-        self.calls += 1
+        if self.is_on_attention or not self.open:
+            call, self.calls = self.calls, self.calls + 1
+        else:
+            call = self.open[-1]
         if self.site.call not in (None, call):
             return None
         return self.act(self.site.at(call), self.module, value)
-
-    @property
-    def in_recomputation(self) -> bool:
-        """Whether activation checkpointing runs the module again, from within the backward pass."""
-        return torch._C._current_graph_task_id() >= 0
 
     def _repeat(self, value: Any) -> Tensor | None:
         """Captures have seen it; edits are made again, or the gradient would be that of another function."""
         if self.phase is not Phase.EDIT:
             return None
-        if self.site.part == "attn" and threading.get_ident() != self._thread:
-            raise InterpError(
-                f"edit of {str(self.site)!r}: recomputed on another thread, where attention cannot be "
-                "intercepted; switch activation checkpointing off"
-            )
         if self.site.call is not None and self.calls != 1:
             raise InterpError(
                 f"edit of {str(self.site)!r}: activation checkpointing runs the module again and does not "
@@ -92,10 +113,24 @@ class Tap:
 
 
 class _Board:
-    """The taps of one module and the hooks that serve them."""
+    """The taps of one module and the hooks that serve them.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.taps: list[Tap] = []
+    A copy of a module takes copies of its hooks along, also through a pickle: those lead to an empty board.
+
+    Attributes:
+        taps: all, in their order.
+        on_attention: those that are shown calls of attention.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._arrange([])
+
+    def __reduce__(self) -> tuple[type[_Board], tuple[()]]:
+        return _Board, ()
+
+    def hang(self, module: nn.Module) -> None:
+        """Have the module call it."""
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after),
@@ -103,60 +138,91 @@ class _Board:
         ]
 
     def add(self, tap: Tap) -> None:
-        self.taps = sorted([*self.taps, tap], key=lambda t: t.phase)
+        self._arrange([*self.taps, tap])
 
     def remove(self, tap: Tap) -> bool:
         """Whether that was the last one; the hooks are gone then."""
-        self.taps = [t for t in self.taps if t is not tap]
+        self._arrange([t for t in self.taps if t is not tap])
         if not self.taps:
+            _ATTENTION.forget(self)
             for handle in self._handles:
                 handle.remove()
         return not self.taps
 
+    def _arrange(self, taps: list[Tap]) -> None:
+        self.taps = sorted(taps, key=lambda t: t.phase)
+        self.on_attention = [tap for tap in self.taps if tap.is_on_attention]
+        self._on_module = [tap for tap in self.taps if not tap.is_on_attention]
+        self._on_output = [tap for tap in self._on_module if tap.site.part == "out"]
+        self._on_input = [tap for tap in self._on_module if tap.site.part != "out"]
+
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if any(tap.site.part == "attn" for tap in self.taps):
+        for tap in self._on_module:
+            tap.begin()
+        if self.on_attention:
             _ATTENTION.enter(self)
+        if not self._on_input:
+            return None
         call: dict[str, Any] = {"args": args, "kwargs": kwargs}
-        for tap in self.taps:
-            if tap.site.part in ("in", "kw"):
-                path = values.argument(module, call["args"], call["kwargs"], tap.site)
-                call = _show(tap, call, path)
+        for tap in self._on_input:
+            path = values.argument(module, call["args"], call["kwargs"], tap.site)
+            call = _show(tap, call, path)
         changed = call["args"] is not args or call["kwargs"] is not kwargs
         return (call["args"], call["kwargs"]) if changed else None
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> Any:
         shown = output
-        for tap in self.taps:
-            if tap.site.part == "out":
-                shown = _show(tap, shown, tap.site.path)
+        for tap in self._on_output:
+            shown = _show(tap, shown, tap.site.path)
         return None if shown is output else shown
 
     def _left(self, module: nn.Module, args: tuple, output: Any) -> None:
         _ATTENTION.leave(self)
+        for tap in self._on_module:
+            tap.end()
 
 
-class _Attention:
-    """The boards whose modules are running, innermost last, and the taps that an attention call goes to."""
+class _Attention(threading.local):
+    """The boards whose modules this thread runs, innermost last, and the taps that an attention call goes to."""
 
     def __init__(self) -> None:
-        self._running: list[_Board] = []
+        self._running: list[tuple[_Board, Any, Interception | None]] = []
         self._is_busy = False
 
     def enter(self, board: _Board) -> None:
-        self._running.append(board)
+        """A module is entered; in a backward pass and on other threads, the `with` does not intercept."""
+        own = None if is_intercepted() else Interception(self.attend, _check_backward)
+        if own is not None:
+            own.__enter__()
+        self._running.append((board, _part_of_graph(), own))
 
     def leave(self, board: _Board) -> None:
-        if board in self._running:
-            del self._running[self._running.index(board) :]
+        """A module is left, and with it those inside that an exception passed through."""
+        running = [entry[0] for entry in self._running]
+        if board not in running:
+            return
+        last = len(running) - 1 - running[::-1].index(board)
+        for _, _, own in reversed(self._running[last:]):
+            if own is not None:
+                own.__exit__(None, None, None)
+        del self._running[last:]
+
+    def forget(self, board: _Board) -> None:
+        """Its taps are gone, though its module may still be running."""
+        while any(entry[0] is board for entry in self._running):
+            self.leave(board)
 
     def taps(self) -> list[Tap]:
         """Those of each owner's innermost running module, in their order."""
         found: list[Tap] = []
         served: set[int] = set()
-        for board in reversed(self._running):
-            here = [tap for tap in board.taps if tap.site.part == "attn" and id(tap.owner) not in served]
-            found += here
-            served |= {id(tap.owner) for tap in here}
+        here = _part_of_graph()
+        for board, where, _ in reversed(self._running):
+            new = [tap for tap in board.on_attention if id(tap.owner) not in served]
+            for tap in new:
+                tap.misses_recomputation |= where != here and not tap.is_in_recomputation
+            found += new
+            served |= {id(tap.owner) for tap in new}
         return sorted(found, key=lambda tap: tap.phase)
 
     def attend(self, attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -166,23 +232,42 @@ class _Attention:
             return attention(*args, **kwargs)
         self._is_busy = True
         try:
-            return self._serve(taps, attention, args, kwargs)
+            return _serve(taps, attention, args, kwargs)
         finally:
             self._is_busy = False
 
-    def _serve(
-        self, taps: list[Tap], attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]
-    ) -> Tensor:
-        edits = [tap for tap in taps if tap.phase is Phase.EDIT]
-        early = [tap for tap in taps if tap.phase is Phase.BEFORE_EDITS]
-        if not edits or early:
-            call = AttentionCall.of(args, kwargs, attention(*args, **kwargs))
-            for tap in taps if not edits else early:
-                tap.fire(call)
-            if not edits:
-                return call.output
-        late = [tap for tap in taps if tap.phase is Phase.AFTER_EDITS]
-        return _edited(attention, args, kwargs, edits, late)
+
+def _part_of_graph() -> tuple[bool, Any]:
+    """What differs inside and outside of a checkpointed part: gradients are off, or saved otherwise."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _check_backward() -> None:
+    """A backward pass begins: refuse it if attention was edited in a part that runs again without the edit."""
+    with _LOCK:
+        taps = [tap for board in _BOARDS.values() for tap in board.on_attention]
+    for tap in taps:
+        if tap.phase is Phase.EDIT and tap.misses_recomputation:
+            raise InterpError(
+                f"edit of {str(tap.site)!r}: activation checkpointing (or no_grad) is inside that module, so "
+                "that the edit is not made again when attention is recomputed; name the module inside that "
+                "is checkpointed, or switch checkpointing off"
+            )
+
+
+def _serve(
+    taps: list[Tap], attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]
+) -> Tensor:
+    edits = [tap for tap in taps if tap.phase is Phase.EDIT]
+    early = [tap for tap in taps if tap.phase is Phase.BEFORE_EDITS]
+    if not edits or early:
+        call = AttentionCall.of(args, kwargs, attention(*args, **kwargs))
+        for tap in taps if not edits else early:
+            tap.fire(call)
+        if not edits:
+            return call.output
+    late = [tap for tap in taps if tap.phase is Phase.AFTER_EDITS]
+    return _edited(attention, args, kwargs, edits, late)
 
 
 def _edited(
@@ -229,9 +314,12 @@ def _replaced(tap: Tap, value: Tensor) -> Tensor:
 
 
 # Hooks are state of modules that several contexts share, and their order must be agreed: so the boards are
-# shared.
+# shared. Attention is that of a thread.
 _BOARDS: WeakKeyDictionary[nn.Module, _Board] = WeakKeyDictionary()
 _ATTENTION = _Attention()
+_EAGERLY = ExitStack()
+_NUM_ATTACHED = 0
+_LOCK = threading.RLock()
 
 
 @contextmanager
@@ -239,17 +327,40 @@ def attached(taps: Sequence[Tap]) -> Iterator[None]:
     """Attach taps for the time of a `with`; compiled models run eagerly then, or hooks were passed over."""
     with ExitStack() as stack:
         for tap in taps:
-            if tap.module not in _BOARDS:
-                _BOARDS[tap.module] = _Board(tap.module)
-            _BOARDS[tap.module].add(tap)
+            _attach(tap)
             stack.callback(_detach, tap)
-        if any(tap.site.part == "attn" for tap in taps):
-            stack.enter_context(Interception(_ATTENTION.attend))
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if any(tap.is_on_attention for tap in taps):
+            stack.enter_context(Interception(_ATTENTION.attend, _check_backward))
+        stack.enter_context(_eagerly())
         yield
 
 
+def _attach(tap: Tap) -> None:
+    with _LOCK:
+        if tap.module not in _BOARDS:
+            _BOARDS[tap.module] = _Board()
+            _BOARDS[tap.module].hang(tap.module)
+        _BOARDS[tap.module].add(tap)
+
+
 def _detach(tap: Tap) -> None:
-    if _BOARDS[tap.module].remove(tap):
-        del _BOARDS[tap.module]
+    with _LOCK:
+        if _BOARDS[tap.module].remove(tap):
+            del _BOARDS[tap.module]
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """No compiled code runs; what was allowed before is allowed again when the last `with` is left."""
+    global _NUM_ATTACHED
+    with _LOCK:
+        if _NUM_ATTACHED == 0:
+            _EAGERLY.enter_context(torch.compiler.set_stance("force_eager"))
+        _NUM_ATTACHED += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _NUM_ATTACHED -= 1
+            if _NUM_ATTACHED == 0:
+                _EAGERLY.close()

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge_interp.arrays import Array, Labels, as_matrix, same_rows
+from forge_interp.arrays import Array, Labels, as_matrix, check_finite, same_rows
 from forge_interp.errors import InterpError
+
+_KERNEL_ELEMENTS = 2**20  # float64 weights made at a time: 8 MiB
 
 
 def fir_delays(x: Array, delays: Sequence[int], runs: Labels | None = None) -> Tensor:
@@ -78,29 +80,39 @@ def resample(
         times: [m] in seconds.
         at: [n] scan times in seconds, evenly spaced, rising.
         method: "mean" or "lanczos".
-        lobes: of the kernel.
+        lobes: of the kernel, at least 1.
 
     Returns:
         [n, d] float64.
 
     Raises:
-        InterpError: uneven scan times, lengths that differ, another method.
+        InterpError: uneven scan times, lengths that differ, another method, a value that is not finite.
 
     Source: Huth et al. 2016, Nature 532:453 (Lanczos, 3 lobes); kernel: Duchon 1979, J. Appl. Meteorol.
     18:1016.
     """
     x = as_matrix(x, "x")
-    moments = as_matrix(np.asarray(times), "times").to(x.device)
-    same_rows({"x": x, "times": moments})
+    events = as_matrix(np.asarray(times), "times").to(x.device)
+    same_rows({"x": x, "times": events})
+    check_finite(x, "x")
+    check_finite(events, "times")
     scans = torch.as_tensor(np.asarray(at), dtype=torch.float64, device=x.device)
     steps = scans.diff()
     if len(scans) < 2 or steps[0] <= 0 or not torch.allclose(steps, steps.mean(), rtol=1e-3, atol=0):
         raise InterpError("scan times are not evenly spaced and rising; expected at least two, one per scan")
-    position = (scans[:, None] - moments[:, 0]) / steps.mean()
+    if method not in ("mean", "lanczos") or lobes < 1:
+        raise InterpError(f"method is {method!r}, lobes {lobes}; expected 'mean' or 'lanczos', lobes >= 1")
     if method == "lanczos":
-        kernel = torch.where(position.abs() < lobes, position.sinc() * (position / lobes).sinc(), 0.0)
-        return kernel @ x
-    if method != "mean":
-        raise InterpError(f"method is {method!r}; expected 'mean' or 'lanczos'")
-    inside = ((position > -1) & (position <= 0)).to(x.dtype)
-    return inside @ x / inside.sum(1, keepdim=True).clamp_min(1)
+        rows = scans.split(max(1, _KERNEL_ELEMENTS // max(1, len(x))))
+        return torch.cat(
+            [_lanczos((part[:, None] - events[:, 0]) / steps.mean(), lobes) @ x for part in rows]
+        )
+    edges = torch.cat([scans, scans[-1:] + steps[-1]])
+    scan = torch.searchsorted(edges, events[:, 0], right=True) - 1
+    inside = (scan >= 0) & (scan < len(scans))
+    total = x.new_zeros(len(scans), x.shape[1]).index_add_(0, scan[inside], x[inside])
+    return total / scan[inside].bincount(minlength=len(scans)).clamp_min(1)[:, None]
+
+
+def _lanczos(position: Tensor, lobes: int) -> Tensor:
+    return torch.where(position.abs() < lobes, position.sinc() * (position / lobes).sinc(), 0.0)

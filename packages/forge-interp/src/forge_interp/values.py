@@ -28,9 +28,17 @@ def read(tree: Any, path: tuple[str, ...], site: Site) -> Tensor:
             found = None
     if isinstance(found, Tensor):
         return found
-    paths = [f"{site.module}:{site.part}.{p}" for p in tensor_paths(tree)]
+    paths = [f"{site.module}:{_spelled(site, path)}" for path in tensor_paths(tree)]
     have = f"it has {', '.join(paths[:8])}" if paths else "it holds no tensor"
     raise InterpError(f"site {str(site)!r} is {type(found).__name__}, expected a tensor; {have}")
+
+
+def _spelled(site: Site, path: str) -> str:
+    """A path as the grammar of sites has it; that of an argument starts with args or kwargs."""
+    if site.part == "out":
+        return f"out.{path}"
+    kind, _, rest = path.partition(".")
+    return f"{'in' if kind == 'args' else 'kw'}.{rest}"
 
 
 def write(tree: Any, path: tuple[str, ...], value: Tensor) -> Any:

@@ -1,0 +1,38 @@
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_readme_example_runs_with_forge_interp_alone(tmp_path):
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    script = tmp_path / "readme.py"
+    script.write_text(_ALONE + block)
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "acts.npz").exists()
+
+
+def test_readme_lists_modules_that_exist():
+    listed = [name for row in re.findall(r"^\| (`.*?) \|", README, re.MULTILINE) for name in row.split(", ")]
+    assert len(listed) > 20
+    assert [name for name in listed if find_spec(f"forge_interp.{name.strip('`')}") is None] == []
+
+
+_ALONE = """
+import sys
+
+
+class OnlyWhatItNeeds:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        others = ("transformers", "sklearn", "scipy", "matplotlib", "zarr", "datasets", "tqdm", "pandas")
+        if top in others or (top.startswith("forge_") and top != "forge_interp"):
+            raise ModuleNotFoundError(f"{name}: not a dependency of forge-interp", name=name)
+
+
+sys.meta_path.insert(0, OnlyWhatItNeeds())
+"""
