@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forge_interp.extract import extract_representations
-from forge_interp.store import ActivationStore
+from forge_interp.extraction.extract import extract_representations
+from forge_interp.extraction.store import ActivationStore
 from forge_model import DecoderConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel import Env, MeshConfig, Plan, build_mesh, local_chunk, materialize, parallelize

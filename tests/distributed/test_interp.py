@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from forge_interp.accumulate import Moments
-from forge_interp.capture import capture
-from forge_interp.edit import ablate, edit, patch, steer
+from forge_interp.analysis.accumulate import Moments
 from forge_interp.errors import InterpError
+from forge_interp.hooks.capture import capture
+from forge_interp.hooks.edit import ablate, edit, patch, steer
 from forge_interp.weights import load_weights
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from forge_config import ConfigError
-from forge_interp.store import ActivationStore
+from forge_interp.extraction.store import ActivationStore
 from forge_parallel.testing import run_ranks
 from forge_trainer.build import build
 from forge_trainer.job import load_job

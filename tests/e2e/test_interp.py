@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp import capture
-from forge_interp.store import ActivationStore
+from forge_interp.extraction.store import ActivationStore
 from forge_interp.weights import load_weights
 from forge_model.families import LLAMA
 from forge_model.init import initialize
@@ -25,7 +25,7 @@ ALONE = """
 import sys
 import numpy as np
 from forge_interp import capture
-from forge_interp.store import ActivationStore
+from forge_interp.extraction.store import ActivationStore
 from forge_interp.weights import load_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 import torch

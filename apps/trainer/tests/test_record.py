@@ -12,7 +12,7 @@ import pytest
 import torch
 from forge_config import ConfigError
 from forge_interp import capture
-from forge_interp.store import ActivationStore
+from forge_interp.extraction.store import ActivationStore
 from forge_trainer.build import build
 from forge_trainer.hooks import RecordConfig, hooks
 from forge_trainer.hooks.recorder import summary, undisturbed

@@ -3,7 +3,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from forge_interp.accumulate import Moments
+from forge_interp.analysis.accumulate import Moments
 from forge_interp.errors import InterpError
 
 WIDTHS = {"a": 5, "b": 3, "c": 4}

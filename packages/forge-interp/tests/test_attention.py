@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_interp.attention import AttentionCall
+from forge_interp.attention.call import AttentionCall
 from forge_interp.errors import InterpError
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel

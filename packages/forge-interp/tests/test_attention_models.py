@@ -9,11 +9,11 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import transformers
-from forge_interp.attention import AttentionCall
-from forge_interp.attention_stats import AttentionSummary, attention_statistics
-from forge_interp.capture import capture
+from forge_interp.attention.call import AttentionCall
+from forge_interp.attention.statistics import AttentionSummary, attention_statistics
 from forge_interp.errors import InterpError
-from forge_interp.observe import each_attention
+from forge_interp.hooks.capture import capture
+from forge_interp.hooks.observe import each_attention
 
 from .zoo import FAMILIES, WITH_SDPA
 

@@ -5,9 +5,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_interp import attention
-from forge_interp.attention import AttentionCall
-from forge_interp.attention_stats import AttentionSummary, attention_statistics, induction_score, lag_mass
+from forge_interp.attention import call as attention
+from forge_interp.attention.call import AttentionCall
+from forge_interp.attention.statistics import (
+    AttentionSummary,
+    attention_statistics,
+    induction_score,
+    lag_mass,
+)
 from forge_interp.errors import InterpError
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 import torch
-from forge_interp.attribution import attribution_patching
-from forge_interp.edit import edit
+from forge_interp.causal.attribution import attribution_patching
+from forge_interp.causal.patching import activation_patching
 from forge_interp.errors import InterpError
-from forge_interp.patching import activation_patching
+from forge_interp.hooks.edit import edit
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 import torch
-from forge_interp.accumulate import Moments
-from forge_interp.cca import canonical_correlations, mean_cca, procrustes, pwcca, svcca
+from forge_interp.analysis.accumulate import Moments
+from forge_interp.analysis.cca import canonical_correlations, mean_cca, procrustes, pwcca, svcca
 from forge_interp.errors import InterpError
 
 

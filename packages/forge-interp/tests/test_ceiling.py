@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from forge_interp.ceiling import Ceiling, pearson, repeat_ceiling, split_half_ceiling
+from forge_interp.analysis.ceiling import Ceiling, pearson, repeat_ceiling, split_half_ceiling
 from forge_interp.errors import InterpError
 
 

@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from forge_interp.accumulate import Moments
-from forge_interp.cka import MinibatchCKA, linear_cka
+from forge_interp.analysis.accumulate import Moments
+from forge_interp.analysis.cka import MinibatchCKA, linear_cka
 from forge_interp.errors import InterpError
 
 

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
-from forge_interp.ceiling import repeat_ceiling, split_half_ceiling
-from forge_interp.encoding import encode, encode_layers
+from forge_interp.analysis.ceiling import repeat_ceiling, split_half_ceiling
+from forge_interp.analysis.encoding import encode, encode_layers
+from forge_interp.analysis.probe import group_folds
+from forge_interp.analysis.timing import fir_delays
 from forge_interp.errors import InterpError
-from forge_interp.probe import group_folds
-from forge_interp.timing import fir_delays
 
 RUNS = np.repeat(np.arange(5), 120)
 DELAYS = (1, 2, 3)

@@ -4,10 +4,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forge_interp.capture import capture
 from forge_interp.errors import InterpError
-from forge_interp.extract import extract_representations, finish_extraction
-from forge_interp.store import ActivationStore
+from forge_interp.extraction.extract import extract_representations, finish_extraction
+from forge_interp.extraction.store import ActivationStore
+from forge_interp.hooks.capture import capture
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from forge_interp.extract import extract_representations
+from forge_interp.extraction.extract import extract_representations
 from torch import Tensor, nn
 
 KILLS = 8

@@ -11,7 +11,7 @@ SCRIPT = """
 import json, resource, sys
 import torch
 from torch import nn
-from forge_interp.extract import extract_representations
+from forge_interp.extraction.extract import extract_representations
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

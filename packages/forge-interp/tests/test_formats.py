@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from forge_interp.columns import BLOCK_BYTES, Column, as_bytes
 from forge_interp.errors import InterpError
-from forge_interp.formats import ROW_COLUMNS, describe, format_of
+from forge_interp.extraction.columns import BLOCK_BYTES, Column, as_bytes
+from forge_interp.extraction.formats import ROW_COLUMNS, describe, format_of
 from torch import Tensor
 
 NAMES = ("acts.npz", "acts.safetensors", "acts.zarr", "acts")

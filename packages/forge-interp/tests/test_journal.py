@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from forge_interp.columns import BLOCK_BYTES
 from forge_interp.errors import InterpError
-from forge_interp.journal import Shard, committed_blocks, read_chunks
+from forge_interp.extraction.columns import BLOCK_BYTES
+from forge_interp.extraction.journal import Shard, committed_blocks, read_chunks
 from torch import Tensor
 
 REQUEST = {"batch_size": 2, "sites": ["a:out"]}
@@ -112,7 +112,7 @@ def test_shard_lists_how_another_request_differs(tmp_path: Path):
 
 
 def test_shard_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("forge_interp.journal._LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("forge_interp.extraction.journal._LOCK_WAIT_S", 0.1)
     with Shard(tmp_path, REQUEST):
         pid = os.fork()
         if pid == 0:

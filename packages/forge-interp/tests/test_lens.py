@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 from forge_interp.errors import InterpError
-from forge_interp.lens import logit_lens, read_lens
-from forge_interp.unembedding import Unembedding
+from forge_interp.lenses.lens import logit_lens, read_lens
+from forge_interp.lenses.unembedding import Unembedding
 from torch import Tensor, nn
 
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from forge_interp.causal.patching import activation_patching
 from forge_interp.errors import InterpError
-from forge_interp.patching import activation_patching
 from torch import Tensor, nn
 
 

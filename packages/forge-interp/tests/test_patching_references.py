@@ -5,9 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from forge_interp.attribution import attribution_patching
-from forge_interp.patching import activation_patching
-from forge_interp.path_patching import path_patching
+from forge_interp.causal.attribution import attribution_patching
+from forge_interp.causal.patching import activation_patching
+from forge_interp.causal.path_patching import path_patching
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore")

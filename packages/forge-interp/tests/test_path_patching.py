@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
+from forge_interp.causal.patching import activation_patching
+from forge_interp.causal.path_patching import path_patching
 from forge_interp.errors import InterpError
-from forge_interp.patching import activation_patching
-from forge_interp.path_patching import path_patching
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 

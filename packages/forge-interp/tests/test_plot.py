@@ -2,11 +2,11 @@ import sys
 
 import numpy as np
 import pytest
-from forge_interp.cka import LayerSimilarity
-from forge_interp.encoding import EncodingResult
+from forge_interp.analysis.cka import LayerSimilarity
+from forge_interp.analysis.encoding import EncodingResult
+from forge_interp.analysis.probe import ProbeCurve
 from forge_interp.errors import InterpError
 from forge_interp.plot import plot_attention, plot_encoding, plot_probe, plot_similarity
-from forge_interp.probe import ProbeCurve
 
 LAYERS = ("layers.0", "layers.1", "layers.2")
 SIMILARITY = LayerSimilarity(np.array([[1.0, 0.4, -0.1], [0.4, 1.0, 0.7]]), LAYERS[:2], LAYERS, "CKA")

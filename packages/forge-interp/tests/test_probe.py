@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from forge_interp.analysis.probe import control_task, fit_logistic, group_folds, probe_layers, z_score
 from forge_interp.errors import InterpError
-from forge_interp.probe import control_task, fit_logistic, group_folds, probe_layers, z_score
 
 
 def make_classes(num_classes: int, n: int = 200) -> tuple[np.ndarray, np.ndarray]:

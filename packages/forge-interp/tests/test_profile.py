@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from forge_interp.accumulate import Moments
+from forge_interp.analysis.accumulate import Moments
+from forge_interp.analysis.profile import Profile, effective_rank
 from forge_interp.errors import InterpError
-from forge_interp.profile import Profile, effective_rank
 
 
 def test_effective_rank_of_equal_directions_is_their_number():

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from forge_interp.analysis.rdm import compute_rdm, crossnobis, noise_precision, num_conditions, square
 from forge_interp.errors import InterpError
-from forge_interp.rdm import compute_rdm, crossnobis, noise_precision, num_conditions, square
 
 RANDOM = np.random.default_rng(0)
 RESPONSES = RANDOM.normal(size=(9, 20)) + 1

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from forge_interp.accumulate import Moments
+from forge_interp.analysis.accumulate import Moments
+from forge_interp.analysis.ridge import RidgePath, fit_path, fit_ridge, ridge_from_moments
 from forge_interp.errors import InterpError
-from forge_interp.ridge import RidgePath, fit_path, fit_ridge, ridge_from_moments
 
 ALPHAS = (0.01, 1.0, 30.0, 1000.0)
 

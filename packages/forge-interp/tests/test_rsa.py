@@ -3,11 +3,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from forge_interp.accumulate import Moments
-from forge_interp.cka import linear_cka
+from forge_interp.analysis.accumulate import Moments
+from forge_interp.analysis.cka import linear_cka
+from forge_interp.analysis.rdm import compute_rdm
+from forge_interp.analysis.rsa import bootstrap_rsa, compare_rdms, evaluate_models, noise_ceiling
 from forge_interp.errors import InterpError
-from forge_interp.rdm import compute_rdm
-from forge_interp.rsa import bootstrap_rsa, compare_rdms, evaluate_models, noise_ceiling
 
 RANDOM = np.random.default_rng(0)
 MODELS = RANDOM.normal(size=(3, 36)) ** 2

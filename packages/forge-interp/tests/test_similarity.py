@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 import torch
-from forge_interp.accumulate import Moments
-from forge_interp.cka import linear_cka
+from forge_interp.analysis.accumulate import Moments
+from forge_interp.analysis.cka import linear_cka
+from forge_interp.analysis.similarity import MEASURES, compare_layers, mutual_knn
 from forge_interp.errors import InterpError
-from forge_interp.similarity import MEASURES, compare_layers, mutual_knn
 
 
 def layers(prefix: str, seed: int) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from forge_interp import InterpError
-from forge_interp.sites import Site, canonical, find_sites, named_modules
+from forge_interp.hooks.sites import Site, canonical, find_sites, named_modules
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

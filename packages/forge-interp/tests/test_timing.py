@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from forge_interp.analysis.timing import fir_delays, resample
 from forge_interp.errors import InterpError
-from forge_interp.timing import fir_delays, resample
 
 
 def test_fir_delays_equal_a_loop_and_do_not_cross_runs():

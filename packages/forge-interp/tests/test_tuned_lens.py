@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.errors import InterpError
-from forge_interp.lens import logit_lens
-from forge_interp.tuned_lens import TunedLens
+from forge_interp.lenses.lens import logit_lens
+from forge_interp.lenses.tuned_lens import TunedLens
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 

@@ -1,71 +1,75 @@
 """Look inside any nn.Module: capture, edit, extract, compare."""
 
-from forge_interp.accumulate import Moments as Moments
-from forge_interp.attention import AttentionCall as AttentionCall
-from forge_interp.attention_stats import AttentionSummary as AttentionSummary
-from forge_interp.attention_stats import attention_statistics as attention_statistics
-from forge_interp.attention_stats import induction_score as induction_score
-from forge_interp.attention_stats import lag_mass as lag_mass
-from forge_interp.attribution import attribution_patching as attribution_patching
-from forge_interp.capture import Activations as Activations
-from forge_interp.capture import capture as capture
-from forge_interp.cca import canonical_correlations as canonical_correlations
-from forge_interp.cca import mean_cca as mean_cca
-from forge_interp.cca import procrustes as procrustes
-from forge_interp.cca import pwcca as pwcca
-from forge_interp.cca import svcca as svcca
-from forge_interp.ceiling import Ceiling as Ceiling
-from forge_interp.ceiling import repeat_ceiling as repeat_ceiling
-from forge_interp.ceiling import split_half_ceiling as split_half_ceiling
-from forge_interp.cka import LayerSimilarity as LayerSimilarity
-from forge_interp.cka import MinibatchCKA as MinibatchCKA
-from forge_interp.cka import linear_cka as linear_cka
-from forge_interp.edit import ablate as ablate
-from forge_interp.edit import edit as edit
-from forge_interp.edit import patch as patch
-from forge_interp.edit import steer as steer
-from forge_interp.encoding import EncodingResult as EncodingResult
-from forge_interp.encoding import encode as encode
-from forge_interp.encoding import encode_layers as encode_layers
+from forge_interp.analysis.accumulate import Moments as Moments
+from forge_interp.analysis.cca import canonical_correlations as canonical_correlations
+from forge_interp.analysis.cca import mean_cca as mean_cca
+from forge_interp.analysis.cca import procrustes as procrustes
+from forge_interp.analysis.cca import pwcca as pwcca
+from forge_interp.analysis.cca import svcca as svcca
+from forge_interp.analysis.ceiling import Ceiling as Ceiling
+from forge_interp.analysis.ceiling import repeat_ceiling as repeat_ceiling
+from forge_interp.analysis.ceiling import split_half_ceiling as split_half_ceiling
+from forge_interp.analysis.cka import LayerSimilarity as LayerSimilarity
+from forge_interp.analysis.cka import MinibatchCKA as MinibatchCKA
+from forge_interp.analysis.cka import linear_cka as linear_cka
+from forge_interp.analysis.encoding import EncodingResult as EncodingResult
+from forge_interp.analysis.encoding import encode as encode
+from forge_interp.analysis.encoding import encode_layers as encode_layers
+from forge_interp.analysis.probe import ProbeCurve as ProbeCurve
+from forge_interp.analysis.probe import control_task as control_task
+from forge_interp.analysis.probe import fit_logistic as fit_logistic
+from forge_interp.analysis.probe import group_folds as group_folds
+from forge_interp.analysis.probe import probe_layers as probe_layers
+from forge_interp.analysis.profile import Profile as Profile
+from forge_interp.analysis.profile import effective_rank as effective_rank
+from forge_interp.analysis.rdm import compute_rdm as compute_rdm
+from forge_interp.analysis.rdm import crossnobis as crossnobis
+from forge_interp.analysis.rdm import noise_precision as noise_precision
+from forge_interp.analysis.ridge import fit_ridge as fit_ridge
+from forge_interp.analysis.ridge import ridge_from_moments as ridge_from_moments
+from forge_interp.analysis.rsa import bootstrap_rsa as bootstrap_rsa
+from forge_interp.analysis.rsa import compare_rdms as compare_rdms
+from forge_interp.analysis.rsa import evaluate_models as evaluate_models
+from forge_interp.analysis.rsa import noise_ceiling as noise_ceiling
+from forge_interp.analysis.similarity import compare_layers as compare_layers
+from forge_interp.analysis.similarity import mutual_knn as mutual_knn
+from forge_interp.analysis.timing import fir_delays as fir_delays
+from forge_interp.analysis.timing import resample as resample
+from forge_interp.attention.call import AttentionCall as AttentionCall
+from forge_interp.attention.statistics import AttentionSummary as AttentionSummary
+from forge_interp.attention.statistics import attention_statistics as attention_statistics
+from forge_interp.attention.statistics import induction_score as induction_score
+from forge_interp.attention.statistics import lag_mass as lag_mass
+from forge_interp.causal.attribution import attribution_patching as attribution_patching
+from forge_interp.causal.patching import activation_patching as activation_patching
+from forge_interp.causal.path_patching import path_patching as path_patching
+from forge_interp.causal.table import PatchingTable as PatchingTable
 from forge_interp.errors import InterpError as InterpError
-from forge_interp.lens import LensResult as LensResult
-from forge_interp.lens import logit_lens as logit_lens
-from forge_interp.lens import read_lens as read_lens
-from forge_interp.observe import each_attention as each_attention
-from forge_interp.patching import activation_patching as activation_patching
-from forge_interp.patching_table import PatchingTable as PatchingTable
-from forge_interp.path_patching import path_patching as path_patching
+from forge_interp.extraction.extract import extract_representations as extract_representations
+from forge_interp.extraction.extract import finish_extraction as finish_extraction
+from forge_interp.extraction.store import ActivationStore as ActivationStore
+from forge_interp.hooks.capture import Activations as Activations
+from forge_interp.hooks.capture import capture as capture
+from forge_interp.hooks.edit import ablate as ablate
+from forge_interp.hooks.edit import edit as edit
+from forge_interp.hooks.edit import patch as patch
+from forge_interp.hooks.edit import steer as steer
+from forge_interp.hooks.observe import each_attention as each_attention
+from forge_interp.hooks.report import Report as Report
+from forge_interp.hooks.report import resolve as resolve
+from forge_interp.lenses.lens import LensResult as LensResult
+from forge_interp.lenses.lens import logit_lens as logit_lens
+from forge_interp.lenses.lens import read_lens as read_lens
+from forge_interp.lenses.tuned_lens import TunedLens as TunedLens
+from forge_interp.lenses.unembedding import Unembedding as Unembedding
 from forge_interp.plot import plot_attention as plot_attention
 from forge_interp.plot import plot_encoding as plot_encoding
 from forge_interp.plot import plot_probe as plot_probe
 from forge_interp.plot import plot_similarity as plot_similarity
-from forge_interp.probe import ProbeCurve as ProbeCurve
-from forge_interp.probe import control_task as control_task
-from forge_interp.probe import fit_logistic as fit_logistic
-from forge_interp.probe import group_folds as group_folds
-from forge_interp.probe import probe_layers as probe_layers
-from forge_interp.profile import Profile as Profile
-from forge_interp.profile import effective_rank as effective_rank
-from forge_interp.rdm import compute_rdm as compute_rdm
-from forge_interp.rdm import crossnobis as crossnobis
-from forge_interp.rdm import noise_precision as noise_precision
-from forge_interp.report import Report as Report
-from forge_interp.report import resolve as resolve
-from forge_interp.ridge import fit_ridge as fit_ridge
-from forge_interp.ridge import ridge_from_moments as ridge_from_moments
-from forge_interp.rsa import bootstrap_rsa as bootstrap_rsa
-from forge_interp.rsa import compare_rdms as compare_rdms
-from forge_interp.rsa import evaluate_models as evaluate_models
-from forge_interp.rsa import noise_ceiling as noise_ceiling
-from forge_interp.similarity import compare_layers as compare_layers
-from forge_interp.similarity import mutual_knn as mutual_knn
-from forge_interp.timing import fir_delays as fir_delays
-from forge_interp.timing import resample as resample
-from forge_interp.tuned_lens import TunedLens as TunedLens
-from forge_interp.unembedding import Unembedding as Unembedding
 from forge_interp.weights import load_weights as load_weights
 
 __all__ = [
+    "ActivationStore",
     "Activations",
     "AttentionCall",
     "AttentionSummary",
@@ -100,6 +104,8 @@ __all__ = [
     "encode",
     "encode_layers",
     "evaluate_models",
+    "extract_representations",
+    "finish_extraction",
     "fir_delays",
     "fit_logistic",
     "fit_ridge",

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forge_interp.arrays import Array, as_matrix
-from forge_interp.cka import LayerSimilarity
-from forge_interp.encoding import EncodingResult
+from forge_interp.analysis.arrays import Array, as_matrix
+from forge_interp.analysis.cka import LayerSimilarity
+from forge_interp.analysis.encoding import EncodingResult
+from forge_interp.analysis.probe import ProbeCurve
 from forge_interp.errors import InterpError
-from forge_interp.probe import ProbeCurve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

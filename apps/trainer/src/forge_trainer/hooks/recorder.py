@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from forge_data.loader import build_loader
 from forge_interp import InterpError, Moments, Profile, capture, effective_rank
-from forge_interp.extract import extract_representations
-from forge_interp.store import ActivationStore
+from forge_interp.extraction.extract import extract_representations
+from forge_interp.extraction.store import ActivationStore
 from torch import Tensor, nn
 
 from forge_trainer.hooks.base import Hook

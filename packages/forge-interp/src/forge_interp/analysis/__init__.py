@@ -1,0 +1,1 @@
+"""How representations compare and what can be read out of them."""

@@ -1,0 +1,103 @@
+"""How similar are two sets of layers, in one call, and do they have the same neighbours?
+
+Letters: n samples, d features, k neighbours.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from forge_interp.analysis.accumulate import Moments
+from forge_interp.analysis.arrays import Array, as_matrix, centre, check_finite, same_rows
+from forge_interp.analysis.cca import mean_cca, procrustes, pwcca, svcca
+from forge_interp.analysis.cka import LayerSimilarity, linear_cka
+from forge_interp.errors import InterpError
+
+MEASURES: Mapping[str, Callable[[Moments], LayerSimilarity]] = {
+    "cka": linear_cka,
+    "cka_biased": lambda moments: linear_cka(moments, debiased=False),
+    "mean_cca": mean_cca,
+    "svcca": svcca,
+    "pwcca": pwcca,
+    "procrustes": procrustes,
+}
+_BLOCK_ROWS = 1024
+
+
+def compare_layers(
+    first: Mapping[str, Array], second: Mapping[str, Array] | None = None, *, measure: str = "cka"
+) -> LayerSimilarity:
+    """Compare every layer of one model with every layer of another (or of itself), from whole arrays.
+
+    For data that does not fit into memory, or several measures at once, feed `Moments` batch by batch and
+    call the measures on it: this function does the same.
+
+    Args:
+        first: {layer: [n, d]}, the rows of the result.
+        second: {layer: [n, d]} for the same samples in the same order, the columns; default `first`.
+        measure: one of "cka" (debiased), "cka_biased", "mean_cca", "svcca", "pwcca", "procrustes".
+
+    Raises:
+        InterpError: an unknown measure, or arrays with different samples.
+    """
+    if measure not in MEASURES:
+        raise InterpError(f"measure is {measure!r}; expected one of {list(MEASURES)}")
+    if second is None:
+        return MEASURES[measure](Moments.of(first))
+    left = {f"0/{name}": array for name, array in first.items()}
+    right = {f"1/{name}": array for name, array in second.items()}
+    found = MEASURES[measure](Moments.of({**left, **right}, between=(left, right)))
+    return LayerSimilarity(found.values, tuple(first), tuple(second), found.measure)
+
+
+def mutual_knn(first: Array, second: Array, *, k: int = 10, metric: str = "cosine") -> float:
+    """Mutual k-nearest-neighbour overlap: the mean over samples of |N_X(i) & N_Y(i)| / k.
+
+    N_X(i) holds the k nearest other samples of i in X. Independent layers give about k / (n - 1). Takes
+    O(n^2 d) time and 16 k n bytes beside one block of 1024 rows of distances. Which of equally near samples
+    count is arbitrary: drop duplicate rows first.
+
+    Args:
+        first: [n, d].
+        second: [n, d'], the same samples.
+        k: neighbours, 1 <= k < n.
+        metric: "cosine" (as in the paper) or "euclidean".
+
+    Returns:
+        A share in [0, 1].
+
+    Raises:
+        InterpError: `k` or `metric` is out of range, rows differ, a value is not finite, or a row is 0 under
+            "cosine".
+
+    Source: Huh et al. 2024, arXiv:2405.07987.
+    """
+    x, y = as_matrix(first, "first"), as_matrix(second, "second")
+    n = same_rows({"first": x, "second": y})
+    if not 1 <= k < n:
+        raise InterpError(f"k is {k} with {n} samples; expected 1 <= k < {n}")
+    near_x, near_y = _neighbours(x, k, metric), _neighbours(y.to(x.device), k, metric)
+    joined = torch.cat([near_x, near_y], dim=1).sort(dim=1).values
+    return (joined[:, 1:] == joined[:, :-1]).sum().item() / (n * k)
+
+
+def _neighbours(x: Tensor, k: int, metric: str) -> Tensor:
+    if metric not in ("cosine", "euclidean"):
+        raise InterpError(f"metric is {metric!r}; expected 'cosine' or 'euclidean'")
+    check_finite(x, "a layer")
+    if metric == "cosine":
+        norms = x.norm(dim=1, keepdim=True)
+        if norms.min() == 0:
+            raise InterpError(f"row {int(norms.argmin())} is 0 and has no cosine; drop it or use 'euclidean'")
+        x = x / norms
+    x = centre(x)
+    half_norms = x.square().sum(1) / 2
+    found = []
+    for start in range(0, x.shape[0], _BLOCK_ROWS):
+        block = x[start : start + _BLOCK_ROWS]
+        closeness = block @ x.T - half_norms
+        rows = torch.arange(block.shape[0], device=x.device)
+        closeness[rows, rows + start] = -torch.inf
+        found.append(closeness.topk(k, dim=1).indices)
+    return torch.cat(found)

@@ -1,0 +1,352 @@
+"""What did one call of scaled dot-product attention see, and is softmax(scores) V what it returned?
+
+Letters: B sequences, N query heads, K key and value heads, T queries, S keys, H head dim; b and t are parts
+of B and T. Query head n uses key and value head n // (N / K). A call with tensors of three dimensions is read
+as B = 1, and its values lose that dimension again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from forge_interp.attention.statistics import STATISTICS, Tile, attention_statistics, part
+from forge_interp.errors import InterpError
+
+TENSORS = ("q", "k", "v", "z")
+DENSE = ("raw", "scores", "pattern")
+TILE_BYTES = 8 * 2**20
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """What one `F.scaled_dot_product_attention` was given, and what it returned.
+
+    Attributes:
+        query: [B, N, T, H] as given, so after rotary positions and norms.
+        key: [B, K, S, H] as given.
+        value: [B, K, S, H'] as given.
+        mask: broadcastable to [B, N, T, S]; bool (True: may attend) or added to the scores; or None.
+        is_causal: query t sees keys 0..t, aligned at the first query and key as torch does when T != S.
+        scale: factor of q k^T.
+        dropout: probability with which weights were dropped.
+        grouped: whether K < N was announced (`enable_gqa`).
+        output: [B, N, T, H'].
+        edits: raw, scores or pattern [B, N, T, S] that took the place of the computed ones.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    dropout: float
+    grouped: bool
+    output: Tensor
+    edits: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor | None = None
+    ) -> AttentionCall:
+        """Read the arguments of `F.scaled_dot_product_attention`.
+
+        Args:
+            args: as it was called.
+            kwargs: as it was called.
+            output: what it returned; None before it ran, where `output` only tells the dtype.
+
+        Raises:
+            InterpError: nested tensors, or another number of dimensions than three or four.
+        """
+        given = _bind(*args, **kwargs)
+        query, key, mask = given["query"], given["key"], given["attn_mask"]
+        if query.is_nested or key.is_nested:
+            raise InterpError("attention was called with nested tensors; expected padded ones: pad the batch")
+        if query.dim() not in (3, 4):
+            raise InterpError(
+                f"attention was called with queries {list(query.shape)}; expected 3 or 4 dimensions"
+            )
+        is_causal, scale = bool(given["is_causal"]), given["scale"]
+        if isinstance(mask, CausalBias):
+            is_causal, mask = mask.variant == CausalVariant.UPPER_LEFT, _causal_mask(mask, query.device)
+        return cls(
+            query=query,
+            key=key,
+            value=given["value"],
+            mask=mask,
+            is_causal=is_causal,
+            scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+            dropout=float(given["dropout_p"]),
+            grouped=bool(given["enable_gqa"]),
+            output=query.to(_autocast_dtype(query)) if output is None else output,
+        )
+
+    @property
+    def grid(self) -> tuple[int, int, int, int]:
+        """B, N, T, S."""
+        query, key = _four(self.query), _four(self.key)
+        batch, heads = (max(query.shape[i], key.shape[i]) for i in (0, 1))
+        return batch, heads, query.shape[2], key.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of raw, scores, pattern and statistics: float64 for float64 queries, else float32."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+    def read(self, name: str, max_bytes: int) -> Tensor:
+        """One tensor of this call.
+
+        Args:
+            name: q, k, v, z as the call had them; raw, scores, pattern [B, N, T, S]; entropy, sink, previous,
+                lag.K [B, N, T], which never hold T x S numbers (`attention_statistics` defines them).
+            max_bytes: that a tensor [B, N, T, S] may take.
+
+        Raises:
+            InterpError: an unknown name, a tensor over the budget, dropout.
+        """
+        if name in TENSORS:
+            return {"q": self.query, "k": self.key, "v": self.value, "z": self.output}[name]
+        with torch.no_grad():
+            if name in DENSE:
+                self._check_budget(name, max_bytes)
+                value = self._dense(name)
+            else:
+                value = attention_statistics(self, [name])[name]
+        return value if self.query.dim() == 4 else value.squeeze(0)
+
+    def run(self, attention: Callable[..., Tensor]) -> Tensor:
+        """[B, N, T, H'] what a function like `F.scaled_dot_product_attention` makes of these arguments."""
+        return attention(
+            self.query,
+            self.key,
+            self.value,
+            attn_mask=self.mask,
+            dropout_p=self.dropout,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            enable_gqa=self.grouped,
+        )
+
+    def edited(self, name: str, change: Callable[[Tensor], Tensor]) -> AttentionCall:
+        """This call as if raw, scores or pattern had been another; its output follows. Dense, differentiable.
+
+        Args:
+            name: raw, scores or pattern.
+            change: of [B, N, T, S] in `dtype`.
+
+        Raises:
+            InterpError: dropout.
+        """
+        value = change(self._whole(name) if self.query.dim() == 4 else self._whole(name).squeeze(0))
+        later = DENSE[DENSE.index(name) + 1 :]
+        kept = {key: edit for key, edit in self.edits.items() if key not in later}
+        call = replace(self, edits={**kept, name: _four(value)})
+        values = call._used(self.value).to(self.dtype)
+        output = _grouped(call._whole("pattern"), values).to(self.output.dtype)
+        return replace(call, output=output if self.query.dim() == 4 else output.squeeze(0))
+
+    def tiles(self, max_bytes: int = TILE_BYTES) -> Iterator[Tile]:
+        """The scores, part by part.
+
+        Args:
+            max_bytes: of one [b, N, t, S]; at least one query is taken, so N S numbers.
+
+        Raises:
+            InterpError: dropout.
+        """
+        if self.dropout > 0:
+            raise InterpError(
+                f"attention was called with dropout {self.dropout}, so its weights cannot be known; expected "
+                "none: call model.eval()"
+            )
+        batch, heads, num_queries, num_keys = self.grid
+        aligned = self.is_causal or num_queries == num_keys
+        query, key = self._used(self.query).expand(batch, heads, -1, -1), self._used(self.key)
+        key = key.expand(batch, -1, -1, -1)
+        keys, last = key[:0], None
+        for rows, queries in self.parts(max_bytes):
+            if rows != last:
+                keys, last = key[rows].to(self.dtype), rows
+            bias, blocked, hidden = self._masks(rows, queries)
+            edits = {name: edit[rows, :, queries] for name, edit in self.edits.items()}
+            make_raw = _raw_maker(query[rows, :, queries].to(self.dtype), keys, self.scale)
+            yield Tile(rows, queries, hidden, aligned, make_raw, bias, blocked, edits)
+
+    def parts(self, max_bytes: int = TILE_BYTES) -> Iterator[tuple[slice, slice]]:
+        """Sequences and queries of each tile: several whole sequences, or some queries of one."""
+        batch, heads, queries, keys = self.grid
+        fit = max(1, max_bytes // max(1, heads * keys * self.dtype.itemsize))
+        num_sequences, num_queries = max(1, fit // max(1, queries)), max(1, min(fit, queries))
+        for row in range(0, batch, num_sequences):
+            for start in range(0, queries, num_queries):
+                yield slice(row, row + num_sequences), slice(start, start + num_queries)
+
+    def hidden(self, rows: slice, queries: slice) -> Tensor:
+        """[b or 1, N or 1, t, S] bool: what mask and causality hide.
+
+        A key counts as hidden where a bool mask is False, and where an added mask is below half of the most
+        negative number of its dtype, which models write for -inf.
+        """
+        return self._masks(rows, queries)[2]
+
+    def check(self, tolerance: float | None = None) -> None:
+        """Compare softmax(scores) V with the output; both are streamed. Queries that see no key are left out.
+
+        The error of a head at a query may reach (tolerance + 16 eps max |score|) times the largest of
+        sum_s pattern_s |V_s| over H': the error that rounding of V, weights and scores can make.
+
+        Args:
+            tolerance: relative; default by the dtype of the output (float32: 1e-5, bfloat16: 2e-2; more where
+                the user lets float32 products be computed in TF32 or bfloat16).
+
+        Raises:
+            InterpError: they differ, so that scores and pattern are not what the model used; or dropout.
+        """
+        eps = _product_eps(self.query)
+        if tolerance is None:
+            tolerance = max(TOLERANCES.get(self.output.dtype, 2e-2), 4 * eps)
+        ratio = worst = torch.zeros((), dtype=self.dtype, device=self.query.device)
+        with torch.no_grad():
+            for tile in self.tiles():
+                error, scale, size = self._compare(tile)
+                allowed = (tolerance + 16 * eps * size) * scale + torch.finfo(self.output.dtype).tiny
+                ratio = torch.maximum(ratio, (error / allowed).nan_to_num(torch.inf).max())
+                worst = torch.maximum(worst, error.max())
+        if not bool(ratio <= 1):
+            raise InterpError(
+                "softmax(scores) V differs from the output of F.scaled_dot_product_attention by "
+                f"{worst.item():.3g}, {ratio.item():.3g} times what {self.output.dtype} explains; "
+                "expected equality: something else takes part in this attention, so its scores and pattern "
+                "cannot be known; capture attn.q, attn.k, attn.v or attn.z"
+            )
+
+    def _compare(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, N, t] each: error of pattern V, its sum of magnitudes, largest score; 0 for blind queries."""
+        values = self._used(self.value).expand(self.grid[0], -1, -1, -1)[tile.batch].to(self.dtype)
+        error = (_grouped(tile.pattern, values) - _four(self.output)[tile.batch, :, tile.queries]).abs()
+        blind = tile.hidden.all(-1)
+        scale = _grouped(tile.pattern, values.abs()).amax(-1)
+        size = tile.scores.masked_fill(tile.hidden, 0).abs().amax(-1)
+        return error.amax(-1).masked_fill(blind, 0), scale.masked_fill(blind, 0), size
+
+    def _used(self, x: Tensor) -> Tensor:
+        """[B, ...] in the dtype in which autocast hands it to the kernel."""
+        return _four(x).to(self.output.dtype)
+
+    def _masks(self, rows: slice, queries: slice) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """What to add, where to put -inf, and what is hidden."""
+        _, _, num_queries, num_keys = self.grid
+        here = torch.arange(num_queries, device=self.query.device)[queries]
+        keys = torch.arange(num_keys, device=self.query.device)
+        blocked = (keys > here[:, None])[None, None] if self.is_causal else None
+        bias, hidden = None, blocked
+        if self.mask is not None:
+            mask = part(_four(self.mask), rows, queries)
+            if mask.dtype == torch.bool:
+                blocked = ~mask if blocked is None else blocked | ~mask
+                hidden = blocked
+            else:
+                mask = mask if self.query.dtype == self.output.dtype else mask.to(self.output.dtype)
+                low = mask <= torch.finfo(mask.dtype).min / 2
+                bias, hidden = mask.to(self.dtype), low if blocked is None else blocked | low
+        if hidden is None:
+            hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.query.device)
+        return bias, blocked, hidden.expand(hidden.shape[0], hidden.shape[1], len(here), num_keys)
+
+    def _check_budget(self, name: str, max_bytes: int) -> None:
+        batch, heads, queries, keys = self.grid
+        needed = batch * heads * queries * keys * self.dtype.itemsize
+        streamed = ", ".join(f"attn.{statistic}" for statistic in STATISTICS)
+        if needed > max_bytes:
+            raise InterpError(
+                f"attn.{name} [{batch}, {heads}, {queries}, {keys}] takes {needed:,} bytes; the budget is "
+                f"{max_bytes:,}: capture statistics that never hold it ({streamed}), "
+                "raise attention_bytes=, or select fewer sites, sequences or tokens"
+            )
+
+    def _dense(self, name: str) -> Tensor:
+        """[B, N, T, S], filled tile by tile, so that nothing else is that large."""
+        out = torch.empty(self.grid, dtype=self.dtype, device=self.query.device)
+        for tile in self.tiles():
+            out[tile.batch, :, tile.queries] = getattr(tile, name)
+        return out
+
+    def _whole(self, name: str) -> Tensor:
+        """[B, N, T, S] at once, differentiable."""
+        return getattr(next(self.tiles(2**62)), name)
+
+
+def _bind(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> dict[str, Any]:
+    """The signature of `F.scaled_dot_product_attention`."""
+    return dict(locals())
+
+
+def _causal_mask(bias: CausalBias, device: torch.device) -> Tensor | None:
+    """[T, S] bool for a lower-right bias, which `is_causal` cannot express."""
+    if bias.variant == CausalVariant.UPPER_LEFT:
+        return None
+    shape = (bias.seq_len_q, bias.seq_len_kv)
+    return torch.ones(shape, dtype=torch.bool, device=device).tril(shape[1] - shape[0])
+
+
+def _four(x: Tensor) -> Tensor:
+    return x if x.dim() == 4 else x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
+
+
+def _raw_maker(query: Tensor, keys: Tensor, scale: float) -> Callable[[], Tensor]:
+    return lambda: _grouped(query, keys.transpose(-1, -2)) * scale
+
+
+def _grouped(left: Tensor, right: Tensor) -> Tensor:
+    """[b, N, t, x] times [b, K, x, y], head n with head n // (N / K); the smaller one is not copied."""
+    batch, heads, queries, _ = left.shape
+    folded = left.reshape(batch, right.shape[1], -1, left.shape[-1]) if heads != right.shape[1] else left
+    with _no_autocast(left):
+        return (folded @ right).reshape(batch, heads, queries, right.shape[-1])
+
+
+def _autocast_dtype(query: Tensor) -> torch.dtype:
+    """Of the output that the call will have."""
+    kind = query.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return query.dtype
+    return query.dtype if query.dtype == torch.float64 else torch.get_autocast_dtype(kind)
+
+
+@contextmanager
+def _no_autocast(x: Tensor) -> Iterator[None]:
+    """Products in the dtype of their factors."""
+    if not torch.amp.is_autocast_available(x.device.type):
+        yield
+        return
+    with torch.autocast(x.device.type, enabled=False):
+        yield
+
+
+def _product_eps(query: Tensor) -> float:
+    """Relative rounding of a matrix product that the user's precision settings allow."""
+    if query.dtype == torch.float64:
+        return torch.finfo(torch.float64).eps
+    backend: Any = torch.backends.cuda if query.is_cuda else torch.backends.mkldnn
+    return {"tf32": 2.0**-10, "bf16": 2.0**-7}.get(
+        backend.matmul.fp32_precision, torch.finfo(torch.float32).eps
+    )

@@ -1,0 +1,314 @@
+"""How do the heads of an attention call spread their weight, without ever holding all weights?
+
+Letters: B sequences, N query heads, T queries, S keys; b and t are parts of B and T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forge_interp.errors import InterpError
+
+if TYPE_CHECKING:
+    from forge_interp.attention.call import AttentionCall
+
+STATISTICS = ("entropy", "sink", "previous")
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """All keys for some queries of some sequences; values in float32, or float64 for a float64 call.
+
+    Attributes:
+        batch: which sequences.
+        queries: which queries.
+        hidden: [b or 1, N or 1, t, S] bool, True where the mask hides the key from the query.
+        is_aligned: whether query t sits at key t.
+    """
+
+    batch: slice
+    queries: slice
+    hidden: Tensor
+    is_aligned: bool
+    _make_raw: Callable[[], Tensor]
+    _bias: Tensor | None
+    _blocked: Tensor | None
+    _edits: Mapping[str, Tensor]
+
+    @cached_property
+    def own(self) -> Tensor:
+        """[b or 1, N or 1, t] int64: the key at each query's own position, in self-attention.
+
+        Key t where there are as many keys as queries, or `is_causal`. Else, with keys of a cache before those
+        of the queries or empty slots behind them, the last key that the query may see; -1 where it sees none.
+        """
+        *_, queries, keys = self.hidden.shape
+        if self.is_aligned:
+            return torch.arange(queries, device=self.hidden.device)[None, None] + self.queries.start
+        last = keys - 1 - (~self.hidden).byte().flip(-1).argmax(-1)
+        return last.masked_fill(self.hidden.all(-1), -1)
+
+    @cached_property
+    def raw(self) -> Tensor:
+        """[b, N, t, S] q k^T * scale."""
+        return self._edits["raw"] if "raw" in self._edits else self._make_raw()
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[b, N, t, S] raw plus the mask; -inf where a bool mask or causality hides the key."""
+        if "scores" in self._edits:
+            return self._edits["scores"]
+        scores = self.raw if self._bias is None else self.raw + self._bias
+        return scores if self._blocked is None else scores.masked_fill(self._blocked, -torch.inf)
+
+    @cached_property
+    def pattern(self) -> Tensor:
+        """[b, N, t, S] softmax of the scores over keys; a row of zeros where all scores are -inf."""
+        if "pattern" in self._edits:
+            return self._edits["pattern"]
+        empty = self.scores.detach().amax(-1, keepdim=True) == -torch.inf
+        return self.scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+
+
+def part(x: Tensor, rows: slice, queries: slice) -> Tensor:
+    """Some sequences and queries of a tensor [B or 1, N or 1, T or 1, ...]."""
+    everything = slice(None)
+    return x[rows if x.shape[0] > 1 else everything, :, queries if x.shape[2] > 1 else everything]
+
+
+def attention_statistics(
+    call: AttentionCall, names: Sequence[str], tokens: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Statistics of the weights of each head at each query, in one pass over tiles of the scores.
+
+    entropy: -sum_s p_s ln p_s in nats; between 0 and ln of the number of visible keys.
+    sink: weight on the first key that any query of the sequence may see in this call: key 0, or the first
+        token after left padding.
+    previous: lag.1.
+    lag.K: weight on the key K before the query's own; with random tokens repeated with period P, lag.(P - 1)
+        is the induction score.
+    induction: weight on the key after the latest earlier occurrence of the query's own token.
+
+    A value is NaN where it is not defined: the query sees no key at all; there is no such key, or the query
+    may not see it (out of its window, of its document); for lag and induction also where the query may not
+    see its own key (it is padding) or that earlier occurrence, and where the key after that is its own. So a
+    padded sequence has the values of the unpadded one. `Tile.own` says which key is a query's own; in
+    cross-attention there is none, and lag and induction mean nothing.
+
+    Heads, queries and keys are those of the call. When models of transformers decode one token with a mask,
+    the N / K heads that share keys are so many queries of one head: the values are [B, K, N / K], and
+    `reshape(B, N, 1)` puts them right. The first key of a sliding cache is no longer the first of the text.
+
+    Args:
+        call: of the attention.
+        names: entropy, sink, previous, lag.K, induction.
+        tokens: [B, S] ids at the keys; for induction.
+
+    Returns:
+        For each name [B, N, T] in float32, or float64 for a float64 call. No tensor is larger than
+        `attention.TILE_BYTES` or N S numbers.
+
+    Raises:
+        InterpError: an unknown name, tokens missing or of another shape, dropout.
+
+    Source: sink: Xiao et al. 2023, arXiv:2309.17453; induction: Olsson et al. 2022, arXiv:2209.11895.
+    """
+    batch, heads, queries, _ = call.grid
+    places = {name: _places(call, name, tokens) for name in names if name != "entropy"}
+    empty = torch.empty(batch, heads, queries, dtype=call.dtype, device=call.query.device)
+    found = {name: torch.empty_like(empty) for name in names}
+    with torch.no_grad():
+        for tile in call.tiles():
+            for name in names:
+                value = _entropy(tile) if name == "entropy" else _weight(tile, places[name](tile), name)
+                found[name][tile.batch, :, tile.queries] = value
+    return found
+
+
+def induction_score(call: AttentionCall, tokens: Tensor) -> Tensor:
+    """[B, N, T] weight on the key after the latest earlier occurrence of the query's token.
+
+    Args:
+        call: of the attention.
+        tokens: [B, S] ids at the keys.
+
+    Raises:
+        InterpError: tokens of another shape, dropout.
+    """
+    return attention_statistics(call, ["induction"], tokens)["induction"]
+
+
+def lag_mass(call: AttentionCall, lag: int) -> Tensor:
+    """[B, N, T] weight on the key `lag` before the query's own; 0 is the own key.
+
+    Raises:
+        InterpError: a negative lag, dropout.
+    """
+    return attention_statistics(call, [f"lag.{lag}"])[f"lag.{lag}"]
+
+
+class AttentionSummary:
+    """Means over queries and sequences of the statistics of each head, in one pass, mergeable.
+
+    Args:
+        names: as in `attention_statistics`.
+    """
+
+    def __init__(self, names: Sequence[str] = STATISTICS):
+        self.names = tuple(names)
+        self._sums: dict[str, Tensor] = {}
+
+    @property
+    def sites(self) -> list[str]:
+        """Those seen so far, in the order of their first call."""
+        return list(self._sums)
+
+    def update(
+        self, site: str, call: AttentionCall, *, keep: Tensor | None = None, tokens: Tensor | None = None
+    ) -> None:
+        """Add the queries of a call; where a statistic is not defined, it counts for nothing.
+
+        Args:
+            site: the row of the result that it belongs to.
+            call: of the attention.
+            keep: [B, T] bool, False for queries to leave out: an attention mask, since models let padding see
+                tokens. Default: all.
+            tokens: [B, S] for induction.
+
+        Raises:
+            InterpError: `keep` or `tokens` has another shape, the number of heads changed, dropout.
+        """
+        batch, _, queries, _ = call.grid
+        if keep is not None and keep.shape != (batch, queries):
+            raise InterpError(f"keep is {list(keep.shape)}; expected [{batch}, {queries}]: its queries")
+        found = attention_statistics(call, self.names, tokens)
+        values = torch.stack([found[name] for name in self.names])
+        counted = ~values.isnan()
+        if keep is not None:
+            counted &= keep.to(values.device, torch.bool)[:, None]
+        total = torch.where(counted, values, 0).sum((1, 3), dtype=torch.float64)
+        self._add(site, torch.stack([total, counted.sum((1, 3), dtype=torch.float64)]))
+
+    def merge(self, other: AttentionSummary) -> AttentionSummary:
+        """Add what `other` has seen, in place, and return this one.
+
+        Raises:
+            InterpError: `other` has other statistics, or sites with another number of heads.
+        """
+        if other.names != self.names:
+            raise InterpError(f"cannot merge statistics {other.names} into {self.names}; expected the same")
+        for site, sums in other._sums.items():
+            self._add(site, sums)
+        return self
+
+    def counts(self, name: str) -> Tensor:
+        """[sites, N] float64: queries that the mean of a statistic is taken over."""
+        return self._stacked(name)[:, 1]
+
+    def values(self, name: str) -> Tensor:
+        """[sites, N] float64: mean of a statistic; NaN for a head without any query.
+
+        Raises:
+            InterpError: another name, no update yet, or sites with different numbers of heads.
+        """
+        sums = self._stacked(name)
+        return sums[:, 0] / sums[:, 1]
+
+    def _add(self, site: str, sums: Tensor) -> None:
+        """[2, statistics, N] sums and counts."""
+        before = self._sums.get(site)
+        if before is not None and before.shape != sums.shape:
+            raise InterpError(f"{site!r} has {sums.shape[2]} heads; expected {before.shape[2]}, as before")
+        self._sums[site] = sums if before is None else before + sums.to(before.device)
+
+    def _stacked(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise InterpError(f"{name!r} was not summarized; expected one of {', '.join(self.names)}")
+        heads = {site: sums.shape[2] for site, sums in self._sums.items()}
+        if len(set(heads.values())) != 1:
+            raise InterpError(f"sites have heads {heads}; expected some sites with equal numbers of heads")
+        first = next(iter(self._sums.values()))
+        return torch.stack([sums[:, self.names.index(name)].to(first.device) for sums in self._sums.values()])
+
+
+def _entropy(tile: Tile) -> Tensor:
+    """[b, N, t] in nats."""
+    return torch.special.entr(tile.pattern).sum(-1).masked_fill(tile.hidden.all(-1), torch.nan)
+
+
+def _weight(tile: Tile, place: Tensor, name: str) -> Tensor:
+    """[b, N, t] weight on the key at `place` [b or 1, N or 1, t or 1]; NaN where that is not defined."""
+    known = _sees(tile, place)
+    if name != "sink":
+        known = known & _sees(tile, tile.own)
+    if name == "induction":
+        known = known & _sees(tile, place - 1)
+    index = place.clamp(0, tile.pattern.shape[-1] - 1).expand(tile.pattern.shape[:3])
+    return tile.pattern.gather(-1, index[..., None])[..., 0].masked_fill(~known, torch.nan)
+
+
+def _sees(tile: Tile, place: Tensor) -> Tensor:
+    """[b or 1, N or 1, t] whether the query may see that key, and it exists."""
+    keys = tile.hidden.shape[-1]
+    shape = torch.broadcast_shapes(tile.hidden.shape[:3], place.shape)
+    index = place.clamp(0, keys - 1).expand(shape)[..., None]
+    hidden = tile.hidden.expand(*shape, keys).gather(-1, index)[..., 0]
+    return ~hidden & (place >= 0) & (place < keys)
+
+
+def _places(call: AttentionCall, name: str, tokens: Tensor | None) -> Callable[[Tile], Tensor]:
+    """Of a tile, [b or 1, N or 1, t or 1] int64: the key that a statistic looks at; negative for none."""
+    if name == "sink":
+        first = _first_visible(call)
+        return lambda tile: part(first, tile.batch, tile.queries)
+    kind, _, lag = name.partition(".")
+    if name == "previous" or (kind == "lag" and lag.isdigit()):
+        return lambda tile: tile.own - int(lag or 1)
+    if name != "induction":
+        raise InterpError(
+            f"attention has no statistic {name!r}; expected {', '.join(STATISTICS)}, lag.K with K >= 0, or "
+            "induction"
+        )
+    batch, _, _, keys = call.grid
+    if tokens is None or tokens.shape != (batch, keys):
+        given = "missing" if tokens is None else f"{list(tokens.shape)}"
+        raise InterpError(
+            f"tokens are {given}; expected [{batch}, {keys}], the ids at all keys: pass tokens="
+        )
+    after = _after_previous(tokens.to(call.query.device))[:, None]
+
+    def look_up(tile: Tile) -> Tensor:
+        here = after[tile.batch]
+        own = tile.own.expand(here.shape[0], -1, -1)
+        found = here.expand(-1, own.shape[1], -1).gather(-1, own.clamp(0))
+        return found.masked_fill(own < 0, -1)
+
+    return look_up
+
+
+def _after_previous(tokens: Tensor) -> Tensor:
+    """[B, S] the key after the latest earlier occurrence of each token, if before its own; else -1."""
+    order = tokens.argsort(dim=1, stable=True)
+    ranked = tokens.gather(1, order)
+    before = torch.where(ranked[:, 1:] == ranked[:, :-1], order[:, :-1], -1)
+    previous = torch.full_like(order, -1).scatter_(1, order[:, 1:], before)
+    own = torch.arange(tokens.shape[1], device=tokens.device)
+    return torch.where((previous >= 0) & (previous + 1 < own), previous + 1, -1)
+
+
+def _first_visible(call: AttentionCall) -> Tensor:
+    """[B or 1, N or 1, 1] the first key that any query may see."""
+    if call.mask is None:
+        return torch.zeros(1, 1, 1, dtype=torch.int64, device=call.query.device)
+    batch, _, _, keys = call.grid
+    heads = call.hidden(slice(0, 1), slice(0, 1)).shape[1]
+    seen = torch.zeros(batch, heads, keys, dtype=torch.bool, device=call.query.device)
+    for rows, queries in call.parts():
+        seen[rows] |= ~call.hidden(rows, queries).all(-2)
+    return seen.int().argmax(-1)[..., None]

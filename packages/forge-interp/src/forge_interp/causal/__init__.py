@@ -1,0 +1,1 @@
+"""Which activations make a difference."""

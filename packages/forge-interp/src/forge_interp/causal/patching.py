@@ -1,0 +1,110 @@
+"""Which activations carry what makes the clean run differ from the corrupted one?
+
+Patching puts an activation of the clean run into the corrupted run and looks at a metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from forge_interp.causal.table import Grid, Index, Metric, PatchingTable, Where, at_call, score
+from forge_interp.errors import InterpError
+from forge_interp.hooks.capture import capture
+from forge_interp.hooks.edit import Edit, edit, patch
+from forge_interp.model_inputs import Inputs, call_model
+from forge_interp.progress import progress as with_progress
+
+
+@torch.no_grad()
+def activation_patching(
+    model: nn.Module,
+    clean: Inputs,
+    corrupted: Inputs,
+    sites: str | Iterable[str],
+    metric: Metric,
+    *,
+    where: Where = None,
+    progress: bool = True,
+) -> PatchingTable:
+    """Run the corrupted inputs once for each place, with the clean activation put in there.
+
+    A place whose patch brings the clean metric back (`normalized` near 1) is sufficient for it. Swap `clean`
+    and `corrupted` to see what is necessary. Nothing is approximated: each value is what a forward hook that
+    overwrites that place would give. Costs 2 forward passes and one more for each place. Inputs are used
+    again in each run: pass no cache that the model fills. Call `model.eval()` first if it drops out.
+
+    Args:
+        model: any module.
+        clean: inputs whose behaviour is explained: a tensor, a tuple of positional arguments, or a mapping.
+        corrupted: inputs of the same shapes.
+        sites: sites and patterns, such as "layers.*:out" or "layers.*.attention:attn.z".
+        metric: what the model returns -> one number, such as a difference of two logits.
+        where: how to divide a site: None (whole), "positions" (dim 1; of attn.* sites dim 2), "heads" (attn.*
+            sites only), both as ("heads", "positions"), or a mapping from labels to indices into the value.
+        progress: draw a bar on standard error, if that is a terminal.
+
+    Returns:
+        `values` [sites] or [sites, places ...].
+
+    Raises:
+        InterpError: a site names nothing, shapes differ between the runs, or the metric is no number.
+
+    Source: Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262; normalised as in Wang et
+    al. 2022, arXiv:2211.00593, and Zhang & Nanda 2023, arXiv:2309.16042.
+    """
+    acts, clean_score = run_captured(model, clean, sites, metric)
+    corrupted_score = score(metric, call_model(model, corrupted))
+    grid = Grid.over(acts, where)
+    values = np.full((len(acts), *grid.shape), np.nan)
+    places = [(row, site, cell) for row, site in enumerate(acts) for cell in grid.cells()]
+    for row, site, cell in with_progress(places, len(places), "activation patching", progress):
+        edits = {at_call(site): put(site, acts[site], grid.index(site, cell))}
+        values[(row, *cell)] = score_edited(model, corrupted, edits, metric)
+    return PatchingTable(
+        values, ("site", *grid.axes), (tuple(acts), *grid.labels), clean_score, corrupted_score
+    )
+
+
+@torch.no_grad()
+def run_captured(
+    model: nn.Module, inputs: Inputs, sites: str | Iterable[str], metric: Metric
+) -> tuple[Mapping[str, Tensor], float]:
+    """The activations of the sites and the metric of one plain run."""
+    with capture(model, sites) as acts:
+        output = call_model(model, inputs)
+    return acts, score(metric, output)
+
+
+@torch.no_grad()
+def score_edited(model: nn.Module, inputs: Inputs, edits: Mapping[str, Edit], metric: Metric) -> float:
+    """The metric of one run with edits."""
+    with edit(model, edits):
+        output = call_model(model, inputs)
+    return score(metric, output)
+
+
+def put(site: str, value: Tensor, where: Index = ...) -> Edit:
+    """An edit that puts `value[where]` in place of `old[where]`.
+
+    Raises:
+        InterpError: at run time, when the old value has another shape.
+    """
+
+    def apply(old: Tensor) -> Tensor:
+        same_shape(site, value, old)
+        return patch(value[where], where)(old)
+
+    return apply
+
+
+def same_shape(site: str, clean: Tensor, corrupted: Tensor) -> None:
+    """Raise InterpError unless both runs have the same shape at a site."""
+    if clean.shape != corrupted.shape:
+        raise InterpError(
+            f"site {site!r} is {list(clean.shape)} in one run and {list(corrupted.shape)} in the other; "
+            "expected the same: clean and corrupted inputs need equally many samples and tokens"
+        )

@@ -1,0 +1,185 @@
+"""Which component talks to which, without anybody in between?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from forge_interp.causal.patching import put, run_captured, same_shape, score_edited
+from forge_interp.causal.table import Grid, Index, Metric, PatchingTable, Where, at_call, score
+from forge_interp.errors import InterpError
+from forge_interp.hooks.capture import capture
+from forge_interp.hooks.edit import Edit, edit, patch
+from forge_interp.hooks.sites import Site, named_modules
+from forge_interp.model_inputs import Inputs, call_model
+from forge_interp.progress import progress as with_progress
+
+
+@torch.no_grad()
+def path_patching(
+    model: nn.Module,
+    clean: Inputs,
+    corrupted: Inputs,
+    senders: str | Iterable[str],
+    receivers: str | Iterable[str],
+    metric: Metric,
+    *,
+    frozen: str | Iterable[str],
+    where: Where = None,
+    receiver_where: Index = None,
+    joint: bool = False,
+    progress: bool = True,
+) -> PatchingTable:
+    """The effect of each sender on each receiver along the paths that pass no frozen site.
+
+    Write a(x) for the activation of site a in the plain run on x. For sender s (or one place of it) and
+    receiver r:
+
+    1. Run `corrupted` with s set to s(clean) (elsewhere in s: s(corrupted)), every frozen site f set to
+       f(corrupted), and every receiver, once its value has been written down as r*, set back to
+       r(corrupted), so that nothing passes through one receiver to the next.
+    2. Run `corrupted` with r set to r*, and nothing else frozen. The table holds the metric of this run.
+
+    Of the frozen sites, s itself is left out, and so are the outputs of the modules in which s is computed:
+    its effect must leave through them. What is frozen defines "direct": with the outputs of all attention
+    and feed-forward modules, only the residual stream and the norms in front of the receiver remain; Wang et
+    al. leave the feed-forward modules free. As in `activation_patching` the clean activation is put into the
+    corrupted run; swap the two inputs for the direction of Wang et al. Costs 3 forward passes, 1 for each
+    place of a sender, and 1 for each pair.
+
+    Args:
+        model: any module.
+        clean: inputs as for `activation_patching`.
+        corrupted: inputs of the same shapes.
+        senders: sites of which one at a time is patched, mostly outputs or attn.z.
+        receivers: sites that read, mostly inputs: "layers.3.ffn:in", "layers.3.attention:attn.q", "norm:in".
+        metric: what the model returns -> one number.
+        frozen: sites that keep their corrupted value in step 1.
+        where: how to divide the senders, as in `activation_patching`.
+        receiver_where: an index into the receivers: only there they are patched; None for all of them.
+        joint: patch all receivers at once in step 2, as Wang et al. do, instead of one after the other.
+        progress: draw a bar on standard error, if that is a terminal.
+
+    Returns:
+        `values` [senders, places ..., receivers]; with `joint` the last axis has length 1.
+
+    Raises:
+        InterpError: a sender is a receiver too, a site names nothing, or shapes differ between the runs.
+
+    Source: Wang et al. 2022, arXiv:2211.00593, section 3.1 and appendix B; Goldowsky-Dill et al. 2023,
+    arXiv:2304.05969.
+    """
+    senders = [senders] if isinstance(senders, str) else list(senders)
+    acts, clean_score = run_captured(model, clean, senders, metric)
+    base, names, corrupted_score = _corrupted_run(model, corrupted, metric, senders, receivers, frozen)
+    _check(acts, base, names)
+    around = _modules_around(model, corrupted, acts, names["frozen"])
+    grid = Grid.over(acts, where)
+    groups = [names["receivers"]] if joint else [[name] for name in names["receivers"]]
+    values = np.full((len(acts), *grid.shape, len(groups)), np.nan)
+    places = [(row, site, cell) for row, site in enumerate(acts) for cell in grid.cells()]
+    for row, site, cell in with_progress(places, len(places), "path patching", progress):
+        sent = put(site, acts[site], grid.index(site, cell))(base[site])
+        held = [name for name in names["frozen"] if name != site and name not in around[site]]
+        edits = {at_call(site): patch(sent)} | {at_call(name): patch(base[name]) for name in held}
+        received = _received(model, corrupted, edits, {name: base[name] for name in names["receivers"]})
+        for column, group in enumerate(groups):
+            edits = {at_call(name): _patch_at(received[name], receiver_where) for name in group}
+            values[(row, *cell, column)] = score_edited(model, corrupted, edits, metric)
+    return PatchingTable(
+        values,
+        ("site", *grid.axes, "receiver"),
+        (tuple(acts), *grid.labels, tuple(" + ".join(group) for group in groups)),
+        clean_score,
+        corrupted_score,
+    )
+
+
+def _corrupted_run(
+    model: nn.Module, corrupted: Inputs, metric: Metric, *patterns: str | Iterable[str]
+) -> tuple[dict[str, Tensor], dict[str, list[str]], float]:
+    """Activations of all three kinds of sites, the sites of each kind, and the metric of one plain run."""
+    kinds = ("senders", "receivers", "frozen")
+    with ExitStack() as stack:
+        captured = {
+            kind: stack.enter_context(capture(model, pattern))
+            for kind, pattern in zip(kinds, patterns, strict=True)
+        }
+        output = call_model(model, corrupted)
+    base = {site: value for acts in captured.values() for site, value in acts.items()}
+    return base, {kind: list(acts) for kind, acts in captured.items()}, score(metric, output)
+
+
+def _check(acts: Mapping[str, Tensor], base: Mapping[str, Tensor], names: Mapping[str, list[str]]) -> None:
+    if both := [site for site in names["receivers"] if site in acts]:
+        raise InterpError(
+            f"{', '.join(both)} are senders and receivers; expected different sites: a module receives at "
+            "its input (:in) and sends at its output (:out)"
+        )
+    if missing := [site for site in acts if site not in base]:
+        raise InterpError(f"{', '.join(missing)} ran on the clean inputs only; expected them in both runs")
+    for site, value in acts.items():
+        same_shape(site, value, base[site])
+
+
+def _modules_around(
+    model: nn.Module, corrupted: Inputs, senders: Iterable[str], frozen: Iterable[str]
+) -> dict[str, set[str]]:
+    """For each sender the frozen outputs of modules that are running when its value appears."""
+    modules, sites = named_modules(model), {name: Site.parse(name) for name in frozen}
+    outputs = {(site.module, site.call or 0): name for name, site in sites.items() if site.part == "out"}
+    running: list[tuple[str, int]] = []
+    calls: Counter[str] = Counter()
+    found: dict[str, set[str]] = {}
+
+    def note(sender: str) -> Edit:
+        def apply(value: Tensor) -> Tensor:
+            found[sender] = {outputs[call] for call in running if call in outputs}
+            return value
+
+        return apply
+
+    with ExitStack() as stack:
+        for name in {name for name, _ in outputs}:
+
+            def enter(module: nn.Module, args: Any, name: str = name) -> None:
+                running.append((name, calls[name]))
+                calls[name] += 1
+
+            def leave(module: nn.Module, args: Any, output: Any) -> None:
+                running.pop()
+
+            stack.callback(modules[name].register_forward_pre_hook(enter).remove)
+            stack.callback(modules[name].register_forward_hook(leave, always_call=True).remove)
+        with edit(model, {at_call(sender): note(sender) for sender in senders}):
+            call_model(model, corrupted)
+    return found
+
+
+def _received(
+    model: nn.Module, corrupted: Inputs, edits: Mapping[str, Edit], receivers: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """What the receivers are given under the edits; each is set back to its own value at once."""
+    received: dict[str, Tensor] = {}
+
+    def note(site: str) -> Edit:
+        def apply(old: Tensor) -> Tensor:
+            received[site] = old.clone()
+            return receivers[site]
+
+        return apply
+
+    own = {at_call(site): note(site) for site in receivers}
+    with edit(model, {site: apply for site, apply in edits.items() if site not in own} | own):
+        call_model(model, corrupted)
+    return received
+
+
+def _patch_at(value: Tensor, where: Index) -> Edit:
+    return patch(value if where is None else value[where], where)

@@ -1,0 +1,1 @@
+"""The activations of a dataset, written to disk and read again."""

@@ -1,0 +1,142 @@
+"""How is a model given a batch, and does padding stay without effect?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_interp.errors import InterpError
+from forge_interp.extraction.samples import Batch, Names
+from forge_interp.hooks.sites import named_modules
+
+Forward = Callable[[nn.Module, Any], Any]
+_TOLERANCE = 1e-2
+
+
+class Feeder:
+    """Calls a model with batches.
+
+    Of a mapping, the entries that `forward` names are passed; the ids go first if it does not name them. The
+    mask goes along whenever `forward` names it. Caches of keys and values are switched off.
+
+    Args:
+        model: what is called.
+        names: of the ids and the mask.
+        forward: called with the model and the inputs instead.
+    """
+
+    def __init__(self, model: nn.Module, names: Names, forward: Forward | None) -> None:
+        self.is_default = forward is None
+        self._model = model
+        self._names = names
+        self._forward = forward
+        parameters = inspect.signature(named_modules(model)[""].forward).parameters.values()
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        self._named = {p.name for p in parameters if p.kind not in variadic}
+        self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        first = next((t for t in (*model.parameters(), *model.buffers())), None)
+        self._device = torch.device("cpu") if first is None else first.device
+
+    def __call__(self, batch: Batch) -> None:
+        """Run the model on a batch.
+
+        Raises:
+            InterpError: it is not clear how.
+        """
+        inputs = _to(batch.inputs, self._device)
+        if self._forward is not None:
+            self._forward(self._model, inputs)
+        elif isinstance(inputs, Tensor):
+            self._model(inputs, **self._options(set()))
+        elif isinstance(inputs, Mapping):
+            args, kwargs = self._arguments(inputs)
+            self._model(*args, **kwargs, **self._options(kwargs.keys()))
+        else:
+            raise InterpError(
+                f"batch {batch.number} is a {type(inputs).__name__}; expected a tensor or a mapping: say "
+                "what is what "
+                "with forward=lambda model, batch: model(batch[0])"
+            )
+
+    def passes_mask(self, batch: Batch) -> bool:
+        """Whether the model is told which tokens are padding."""
+        if self._forward is not None or not isinstance(batch.inputs, Mapping):
+            return True
+        return self._names.mask in self._arguments(batch.inputs)[1]
+
+    def _arguments(self, inputs: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
+        numbers = {key: value for key, value in inputs.items() if _has_numbers(value)}
+        if self._takes_any and not self._named:
+            return [], numbers
+        kwargs = {
+            key: value
+            for key, value in numbers.items()
+            if key in self._named or (key == self._names.mask and self._takes_any)
+        }
+        ids = self._names.tokens
+        if ids in numbers and ids not in kwargs:
+            return [numbers[ids]], kwargs
+        if not kwargs and len(numbers) == 1:
+            return list(numbers.values()), {}
+        if not kwargs:
+            raise InterpError(
+                f"the samples have {', '.join(map(repr, inputs))}, the model takes "
+                f"{', '.join(sorted(self._named))}; "
+                "expected a common name: rename the entries, or give forward="
+            )
+        return [], kwargs
+
+    def _options(self, given: Any) -> dict[str, Any]:
+        return {"use_cache": False} if "use_cache" in self._named - set(given) else {}
+
+
+def check_padding(batch: Batch, names: Names, rows_of: Callable[[Batch], Mapping[str, Tensor]]) -> None:
+    """Try on one sample whether padding changes the rows of a model that is given no mask.
+
+    Args:
+        batch: one with padding.
+        names: of the ids.
+        rows_of: runs the model; gives the rows of each site.
+
+    Raises:
+        InterpError: it does.
+    """
+    assert batch.mask is not None and batch.tokens is not None
+    one = int(batch.mask.sum(1).argmin())
+    keep = batch.mask[one : one + 1]
+    inputs = {key: value[one : one + 1] for key, value in batch.inputs.items() if isinstance(value, Tensor)}
+    ids = batch.tokens[one : one + 1]
+    before, after = (
+        rows_of(replace(batch, size=1, inputs={**inputs, names.tokens: tokens}, tokens=tokens, mask=keep))
+        for tokens in (ids, ids.where(keep, batch.tokens[batch.mask].max()))
+    )
+    for key, value in before.items():
+        difference = (value.float() - after[key].float()).abs()
+        if difference.numel() and float(difference.max()) > _TOLERANCE * float(value.abs().max()):
+            raise InterpError(
+                f"padding changes {key} by up to {float(difference.max()):.2g}, and the model takes no "
+                f"{names.mask!r}; expected rows that do not depend on it: give samples of one length, "
+                "batch_size=1, or a forward= that passes the mask"
+            )
+
+
+def _has_numbers(value: Any) -> bool:
+    return isinstance(value, Tensor) or (
+        isinstance(value, Mapping | tuple)
+        and all(_has_numbers(v) for v in (value.values() if isinstance(value, Mapping) else value))
+    )
+
+
+def _to(inputs: Any, device: torch.device) -> Any:
+    if isinstance(inputs, Tensor):
+        return inputs.to(device, non_blocking=True)
+    if isinstance(inputs, Mapping):
+        return {key: _to(value, device) for key, value in inputs.items()}
+    if isinstance(inputs, tuple):
+        return tuple(_to(value, device) for value in inputs)
+    return inputs

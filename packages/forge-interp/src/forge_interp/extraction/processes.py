@@ -1,0 +1,129 @@
+"""Which part of a dataset is this process's, and how do processes wait for each other?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from forge_interp.errors import InterpError
+from forge_interp.extraction.fingerprint import is_distributed
+from forge_interp.extraction.samples import Batch
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those that extract together.
+
+    Attributes:
+        rank: whose share of the batches it takes.
+        size: how many shares there are.
+        group: the processes that wait for each other; None when each works for itself.
+        in_step: all of the group must run the model equally often, for they hold it together.
+        writes: False where another process of the same rank writes the rows (tensor parallelism).
+    """
+
+    rank: int
+    size: int
+    group: Any = None
+    in_step: bool = False
+    writes: bool = True
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, rank: int | None, world_size: int | None, group: Any, writes: bool
+    ) -> Processes:
+        """Fill in what was not given from `torch.distributed`.
+
+        Raises:
+            InterpError: only one of rank and world_size, or a rank that is not below the world size.
+        """
+        if (rank is None) != (world_size is None):
+            raise InterpError(f"rank is {rank} and world_size {world_size}; expected both or none")
+        running = dist.is_available() and dist.is_initialized()
+        in_step = running and is_distributed(model)
+        if group is None and running and (rank is None or in_step):
+            group = dist.group.WORLD
+        if rank is None or world_size is None:
+            rank, world_size = (
+                (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+            )
+        if not 0 <= rank < world_size:
+            raise InterpError(f"rank is {rank} of {world_size}; expected 0 <= rank < world_size")
+        return cls(rank, world_size, group, in_step, writes)
+
+    def share(self, num_batches: int | None) -> tuple[int, int | None]:
+        """Return the first batch of this process and the one behind its last; None: all there are.
+
+        Raises:
+            InterpError: several processes and an iterable without a length.
+        """
+        if self.size == 1:
+            return 0, num_batches
+        if num_batches is None:
+            raise InterpError(
+                f"the dataset is an iterable without a length, for {self.size} processes; expected one with "
+                "len(): give a sequence of samples, or a DataLoader"
+            )
+        return num_batches * self.rank // self.size, num_batches * (self.rank + 1) // self.size
+
+    def done(self, batches: int) -> int:
+        """Return how many batches of this rank are written, as its writing process says. Collective."""
+        if not self.in_step:
+            return batches
+        states: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(states, (self.rank, self.writes, batches), group=self.group)
+        found = [count for rank, writes, count in states if rank == self.rank and writes]
+        if len(found) != 1:
+            raise InterpError(
+                f"{len(found)} processes write rank {self.rank}; expected one: give writes=False to others"
+            )
+        return found[0]
+
+    def steps(self, mine: Iterator[Batch], spare: Callable[[], Batch]) -> Iterator[tuple[Batch, bool]]:
+        """Yield each batch and whether its rows count. Collective when in step.
+
+        In step, a process without a batch left repeats its last one (or a spare) until no process has any.
+        """
+        if not self.in_step:
+            yield from ((batch, True) for batch in mine)
+            return
+        last = None
+        while True:
+            batch = next(mine, None)
+            if not self._any(batch is not None):
+                return
+            last = batch or last or spare()
+            yield last, batch is not None
+
+    def together(self, finish: Callable[[], None]) -> None:
+        """Do something once, after all of the group have come here, and wait for it. Collective.
+
+        Raises:
+            InterpError: it failed on the process that did it.
+        """
+        if self.group is None:
+            finish()
+            return
+        dist.barrier(self.group)
+        outcome: list[str | None] = [None]
+        first = dist.get_global_rank(self.group, 0)
+        failure: Exception | None = None
+        if dist.get_rank() == first:
+            try:
+                finish()
+            except (InterpError, OSError) as error:
+                outcome[0], failure = str(error), error
+        dist.broadcast_object_list(outcome, src=first, group=self.group)
+        if outcome[0] is not None:
+            raise failure or InterpError(outcome[0])
+
+    def _any(self, value: bool) -> bool:
+        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        flag = torch.tensor(int(value), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        return bool(flag)

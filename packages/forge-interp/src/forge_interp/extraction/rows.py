@@ -1,0 +1,188 @@
+"""How does a captured value become rows?
+
+Letters: B samples, T tokens, P places that are no tokens (patches of an image), R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from forge_interp.errors import InterpError
+from forge_interp.extraction.samples import Batch
+
+Pool = str | Callable[[Tensor, Tensor], Tensor]
+POOLS = ("mean", "last", "first", "max")
+
+
+class RowMaker:
+    """Turns the values of a batch into rows: one for each valid token, or one for each sample.
+
+    Args:
+        select: applied to a value first, by pattern.
+        pool: how the tokens of a sample become one row; None keeps them.
+        dtype: of the rows; None keeps that of the values.
+    """
+
+    def __init__(
+        self, select: Mapping[str, Callable[[Tensor], Tensor]], pool: Pool | None, dtype: torch.dtype | None
+    ) -> None:
+        if isinstance(pool, str) and pool not in POOLS:
+            raise InterpError(f"pool is {pool!r}; expected one of {', '.join(POOLS)}, a callable, or None")
+        self._select = select
+        self._pool = pool
+        self._dtype = dtype
+        self._batch: Batch | None = None
+        self._layouts: dict[str, tuple[int, ...]] = {}
+        self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+    def start(self, batch: Batch) -> None:
+        """Go on to the next batch."""
+        self._batch, self._layouts, self._indices = batch, {}, {}
+
+    def rows(self, pattern: str, value: Tensor) -> Tensor:
+        """Turn what was captured at a site of `pattern` into rows [R, ...], on the same device.
+
+        Without a `select`, attention tensors [B, N, T, ...] are taken as [B, T, N, ...].
+
+        Raises:
+            InterpError: the value has no rows of samples or tokens, or other rows than the sites before.
+        """
+        if pattern in self._select:
+            value = self._select[pattern](value)
+        elif ":attn." in pattern and value.ndim >= 3:
+            value = value.movedim(2, 1)
+        batch = self._current
+        if not value.ndim or len(value) != batch.size:
+            raise InterpError(
+                f"{pattern} has a value {list(value.shape)} for {batch.size} samples; expected [samples, "
+                "...]: bring "
+                "the samples to the front with select"
+            )
+        if value.ndim >= 3 or callable(self._pool):
+            value = self._tokens(pattern, value)
+        else:
+            self._settle(pattern, (batch.size,))
+        return value if self._dtype is None else value.to(self._dtype)
+
+    def by_pattern(self, patterns: Iterable[str]) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Return `rows` for each pattern, as `capture` takes it for select."""
+        return {pattern: partial(self.rows, pattern) for pattern in patterns}
+
+    def ids(self) -> dict[str, Tensor]:
+        """Return sample_id, position and token_id [R] int64 of the rows of this batch."""
+        batch = self._current
+        layout = next(iter(self._layouts.values()))
+        samples = torch.arange(batch.first, batch.first + batch.size)
+        if len(layout) == 1:
+            none = torch.full_like(samples, -1)
+            return {"sample_id": samples, "position": none, "token_id": none}
+        keep = self._keep(layout)
+        has_ids = batch.tokens is not None and batch.tokens.shape == layout
+        tokens = batch.tokens.long() if has_ids else torch.full(layout, -1)  # type: ignore[union-attr]
+        position = keep.long().cumsum(1) - 1
+        return {
+            "sample_id": samples[:, None].expand(layout)[keep],
+            "position": position[keep],
+            "token_id": tokens[keep],
+        }
+
+    @property
+    def _current(self) -> Batch:
+        assert self._batch is not None
+        return self._batch
+
+    def _tokens(self, pattern: str, value: Tensor) -> Tensor:
+        """Rows of a value [B, T, ...]."""
+        batch = self._current
+        if callable(self._pool):
+            return self._pooled_by_caller(pattern, value)
+        if batch.tokens is not None and value.shape[:2] != batch.tokens.shape:
+            raise InterpError(
+                f"{pattern} has a value {list(value.shape)} for tokens {list(batch.tokens.shape)}; expected "
+                "[samples, "
+                "tokens, ...]: bring it there with select, name the ids that it belongs to with tokens= and "
+                "mask= "
+                "(tokens=None: its places are no tokens), or pool it with a callable"
+            )
+        if batch.tokens is None and value.ndim > 3:
+            raise InterpError(
+                f"{pattern} has a value {list(value.shape)} and the inputs have no tokens; expected "
+                "[samples, places, "
+                "features] or [samples, features]: flatten it with select, e.g. lambda v: v.flatten(2).mT"
+            )
+        layout = tuple(value.shape[:2])
+        if self._pool is None:
+            self._settle(pattern, layout)
+            if batch.mask is None:
+                return value.flatten(0, 1)
+            return value.flatten(0, 1).index_select(0, self._index(layout, value.device))
+        self._settle(pattern, (batch.size,))
+        keep = self._keep(layout)
+        if not bool(keep.any(1).all()):
+            empty = batch.first + int((~keep.any(1)).nonzero()[0])
+            raise InterpError(f"sample {empty} has no valid token to pool; expected at least one: drop it")
+        return pool_tokens(value, keep.to(value.device), str(self._pool))
+
+    def _pooled_by_caller(self, pattern: str, value: Tensor) -> Tensor:
+        assert callable(self._pool)
+        batch = self._current
+        keep = (
+            self._keep(tuple(value.shape[:2])) if value.ndim > 1 else torch.ones(len(value), dtype=torch.bool)
+        )
+        pooled = self._pool(value, keep.to(value.device))
+        if not isinstance(pooled, Tensor) or pooled.shape[:1] != (batch.size,):
+            shape = list(pooled.shape) if isinstance(pooled, Tensor) else type(pooled).__name__
+            raise InterpError(f"pool gave {shape} for {pattern}; expected [{batch.size} samples, ...]")
+        self._settle(pattern, (batch.size,))
+        return pooled
+
+    def _keep(self, layout: tuple[int, ...]) -> Tensor:
+        """[B, T] bool, which tokens are valid."""
+        mask = self._current.mask
+        return mask if mask is not None and mask.shape == layout else torch.ones(layout, dtype=torch.bool)
+
+    def _index(self, layout: tuple[int, ...], device: torch.device) -> Tensor:
+        if (layout, device) not in self._indices:
+            found = self._keep(layout).flatten().nonzero()[:, 0]
+            self._indices[layout, device] = found.to(device)
+        return self._indices[layout, device]
+
+    def _settle(self, pattern: str, layout: tuple[int, ...]) -> None:
+        """All sites share their rows."""
+        self._layouts[pattern] = layout
+        first, expected = next(iter(self._layouts.items()))
+        if layout != expected:
+            raise InterpError(
+                f"{pattern} has {_kind(layout)}, {first} has {_kind(expected)}; expected the same rows for "
+                "all sites: "
+                "extract them in two calls, or pool"
+            )
+
+
+def pool_tokens(value: Tensor, keep: Tensor, how: str) -> Tensor:
+    """Reduce [B, T, ...] to [B, ...] over the valid tokens; padding may be on either side.
+
+    Args:
+        value: [B, T, ...].
+        keep: [B, T] bool, at least one in each row.
+        how: mean (in float32 or wider, then back in the dtype of `value`), max, first, last.
+    """
+    if how in ("first", "last"):
+        places = torch.arange(keep.shape[1], device=keep.device)
+        index = places.where(keep, -1).amax(1) if how == "last" else keep.long().argmax(1)
+        return value[torch.arange(len(value), device=keep.device), index]
+    mask = keep.view(*keep.shape, *[1] * (value.ndim - 2))
+    if how == "max":
+        low = -torch.inf if value.is_floating_point() else torch.iinfo(value.dtype).min
+        return value.masked_fill(~mask, low).amax(1)
+    wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+    mean = value.masked_fill(~mask, 0).sum(1, dtype=wide) / mask.sum(1)
+    return mean.to(value.dtype) if value.is_floating_point() else mean
+
+
+def _kind(layout: tuple[int, ...]) -> str:
+    return f"{layout[0]} rows of samples" if len(layout) == 1 else f"{layout[0]} x {layout[1]} rows of tokens"

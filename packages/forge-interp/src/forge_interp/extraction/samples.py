@@ -1,0 +1,316 @@
+"""How does a dataset become numbered batches?
+
+The batches of a dataset depend on the dataset and the batch size alone; processes share out whole batches.
+So every value is computed in the same batch, and comes out with the same bits, whatever the number of
+processes and wherever a run was interrupted. Letters: B samples, T tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forge_interp.errors import InterpError
+from forge_interp.extraction.columns import as_bytes
+
+_PROBES = 16
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the entries of a batch are called.
+
+    Attributes:
+        tokens: ids [B, T]; None when no site has rows of tokens.
+        mask: [B, T], nonzero where there is a token and not padding.
+        pad_id: stands in `tokens` after the end of a shorter sample.
+    """
+
+    tokens: str | None = "input_ids"
+    mask: str | None = "attention_mask"
+    pad_id: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs of one forward pass.
+
+    Attributes:
+        number: in the order of the dataset, from 0.
+        first: sample id of the first sample.
+        size: B.
+        inputs: a tensor, a mapping or a tuple.
+        tokens: [B, T] ids, or None.
+        mask: [B, T] bool, or None when there is no padding.
+    """
+
+    number: int
+    first: int
+    size: int
+    inputs: Any
+    tokens: Tensor | None
+    mask: Tensor | None
+
+    @classmethod
+    def of(cls, inputs: Any, names: Names, number: int, first: int) -> Batch:
+        """Find ids, mask and size in the inputs.
+
+        Raises:
+            InterpError: there is no tensor [B, ...], or the mask is not like the ids.
+        """
+        if isinstance(inputs, list | tuple) and len(inputs) == 1:
+            inputs = inputs[0]
+        tokens = mask = None
+        if isinstance(inputs, Mapping):
+            tokens = inputs.get(names.tokens) if names.tokens else None
+            mask = inputs.get(names.mask) if names.mask and tokens is not None else None
+        elif names.tokens and isinstance(inputs, Tensor) and is_ids(inputs) and inputs.ndim == 2:
+            tokens = inputs
+        for name, found in ((names.tokens, tokens), (names.mask, mask)):
+            if found is not None and (not isinstance(found, Tensor) or found.ndim != 2):
+                shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                raise InterpError(
+                    f"batch {number}: {name!r} is {shape}; expected a tensor [samples, tokens]: an iterable "
+                    "must give "
+                    "ready batches, e.g. a DataLoader"
+                )
+        if mask is not None and tokens is not None and mask.shape != tokens.shape:
+            raise InterpError(
+                f"batch {number}: {names.mask!r} is {list(mask.shape)}, {names.tokens!r} "
+                f"{list(tokens.shape)}; expected "
+                "the same shape: name the mask that belongs to the tokens with mask="
+            )
+        size = len(tokens) if tokens is not None else _size(inputs, number)
+        mask = None if mask is None else mask.cpu() != 0
+        tokens = None if tokens is None else tokens.cpu()
+        return cls(number, first, size, inputs, tokens, None if mask is None or bool(mask.all()) else mask)
+
+    def checksum(self) -> int:
+        """CRC-32 of all numbers in the inputs."""
+        crc = 0
+        for tensor in _leaves(self.inputs):
+            crc = zlib.crc32(as_bytes(tensor), crc)
+        return crc
+
+
+class Samples:
+    """Batches of a dataset whose samples can be asked for by number.
+
+    Args:
+        dataset: a sequence of samples: ids (tensor, array or list), or a mapping or tuple of tensors,
+        arrays, lists
+            and numbers; a tensor [samples, ...]; or a mapping of such columns.
+        batch_size: B.
+        names: what the entries are called.
+
+    Raises:
+        InterpError: it is empty.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, names: Names) -> None:
+        self._dataset = _Columns(dataset) if isinstance(dataset, Mapping) else dataset
+        self._names = names
+        self._size = batch_size
+        self.num_samples = len(self._dataset)
+        if not self.num_samples:
+            raise InterpError("the dataset has no samples; expected at least one")
+        if batch_size < 1:
+            raise InterpError(f"batch_size is {batch_size}; expected at least 1")
+        self.num_batches = -(-self.num_samples // batch_size)
+
+    def batches(self, start: int, stop: int | None) -> Iterator[Batch]:
+        """Yield batches [start, stop)."""
+        for number in range(start, self.num_batches if stop is None else stop):
+            first = number * self._size
+            picked = [self._sample(i) for i in range(first, min(first + self._size, self.num_samples))]
+            yield Batch.of(collate(picked, self._names), self._names, number, first)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Number of samples and the CRC-32 of a few of them."""
+        crc = 0
+        for probe in range(min(_PROBES, self.num_samples)):
+            index = probe * self.num_samples // min(_PROBES, self.num_samples)
+            for tensor in _leaves(collate([self._sample(index)], self._names)):
+                crc = zlib.crc32(as_bytes(tensor), crc)
+        return {"samples": self.num_samples, "crc": f"{crc:08x}"}
+
+    def _sample(self, index: int) -> Any:
+        return _numbers(self._dataset[index])
+
+
+class ReadyBatches:
+    """Batches that an iterable gives, such as a DataLoader; it must give the same ones each time.
+
+    Args:
+        batches: of tensors, mappings or tuples.
+        names: what the entries are called.
+    """
+
+    def __init__(self, batches: Iterable[Any], names: Names) -> None:
+        self._batches = batches
+        self._names = names
+        self.num_batches = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
+
+    def batches(self, start: int, stop: int | None) -> Iterator[Batch]:
+        """Yield batches [start, stop); those before are asked for, too, to count their samples."""
+        first = 0
+        for number, inputs in enumerate(self._batches):
+            if stop is not None and number >= stop:
+                return
+            batch = Batch.of(_numbers(inputs), self._names, number, first)
+            first += batch.size
+            if number >= start:
+                yield batch
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Number of batches; what is in them is checked where a run goes on."""
+        return {"batches": self.num_batches}
+
+
+def open_dataset(dataset: Any, batch_size: int, names: Names) -> Samples | ReadyBatches:
+    """Return the batches of samples, or of an iterable of ready batches.
+
+    Raises:
+        InterpError: it is neither.
+    """
+    is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
+    if not is_stream and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        if isinstance(dataset, str | bytes):
+            raise InterpError("the dataset is a text; expected samples of numbers: tokenize it first")
+        return Samples(dataset, batch_size, names)
+    if hasattr(dataset, "__iter__") and not is_stream:
+        return ReadyBatches(dataset, names)
+    raise InterpError(
+        f"the dataset is a {type(dataset).__name__}; expected a sequence of samples, or an iterable of "
+        "batches: wrap "
+        "a stream of samples in a DataLoader with a batch_size"
+    )
+
+
+def collate(samples: Sequence[Any], names: Names) -> Any:
+    """Stack samples; ids of different lengths are padded on the right, and then there is a mask.
+
+    Entries as long as the ids of their sample are padded with them (labels with -100, all others with 0).
+    What holds no numbers stays a list.
+
+    Raises:
+        InterpError: the samples are of different shapes otherwise.
+    """
+    if isinstance(samples[0], Mapping):
+        return _collate_mappings(samples, names)
+    if isinstance(samples[0], tuple):
+        return tuple(_stack(list(column), f"item {i}") for i, column in enumerate(zip(*samples, strict=True)))
+    if not isinstance(samples[0], Tensor):
+        raise InterpError(
+            f"a sample is a {type(samples[0]).__name__}; expected numbers, or a mapping or tuple of them: "
+            "tokenize "
+            "texts first"
+        )
+    if samples[0].ndim == 1 and is_ids(samples[0]) and names.tokens and _lengths(samples) != 1:
+        padded = _collate_mappings([{names.tokens: sample} for sample in samples], names)
+        return padded if names.mask else padded[names.tokens]
+    return _stack(samples, "a sample")
+
+
+def _collate_mappings(samples: Sequence[Mapping[str, Any]], names: Names) -> dict[str, Any]:
+    keys = list(samples[0])
+    if any(list(sample) != keys for sample in samples):
+        different = next(list(sample) for sample in samples if list(sample) != keys)
+        raise InterpError(f"samples have entries {keys} and {different}; expected the same in all")
+    columns = {key: [sample[key] for sample in samples] for key in keys}
+    tokens = columns.get(names.tokens, []) if names.tokens else []
+    if not tokens or not all(isinstance(t, Tensor) and t.ndim == 1 for t in tokens) or _lengths(tokens) == 1:
+        return {key: _stack(column, repr(key)) for key, column in columns.items()}
+    lengths = [len(ids) for ids in tokens]
+    if names.mask and names.mask not in columns:
+        columns[names.mask] = [torch.ones(length, dtype=torch.int64) for length in lengths]
+    fills = {names.tokens: names.pad_id, "labels": -100}
+    return {
+        key: torch.nn.utils.rnn.pad_sequence(column, batch_first=True, padding_value=fills.get(key, 0))
+        if all(
+            isinstance(v, Tensor) and v.ndim == 1 and len(v) == n
+            for v, n in zip(column, lengths, strict=True)
+        )
+        else _stack(column, repr(key))
+        for key, column in columns.items()
+    }
+
+
+def _stack(values: Sequence[Any], name: str) -> Any:
+    if not all(isinstance(value, Tensor) for value in values):
+        return list(values)
+    shapes = {tuple(value.shape) for value in values}
+    if len(shapes) != 1:
+        raise InterpError(
+            f"{name} has shapes {', '.join(str(list(shape)) for shape in sorted(shapes)[:3])} in one batch; "
+            "expected one: "
+            "resize or pad it, or give ready batches from a DataLoader"
+        )
+    return torch.stack(list(values))
+
+
+def _lengths(values: Iterable[Tensor]) -> int:
+    return len({len(value) for value in values})
+
+
+def is_ids(value: Tensor) -> bool:
+    """Whether a tensor holds integers."""
+    return not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
+
+
+def _numbers(value: Any) -> Any:
+    """Turn arrays, lists of numbers and numbers into tensors, at any depth of mappings and tuples."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_numbers(item) for item in value)
+    if isinstance(value, list) and value and isinstance(value[0], Tensor | Mapping):
+        return tuple(_numbers(item) for item in value)
+    if isinstance(value, str | bytes) or value is None:
+        return value
+    array = np.asarray(value)
+    return torch.from_numpy(array.copy()) if array.dtype.kind in "biuf" else value
+
+
+def _leaves(inputs: Any) -> Iterator[Tensor]:
+    if isinstance(inputs, Tensor):
+        yield inputs
+    elif isinstance(inputs, Mapping):
+        for key in sorted(inputs):
+            yield from _leaves(inputs[key])
+    elif isinstance(inputs, tuple):
+        for item in inputs:
+            yield from _leaves(item)
+
+
+def _size(inputs: Any, number: int) -> int:
+    for tensor in _leaves(inputs):
+        if tensor.ndim:
+            return len(tensor)
+    raise InterpError(
+        f"batch {number} is a {type(inputs).__name__} without a tensor; expected one [samples, ...]"
+    )
+
+
+class _Columns:
+    """Samples of a mapping from entry to [samples, ...]."""
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        self._columns = dict(columns)
+        lengths = {key: len(column) for key, column in self._columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise InterpError(f"the columns of the dataset have lengths {lengths}; expected one length")
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values()), ()))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {key: column[index] for key, column in self._columns.items()}

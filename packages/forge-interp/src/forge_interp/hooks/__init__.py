@@ -1,0 +1,1 @@
+"""What flows through a model, seen and changed while it runs."""

@@ -1,0 +1,286 @@
+"""What flowed through chosen sites of a model during the calls inside a `with`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_interp.attention.call import AttentionCall
+from forge_interp.errors import InterpError
+from forge_interp.hooks.offload import Offload
+from forge_interp.hooks.sharding import full, is_sharded
+from forge_interp.hooks.sites import Site, canonical, find_sites, named_modules
+from forge_interp.hooks.taps import Phase, Tap, attached
+
+Select = Callable[[Tensor], Tensor]
+Sink = Callable[[str, Tensor], None]
+
+
+class Activations(Mapping[str, Tensor]):
+    """Captured values by site, `module:part[#call]`; made by `capture`.
+
+    Attributes:
+        gradients: with `grad=True`, after a backward pass, the gradient of each captured value.
+    """
+
+    def __init__(
+        self,
+        sites: dict[str, list[Site]],
+        select: Mapping[str, Select],
+        grad: bool,
+        stop: bool,
+        attention_bytes: int,
+        offload: Offload,
+        sink: Sink | None,
+    ) -> None:
+        self.gradients: dict[str, Tensor] = {}
+        self._named = list(sites)
+        self._patterns: dict[str, list[str]] = {}
+        for pattern, found in sites.items():
+            for site in found:
+                self._patterns.setdefault(str(site), []).append(pattern)
+        self._select = select
+        self._grad = grad
+        self._stops = stop
+        self._attention_bytes = attention_bytes
+        self._offload = offload
+        self._sink = sink
+        self._values: dict[str, Tensor] = {}
+        self._fired: set[str] = set()
+        self._seen: set[str] = set()
+        self._unchecked: set[str] = set()
+        self._taps: list[Tap] = []
+        named = (site for found in sites.values() for site in found)
+        self._awaited = frozenset(str(site.at(site.call or 0)) for site in named)
+        self._is_exact = False
+
+    def __getitem__(self, site: str) -> Tensor:
+        key = canonical(site)
+        if key in self._values:
+            self._offload.wait()
+            return self._values[key]
+        if any(str(tap.site) == key for tap in self._taps):
+            raise KeyError(f"{key}: named by the capture, but it has not run since the with began or clear()")
+        near = get_close_matches(key, self._values, n=4, cutoff=0.3) or list(self._values)[:8]
+        raise KeyError(f"{key}: not captured; there are {', '.join(near) or 'no values yet'}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, site: object) -> bool:
+        return isinstance(site, str) and canonical(site) in self._values
+
+    @property
+    def fired(self) -> frozenset[str]:
+        """The keys of all values since the `with` began or `clear()`, those that went to a sink too."""
+        return frozenset(self._fired)
+
+    def clear(self) -> None:
+        """Forget all values and count calls from 0 again, as between batches."""
+        self._values, self.gradients, self._fired = {}, {}, set()
+        for tap in self._taps:
+            tap.calls = 0
+
+    def expect(self, keys: Iterable[str]) -> None:
+        """From now on each forward pass must give exactly these values, and stops after them if it may.
+
+        For a capture with `stop` or `sink`; call `clear()` before each pass. A pass that gives others, or not
+        all, raises InterpError.
+        """
+        self._awaited, self._is_exact = frozenset(canonical(key) for key in keys), True
+
+    def _take(self, tapped: str, site: Site, module: nn.Module, value: Any) -> Tensor | None:
+        """Keep a copy of a value; with gradients, what the model goes on with in its place."""
+        key, replacement = str(site), None
+        patterns = self._patterns[tapped]
+        self._seen.update(patterns)
+        if isinstance(value, AttentionCall):
+            value = self._read(value, site)
+        if self._grad:
+            value, replacement = self._follow(value, module, site)
+        kept = full(value.detach(), module, site)
+        select = next((self._select[p] for p in patterns if p in self._select), None)
+        kept = kept if select is None else select(kept)
+        self._fired.add(key)
+        if self._sink is None:
+            self._values[key] = self._offload.copy(kept)
+        else:
+            self._offload.send(kept, partial(self._sink, key))
+        if self._stops and self._awaited <= self._fired:
+            raise _Stop(self)
+        return replacement
+
+    def _end_pass(self) -> None:
+        """Have all values delivered, and compare with what was expected."""
+        if self._sink is not None:
+            self._offload.wait()
+        if self._is_exact and self._fired != self._awaited:
+            extra, missing = sorted(self._fired - self._awaited), sorted(self._awaited - self._fired)
+            raise InterpError(
+                f"a forward pass gave {extra or 'nothing'} too many and {missing or 'nothing'} too few, "
+                "expected the same in each: call clear() before each, capture apart what only some reach"
+            )
+
+    def _read(self, call: AttentionCall, site: Site) -> Tensor:
+        """One tensor of an attention call; the first of each site must reproduce the model's own output."""
+        name = ".".join(site.path)
+        if name not in ("q", "k", "v", "z") and site.module in self._unchecked:
+            call.check()
+            self._unchecked.discard(site.module)
+        return call.read(name, self._attention_bytes)
+
+    def _follow(self, value: Tensor, module: nn.Module, site: Site) -> tuple[Tensor, Tensor | None]:
+        """Have the gradient of a value written down when it is known."""
+        replacement = None
+        if not value.requires_grad:
+            if site.part == "attn" or not torch.is_grad_enabled():
+                raise InterpError(
+                    f"site {str(site)!r} has no gradient; expected grad mode and a graph that reaches it"
+                )
+            value = replacement = value.detach().requires_grad_().clone()
+
+        def keep(gradient: Tensor) -> None:
+            self.gradients[str(site)] = full(gradient.detach(), module, site).clone()
+
+        value.register_hook(keep)
+        return value, replacement
+
+    def _verify(self) -> None:
+        missing = [p for p in self._named if p not in self._seen]
+        if not missing:
+            return
+        attention = any(Site.parse(p).part == "attn" for p in missing)
+        raise InterpError(
+            f"captured nothing at {', '.join(map(repr, missing))}: the module did not run inside the with"
+            + (_NO_ATTENTION if attention else "")
+        )
+
+
+_NO_ATTENTION = (
+    ", or it does not call F.scaled_dot_product_attention; for a Hugging Face model call "
+    "model.set_attn_implementation('sdpa') (models with soft-capped or biased scores have no such path)"
+)
+
+
+class _Stop(Exception):
+    """Not an error: ends a forward pass early, for the capture that it names."""
+
+    def __init__(self, acts: Activations) -> None:
+        super().__init__()
+        self.acts = acts
+
+
+@contextmanager
+def capture(
+    model: nn.Module,
+    sites: str | Iterable[str],
+    *,
+    select: Select | Mapping[str, Select] | None = None,
+    grad: bool = False,
+    before_edits: bool = False,
+    stop: bool = False,
+    device: torch.device | str | None = None,
+    sink: Sink | None = None,
+    check_attention: bool = True,
+    attention_bytes: int = 1 << 30,
+    max_inflight_bytes: int = 1 << 28,
+) -> Iterator[Activations]:
+    """Copies of what flows through the sites of a model while the `with` is open.
+
+    Copies are detached and safe from later in-place operations. Values split by tensor parallelism are
+    gathered (Collective then: all ranks capture the same sites). Compiled models run eagerly inside.
+
+    Args:
+        model: any module.
+        sites: `module[:part][#call]` with wildcards, see `forge_interp.hooks.sites`.
+        select: applied to a value before it is copied, for all sites or by the pattern as given in `sites`.
+        grad: also keep gradients, in `.gradients`, of whatever backward pass follows.
+        before_edits: take values as they were before an `edit` that is active.
+        stop: end a forward pass of `model` as soon as each site was seen once; it returns None then.
+        device: where the copies go; with "cpu" from a GPU through pinned memory, without waiting.
+        sink: given key and value in place of keeping it: on the same device the value itself, inside the
+            forward pass (copy or consume it there), else the copy once it has arrived, all by the end of the
+            forward pass.
+        check_attention: at the first call of each module, softmax(scores) V must equal what the model
+            computed, before raw, scores, pattern or a statistic is believed.
+        attention_bytes: the largest attention matrix to hold at once.
+        max_inflight_bytes: how much may be on the way to the CPU before the model waits.
+
+    Raises:
+        InterpError: a site names no module, or at the end has captured nothing.
+    """
+    found = find_sites(model, sites)
+    if stop and is_sharded(model):
+        raise InterpError(
+            "stop=True on an FSDP model: it would stay gathered and use stale weights; leave it out"
+        )
+    if isinstance(select, Mapping) and (unknown := select.keys() - found.keys()):
+        raise InterpError(f"select for {sorted(unknown)}, expected patterns of the capture: {list(found)}")
+    chosen = select if isinstance(select, Mapping) else dict.fromkeys(found, select) if select else {}
+    offload = Offload(device, max_inflight_bytes)
+    acts = Activations(found, chosen, grad, stop, attention_bytes, offload, sink)
+    modules = named_modules(model)
+    phase = Phase.BEFORE_EDITS if before_edits else Phase.AFTER_EDITS
+    unique = {str(site): site for of_pattern in found.values() for site in of_pattern}
+    acts._taps = [
+        Tap(site, modules[site.module], partial(acts._take, name), phase, acts)
+        for name, site in unique.items()
+    ]
+    acts._unchecked = {site.module for site in unique.values()} if check_attention else set()
+    with ExitStack() as stack:
+        if stop or sink is not None:
+            stack.enter_context(_passes_of(modules[""], acts))
+        stack.enter_context(attached(acts._taps))
+        stack.enter_context(_explained(model, acts))
+        yield acts
+        acts._verify()
+
+
+@contextmanager
+def _passes_of(model: nn.Module, acts: Activations) -> Iterator[None]:
+    """Let a forward pass of the model return None where `acts` stops it, and tell `acts` when one ended."""
+    own = model.__dict__.get("forward")
+    inner = model.forward
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = None
+        try:
+            output = inner(*args, **kwargs)
+        except _Stop as stop:
+            if stop.acts is not acts:
+                raise
+        acts._end_pass()
+        return output
+
+    model.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own
+
+
+@contextmanager
+def _explained(model: nn.Module, acts: Activations) -> Iterator[None]:
+    """Say what is wrong where `acts` stopped something else than a forward pass of the model."""
+    try:
+        yield
+    except _Stop as stop:
+        if stop.acts is not acts:
+            raise
+        raise InterpError(
+            f"stop=True ends forward passes of the {type(model).__name__} given to capture, but only a "
+            "part of it was called: give that part to capture, or leave stop=True out"
+        ) from None

@@ -1,0 +1,128 @@
+"""Where in nested arguments and outputs a tensor sits, and how to put another in its place."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from forge_interp.errors import InterpError
+from forge_interp.hooks.sites import Site
+
+
+def read(tree: Any, path: tuple[str, ...], site: Site) -> Tensor:
+    """The tensor at a path of an output; without a path, the output or the first item of a tuple.
+
+    Raises:
+        InterpError: there is no tensor; lists the paths that lead to one.
+    """
+    found = tree
+    for key in path or _first(tree):
+        try:
+            found = _child(found, key)
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError):
+            found = None
+    if isinstance(found, Tensor):
+        return found
+    paths = [f"{site.module}:{_spelled(site, path)}" for path in tensor_paths(tree)]
+    have = f"it has {', '.join(paths[:8])}" if paths else "it holds no tensor"
+    raise InterpError(f"site {str(site)!r} is {type(found).__name__}, expected a tensor; {have}")
+
+
+def _spelled(site: Site, path: str) -> str:
+    """A path as the grammar of sites has it; that of an argument starts with args or kwargs."""
+    if site.part == "out":
+        return f"out.{path}"
+    kind, _, rest = path.partition(".")
+    return f"{'in' if kind == 'args' else 'kw'}.{rest}"
+
+
+def write(tree: Any, path: tuple[str, ...], value: Tensor) -> Any:
+    """The same tree with another tensor at that path; the given tree is not changed."""
+    keys = path if path else _first(tree)
+    if not keys:
+        return value
+    key, rest = keys[0], keys[1:]
+    return _with_child(tree, key, write(_child(tree, key), rest, value) if rest else value)
+
+
+def tensor_paths(tree: Any, prefix: str = "") -> list[str]:
+    """The dotted paths of all tensors in nested tuples, mappings and dataclasses."""
+    if isinstance(tree, Tensor):
+        return [prefix]
+    paths = []
+    for key in _keys(tree):
+        paths += tensor_paths(_child(tree, key), f"{prefix}.{key}" if prefix else key)
+    return paths
+
+
+def argument(module: nn.Module, args: tuple, kwargs: dict, site: Site) -> tuple[str, ...]:
+    """Where a site's argument sits: ("args", "0", ...) or ("kwargs", name, ...) of a call.
+
+    Raises:
+        InterpError: the call has no such argument.
+    """
+    if site.part == "kw":
+        name, *rest = site.path
+        if name in kwargs:
+            return ("kwargs", name, *rest)
+        positions = list(inspect.signature(module.forward).parameters)
+        if name in positions and positions.index(name) < len(args):
+            return ("args", str(positions.index(name)), *rest)
+        given = ", ".join([*positions[: len(args)], *kwargs])
+        raise InterpError(f"site {str(site)!r}: the call had no argument {name!r}, but {given or 'none'}")
+    if site.path:
+        return ("args", *site.path)
+    if args:
+        return ("args", "0")
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor):
+            return ("kwargs", name)
+    raise InterpError(f"site {str(site)!r}: the module was called without a tensor")
+
+
+def _first(tree: Any) -> tuple[str, ...]:
+    is_sequence = isinstance(tree, (tuple, list))
+    return ("0",) if is_sequence and isinstance(next(iter(tree), None), Tensor) else ()
+
+
+def _keys(tree: Any) -> list[str]:
+    if isinstance(tree, (tuple, list)):
+        return [str(i) for i in range(len(tree))]
+    if isinstance(tree, Mapping):
+        return [str(key) for key in tree]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [field.name for field in fields(tree)]
+    return []
+
+
+def _child(tree: Any, key: str) -> Any:
+    if isinstance(tree, (tuple, list)) and key.isdigit():
+        return tree[int(key)]
+    if isinstance(tree, Mapping):
+        return tree[_own_key(tree, key)]
+    return getattr(tree, key)
+
+
+def _own_key(tree: Mapping, key: str) -> Any:
+    return key if key in tree else next((k for k in tree if str(k) == key), key)
+
+
+def _with_child(tree: Any, key: str, value: Any) -> Any:
+    if isinstance(tree, tuple):
+        names = getattr(tree, "_fields", ())
+        at = names.index(key) if key in names else int(key)
+        items = [*tree[:at], value, *tree[at + 1 :]]
+        return type(tree)(*items) if names else tuple(items)
+    changed = copy.copy(tree)
+    if isinstance(tree, list):
+        changed[int(key)] = value
+    elif isinstance(tree, Mapping):
+        changed[_own_key(tree, key)] = value  # type: ignore[index]
+    else:
+        object.__setattr__(changed, key, value)
+    return changed

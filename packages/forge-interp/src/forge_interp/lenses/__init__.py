@@ -1,0 +1,1 @@
+"""What a model would predict at every site."""

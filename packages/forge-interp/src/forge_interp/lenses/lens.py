@@ -1,0 +1,297 @@
+"""What would the model predict if it stopped here?
+
+The logit lens reads a hidden state x of any site with the model's own end: logits = head(norm(x)).
+Letters: L sites, B batch, T tokens, D model dim, V vocabulary, k kept tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_interp.errors import InterpError
+from forge_interp.hooks.capture import capture
+from forge_interp.lenses.unembedding import Readout, Unembedding
+from forge_interp.model_inputs import output_logits
+
+Decode = Callable[[str, Tensor], Tensor]
+"""(site, hidden [..., D]) -> logits [..., V]."""
+
+_COPIES = 6
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
+_LOW_PRECISION_TOLERANCE = 5e-2
+
+
+@dataclass(frozen=True)
+class LensResult:
+    """What each site predicts; the leading axes [...] are those of the hidden states, mostly [B, T].
+
+    Attributes:
+        sites: L site keys, along the first axis of every tensor.
+        top_ids: [L, ..., k] int64, the most likely tokens, the likeliest first.
+        top_probs: [L, ..., k] their probabilities.
+        entropy: [L, ...] of the predicted distribution, in nats.
+        kl: [L, ...] KL(final || site) in nats, final being what the model itself predicts; None if unknown.
+        target_rank: [L, ...] int64, how many tokens have a higher logit than the target (0: it is the top
+            one); -1 where the target is negative. None without targets.
+        target_log_prob: [L, ...] in nats; NaN where the target is negative. None without targets.
+        logits: {site: [..., V]}, only if asked for.
+    """
+
+    sites: tuple[str, ...]
+    top_ids: Tensor
+    top_probs: Tensor
+    entropy: Tensor
+    kl: Tensor | None
+    target_rank: Tensor | None
+    target_log_prob: Tensor | None
+    logits: dict[str, Tensor] | None
+
+
+def logit_lens(
+    model: nn.Module,
+    sites: str | Iterable[str],
+    *args: Any,
+    norm: Readout | None = None,
+    head: Readout | None = None,
+    targets: Tensor | None = None,
+    top_k: int = 5,
+    keep_logits: bool = False,
+    check: bool = True,
+    max_bytes: int = 1 << 28,
+    **kwargs: Any,
+) -> LensResult:
+    """Run the model once and read every site with its own final norm and head.
+
+    At the output of the last block the lens is the model's own prediction, bit for bit. With `check` this is
+    tested in every call: what the norm was given, sent through norm and head, must be the logits that the
+    model returned. It fails for a model that does more than norm and head at its end (Gemma-2's soft cap,
+    T5's and Granite's scale): then give `head` as a function that does it too, see `Unembedding`.
+
+    Activations of all sites are held, [L, B, T, D]; logits only for one site at a time, in pieces of
+    `max_bytes`, unless `keep_logits`.
+
+    Args:
+        model: any module that returns logits (a tensor, `.logits`, or a tuple that starts with them). Call
+            `model.eval()` first, if it drops out.
+        sites: where to read, such as "layers.*:out"; values [..., D] with leading axes as the logits'.
+        *args: positional inputs of the model.
+        norm: name or function of the final norm; default: found, see `Unembedding`.
+        head: name or function of the unembedding; default: found.
+        targets: [...] integer, the token to rank at each position; negative ones are left out.
+        top_k: how many tokens to keep.
+        keep_logits: also return all logits, L times [..., V].
+        check: compare norm and head with the model's own logits.
+        max_bytes: how much the distributions in work may take at once.
+        **kwargs: named inputs of the model.
+
+    Raises:
+        InterpError: norm or head are not found or ambiguous or sharded; the check fails; a site has other
+            leading axes than the logits; `targets` or `top_k` do not fit.
+
+    Source: nostalgebraist 2020, "interpreting GPT: the logit lens".
+    """
+    unembedding = Unembedding(model, norm, head)
+    acts, final = run_with_final(model, sites, unembedding if check else None, args, kwargs)
+    return read_lens(
+        acts,
+        lambda site, hidden: unembedding(hidden),
+        final=final,
+        targets=targets,
+        top_k=top_k,
+        keep_logits=keep_logits,
+        max_bytes=max_bytes,
+    )
+
+
+@torch.no_grad()
+def read_lens(
+    activations: Mapping[str, Tensor],
+    decode: Decode,
+    *,
+    final: Tensor | None = None,
+    targets: Tensor | None = None,
+    top_k: int = 5,
+    keep_logits: bool = False,
+    max_bytes: int = 1 << 28,
+) -> LensResult:
+    """Read given activations with a lens.
+
+    Args:
+        activations: {site: [..., D]}, all with the same leading axes.
+        decode: (site, hidden) -> logits; for the logit lens, `lambda site, x: unembedding(x)` with an
+            `Unembedding`.
+        final: [..., V], the model's own logits, for the divergence.
+        targets: as in `logit_lens`.
+        top_k: as in `logit_lens`.
+        keep_logits: as in `logit_lens`.
+        max_bytes: as in `logit_lens`.
+
+    Raises:
+        InterpError: shapes do not fit together, or there is no activation.
+    """
+    lead = _leading_axes(activations, final, targets)
+    wanted = _Wanted(final, targets, top_k, keep_logits, max_bytes)
+    rows, logits = [], {}
+    for site, hidden in activations.items():
+        kept, row = _read_site(lambda x, site=site: decode(site, x), hidden, wanted)
+        rows.append({name: value.unflatten(0, lead) for name, value in row.items()})
+        if kept is not None:
+            logits[site] = kept
+    stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return LensResult(
+        sites=tuple(activations),
+        top_ids=stacked["top_ids"],
+        top_probs=stacked["top_probs"],
+        entropy=stacked["entropy"],
+        kl=stacked.get("kl"),
+        target_rank=stacked.get("target_rank"),
+        target_log_prob=stacked.get("target_log_prob"),
+        logits=logits if keep_logits else None,
+    )
+
+
+@torch.no_grad()
+def run_with_final(
+    model: nn.Module,
+    sites: str | Iterable[str],
+    check: Unembedding | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[Mapping[str, Tensor], Tensor]:
+    """Run the model; give the activations of the sites and the model's own logits [..., V].
+
+    Args:
+        model: any module that returns logits.
+        sites: where to capture.
+        check: a norm and head to compare with the model's own logits, if they are modules of it.
+        args: positional inputs.
+        kwargs: named inputs.
+
+    Raises:
+        InterpError: `check` does not reproduce the logits.
+    """
+    end = None
+    if check is not None:
+        end = check.norm_name if check.norm_name is not None else check.head_name
+    with capture(model, sites) as acts:
+        if check is None or end is None:
+            return acts, output_logits(model(*args, **kwargs))
+        with capture(model, f"{end}:in") as ends:
+            final = output_logits(model(*args, **kwargs))
+    given = list(ends.values())[-1]
+    _check_end(given, final, check)
+    return acts, final
+
+
+def _check_end(given: Tensor, final: Tensor, unembedding: Unembedding) -> None:
+    """Send what the end of the model was given through norm and head; compare with what came out."""
+    names = f"norm={unembedding.norm_name or '(given)'}, head={unembedding.head_name or '(given)'}"
+    remedy = (
+        "; pass the right norm= and head=, head as a function if the model does more at its end (a soft cap: "
+        "head=lambda x: cap * torch.tanh(model.lm_head(x) / cap)), or check=False"
+    )
+    try:
+        own = unembedding.head(given) if unembedding.norm_name is None else unembedding(given)
+    except RuntimeError as error:
+        raise InterpError(
+            f"{names} do not fit together ({error}); expected the model's logits{remedy}"
+        ) from error
+    if own.shape != final.shape:
+        raise InterpError(
+            f"{names} give logits of shape {tuple(own.shape)}; expected {tuple(final.shape)}, "
+            f"what the model returns{remedy}"
+        )
+    wide = torch.promote_types(torch.float32, final.dtype)
+    difference = (own.to(wide) - final.to(wide)).abs().where(own != final, 0.0).max()
+    scale = final.to(wide).abs().where(final.isfinite(), 0.0).max()
+    coarse = max(own.dtype, final.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    if not bool(difference <= _TOLERANCE.get(coarse, _LOW_PRECISION_TOLERANCE) * scale):
+        raise InterpError(
+            f"{names} differ from the model's own logits by up to {difference.item():.3g}; expected the same"
+            + remedy
+        )
+
+
+def _leading_axes(
+    activations: Mapping[str, Tensor], final: Tensor | None, targets: Tensor | None
+) -> tuple[int, ...]:
+    shapes = {site: tuple(hidden.shape[:-1]) for site, hidden in activations.items()}
+    if final is not None:
+        shapes["the model's logits"] = tuple(final.shape[:-1])
+    if targets is not None:
+        shapes["targets"] = tuple(targets.shape)
+    if not activations or len(set(shapes.values())) != 1:
+        raise InterpError(
+            f"leading axes are {shapes}; expected the same for all, and at least one site: read sites of "
+            "other shapes in a call of their own"
+        )
+    return next(iter(shapes.values()))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What to say about each site; the arguments of `read_lens`."""
+
+    final: Tensor | None
+    targets: Tensor | None
+    top_k: int
+    keep_logits: bool
+    max_bytes: int
+
+
+def _read_site(
+    decode: Callable[[Tensor], Tensor], hidden: Tensor, wanted: _Wanted
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Summaries of one site with the leading axes flattened, [rows, ...]; and all its logits if wanted."""
+    whole = decode(hidden) if wanted.keep_logits else None
+    flat = hidden.flatten(0, -2)
+    size = _rows_at_once(decode(flat[:1]), wanted.top_k, wanted.max_bytes)
+    pieces = []
+    for start in range(0, flat.shape[0], size):
+        cut = slice(start, start + size)
+        logits = decode(flat[cut]) if whole is None else whole.flatten(0, -2)[cut]
+        final = None if wanted.final is None else wanted.final.flatten(0, -2)[cut]
+        targets = None if wanted.targets is None else wanted.targets.flatten()[cut].to(logits.device)
+        pieces.append(_summarize(logits, wanted.top_k, final, targets))
+    return whole, {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _rows_at_once(logits: Tensor, top_k: int, max_bytes: int) -> int:
+    vocabulary = logits.shape[-1]
+    if not 1 <= top_k <= vocabulary:
+        raise InterpError(f"top_k is {top_k}; expected 1 to {vocabulary}, the size of the vocabulary")
+    return max(1, max_bytes // (_COPIES * vocabulary * max(4, logits.element_size())))
+
+
+def _summarize(logits: Tensor, top_k: int, final: Tensor | None, targets: Tensor | None) -> dict[str, Tensor]:
+    """[rows, V] -> {name: [rows] or [rows, k]}."""
+    logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
+    log_probs = logits.log_softmax(-1)
+    top = log_probs.topk(top_k, dim=-1)
+    found = {
+        "top_ids": top.indices,
+        "top_probs": top.values.exp(),
+        "entropy": torch.special.entr(log_probs.exp()).sum(-1),
+    }
+    if final is not None:
+        found["kl"] = divergence(log_probs, final)
+    if targets is not None:
+        valid = targets >= 0
+        index = targets.clamp_min(0).long()[:, None]
+        own = log_probs.gather(1, index)
+        rank = (logits > logits.gather(1, index)).sum(-1)
+        found["target_rank"] = rank.where(valid, -torch.ones_like(rank))
+        found["target_log_prob"] = own[:, 0].where(valid, torch.nan)
+    return found
+
+
+def divergence(log_probs: Tensor, final: Tensor) -> Tensor:
+    """KL(softmax(final) || exp(log_probs)) in nats over the last axis; what has probability 0 adds none."""
+    wide = final.to(device=log_probs.device, dtype=log_probs.dtype).log_softmax(-1)
+    terms = wide.exp() * (wide - log_probs)
+    return terms.where(wide > -torch.inf, 0.0).sum(-1)

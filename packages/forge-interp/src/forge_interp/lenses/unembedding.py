@@ -1,0 +1,144 @@
+"""Which final norm and head turn a hidden state of this model into logits?
+
+Letters: D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_interp.errors import InterpError
+from forge_interp.hooks.sites import named_modules
+
+Readout = str | Callable[[Tensor], Tensor]
+"""The name of a submodule, or a function of a tensor."""
+
+HEAD_NAMES = ("lm_head", "head", "embed_out", "unembed", "output_head", "output_projection")
+NORM_NAMES = (
+    *("norm", "final_norm", "norm_f", "norm_out", "ln_f", "ln_final", "ln_out"),
+    *("final_layer_norm", "final_layernorm", "layer_norm"),
+)
+
+
+class Unembedding:
+    """The model's own final norm followed by its own head: [..., D] -> [..., V].
+
+    Found by asking: the head is `model.get_output_embeddings()` (Hugging Face), else the one module nearest
+    to the root whose name is in `HEAD_NAMES`; the norm is the one module outside of the numbered blocks whose
+    name is in `NORM_NAMES`. Whatever the model does besides (soft caps, scales, a projection between the
+    two) is not found by names: give it as a function. For Gemma-2 with a cap of 30:
+    `head=lambda x: 30 * torch.tanh(model.lm_head(x) / 30)`.
+
+    Attributes:
+        norm: the function applied first.
+        head: the function applied to what `norm` returns.
+        norm_name: the name of `norm` in the model; None for a function that is no module of it.
+        head_name: the same for `head`.
+    """
+
+    def __init__(self, model: nn.Module, norm: Readout | None = None, head: Readout | None = None) -> None:
+        """Find or take the two.
+
+        Args:
+            model: any module.
+            norm: the name of the final norm, or a function; `torch.nn.Identity()` for a model without one.
+                Default: found as above.
+            head: the name of the unembedding, or a function. Default: found as above.
+
+        Raises:
+            InterpError: nothing is found, several are found (all are listed), a name is unknown, or a weight
+                is sharded over a device mesh.
+        """
+        names = {id(module): name for name, module in named_modules(model).items()}
+        self.head = _find_head(model) if head is None else _take(model, head, "head")
+        self.norm = _find_norm(model) if norm is None else _take(model, norm, "norm")
+        self.norm_name = names.get(id(self.norm))
+        self.head_name = names.get(id(self.head))
+        for kind, function, name in (
+            ("norm", self.norm, self.norm_name),
+            ("head", self.head, self.head_name),
+        ):
+            _refuse_sharded(function, kind, name)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> logits [..., V]."""
+        return self.head(self.norm(hidden))
+
+
+def _take(model: nn.Module, given: Readout, kind: str) -> Callable[[Tensor], Tensor]:
+    if not isinstance(given, str):
+        return given
+    modules = named_modules(model)
+    if given in modules:
+        return modules[given]
+    near = _ending_in(model, NORM_NAMES if kind == "norm" else HEAD_NAMES) or _norm_like(model)
+    raise InterpError(
+        f"{kind} is {given!r}, which is no submodule; expected a name of model.named_modules(): "
+        f"perhaps {', '.join(near) or 'none looks like one'}; or pass a function"
+    )
+
+
+def _find_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    ask = getattr(model, "get_output_embeddings", None)
+    found: Any = ask() if callable(ask) else None
+    if isinstance(found, nn.Module):
+        return found
+    candidates = _ending_in(model, HEAD_NAMES)
+    nearest = min((name.count(".") for name in candidates), default=0)
+    candidates = [name for name in candidates if name.count(".") == nearest]
+    return _only(model, candidates, "head", HEAD_NAMES, [])
+
+
+def _find_norm(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return _only(model, _ending_in(model, NORM_NAMES), "norm", NORM_NAMES, _norm_like(model))
+
+
+def _only(
+    model: nn.Module, candidates: list[str], kind: str, names: tuple[str, ...], near: list[str]
+) -> Callable[[Tensor], Tensor]:
+    """Return the single candidate, or say which there are."""
+    if len(candidates) == 1:
+        return _take(model, candidates[0], kind)
+    if candidates:
+        raise InterpError(
+            f"the {kind} of {type(model).__name__} is ambiguous: {', '.join(candidates)}; expected one: "
+            f'pass {kind}="{candidates[0]}" or another of them'
+        )
+    hint = "; torch.nn.Identity() if there is none" if kind == "norm" else ""
+    hint += f"; near: {', '.join(near)}" if near else ""
+    raise InterpError(
+        f"{type(model).__name__} has no module called {', '.join(names)} outside of its blocks; "
+        f'expected one: pass {kind}="name" or a function{hint}'
+    )
+
+
+def _ending_in(model: nn.Module, names: tuple[str, ...]) -> list[str]:
+    """Submodules outside of numbered blocks whose last name is one of `names`."""
+    return [name for name in _outside_of_blocks(model) if name.rpartition(".")[2] in names]
+
+
+def _norm_like(model: nn.Module) -> list[str]:
+    modules = named_modules(model)
+    return [name for name in _outside_of_blocks(model) if "norm" in type(modules[name]).__name__.lower()][:8]
+
+
+def _outside_of_blocks(model: nn.Module) -> list[str]:
+    return [name for name in named_modules(model) if not any(map(str.isdigit, name.split(".")))]
+
+
+def _refuse_sharded(function: Any, kind: str, name: str | None) -> None:
+    if not isinstance(function, nn.Module) or not torch.distributed.is_available():
+        return
+    from torch.distributed.tensor import DTensor
+
+    for parameter, value in function.named_parameters():
+        if isinstance(value, DTensor):
+            raise InterpError(
+                f"{parameter!r} of the {kind} {name or ''} is sharded over a device mesh; expected whole "
+                "weights: the lens calls norm and head outside of the model's forward pass, where nothing "
+                "gathers them. Load the exported weights into one process, or pass functions that gather"
+            )
