@@ -57,7 +57,7 @@ def test_group_folds_split_all_samples_and_no_group():
         assert not set(groups[train]) & set(groups[test])
         assert len(train) + len(test) == 300
         assert 60 <= len(test) <= 90
-    with pytest.raises(InterpError, match="2 to 17"):
+    with pytest.raises(InterpError, match="num_folds is 18 for 17 groups"):
         group_folds(groups, 18)
 
 

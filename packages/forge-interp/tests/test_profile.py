@@ -1,3 +1,7 @@
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -22,8 +26,18 @@ def test_effective_rank_equals_the_definition():
     found = effective_rank(Moments.of({"x": x}), "x")
     assert found.entropy == pytest.approx((-(p * p.log()).sum()).exp().item(), rel=1e-9)
     assert found.participation == pytest.approx((s.square().sum() ** 2 / s.pow(4).sum()).item(), rel=1e-9)
-    with pytest.raises(InterpError, match="never varies"):
-        effective_rank(Moments.of({"x": torch.ones(9, 2)}), "x")
+    for constant in (1.0, 0.1, 1e6 + 0.1):
+        with pytest.raises(InterpError, match="never varies"):
+            effective_rank(Moments.of({"x": torch.full((9, 2), constant, dtype=torch.float64)}), "x")
+
+
+def test_effective_rank_counts_no_rounding_where_features_outnumber_samples():
+    x = torch.randn(20, 300, dtype=torch.float64)
+    s = torch.linalg.svdvals(x - x.mean(0))[:19]
+    p = s / s.sum()
+    found = effective_rank(Moments.of({"x": x}), "x")
+    assert found.entropy == pytest.approx((-(p * p.log()).sum()).exp().item(), rel=1e-9)
+    assert found.components_99 <= 19
 
 
 def make_activations() -> torch.Tensor:
@@ -53,14 +67,81 @@ def test_profile_equals_the_definition_in_batches_and_merged():
 
 def test_profile_all_reduce_adds_sums_and_takes_maxima():
     x = make_activations()
-    here, there = Profile({"x": 16}), Profile({"x": 16})
-    here.update({"x": x[:100]})
-    there.update({"x": x[100:]})
-    sums, tops = there.state()["x/sums"], there.state()["x/tops"]
-    here.all_reduce(
-        lambda tensor: tensor.add_(sums), lambda tensor: tensor.copy_(torch.maximum(tensor, tops))
-    )
-    assert_profile(here, x)
+    ranks = [Profile({"x": 16}) for _ in range(2)]
+    offers: dict[int, torch.Tensor] = {}
+    all_here = threading.Barrier(2)
+
+    def together(rank: int, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
+        def replace(tensor: torch.Tensor) -> None:
+            offers[rank] = tensor.clone()
+            all_here.wait(timeout=60)
+            tensor.copy_(combine(offers[0], offers[1]))
+            all_here.wait(timeout=60)
+
+        return replace
+
+    def run(rank: int) -> Profile:
+        ranks[rank].update({"x": x[:100] if rank == 0 else x[100:]})
+        return ranks[rank].all_reduce(together(rank, torch.add), together(rank, torch.maximum))
+
+    with ThreadPoolExecutor(2) as pool:
+        for profile in pool.map(run, range(2)):
+            assert_profile(profile, x)
+
+
+def test_profile_keeps_the_spread_of_norms_far_from_zero():
+    x = 1e6 + make_activations()
+    first, second = Profile({"x": 16}), Profile({"x": 16})
+    first.update({"x": x[:7]})
+    for part in x[7:].split(50):
+        second.update({"x": part + 0})
+    norms = np.linalg.norm(x.numpy().astype(np.longdouble), axis=1)
+    found = first.merge(second).result("x")
+    assert found.std_norm == pytest.approx(float(norms.std()), rel=1e-7)
+    assert found.mean_norm == pytest.approx(float(norms.mean()), rel=1e-14)
+
+
+def test_profile_merges_into_an_empty_one_and_leaves_the_other_as_it_was():
+    x = make_activations()
+    empty, full = Profile({"x": 16}), Profile({"x": 16})
+    full.update({"x": x[:120]})
+    before = {name: tensor.clone() for name, tensor in full.state().items()}
+    empty.merge(full).update({"x": x[120:]})
+    assert_profile(empty, x)
+    assert all(torch.equal(before[name], tensor) for name, tensor in full.state().items())
+    assert_profile(empty.merge(Profile({"x": 16})), x)
+
+
+def test_profile_state_round_trips_and_refuses_another_shape():
+    x = make_activations()
+    profile = Profile({"x": 16})
+    profile.update({"x": x})
+    saved = {name: tensor.clone() for name, tensor in profile.state().items()}
+    assert_profile(Profile({"x": 16}).load_state(saved), x)
+    with pytest.raises(InterpError, match=r"'x/sums' has \(51,\); expected shape \(54,\)"):
+        Profile({"x": 17}).load_state(saved)
+    with pytest.raises(InterpError, match="cannot merge"):
+        Profile({"x": 16}, threshold=5.0).merge(profile)
+
+
+def test_profile_adds_nothing_of_a_batch_that_it_refuses():
+    profile = Profile({"x": 3, "y": 2})
+    with pytest.raises(InterpError, match="y holds 1 values"):
+        profile.update({"x": np.ones((4, 3)), "y": np.where(np.arange(8).reshape(4, 2) == 5, np.nan, 1.0)})
+    assert not any(tensor.any() for tensor in profile.state().values())
+    profile.update({"x": np.zeros((0, 3)), "y": np.ones((1, 2))})
+    assert profile.result("y").mean_norm == pytest.approx(2**0.5)
+    with pytest.raises(InterpError, match="'x' has no samples"):
+        profile.result("x")
+
+
+def test_result_does_not_change_with_a_later_update():
+    profile = Profile({"x": 16})
+    profile.update({"x": make_activations()})
+    found = profile.result("x")
+    before = found.max_abs.copy()
+    profile.update({"x": 100 * make_activations()})
+    np.testing.assert_array_equal(found.max_abs, before)
 
 
 def test_profile_names_the_outlier_feature():

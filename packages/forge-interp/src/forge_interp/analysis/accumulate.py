@@ -33,7 +33,7 @@ class Moments:
         device: where the sums live; batches are moved there.
 
     Raises:
-        InterpError: a name in `between` is not in `widths`, or there is no block.
+        InterpError: a name in `between` is not in `widths`, or there is no block, or an empty one.
     """
 
     def __init__(
@@ -44,8 +44,10 @@ class Moments:
         device: torch.device | str = "cpu",
     ):
         self.widths = dict(widths)
-        if not self.widths:
-            raise InterpError("widths is empty; expected at least one block: {name: number of features}")
+        if not self.widths or min(self.widths.values()) < 1:
+            raise InterpError(
+                f"widths are {self.widths}; expected at least one block, {{name: number of features}}, 1 or more"
+            )
         self.names = list(self.widths)
         self.rows, self.columns = self._sides(between)
         ends = list(itertools.accumulate(self.widths.values()))
@@ -71,7 +73,9 @@ class Moments:
         self._blocks = self._views()
 
     @classmethod
-    def of(cls, blocks: Mapping[str, Array], *, between: tuple[Iterable[str], Iterable[str]] | None = None):
+    def of(
+        cls, blocks: Mapping[str, Array], *, between: tuple[Iterable[str], Iterable[str]] | None = None
+    ) -> "Moments":
         """Build from whole arrays, each [n, d]; the device is that of the first."""
         given = {name: as_matrix(x, name, dtype=None) for name, x in blocks.items()}
         device = next((x.device for x in given.values()), "cpu")
@@ -86,7 +90,8 @@ class Moments:
             batch: [n, d] per block, all with the same rows; any float dtype, torch or numpy.
 
         Raises:
-            InterpError: blocks are missing or unknown, widths or row counts differ.
+            InterpError: blocks are missing or unknown, widths or row counts differ, or a value is NaN or
+                infinite; nothing is added then.
         """
         if set(batch) != set(self.names):
             raise InterpError(f"batch has blocks {sorted(batch)}; expected {sorted(self.names)}")
@@ -97,6 +102,8 @@ class Moments:
                     f"{name} has {matrix.shape[1]} features; expected {self.widths[name]}, as in widths"
                 )
         num_rows = same_rows(given)
+        for name, matrix in given.items():
+            check_finite(matrix, name)
         step = max(1, _CHUNK_ELEMENTS // self._centre.numel())
         for start in range(0, num_rows, step):
             self._add([matrix[start : start + step] for matrix in given.values()])
@@ -169,14 +176,12 @@ class Moments:
         """Return the mean of a block, [d] float64.
 
         Raises:
-            InterpError: no sample was given, or the block saw NaN or infinity.
+            InterpError: no sample was given.
         """
         if self.count == 0:
             raise InterpError("0 samples were given; expected at least 1: call update() first")
         span = self._spans[name]
-        mean = self._centre[span] + self._sums[span] / self._count
-        check_finite(mean, f"the mean of {name!r}")
-        return mean
+        return self._centre[span] + self._sums[span] / self._count
 
     def comoment(self, first: str, second: str) -> Tensor:
         """Return sum_i (x_i - mean x)(y_i - mean y)^T, [d_x, d_y] float64; divide by n - 1 for a covariance.
@@ -184,8 +189,8 @@ class Moments:
         A copy: a later `update` does not change it.
 
         Raises:
-            InterpError: the pair was left out by `between`, fewer than 2 samples were given, or a block saw
-                NaN or infinity.
+            InterpError: the pair was left out by `between`, fewer than 2 samples were given, or squares
+                overflowed.
         """
         return self._centred(first, second).clone()
 

@@ -28,11 +28,9 @@ def as_matrix(values: Array, name: str, *, dtype: torch.dtype | None = torch.flo
         dtype: the dtype of the result; None keeps that of `values`.
 
     Raises:
-        InterpError: more than two dimensions, or complex numbers.
+        InterpError: more than two dimensions, or not real numbers.
     """
-    tensor = values.detach() if isinstance(values, Tensor) else _from_numpy(values)
-    if tensor.is_complex():
-        raise InterpError(f"{name} is complex; expected real numbers: stack the real and imaginary parts")
+    tensor = as_real(values, name)
     if tensor.ndim not in (1, 2):
         raise InterpError(
             f"{name} has shape {tuple(tensor.shape)}; expected [samples, features]: "
@@ -42,11 +40,30 @@ def as_matrix(values: Array, name: str, *, dtype: torch.dtype | None = torch.flo
     return tensor if dtype is None else tensor.to(dtype)
 
 
-def _from_numpy(values: np.ndarray) -> Tensor:
-    """Share memory where that can be, a read-only memory map too: no analysis writes to its input."""
+def as_real(values: Array, name: str) -> Tensor:
+    """Give a detached tensor of any shape, which shares memory with `values` where that can be.
+
+    That holds for a read-only memory map too: no analysis writes to its input.
+
+    Raises:
+        InterpError: complex numbers, strings or objects.
+    """
+    array = values if isinstance(values, Tensor) else np.asarray(values)
+    if array.is_complex() if isinstance(array, Tensor) else array.dtype.kind not in "biuf":
+        raise InterpError(f"{name} is {array.dtype}; expected real numbers")
+    if isinstance(array, Tensor):
+        return array.detach()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
-        return torch.as_tensor(np.ascontiguousarray(values))
+        return torch.as_tensor(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
+
+
+def as_labels(values: Array | Labels) -> np.ndarray:
+    """Give labels or targets as a numpy array, torch ones (bfloat16 and device tensors too) copied."""
+    if not isinstance(values, Tensor):
+        return np.asarray(values)
+    values = values.detach().cpu()
+    return (values.double() if values.is_floating_point() else values).numpy()
 
 
 def centre(x: Tensor, dim: int = 0) -> Tensor:

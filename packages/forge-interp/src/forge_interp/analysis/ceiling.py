@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge_interp.analysis.arrays import Array, centre, check_finite
+from forge_interp.analysis.arrays import Array, as_real, centre, check_finite
 from forge_interp.errors import InterpError
 
 
@@ -139,7 +139,7 @@ def _all_splits(total: int, half: int) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def _repeats(values: Array) -> Tensor:
-    x = values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    x = as_real(values, "repeats")
     if x.ndim != 3 or x.shape[0] < 2 or x.shape[1] < 3:
         raise InterpError(
             f"repeats has shape {tuple(x.shape)}; expected [repeats, samples, targets], at least 2 and 3"

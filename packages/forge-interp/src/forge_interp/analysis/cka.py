@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.arrays import Array, as_matrix, centre, check_finite, same_rows
+from forge_interp.analysis.arrays import ROUNDING, Array, as_matrix, centre, check_finite, same_rows
 from forge_interp.errors import InterpError
 
 
@@ -46,8 +46,9 @@ def linear_cka(moments: Moments, *, debiased: bool = True) -> LayerSimilarity:
 
     Biased: |Xc^T Yc|_F^2 / (|Xc^T Xc|_F |Yc^T Yc|_F) with centred columns; exactly the Gram form. It tends
     to 1 for independent data when d is not small beside n. Debiased: each HSIC is the unbiased estimator
-    HSIC_1, whose expectation is 0 for independent data; it may be slightly negative, and is NaN where
-    HSIC_1(K, K) <= 0 (too few samples). It needs n >= 4. Both are NaN for a layer that never varies.
+    HSIC_1, whose expectation is 0 for independent data; it may be slightly negative and needs n >= 4. Both
+    are NaN for a layer that never varies; debiased too where HSIC_1(K, K) = 0: all samples are equally far
+    apart (one-hot, say), which tells nothing of their likeness.
 
     Args:
         moments: the accumulated pairs.
@@ -57,7 +58,7 @@ def linear_cka(moments: Moments, *, debiased: bool = True) -> LayerSimilarity:
         Similarities: biased in [0, 1], debiased at most 1.
 
     Raises:
-        InterpError: fewer than 2 samples (4 if debiased), or a layer saw NaN or infinity.
+        InterpError: fewer than 2 samples (4 if debiased).
 
     Source: Kornblith et al. 2019, arXiv:1905.00414; HSIC_1: Song et al. 2012, JMLR 13:1393.
     """
@@ -92,7 +93,7 @@ def _unbiased_hsic(moments: Moments, first: str, second: str) -> float:
     traces = moments.power(first) * moments.power(second)
     product = _biased_hsic(moments, first, second) - diagonal
     total = product + traces / ((n - 1) * (n - 2)) - 2 * diagonal / (n - 2)
-    return total / (n * (n - 3))
+    return total / (n * (n - 3)) if abs(total) > ROUNDING * (product + diagonal) else 0.0
 
 
 class MinibatchCKA:
@@ -143,7 +144,7 @@ class MinibatchCKA:
             raise InterpError(
                 f"cannot merge layers {list(other.names)} into {list(self.names)}; expected the same"
             )
-        self._sums += other._sums
+        self._sums += other._sums.to(self._sums.device)
         return self
 
     def all_reduce(self, add: Callable[[Tensor], object] | None = None) -> "MinibatchCKA":
@@ -164,7 +165,7 @@ class MinibatchCKA:
         return self
 
     def result(self) -> LayerSimilarity:
-        """Return the similarities so far; NaN where a layer's summed HSIC with itself is not positive.
+        """Return the similarities so far; NaN where a layer's summed HSIC with itself is 0.
 
         Raises:
             InterpError: no batch was given, or no layer varies in any.
@@ -189,5 +190,6 @@ def _u_centred_gram(x: Tensor) -> Tensor:
     x = centre(x)
     gram = (x @ x.T).fill_diagonal_(0.0)
     means = gram.sum(0) / (n - 2)
-    gram = gram - means[:, None] - means + gram.sum() / ((n - 1) * (n - 2))
-    return gram.fill_diagonal_(0.0)
+    centred = gram - means[:, None] - means + gram.sum() / ((n - 1) * (n - 2))
+    centred.fill_diagonal_(0.0)
+    return centred if centred.abs().max() > ROUNDING * x.square().sum(1).max() else centred.zero_()

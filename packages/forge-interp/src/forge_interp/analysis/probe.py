@@ -13,6 +13,7 @@ from torch import Tensor
 from forge_interp.analysis.arrays import (
     Array,
     Labels,
+    as_labels,
     as_matrix,
     centre,
     check_alphas,
@@ -219,7 +220,7 @@ def probe_layers(
     if kind not in _FITS:
         raise InterpError(f"kind is {kind!r}; expected one of {list(_FITS)}")
     candidates = check_alphas(_ALPHAS[kind] if alphas is None else alphas)
-    target = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
+    target = as_labels(y)
     members = None if groups is None else np.asarray(groups)
     if members is not None and members.shape != (len(target),):
         raise InterpError(f"groups has shape {members.shape}; expected ({len(target)},), one per sample")
@@ -325,7 +326,7 @@ def _softmax_loss(logits: Tensor, target: Tensor) -> Tensor:
 def _logistic_target(
     y: Array, x: Tensor
 ) -> tuple[np.ndarray | None, Tensor, Callable[[Tensor, Tensor], Tensor]]:
-    labels = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
+    labels = as_labels(y)
     if labels.dtype.kind == "f":
         check_finite(torch.as_tensor(labels), "y")
     if labels.ndim == 2:

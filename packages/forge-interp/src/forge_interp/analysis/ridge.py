@@ -49,7 +49,7 @@ class RidgePath:
     """Ridge solutions for all penalties from one eigendecomposition of the smaller Gram matrix.
 
     Where the variances of features differ by a factor above 1e9 it takes the singular values of the features
-    instead, which is slower by a factor of about 10 but does not lose the small ones.
+    instead, which is slower (about twice) but does not lose the small ones.
 
     Args:
         x: [n, d] features, n >= 2, d >= 1.

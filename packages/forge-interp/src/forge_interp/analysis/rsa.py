@@ -196,8 +196,9 @@ def _check_method(method: str) -> None:
 
 def _unit(rdms: np.ndarray, method: str) -> np.ndarray:
     """Rows whose inner products are the similarity: whitened where the method says so."""
-    rows = _METHODS[method](rdms)
-    return rows / _norms(rows, rdms)
+    base = _rank_rows(rdms) if method == "spearman" else rdms
+    rows = _METHODS[method](base)
+    return rows / _norms(rows, base)
 
 
 def _norms(rows: np.ndarray, rdms: np.ndarray) -> np.ndarray:
@@ -242,8 +243,8 @@ def _rank_rows(rows: np.ndarray) -> np.ndarray:
 
 _METHODS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "pearson": _centre,
-    "spearman": lambda rows: _centre(_rank_rows(rows)),
-    "kendall": _rank_rows,
+    "spearman": _centre,
+    "kendall": lambda rows: rows,
     "cosine": lambda rows: rows,
     "whitened_cosine": _isotropic,
     "whitened_pearson": lambda rows: _isotropic(_centre(rows)),

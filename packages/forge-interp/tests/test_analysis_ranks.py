@@ -1,0 +1,86 @@
+"""Accumulators summed over two real gloo ranks equal one process; this file is also the ranks' script."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from forge_interp.analysis.accumulate import Moments
+from forge_interp.analysis.cca import pwcca
+from forge_interp.analysis.cka import MinibatchCKA, linear_cka
+from forge_interp.analysis.profile import Profile
+from forge_interp.analysis.ridge import ridge_from_moments
+from torch import distributed
+
+pytestmark = pytest.mark.dist
+
+WIDTHS = {"x": 5, "y": 3}
+CUTS = {"uneven": 30, "one rank has none": 120}
+BATCH = 15
+
+
+def make_rows(cut: slice) -> dict[str, torch.Tensor]:
+    """Rows of two layers whose means are far from 0 and differ between the ranks."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 5, generator=random, dtype=torch.float64) + torch.arange(120)[:, None]
+    y = x[:, :3] @ torch.randn(3, 3, generator=random, dtype=torch.float64)
+    y = y + torch.randn(120, 3, generator=random, dtype=torch.float64) - 1e4
+    return {"x": x[cut], "y": y[cut]}
+
+
+def accumulate(cut: slice) -> tuple[Moments, MinibatchCKA, Profile]:
+    rows, parts = make_rows(cut), (Moments(WIDTHS), MinibatchCKA(WIDTHS), Profile(WIDTHS, threshold=100.0))
+    for start in range(0, len(rows["x"]), BATCH):
+        for part in parts:
+            part.update({name: x[start : start + BATCH] for name, x in rows.items()})
+    return parts
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for case, cut in CUTS.items():
+        parts = accumulate(slice(cut) if rank == 0 else slice(cut, None))
+        torch.save([part.all_reduce().state() for part in parts], folder / f"{case}.{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, __file__]
+    ranks = [subprocess.Popen([*command, str(rank), str(path)]) for rank in range(2)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    return path
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("case", list(CUTS))
+def test_all_reduce_over_two_ranks_equals_one_process(folder, case, rank):
+    whole, whole_batches, whole_profile = accumulate(slice(None))
+    states = torch.load(folder / f"{case}.{rank}.pt")
+    moments = Moments(WIDTHS).load_state(states[0])
+    batches = MinibatchCKA(WIDTHS).load_state(states[1])
+    profile = Profile(WIDTHS, threshold=100.0).load_state(states[2])
+    assert moments.count == 120
+    for measure in (linear_cka, pwcca):
+        np.testing.assert_allclose(measure(moments).values, measure(whole).values, atol=1e-10)
+    torch.testing.assert_close(moments.mean("y"), whole.mean("y"), rtol=1e-14, atol=0)
+    found, expected = (ridge_from_moments(each, "x", "y", 2.0) for each in (moments, whole))
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(batches.result().values, whole_batches.result().values, atol=1e-12)
+    for name in WIDTHS:
+        for field, value in vars(whole_profile.result(name)).items():
+            np.testing.assert_allclose(vars(profile.result(name))[field], value, rtol=1e-12, err_msg=field)
+
+
+def test_all_reduce_leaves_every_rank_with_the_same_numbers(folder):
+    for case in CUTS:
+        here, there = (torch.load(folder / f"{case}.{rank}.pt") for rank in range(2))
+        for mine, theirs in zip(here, there, strict=True):
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), Path(sys.argv[2]))
