@@ -192,6 +192,45 @@ def test_the_qk_fix_leaves_other_sites_alone():
     assert fixed.labels == plain.labels
 
 
+def test_scores_that_the_mask_hides_in_both_runs_count_for_nothing():
+    model = Queries()
+    raw, scores = (
+        attribution_patching(model, CLEAN, CORRUPTED, f":attn.{name}", metric, where=("heads", "positions"))
+        for name in ("raw", "scores")
+    )
+    np.testing.assert_allclose(scores.values, raw.values, rtol=0, atol=1e-12)
+    assert np.abs(scores.effect).max() > 1e-3
+    exact = activation_patching(model, CLEAN, CORRUPTED, ":attn.scores", metric)
+    line = attribution_patching(model, CLEAN, CORRUPTED, ":attn.scores", metric, steps=32)
+    np.testing.assert_allclose(line.values, exact.values, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(line.residual, 0, atol=1e-8)
+
+
+def test_scores_that_are_hidden_in_one_run_only_are_refused():
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask).sum()
+
+    x, mask = torch.randn(2, 1, 2, 3, 4), torch.ones(3, 3, dtype=torch.bool)
+    with pytest.raises(InterpError, match=r"':attn\.scores' by what is not finite.*same mask"):
+        attribution_patching(Masked(), (x[0], mask.tril()), (x[1], mask), ":attn.scores", torch.sum)
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_attribution_patching_refuses_runs_of_different_shape(steps):
+    with pytest.raises(InterpError, match=r"\[2, 4, 6\] in one run and \[2, 3, 6\]"):
+        attribution_patching(Net(nn.Tanh), CLEAN, CORRUPTED[:, :3], "layers.0", metric, steps=steps)
+
+
+def test_attribution_patching_of_neurons_is_exact_on_a_linear_net():
+    model = Net(nn.Identity)
+    for where in ("neurons", ("neurons", "positions")):
+        estimate = attribution_patching(model, CLEAN, CORRUPTED, "layers.*:out", metric, where=where)
+        exact = activation_patching(model, CLEAN, CORRUPTED, "layers.*:out", metric, where=where)
+        np.testing.assert_allclose(estimate.values, exact.values, rtol=0, atol=1e-12)
+        assert estimate.axes[1] == "neuron" and estimate.labels == exact.labels
+
+
 def test_a_detaching_edit_drops_the_gradient_through_one_layer():
     model = Net(nn.Tanh)
     with edit(model, {"layers.1": torch.Tensor.detach}):

@@ -104,6 +104,26 @@ def test_activation_patching_of_heads_equals_patching_the_input_of_the_projectio
     assert table.values[1, 1, 4] == one.values[0, 0] != one.corrupted
 
 
+@pytest.mark.parametrize("where", ["neurons", ("positions", "neurons"), ("neurons", "positions")])
+def test_activation_patching_of_neurons_equals_patching_by_index(model, where):
+    table = activation_patching(model, CLEAN, CORRUPTED, "layers.*.mlp.2:out", difference, where=where)
+    kinds = [where] if isinstance(where, str) else where
+    assert table.values.shape == (2, *({"positions": 5, "neurons": 24}[kind] for kind in kinds))
+    index = {"it": (slice(None), 4, 7) if "positions" in kinds else (..., 7)}
+    one = activation_patching(model, CLEAN, CORRUPTED, "layers.1.mlp.2:out", difference, where=index)
+    at = tuple({"positions": 4, "neurons": 7}[kind] for kind in kinds)
+    assert table.values[(1, *at)] == one.values[0, 0] != one.corrupted
+
+
+def test_activation_patching_of_keys_of_the_pattern_equals_patching_by_index(model):
+    where = ("heads", "positions", "neurons")
+    table = activation_patching(model, CLEAN, CORRUPTED, "layers.1:attn.pattern", difference, where=where)
+    assert table.axes == ("site", "head", "position", "neuron") and table.values.shape == (1, 3, 5, 5)
+    index = {"it": (slice(None), 2, 4, 1)}
+    one = activation_patching(model, CLEAN, CORRUPTED, "layers.1:attn.pattern", difference, where=index)
+    assert table.values[0, 2, 4, 1] == one.values[0, 0] != one.corrupted
+
+
 def test_patching_a_whole_site_that_all_flows_through_brings_the_clean_metric_back(model):
     table = activation_patching(model, CLEAN, CORRUPTED, ["layers.0", "norm"], difference)
     np.testing.assert_array_equal(table.normalized, [1.0, 1.0])
@@ -175,6 +195,25 @@ def test_activation_patching_refuses_sites_of_different_length():
         activation_patching(model, x, -x, ["0", "1"], torch.sum, where="positions")
     with pytest.raises(InterpError, match=r"expected heads along|no axis of heads"):
         activation_patching(model, x, -x, ["0", "1"], torch.sum, where="heads")
+
+
+@pytest.mark.parametrize("where", ["heads", "positions", "neurons"])
+def test_activation_patching_refuses_axes_of_attention_without_heads(where):
+    class Flat(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    x = torch.randn(2, 5, 4)
+    with pytest.raises(InterpError, match=rf"\(2, 5, 4\); expected {where} along .*label: index"):
+        activation_patching(Flat(), x, -x, ":attn.z", torch.sum, where=where)
+
+
+def test_activation_patching_refuses_positions_and_neurons_of_rows():
+    x = torch.randn(10, 4)
+    rows = activation_patching(nn.Identity(), x, -x, "", torch.sum, where="neurons")
+    np.testing.assert_allclose(rows.effect, 2 * x.sum(0)[None], rtol=1e-5)
+    with pytest.raises(InterpError, match=r"\(10, 4\); expected neurons along dim -1 of \[B, T"):
+        activation_patching(nn.Identity(), x, -x, "", torch.sum, where=("neurons", "positions"))
 
 
 def test_activation_patching_of_a_compiled_model_equals_that_of_the_model(model):

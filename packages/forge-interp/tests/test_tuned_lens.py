@@ -127,8 +127,9 @@ def test_save_and_load_give_the_same_lens(tmp_path):
 def test_load_refuses_other_files_and_other_models(tmp_path):
     model = Rotated()
     (tmp_path / "text").write_text("no lens")
-    with pytest.raises(InterpError, match="cannot be read"):
-        TunedLens.load(tmp_path / "text", model)
+    for path in ("text", "absent", "."):
+        with pytest.raises(InterpError, match="cannot be read"):
+            TunedLens.load(tmp_path / path, model)
     save_file({"x": torch.zeros(1)}, tmp_path / "weights")
     with pytest.raises(InterpError, match="has the format None"):
         TunedLens.load(tmp_path / "weights", model)
@@ -140,6 +141,18 @@ def test_load_refuses_other_files_and_other_models(tmp_path):
     assert set(load_file(tmp_path / "lens")) == {"0.matrix", "0.bias"}
     with pytest.raises(InterpError, match=r"layers\.2"):
         TunedLens.load(tmp_path / "lens", Rotated(num_layers=2))
+
+
+def test_fit_refuses_batches_that_reach_other_sites_than_those_before():
+    class Looped(Rotated):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for _ in tokens:
+                x = self.layers[0](x)
+            return self.head(self.norm(x))
+
+    with pytest.raises(InterpError, match=r"'layers\.0:out#1'\]; expected \['layers\.0:out'\]"):
+        TunedLens(Looped(), "layers.0").fit([TOKENS[:1], TOKENS[:2]], steps=2)
 
 
 def test_tuned_lens_refuses_what_does_not_fit():

@@ -185,13 +185,16 @@ def test_load_weights_says_what_is_wrong_with_the_files(tmp_path, file):
     index = shard(tmp_path / "empty", tensors(Net(1)))
     (tmp_path / "empty" / "part-1.safetensors").rename(tmp_path / "a.safetensors")
     refuses(index, r"names part-1\.safetensors, which are not beside it")
-    index.write_text("[1]")
-    refuses(index, "expected JSON with 'weight_map'")
+    for text in ("[1]", "{}", "half a fi", '{"weight_map": {"a": 3}}', '{"weight_map": ["a"]}'):
+        index.write_text(text)
+        refuses(index, "expected JSON with 'weight_map'")
     index.unlink()
     (tmp_path / "empty" / "b.safetensors").write_bytes(file.read_bytes())
     refuses(tmp_path / "empty", "give the one you mean")
-    file.write_bytes(file.read_bytes()[:-9])
-    refuses(file, "cannot be read as safetensors")
+    whole = file.read_bytes()
+    for kept in (0, 5, 8, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:kept])
+        refuses(file, "cannot be read as safetensors")
 
 
 def test_load_weights_holds_one_tensor_at_a_time(tmp_path, monkeypatch):

@@ -96,9 +96,9 @@ def _files(path: Path) -> list[Path]:
         return [path]
     try:
         names = json.loads(path.read_text())["weight_map"].values()
+        files = [path.with_name(name) for name in sorted(set(names))]
     except (ValueError, KeyError, AttributeError, TypeError):
         raise InterpError(f"{path} is no index; expected JSON with 'weight_map': {{name: file}}") from None
-    files = [path.with_name(name) for name in sorted(set(names))]
     absent = [file.name for file in files if not file.exists()]
     if absent:
         raise InterpError(f"{path} names {', '.join(absent)}, which are not beside it; fetch them")

@@ -143,7 +143,6 @@ def _integrated(
     base, corrupted_score = run_captured(model, corrupted, sites, metric)
     effects, residual = [], []
     for site in bar:
-        same_shape(site, acts[site], base[site])
         gradient = _mean_gradient(model, corrupted, site, acts[site], base[site], metric, steps)
         product = _product(site, acts[site], base[site], gradient)
         patched = score_edited(model, corrupted, {at_call(site): put(site, acts[site])}, metric)
@@ -163,10 +162,10 @@ def _mean_gradient(
 ) -> Tensor:
     """The average over the line from `start` to `end` of the metric's gradient at one site."""
     nodes, weights = np.polynomial.legendre.leggauss(steps)
-    mean = torch.zeros_like(start, dtype=torch.float64)
+    mean, way = torch.zeros_like(start, dtype=torch.float64), _difference(site, end, start)
     for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
         probes = {site: _zeros(site, start)}
-        point = start + float(node) * (end - start)
+        point = start + float(node) * way
 
         def move(value: Tensor, point: Tensor = point, probe: Tensor = probes[site]) -> Tensor:
             return point + probe
@@ -208,8 +207,18 @@ def _zeros(site: str, value: Tensor) -> Tensor:
 
 
 def _product(site: str, clean: Tensor, corrupted: Tensor, gradient: Tensor) -> Tensor:
+    return _difference(site, clean.double(), corrupted.double()) * gradient.double()
+
+
+def _difference(site: str, clean: Tensor, corrupted: Tensor) -> Tensor:
+    """`clean - corrupted`, and 0 where both are the same infinity: scores that a mask hides in both runs."""
     same_shape(site, clean, corrupted)
-    return (clean.double() - corrupted.double()) * gradient.double()
+    difference = (clean - corrupted).where(clean != corrupted, 0.0)
+    if not bool(difference.isfinite().all()):
+        raise InterpError(
+            f"the runs differ at {site!r} by what is not finite; expected finite values, and the same mask in both"
+        )
+    return difference
 
 
 def _describe(value: object) -> str:

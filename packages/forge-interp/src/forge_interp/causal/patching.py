@@ -35,7 +35,8 @@ def activation_patching(
     A place whose patch brings the clean metric back (`normalized` near 1) is sufficient for it. Swap `clean`
     and `corrupted` to see what is necessary. Nothing is approximated: each value is what a forward hook that
     overwrites that place would give. Costs 2 forward passes and one more for each place. Inputs are used
-    again in each run: pass no cache that the model fills. Call `model.eval()` first if it drops out.
+    again in each run: pass no cache that the model fills. Call `model.eval()` first if it drops out. The clean
+    activations of all sites are held.
 
     Args:
         model: any module.
@@ -43,8 +44,9 @@ def activation_patching(
         corrupted: inputs of the same shapes.
         sites: sites and patterns, such as "layers.*:out" or "layers.*.attention:attn.z".
         metric: what the model returns -> one number, such as a difference of two logits.
-        where: how to divide a site: None (whole), "positions" (dim 1; of attn.* sites dim 2), "heads" (attn.*
-            sites only), both as ("heads", "positions"), or a mapping from labels to indices into the value.
+        where: how to divide a site: None (whole), "positions" (dim 1; of attn.* sites dim 2), "heads" (dim 1,
+            attn.* sites only), "neurons" (the last dim), several as ("heads", "positions"), or a mapping from
+            labels to indices into the value.
         progress: draw a bar on standard error, if that is a terminal.
 
     Returns:

@@ -19,11 +19,15 @@ from forge_interp.errors import InterpError
 Index = Any
 """What stands in the brackets of `tensor[...]`."""
 Where = str | Sequence[str] | Mapping[str, Index] | None
-"""None, "positions", "heads", ("heads", "positions"), or {label: index}."""
+"""None, "positions", "heads", "neurons", several of them, or {label: index}."""
 Metric = Callable[[Any], Tensor | float]
 """What the model returned -> one number."""
 
-_DIMS = {"positions": {"attn": 2, "module": 1}, "heads": {"attn": 1}}
+_DIMS = {
+    "positions": {"attn": 2, "module": 1},
+    "heads": {"attn": 1},
+    "neurons": {"attn": -1, "module": -1},
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class PatchingTable:
     Attributes:
         values: [sites, ...] float64, the metric of the corrupted run with that place patched (measured, or by
             attribution estimated).
-        axes: what each axis is: "site", then "position", "head", "place" or "receiver".
+        axes: what each axis is: "site", then "position", "head", "neuron", "place" or "receiver".
         labels: for each axis its labels.
         clean: the metric of the clean run.
         corrupted: the metric of the corrupted run.
@@ -106,7 +110,7 @@ class Grid:
         if isinstance(where, Mapping):
             return cls(("place",), (tuple(map(str, where)),), tuple(where.values()), ())
         kinds = (where,) if isinstance(where, str) else tuple(where)
-        sizes = [_size(kind, activations) for kind in kinds]
+        sizes = [_size(kind, activations, 1 + len(kinds)) for kind in kinds]
         return cls(
             tuple(kind.removesuffix("s") for kind in kinds),
             tuple(tuple(map(str, range(size))) for size in sizes),
@@ -128,16 +132,15 @@ class Grid:
         if self._indices is not None:
             return self._indices[cell[0]]
         dims = [_dim(kind, site) for kind in self._kinds]
-        index: list[Any] = [slice(None)] * (max(dims, default=-1) + 1)
-        for dim, number in zip(dims, cell, strict=True):
-            index[dim] = number
-        return tuple(index) if index else ...
+        numbers = dict(zip(dims, cell, strict=True))
+        front = tuple(numbers.get(dim, slice(None)) for dim in range(max(dims, default=-1) + 1))
+        return (*front, ..., numbers[-1]) if -1 in numbers else (*front, ...)
 
     def sums(self, site: str, values: Tensor) -> np.ndarray:
         """Add up an array of the shape of the site's activation over everything within each place."""
         if self._indices is not None:
             return np.array([values[index].sum().item() for index in self._indices])
-        dims = [_dim(kind, site) for kind in self._kinds]
+        dims = [_dim(kind, site) % values.ndim for kind in self._kinds]
         others = [dim for dim in range(values.ndim) if dim not in dims]
         summed = values.sum(others) if others else values
         order = [sorted(dims).index(dim) for dim in dims]
@@ -167,7 +170,7 @@ def at_call(site: str) -> str:
 def _dim(kind: str, site: str) -> int:
     if kind not in _DIMS:
         raise InterpError(f"where is {kind!r}; expected of {list(_DIMS)}, or a mapping of labels to indices")
-    owner = "attn" if site.partition(":")[2].startswith("attn.") else "module"
+    owner = _owner(site)
     if owner not in _DIMS[kind]:
         raise InterpError(
             f"site {site!r} has no axis of {kind}; expected sites such as 'layers.*.attention:attn.z', or "
@@ -176,13 +179,19 @@ def _dim(kind: str, site: str) -> int:
     return _DIMS[kind][owner]
 
 
-def _size(kind: str, activations: Mapping[str, Tensor]) -> int:
+def _owner(site: str) -> str:
+    return "attn" if site.partition(":")[2].startswith("attn.") else "module"
+
+
+def _size(kind: str, activations: Mapping[str, Tensor], num_dims: int) -> int:
+    """How many there are of one kind; values of modules need `num_dims` dimensions, those of attention 4."""
     sizes = {}
     for site, value in activations.items():
         dim = _dim(kind, site)
-        if value.ndim <= dim:
+        if value.ndim < (4 if _owner(site) == "attn" else num_dims):
             raise InterpError(
-                f"site {site!r} has shape {tuple(value.shape)}; expected {kind} along dim {dim}"
+                f"site {site!r} has shape {tuple(value.shape)}; expected {kind} along dim {dim} of "
+                "[B, T, ..., D], or of [B, N, T, ...] of attention: give where={label: index}"
             )
         sizes[site] = value.shape[dim]
     if len(set(sizes.values())) != 1:

@@ -117,7 +117,7 @@ class TunedLens:
         """Train all translators at once to minimize KL(model || lens), averaged over positions.
 
         Adam, its rate falling linearly to 0. Nothing is drawn at random: the same batches give the same lens.
-        A further call goes on from where this one ended. Call `model.eval()` first if it drops out.
+        A further call goes on with the translators of this one, with a new Adam. Call `model.eval()` first if it drops out.
 
         Args:
             batches: inputs of the model, each a tensor, a tuple of positional arguments or a mapping; gone
@@ -132,17 +132,21 @@ class TunedLens:
             [steps, L] the divergence before each step, in nats.
 
         Raises:
-            InterpError: too few batches (an iterator cannot be gone through again), `steps` < 1, a mask
-                without a position, or as `logit_lens`.
+            InterpError: too few batches (an iterator cannot be gone through again), batches that reach
+                different sites, `steps` < 1, a mask without a position, or as `logit_lens`.
         """
         if steps < 1:
             raise InterpError(f"steps is {steps}; expected a positive number")
         history: list[list[float]] = []
+        sites: list[str] = []
         optimizer: torch.optim.Adam | None = None
         taken = with_progress(_repeat(batches, steps), steps, "tuned lens", progress)
         try:
             for step, inputs in enumerate(taken):
                 acts, final = run_with_final(self._model, self.sites, self._check, *_arguments(inputs))
+                sites = sites or list(acts)
+                if list(acts) != sites:
+                    raise InterpError(f"a batch reached {list(acts)}; expected {sites}, as those before it")
                 keep = _positions(inputs, mask, final)
                 weights = self._weights(acts)
                 if optimizer is None:
@@ -197,7 +201,7 @@ class TunedLens:
             with safe_open(str(path), framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise InterpError(
                 f"{path} cannot be read ({error}); expected what TunedLens.save wrote"
             ) from error
