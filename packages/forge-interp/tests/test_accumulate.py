@@ -156,13 +156,94 @@ def test_update_rejects_a_batch_that_does_not_fit(batch, message):
         Moments(WIDTHS).update(batch)
 
 
-def test_readout_rejects_nan():
-    blocks = make_blocks()
-    blocks["b"][3, 1] = torch.nan
-    with pytest.raises(InterpError, match="NaN"):
-        Moments.of(blocks).comoment("a", "b")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_update_names_the_block_that_holds_nan_and_adds_nothing(bad):
+    blocks, broken = make_blocks(), make_blocks()
+    broken["b"][3, 1] = bad
+    found = Moments(WIDTHS)
+    with pytest.raises(InterpError, match="b holds 1 values that are NaN or infinite"):
+        found.update(broken)
+    assert not any(tensor.any() for tensor in found.state().values())
+    found.update(blocks)
+    assert_equal_moments(found, blocks)
+
+
+def test_readout_refuses_squares_that_overflow():
+    found = Moments.of({"a": torch.randn(9, 2, dtype=torch.float64) * 1e200})
+    with pytest.raises(InterpError, match="squared norms"):
+        found.comoment("a", "a")
 
 
 def test_merge_rejects_other_blocks():
     with pytest.raises(InterpError, match="cannot merge"):
         Moments(WIDTHS).merge(Moments({"a": 5}))
+
+
+def test_update_takes_a_batch_without_rows():
+    blocks = make_blocks()
+    found = Moments(WIDTHS)
+    for rows in (slice(0), slice(None), slice(0)):
+        found.update({name: x[rows] for name, x in blocks.items()})
+    assert_equal_moments(found, blocks)
+
+
+def test_moments_of_too_few_samples_cannot_be_read():
+    found = Moments({"a": 2})
+    with pytest.raises(InterpError, match="0 samples"):
+        found.mean("a")
+    found.update({"a": np.ones((1, 2))})
+    assert found.mean("a").tolist() == [1, 1]
+    for read in (found.power, lambda name: found.comoment(name, name)):
+        with pytest.raises(InterpError, match="1 samples were given; expected at least 2"):
+            read("a")
+
+
+def test_power_is_the_trace_and_zero_for_a_constant_block_however_batched():
+    blocks = make_blocks()
+    found = Moments.of(blocks)
+    for name in blocks:
+        assert found.power(name) == pytest.approx(found.comoment(name, name).trace().item(), rel=1e-12)
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        n, constant = int(random.integers(5, 300)), random.normal(size=3) * 10 ** random.uniform(-3, 6)
+        first, second = (Moments({"c": 3, "x": 2}) for _ in range(2))
+        for part in np.array_split(np.arange(n), int(random.integers(1, 6))):
+            batch = {"c": np.tile(constant, (len(part), 1)), "x": random.normal(size=(len(part), 2))}
+            (first if len(part) % 2 else second).update(batch)
+        assert first.merge(second).power("c") == 0
+        assert first.power("x") > 0
+        first.update({"c": np.tile(constant * (1 + 1e-9), (n, 1)), "x": random.normal(size=(n, 2))})
+        assert first.power("c") > 0
+
+
+def test_what_was_read_does_not_change_with_a_later_update():
+    blocks = make_blocks()
+    found = Moments.of(blocks)
+    comoment, mean = found.comoment("a", "b"), found.mean("a")
+    before = comoment.clone(), mean.clone()
+    found.update({name: 3 * x + 1 for name, x in blocks.items()})
+    assert torch.equal(comoment, before[0]) and torch.equal(mean, before[1])
+
+
+def test_moments_of_blocks_of_different_dtypes_equal_those_of_their_values():
+    blocks = {"a": torch.randn(20, 5).bfloat16(), "b": np.arange(60).reshape(20, 3), "c": torch.randn(20, 4)}
+    expected = Moments.of({name: torch.as_tensor(x).double() for name, x in blocks.items()})
+    found = Moments.of(blocks)
+    for name, tensor in expected.state().items():
+        assert torch.equal(found.state()[name], tensor)
+
+
+def test_moments_refuse_bad_blocks_and_states():
+    with pytest.raises(InterpError, match="widths are {}"):
+        Moments.of({})
+    with pytest.raises(InterpError, match="widths are {'a': 0}"):
+        Moments({"a": 0})
+    with pytest.raises(InterpError, match=r"between names \['d'\]"):
+        Moments(WIDTHS, between=(["a"], ["d"]))
+    state = Moments(WIDTHS).state()
+    other = Moments.of({"a": torch.randn(9, 5)})
+    with pytest.raises(InterpError, match=r"state 'centre' has \(12,\); expected shape \(5,\)"):
+        other.load_state(state)
+    assert other.count == 9
+    with pytest.raises(InterpError, match="state 'count' has nothing"):
+        Moments(WIDTHS).load_state({})

@@ -127,3 +127,47 @@ def test_measures_refuse_bad_options_and_constant_layers():
         procrustes(moments)
     with pytest.raises(InterpError, match="form is 'cosine'"):
         procrustes(moments, form="cosine")
+
+
+@pytest.mark.parametrize("constant", [1.0, 0.1, 1e6 + 0.1])
+def test_measures_refuse_a_layer_that_is_constant_up_to_rounding(constant):
+    layers = {"x": torch.randn(101, 3), "c": torch.full((101, 2), constant, dtype=torch.float64)}
+    for measure in (mean_cca, svcca, pwcca, procrustes):
+        with pytest.raises(InterpError, match="never varies"):
+            measure(Moments.of(layers))
+
+
+def test_procrustes_of_a_layer_with_itself_leaves_no_range_by_rounding():
+    for seed in range(20):
+        moments = Moments.of(make_layers(30 + seed, seed))
+        assert procrustes(moments).values.max() <= 1
+        assert procrustes(moments, form="distance").values.min() >= 0
+        assert procrustes(moments, form="angle").values.diagonal().max() < 1e-6
+
+
+def test_mean_cca_is_one_by_construction_when_features_are_as_many_as_samples_less_one():
+    layers = make_layers(7)
+    assert mean_cca(Moments.of(layers)).values[0, 1] == pytest.approx(1, abs=1e-8)
+    assert mean_cca(Moments.of(layers), ridge=0.1).values[0, 1] < 0.95
+
+
+def test_canonical_correlations_with_a_ridge_equal_the_penalized_form():
+    layers, ridge = make_layers(), 0.03
+    x, y = (a - a.mean(0) for a in layers.values())
+
+    def root(a: torch.Tensor) -> torch.Tensor:
+        gram = a.T @ a
+        penalty = ridge * torch.linalg.eigvalsh(gram)[-1]
+        return torch.linalg.cholesky(torch.linalg.inv(gram + penalty * torch.eye(len(gram))))
+
+    expected = torch.linalg.svdvals(root(x).T @ x.T @ y @ root(y))
+    found = canonical_correlations(Moments.of(layers), "x", "y", ridge=ridge)
+    np.testing.assert_allclose(found, expected, atol=1e-10)
+
+
+def test_measures_do_not_change_with_a_large_mean():
+    layers = make_layers()
+    moved = {name: x + 1e5 for name, x in layers.items()}
+    for measure in (mean_cca, svcca, pwcca, procrustes):
+        before, after = (measure(Moments.of(each)).values for each in (layers, moved))
+        np.testing.assert_allclose(after, before, atol=1e-7)

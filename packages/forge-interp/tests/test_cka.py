@@ -119,3 +119,74 @@ def test_minibatch_cka_refuses_small_batches_and_missing_layers():
         found.update({"x": torch.randn(8, 2)})
     with pytest.raises(InterpError, match="at least 4"):
         found.update({"x": torch.randn(3, 2), "y": torch.randn(3, 2)})
+
+
+@pytest.mark.parametrize("constant", [0.1, 1e6 + 0.1])
+def test_cka_is_nan_for_a_layer_that_is_constant_up_to_rounding(constant):
+    layers = {"x": torch.randn(101, 3, dtype=torch.float64), "c": torch.full((101, 2), constant).double()}
+    batches = MinibatchCKA(layers)
+    batches.update(layers)
+    moments = Moments.of(layers)
+    found = [linear_cka(moments).values, linear_cka(moments, debiased=False).values, batches.result().values]
+    for values in found:
+        assert values[0, 0] == pytest.approx(1, abs=1e-12)
+        assert np.isnan(values[1]).all() and np.isnan(values[:, 1]).all()
+
+
+@pytest.mark.parametrize("n", [5, 33])
+def test_debiased_cka_is_nan_where_all_samples_are_equally_far_apart(n):
+    layers = {"x": 1.7 * torch.eye(n, dtype=torch.float64), "y": torch.randn(n, 3, dtype=torch.float64)}
+    batches = MinibatchCKA(layers)
+    batches.update(layers)
+    for values in (linear_cka(Moments.of(layers)).values, batches.result().values):
+        assert np.isnan(values[0]).all() and values[1, 1] == pytest.approx(1, abs=1e-12)
+
+
+def test_cka_equals_gram_form_at_four_samples_and_with_more_features_than_samples():
+    for n, debiased in ((4, True), (2, False), (9, True)):
+        layers = make_layers(n)
+        found = linear_cka(Moments.of(layers), debiased=debiased).values
+        expected = [[gram_cka(x, y, debiased) for y in layers.values()] for x in layers.values()]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
+
+
+def test_cka_equals_gram_form_for_activations_with_huge_means_and_one_outlier_feature():
+    layers = make_layers(200)
+    layers["x"][:, 2] *= 300
+    moved = {name: x + 1e4 for name, x in layers.items()}
+    for debiased in (False, True):
+        found = linear_cka(Moments.of(moved), debiased=debiased).values
+        expected = [[gram_cka(x, y, debiased) for y in layers.values()] for x in layers.values()]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-8)
+
+
+def test_minibatch_cka_does_not_change_with_a_large_mean():
+    layers = make_layers()
+    found, moved = MinibatchCKA(layers), MinibatchCKA(layers)
+    found.update(layers)
+    moved.update({name: x + 1e6 for name, x in layers.items()})
+    np.testing.assert_allclose(moved.result().values, found.result().values, atol=1e-8)
+
+
+def test_minibatch_cka_state_round_trips_and_refuses_another_shape():
+    layers = make_layers()
+    found = MinibatchCKA(layers)
+    found.update(layers)
+    saved = {name: tensor.clone() for name, tensor in found.state().items()}
+    loaded = MinibatchCKA(layers).load_state(saved)
+    np.testing.assert_array_equal(loaded.result().values, found.result().values)
+    with pytest.raises(InterpError, match=r"'hsic' has \(3, 3\); expected shape \(2, 2\)"):
+        MinibatchCKA(["x", "y"]).load_state(saved)
+    with pytest.raises(InterpError, match="has nothing"):
+        MinibatchCKA(["x", "y"]).load_state({})
+
+
+def test_minibatch_cka_refuses_nan_other_layers_and_an_empty_result():
+    found = MinibatchCKA(["x"])
+    with pytest.raises(InterpError, match="expected update"):
+        found.result()
+    with pytest.raises(InterpError, match="x holds 1 values"):
+        found.update({"x": np.where(np.arange(10) == 3, np.inf, np.arange(10.0))})
+    assert not found.state()["hsic"].any()
+    with pytest.raises(InterpError, match="cannot merge"):
+        found.merge(MinibatchCKA(["y"]))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from forge_interp.analysis.arrays import ROUNDING, Array, as_matrix, check_finite, same_rows
+from forge_interp.analysis.arrays import ROUNDING, Array, as_matrix, check_finite, copy_state, same_rows
 from forge_interp.errors import InterpError
 
 _CHUNK_ELEMENTS = 2**20  # float64 numbers converted at a time: 8 MiB
@@ -160,11 +160,7 @@ class Moments:
 
     def load_state(self, state: Mapping[str, Tensor]) -> "Moments":
         """Copy a state of the same widths and pairs into this one, and return this one."""
-        for name, tensor in self.state().items():
-            if name not in state or state[name].shape != tensor.shape:
-                given = tuple(state[name].shape) if name in state else "nothing"
-                raise InterpError(f"state {name!r} has {given}; expected shape {tuple(tensor.shape)}")
-            tensor.copy_(state[name])
+        copy_state(state, self.state())
         return self
 
     @property

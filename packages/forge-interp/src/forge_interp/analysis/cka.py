@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.arrays import ROUNDING, Array, as_matrix, centre, check_finite, same_rows
+from forge_interp.analysis.arrays import ROUNDING, Array, as_matrix, centre, check_finite, copy_state, same_rows
 from forge_interp.errors import InterpError
 
 
@@ -158,10 +158,7 @@ class MinibatchCKA:
 
     def load_state(self, state: Mapping[str, Tensor]) -> "MinibatchCKA":
         """Copy a state of the same layers into this one, and return this one."""
-        given = tuple(state["hsic"].shape) if "hsic" in state else "nothing"
-        if given != tuple(self._sums.shape):
-            raise InterpError(f"state 'hsic' has {given}; expected shape {tuple(self._sums.shape)}")
-        self._sums.copy_(state["hsic"])
+        copy_state(state, self.state())
         return self
 
     def result(self) -> LayerSimilarity:

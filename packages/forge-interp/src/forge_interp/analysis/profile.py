@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.arrays import Array, as_matrix, check_finite
+from forge_interp.analysis.arrays import Array, as_matrix, check_finite, copy_state
 from forge_interp.errors import InterpError
 
 
@@ -165,11 +165,7 @@ class Profile:
 
     def load_state(self, state: Mapping[str, Tensor]) -> "Profile":
         """Copy a state of the same widths and threshold into this one, and return this one."""
-        for name, tensor in self.state().items():
-            if name not in state or state[name].shape != tensor.shape:
-                given = tuple(state[name].shape) if name in state else "nothing"
-                raise InterpError(f"state {name!r} has {given}; expected shape {tuple(tensor.shape)}")
-            tensor.copy_(state[name])
+        copy_state(state, self.state())
         return self
 
     def result(self, name: str) -> NormProfile:
