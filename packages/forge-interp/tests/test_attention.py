@@ -171,6 +171,31 @@ def test_pattern_of_a_query_that_sees_nothing_is_zero_and_not_checked():
         call.check()
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 5, 0), (2, 4, 0, 5), (0, 4, 5, 5)], ids=str)
+def test_read_and_check_accept_that_there_is_nothing(shape):
+    query, key, value = random_qkv(shape)
+    call = AttentionCall.of((query, key, value), {}, F.scaled_dot_product_attention(query, key, value))
+    call.check()
+    for name in ("raw", "scores", "pattern"):
+        assert call.read(name, BUDGET).shape == shape
+
+
+def test_read_and_check_accept_tensors_without_values():
+    query, key, value = (x.to("meta") for x in random_qkv((2, 4, 5, 6)))
+    call = AttentionCall.of((query, key, value), {}, F.scaled_dot_product_attention(query, key, value))
+    call.check()
+    assert call.read("pattern", BUDGET).is_meta and call.read("pattern", BUDGET).shape == (2, 4, 5, 6)
+    for name in ("entropy", "sink", "previous"):
+        assert call.read(name, 0).shape == (2, 4, 5)
+
+
+def test_check_says_so_when_numbers_are_not_finite():
+    query, key, value = random_qkv()
+    key[0, 0, 0, 0] = torch.nan
+    with pytest.raises(InterpError, match="not finite take part"):
+        call_sdpa(query, key, value).check()
+
+
 @pytest.mark.parametrize("change", [1e-3, torch.nan, torch.inf])
 def test_check_fails_when_one_number_of_the_output_was_tampered_with(change):
     call = call_sdpa(*random_qkv((3, 4, 40, 40)), is_causal=True)

@@ -124,7 +124,7 @@ def test_attention_statistics_align_is_causal_at_the_first_key(shape):
         torch.testing.assert_close(found[name], by_loops(call, visible, name, tokens), equal_nan=True)
 
 
-@pytest.mark.parametrize("minus", [-torch.inf, torch.finfo(torch.float64).min])
+@pytest.mark.parametrize("minus", [-torch.inf, torch.finfo(torch.float64).min, -1e9, -1e4])
 def test_attention_statistics_take_an_added_mask_like_the_bool_one(minus):
     mask, tokens = left_padded([0, 4], 12, 12), random_tokens(2, 12)
     added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, minus)
@@ -145,6 +145,12 @@ def test_attention_statistics_of_a_padded_sequence_are_those_of_the_sequence_alo
     for name, expected in attention_statistics(alone, NAMES, tokens).items():
         assert found[name][..., :pads].isnan().all()
         torch.testing.assert_close(found[name][..., pads:], expected, equal_nan=True)
+
+
+def test_attention_statistics_without_any_key_are_not_defined():
+    call, tokens = random_call((2, 4, 3, 0)), torch.zeros(2, 0, dtype=torch.long)
+    for name, found in attention_statistics(call, NAMES, tokens).items():
+        assert found.shape == (2, 4, 3) and found.isnan().all(), name
 
 
 def test_lag_mass_is_the_induction_score_of_a_repeated_random_sequence():

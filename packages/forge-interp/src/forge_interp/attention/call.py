@@ -8,6 +8,7 @@ as B = 1, and its values lose that dimension again.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,14 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from forge_interp.attention.placement import is_dtensor, local_parts, placed_like
 from forge_interp.attention.statistics import STATISTICS, Tile, attention_statistics, part
 from forge_interp.errors import InterpError
 
 TENSORS = ("q", "k", "v", "z")
 DENSE = ("raw", "scores", "pattern")
 TILE_BYTES = 8 * 2**20
+HIDES = -1e4
+"""What an added mask holds at most where it hides a key: exp(-1e4) is 0 in every dtype."""
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
@@ -77,8 +80,9 @@ class AttentionCall:
                 f"attention was called with queries {list(query.shape)}; expected 3 or 4 dimensions"
             )
         is_causal, scale = bool(given["is_causal"]), given["scale"]
-        if isinstance(mask, CausalBias):
-            is_causal, mask = mask.variant == CausalVariant.UPPER_LEFT, _causal_mask(mask, query.device)
+        biases = sys.modules.get("torch.nn.attention.bias")
+        if biases is not None and isinstance(mask, biases.CausalBias):
+            is_causal, mask = _causal_bias(mask, query.device)
         return cls(
             query=query,
             key=key,
@@ -116,13 +120,26 @@ class AttentionCall:
         """
         if name in TENSORS:
             return {"q": self.query, "k": self.key, "v": self.value, "z": self.output}[name]
+        call = self.local()
         with torch.no_grad():
             if name in DENSE:
-                self._check_budget(name, max_bytes)
-                value = self._dense(name)
+                call._check_budget(name, max_bytes)
+                value = call._dense(name)
             else:
-                value = attention_statistics(self, [name])[name]
-        return value if self.query.dim() == 4 else value.squeeze(0)
+                value = attention_statistics(call, [name])[name]
+        value = value if self.query.dim() == 4 else value.squeeze(0)
+        return value if call is self else placed_like(value, self.query)
+
+    def local(self) -> AttentionCall:
+        """The sequences and heads of this rank where the call was given DTensors, else the call itself.
+
+        Raises:
+            InterpError: queries, keys or values of a sequence or a head are spread over ranks.
+        """
+        if not is_dtensor(self.query):
+            return self
+        tensors = {"query": self.query, "key": self.key, "value": self.value, "output": self.output}
+        return replace(self, **local_parts(tensors, self.mask))
 
     def run(self, attention: Callable[..., Tensor]) -> Tensor:
         """[B, N, T, H'] what a function like `F.scaled_dot_product_attention` makes of these arguments."""
@@ -147,7 +164,8 @@ class AttentionCall:
         Raises:
             InterpError: dropout.
         """
-        value = change(self._whole(name) if self.query.dim() == 4 else self._whole(name).squeeze(0))
+        whole = self.local()._whole(name)
+        value = change(whole if self.query.dim() == 4 else whole.squeeze(0))
         later = DENSE[DENSE.index(name) + 1 :]
         kept = {key: edit for key, edit in self.edits.items() if key not in later}
         call = replace(self, edits={**kept, name: _four(value)})
@@ -194,13 +212,15 @@ class AttentionCall:
     def hidden(self, rows: slice, queries: slice) -> Tensor:
         """[b or 1, N or 1, t, S] bool: what mask and causality hide.
 
-        A key counts as hidden where a bool mask is False, and where an added mask is below half of the most
-        negative number of its dtype, which models write for -inf.
+        A key counts as hidden where a bool mask is False, and where an added mask is at most `HIDES`: models
+        write -inf, the most negative number of the dtype, -1e9 or -1e4.
         """
         return self._masks(rows, queries)[2]
 
     def check(self, tolerance: float | None = None) -> None:
         """Compare softmax(scores) V with the output; both are streamed. Queries that see no key are left out.
+
+        Tensors without values, on the meta device, agree.
 
         The error of a head at a query may reach (tolerance + 16 eps max |score|) times the largest of
         sum_s pattern_s |V_s| over H': the error that rounding of V, weights and scores can make.
@@ -212,13 +232,15 @@ class AttentionCall:
         Raises:
             InterpError: they differ, so that scores and pattern are not what the model used; or dropout.
         """
-        eps = _product_eps(self.query)
+        eps, call = _product_eps(self.query), self.local()
         if tolerance is None:
             tolerance = max(TOLERANCES.get(self.output.dtype, 2e-2), 4 * eps)
         ratio = worst = torch.zeros((), dtype=self.dtype, device=self.query.device)
         with torch.no_grad():
-            for tile in self.tiles():
-                error, scale, size = self._compare(tile)
+            for tile in call.tiles():
+                if self.query.is_meta or call.key.shape[-2] == 0:
+                    return
+                error, scale, size = call._compare(tile)
                 allowed = (tolerance + 16 * eps * size) * scale + torch.finfo(self.output.dtype).tiny
                 ratio = torch.maximum(ratio, (error / allowed).nan_to_num(torch.inf).max())
                 worst = torch.maximum(worst, error.max())
@@ -226,7 +248,7 @@ class AttentionCall:
             raise InterpError(
                 "softmax(scores) V differs from the output of F.scaled_dot_product_attention by "
                 f"{worst.item():.3g}, {ratio.item():.3g} times what {self.output.dtype} explains; "
-                "expected equality: something else takes part in this attention, so its scores and pattern "
+                f"expected equality: {_why(worst)}, so its scores and pattern "
                 "cannot be known; capture attn.q, attn.k, attn.v or attn.z"
             )
 
@@ -257,7 +279,7 @@ class AttentionCall:
                 hidden = blocked
             else:
                 mask = mask if self.query.dtype == self.output.dtype else mask.to(self.output.dtype)
-                low = mask <= torch.finfo(mask.dtype).min / 2
+                low = mask <= HIDES
                 bias, hidden = mask.to(self.dtype), low if blocked is None else blocked | low
         if hidden is None:
             hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.query.device)
@@ -300,16 +322,26 @@ def _bind(
     return dict(locals())
 
 
-def _causal_mask(bias: CausalBias, device: torch.device) -> Tensor | None:
-    """[T, S] bool for a lower-right bias, which `is_causal` cannot express."""
-    if bias.variant == CausalVariant.UPPER_LEFT:
-        return None
+def _causal_bias(bias: Any, device: torch.device) -> tuple[bool, Tensor | None]:
+    """`is_causal` and [T, S] bool for what it cannot express, of a `torch.nn.attention.bias.CausalBias`.
+
+    To import its module would load the compiler; who has made one has done so.
+    """
+    if bias.variant.name == "UPPER_LEFT":
+        return True, None
     shape = (bias.seq_len_q, bias.seq_len_kv)
-    return torch.ones(shape, dtype=torch.bool, device=device).tril(shape[1] - shape[0])
+    return False, torch.ones(shape, dtype=torch.bool, device=device).tril(shape[1] - shape[0])
 
 
 def _four(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
+
+
+def _why(error: Tensor) -> str:
+    """What keeps softmax(scores) V from being the output."""
+    if not bool(error.isfinite()):
+        return "numbers that are not finite take part in this attention"
+    return "something else takes part in this attention"
 
 
 def _raw_maker(query: Tensor, keys: Tensor, scale: float) -> Callable[[], Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class Tile:
         """[b, N, t, S] softmax of the scores over keys; a row of zeros where all scores are -inf."""
         if "pattern" in self._edits:
             return self._edits["pattern"]
-        empty = self.scores.detach().amax(-1, keepdim=True) == -torch.inf
+        empty = (self.scores.detach() == -torch.inf).all(-1, keepdim=True)
         return self.scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
 
 
@@ -119,13 +119,14 @@ def attention_statistics(
 
     Source: sink: Xiao et al. 2023, arXiv:2309.17453; induction: Olsson et al. 2022, arXiv:2209.11895.
     """
-    batch, heads, queries, _ = call.grid
+    call = call.local()
+    batch, heads, queries, keys = call.grid
     places = {name: _places(call, name, tokens) for name in names if name != "entropy"}
-    empty = torch.empty(batch, heads, queries, dtype=call.dtype, device=call.query.device)
-    found = {name: torch.empty_like(empty) for name in names}
+    shape, like = (batch, heads, queries), {"dtype": call.dtype, "device": call.query.device}
+    found = {name: torch.full(shape, torch.nan, **like) for name in names}
     with torch.no_grad():
         for tile in call.tiles():
-            for name in names:
+            for name in names if keys else ():
                 value = _entropy(tile) if name == "entropy" else _weight(tile, places[name](tile), name)
                 found[name][tile.batch, :, tile.queries] = value
     return found
@@ -154,7 +155,7 @@ def lag_mass(call: AttentionCall, lag: int) -> Tensor:
 
 
 class AttentionSummary:
-    """Means over queries and sequences of the statistics of each head, in one pass, mergeable.
+    """Means over queries and sequences of the statistics of each head, in one pass, mergeable over ranks.
 
     Args:
         names: as in `attention_statistics`.
@@ -205,6 +206,29 @@ class AttentionSummary:
             raise InterpError(f"cannot merge statistics {other.names} into {self.names}; expected the same")
         for site, sums in other._sums.items():
             self._add(site, sums)
+        return self
+
+    def all_reduce(self, group: Any = None) -> AttentionSummary:
+        """Replace what this rank has seen by what all ranks have, in place, and return this one. Collective.
+
+        Ranks may have seen different sites; the order is that of the first rank that saw each.
+
+        Args:
+            group: process group; default all ranks.
+
+        Raises:
+            InterpError: a rank has other statistics, or a site with another number of heads.
+        """
+        own = {site: sums.cpu() for site, sums in self._sums.items()}
+        everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(everyone, (self.names, own), group=group)
+        total = AttentionSummary(self.names)
+        for names, sums in everyone:
+            other = AttentionSummary(names)
+            other._sums = sums
+            total.merge(other)
+        devices = {site: sums.device for site, sums in self._sums.items()}
+        self._sums = {site: sums.to(devices.get(site, "cpu")) for site, sums in total._sums.items()}
         return self
 
     def counts(self, name: str) -> Tensor:

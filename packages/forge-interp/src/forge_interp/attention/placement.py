@@ -1,0 +1,65 @@
+"""Which sequences and heads of an attention call does this rank hold, where it was given DTensors?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_interp.errors import InterpError
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether it is a DTensor; imports nothing that is not imported yet."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def local_parts(tensors: Mapping[str, Any], mask: Any) -> dict[str, Any]:
+    """This rank's part of the tensors of a call by name, and of its mask.
+
+    Args:
+        tensors: query, key, value and output, DTensors [B, N, T, H] or [N, T, H].
+        mask: broadcastable to [B, N, T, S], or None.
+
+    Raises:
+        InterpError: they are not placed alike, or tokens or head dims are spread over ranks.
+    """
+    query = tensors["query"]
+    if not all(is_dtensor(x) and x.placements == query.placements for x in tensors.values()) or any(
+        p.is_partial() or (p.is_shard() and p.dim >= query.dim() - 2) for p in query.placements
+    ):
+        placed = ", ".join(f"{name} {getattr(x, 'placements', 'whole')}" for name, x in tensors.items())
+        raise InterpError(
+            f"attention was called with DTensors: {placed}; expected all placed alike, split by sequences "
+            "and heads at most: capture attn.q, attn.k, attn.v or attn.z, which are gathered"
+        )
+    parts = {name: x.to_local() for name, x in tensors.items()}
+    return parts | {"mask": _local_mask(mask, query) if is_dtensor(mask) else mask}
+
+
+def _local_mask(mask: Any, query: Any) -> Tensor:
+    from torch.distributed.tensor import Replicate, Shard
+
+    missing = query.dim() - mask.dim()
+    return mask.redistribute(
+        placements=[
+            Shard(p.dim - missing)
+            if p.is_shard() and p.dim >= missing and mask.shape[p.dim - missing] > 1
+            else Replicate()
+            for p in query.placements
+        ]
+    ).to_local()
+
+
+def placed_like(value: Tensor, query: Any) -> Tensor:
+    """This rank's [B, N, T] or [B, N, T, S] as the DTensor whose sequences and heads are split as q's are."""
+    rows = query.dim() - 1
+    shape = (*query.shape[:rows], *value.shape[rows:])
+    stride = torch.empty(shape, device="meta").stride()
+    return type(query).from_local(
+        value, query.device_mesh, query.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
