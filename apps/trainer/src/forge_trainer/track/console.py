@@ -39,6 +39,8 @@ class Console:
         if "eval/loss" in record:
             self._console.print(f"step {step:>6}  validation loss {record['eval/loss']:.4f} nats a token")
             return
+        if "loss" not in record:  # what a hook measured, for the other trackers
+            return
         numbers = (
             f"loss {record['loss']:.4f}  |g| {record['grad_norm']:.2f}  lr {record['lr']:.2e}  "
             f"{record['tokens_per_s']:,.0f} tokens/s"
