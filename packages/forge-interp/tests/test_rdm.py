@@ -97,3 +97,82 @@ def test_rdm_and_crossnobis_refuse_what_they_cannot_do():
         crossnobis(responses, conditions, np.zeros(40))
     with pytest.raises(InterpError, match="lack measurements"):
         crossnobis(responses, conditions, conditions)
+
+
+@pytest.mark.parametrize("constant", [1.0, 0.1, 1e6 + 0.1])
+def test_rdm_refuses_a_row_that_is_constant_up_to_rounding(constant):
+    rows = np.where(np.arange(9)[:, None] == 2, constant, RESPONSES)
+    with pytest.raises(InterpError, match="row 2 has no variance"):
+        compute_rdm(rows)
+    assert np.isfinite(compute_rdm(rows, metric="cosine")).all()
+    with pytest.raises(InterpError, match="row 2 has no variance"):
+        compute_rdm(np.where(np.arange(9)[:, None] == 2, 0.0, RESPONSES), metric="cosine")
+
+
+def test_rdm_of_equal_rows_leaves_no_range_by_rounding():
+    rows = np.concatenate([RESPONSES, RESPONSES, -RESPONSES])
+    for metric, largest in (("correlation", 2), ("cosine", 2), ("euclidean", np.inf)):
+        found = square(compute_rdm(rows, metric=metric))
+        assert found.min() >= 0 and found.max() <= largest
+        np.testing.assert_allclose(np.diag(found, 9)[:9], 0, atol=1e-15)
+
+
+@pytest.mark.parametrize("metric", ["correlation", "euclidean", "mahalanobis"])
+def test_rdm_keeps_its_digits_far_from_zero(metric):
+    precision = PRECISION if metric == "mahalanobis" else None
+    found = compute_rdm(RESPONSES + 1e6, metric=metric, precision=precision)
+    np.testing.assert_allclose(found, compute_rdm(RESPONSES, metric=metric, precision=precision), rtol=1e-7)
+
+
+def test_crossnobis_keeps_its_digits_far_from_zero():
+    responses, conditions, folds = make_runs()
+    found = crossnobis(responses + 1e6, conditions, folds)
+    np.testing.assert_allclose(found, crossnobis(responses, conditions, folds), atol=1e-8)
+
+
+def test_crossnobis_equals_the_definition_where_conditions_are_uneven():
+    responses, conditions, folds = make_runs()
+    keep = np.arange(40) != 7
+    x, c, f = responses[keep], conditions[keep], folds[keep]
+    expected = []
+    for a in range(5):
+        for b in range(a + 1, 5):
+            parts = [
+                (x[(c == a) & (f == k)].mean(0) - x[(c == b) & (f == k)].mean(0))
+                @ PRECISION
+                @ (x[(c == a) & (f != k)].mean(0) - x[(c == b) & (f != k)].mean(0))
+                for k in range(4)
+            ]
+            expected.append(np.mean(parts) / 20)
+    np.testing.assert_allclose(crossnobis(x, c, f, precision=PRECISION), expected, rtol=1e-10)
+
+
+def test_noise_precision_scales_with_the_degrees_of_freedom():
+    x = np.random.default_rng(0).normal(size=(25, 6))
+    np.testing.assert_allclose(noise_precision(x, dof=12), noise_precision(x) * 12 / 24, rtol=1e-12)
+    with pytest.raises(InterpError, match="dof is 0"):
+        noise_precision(x, dof=0)
+
+
+def test_noise_precision_exists_with_more_channels_than_measurements_or_one():
+    x = np.random.default_rng(0).normal(size=(10, 50))
+    values = np.linalg.eigvalsh(noise_precision(x))
+    assert 0 < values[0] < values[-1] < 1000
+    np.testing.assert_allclose(noise_precision(x[:, :1]), 1 / x[:, :1].var(ddof=1))
+
+
+def test_rdm_and_noise_refuse_bad_values_and_shapes():
+    for channel in (0.1, 3.0):
+        with pytest.raises(InterpError, match="channel 1 never varies"):
+            noise_precision(np.where(np.arange(20) == 1, channel, RESPONSES))
+    with pytest.raises(InterpError, match="responses holds 1 values"):
+        compute_rdm(np.where(np.arange(180).reshape(9, 20) == 4, np.nan, RESPONSES))
+    with pytest.raises(InterpError, match="2 rows; expected at least 3"):
+        compute_rdm(RESPONSES[:2])
+    with pytest.raises(InterpError, match=r"precision has shape \(3, 3\); expected \(20, 20\)"):
+        compute_rdm(RESPONSES, metric="mahalanobis", precision=np.eye(3))
+    with pytest.raises(InterpError, match="'chebyshev' with no precision"):
+        compute_rdm(RESPONSES, metric="chebyshev")
+    responses, conditions, folds = make_runs()
+    with pytest.raises(InterpError, match="expected one per row"):
+        crossnobis(responses, conditions[:-1], folds)

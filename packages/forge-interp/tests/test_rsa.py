@@ -123,3 +123,82 @@ def test_rsa_refuses_what_it_cannot_do():
         bootstrap_rsa(MODELS, SUBJECTS, method="whitened_cosine")
     with pytest.raises(InterpError, match="over is 'all'"):
         bootstrap_rsa(MODELS, SUBJECTS, over="all")
+
+
+@pytest.mark.parametrize("method", list(TOOLBOX_NAMES))
+def test_rsa_refuses_nan_whatever_the_method(method):
+    broken = np.where(np.arange(36) == 5, np.nan, SUBJECTS)
+    for call in (
+        lambda: compare_rdms(MODELS, broken, method=method),
+        lambda: noise_ceiling(broken, method=method),
+        lambda: bootstrap_rsa(MODELS, broken, method=method, over="subjects"),
+    ):
+        with pytest.raises(InterpError, match="an RDM holds 4 values"):
+            call()
+
+
+@pytest.mark.parametrize("method", ["pearson", "spearman", "kendall", "whitened_pearson"])
+def test_comparison_with_a_constant_rdm_is_nan(method):
+    for constant in (0.0, 0.1, 3.3):
+        assert np.isnan(compare_rdms(np.full(36, constant), SUBJECTS, method=method)).all()
+        assert np.isnan(compare_rdms(np.full(36, constant), np.full(36, 0.3), method=method)).all()
+
+
+@pytest.mark.parametrize("method", list(TOOLBOX_NAMES))
+@pytest.mark.parametrize("factor", [1e-20, 1e20])
+def test_comparison_does_not_change_with_the_units_of_an_rdm(method, factor):
+    expected = compare_rdms(MODELS, SUBJECTS, method=method)
+    np.testing.assert_allclose(compare_rdms(factor * MODELS, SUBJECTS, method=method), expected, rtol=1e-10)
+    found = noise_ceiling(factor * SUBJECTS, method=method)
+    np.testing.assert_allclose(found, noise_ceiling(SUBJECTS, method=method), rtol=1e-10)
+
+
+def test_whitened_pearson_equals_the_inverse_covariance_form_of_centred_rdms():
+    contrasts = np.zeros((36, 9))
+    rows, columns = np.triu_indices(9, 1)
+    contrasts[np.arange(36), rows], contrasts[np.arange(36), columns] = 1, -1
+    inverse = np.linalg.inv((contrasts @ contrasts.T) ** 2)
+    a, b = MODELS[0] - MODELS[0].mean(), SUBJECTS[0] - SUBJECTS[0].mean()
+    expected = a @ inverse @ b / np.sqrt(a @ inverse @ a * (b @ inverse @ b))
+    found = compare_rdms(MODELS[0], SUBJECTS[0], method="whitened_pearson").item()
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("method", ["pearson", "spearman", "kendall"])
+def test_bootstrap_is_nan_for_draws_of_fewer_than_three_conditions_only(method):
+    model, data = MODELS[:1, :6], SUBJECTS[:2, :6]
+    found = bootstrap_rsa(model, data, method=method, num_samples=300, over="conditions")
+    random = np.random.default_rng(0)
+    few = np.array([len(np.unique(random.integers(4, size=4))) < 3 for _ in range(300)])
+    assert few.any()
+    np.testing.assert_array_equal(np.isnan(found[:, 0]), few)
+
+
+@pytest.mark.parametrize(("shared", "times"), [(True, 1.0), (False, 3.0)])
+def test_bootstrap_over_conditions_scatters_as_new_conditions_and_counts_what_pairs_add_thrice(shared, times):
+    # Entries are the sum of what both conditions add (alike in both systems), or noise of single pairs.
+    random, (rows, columns) = np.random.default_rng(0), np.triu_indices(40, 1)
+
+    def draw() -> np.ndarray:
+        own = random.normal(size=(1, 40)) + 0.8 * random.normal(size=(2, 40))
+        return own[:, rows] + own[:, columns] if shared else random.normal(size=(2, 780))
+
+    sets = [draw() for _ in range(300)]
+    truth = np.var([compare_rdms(a, b, method="pearson") for a, b in sets])
+    found = [
+        bootstrap_rsa(a, b, method="pearson", num_samples=100, over="conditions").var() for a, b in sets[:40]
+    ]
+    assert np.mean(found) / truth == pytest.approx(times, rel=0.25)
+
+
+def test_bootstrap_refuses_what_it_cannot_draw():
+    with pytest.raises(InterpError, match="there is 1 subject"):
+        bootstrap_rsa(MODELS, SUBJECTS[:1])
+    with pytest.raises(InterpError, match="36 and 28"):
+        bootstrap_rsa(MODELS, SUBJECTS[:, :28])
+    with pytest.raises(InterpError, match="method is 'tau'"):
+        bootstrap_rsa(MODELS, SUBJECTS, method="tau")
+    with pytest.raises(InterpError, match="method is 'tau'"):
+        noise_ceiling(SUBJECTS, method="tau")
+    with pytest.raises(InterpError, match="7 entries"):
+        noise_ceiling(SUBJECTS[:, :7])

@@ -63,3 +63,37 @@ def test_mutual_knn_refuses_bad_options():
         mutual_knn(x, x, k=5)
     with pytest.raises(InterpError, match="'dot'"):
         mutual_knn(x, x, k=2, metric="dot")
+
+
+def test_mutual_knn_keeps_its_digits_far_from_zero():
+    x = np.random.default_rng(0).normal(size=(200, 6))
+    assert mutual_knn(x + 1e6, x, metric="euclidean") == 1.0
+    assert mutual_knn(x + 1e6, x + 1e6 + 1e-12, metric="cosine") == 1.0
+
+
+def test_mutual_knn_does_not_count_a_sample_as_its_own_neighbour():
+    # In y the order along a line is reversed around each sample's nearest: without itself, none is shared.
+    x = np.array([[0.0], [1.0], [10.0], [11.0]])
+    y = np.array([[0.0], [10.0], [1.0], [11.0]])
+    assert mutual_knn(x, y, k=1, metric="euclidean") == 0.0
+    assert mutual_knn(x, y, k=3, metric="euclidean") == 1.0
+
+
+def test_mutual_knn_refuses_rows_of_zeros_and_nan():
+    x = np.random.default_rng(0).normal(size=(20, 3))
+    zero, broken = (np.where(np.arange(20)[:, None] == 4, value, x) for value in (0.0, np.nan))
+    with pytest.raises(InterpError, match="row 4 is 0 and has no cosine"):
+        mutual_knn(x, zero, k=3)
+    assert 0 <= mutual_knn(x, zero, k=3, metric="euclidean") <= 1
+    with pytest.raises(InterpError, match="3 values that are NaN"):
+        mutual_knn(broken, x, k=3)
+    with pytest.raises(InterpError, match="rows are"):
+        mutual_knn(x[:-1], x, k=3)
+
+
+def test_compare_layers_refuses_other_samples_and_no_layers():
+    first = layers("a", 0)
+    with pytest.raises(InterpError, match="rows are"):
+        compare_layers(first, {"b": torch.randn(49, 3)})
+    with pytest.raises(InterpError, match="widths are"):
+        compare_layers({})
