@@ -2,6 +2,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from forge_interp.analysis.cka import LayerSimilarity
 from forge_interp.analysis.encoding import EncodingResult
 from forge_interp.analysis.probe import ProbeCurve
@@ -74,3 +75,42 @@ def test_plot_names_the_extra_when_matplotlib_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install 'forge-interp\\[plot\\]'"):
         plot_similarity(SIMILARITY)
+
+
+def test_plot_similarity_takes_limits_and_refuses_values_that_are_all_nan():
+    pytest.importorskip("matplotlib")
+    assert plot_similarity(SIMILARITY, limits=(-1, 1)).axes[0].images[0].get_clim() == (-1, 1)
+    some = LayerSimilarity(np.array([[np.nan, 2.0]]), LAYERS[:1], LAYERS[:2], "CKA")
+    figure = plot_similarity(some)
+    assert figure.axes[0].images[0].get_clim() == (0, 2)
+    assert figure.axes[1].get_ylabel() == "CKA"
+    with pytest.raises(InterpError, match="every CKA is NaN"):
+        plot_similarity(LayerSimilarity(np.full((1, 1), np.nan), LAYERS[:1], LAYERS[:1], "CKA"))
+
+
+def test_plot_attention_of_a_tensor_with_more_keys_than_queries_labels_the_keys_only():
+    pytest.importorskip("matplotlib")
+    axes = plot_attention(torch.full((2, 3), 1 / 3, requires_grad=True), tokens=["a", "b", "c"]).axes[0]
+    assert labels(axes.get_xticklabels()) == ["a", "b", "c"]
+    assert labels(axes.get_yticklabels()) != ["a", "b", "c"]
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.images[0].get_clim()) == ("key", "query", (0, 1))
+
+
+def test_plot_probe_labels_curves_and_dashes_control_tasks():
+    pytest.importorskip("matplotlib")
+    scores = np.arange(6.0).reshape(3, 2)
+    axes = plot_probe({"a": ProbeCurve(LAYERS, scores, scores / 2, "R2")}).axes[0]
+    assert [line.get_label() for line in axes.lines] == ["a", "a, control task"]
+    assert [line.get_linestyle() for line in axes.lines] == ["-", "--"]
+    assert labels(axes.get_xticklabels()) == list(LAYERS)
+    band = axes.collections[0].get_paths()[0].vertices
+    assert band[:, 1].min() == scores[0].mean() - 0.5 and band[:, 1].max() == scores[2].mean() + 0.5
+
+
+def test_plot_encoding_refuses_what_has_no_score():
+    with pytest.raises(InterpError, match="results is empty"):
+        plot_encoding({})
+    r = np.full((2, 3), 0.5)
+    nothing = EncodingResult(r, r, r, r[..., None], ("features",), np.full(3, np.nan))
+    with pytest.raises(InterpError, match=r"\['b'\] have no target with a score"):
+        plot_encoding({"a": encoding(0.2, True), "b": nothing})

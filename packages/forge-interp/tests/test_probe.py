@@ -141,3 +141,127 @@ def test_probe_layers_refuses_bad_requests():
         probe_layers(layers, y[:-1])
     with pytest.raises(InterpError, match="no control task"):
         _ = probe_layers(layers, y, alphas=(1.0,)).selectivity
+
+
+@pytest.mark.parametrize("num_classes", [2, 4])
+def test_logistic_equals_scikit_learn_newton_to_1e_6(num_classes):
+    linear = pytest.importorskip("sklearn.linear_model")
+    x, y = make_classes(num_classes)
+    for alpha in (0.1, 1.0, 10.0):
+        model = linear.LogisticRegression(C=1 / alpha, solver="newton-cg", tol=1e-12, max_iter=5000)
+        expected, found = model.fit(x, y), fit_logistic(x, y, alpha=alpha)
+        np.testing.assert_allclose(found.weights.T, expected.coef_, atol=1e-6)
+        np.testing.assert_allclose(found.logits(x), model.decision_function(x).reshape(200, -1), atol=2e-6)
+
+
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_logistic_does_not_change_with_a_large_mean(num_classes):
+    x, y = make_classes(num_classes)
+    found, moved = fit_logistic(x, y), fit_logistic(x + 1e5, y)
+    torch.testing.assert_close(moved.weights, found.weights, atol=1e-5, rtol=0)
+    np.testing.assert_array_equal(moved.predict(x + 1e5), found.predict(x))
+    torch.testing.assert_close(moved.logits(x + 1e5), found.logits(x), atol=1e-4, rtol=0)
+
+
+def test_logistic_takes_tensors_of_any_dtype():
+    x, y = make_classes(2)
+    found = fit_logistic(torch.as_tensor(x), torch.as_tensor(y).bfloat16())
+    torch.testing.assert_close(found.weights, fit_logistic(x, y).weights)
+    assert found.classes is not None and found.classes.tolist() == [0, 1]
+
+
+def test_logistic_refuses_values_that_are_not_finite():
+    x, y = make_classes(2)
+    bad = np.arange(200) == 7
+    with pytest.raises(InterpError, match="y holds 1 values"):
+        fit_logistic(x, np.where(bad, np.nan, y))
+    with pytest.raises(InterpError, match="x holds 6 values"):
+        fit_logistic(np.where(bad[:, None], np.inf, x), y)
+    with pytest.raises(InterpError, match="rows are"):
+        fit_logistic(x, y[:-1])
+
+
+def test_group_folds_balance_sizes_with_one_giant_group_and_repeat_with_their_seed():
+    groups = np.r_[np.zeros(50, int), np.arange(1, 101)]
+    folds = group_folds(groups, 3, seed=4)
+    assert sorted(len(test) for _, test in folds) == [50, 50, 50]
+    again, other = group_folds(groups, 3, seed=4), group_folds(groups, 3, seed=5)
+    assert all(np.array_equal(a[1], b[1]) for a, b in zip(folds, again, strict=True))
+    assert not all(np.array_equal(a[1], b[1]) for a, b in zip(folds, other, strict=True))
+    with pytest.raises(InterpError, match="num_folds is 1 for"):
+        group_folds(groups, 1)
+
+
+def test_control_task_keeps_the_shape_and_refuses_other_samples():
+    types, y = np.arange(30) % 7, np.random.default_rng(0).normal(size=(30, 2))
+    found = control_task(types, y, seed=1)
+    assert found.shape == y.shape
+    assert all(row.tolist() in y.tolist() for row in found)
+    assert not np.array_equal(found, control_task(types, y, seed=2))
+    with pytest.raises(InterpError, match="types has 29 entries"):
+        control_task(types[:-1], y)
+
+
+def test_selectivity_is_low_for_a_layer_that_only_knows_the_type_and_high_for_one_that_knows_the_property():
+    # One-hot token types let a probe learn any function of the type: real task and control alike.
+    random = np.random.default_rng(0)
+    types = random.integers(20, size=800)
+    y = random.integers(2, size=20)[types]
+    layers = {"types": np.eye(20)[types] + 0.1 * random.normal(size=(800, 20)), "property": None}
+    layers["property"] = random.normal(size=(800, 5))
+    layers["property"][:, 0] += 4 * y
+    found = probe_layers(layers, y, kind="logistic", types=types, alphas=(1.0,))
+    assert found.scores.min() > 0.95
+    assert found.control is not None and found.control[0].mean() > 0.95
+    assert abs(found.selectivity[0]) < 0.03 < 0.3 < found.selectivity[1]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_probe_layers_equals_a_nested_search_with_scikit_learn(grouped):
+    linear = pytest.importorskip("sklearn.linear_model")
+    layers, _, sentences, _ = make_layers(150)
+    random, alphas = np.random.default_rng(1), [0.1, 30.0, 1e4]
+    y = np.stack([layers["late"][:, 1] + random.normal(size=150), random.normal(size=150)], axis=1)
+    found = probe_layers(layers, y, groups=sentences if grouped else None, alphas=alphas, num_folds=3, seed=2)
+    for i, x in enumerate(layers.values()):
+        for fold, (train, test) in enumerate(
+            group_folds(sentences if grouped else np.arange(150), 3, seed=2)
+        ):
+            z = (x - x[train].mean(0)) / x[train].std(0)
+            inner = (
+                group_folds(sentences[train], 3)
+                if grouped
+                else group_folds(np.arange(len(train)), len(train))
+            )
+            errors = np.zeros((3, 2))
+            for fit_on, held in inner:
+                for a, alpha in enumerate(alphas):
+                    fit = linear.Ridge(alpha=alpha).fit(z[train][fit_on], y[train][fit_on])
+                    errors[a] += np.square(fit.predict(z[train][held]) - y[train][held]).sum(0)
+            best = linear.Ridge(alpha=np.array(alphas)[errors.argmin(0)]).fit(z[train], y[train])
+            assert found.scores[i, fold] == pytest.approx(best.score(z[test], y[test]), abs=1e-8)
+
+
+def test_logistic_probe_chooses_its_penalty_without_the_test_fold():
+    layers, y, sentences, _ = make_layers(150)
+    options = {"kind": "logistic", "groups": sentences, "alphas": (0.1, 100.0), "num_folds": 3}
+    found = probe_layers(layers, y, **options)
+    for fold, (_, test) in enumerate(group_folds(sentences, 3)):
+        flipped = y.copy()
+        flipped[test] = 1 - flipped[test]
+        again = probe_layers(layers, flipped, **options)
+        np.testing.assert_allclose(again.scores[:, fold], 1 - found.scores[:, fold], atol=1e-12)
+
+
+def test_ridge_probe_refuses_a_target_without_variance_in_a_fold_and_nan():
+    layers = {"x": np.random.default_rng(0).normal(size=(60, 4))}
+    y = np.random.default_rng(1).normal(size=(60, 2))
+    y[:, 1] = 0.1
+    with pytest.raises(InterpError, match=r"targets \[1\] never vary in a held-out fold of 12 samples"):
+        probe_layers(layers, y)
+    with pytest.raises(InterpError, match="y holds 1 values"):
+        probe_layers(layers, np.where(np.arange(60) == 3, np.nan, np.arange(60)))
+    with pytest.raises(InterpError, match="x holds 3 values"):
+        probe_layers({"x": np.where(np.arange(240).reshape(60, 4) < 3, np.nan, layers["x"])}, y[:, 0])
+    with pytest.raises(InterpError, match=r"groups has shape \(30,\); expected \(60,\)"):
+        probe_layers(layers, y[:, 0], groups=np.arange(30) // 3)

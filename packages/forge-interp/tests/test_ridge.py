@@ -115,7 +115,9 @@ def test_leave_one_out_of_uneven_features_equals_refitting():
         rest = torch.arange(20) != i
         fit = fit_path(RidgePath(x[rest]), y[rest], torch.full((3,), 2.0, dtype=torch.float64))
         expected.append(y[i] - fit.predict(x[i : i + 1])[0])
-    torch.testing.assert_close(RidgePath(x).leave_one_out(y, 2.0), torch.stack(expected), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        RidgePath(x).leave_one_out(y, 2.0), torch.stack(expected), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_ridge_of_constant_features_predicts_the_mean():

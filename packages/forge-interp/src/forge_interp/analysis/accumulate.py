@@ -46,7 +46,7 @@ class Moments:
         self.widths = dict(widths)
         if not self.widths or min(self.widths.values()) < 1:
             raise InterpError(
-                f"widths are {self.widths}; expected at least one block, {{name: number of features}}, 1 or more"
+                f"widths are {self.widths}; expected {{name: features, at least 1}}, one or more blocks"
             )
         self.names = list(self.widths)
         self.rows, self.columns = self._sides(between)

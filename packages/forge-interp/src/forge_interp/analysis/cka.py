@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.arrays import ROUNDING, Array, as_matrix, centre, check_finite, copy_state, same_rows
+from forge_interp.analysis.arrays import (
+    ROUNDING,
+    Array,
+    as_matrix,
+    centre,
+    check_finite,
+    copy_state,
+    same_rows,
+)
 from forge_interp.errors import InterpError
 
 

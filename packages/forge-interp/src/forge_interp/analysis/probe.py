@@ -229,6 +229,7 @@ def probe_layers(
     scores = np.empty((len(tasks), len(layers), num_folds))
     for i, (name, layer) in enumerate(layers.items()):
         x = as_matrix(layer, name)
+        check_finite(x, name)
         if len(x) != len(target):
             raise InterpError(f"{name} has {len(x)} rows, y has {len(target)}; expected the same samples")
         for fold, (train, test) in enumerate(folds):
