@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,20 +13,33 @@ from torch import Tensor, nn
 
 from forge_interp.attention.call import AttentionCall
 from forge_interp.errors import InterpError
+from forge_interp.hooks.boards import attached
+from forge_interp.hooks.interception import SDPA_ONLY
 from forge_interp.hooks.offload import Offload
+from forge_interp.hooks.passes import Stop, passes_of
 from forge_interp.hooks.sharding import full, is_sharded
 from forge_interp.hooks.sites import Site, canonical, find_sites, named_modules
-from forge_interp.hooks.taps import Phase, Tap, attached
+from forge_interp.hooks.taps import Phase, Tap
 
 Select = Callable[[Tensor], Tensor]
 Sink = Callable[[str, Tensor], None]
+
+
+class _BySite(dict[str, Tensor]):
+    """Found under any spelling of a site."""
+
+    def __missing__(self, site: str) -> Tensor:
+        if (key := canonical(site)) in self:
+            return self[key]
+        raise KeyError(f"{key}: no gradient; there are {', '.join(self) or 'none before a backward pass'}")
 
 
 class Activations(Mapping[str, Tensor]):
     """Captured values by site, `module:part[#call]`; made by `capture`.
 
     Attributes:
-        gradients: with `grad=True`, after a backward pass, the gradient of each captured value.
+        gradients: with `grad=True`, after a backward pass, the gradient with respect to each value as the
+            model goes on with it from that site; what else uses the same tensor does not count.
     """
 
     def __init__(
@@ -39,7 +52,7 @@ class Activations(Mapping[str, Tensor]):
         offload: Offload,
         sink: Sink | None,
     ) -> None:
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = _BySite()
         self._named = list(sites)
         self._patterns: dict[str, list[str]] = {}
         for pattern, found in sites.items():
@@ -56,16 +69,18 @@ class Activations(Mapping[str, Tensor]):
         self._seen: set[str] = set()
         self._unchecked: set[str] = set()
         self._taps: list[Tap] = []
-        named = (site for found in sites.values() for site in found)
-        self._awaited = frozenset(str(site.at(site.call or 0)) for site in named)
+        self._keys = frozenset(map(canonical, self._patterns))
+        self._awaited = frozenset(self._patterns)
+        self._remaining = set(self._awaited)
         self._is_exact = False
+        self._is_in_pass: Callable[[nn.Module], bool] = lambda module: True
 
     def __getitem__(self, site: str) -> Tensor:
         key = canonical(site)
         if key in self._values:
             self._offload.wait()
             return self._values[key]
-        if any(str(tap.site) == key for tap in self._taps):
+        if key in self._keys:
             raise KeyError(f"{key}: named by the capture, but it has not run since the with began or clear()")
         near = get_close_matches(key, self._values, n=4, cutoff=0.3) or list(self._values)[:8]
         raise KeyError(f"{key}: not captured; there are {', '.join(near) or 'no values yet'}")
@@ -86,7 +101,8 @@ class Activations(Mapping[str, Tensor]):
 
     def clear(self) -> None:
         """Forget all values and count calls from 0 again, as between batches."""
-        self._values, self.gradients, self._fired = {}, {}, set()
+        self._values, self.gradients, self._fired = {}, _BySite(), set()
+        self.begin_pass()
         for tap in self._taps:
             tap.calls = 0
 
@@ -97,6 +113,27 @@ class Activations(Mapping[str, Tensor]):
         all, raises InterpError.
         """
         self._awaited, self._is_exact = frozenset(canonical(key) for key in keys), True
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """A forward pass begins: all that was named is awaited. The hooks call it."""
+        self._remaining = set(self._awaited)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rest of the forward pass is not wanted."""
+        return self._stops and not self._remaining
+
+    def end_pass(self) -> None:
+        """Have all values delivered, and compare with what was expected. The hooks call it."""
+        if self._sink is not None:
+            self._offload.wait()
+        if self._is_exact and self._fired != self._awaited:
+            extra, missing = sorted(self._fired - self._awaited), sorted(self._awaited - self._fired)
+            raise InterpError(
+                f"a forward pass gave {extra or 'nothing'} too many and {missing or 'nothing'} too few, "
+                "expected the same in each: call clear() before each, capture apart what only some reach"
+            )
 
     def _take(self, tapped: str, site: Site, module: nn.Module, value: Any) -> Tensor | None:
         """Keep a copy of a value; with gradients, what the model goes on with in its place."""
@@ -105,6 +142,11 @@ class Activations(Mapping[str, Tensor]):
         self._seen.update(patterns)
         if isinstance(value, AttentionCall):
             value = self._read(value, site)
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):  # type: ignore[attr-defined]
+            raise InterpError(
+                f"site {str(site)!r} holds a tensor of torch.func, which means nothing outside; expected a "
+                "call of the model outside of vmap, grad and jvp"
+            )
         if self._grad:
             value, replacement = self._follow(value, module, site)
         kept = full(value.detach(), module, site)
@@ -115,20 +157,10 @@ class Activations(Mapping[str, Tensor]):
             self._values[key] = self._offload.copy(kept)
         else:
             self._offload.send(kept, partial(self._sink, key))
-        if self._stops and self._awaited <= self._fired:
-            raise _Stop(self)
+        self._remaining.discard(key if self._is_exact else tapped)
+        if self.is_over and self._is_in_pass(module):
+            raise Stop(self)
         return replacement
-
-    def _end_pass(self) -> None:
-        """Have all values delivered, and compare with what was expected."""
-        if self._sink is not None:
-            self._offload.wait()
-        if self._is_exact and self._fired != self._awaited:
-            extra, missing = sorted(self._fired - self._awaited), sorted(self._awaited - self._fired)
-            raise InterpError(
-                f"a forward pass gave {extra or 'nothing'} too many and {missing or 'nothing'} too few, "
-                "expected the same in each: call clear() before each, capture apart what only some reach"
-            )
 
     def _read(self, call: AttentionCall, site: Site) -> Tensor:
         """One tensor of an attention call; the first of each site must reproduce the model's own output."""
@@ -139,20 +171,27 @@ class Activations(Mapping[str, Tensor]):
         return call.read(name, self._attention_bytes)
 
     def _follow(self, value: Tensor, module: nn.Module, site: Site) -> tuple[Tensor, Tensor | None]:
-        """Have the gradient of a value written down when it is known."""
-        replacement = None
-        if not value.requires_grad:
-            if site.part == "attn" or not torch.is_grad_enabled():
-                raise InterpError(
-                    f"site {str(site)!r} has no gradient; expected grad mode and a graph that reaches it"
-                )
-            value = replacement = value.detach().requires_grad_().clone()
+        """Have the gradient of a value written down when it is known.
+
+        The model goes on with a copy: the value itself may be used elsewhere, too, or be changed in place.
+        Attention cannot be given another one.
+        """
+        is_attention = site.part == "attn"
+        if not torch.is_grad_enabled() or (is_attention and not value.requires_grad):
+            raise InterpError(
+                f"site {str(site)!r} has no gradient; expected grad mode, as neither no_grad nor reentrant "
+                "checkpointing has, and for attention a graph that reaches it"
+            )
+        if not (value.is_floating_point() or value.is_complex()):
+            raise InterpError(f"site {str(site)!r} holds {value.dtype}, which has no gradient; leave it out")
+        if not is_attention:
+            value = (value if value.requires_grad else value.detach().requires_grad_()).clone()
 
         def keep(gradient: Tensor) -> None:
             self.gradients[str(site)] = full(gradient.detach(), module, site).clone()
 
         value.register_hook(keep)
-        return value, replacement
+        return value, None if is_attention else value
 
     def _verify(self) -> None:
         missing = [p for p in self._named if p not in self._seen]
@@ -161,22 +200,8 @@ class Activations(Mapping[str, Tensor]):
         attention = any(Site.parse(p).part == "attn" for p in missing)
         raise InterpError(
             f"captured nothing at {', '.join(map(repr, missing))}: the module did not run inside the with"
-            + (_NO_ATTENTION if attention else "")
+            + (f", or it does not call {SDPA_ONLY}" if attention else "")
         )
-
-
-_NO_ATTENTION = (
-    ", or it does not call F.scaled_dot_product_attention; for a Hugging Face model call "
-    "model.set_attn_implementation('sdpa') (models with soft-capped or biased scores have no such path)"
-)
-
-
-class _Stop(Exception):
-    """Not an error: ends a forward pass early, for the capture that it names."""
-
-    def __init__(self, acts: Activations) -> None:
-        super().__init__()
-        self.acts = acts
 
 
 @contextmanager
@@ -237,39 +262,13 @@ def capture(
     ]
     acts._unchecked = {site.module for site in unique.values()} if check_attention else set()
     with ExitStack() as stack:
-        if stop or sink is not None:
-            stack.enter_context(_passes_of(modules[""], acts))
+        stack.callback(acts._taps.clear)
         stack.enter_context(attached(acts._taps))
+        if stop or sink is not None:
+            acts._is_in_pass = stack.enter_context(passes_of(modules[""], acts))
         stack.enter_context(_explained(model, acts))
         yield acts
         acts._verify()
-
-
-@contextmanager
-def _passes_of(model: nn.Module, acts: Activations) -> Iterator[None]:
-    """Let a forward pass of the model return None where `acts` stops it, and tell `acts` when one ended."""
-    own = model.__dict__.get("forward")
-    inner = model.forward
-
-    @wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = None
-        try:
-            output = inner(*args, **kwargs)
-        except _Stop as stop:
-            if stop.acts is not acts:
-                raise
-        acts._end_pass()
-        return output
-
-    model.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del model.forward
-        else:
-            model.forward = own
 
 
 @contextmanager
@@ -277,8 +276,8 @@ def _explained(model: nn.Module, acts: Activations) -> Iterator[None]:
     """Say what is wrong where `acts` stopped something else than a forward pass of the model."""
     try:
         yield
-    except _Stop as stop:
-        if stop.acts is not acts:
+    except Stop as stop:
+        if stop.of is not acts:
             raise
         raise InterpError(
             f"stop=True ends forward passes of the {type(model).__name__} given to capture, but only a "

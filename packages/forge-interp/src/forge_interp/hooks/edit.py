@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
+from forge_interp.hooks.boards import attached
+from forge_interp.hooks.interception import SDPA_ONLY
 from forge_interp.hooks.sharding import is_partial
 from forge_interp.hooks.sites import ATTENTION_TENSORS, Site, find_sites, named_modules
-from forge_interp.hooks.taps import Phase, Tap, attached
+from forge_interp.hooks.taps import Phase, Tap
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -29,6 +31,9 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
         model: any module.
         edits: site to function; the function is given the value and returns one of the same shape and dtype,
             without changing its argument in place.
+
+    A backward pass that recomputes parts (activation checkpointing) belongs inside the `with`, or they are
+    recomputed without the edits.
 
     Raises:
         InterpError: a site names no module, or was not reached inside the `with`; an edit changes shape or
@@ -50,15 +55,20 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
                     f"edit of {str(at)!r}: tensor parallelism leaves only a part of it on this rank; edit a "
                     "site that is whole, such as the output of the block, or use one rank"
                 )
-            return edits[pattern](value)
+            new = edits[pattern](value)
+            if new is None:
+                raise InterpError(f"edit of {str(at)!r} gave None, expected a tensor like the value")
+            return new
 
         return Tap(site, modules[site.module], act, Phase.EDIT, reached)
 
     with attached([tap(pattern, site) for pattern, sites in found.items() for site in sites]):
         yield
         if missed := [pattern for pattern in edits if pattern not in reached]:
+            attention = any(Site.parse(pattern).part == "attn" for pattern in missed)
             raise InterpError(
                 f"edited nothing at {', '.join(map(repr, missed))}: not reached inside the with"
+                + (f", or the module does not call {SDPA_ONLY}" if attention else "")
             )
 
 
@@ -87,7 +97,8 @@ def ablate(
     """Take away what a site says about its input.
 
     Args:
-        how: `zero`; `mean`: the given one, else that over all but the last dim of the batch at hand;
+        how: `zero`; `mean`: the given one, else that of the batch at hand over all but the last dim of what
+            `where` picks (a single index picks a part of length one);
             `resample`: the value of another sample of the batch (no sample keeps its own).
         where: as in `patch`.
         mean: for `mean`, broadcast to `old[where]`.
@@ -103,8 +114,7 @@ def ablate(
         if how == "zero":
             return _put(old, where, torch.zeros((), dtype=old.dtype, device=old.device))
         if how == "mean":
-            part = old[_index(where)]
-            return _put(old, where, part.flatten(0, -2).mean(0) if mean is None else mean)
+            return _put(old, where, _mean(old, where) if mean is None else mean)
         return _put(old, where, old[_derangement(len(old), seed).to(old.device)][_index(where)])
 
     return apply
@@ -118,6 +128,13 @@ def _put(old: Tensor, where: Any, new: Tensor) -> Tensor:
 
 def _index(where: Any) -> Any:
     return ... if where is None else where
+
+
+def _mean(old: Tensor, where: Any) -> Tensor:
+    """[D or 1] over all but the last dim of what is picked, where numbers leave a dim of length one."""
+    index = where if isinstance(where, tuple) else (_index(where),)
+    part = old[tuple(slice(i, i + 1 or None) if type(i) is int else i for i in index)]
+    return part.reshape(-1, part.shape[-1]).mean(0)
 
 
 def _derangement(size: int, seed: int) -> Tensor:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from forge_interp.attention.call import AttentionCall
 from forge_interp.errors import InterpError
+from forge_interp.hooks.boards import attached
+from forge_interp.hooks.interception import SDPA_ONLY
 from forge_interp.hooks.sites import Site, find_sites, named_modules
-from forge_interp.hooks.taps import Phase, Tap, attached
+from forge_interp.hooks.taps import Phase, Tap
 
 
 @contextmanager
@@ -41,7 +43,4 @@ def each_attention(
     with attached([Tap(site, by_name[name], act, Phase.AFTER_EDITS, seen) for name, site in sites.items()]):
         yield
     if not seen:
-        raise InterpError(
-            f"none of {', '.join(found)} called F.scaled_dot_product_attention; for a Hugging Face model "
-            "call model.set_attn_implementation('sdpa')"
-        )
+        raise InterpError(f"none of {', '.join(found)} called {SDPA_ONLY}")

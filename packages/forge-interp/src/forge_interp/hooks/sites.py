@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from torch import nn
 
@@ -62,6 +63,10 @@ class Site:
         return self if self.call == (call or None) else replace(self, call=call or None)
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         name = f"{self.module}:{'.'.join((self.part, *self.path))}"
         return name if self.call is None else f"{name}#{self.call}"
 
@@ -90,6 +95,13 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
         if clean not in found or name.endswith("_orig_mod"):
             found[clean] = module
     return found
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What a checkpoint wrapper wraps; any other module itself."""
+    while hasattr(module, "_checkpoint_wrapped_module"):
+        module = module._checkpoint_wrapped_module  # type: ignore[assignment]
+    return module
 
 
 def find_sites(model: nn.Module, patterns: Iterable[str]) -> dict[str, list[Site]]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
-from forge_interp.hooks.sites import Site
+from forge_interp.hooks.sites import Site, unwrapped
 
 
 def read(tree: Any, path: tuple[str, ...], site: Site) -> Tensor:
@@ -36,7 +36,7 @@ def read(tree: Any, path: tuple[str, ...], site: Site) -> Tensor:
 def _spelled(site: Site, path: str) -> str:
     """A path as the grammar of sites has it; that of an argument starts with args or kwargs."""
     if site.part == "out":
-        return f"out.{path}"
+        return f"out.{path}".rstrip(".")
     kind, _, rest = path.partition(".")
     return f"{'in' if kind == 'args' else 'kw'}.{rest}"
 
@@ -70,7 +70,7 @@ def argument(module: nn.Module, args: tuple, kwargs: dict, site: Site) -> tuple[
         name, *rest = site.path
         if name in kwargs:
             return ("kwargs", name, *rest)
-        positions = list(inspect.signature(module.forward).parameters)
+        positions = list(inspect.signature(unwrapped(module).forward).parameters)
         if name in positions and positions.index(name) < len(args):
             return ("args", str(positions.index(name)), *rest)
         given = ", ".join([*positions[: len(args)], *kwargs])
@@ -101,6 +101,8 @@ def _keys(tree: Any) -> list[str]:
 
 
 def _child(tree: Any, key: str) -> Any:
+    if isinstance(tree, Tensor):
+        raise TypeError(f"a tensor is the end of a path; {key!r} goes on")
     if isinstance(tree, (tuple, list)) and key.isdigit():
         return tree[int(key)]
     if isinstance(tree, Mapping):

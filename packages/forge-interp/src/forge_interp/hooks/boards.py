@@ -1,0 +1,190 @@
+"""How taps are attached to the modules of a model, and in which order they have their turns.
+
+All taps on a module share one set of hooks, held by a board, so that the order is the same whoever came
+first: captures that want the value before edits, then edits, then all other captures.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from forge_interp.errors import InterpError
+from forge_interp.hooks import values
+from forge_interp.hooks.interception import Interception
+from forge_interp.hooks.running import Running
+from forge_interp.hooks.taps import Phase, Tap, show
+
+
+class _Board:
+    """The taps of one module and the hooks that serve them.
+
+    A copy of a module takes copies of its hooks along, also through a pickle: those lead to an empty board.
+
+    Attributes:
+        taps: all, in their order.
+        on_attention: those that are shown calls of attention.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._arrange([])
+
+    def __reduce__(self) -> tuple[type[_Board], tuple[()]]:
+        return _Board, ()
+
+    def hang(self, module: nn.Module) -> None:
+        """Have the module call it."""
+        self._handles = [
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            module.register_forward_hook(self._after),
+            module.register_forward_hook(self._left, always_call=True),
+        ]
+
+    def add(self, tap: Tap) -> None:
+        self._arrange([*self.taps, tap])
+
+    def remove(self, tap: Tap) -> bool:
+        """Whether that was the last one; the hooks are gone then."""
+        self._arrange([t for t in self.taps if t is not tap])
+        if not self.taps:
+            _RUNNING.forget(self)
+            for handle in self._handles:
+                handle.remove()
+        return not self.taps
+
+    def _arrange(self, taps: list[Tap]) -> None:
+        self.taps = sorted(taps, key=lambda t: t.phase)
+        self.on_attention = [tap for tap in self.taps if tap.is_on_attention]
+        self._on_module = [tap for tap in self.taps if not tap.is_on_attention]
+        self._on_output = [tap for tap in self._on_module if tap.site.part == "out"]
+        self._on_input = [tap for tap in self._on_module if tap.site.part != "out"]
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if not self.taps:
+            return None
+        _EAGERLY.check()
+        numbers = {tap: tap.begin() for tap in self._on_module}
+        _RUNNING.enter(self, numbers)
+        if not self._on_input:
+            return None
+        call: dict[str, Any] = {"args": args, "kwargs": kwargs}
+        for tap in self._on_input:
+            path = values.argument(module, call["args"], call["kwargs"], tap.site)
+            call = show(tap, numbers[tap], call, path)
+        changed = call["args"] is not args or call["kwargs"] is not kwargs
+        return (call["args"], call["kwargs"]) if changed else None
+
+    def _after(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        shown = output
+        for tap in self._on_output:
+            shown = show(tap, _RUNNING.number(self, tap), shown, tap.site.path)
+        return None if shown is output else shown
+
+    def _left(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self.taps:
+            _RUNNING.leave(self)
+
+
+def _check_backward() -> None:
+    """A backward pass begins: refuse it where attention, edited, would be recomputed without the edit."""
+    with _LOCK:
+        taps = [tap for board in _BOARDS.values() for tap in board.on_attention]
+    for tap in taps:
+        if tap.phase is Phase.EDIT and tap.misses_recomputation:
+            raise InterpError(
+                f"edit of {str(tap.site)!r}: activation checkpointing (or no_grad) is inside that module, so "
+                "that the edit is not made again when attention is recomputed; name the module inside that "
+                "is checkpointed, or switch checkpointing off"
+            )
+
+
+# Hooks are state of modules that several contexts share, and their order must be agreed: so the boards are
+# shared. Which calls are running differs by thread.
+_BOARDS: WeakKeyDictionary[nn.Module, _Board] = WeakKeyDictionary()
+_RUNNING = Running(_check_backward)
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def attached(taps: Sequence[Tap]) -> Iterator[None]:
+    """Attach taps for the time of a `with`; compiled models run eagerly then, or hooks were passed over."""
+    with ExitStack() as stack:
+        for tap in taps:
+            _attach(tap)
+            stack.callback(_detach, tap)
+        if any(tap.is_on_attention for tap in taps):
+            stack.enter_context(Interception(_RUNNING.attend, _check_backward))
+        stack.enter_context(_EAGERLY)
+        yield
+
+
+def _attach(tap: Tap) -> None:
+    with _LOCK:
+        if tap.module not in _BOARDS:
+            _BOARDS[tap.module] = _Board()
+            _BOARDS[tap.module].hang(tap.module)
+        _BOARDS[tap.module].add(tap)
+
+
+def _detach(tap: Tap) -> None:
+    with _LOCK:
+        if _BOARDS[tap.module].remove(tap):
+            del _BOARDS[tap.module]
+
+
+class _Eagerly:
+    """While any `with` of it is open no compiled code runs; then, what was allowed before is allowed again.
+
+    Before the compiler is loaded, nothing is compiled: it is not loaded for this.
+    """
+
+    def __init__(self) -> None:
+        self._num_open = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with _LOCK:
+            if self._is_compiler_free:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._num_open += 1
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        is_refused = self._is_compiler_free and isinstance(
+            error, sys.modules["torch._dynamo"].exc.TorchDynamoException
+        )
+        with _LOCK:
+            self._num_open -= 1
+            if self._num_open == 0 and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+        if is_refused:
+            raise _compiled_inside() from error
+
+    def check(self) -> None:
+        """A module is called: refuse it in code that is being compiled."""
+        if self._is_compiler_free and (torch.compiler.is_compiling() or get_eval_frame_callback()):
+            raise _compiled_inside()
+
+    @property
+    def _is_compiler_free(self) -> bool:
+        """Whether the compiler is there and may compile, as it was loaded inside the `with`."""
+        return self._stance is None and "torch._dynamo" in sys.modules
+
+
+def _compiled_inside() -> InterpError:
+    return InterpError(
+        "a model is compiled inside the with, where hooks would become a part of it; expected torch.compile "
+        "before the with begins: the model runs eagerly inside, and as compiled afterwards"
+    )
+
+
+_EAGERLY = _Eagerly()

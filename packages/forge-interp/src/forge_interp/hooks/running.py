@@ -1,0 +1,163 @@
+"""Which calls of modules a thread is in the middle of, and whom a call of attention is shown to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks  # type: ignore[import-not-found]
+
+from forge_interp.attention.call import AttentionCall
+from forge_interp.hooks.interception import Interception, is_intercepted
+from forge_interp.hooks.sites import ATTENTION_TENSORS
+from forge_interp.hooks.taps import Phase, Tap, replaced
+
+
+class HasAttentionTaps(Protocol):
+    """A module's taps on attention."""
+
+    @property
+    def on_attention(self) -> Sequence[Tap]:
+        """Those that are shown calls of attention."""
+        ...
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a module that has not ended.
+
+    Attributes:
+        taps: of the module.
+        numbers: of this call, as each tap on the module itself counts.
+        graph: whether it is in a checkpointed part, see `_part_of_graph`.
+        own: what intercepts attention for the time of this call.
+    """
+
+    taps: HasAttentionTaps
+    numbers: dict[Tap, int | None]
+    graph: Any
+    own: Interception | None
+
+
+class Running(threading.local):
+    """The calls of modules that a thread is in, innermost last.
+
+    Args:
+        before_backward: called when a backward pass begins inside a module that intercepts for itself.
+    """
+
+    def __init__(self, before_backward: Callable[[], None]) -> None:
+        self._calls: list[_Call] = []
+        self._before_backward = before_backward
+        self._is_busy = False
+
+    def enter(self, taps: HasAttentionTaps, numbers: dict[Tap, int | None]) -> None:
+        """A module is called. In a backward pass and on other threads the `with` does not intercept."""
+        own = graph = None
+        if taps.on_attention:
+            graph = _part_of_graph()
+            if not is_intercepted():
+                own = Interception(self.attend, self._before_backward)
+                own.__enter__()
+        self._calls.append(_Call(taps, numbers, graph, own))
+
+    def number(self, taps: HasAttentionTaps, tap: Tap) -> int | None:
+        """Of the innermost call of a module; a tap that came meanwhile counts from here."""
+        at = self._innermost(taps)
+        numbers = {} if at is None else self._calls[at].numbers
+        if tap not in numbers:
+            numbers[tap] = tap.begin()
+        return numbers[tap]
+
+    def leave(self, taps: HasAttentionTaps) -> None:
+        """A module is left, and with it those inside that an exception passed through."""
+        at = self._innermost(taps)
+        if at is None:
+            return
+        for call in reversed(self._calls[at:]):
+            if call.own is not None:
+                call.own.__exit__(None, None, None)
+        del self._calls[at:]
+
+    def forget(self, taps: HasAttentionTaps) -> None:
+        """Nobody looks at a module any more, though it may still be running."""
+        while self._innermost(taps) is not None:
+            self.leave(taps)
+
+    def attend(self, attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """Run one attention call through the taps; a call meanwhile is the same, seen by an outer `with`."""
+        taps = [] if self._is_busy else self._listeners()
+        if not taps:
+            return attention(*args, **kwargs)
+        self._is_busy = True
+        try:
+            return _serve(taps, attention, args, kwargs)
+        finally:
+            self._is_busy = False
+
+    def _innermost(self, taps: HasAttentionTaps) -> int | None:
+        for at in range(len(self._calls) - 1, -1, -1):
+            if self._calls[at].taps is taps:
+                return at
+        return None
+
+    def _listeners(self) -> list[Tap]:
+        """The taps of each owner's innermost running module, in their order."""
+        found: list[Tap] = []
+        served: set[int] = set()
+        here = _part_of_graph()
+        for call in reversed(self._calls):
+            new = [tap for tap in call.taps.on_attention if id(tap.owner) not in served]
+            for tap in new:
+                tap.misses_recomputation |= call.graph != here and not tap.is_in_recomputation
+            found += new
+            served |= {id(tap.owner) for tap in new}
+        return sorted(found, key=lambda tap: tap.phase)
+
+
+def _part_of_graph() -> tuple[bool, Any]:
+    """What differs inside and outside of a checkpointed part: gradients are off, or saved otherwise."""
+    return torch.is_grad_enabled(), _top_saved_tensors_default_hooks(True)
+
+
+def _serve(taps: list[Tap], attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    edits = [tap for tap in taps if tap.phase is Phase.EDIT]
+    early = [tap for tap in taps if tap.phase is Phase.BEFORE_EDITS]
+    if not edits or early:
+        call = AttentionCall.of(args, kwargs, attention(*args, **kwargs))
+        for tap in taps if not edits else early:
+            tap.fire(tap.begin(), call)
+        if not edits:
+            return call.output
+    late = [tap for tap in taps if tap.phase is Phase.AFTER_EDITS]
+    return _edited(attention, args, kwargs, edits, late)
+
+
+def _edited(
+    attention: Callable[..., Tensor], args: tuple, kwargs: dict, edits: list[Tap], captures: list[Tap]
+) -> Tensor:
+    """Edit the tensors of a call in the order in which they arise, and show them to the captures."""
+    call = AttentionCall.of(args, kwargs)
+    named = {name: [tap for tap in edits if tap.site.path == (name,)] for name in ATTENTION_TENSORS}
+    for name, field in (("q", "query"), ("k", "key"), ("v", "value")):
+        for tap in named[name]:
+            call = replace(call, **{field: replaced(tap, tap.begin(), getattr(call, field))})
+    dense = [(name, tap) for name in ("raw", "scores", "pattern") for tap in named[name]]
+    if not dense:
+        call = replace(call, output=call.run(attention))
+    for name, tap in dense:
+        call = call.edited(name, partial(replaced, tap, tap.begin()))
+    for tap in captures:
+        if tap.site.path != ("z",):
+            tap.fire(tap.begin(), call)
+    for tap in named["z"]:
+        call = replace(call, output=replaced(tap, tap.begin(), call.output))
+    for tap in captures:
+        if tap.site.path == ("z",):
+            tap.fire(tap.begin(), call)
+    return call.output
