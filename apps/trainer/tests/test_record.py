@@ -1,8 +1,10 @@
 """The recording hook in a run of this process: what it writes, and that training does not notice."""
 
+import errno
 import json
 import logging
 import math
+import os
 import random
 from contextlib import ExitStack
 from pathlib import Path
@@ -213,6 +215,7 @@ def test_record_goes_on_after_a_resume_and_overwrites_with_the_same_bytes(job):
         ('["layers.0:kw.maks"]', "maks"),
         ('["layers.0:outt"]', "outt"),
         ('["layers.0.ffn:attn.pattern"]', "captured nothing"),
+        ('["head:out"]', "expected [samples, ...]"),
     ],
 )
 @pytest.mark.parametrize("resumed", [False, True])
@@ -222,6 +225,29 @@ def test_bad_sites_are_refused_before_the_first_step(job, sites, said, resumed):
     with ExitStack() as stack, pytest.raises(ConfigError, match="hooks of type record") as caught:
         build(job(f"{HOOK}sites = {sites}\n"), stack)
     assert said in str(caught.value)
+
+
+def test_a_recording_that_cannot_be_written_ends_the_run_and_leaves_nothing_half_written(job, monkeypatch):
+    from forge_trainer.hooks import recorder
+
+    extract = recorder.extract_representations
+
+    def fills_the_disk(model, probe, sites, path, **rest):
+        if path.name != "step-00000004.npz":
+            return extract(model, probe, sites, path, **rest)
+        path.with_name(f"{path.name}.partial").mkdir()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tiny = job(HOOK)
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(ConfigError, match=r"004\.npz cannot be written \(.*No space"),
+    ):
+        patched.setattr(recorder, "extract_representations", fills_the_disk)
+        train(tiny)
+    assert files(tiny) == ["step-00000000.npz", "step-00000002.npz"]
+    train(tiny)
+    assert files(tiny) == [f"step-{step:08d}.npz" for step in (0, 2, 4, 5)]
 
 
 def test_record_logs_summaries_of_the_file(job):

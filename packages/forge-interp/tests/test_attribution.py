@@ -212,7 +212,7 @@ def test_scores_that_are_hidden_in_one_run_only_are_refused():
             return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask).sum()
 
     x, mask = torch.randn(2, 1, 2, 3, 4), torch.ones(3, 3, dtype=torch.bool)
-    with pytest.raises(InterpError, match=r"':attn\.scores' by what is not finite.*same mask"):
+    with pytest.raises(InterpError, match=r"':attn\.scores' by what is not finite.*one mask in both"):
         attribution_patching(Masked(), (x[0], mask.tril()), (x[1], mask), ":attn.scores", torch.sum)
 
 

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 class RecordConfig(HookConfig):
     """Writes activations to `<run>/activations/step-00000100.npz`, to be read by `forge_interp`.
 
-    The untrained model is recorded as step 0. Training computes the same bits with and without this hook.
+    The untrained model is recorded as step 0. Training computes the same bits with and without this hook. A
+    recording that cannot be written ends the run, as a checkpoint does; the run goes on from its last one.
 
     Attributes:
         every_steps: distance of recordings; the last step of the run is always recorded.
-        sites: places in the model, `module[:part][#call]` with wildcards; see forge-interp.
-        samples: sequences of the held-out text, evenly spaced; the same ones each time.
+        sites: places in the model, `module[:part][#call]` with wildcards; see forge-interp. The head computes
+            the loss here, never all logits: record what it reads, `norm:out`.
+        samples: sequences of the held-out text, evenly spaced; the same ones each time. All, if it has fewer.
         pool: how the tokens of a sequence become one row; without it there is a row a token.
         dtype: of the numbers in the file; without it that of the model.
         format: of the file.
@@ -43,19 +45,14 @@ class RecordConfig(HookConfig):
         """See `HookConfig.build`. Collective.
 
         Raises:
-            ConfigError: a site names nothing in the model (lists near misses) or cannot be recorded; or two
-                hooks write to one folder.
+            ConfigError: a site names nothing in the model (lists near misses) or cannot be recorded or
+                written; or two hooks write to one folder.
         """
         alike = [c for c in run.job.hooks.values() if isinstance(c, RecordConfig) and c.folder == self.folder]
         if len(alike) > 1:
             raise ConfigError(
                 f"{len(alike)} hooks of type record write to folder {self.folder!r}; give each its own"
             )
-        from forge_interp import InterpError
-
         from forge_trainer.hooks.recorder import Recorder
 
-        try:
-            return Recorder(self, run)
-        except InterpError as error:
-            raise ConfigError(f"hooks of type record: {error}") from None
+        return Recorder(self, run)

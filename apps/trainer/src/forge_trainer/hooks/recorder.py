@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import torch
+from forge_config import ConfigError
 from forge_data.loader import build_loader
-from forge_interp import InterpError, Moments, Profile, capture, effective_rank
+from forge_interp import InterpError, Moments, Profile, effective_rank
 from forge_interp.extraction.extract import extract_representations
+from forge_interp.extraction.merge import working_folder
 from forge_interp.extraction.store import ActivationStore
 from torch import Tensor, nn
 
@@ -34,8 +36,11 @@ SUMMARY_ROWS = 512
 class Recorder(Hook):
     """Writes the activations of a probe. Collective.
 
+    One batch is recorded and forgotten at once, so that what cannot be recorded or written is found before
+    the first step, of a run that is continued too.
+
     Raises:
-        InterpError: a site names nothing in the model, or cannot be recorded.
+        ConfigError: a site names nothing in the model, or cannot be recorded; or a file cannot be written.
     """
 
     def __init__(self, config: RecordConfig, run: Run) -> None:
@@ -47,16 +52,18 @@ class Recorder(Hook):
         data = msgspec.structs.replace(run.job.data, validation_samples=config.samples)
         batches = build_loader(data, "validation", micro_batch=1)
         self._probe = [{k: v[0] for k, v in micro.items()} for batch in batches for micro in batch]
-        self._remove("*.partial")
-        self._try()
+        self._remove("step-*.partial")
+        trial = self._folder / f"trial.{config.format}"
+        self._extract(trial, self._probe[: run.job.train.micro_batch])
+        self._remove(trial.name)
         if run.progress.step == 0:
-            self._extract(self._path(0))
+            self._extract(self._path(0), self._probe)
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """See `Hook.on_step`. Collective."""
         path = self._path(progress.step)
         with self._run.clock.paused():
-            self._extract(path)
+            self._extract(path, self._probe)
             found = summaries(ActivationStore.open(path)) if self._is_summed_up else {}
         for tracker in self._run.trackers if found else []:
             tracker.log({"step": progress.step, "tokens": progress.tokens} | found)
@@ -68,20 +75,20 @@ class Recorder(Hook):
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}.{self._config.format}"
 
-    def _extract(self, path: Path) -> None:
-        """Write one recording in place of what an earlier attempt at this step has left."""
+    def _extract(self, path: Path, probe: Sequence[Mapping[str, Tensor]]) -> None:
+        """Write one recording in place of what an earlier attempt has left."""
         mesh = self._run.mesh
         self._remove(f"{path.name}*")
         if mesh.control_group is not None:
             torch.distributed.barrier(mesh.control_group)
         dtype = self._config.dtype
-        with undisturbed(self._run.model, self._run.env.device):
+        with _explained(path), undisturbed(self._run.model, self._run.env.device):
             extract_representations(
                 self._run.model,
-                self._probe,
+                probe,
                 self._config.sites,
                 path,
-                batch_size=min(self._run.job.train.micro_batch, len(self._probe)),
+                batch_size=min(self._run.job.train.micro_batch, len(probe)),
                 pool=self._config.pool,
                 dtype=None if dtype is None else getattr(torch, dtype),
                 tokens="tokens",
@@ -100,23 +107,25 @@ class Recorder(Hook):
         for left in self._folder.glob(pattern):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
-    def _try(self) -> None:
-        """Capture one sequence and forget it, so that a bad site is found before the first step."""
-        batch = {name: value[None] for name, value in self._probe[0].items()}
-        with (
-            undisturbed(self._run.model, self._run.env.device),
-            capture(self._run.model, self._config.sites, sink=_drop),
-        ):
-            self._forward(self._run.model, batch)
-
     def _forward(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         """The pass of an evaluation: the loss never holds all logits."""
         device = self._run.env.device
         return model(**{name: value.to(device) for name, value in batch.items()}, loss_fn=self._loss_fn)
 
 
-def _drop(key: str, value: Tensor) -> None:
-    pass
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Say what went wrong in the terms of the job; what is half written goes, for it may fill the disk."""
+    try:
+        yield
+    except InterpError as error:
+        raise ConfigError(f"hooks of type record: {error}") from None
+    except OSError as error:
+        shutil.rmtree(working_folder(path), ignore_errors=True)
+        raise ConfigError(
+            f"hooks of type record: {path} cannot be written ({error}); expected room on that disk: make "
+            "some, record less, or take the hook out; the same command continues from the last checkpoint"
+        ) from error
 
 
 @contextmanager

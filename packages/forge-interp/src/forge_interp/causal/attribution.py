@@ -216,7 +216,7 @@ def _difference(site: str, clean: Tensor, corrupted: Tensor) -> Tensor:
     difference = (clean - corrupted).where(clean != corrupted, 0.0)
     if not bool(difference.isfinite().all()):
         raise InterpError(
-            f"the runs differ at {site!r} by what is not finite; expected finite values, and the same mask in both"
+            f"the runs differ at {site!r} by what is not finite; expected one mask in both, and no overflow"
         )
     return difference
 

@@ -34,9 +34,9 @@ def activation_patching(
 
     A place whose patch brings the clean metric back (`normalized` near 1) is sufficient for it. Swap `clean`
     and `corrupted` to see what is necessary. Nothing is approximated: each value is what a forward hook that
-    overwrites that place would give. Costs 2 forward passes and one more for each place. Inputs are used
-    again in each run: pass no cache that the model fills. Call `model.eval()` first if it drops out. The clean
-    activations of all sites are held.
+    overwrites that place would give. Costs 2 forward passes, one more for each place, and memory for the
+    clean activations of all sites. Inputs are used again in each run: pass no cache that the model fills.
+    Call `model.eval()` first if it drops out.
 
     Args:
         model: any module.

@@ -117,7 +117,8 @@ class TunedLens:
         """Train all translators at once to minimize KL(model || lens), averaged over positions.
 
         Adam, its rate falling linearly to 0. Nothing is drawn at random: the same batches give the same lens.
-        A further call goes on with the translators of this one, with a new Adam. Call `model.eval()` first if it drops out.
+        A further call goes on with the translators of this one and a new Adam. Call `model.eval()` first if
+        it drops out.
 
         Args:
             batches: inputs of the model, each a tensor, a tuple of positional arguments or a mapping; gone
