@@ -1,0 +1,113 @@
+"""Attention of DTensors, and its statistics over gloo ranks, against one process.
+
+N heads, T tokens, H head dim.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forge_interp import AttentionCall, AttentionSummary, InterpError
+from forge_parallel.testing import run_ranks
+from torch import Tensor
+
+pytestmark = pytest.mark.dist
+
+T, HEADS, HEAD_DIM = 6, 4, 4
+READ = ("q", "k", "z", "raw", "scores", "pattern", "entropy", "sink", "previous")
+STATISTICS = ("entropy", "sink", "previous", "lag.2")
+
+
+def one_call(flat: bool = False, mask_shape: tuple[int, ...] = (T, T), seed: int = 0) -> AttentionCall:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(HEADS, T, HEAD_DIM, generator=generator, dtype=torch.float64) for _ in range(3))
+    if not flat:
+        q, k, v = (torch.stack([x, -x.flip(0)]) for x in (q, k, v))
+    mask = torch.rand(mask_shape, generator=generator) > 0.3
+    mask[..., 0] = True
+    return AttentionCall.of((q, k, v, mask), {}, F.scaled_dot_product_attention(q, k, v, mask))
+
+
+def of_dtensors(dim: int, flat: bool, mask_shape: tuple[int, ...]) -> dict[str, Tensor] | str:
+    """All that can be read of one call whose tensors are split at a dim."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, given = init_device_mesh("cpu", (2,)), one_call(flat, mask_shape)
+    spread = [
+        distribute_tensor(x, mesh, [Shard(dim)]) for x in (given.query, given.key, given.value, given.output)
+    ]
+    mask = distribute_tensor(given.mask, mesh, [Replicate()])
+    call = AttentionCall.of((*spread[:3], mask), {}, spread[3])
+    try:
+        call.check()
+    except InterpError as error:
+        return str(error)
+    return {name: call.read(name, 1 << 20).full_tensor() for name in READ}
+
+
+@pytest.mark.parametrize(
+    ("dim", "flat", "mask_shape"),
+    [
+        (0, False, (2, 1, T, T)),
+        (0, False, (2, HEADS, T, T)),
+        (1, False, (1, HEADS, 1, T)),
+        (1, False, (T, T)),
+        (0, True, (HEADS, T, T)),
+        (0, True, (1, T, T)),
+    ],
+    ids=str,
+)
+def test_attention_of_dtensors_is_read_as_a_whole(dim, flat, mask_shape):
+    call = one_call(flat, mask_shape)
+    for found in run_ranks(of_dtensors, 2, dim, flat, mask_shape):
+        for name in READ:
+            torch.testing.assert_close(
+                found[name], call.read(name, 1 << 20), rtol=0, atol=1e-12, equal_nan=True
+            )
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+def test_attention_whose_heads_are_spread_is_an_error(dim):
+    for said in run_ranks(of_dtensors, 2, dim, False, (T, T)):
+        assert "expected all placed alike, split by sequences and heads at most" in said
+
+
+def summarized(rows: range) -> AttentionSummary:
+    """Of some batches; the first has only seen one of the sites."""
+    summary = AttentionSummary(STATISTICS)
+    for row in rows:
+        for site in ("b", "a") if row else ("b",):
+            summary.update(site, one_call(seed=row))
+    return summary
+
+
+def report(summary: AttentionSummary) -> tuple[list[str], dict[str, Tensor], Tensor]:
+    return summary.sites, {name: summary.values(name) for name in STATISTICS}, summary.counts("previous")
+
+
+def summarized_on_ranks() -> tuple[list[str], dict[str, Tensor], Tensor]:
+    """One rank has seen nothing."""
+    rows = (range(0), range(0, 3), range(3, 4))[torch.distributed.get_rank()]
+    return report(summarized(rows).all_reduce())
+
+
+def test_summary_over_ranks_is_that_of_all_sequences():
+    sites, values, counts = report(summarized(range(4)))
+    assert counts[0, 0] > counts[1, 0] > 0
+    found = run_ranks(summarized_on_ranks, 3)
+    for own_sites, own_values, own_counts in found:
+        assert own_sites == sites and torch.equal(own_counts, counts)
+        for name in STATISTICS:
+            torch.testing.assert_close(own_values[name], values[name])
+            assert torch.equal(own_values[name], found[0][1][name])
+
+
+def summarized_otherwise() -> str:
+    with pytest.raises(InterpError) as caught:
+        AttentionSummary(["entropy"] if torch.distributed.get_rank() else ["sink"]).all_reduce()
+    return str(caught.value)
+
+
+def test_summaries_of_other_statistics_are_refused():
+    for message in run_ranks(summarized_otherwise, 2):
+        assert "cannot merge statistics" in message
