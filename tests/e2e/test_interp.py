@@ -1,10 +1,12 @@
 """forge-interp on runs of ours: an exported checkpoint, and recording while a run trains."""
 
 import json
+import resource
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +135,22 @@ def test_every_recording_is_whole_whenever_the_run_is_killed(forge, tiny, tmp_pa
             assert path.read_bytes() == expected[path.name]
     forge("train", cut)
     assert recordings(tmp_path / "runs" / "tiny") == expected
+
+
+@pytest.mark.slow
+def test_run_whose_disk_is_full_says_so_and_goes_on_when_there_is_room(forge, tiny, tmp_path):
+    path = tiny(steps=3, extra=RECORD.replace("samples = 3", "samples = 300"))
+    folder = tmp_path / "runs" / "tiny" / "activations"
+    quiet = {"capture_output": True, "text": True, "env": forge.environment}
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    done = subprocess.run(forge.command("train", path), preexec_fn=limit, **quiet)
+    assert done.returncode == 78, done.stderr
+    assert (
+        "step-00000000.npz cannot be written" in done.stderr and "expected room on that disk" in done.stderr
+    )
+    assert "Traceback" not in done.stderr and list(folder.iterdir()) == []
+    forge("train", path)
+    assert sorted(recordings(folder.parent)) == [f"step-{step:08d}.npz" for step in (0, 2, 3)]
 
 
 @pytest.mark.dist
