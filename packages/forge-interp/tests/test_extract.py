@@ -428,8 +428,13 @@ def test_extract_notices_a_loader_that_shuffles_when_it_goes_on(tmp_path: Path):
     order = list(range(12))
     with pytest.raises(Interrupted):
         extract_representations(Decoder(), batches(order, 2), SITES, tmp_path / "a.npz")
-    with pytest.raises(InterpError, match=r"batch 0 is not the one.*do not shuffle"):
+    with pytest.raises(InterpError, match=r"made by another extraction \(dataset: "):
         extract_representations(Decoder(), batches(order[::-1], 4), SITES, tmp_path / "a.npz")
+    later = [0, 1, 2, 5, 4, 3, *range(6, 12)]
+    with pytest.raises(InterpError, match=r"batch 1 is not the one.*do not shuffle"):
+        extract_representations(Decoder(), batches(later, 4), SITES, tmp_path / "a.npz")
+    with pytest.raises(InterpError, match=r"batch 1 is not the one"):
+        extract_representations(Decoder(), iter([ids[:3]]), SITES, tmp_path / "a.npz")
     store = extract_representations(Decoder(), batches(order, 4), SITES, tmp_path / "a.npz")
     assert torch.equal(store.token_id, ids.flatten())
 
@@ -441,3 +446,30 @@ def test_finish_extraction_waits_for_all(tmp_path: Path):
         finish_extraction(tmp_path / "a.npz")
     extract_representations(Decoder(), ragged(), SITES, tmp_path / "a.npz", rank=1, world_size=3)
     assert finish_extraction(tmp_path / "a.npz").rows == sum(map(len, ragged()))
+
+
+def test_extract_says_what_was_captured_nowhere(tmp_path: Path):
+    ids = torch.randint(50, (12, 5))
+
+    class Idle(Decoder):
+        def __init__(self):
+            super().__init__()
+            self.idle = nn.Linear(1, 1)
+
+    model = Idle()
+    for forward in (None, lambda model, batch: model(batch)):
+        with pytest.raises(InterpError, match="captured nothing at 'idle'"):
+            extract_representations(model, ids, "idle", tmp_path / "a.npz", forward=forward, batch_size=2)
+        assert not list(tmp_path.iterdir())
+    assert model.passes == 2
+    seen: list[int] = []
+
+    def skips(model: nn.Module, batch: Tensor) -> None:
+        seen.append(1)
+        if len(seen) < 3:
+            model(batch)
+
+    with pytest.raises(InterpError, match="batch 2 captured nothing at blocks.1:out"):
+        extract_representations(
+            model, ids, "blocks.1", tmp_path / "a.npz", forward=skips, batch_size=2, pool="mean"
+        )

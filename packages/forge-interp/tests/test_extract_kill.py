@@ -1,8 +1,12 @@
-"""A process that is killed at any instant of an extraction, and called again, ends with the same bytes."""
+"""A process that is killed at any instant of an extraction, and called again, ends with the same bytes.
+
+`FORGE_KILLS=20 pytest packages/forge-interp/tests/test_extract_kill.py` kills 20 times for each format.
+"""
 
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,23 +19,27 @@ import torch
 from forge_interp.extraction.extract import extract_representations
 from torch import Tensor, nn
 
-KILLS = 8
+KILLS = int(os.environ.get("FORGE_KILLS", "4"))
 SITES = {"acts.npz": "*", "acts.safetensors": "*", "acts.zarr": "*", "acts": "*", "acts.npy": "1"}
+SMALL = {"samples": 15, "longest": 6, "width": 4}
+LARGE = {"samples": 60, "longest": 300, "width": 128}
 
 
-def make_dataset() -> list[Tensor]:
+def make_dataset(samples: int, longest: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(1, 6, (15,), generator=generator).tolist()
+    lengths = torch.randint(longest, (samples,), generator=generator).tolist()
     return [torch.randint(1, 9, (length,), generator=generator) for length in lengths]
 
 
-def run(out: Path, world_size: int, ranks: Iterable[int] | None = None) -> None:
+def run(out: Path, world_size: int, size: dict[str, int], ranks: Iterable[int] | None = None) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Tanh()).bfloat16()
+    width = size["width"]
+    model = nn.Sequential(nn.Embedding(9, width), nn.Linear(width, width), nn.Tanh()).bfloat16()
+    dataset = make_dataset(size["samples"], size["longest"])
     options: dict[str, Any] = {"batch_size": 3, "progress": False}
     for rank in range(world_size) if ranks is None else ranks:
         extract_representations(
-            model, make_dataset(), SITES[out.name], out, rank=rank, world_size=world_size, **options
+            model, dataset, SITES[out.name], out, rank=rank, world_size=world_size, **options
         )
 
 
@@ -73,6 +81,14 @@ def exit_code(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def killed_after(act: Callable[[], Any], delay_s: float) -> int:
+    """Start a process and send SIGKILL to it after some time; returns its exit code."""
+    pid = start(act)
+    time.sleep(delay_s)
+    os.kill(pid, signal.SIGKILL)
+    return exit_code(pid)
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
@@ -83,29 +99,60 @@ def test_extract_ends_with_equal_bytes_when_killed_at_random_points(
     tmp_path: Path, name: str, world_size: int
 ):
     (tmp_path / "whole").mkdir()
-    total = counting(partial(run, tmp_path / "whole" / name, world_size), None)
+    total = counting(partial(run, tmp_path / "whole" / name, world_size, SMALL), None)
     whole = files(tmp_path / "whole")
     random, killed = Random(f"{name} {world_size}"), 0
     for trial in range(KILLS):
         folder = tmp_path / str(trial)
         folder.mkdir()
+        act = partial(run, folder / name, world_size, SMALL)
         points = [random.randrange(1, total), random.randrange(1, total)]
         for at in points[: 1 + trial % 2]:  # every other one is killed again when it goes on
-            act = partial(run, folder / name, world_size)
             code = exit_code(start(partial(counting, act, at)))
             assert code in (0, -signal.SIGKILL)
             killed += code == -signal.SIGKILL
-        assert exit_code(start(partial(run, folder / name, world_size))) == 0
+        assert exit_code(start(act)) == 0
         assert files(folder) == whole, (trial, points)
     assert killed >= KILLS
 
 
+@pytest.mark.parametrize("name", SITES)
+def test_extract_ends_with_equal_bytes_when_killed_at_random_times(tmp_path: Path, name: str):
+    (tmp_path / "whole").mkdir()
+    began = time.monotonic()
+    assert exit_code(start(partial(run, tmp_path / "whole" / name, 1, LARGE))) == 0
+    whole_s = time.monotonic() - began
+    whole, random, killed, left = files(tmp_path / "whole"), Random(name), 0, set()
+    for trial in range(4 * KILLS):
+        if killed == KILLS:
+            break
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        act = partial(run, folder / name, 1, LARGE)
+        code = killed_after(act, random.uniform(0, whole_s))
+        killed += code == -signal.SIGKILL
+        left |= {path.name for path in folder.rglob("*")}
+        assert exit_code(start(act)) == 0
+        assert files(folder) == whole, trial
+    assert killed == KILLS
+    assert "journal" in left
+
+
 def test_extract_ends_with_equal_bytes_when_processes_end_at_once(tmp_path: Path):
     (tmp_path / "whole").mkdir()
-    run(tmp_path / "whole" / "acts", 1)
+    run(tmp_path / "whole" / "acts", 1, SMALL)
     for trial in range(4):
         (tmp_path / str(trial)).mkdir()
         out = tmp_path / str(trial) / "acts"
-        pids = [start(partial(run, out, 4, [rank])) for rank in range(4)]
+        pids = [start(partial(run, out, 4, SMALL, [rank])) for rank in range(4)]
         assert [exit_code(pid) for pid in pids] == [0] * 4
         assert files(tmp_path / str(trial)) == files(tmp_path / "whole")
+
+
+def test_extract_ends_with_equal_bytes_when_two_processes_do_the_same(tmp_path: Path):
+    (tmp_path / "whole").mkdir()
+    run(tmp_path / "whole" / "acts.npz", 1, LARGE)
+    (tmp_path / "both").mkdir()
+    pids = [start(partial(run, tmp_path / "both" / "acts.npz", 1, LARGE)) for _ in range(3)]
+    assert [exit_code(pid) for pid in pids] == [0] * 3
+    assert files(tmp_path / "both") == files(tmp_path / "whole")

@@ -90,21 +90,6 @@ def test_shard_forgets_rows_that_were_not_committed(tmp_path: Path):
     assert go_on(tmp_path / "left", 4) == whole
 
 
-def test_shard_takes_back_the_current_batch(tmp_path: Path):
-    whole = made(tmp_path / "whole", 3)
-    with Shard(tmp_path / "back", REQUEST) as shard:
-        for i in range(3):
-            for name, values in chunk(9, 7).items():
-                shard.write(name, values)
-            first = shard.rollback()
-            for name, values in chunk(9, 7).items():
-                shard.write(name, values)
-            assert shard.rollback() == first
-            add(shard, i, rows=i % 4)
-        shard.seal()
-    assert contents(tmp_path / "back") == whole
-
-
 def test_shard_lists_how_another_request_differs(tmp_path: Path):
     made(tmp_path, 1)
     with pytest.raises(InterpError, match=r"batch_size: 2 there, 3 asked.*pool: null there, \"mean\" asked"):

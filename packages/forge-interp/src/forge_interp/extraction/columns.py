@@ -59,8 +59,7 @@ class Column:
         if self.dtype not in NUMPY_TYPES:
             raise InterpError(
                 f"{self.name} has dtype {self.dtype}; expected a real one: give dtype=torch.float32, or a "
-                "select "
-                "such as torch.view_as_real"
+                "select such as torch.view_as_real"
             )
 
     @property

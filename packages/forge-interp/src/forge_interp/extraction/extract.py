@@ -10,7 +10,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from forge_interp.hooks.sharding import is_sharded
 from forge_interp.progress import progress as with_progress
 
 Select = Callable[[Tensor], Tensor]
+Deliver = Callable[[str, Tensor], None]
 
 
 def extract_representations(
@@ -62,23 +64,23 @@ def extract_representations(
     `token_id` say where a row came from. The model runs without gradients, in evaluation mode.
 
     A run that was interrupted, however hard, goes on when it is called again with the same arguments, and the
-    files come out byte for byte as if it had not been. Until all is done the rows are in `OUT.partial`. An
-    output that is there already is returned if it was made by the same call.
+    files come out byte for byte as if it had not been. Until all is done the rows are in `OUT.partial`, which
+    takes as much space as the output beside it. An output that is there already is returned if it was made by
+    the same call: the same weights, arguments, functions (see `fingerprint.callable_name`), and samples (all
+    are compared, or 256 of a larger dataset).
 
     Args:
         model: any module.
         dataset: samples (a sequence of ids, of mappings as Hugging Face datasets have them, or of tensors; a
-        tensor
-            [samples, ...]; or a mapping of columns), or an iterable of ready batches, such as a DataLoader
-            that does not shuffle.
+            tensor [samples, ...]; or a mapping of columns), or an iterable of ready batches, such as a
+            DataLoader that does not shuffle.
         sites: `module[:part][#call]` with wildcards, see `forge_interp.hooks.sites`.
         out: a name that ends in `.npz`, `.safetensors`, `.zarr` or `.npy` (one site), or else a folder of
-        `.npy`
-            files. `.npz` and `.npy` hold bfloat16 as the uint16 of its bits; `ActivationStore` gives it back.
+            `.npy` files. All but `.safetensors` hold bfloat16 as the uint16 of its bits; `ActivationStore`
+            gives it back.
         batch_size: samples in a forward pass; ready batches stay as they are.
         select: applied to a value on its device first, for all sites or by the pattern as given in `sites`;
-        gives
-            [samples, tokens, ...] or [samples, ...].
+            gives [samples, tokens, ...] or [samples, ...].
         pool: "mean", "last", "first" or "max" over the valid tokens of a sample, or a callable of
             (value [B, T, ...], mask [B, T] bool) that gives [B, ...]. A value [B, D] is one row a sample
             anyway.
@@ -87,17 +89,14 @@ def extract_representations(
         mask: entry that is nonzero where there is a token and no padding. Made when ids differ in length.
         pad_id: stands in the padding, on the right.
         forward: called as forward(model, batch) in place of `model(**batch)` or `model(batch)`; then every
-        forward
-            pass runs to its end.
+            forward pass runs to its end.
         rank: which share of the batches this process takes; with `world_size`. Default: as torch.distributed
-        says,
-            or all.
+            says, or all.
         world_size: how many processes share the batches. The output does not depend on it.
         group: processes that wait for each other at the end; default: all, when torch.distributed gave the
-        rank or
-            the model is sharded. Without a group, whoever ends last puts the output together.
+            rank or the model is sharded. Without a group, whoever ends last puts the output together.
         writes: False on processes that share a model and a `rank` with one that writes (tensor parallelism).
-        progress: draw a bar on a terminal.
+        progress: draw a bar on a terminal; of a group only the first rank does.
         attention_bytes: the largest attention matrix to hold at once.
 
     Returns:
@@ -105,14 +104,16 @@ def extract_representations(
 
     Raises:
         InterpError: a site names nothing, sites have different rows, or `out` or its working folder belongs
-        to
-            another call; the differences are listed.
+            to another call; the differences are listed.
+        OSError: the disk is full or cannot be written; what is done so far stays.
     """
     out = Path(out)
     patterns = [sites] if isinstance(sites, str) else list(sites)
     names = Names(tokens, mask, pad_id)
     chosen = _by_pattern(select, patterns)
     processes = Processes.of(model, rank, world_size, group, writes)
+    rows = RowMaker(chosen, pool, dtype)
+    format_of(out)
     source = open_dataset(dataset, batch_size, names)
     request = {
         "sites": patterns,
@@ -123,19 +124,23 @@ def extract_representations(
         "forward": callable_name(forward),
         "batch_size": batch_size if isinstance(source, Samples) else None,
         "dataset": source.fingerprint(),
+        "model": model_fingerprint(model),
         "versions": {"torch": torch.__version__},
     }
-    request["model"], part = model_fingerprint(model)
     if out.exists():
         return _made_before(out, request)
-    format_of(out)
-    run = _Run(model, patterns, source, RowMaker(chosen, pool, dtype), Feeder(model, names, forward), names)
-    run.attention_bytes, run.shows_progress = attention_bytes, progress
+    run = _Run(model, patterns, source, rows, Feeder(model, names, forward), names, attention_bytes)
     folder = shard_folder(out, processes.rank, processes.size)
-    own = {"rank": processes.rank, "world_size": processes.size, "weights": part}
-    with Shard(folder, request | {"own": own}) if writes else nullcontext() as shard:
-        run.extract(shard, processes, out)
-    processes.together(lambda: _merge(out))
+    try:
+        with Shard(folder, request) if writes else nullcontext() as shard:
+            if not out.exists():
+                run.extract(shard, processes, out, progress and processes.shows_progress)
+    except FileNotFoundError:
+        if not out.exists():
+            raise
+    if processes.group is None and out.exists():  # another process has done the same, and removed its folder
+        return _made_before(out, request)
+    processes.together(lambda: merge(out))
     return ActivationStore(out)
 
 
@@ -154,72 +159,62 @@ def finish_extraction(out: str | Path) -> ActivationStore:
     return ActivationStore.open(out)
 
 
+@dataclass
 class _Run:
     """One process' share of the batches, from where it stands.
 
-    Args:
+    Attributes:
         model: any module.
         sites: patterns.
         source: of the batches.
         rows: how values become rows.
         feed: how the model is called.
         names: what the entries of a batch are called.
+        attention_bytes: the largest attention matrix to hold at once.
     """
 
-    attention_bytes = 1 << 30
-    shows_progress = True
+    model: nn.Module
+    sites: list[str]
+    source: Samples | ReadyBatches
+    rows: RowMaker
+    feed: Feeder
+    names: Names
+    attention_bytes: int
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sites: list[str],
-        source: Samples | ReadyBatches,
-        rows: RowMaker,
-        feed: Feeder,
-        names: Names,
-    ) -> None:
-        self._model = model
-        self._sites = sites
-        self._source = source
-        self._rows = rows
-        self._feed = feed
-        self._names = names
+    def __post_init__(self) -> None:
+        self._deliver: Deliver = _ignore
         self._padding_checked = False
-        self._deliver: Callable[[str, Tensor], None] = _ignore
 
-    def extract(self, shard: Shard | None, processes: Processes, out: Path) -> None:
+    def extract(self, shard: Shard | None, processes: Processes, out: Path, progress: bool) -> None:
         """Write all batches of the share that are not written yet. Collective if the model is shared."""
-        start, stop = processes.share(self._source.num_batches)
+        start, stop = processes.share(self.source.num_batches)
         first = start + processes.done(shard.batches if shard else 0)
         mine = self._batches(start, first, stop, shard)
-        steps = processes.steps(mine, lambda: next(self._source.batches(0, 1)))
-        total = None if stop is None else stop - first
-        drawn = with_progress(steps, total, "extract", self.shows_progress)
-        with _evaluating(self._model), torch.no_grad():
-            if processes.in_step or not self._feed.is_default:
-                self._run(drawn, shard, out, stops=False)
-            else:
-                if shard is None or not shard.columns:
-                    self._run(_first(drawn), shard, out, stops=False)
-                self._run(drawn, shard, out, stops=not is_sharded(self._model))
+        steps = processes.steps(mine, lambda: next(self.source.batches(0, 1)))
+        drawn = with_progress(steps, None if stop is None else stop - first, "extract", progress)
+        with _evaluating(self.model), torch.no_grad():
+            stops = self.feed.is_default and not processes.in_step and not is_sharded(self.model)
+            if shard is None or not shard.columns:
+                self._run(islice(drawn, 1), shard, out, stops=False)
+            self._run(drawn, shard, out, stops)
         if shard is not None:
             shard.seal()
 
     def _batches(self, start: int, first: int, stop: int | None, shard: Shard | None) -> Iterator[Batch]:
         """Batches [first, stop); what was written before is compared with what an iterable gives now."""
-        if shard is None or isinstance(self._source, Samples):
-            yield from self._source.batches(first, stop)
+        if shard is None or isinstance(self.source, Samples):
+            yield from self.source.batches(first, stop)
             return
-        written = (chunk for chunk, _ in read_chunks(shard.folder) if chunk is not None)
-        for batch in self._source.batches(start, stop):
-            if batch.number >= first:
+        written = [chunk.inputs for chunk, _ in read_chunks(shard.folder) if chunk is not None]
+        number = start - 1
+        for batch in self.source.batches(start, stop):
+            number = batch.number
+            if number >= first and not shard.sealed:
                 yield batch
-            elif batch.checksum() != next(written).inputs:
-                raise InterpError(
-                    f"batch {batch.number} is not the one that was extracted before; expected the same "
-                    "batches in "
-                    f"each run: do not shuffle, or delete {shard.folder.parent} to start anew"
-                )
+            elif number >= first or batch.checksum() != written[number - start]:
+                raise InterpError(_other_batches(number, shard))
+        if number < first - 1:
+            raise InterpError(_other_batches(number + 1, shard))
 
     def _run(self, steps: Iterator[tuple[Batch, bool]], shard: Shard | None, out: Path, stops: bool) -> None:
         """Run some batches inside one capture."""
@@ -227,9 +222,9 @@ class _Run:
         if one is None:
             return
         with capture(
-            self._model,
-            self._sites,
-            select=self._rows.by_pattern(self._sites),
+            self.model,
+            self.sites,
+            select=self.rows.by_pattern(self.sites),
             stop=stops,
             device="cpu",
             sink=lambda key, rows: self._deliver(key, rows),
@@ -247,23 +242,25 @@ class _Run:
     def _record(self, acts: Activations, batch: Batch, shard: Shard, out: Path) -> None:
         self._forward(acts, batch, shard.write)
         if not shard.columns:
+            if not acts.fired:
+                return  # `capture` raises and says why
             check_sites(out, sorted(acts.fired))
-        for name, values in self._rows.ids().items():
+        for name, values in self.rows.ids().items():
             shard.write(name, values)
         shard.commit(batch.first, batch.size, batch.checksum())
 
-    def _forward(self, acts: Activations, batch: Batch, deliver: Callable[[str, Tensor], None]) -> None:
+    def _forward(self, acts: Activations, batch: Batch, deliver: Deliver) -> None:
         acts.clear()
-        self._rows.start(batch)
+        self.rows.start(batch)
         self._deliver = deliver
-        self._feed(batch)
+        self.feed(batch)
+        acts._offload.wait()
 
     def _check_padding(self, acts: Activations, batch: Batch) -> None:
         """Once, if this process may run the model for itself."""
-        if batch.mask is None or self._padding_checked:
+        if batch.mask is None or batch.tokens is None or self._padding_checked:
             return
-        self._padding_checked = True
-        if self._feed.passes_mask(batch) or is_distributed(self._model):
+        if self.feed.passes_mask(batch) or is_distributed(self.model):
             return
 
         def rows_of(sample: Batch) -> dict[str, Tensor]:
@@ -271,17 +268,18 @@ class _Run:
             self._forward(acts, sample, lambda key, rows: found.update({key: rows.clone()}))
             return found
 
-        check_padding(batch, self._names, rows_of)
+        self._padding_checked = check_padding(batch, self.names, rows_of)
 
 
 def _ignore(key: str, rows: Tensor) -> None:
     """Rows that do not count."""
 
 
-def _first(steps: Iterator[tuple[Batch, bool]]) -> Iterator[tuple[Batch, bool]]:
-    """The first step alone; the others stay in the iterator."""
-    one = next(steps, None)
-    return iter(() if one is None else (one,))
+def _other_batches(number: int, shard: Shard) -> str:
+    return (
+        f"batch {number} is not the one that was extracted before; expected the same batches in each run: do "
+        f"not shuffle, or delete {shard.folder.parent} to start anew"
+    )
 
 
 def _by_pattern(select: Select | Mapping[str, Select] | None, patterns: list[str]) -> dict[str, Select]:
@@ -301,10 +299,6 @@ def _made_before(out: Path, request: Mapping[str, Any]) -> ActivationStore:
     check_same(out, made | {"versions": None}, dict(request) | {"versions": None})
     shutil.rmtree(working_folder(out), ignore_errors=True)
     return store
-
-
-def _merge(out: Path) -> None:
-    merge(out)
 
 
 @contextmanager

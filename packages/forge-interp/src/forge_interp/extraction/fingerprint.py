@@ -6,54 +6,109 @@ import functools
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from forge_interp.extraction.columns import as_bytes
 from forge_interp.hooks.sites import named_modules
 
-_ELEMENTS = 64
+_PROBES = 64
+_PLAIN = (bool, int, float, complex, str, bytes, slice, range, torch.dtype, torch.device, type(None))
 
 
-def model_fingerprint(model: nn.Module) -> tuple[dict[str, Any], str]:
-    """Class, layout and weights of a model, cheaply: of each tensor a few evenly spaced elements are read.
+def model_fingerprint(model: nn.Module) -> dict[str, Any]:
+    """Classes, settings and weights of a model, the same however it is sharded. Collective if it is.
 
-    Returns:
-        What is the same on all processes; and a checksum of the tensors of which this process holds a part.
+    Every weight is read, on its device: a change of a single one is seen. Buffers that are not saved and
+    attributes that `extra_repr` does not show are not looked at.
     """
-    layout = whole = local = 0
-    count = 0
+    layout = weights = count = 0
+    for name, module in named_modules(model).items():
+        if _is_fsdp(module):
+            module.reshard()  # type: ignore[operator]  # what a forward pass left gathered may be cast
+        inner = getattr(module, "_checkpoint_wrapped_module", module)
+        settings = re.sub(r" at 0x[0-9a-f]+", "", inner.extra_repr())
+        layout = zlib.crc32(f"{name} {_class_of(inner)} {settings}".encode(), layout)
     for name, tensor in _tensors(model):
-        text = f"{name} {list(tensor.shape)} {tensor.dtype}"
-        layout, count = zlib.crc32(text.encode(), layout), count + tensor.numel()
-        if _is_distributed(tensor):
-            local = zlib.crc32(as_bytes(_probe(tensor.to_local())), local)  # type: ignore[attr-defined]
-        else:
-            whole = zlib.crc32(as_bytes(_probe(tensor)), whole)
-    kind = type(named_modules(model)[""])
-    name = re.sub(r"^FSDP(?=[A-Z])", "", kind.__qualname__) if _is_fsdp(model) else kind.__qualname__
-    common = {"class": name, "numbers": count, "layout": f"{layout:08x}", "weights": f"{whole:08x}"}
-    return common, f"{local:08x}"
+        layout = zlib.crc32(f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), layout)
+        weights = zlib.crc32(_checksum(tensor), weights)
+        count += tensor.numel()
+    kind = _class_of(named_modules(model)[""])
+    return {"class": kind, "numbers": count, "layout": f"{layout:08x}", "weights": f"{weights:08x}"}
 
 
 def callable_name(function: Callable[..., Any] | None) -> str | None:
-    """Name a function so that another one, or another lambda, has another name.
+    """Name a function so that another one, or the same around other numbers, has another name.
 
-    What it closes over is not looked at.
+    Looks at code, default arguments, what it closes over, and the attributes of a callable object; not at
+    globals, nor at objects inside that are neither numbers nor functions.
     """
     if function is None:
         return None
+    text = _identity(function, frozenset())
+    inner = function.func if isinstance(function, functools.partial) else function
+    return f"{getattr(inner, '__qualname__', type(inner).__qualname__)}:{zlib.crc32(text.encode()):08x}"
+
+
+def is_distributed(model: nn.Module) -> bool:
+    """Whether this process holds only a part of the model, so that it must run together with others."""
+    return any(_is_distributed(parameter) for parameter in model.parameters())
+
+
+def _identity(value: Any, outer: frozenset[int]) -> str:
+    """A text that is the same in every process for equal values, and as a rule another for others."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if id(value) in outer:
+        return "itself"
+    kind, parts = type(value).__qualname__, _parts(value)
+    inside = outer | {id(value)}
+    return kind if parts is None else f"{kind}({','.join(_identity(part, inside) for part in parts)})"
+
+
+def _parts(value: Any) -> Iterable[Any] | None:
+    """What a value consists of; None where that is not looked at."""
+    if isinstance(value, Tensor):
+        return [list(value.shape), value.dtype, zlib.crc32(as_bytes(value))]
+    if isinstance(value, np.ndarray | np.generic):
+        return [list(value.shape), str(value.dtype), zlib.crc32(value.tobytes())]
+    if isinstance(value, Mapping):
+        return [item for key in sorted(value, key=repr) for item in (key, value[key])]
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if isinstance(value, CodeType):
+        return [value.co_code, value.co_names, value.co_consts]
+    return _parts_of(value) if callable(value) else None
+
+
+def _parts_of(function: Any) -> list[Any]:
+    if isinstance(function, nn.Module):
+        return sorted(model_fingerprint(function).items())
     if isinstance(function, functools.partial):
-        return f"partial({callable_name(function.func)}, {function.args!r}, {function.keywords!r})"
-    name = getattr(function, "__qualname__", type(function).__qualname__)
+        return [function.func, function.args, function.keywords]
+    name = getattr(function, "__qualname__", "")
     code = getattr(function, "__code__", None)
     if code is None:
-        return name
-    constants = [c for c in code.co_consts if isinstance(c, int | float | str | bytes | None)]
-    text = repr((constants, code.co_names)).encode()
-    return f"{name}:{zlib.crc32(code.co_code + text):08x}"
+        return [name, {} if isinstance(function, type) or name else getattr(function, "__dict__", {})]
+    closed = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+    owner = getattr(function, "__self__", None)
+    owner = owner if isinstance(owner, nn.Module) else type(owner).__qualname__
+    return [name, code, function.__defaults__, function.__kwdefaults__, closed, owner]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -65,10 +120,20 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{name}.{key}", tensor
 
 
-def _probe(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
-    step = max(1, flat.numel() // _ELEMENTS)
-    return flat[::step].cpu()
+def _checksum(tensor: Tensor) -> bytes:
+    """The sum of all bits as integers, and some evenly spaced elements, of which the order counts."""
+    whole = tensor.detach()
+    if _is_distributed(whole):
+        whole = whole.to(whole.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    if whole.is_meta or not whole.numel():
+        return b""
+    flat = whole.flatten()
+    raw = flat.view(torch.uint8)
+    words = raw[: len(raw) // 8 * 8]
+    words = words.clone() if words.storage_offset() % 8 else words
+    total = int(words.view(torch.int64).sum())
+    probes = [flat[:: max(1, len(flat) // _PROBES)], raw[len(words) :]]
+    return b"".join([total.to_bytes(8, "little", signed=True), *(bytes(as_bytes(probe)) for probe in probes)])
 
 
 def _is_distributed(tensor: Tensor) -> bool:
@@ -81,6 +146,7 @@ def _is_fsdp(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.FSDPModule)
 
 
-def is_distributed(model: nn.Module) -> bool:
-    """Whether this process holds only a part of the model, so that it must run together with others."""
-    return any(_is_distributed(parameter) for parameter in model.parameters())
+def _class_of(module: nn.Module) -> str:
+    """The class name; FSDP2 puts its own in front."""
+    name = type(module).__qualname__
+    return re.sub(r"^FSDP(?=[A-Z])", "", name) if _is_fsdp(module) else name

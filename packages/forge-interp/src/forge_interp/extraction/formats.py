@@ -69,8 +69,7 @@ def format_of(path: Path) -> Format:
     if path.suffix in (".pt", ".pth", ".bin", ".h5", ".hdf5", ".parquet", ".arrow", ".zip", ".json"):
         raise InterpError(
             f"out is {str(path)!r}; expected a name that ends in {', '.join(_FORMATS)}, or one without such "
-            "an "
-            "ending for a folder of .npy files"
+            "an ending for a folder of .npy files"
         )
     return _FOLDER
 
@@ -129,9 +128,8 @@ def _write_npz(
     path: Path, columns: Sequence[Column], rows: int, blocks: Blocks, metadata: dict
 ) -> list[Path]:
     with path.open("wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        text = np.array(dump(metadata))
         member = io.BytesIO()
-        np.lib.format.write_array(member, text, version=(1, 0))
+        np.lib.format.write_array(member, np.array(dump(metadata)), version=(1, 0))
         _write_member(archive, "metadata", iter([memoryview(member.getvalue())]))
         for column in columns:
             header = _npy_header(column.numpy_type, (rows, *column.shape))
@@ -151,8 +149,7 @@ def _write_member(archive: zipfile.ZipFile, name: str, blocks: Iterator[memoryvi
     info = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
     info.external_attr = 0o644 << 16
     assert archive.fp is not None
-    # The local header has 30 bytes, the name, and 20 bytes of zip64 sizes; an extra field fills up to the
-    # alignment.
+    # A local header has 30 bytes, the name, 20 bytes of zip64 sizes, and here an extra field that aligns.
     start = archive.fp.tell() + 30 + len(info.filename.encode()) + 20
     padding = -(start + 4) % _ALIGN
     info.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
@@ -188,7 +185,7 @@ def _write_safetensors(
 ) -> list[Path]:
     ordered = sorted(
         columns, key=lambda column: -column.dtype.itemsize
-    )  # keeps every array aligned to its items
+    )  # so that each is aligned to its items
     header: dict[str, Any] = {"__metadata__": {"forge_interp": dump(metadata)}}
     end = 0
     for column in ordered:

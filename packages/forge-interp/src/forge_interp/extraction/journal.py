@@ -4,7 +4,7 @@ A shard is a folder: one raw file per column, only ever appended to; `spec.json`
 columns came of it; and `journal`, one line per committed chunk with the CRC-32 of what the chunk added to
 each file. Rows count once their line is whole. Opening a shard checks every committed chunk, cuts the files
 back to the last that is intact, and goes on from there, so that neither a kill nor a power failure needs a
-flush per chunk.
+flush per chunk. Whoever reads a shard checks it again.
 """
 
 from __future__ import annotations
@@ -74,8 +74,11 @@ class Shard:
         self.sealed = False
         self._files: dict[str, Any] = {}
         self._pending: dict[str, tuple[Column, int, int]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = lock(folder / "lock")
+        self._lock = None
+        while self._lock is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # another process has just finished, and removes the folder
+                self._lock = lock(folder / "lock", _LOCK_WAIT_S)
         try:
             self._recover()
             self._journal = (folder / "journal").open("ab", buffering=0)
@@ -117,31 +120,20 @@ class Shard:
         self._check_pending()
         if not self.columns:
             self.columns = tuple(column for column, _, _ in self._pending.values())
-            write_spec(self.folder, self.request, self.columns)
+            _write_spec(self.folder, self.request, self.columns)
         rows = self._pending[self.columns[0].name][1]
         crcs = tuple(self._pending[column.name][2] for column in self.columns)
         _append(self._journal, list(Chunk(self.batches, first, samples, rows, inputs, crcs)))
         self._pending = {}
         self.rows, self.batches = self.rows + rows, self.batches + 1
 
-    def rollback(self) -> dict[str, int]:
-        """Take back what was written since the last commit; returns the CRC-32 of each column."""
-        crcs = {name: crc for name, (_, _, crc) in self._pending.items()}
-        for name, (column, _, _) in self._pending.items():
-            self._files[name].truncate(self.rows * column.row_bytes)
-        self._pending = {}
-        return crcs
-
     def seal(self) -> None:
-        """Declare that all batches are in, and put them on the disk itself."""
+        """Declare that all batches are in."""
         if not self.columns:
-            write_spec(self.folder, self.request, ())
-        for file in self._files.values():
-            os.fsync(file.fileno())
+            _write_spec(self.folder, self.request, ())
         if not self.sealed:
             _append(self._journal, ["sealed", self.batches, self.rows])
             self.sealed = True
-        os.fsync(self._journal.fileno())
 
     def close(self) -> None:
         """Close all files; the shard can be opened again."""
@@ -151,28 +143,30 @@ class Shard:
     def __enter__(self) -> Shard:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """Close; a shard that failed before its first commit leaves nothing behind."""
-        self.close()
+        if isinstance(error, OSError) and self.batches:
+            error.add_note(
+                f"{self.folder} keeps {self.batches} batches: mend this, call again, and it goes on"
+            )
         if kind is not None and not self.batches:
-            shutil.rmtree(self.folder)
+            shutil.rmtree(self.folder, ignore_errors=True)
             with suppress(OSError):
                 self.folder.parent.rmdir()
+        self.close()
 
     def _check_pending(self) -> None:
         missing = [column.name for column in self.columns if column.name not in self._pending]
         if missing:
             raise InterpError(
                 f"batch {self.batches} captured nothing at {', '.join(missing)}; expected the sites of the "
-                "first batch: "
-                "extract sites that not every batch reaches in a call of their own"
+                "first batch: extract sites that not every batch reaches in a call of their own"
             )
         rows = {name: count for name, (_, count, _) in self._pending.items()}
         if len(set(rows.values())) != 1:
             raise InterpError(
                 f"batch {self.batches} has rows {rows}; expected one number: extract sites with other rows "
-                "in a call "
-                "of their own, or pool"
+                "in a call of their own, or pool"
             )
 
     def _recover(self) -> None:
@@ -196,33 +190,38 @@ class Shard:
             os.truncate(path, sizes.get(path.name, 0))
 
 
-def lock(path: Path) -> Any:
+def lock(path: Path, wait_s: float) -> Any:
     """Hold a lock file, until it is closed or the process ends; processes that it forks do not hold it.
 
     Raises:
-        InterpError: another process holds it.
+        InterpError: another process holds it for longer than that.
+        FileNotFoundError: its folder is gone.
     """
-    file = path.open("a")
-    deadline = time.monotonic() + _LOCK_WAIT_S
+    deadline = time.monotonic() + wait_s
     while True:
+        file = path.open("a")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file  # else the one who held it has removed it: take the file that is there now
         except BlockingIOError:
             if time.monotonic() > deadline:
                 file.close()
                 raise InterpError(
                     f"{path.parent} is being written by another process; expected one writer: wait for it, "
-                    "or give "
-                    "every process its own rank"
+                    "or give every process its own rank"
                 ) from None
             time.sleep(0.05)
+        file.close()
 
 
-def write_spec(folder: Path, request: Mapping[str, Any], columns: tuple[Column, ...]) -> None:
-    """Write what was asked and what came of it, whole or not at all."""
+def _write_spec(folder: Path, request: Mapping[str, Any], columns: tuple[Column, ...]) -> None:
+    """Write what was asked and what came of it, whole or not at all; without it no row can be read."""
     partial = folder / "spec.json.new"
-    partial.write_text(dump({"request": request, "columns": [column.to_json() for column in columns]}))
+    with partial.open("w") as file:
+        file.write(dump({"request": request, "columns": [column.to_json() for column in columns]}))
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, folder / "spec.json")
 
 
@@ -248,8 +247,7 @@ def check_same(place: Path, made: Mapping[str, Any], asked: Mapping[str, Any]) -
     if differences:
         raise InterpError(
             f"{place} was made by another extraction ({'; '.join(differences)}); expected the same: give "
-            "another out, "
-            "or delete it to start anew"
+            "another out, or delete it to start anew"
         )
 
 
@@ -301,8 +299,7 @@ def committed_blocks(folder: Path, columns: tuple[Column, ...], column: Column) 
             if crc != chunk.crcs[index]:
                 raise InterpError(
                     f"{path}: batch {chunk.batch} is not what was written there; the disk or a program "
-                    "changed it: "
-                    "run the extraction again, it goes on from the last batch that is whole"
+                    "changed it: run the extraction again, it goes on from the last batch that is whole"
                 )
 
 
@@ -356,8 +353,7 @@ def _not_alike(column: Column, known: Column | None, columns: tuple[Column, ...]
         sites = ", ".join(c.name for c in columns if c not in ROW_COLUMNS)
         return (
             f"{column.name} was captured, but not in the first batch; expected its sites ({sites}): extract "
-            "sites that "
-            "not every batch reaches in a call of their own"
+            "sites that not every batch reaches in a call of their own"
         )
     return (
         f"{column.name} has rows {list(column.shape)} {column.dtype}, those before have {list(known.shape)} "

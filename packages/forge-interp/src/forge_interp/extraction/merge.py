@@ -7,6 +7,7 @@ way leaves either the shards, from which it is written again, or the output.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -15,16 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.columns import Column
+from forge_interp.extraction.columns import Column, dtype_name
 from forge_interp.extraction.formats import describe, format_of
 from forge_interp.extraction.journal import check_same, committed_blocks, lock, read_chunks, read_spec
 
 _SHARD = re.compile(r"rank-(\d{5})-of-(\d{5})")
-
-
-def of_output(request: dict[str, Any]) -> dict[str, Any]:
-    """Return a request without what is the process' own: its rank and its part of the weights."""
-    return {key: value for key, value in request.items() if key != "own"}
 
 
 def working_folder(out: Path) -> Path:
@@ -39,21 +35,12 @@ def shard_folder(out: Path, rank: int, world_size: int) -> Path:
         InterpError: the working folder was begun with another number of processes.
     """
     working = working_folder(out)
-    others = {int(m[2]) for p in working.glob("rank-*") if (m := _SHARD.fullmatch(p.name))} - {world_size}
-    if others:
+    if others := _world_sizes(working) - {world_size}:
         raise InterpError(
             f"{working} was begun by {others.pop()} processes, now there are {world_size}; expected the same "
-            "number: "
-            "start as many, or delete it to start anew"
+            "number: start as many, or delete it to start anew"
         )
     return working / f"rank-{rank:05d}-of-{world_size:05d}"
-
-
-class _Part(NamedTuple):
-    folder: Path
-    request: dict[str, Any]
-    columns: tuple[Column, ...]
-    rows: int
 
 
 def merge(out: Path) -> bool:
@@ -66,31 +53,35 @@ def merge(out: Path) -> bool:
     if not working.is_dir():
         return out.exists()
     try:
-        held = lock(working / "lock")
+        held = lock(working / "lock", math.inf)
     except FileNotFoundError:  # another process has just finished
         return out.exists()
     with held:
-        if out.exists():  # another process was faster, or was killed before it had tidied up
-            shutil.rmtree(working, ignore_errors=True)
-            return True
-        parts = _sealed_parts(working)
-        if parts is None:
-            return False
-        _write(out, parts)
-    shutil.rmtree(working, ignore_errors=True)
+        if not out.exists():  # else another process was faster, or was killed before it had tidied up
+            parts = _sealed_parts(working)
+            if parts is None:
+                return False
+            _write(out, parts)
+        shutil.rmtree(working, ignore_errors=True)
     return True
 
 
 def missing_ranks(out: Path) -> list[int]:
     """Return the ranks whose shards are not sealed yet."""
-    working = working_folder(out)
-    worlds = {int(m[2]) for p in working.glob("rank-*") if (m := _SHARD.fullmatch(p.name))}
-    return [
-        rank
-        for world in worlds
-        for rank in range(world)
-        if _sealed_rows(shard_folder(out, rank, world)) is None
-    ]
+    worlds = _world_sizes(working_folder(out))
+    ranks = ((rank, shard_folder(out, rank, world)) for world in worlds for rank in range(world))
+    return [rank for rank, folder in ranks if _sealed_rows(folder) is None]
+
+
+class _Part(NamedTuple):
+    folder: Path
+    request: dict[str, Any]
+    columns: tuple[Column, ...]
+    rows: int
+
+
+def _world_sizes(working: Path) -> set[int]:
+    return {int(found[2]) for path in working.glob("rank-*") if (found := _SHARD.fullmatch(path.name))}
 
 
 def _sealed_parts(working: Path) -> list[_Part] | None:
@@ -118,16 +109,13 @@ def _sealed_rows(folder: Path) -> int | None:
 
 
 def _write(out: Path, parts: list[_Part]) -> None:
-    request = of_output(parts[0].request)
     columns = next((part.columns for part in parts if part.columns), ())
     for part in parts:
-        check_same(part.folder, of_output(part.request), request)
+        check_same(part.folder, part.request, parts[0].request)
         if part.columns not in (columns, ()):
             raise InterpError(
-                f"{part.folder} holds {_list(part.columns)}, {parts[0].folder} holds {_list(columns)}; "
-                "expected the "
-                "same: the processes ran another model or other inputs; delete the working folder and start "
-                "anew"
+                f"{part.folder} holds {_list(part.columns)}, others hold {_list(columns)}; expected the "
+                "same: the processes ran other models or inputs; delete the working folder to start anew"
             )
 
     def blocks(column: Column) -> Iterator[memoryview]:
@@ -136,16 +124,23 @@ def _write(out: Path, parts: list[_Part]) -> None:
                 yield from committed_blocks(part.folder, columns, column)
 
     rows = sum(part.rows for part in parts)
+    metadata = describe(columns, rows, parts[0].request)
     stage = working_folder(out) / "output"
     shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir()
-    written = format_of(out).write(stage / out.name, columns, rows, blocks, describe(columns, rows, request))
-    for path in written:
-        os.rename(path, out.with_name(path.name))
-    sync_folder(out.parent)
+    try:
+        written = format_of(out).write(stage / out.name, columns, rows, blocks, metadata)
+        for folder in filter(Path.is_dir, stage.rglob("*")):
+            _sync_names(folder)
+        for path in written:
+            os.rename(path, out.with_name(path.name))
+    except OSError:
+        shutil.rmtree(stage, ignore_errors=True)  # on a full disk, room for others
+        raise
+    _sync_names(out.parent)
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_names(folder: Path) -> None:
     """Put the names in a folder on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -155,4 +150,4 @@ def sync_folder(folder: Path) -> None:
 
 
 def _list(columns: tuple[Column, ...]) -> str:
-    return ", ".join(f"{c.name} {list(c.shape)} {str(c.dtype).removeprefix('torch.')}" for c in columns)
+    return ", ".join(f"{c.name} {list(c.shape)} {dtype_name(c.dtype)}" for c in columns)

@@ -56,6 +56,11 @@ class Processes:
             raise InterpError(f"rank is {rank} of {world_size}; expected 0 <= rank < world_size")
         return cls(rank, world_size, group, in_step, writes)
 
+    @property
+    def shows_progress(self) -> bool:
+        """Whether it is for this process to draw: of processes that wait for each other one does."""
+        return self.group is None or dist.get_rank(self.group) == 0
+
     def share(self, num_batches: int | None) -> tuple[int, int | None]:
         """Return the first batch of this process and the one behind its last; None: all there are.
 
@@ -67,7 +72,7 @@ class Processes:
         if num_batches is None:
             raise InterpError(
                 f"the dataset is an iterable without a length, for {self.size} processes; expected one with "
-                "len(): give a sequence of samples, or a DataLoader"
+                "len(): give a sequence of samples, or a DataLoader of one"
             )
         return num_batches * self.rank // self.size, num_batches * (self.rank + 1) // self.size
 
@@ -100,7 +105,7 @@ class Processes:
             last = batch or last or spare()
             yield last, batch is not None
 
-    def together(self, finish: Callable[[], None]) -> None:
+    def together(self, finish: Callable[[], object]) -> None:
         """Do something once, after all of the group have come here, and wait for it. Collective.
 
         Raises:

@@ -59,14 +59,13 @@ class RowMaker:
         if not value.ndim or len(value) != batch.size:
             raise InterpError(
                 f"{pattern} has a value {list(value.shape)} for {batch.size} samples; expected [samples, "
-                "...]: bring "
-                "the samples to the front with select"
+                "...]: bring the samples to the front with select"
             )
         if value.ndim >= 3 or callable(self._pool):
             value = self._tokens(pattern, value)
         else:
             self._settle(pattern, (batch.size,))
-        return value if self._dtype is None else value.to(self._dtype)
+        return value if self._dtype is None else _cast(pattern, value, self._dtype)
 
     def by_pattern(self, patterns: Iterable[str]) -> dict[str, Callable[[Tensor], Tensor]]:
         """Return `rows` for each pattern, as `capture` takes it for select."""
@@ -75,7 +74,9 @@ class RowMaker:
     def ids(self) -> dict[str, Tensor]:
         """Return sample_id, position and token_id [R] int64 of the rows of this batch."""
         batch = self._current
-        layout = next(iter(self._layouts.values()))
+        layout = next(iter(self._layouts.values()), None)
+        if layout is None:
+            return {}
         samples = torch.arange(batch.first, batch.first + batch.size)
         if len(layout) == 1:
             none = torch.full_like(samples, -1)
@@ -103,16 +104,19 @@ class RowMaker:
         if batch.tokens is not None and value.shape[:2] != batch.tokens.shape:
             raise InterpError(
                 f"{pattern} has a value {list(value.shape)} for tokens {list(batch.tokens.shape)}; expected "
-                "[samples, "
-                "tokens, ...]: bring it there with select, name the ids that it belongs to with tokens= and "
-                "mask= "
-                "(tokens=None: its places are no tokens), or pool it with a callable"
+                "[samples, tokens, ...]: bring it there with select, name the ids that it belongs to with "
+                "tokens= and mask= (tokens=None: its places are no tokens), or pool it with a callable"
             )
         if batch.tokens is None and value.ndim > 3:
             raise InterpError(
                 f"{pattern} has a value {list(value.shape)} and the inputs have no tokens; expected "
-                "[samples, places, "
-                "features] or [samples, features]: flatten it with select, e.g. lambda v: v.flatten(2).mT"
+                "[samples, places, features] or [samples, features]: flatten it with select, e.g. lambda v: "
+                "v.flatten(2).mT"
+            )
+        if batch.mask is not None and value.shape[:2] != batch.mask.shape:
+            raise InterpError(
+                f"{pattern} has a value {list(value.shape)} for a mask {list(batch.mask.shape)}; expected "
+                "[samples, places, ...]: bring it there with select, or give tokens=None to keep all places"
             )
         layout = tuple(value.shape[:2])
         if self._pool is None:
@@ -130,9 +134,7 @@ class RowMaker:
     def _pooled_by_caller(self, pattern: str, value: Tensor) -> Tensor:
         assert callable(self._pool)
         batch = self._current
-        keep = (
-            self._keep(tuple(value.shape[:2])) if value.ndim > 1 else torch.ones(len(value), dtype=torch.bool)
-        )
+        keep = self._keep(tuple(value.shape[:2]))
         pooled = self._pool(value, keep.to(value.device))
         if not isinstance(pooled, Tensor) or pooled.shape[:1] != (batch.size,):
             shape = list(pooled.shape) if isinstance(pooled, Tensor) else type(pooled).__name__
@@ -158,8 +160,7 @@ class RowMaker:
         if layout != expected:
             raise InterpError(
                 f"{pattern} has {_kind(layout)}, {first} has {_kind(expected)}; expected the same rows for "
-                "all sites: "
-                "extract them in two calls, or pool"
+                "all sites: extract them in two calls, or pool"
             )
 
 
@@ -182,6 +183,19 @@ def pool_tokens(value: Tensor, keep: Tensor, how: str) -> Tensor:
     wide = torch.float64 if value.dtype == torch.float64 else torch.float32
     mean = value.masked_fill(~mask, 0).sum(1, dtype=wide) / mask.sum(1)
     return mean.to(value.dtype) if value.is_floating_point() else mean
+
+
+def _cast(pattern: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert; raise InterpError where a number is too large for a narrow dtype."""
+    rows = value.to(dtype)
+    if dtype.itemsize < 4 and dtype != torch.bfloat16 and dtype.is_floating_point:
+        lost = ~rows.float().isfinite() & value.isfinite()
+        if bool(lost.any()):
+            raise InterpError(
+                f"{pattern} has {float(value[lost].abs().max()):.4g}, which {dtype} cannot hold; expected "
+                "smaller values: give dtype=torch.bfloat16 or float32, or scale with select"
+            )
+    return rows
 
 
 def _kind(layout: tuple[int, ...]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 from forge_interp.errors import InterpError
 from forge_interp.extraction.columns import as_bytes
 
-_PROBES = 16
+_PROBES = 256
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Batch:
         tokens = mask = None
         if isinstance(inputs, Mapping):
             tokens = inputs.get(names.tokens) if names.tokens else None
-            mask = inputs.get(names.mask) if names.mask and tokens is not None else None
+            mask = inputs.get(names.mask) if names.tokens and names.mask else None
         elif names.tokens and isinstance(inputs, Tensor) and is_ids(inputs) and inputs.ndim == 2:
             tokens = inputs
         for name, found in ((names.tokens, tokens), (names.mask, mask)):
@@ -77,14 +78,13 @@ class Batch:
                 shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
                 raise InterpError(
                     f"batch {number}: {name!r} is {shape}; expected a tensor [samples, tokens]: an iterable "
-                    "must give "
-                    "ready batches, e.g. a DataLoader"
+                    "must give ready batches, e.g. a DataLoader"
                 )
         if mask is not None and tokens is not None and mask.shape != tokens.shape:
             raise InterpError(
                 f"batch {number}: {names.mask!r} is {list(mask.shape)}, {names.tokens!r} "
-                f"{list(tokens.shape)}; expected "
-                "the same shape: name the mask that belongs to the tokens with mask="
+                f"{list(tokens.shape)}; expected the same shape: name the mask that belongs to the tokens "
+                "with mask="
             )
         size = len(tokens) if tokens is not None else _size(inputs, number)
         mask = None if mask is None else mask.cpu() != 0
@@ -93,19 +93,15 @@ class Batch:
 
     def checksum(self) -> int:
         """CRC-32 of all numbers in the inputs."""
-        crc = 0
-        for tensor in _leaves(self.inputs):
-            crc = zlib.crc32(as_bytes(tensor), crc)
-        return crc
+        return _checksum(self.inputs)
 
 
 class Samples:
     """Batches of a dataset whose samples can be asked for by number.
 
     Args:
-        dataset: a sequence of samples: ids (tensor, array or list), or a mapping or tuple of tensors,
-        arrays, lists
-            and numbers; a tensor [samples, ...]; or a mapping of such columns.
+        dataset: a sequence of samples: ids (tensor, array or list), or a mapping or tuple of tensors, arrays,
+            lists and numbers; a tensor [samples, ...]; or a mapping of such columns.
         batch_size: B.
         names: what the entries are called.
 
@@ -132,12 +128,10 @@ class Samples:
             yield Batch.of(collate(picked, self._names), self._names, number, first)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Number of samples and the CRC-32 of a few of them."""
-        crc = 0
-        for probe in range(min(_PROBES, self.num_samples)):
-            index = probe * self.num_samples // min(_PROBES, self.num_samples)
-            for tensor in _leaves(collate([self._sample(index)], self._names)):
-                crc = zlib.crc32(as_bytes(tensor), crc)
+        """Number of samples and the CRC-32 of all of them, or of evenly spaced ones if there are many."""
+        crc, probes = 0, min(_PROBES, self.num_samples)
+        for index in (probe * self.num_samples // probes for probe in range(probes)):
+            crc = _checksum(collate([self._sample(index)], self._names), crc)
         return {"samples": self.num_samples, "crc": f"{crc:08x}"}
 
     def _sample(self, index: int) -> Any:
@@ -150,27 +144,40 @@ class ReadyBatches:
     Args:
         batches: of tensors, mappings or tuples.
         names: what the entries are called.
+
+    Raises:
+        InterpError: it gives none.
     """
 
     def __init__(self, batches: Iterable[Any], names: Names) -> None:
         self._batches = batches
         self._names = names
-        self.num_batches = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
+        try:
+            self.num_batches = len(batches)  # type: ignore[arg-type]
+        except TypeError:
+            self.num_batches = None
+        self._begun: Iterator[Any] | None = iter(batches)
+        self._head = list(islice(self._begun, 1))
+        if not self._head:
+            raise InterpError(
+                "the dataset has no batches; expected at least one: give an iterator that is new"
+            )
 
     def batches(self, start: int, stop: int | None) -> Iterator[Batch]:
         """Yield batches [start, stop); those before are asked for, too, to count their samples."""
         first = 0
-        for number, inputs in enumerate(self._batches):
-            if stop is not None and number >= stop:
-                return
+        begun, self._begun = self._begun, None
+        for number, inputs in enumerate(self._batches if begun is None else chain(self._head, begun)):
+            if stop is not None and number >= stop != self.num_batches:
+                return  # behind the last there may be more than len() says
             batch = Batch.of(_numbers(inputs), self._names, number, first)
             first += batch.size
             if number >= start:
                 yield batch
 
     def fingerprint(self) -> dict[str, Any]:
-        """Number of batches; what is in them is checked where a run goes on."""
-        return {"batches": self.num_batches}
+        """Number of batches and CRC-32 of the first; the others are checked where a run goes on."""
+        return {"batches": self.num_batches, "crc": f"{_checksum(_numbers(self._head[0])):08x}"}
 
 
 def open_dataset(dataset: Any, batch_size: int, names: Names) -> Samples | ReadyBatches:
@@ -188,8 +195,7 @@ def open_dataset(dataset: Any, batch_size: int, names: Names) -> Samples | Ready
         return ReadyBatches(dataset, names)
     raise InterpError(
         f"the dataset is a {type(dataset).__name__}; expected a sequence of samples, or an iterable of "
-        "batches: wrap "
-        "a stream of samples in a DataLoader with a batch_size"
+        "batches: wrap a stream of samples in a DataLoader with a batch_size"
     )
 
 
@@ -209,10 +215,9 @@ def collate(samples: Sequence[Any], names: Names) -> Any:
     if not isinstance(samples[0], Tensor):
         raise InterpError(
             f"a sample is a {type(samples[0]).__name__}; expected numbers, or a mapping or tuple of them: "
-            "tokenize "
-            "texts first"
+            "tokenize texts first"
         )
-    if samples[0].ndim == 1 and is_ids(samples[0]) and names.tokens and _lengths(samples) != 1:
+    if samples[0].ndim == 1 and is_ids(samples[0]) and names.tokens and not _are_even(samples):
         padded = _collate_mappings([{names.tokens: sample} for sample in samples], names)
         return padded if names.mask else padded[names.tokens]
     return _stack(samples, "a sample")
@@ -220,26 +225,39 @@ def collate(samples: Sequence[Any], names: Names) -> Any:
 
 def _collate_mappings(samples: Sequence[Mapping[str, Any]], names: Names) -> dict[str, Any]:
     keys = list(samples[0])
-    if any(list(sample) != keys for sample in samples):
-        different = next(list(sample) for sample in samples if list(sample) != keys)
+    if different := next((list(sample) for sample in samples if sample.keys() != samples[0].keys()), None):
         raise InterpError(f"samples have entries {keys} and {different}; expected the same in all")
     columns = {key: [sample[key] for sample in samples] for key in keys}
     tokens = columns.get(names.tokens, []) if names.tokens else []
-    if not tokens or not all(isinstance(t, Tensor) and t.ndim == 1 for t in tokens) or _lengths(tokens) == 1:
+    if not tokens or not all(isinstance(t, Tensor) and t.ndim == 1 for t in tokens) or _are_even(tokens):
         return {key: _stack(column, repr(key)) for key, column in columns.items()}
     lengths = [len(ids) for ids in tokens]
     if names.mask and names.mask not in columns:
         columns[names.mask] = [torch.ones(length, dtype=torch.int64) for length in lengths]
     fills = {names.tokens: names.pad_id, "labels": -100}
     return {
-        key: torch.nn.utils.rnn.pad_sequence(column, batch_first=True, padding_value=fills.get(key, 0))
-        if all(
-            isinstance(v, Tensor) and v.ndim == 1 and len(v) == n
-            for v, n in zip(column, lengths, strict=True)
-        )
-        else _stack(column, repr(key))
+        key: _pad(column, fills.get(key, 0)) if _have(column, lengths) else _stack(column, repr(key))
         for key, column in columns.items()
     }
+
+
+def _are_even(ids: Sequence[Tensor]) -> bool:
+    """Whether samples need no padding: one length, and not 0, which few models can run."""
+    return len({len(sample) for sample in ids}) == 1 and len(ids[0]) > 0
+
+
+def _have(column: Sequence[Any], lengths: Sequence[int]) -> bool:
+    """Whether all are [T] with these T."""
+    each = zip(column, lengths, strict=True)
+    return all(isinstance(value, Tensor) and list(value.shape) == [length] for value, length in each)
+
+
+def _pad(column: Sequence[Tensor], fill: int) -> Tensor:
+    """Stack values [T] into [B, the largest T, at least 1]."""
+    out = column[0].new_full((len(column), max(1, *map(len, column))), fill)
+    for row, value in zip(out, column, strict=True):
+        row[: len(value)] = value
+    return out
 
 
 def _stack(values: Sequence[Any], name: str) -> Any:
@@ -249,14 +267,9 @@ def _stack(values: Sequence[Any], name: str) -> Any:
     if len(shapes) != 1:
         raise InterpError(
             f"{name} has shapes {', '.join(str(list(shape)) for shape in sorted(shapes)[:3])} in one batch; "
-            "expected one: "
-            "resize or pad it, or give ready batches from a DataLoader"
+            "expected one: resize or pad it, or give ready batches from a DataLoader"
         )
     return torch.stack(list(values))
-
-
-def _lengths(values: Iterable[Tensor]) -> int:
-    return len({len(value) for value in values})
 
 
 def is_ids(value: Tensor) -> bool:
@@ -276,8 +289,23 @@ def _numbers(value: Any) -> Any:
         return tuple(_numbers(item) for item in value)
     if isinstance(value, str | bytes) or value is None:
         return value
-    array = np.asarray(value)
+    if isinstance(value, list) and not value:
+        return torch.empty(0, dtype=torch.int64)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        return value
+    if (
+        array.dtype.kind == "u" and array.itemsize > 1
+    ):  # ids as tokenizers store them; torch looks up no uint16
+        return torch.from_numpy(array.astype(np.int64))
     return torch.from_numpy(array.copy()) if array.dtype.kind in "biuf" else value
+
+
+def _checksum(inputs: Any, crc: int = 0) -> int:
+    for tensor in _leaves(inputs):
+        crc = zlib.crc32(as_bytes(tensor), crc)
+    return crc
 
 
 def _leaves(inputs: Any) -> Iterator[Tensor]:
