@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.analysis.accumulate import Moments
+from forge_interp.causal.attribution import attribution_patching
+from forge_interp.causal.patching import activation_patching
+from forge_interp.causal.path_patching import path_patching
 from forge_interp.errors import InterpError
 from forge_interp.hooks.capture import capture
 from forge_interp.hooks.edit import ablate, edit, patch, steer
@@ -252,6 +255,47 @@ def test_gradients_of_activations_are_those_of_one_process(options):
         assert_near(without_weights(found), without_weights(expected), rows_of(rank, 2))
         for name, gradient in plain.items():
             np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def patched(sizes: dict | None, options: dict) -> dict[str, np.ndarray]:
+    """Effects on the whole batch, by patching and from gradients, and a step of training after that."""
+    model, mesh = build(sizes, options)
+    clean = mine(mesh)
+    corrupted = clean.clone()
+    corrupted[:, 3:5] = (corrupted[:, 3:5] + 7) % VOCAB
+
+    def metric(logits: torch.Tensor) -> torch.Tensor:
+        return logits[:, -1, 3].sum() - logits[:, -1, 5].sum()
+
+    found = {}
+    for patching in (activation_patching, attribution_patching):
+        by_layer = patching(
+            model, clean, corrupted, "layers.*:out", metric, where={"four": (..., 4, slice(None))}
+        )
+        by_head = patching(model, clean, corrupted, "layers.*.attention:attn.z", metric, where="heads")
+        found |= {f"{patching.__name__} {t.axes[1]}": t.effect for t in (by_layer, by_head)}
+    paths = ["layers.*.attention:out", "layers.*.ffn:out"]
+    found["path"] = path_patching(model, clean, corrupted, paths, "norm:in", metric, frozen=paths).effect
+    model(clean, labels=clean, loss_fn=LossConfig().build()).total.backward()
+    gradient = model.get_parameter("head.weight").grad
+    whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return found | {"weight": whole.detach().numpy()}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"remat": RematConfig(mode="full")}], ids=["plain", "rematerialized"]
+)
+def test_patching_of_a_sharded_model_adds_up_to_one_process(options):
+    expected = patched(None, {})
+    assert all(np.abs(effect).max() > 1e-2 for effect in expected.values())
+    parts = run_ranks(patched, 2, {}, options, timeout_s=120)
+    for name, effect in expected.items():
+        if name == "weight":  # reduced in float32
+            np.testing.assert_allclose(parts[0][name], effect, rtol=1e-4, atol=1e-4)
+        else:
+            np.testing.assert_allclose(
+                parts[0][name] + parts[1][name], effect, rtol=1e-9, atol=1e-9, err_msg=name
+            )
 
 
 def late_in_compiled(sizes: dict | None) -> tuple[dict[str, np.ndarray], list[float], int]:
