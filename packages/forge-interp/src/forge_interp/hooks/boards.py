@@ -14,14 +14,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from forge_interp.errors import InterpError
 from forge_interp.hooks import values
 from forge_interp.hooks.interception import Interception
 from forge_interp.hooks.running import Running
-from forge_interp.hooks.taps import Phase, Tap, show
+from forge_interp.hooks.taps import Tap, show
 
 
 class _Board:
@@ -90,27 +90,30 @@ class _Board:
         return None if shown is output else shown
 
     def _left(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self.taps:
-            _RUNNING.leave(self)
+        missed = _RUNNING.leave(self) if self.taps else []
+        if missed:
+            _refuse_backward(missed[0], output)
 
 
-def _check_backward() -> None:
-    """A backward pass begins: refuse it where attention, edited, would be recomputed without the edit."""
-    with _LOCK:
-        taps = [tap for board in _BOARDS.values() for tap in board.on_attention]
-    for tap in taps:
-        if tap.phase is Phase.EDIT and tap.misses_recomputation:
-            raise InterpError(
-                f"edit of {str(tap.site)!r}: activation checkpointing (or no_grad) is inside that module, so "
-                "that the edit is not made again when attention is recomputed; name the module inside that "
-                "is checkpointed, or switch checkpointing off"
-            )
+def _refuse_backward(tap: Tap, output: Any) -> None:
+    """A backward pass through this output would recompute attention without an edit that was made."""
+
+    def refuse(gradient: Tensor) -> None:
+        raise InterpError(
+            f"edit of {str(tap.site)!r}: activation checkpointing (or no_grad) is inside that module: "
+            "the edit is not made again when attention is recomputed; name the module inside that is "
+            "checkpointed, or switch checkpointing off"
+        )
+
+    for value in values.tensors(output):
+        if value.requires_grad:
+            value.register_hook(refuse)
 
 
 # Hooks are state of modules that several contexts share, and their order must be agreed: so the boards are
 # shared. Which calls are running differs by thread.
 _BOARDS: WeakKeyDictionary[nn.Module, _Board] = WeakKeyDictionary()
-_RUNNING = Running(_check_backward)
+_RUNNING = Running()
 _LOCK = threading.RLock()
 
 
@@ -122,7 +125,7 @@ def attached(taps: Sequence[Tap]) -> Iterator[None]:
             _attach(tap)
             stack.callback(_detach, tap)
         if any(tap.is_on_attention for tap in taps):
-            stack.enter_context(Interception(_RUNNING.attend, _check_backward))
+            stack.enter_context(Interception(_RUNNING.attend))
         stack.enter_context(_EAGERLY)
         yield
 

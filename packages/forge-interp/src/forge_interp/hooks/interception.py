@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -27,17 +26,11 @@ class Interception(TorchFunctionMode):
 
     Args:
         attend: called with the true function, its args and its kwargs; what it returns is the result.
-        before_backward: called when a backward pass begins, inside which the mode does not see anything.
     """
 
-    def __init__(
-        self,
-        attend: Callable[[Callable[..., Tensor], tuple, dict[str, Any]], Tensor],
-        before_backward: Callable[[], None],
-    ) -> None:
+    def __init__(self, attend: Callable[[Callable[..., Tensor], tuple, dict[str, Any]], Tensor]) -> None:
         super().__init__()
         self._attend = attend
-        self._before_backward = before_backward
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
@@ -46,8 +39,6 @@ class Interception(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with _exchanged(self._attend):
                 return func(*args, **(kwargs or {}))
-        if func is Tensor.backward or func is torch.autograd.grad:
-            self._before_backward()
         return func(*args, **(kwargs or {}))
 
 

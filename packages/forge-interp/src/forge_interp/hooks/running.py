@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,24 +36,21 @@ class _Call:
         numbers: of this call, as each tap on the module itself counts.
         graph: whether it is in a checkpointed part, see `_part_of_graph`.
         own: what intercepts attention for the time of this call.
+        missed: edits of attention in a checkpointed part inside the module: that runs again without it.
     """
 
     taps: HasAttentionTaps
     numbers: dict[Tap, int | None]
     graph: Any
     own: Interception | None
+    missed: list[Tap] = field(default_factory=list)
 
 
 class Running(threading.local):
-    """The calls of modules that a thread is in, innermost last.
+    """The calls of modules that a thread is in, innermost last."""
 
-    Args:
-        before_backward: called when a backward pass begins inside a module that intercepts for itself.
-    """
-
-    def __init__(self, before_backward: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self._calls: list[_Call] = []
-        self._before_backward = before_backward
         self._is_busy = False
 
     def enter(self, taps: HasAttentionTaps, numbers: dict[Tap, int | None]) -> None:
@@ -62,7 +59,7 @@ class Running(threading.local):
         if taps.on_attention:
             graph = _part_of_graph()
             if not is_intercepted():
-                own = Interception(self.attend, self._before_backward)
+                own = Interception(self.attend)
                 own.__enter__()
         self._calls.append(_Call(taps, numbers, graph, own))
 
@@ -74,15 +71,21 @@ class Running(threading.local):
             numbers[tap] = tap.begin()
         return numbers[tap]
 
-    def leave(self, taps: HasAttentionTaps) -> None:
-        """A module is left, and with it those inside that an exception passed through."""
+    def leave(self, taps: HasAttentionTaps) -> list[Tap]:
+        """A module is left, and with it those inside that an exception passed through.
+
+        Returns:
+            Edits of attention that would be missed if it was recomputed.
+        """
         at = self._innermost(taps)
         if at is None:
-            return
-        for call in reversed(self._calls[at:]):
+            return []
+        left = self._calls[at:]
+        for call in reversed(left):
             if call.own is not None:
                 call.own.__exit__(None, None, None)
         del self._calls[at:]
+        return left[0].missed
 
     def forget(self, taps: HasAttentionTaps) -> None:
         """Nobody looks at a module any more, though it may still be running."""
@@ -113,8 +116,8 @@ class Running(threading.local):
         here = _part_of_graph()
         for call in reversed(self._calls):
             new = [tap for tap in call.taps.on_attention if id(tap.owner) not in served]
-            for tap in new:
-                tap.misses_recomputation |= call.graph != here and not tap.is_in_recomputation
+            if call.graph != here:
+                call.missed += [tap for tap in new if tap.phase is Phase.EDIT and not tap.is_in_recomputation]
             found += new
             served |= {id(tap.owner) for tap in new}
         return sorted(found, key=lambda tap: tap.phase)
@@ -144,9 +147,9 @@ def _edited(
     """Edit the tensors of a call in the order in which they arise, and show them to the captures."""
     call = AttentionCall.of(args, kwargs)
     named = {name: [tap for tap in edits if tap.site.path == (name,)] for name in ATTENTION_TENSORS}
-    for name, field in (("q", "query"), ("k", "key"), ("v", "value")):
+    for name, attribute in (("q", "query"), ("k", "key"), ("v", "value")):
         for tap in named[name]:
-            call = replace(call, **{field: replaced(tap, tap.begin(), getattr(call, field))})
+            call = replace(call, **{attribute: replaced(tap, tap.begin(), getattr(call, attribute))})
     dense = [(name, tap) for name in ("raw", "scores", "pattern") for tap in named[name]]
     if not dense:
         call = replace(call, output=call.run(attention))

@@ -38,8 +38,6 @@ class Tap:
         owner: whoever it belongs to; of the modules around an attention call, each owner is told by the
             innermost.
         calls: how many calls have begun, of the module or of attention in it.
-        misses_recomputation: whether attention was called in a checkpointed part inside the module: when that
-            runs again, the module does not.
     """
 
     site: Site
@@ -48,7 +46,6 @@ class Tap:
     phase: Phase
     owner: object
     calls: int = 0
-    misses_recomputation: bool = False
     _backward: int = field(default_factory=torch._C._current_graph_task_id)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 

@@ -60,6 +60,11 @@ def tensor_paths(tree: Any, prefix: str = "") -> list[str]:
     return paths
 
 
+def tensors(tree: Any) -> list[Tensor]:
+    """All tensors in nested tuples, mappings and dataclasses."""
+    return [tree] if isinstance(tree, Tensor) else [t for k in _keys(tree) for t in tensors(_child(tree, k))]
+
+
 def argument(module: nn.Module, args: tuple, kwargs: dict, site: Site) -> tuple[str, ...]:
     """Where a site's argument sits: ("args", "0", ...) or ("kwargs", name, ...) of a call.
 
