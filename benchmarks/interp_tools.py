@@ -243,7 +243,7 @@ def forge_extract(form: str) -> Tool:
     """`extract_representations` into this format."""
 
     def tool(model: torch.nn.Module, layers: Sequence[int]) -> Extract:
-        from forge_interp.extraction.extract import extract_representations
+        from forge_interp import extract_representations
 
         def extract(batches: Sequence[torch.Tensor], folder: Path) -> None:
             folder.mkdir(parents=True)
@@ -287,7 +287,7 @@ def rows(folder: Path, layer: int, width: int) -> np.ndarray:
         with np.load(folder / "acts.npz") as arrays:
             if str(layer) in arrays:
                 return arrays[str(layer)].reshape(-1, width)
-    from forge_interp.extraction.store import ActivationStore
+    from forge_interp import ActivationStore
 
     (path,) = folder.glob("acts*")
     return ActivationStore.open(path)[f"{block(layer)}:out"].numpy().reshape(-1, width)
