@@ -469,7 +469,7 @@ def test_extract_says_what_was_captured_nowhere(tmp_path: Path):
         if len(seen) < 3:
             model(batch)
 
-    with pytest.raises(InterpError, match="batch 2 captured nothing at blocks.1:out"):
+    with pytest.raises(InterpError, match=r"batch 2 captured nothing at blocks.1:out"):
         extract_representations(
             model, ids, "blocks.1", tmp_path / "a.npz", forward=skips, batch_size=2, pool="mean"
         )
