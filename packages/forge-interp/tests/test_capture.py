@@ -1,10 +1,14 @@
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from forge_interp import InterpError, capture, edit
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 
@@ -193,6 +197,137 @@ def test_stop_ends_the_forward_after_the_last_site_with_the_same_values(model, x
     assert all(torch.equal(acts[key], full[key]) for key in full)
 
 
+def test_stop_counts_what_was_seen_in_each_pass(model, x):
+    with capture(model, ["layers.0", "layers.1"], stop=True) as acts:
+        model(x)
+        model(x + 1)
+    with capture(model, ["layers.0", "layers.1"]) as both:
+        model(x)
+        model(x + 1)
+    assert list(acts) == list(both) == ["layers.0:out", "layers.1:out", "layers.0:out#1", "layers.1:out#1"]
+    assert all(torch.equal(acts[key], both[key]) for key in both)
+
+
+def test_stop_forgets_a_pass_that_failed(model, x):
+    with capture(model, ["layers.0", "layers.1"], stop=True) as acts:
+        with edit(model, {"layers.1": lambda v: 1 / 0}), pytest.raises(ZeroDivisionError):
+            model(x)
+        acts.clear()
+        assert model(x) is None
+    assert list(acts) == ["layers.0:out", "layers.1:out"]
+
+
+def test_stop_at_the_input_of_the_model_runs_nothing(model, x):
+    with capture(model, ":in", stop=True) as acts:
+        assert model(x) is None
+        assert torch.equal(acts[":in"], x)
+        acts.clear()
+        assert model(x + 1) is None
+    assert model.ran == []
+    assert torch.equal(acts[":in"], x + 1)
+
+
+def test_stop_at_the_output_of_the_model_leaves_nothing_out(model, x):
+    expected = model(x)
+    with capture(model, ["layers.0", ""], stop=True) as acts:
+        assert torch.equal(model(x), expected)
+        acts.clear()
+        assert torch.equal(model(x), expected)
+    assert torch.equal(acts[""], expected)
+
+
+def test_stop_ends_the_outermost_pass_of_a_model_that_calls_itself():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Identity()
+
+        def forward(self, x, depth=1):
+            x = self.layer(self(x + 1, depth - 1) if depth else x)
+            return x + 1
+
+    model, x = Twice(), torch.zeros(2)
+    with capture(model, ["layer", ":in"], stop=True) as acts:
+        assert model(x) is None
+    assert torch.equal(acts["layer"], x + 1)
+    sunk = []
+    with capture(model, ["", "layer"], sink=lambda key, value: sunk.append(key)) as acts:
+        acts.expect(["layer", "layer#1", "", "#1"])
+        assert torch.equal(model(x), x + 3)
+    assert sunk == ["layer:out", ":out#1", "layer:out#1", ":out"]
+
+
+def test_stop_raises_when_only_a_part_of_the_model_is_called(model, x):
+    with pytest.raises(InterpError, match="give that part to capture"), capture(model, "layers.0", stop=True):
+        model.layers[0](x)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_expect_waits_for_the_output_of_the_model(model, x, stop):
+    sunk = []
+    with capture(model, ["layers.0", ""], stop=stop, sink=lambda key, value: sunk.append(key)) as acts:
+        for _ in range(2):
+            acts.clear()
+            acts.expect(["layers.0", ""])
+            model(x)
+        acts.clear()
+        acts.expect(["layers.0", "", "#1"])
+        with pytest.raises(InterpError, match=r"\[':out#1'\] too few"):
+            model(x)
+    assert sunk == ["layers.0:out", ":out"] * 3
+
+
+def test_expect_raises_when_clear_was_forgotten(model, x):
+    with capture(model, ["layers.0", ":in"], stop=True) as acts:
+        acts.expect(["layers.0", ":in"])
+        assert model(x) is None
+        with pytest.raises(InterpError, match=r"\[':in#1', 'layers\.0:out#1'\] too many.*call clear"):
+            model(x)
+
+
+def test_sites_named_twice_take_the_first_select_that_names_them(model, x):
+    sites = ["layers.0", "layers.*", "head"]
+    with capture(model, sites, select={"layers.*": lambda v: v[:1]}) as acts:
+        model(x)
+    assert [len(value) for value in acts.values()] == [1, 1, 1, 1, 3]
+    with capture(model, sites, select={"layers.0": lambda v: v[:2], "layers.*": lambda v: v[:1]}) as acts:
+        model(x)
+    assert [len(value) for value in acts.values()] == [2, 1, 1, 1, 3]
+
+
+def test_arguments_of_a_checkpointed_module_have_their_names(model, x):
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    with capture(model, ["layers.0:kw.x", "layers.0:kw.shift"]) as acts:
+        model(x)
+    assert torch.equal(acts["layers.0:kw.x"], x)
+
+
+def test_activations_do_not_keep_the_model_alive(model, x):
+    layer = nn.Sequential(nn.Linear(8, 8))
+    gone = weakref.ref(layer[0])
+    with capture(layer, ["0", ""], stop=True) as acts:
+        layer(x)
+    del layer
+    gc.collect()
+    assert gone() is None
+    assert len(acts) == 2
+
+
+def test_values_captured_in_inference_mode_can_be_trained_on(model, x):
+    with torch.inference_mode(), capture(model, ["head", "head:in"]) as acts:
+        model(x)
+    probe = nn.Linear(8, 1)
+    probe(acts["head:in"]).sum().backward()
+    assert probe.weight.grad.any()
+    assert not acts["head"].requires_grad
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())])
+def test_capture_refuses_tensors_that_end_with_a_transform(model, x, transform):
+    with pytest.raises(InterpError, match="outside of vmap"), capture(model, "head"):
+        transform(model)(x)
+
+
 def test_expect_stops_after_the_given_calls_and_raises_when_others_come(model, x):
     shared = nn.Sequential(model.layers[0], model.layers[0], model.layers[1], model.layers[2])
     with capture(shared, ["0", "2"], stop=True) as acts:
@@ -257,16 +392,21 @@ def test_capture_and_edit_reach_into_nested_outputs(output, site, expected):
     assert type(out) is type(output(x))
 
 
-@pytest.mark.parametrize("output", [lambda x: {"a": x, "b": (x, x)}, lambda x: Record({"a": x})])
-def test_capture_lists_the_paths_when_the_output_is_no_tensor(output):
-    with (
-        pytest.raises(InterpError, match=r"expected a tensor; it has :out\.(a|values\.a)"),
-        capture(Nested(output), ""),
-    ):
-        Nested(output)
-        model = Nested(output)
-        with capture(model, ""):
-            model(torch.zeros(2))
+@pytest.mark.parametrize(
+    ("output", "site", "paths"),
+    [
+        (lambda x: {"a": x, "b": (x, x)}, "", r":out\.a, :out\.b\.0, :out\.b\.1"),
+        (lambda x: Record({"a": x}), "", r":out\.values\.a"),
+        (lambda x: x, ":out.T", ":out"),
+        (lambda x: (x, x), ":out.2", r":out\.0, :out\.1"),
+    ],
+)
+def test_capture_and_edit_list_the_paths_when_there_is_no_tensor(output, site, paths):
+    model = Nested(output)
+    with pytest.raises(InterpError, match=f"expected a tensor; it has {paths}$"), capture(model, site):
+        model(torch.zeros(2))
+    with pytest.raises(InterpError, match=f"expected a tensor; it has {paths}$"), edit(model, {site: abs}):
+        model(torch.zeros(2))
 
 
 def test_gradients_equal_those_of_autograd(model, x):
@@ -289,6 +429,82 @@ def test_gradients_reach_frozen_models(model, x):
         model(x).sum().backward()
     assert torch.equal(frozen.gradients["layers.1:out"], trainable.gradients["layers.1:out"])
     with torch.no_grad(), pytest.raises(InterpError, match="no gradient"), capture(model, "head", grad=True):
+        model(x)
+
+
+class Residual(nn.Module):
+    def __init__(self, dim=8):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.drop = nn.Dropout()
+        self.inner = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return x + self.inner(self.drop(self.norm(x)).view(-1).mul_(2).view(x.shape))
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("site", ["1.norm:in", "1.norm", "1.drop:in", "1.drop", "1:in", "1", "2:in"])
+def test_gradients_are_those_of_an_edit_at_the_site(x, site, trainable):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Residual(), nn.ReLU(inplace=True)).eval()
+    shift = torch.zeros(3, 8, requires_grad=True)
+    with edit(model, {site: lambda v: v + shift}):
+        out = model(x)
+        out.square().sum().backward()
+    model.requires_grad_(trainable)
+    with capture(model, site, grad=True) as acts:
+        assert torch.equal(model(x), out)
+        acts_out = model(x)
+        acts_out.square().sum().backward()
+    torch.testing.assert_close(acts.gradients[f"{site}#1"], shift.grad)
+
+
+def test_gradients_are_found_by_any_name_of_a_site_and_leave_no_hooks(model, x):
+    x.requires_grad_()
+    with capture(model, ["layers.0", ":in"], grad=True) as acts:
+        loss = model(x).sum()
+        with pytest.raises(KeyError, match=r"head:out: no gradient; there are none before a backward"):
+            acts.gradients["head"]
+        loss.backward()
+    assert torch.equal(acts.gradients[":in"], x.grad)
+    assert acts.gradients["layers.0#0"] is acts.gradients["layers.0:out"] is acts.gradients["layers.0"]
+    assert not x._backward_hooks
+
+
+def test_gradients_of_attention_are_those_of_its_tensors():
+    class Attention(nn.Module):
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q * 2, k, k)
+
+    model = Attention()
+    q, k = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(2))
+    with capture(model, [":attn.q", ":attn.z"], grad=True) as acts:
+        model(q, k).square().sum().backward()
+    torch.testing.assert_close(acts.gradients[":attn.q"], q.grad / 2)
+    torch.testing.assert_close(acts.gradients[":attn.z"], 2 * acts[":attn.z"])
+    for site in (":attn.pattern", ":attn.entropy"):
+        with pytest.raises(InterpError, match="of attention q, k, v or z"), capture(model, site, grad=True):
+            model(q, k)
+
+
+def test_gradients_of_integers_are_refused():
+    model = nn.Embedding(4, 4)
+    with (
+        pytest.raises(InterpError, match=r"torch\.int64, which has no gradient"),
+        capture(model, ":in", grad=True),
+    ):
+        model(torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_gradients_need_grad_mode(model, x, requires_grad):
+    x.requires_grad_(requires_grad)
+    with (
+        torch.no_grad(),
+        pytest.raises(InterpError, match="expected grad mode"),
+        capture(model, ":in", grad=True),
+    ):
         model(x)
 
 

@@ -74,6 +74,31 @@ def test_ablate_zeroes_means_and_resamples(model, x):
     assert all(i != j for i, j in enumerate(taken))
 
 
+@pytest.mark.parametrize(
+    ("where", "mean"),
+    [
+        ((..., 5), lambda v: v[..., 5].mean()),
+        ((..., -1), lambda v: v[..., -1].mean()),
+        ((slice(None), -1), lambda v: v[:, -1].mean(0)),
+        ((slice(None), slice(1, 3)), lambda v: v[:, 1:3].mean((0, 1))),
+        ((0, -1), lambda v: v[0, -1]),
+        (1, lambda v: v[1].mean(0)),
+        (torch.tensor([0, 2]), lambda v: v[[0, 2]].mean((0, 1))),
+    ],
+)
+def test_ablate_takes_the_mean_over_all_but_the_last_dim_of_what_is_picked(where, mean):
+    value = torch.randn(3, 5, 8)
+    expected = value.clone()
+    expected[where] = mean(value)
+    torch.testing.assert_close(ablate("mean", where)(value), expected)
+
+
+def test_ablate_takes_the_mean_of_one_vector():
+    value = torch.randn(8)
+    assert torch.equal(ablate("mean")(value), value)
+    assert not torch.equal(ablate("mean", 3, mean=torch.zeros(()))(value), value)
+
+
 def test_ablate_raises_when_the_way_is_unknown_or_there_is_nobody_to_resample_from(model, x):
     with pytest.raises(InterpError, match="expected 'zero'"):
         ablate("nothing")
@@ -164,6 +189,7 @@ def test_capture_of_attention_sees_edits_or_what_was_before(model, x):
         ({"1": lambda v: v[:, :2]}, r"gave \[3, 2, 8\]"),
         ({"1": lambda v: v.double()}, "float64, expected"),
         ({"1": lambda v: "no"}, "gave str"),
+        ({"1": lambda v: None}, "gave None, expected a tensor"),
         ({"7": lambda v: v}, "names no module"),
         ({"0:attn.z": lambda v: v}, "edited nothing at '0:attn.z'"),
         ({"1:attn.entropy": lambda v: v}, "statistic cannot be edited"),

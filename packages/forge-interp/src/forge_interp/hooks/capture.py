@@ -16,7 +16,7 @@ from forge_interp.errors import InterpError
 from forge_interp.hooks.boards import attached
 from forge_interp.hooks.interception import SDPA_ONLY
 from forge_interp.hooks.offload import Offload
-from forge_interp.hooks.passes import Stop, passes_of
+from forge_interp.hooks.passes import Pass, Stop, passes_of
 from forge_interp.hooks.sharding import full, is_sharded
 from forge_interp.hooks.sites import Site, canonical, find_sites, named_modules
 from forge_interp.hooks.taps import Phase, Tap
@@ -68,12 +68,12 @@ class Activations(Mapping[str, Tensor]):
         self._fired: set[str] = set()
         self._seen: set[str] = set()
         self._unchecked: set[str] = set()
-        self._taps: list[Tap] = []
         self._keys = frozenset(map(canonical, self._patterns))
         self._awaited = frozenset(self._patterns)
         self._remaining = set(self._awaited)
         self._is_exact = False
-        self._is_in_pass: Callable[[nn.Module], bool] = lambda module: True
+        self._pass = Pass(self._begin_pass, self._end_pass, self._is_over)
+        self._forget_model()
 
     def __getitem__(self, site: str) -> Tensor:
         key = canonical(site)
@@ -102,7 +102,7 @@ class Activations(Mapping[str, Tensor]):
     def clear(self) -> None:
         """Forget all values and count calls from 0 again, as between batches."""
         self._values, self.gradients, self._fired = {}, _BySite(), set()
-        self.begin_pass()
+        self._begin_pass()
         for tap in self._taps:
             tap.calls = 0
 
@@ -113,19 +113,21 @@ class Activations(Mapping[str, Tensor]):
         all, raises InterpError.
         """
         self._awaited, self._is_exact = frozenset(canonical(key) for key in keys), True
-        self.begin_pass()
+        self._begin_pass()
 
-    def begin_pass(self) -> None:
-        """A forward pass begins: all that was named is awaited. The hooks call it."""
+    def _forget_model(self) -> None:
+        """Values may be kept for longer than the model."""
+        self._taps: list[Tap] = []
+        self._is_in_pass: Callable[[nn.Module], bool] = lambda module: True
+
+    def _begin_pass(self) -> None:
         self._remaining = set(self._awaited)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the rest of the forward pass is not wanted."""
+    def _is_over(self) -> bool:
         return self._stops and not self._remaining
 
-    def end_pass(self) -> None:
-        """Have all values delivered, and compare with what was expected. The hooks call it."""
+    def _end_pass(self) -> None:
+        """Have all values delivered, and compare with what was expected."""
         if self._sink is not None:
             self._offload.wait()
         if self._is_exact and self._fired != self._awaited:
@@ -158,8 +160,8 @@ class Activations(Mapping[str, Tensor]):
         else:
             self._offload.send(kept, partial(self._sink, key))
         self._remaining.discard(key if self._is_exact else tapped)
-        if self.is_over and self._is_in_pass(module):
-            raise Stop(self)
+        if self._is_over() and self._is_in_pass(module):
+            raise Stop(self._pass)
         return replacement
 
     def _read(self, call: AttentionCall, site: Site) -> Tensor:
@@ -180,7 +182,7 @@ class Activations(Mapping[str, Tensor]):
         if not torch.is_grad_enabled() or (is_attention and not value.requires_grad):
             raise InterpError(
                 f"site {str(site)!r} has no gradient; expected grad mode, as neither no_grad nor reentrant "
-                "checkpointing has, and for attention a graph that reaches it"
+                "checkpointing has, and of attention q, k, v or z in a graph that reaches it"
             )
         if not (value.is_floating_point() or value.is_complex()):
             raise InterpError(f"site {str(site)!r} holds {value.dtype}, which has no gradient; leave it out")
@@ -230,7 +232,8 @@ def capture(
         select: applied to a value before it is copied, for all sites or by the pattern as given in `sites`.
         grad: also keep gradients, in `.gradients`, of whatever backward pass follows.
         before_edits: take values as they were before an `edit` that is active.
-        stop: end a forward pass of `model` as soon as each site was seen once; it returns None then.
+        stop: end a forward pass of `model` as soon as each site was seen once in it; it returns None then,
+            if there was anything to leave out.
         device: where the copies go; with "cpu" from a GPU through pinned memory, without waiting.
         sink: given key and value in place of keeping it: on the same device the value itself, inside the
             forward pass (copy or consume it there), else the copy once it has arrived, all by the end of the
@@ -262,12 +265,13 @@ def capture(
     ]
     acts._unchecked = {site.module for site in unique.values()} if check_attention else set()
     with ExitStack() as stack:
-        stack.callback(acts._taps.clear)
+        stack.callback(acts._forget_model)
         stack.enter_context(attached(acts._taps))
         if stop or sink is not None:
-            acts._is_in_pass = stack.enter_context(passes_of(modules[""], acts))
+            acts._is_in_pass = stack.enter_context(passes_of(modules[""], acts._pass))
         stack.enter_context(_explained(model, acts))
         yield acts
+        offload.wait()
         acts._verify()
 
 
@@ -277,7 +281,7 @@ def _explained(model: nn.Module, acts: Activations) -> Iterator[None]:
     try:
         yield
     except Stop as stop:
-        if stop.of is not acts:
+        if stop.of is not acts._pass:
             raise
         raise InterpError(
             f"stop=True ends forward passes of the {type(model).__name__} given to capture, but only a "

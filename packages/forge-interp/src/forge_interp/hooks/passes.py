@@ -5,29 +5,30 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial, update_wrapper
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 
-class Pass(Protocol):
-    """What wants to know about the passes of a model."""
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What is done at the passes of a model.
 
-    def begin_pass(self) -> None:
-        """A pass begins."""
+    Attributes:
+        begin: called when a pass begins.
+        end: called when a pass has ended, or was stopped.
+        is_over: whether the rest of the pass is not wanted.
+    """
 
-    def end_pass(self) -> None:
-        """A pass has ended, or was stopped."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the rest of the pass is not wanted."""
-        ...
+    begin: Callable[[], None]
+    end: Callable[[], None]
+    is_over: Callable[[], bool]
 
 
 class Stop(Exception):
-    """Not an error: ends a forward pass early, for whom it names."""
+    """Not an error: ends a forward pass early."""
 
     def __init__(self, of: Pass) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class _Forward:
         return self._depth.calls > 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_running and any(one.is_over for one in self.passes):
+        if not self.is_running and any(one.is_over() for one in self.passes):
             return None
         self._depth.calls += 1
         try:
@@ -96,11 +97,11 @@ class _Ends:
 
     def begin(self, module: nn.Module, args: tuple) -> None:
         if self._one is not None and self._forward is not None and not self._forward.is_running:
-            self._one.begin_pass()
+            self._one.begin()
 
     def end(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._one is not None and self._forward is not None and not self._forward.is_running:
-            self._one.end_pass()
+            self._one.end()
 
 
 @contextmanager
