@@ -150,6 +150,17 @@ def test_read_broadcasts_batch_and_heads_as_torch_does():
         assert call.read("pattern", BUDGET).shape == (2, 4, 5, 5)
 
 
+@pytest.mark.parametrize("width", [3, 40])
+def test_read_and_check_accept_values_of_another_width(width):
+    query, key, value = random_qkv()
+    wide = value.repeat(1, 1, 1, 2)[..., :width].contiguous()
+    call = call_sdpa(query, key, wide)
+    call.check()
+    torch.testing.assert_close(
+        call.read("pattern", BUDGET).double(), defined(query, key, "none", {})[2], rtol=1e-5, atol=1e-6
+    )
+
+
 def test_read_accepts_keys_expanded_before_the_call():
     query, key, value = random_qkv(kv_heads=2)
     grouped = call_sdpa(query, key, value, enable_gqa=True)

@@ -170,6 +170,23 @@ def test_induction_score_of_a_head_that_copies_is_one():
     torch.testing.assert_close(induction_score(call, tokens)[0, 0, 4:], torch.ones(3, dtype=torch.float64))
 
 
+def test_attention_statistics_of_many_bfloat16_tokens_equal_the_dense_definition():
+    keys, lag = 4096, 7
+    call = random_call((1, 2, keys, keys), kv_heads=1, dtype=torch.bfloat16, attn_mask=None, is_causal=True)
+    call.check()
+    found = attention_statistics(call, ["entropy", "sink", "previous", f"lag.{lag}"])
+    raw = call.query.double() @ call.key.double().mT / 8**0.5
+    pattern = raw.masked_fill_(torch.ones(keys, keys, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    expected = {
+        "entropy": torch.special.entr(pattern).sum(-1),
+        "sink": pattern[..., 0],
+        "previous": F.pad(pattern.diagonal(-1, -2, -1), (1, 0), value=torch.nan),
+        f"lag.{lag}": F.pad(pattern.diagonal(-lag, -2, -1), (lag, 0), value=torch.nan),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].double(), value, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("names", [["entropy"], ["sink"], ["previous"], ["induction", "lag.5", "entropy"]])
 def test_attention_statistics_hold_no_tensor_of_all_weights(names):
     shape = (1, 4, 3000, 3000)
