@@ -134,6 +134,32 @@ def test_a_site_that_the_metric_does_not_depend_on_has_no_effect():
     assert (table.effect[:, 1:] == 0).all()
 
 
+def test_a_site_that_nothing_is_made_of_has_no_effect():
+    class Dead(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            self.layers[2](self.embed(tokens))
+            return self.head(self.layers[1](self.layers[0](self.embed(tokens))))
+
+    table = attribution_patching(Dead(nn.Tanh), CLEAN, CORRUPTED, "layers.*", metric)
+    effects = dict(zip(table.labels[0], table.effect, strict=True))
+    assert effects["layers.2:out"] == 0 != effects["layers.1:out"]
+
+
+def test_attribution_patching_holds_where_the_input_of_a_module_is_changed_in_place_later():
+    class Stream(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens) + 0
+            for layer in self.layers:
+                x.add_(layer(x))
+            return self.head(x.cumsum(1))
+
+    sites = ["layers.*.0:in", "layers.*:in"]
+    model = Stream(nn.Identity)
+    estimate = attribution_patching(model, CLEAN, CORRUPTED, sites, metric)
+    exact = activation_patching(model, CLEAN, CORRUPTED, sites, metric)
+    np.testing.assert_allclose(estimate.values, exact.values, rtol=0, atol=1e-12)
+
+
 def test_attribution_patching_refuses_what_has_no_gradient():
     model = Net(nn.Tanh)
 
@@ -148,6 +174,10 @@ def test_attribution_patching_refuses_what_has_no_gradient():
         run(sites="embed:in")
     with pytest.raises(InterpError, match="steps is 0 and qk_fix False"):
         run(steps=0)
+    with pytest.raises(InterpError, match="steps is 2 and qk_fix True"):
+        attribution_patching(model, CLEAN, CORRUPTED, "layers.0", metric, steps=2, qk_fix=True)
+    with pytest.raises(InterpError, match="one number: reduce"):
+        run(metric=lambda x: x[:, -1, 3])
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

@@ -160,6 +160,8 @@ def families():
         "GPT2": (transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2), "transformer.h.1"),
         "GPTNeoX": (transformers.GPTNeoXConfig(**small, intermediate_size=32), "gpt_neox.layers.1"),
         "Qwen3": (transformers.Qwen3Config(**more, head_dim=8), "model.layers.1"),
+        "Gemma": (transformers.GemmaConfig(**more, head_dim=8), "model.layers.1"),
+        "Mixtral": (transformers.MixtralConfig(**more, num_local_experts=2), "model.layers.1"),
         "Gemma2": (
             transformers.Gemma2Config(**more, head_dim=8, final_logit_softcapping=0.1),
             "model.layers.1",
@@ -175,7 +177,9 @@ def families():
     }
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT2", "GPTNeoX", "Qwen3", "Gemma2", "Mamba", "OPT"])
+@pytest.mark.parametrize(
+    "family", ["Llama", "GPT2", "GPTNeoX", "Qwen3", "Gemma", "Mixtral", "Gemma2", "Mamba", "OPT"]
+)
 def test_logit_lens_of_hugging_face_models_is_exact_at_the_last_layer(family):
     transformers = pytest.importorskip("transformers")
     config, last = families()[family]

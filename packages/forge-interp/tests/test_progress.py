@@ -2,7 +2,13 @@ import io
 import sys
 
 import pytest
+import torch
+from forge_interp.causal.attribution import attribution_patching
+from forge_interp.causal.patching import activation_patching
+from forge_interp.causal.path_patching import path_patching
+from forge_interp.lenses.tuned_lens import TunedLens
 from forge_interp.progress import progress
+from torch import nn
 
 
 class Terminal(io.StringIO):
@@ -40,3 +46,32 @@ def test_progress_ends_its_line_when_the_loop_breaks(monkeypatch):
                 raise RuntimeError
     assert "2/9" in stream.getvalue()
     assert stream.getvalue().endswith("\n")
+
+
+MODEL = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+PAIR = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)).unbind()
+LOOPS = {
+    "activation patching 6/6": lambda **bar: activation_patching(
+        MODEL, *PAIR, ["0", "1"], torch.sum, where={"a": 0, "b": 1, "c": 2}, **bar
+    ),
+    "path patching 2/2": lambda **bar: path_patching(
+        MODEL, *PAIR, ["0", "1"], "2:in", torch.sum, frozen="1", **bar
+    ),
+    "integrated gradients 3/3": lambda **bar: attribution_patching(
+        MODEL, *PAIR, ["0", "1", "2"], torch.sum, steps=2, **bar
+    ),
+    "tuned lens 5/5": lambda **bar: TunedLens(MODEL, "0", norm=nn.Identity(), head="2", check=False).fit(
+        PAIR, steps=5, **bar
+    ),
+}
+
+
+@pytest.mark.parametrize("expected", LOOPS)
+def test_long_loops_draw_a_bar_that_counts_their_steps(monkeypatch, expected):
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    LOOPS[expected](progress=False)
+    assert stream.getvalue() == ""
+    LOOPS[expected]()
+    label, _, count = expected.rpartition(" ")
+    last = stream.getvalue().rsplit("\r", 1)[1]
+    assert last.startswith(f"\x1b[K{label} #") and f" {count} [" in last

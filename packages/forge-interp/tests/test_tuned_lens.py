@@ -84,6 +84,33 @@ def test_the_rate_of_fit_falls_linearly():
     )
 
 
+def test_fit_equals_a_plain_training_loop():
+    model = Rotated().double().requires_grad_(False)
+    batches, lr, steps = [TOKENS[:2], TOKENS[1:]], 0.02, 5
+    lens = TunedLens(model, "layers.0")
+    history = lens.fit(batches, steps=steps, lr=lr)
+    translator = nn.Linear(8, 8).double()
+    nn.init.zeros_(translator.weight), nn.init.zeros_(translator.bias)
+    optimizer = torch.optim.Adam(translator.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    losses = []
+    for step in range(steps):
+        tokens = batches[step % 2]
+        x = model.layers[0](model.embed(tokens))
+        log_probs = model.head(model.norm(x + translator(x))).log_softmax(-1).flatten(0, 1)
+        final = model(tokens)[0].log_softmax(-1).flatten(0, 1)
+        loss = nn.functional.kl_div(log_probs, final, reduction="batchmean", log_target=True)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    np.testing.assert_allclose(history[:, 0], losses, rtol=0, atol=1e-10)
+    assert losses[4] < losses[2] < losses[0]
+    for ours, theirs in zip(lens.translators["layers.0:out"], translator.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-10)
+
+
 def test_fit_in_pieces_equals_fit_at_once():
     model = Rotated().double()
     whole, pieces = TunedLens(model, EARLY), TunedLens(model, EARLY)

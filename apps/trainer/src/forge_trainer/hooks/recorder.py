@@ -64,13 +64,10 @@ class Recorder(Hook):
         path = self._path(progress.step)
         with self._run.clock.paused():
             self._extract(path, self._probe)
-            found = summaries(ActivationStore.open(path)) if self._is_summed_up else {}
-        for tracker in self._run.trackers if found else []:
+            trackers = self._run.trackers if self._config.summaries else []
+            found = summaries(ActivationStore.open(path)) if trackers else {}
+        for tracker in trackers:
             tracker.log({"step": progress.step, "tokens": progress.tokens} | found)
-
-    @property
-    def _is_summed_up(self) -> bool:
-        return self._config.summaries and bool(self._run.trackers)
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}.{self._config.format}"

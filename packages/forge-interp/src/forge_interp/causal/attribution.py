@@ -184,13 +184,13 @@ def _differentiate(
     """
     with torch.enable_grad(), edit(model, {at_call(site): apply for site, apply in edits.items()}):
         value = metric(call_model(model, inputs))
-        if not isinstance(value, Tensor) or not value.requires_grad or value.numel() != 1:
+        if not isinstance(value, Tensor) or not value.requires_grad:
             raise InterpError(
                 f"the metric gave {_describe(value)}; expected a tensor with one number and a gradient: no "
                 ".item(), no argmax, no no_grad or inference_mode in the model or the metric"
             )
         sites = list(probes)
-        found = torch.autograd.grad(value.sum(), [probes[site] for site in sites], allow_unused=True)
+        found = torch.autograd.grad(value, [probes[site] for site in sites], allow_unused=True)
     gradients = {
         site: torch.zeros_like(probes[site]) if gradient is None else gradient
         for site, gradient in zip(sites, found, strict=True)

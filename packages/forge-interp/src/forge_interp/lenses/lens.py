@@ -67,9 +67,9 @@ def logit_lens(
 ) -> LensResult:
     """Run the model once and read every site with its own final norm and head.
 
-    At the output of the last block the lens is the model's own prediction, bit for bit. With `check` this is
-    tested in every call: what the norm was given, sent through norm and head, must be the logits that the
-    model returned. It fails for a model that does more than norm and head at its end (Gemma-2's soft cap,
+    At the output of the last block the lens is the model's own prediction. With `check` this is tested in
+    every call: what the norm was given, sent through norm and head, must be the logits that the model
+    returned. It fails for a model that does more than norm and head at its end (Gemma-2's soft cap,
     T5's and Granite's scale): then give `head` as a function that does it too, see `Unembedding`.
 
     Activations of all sites are held, [L, B, T, D]; logits only for one site at a time, in pieces of
