@@ -1,7 +1,10 @@
-"""Sphinx configuration; the configuration reference is generated from the structs at build time."""
+"""Sphinx configuration; both references are generated at build time, from the structs and from docstrings."""
 
+import inspect
+import re
 from pathlib import Path
 
+import forge_interp
 from forge_config.reference import reference_markdown
 from forge_trainer.job import Job
 
@@ -15,4 +18,33 @@ html_theme = "furo"
 html_title = "Forge"
 exclude_patterns = ["_build"]
 
-(Path(__file__).parent / "configuration_reference.md").write_text(reference_markdown(Job))
+
+def _help(name: str, value: object) -> str:
+    """Signature and docstring, word for word."""
+    try:
+        call = "" if isinstance(value, property) else str(inspect.signature(value))
+        call = re.sub(r"(: |-> )'([^']*)'", r"\1\2", call)  # annotations that are kept as text
+    except ValueError:  # an exception has none
+        call = ""
+    return f"```text\n{name}{call}\n\n{inspect.getdoc(value)}\n```\n"
+
+
+def _interp_reference() -> str:
+    """Every public name of forge_interp and its methods."""
+    text = (
+        "# Reference\n\nEvery public name of `forge_interp`: what it takes, returns and raises, its source.\n"
+    )
+    for name in forge_interp.__all__:
+        value = getattr(forge_interp, name)
+        text += f"\n## {name}\n\n{_help(name, value)}"
+        for member, held in vars(value).items() if inspect.isclass(value) else ():
+            if not member.startswith("_") and (
+                callable(getattr(value, member)) or isinstance(held, property)
+            ):
+                text += "\n" + _help(f"{name}.{member}", getattr(value, member))
+    return text
+
+
+_HERE = Path(__file__).parent
+(_HERE / "configuration_reference.md").write_text(reference_markdown(Job))
+(_HERE / "interp" / "reference.md").write_text(_interp_reference())
