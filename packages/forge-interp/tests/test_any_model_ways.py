@@ -281,15 +281,40 @@ def test_attention_is_seen_by_whatever_name_it_is_called(call):
     torch.testing.assert_close(acts[":attn.pattern"], (q @ q.mT / D**0.5).softmax(-1))
 
 
-def test_attention_that_is_not_sdpa_is_an_error():
-    class Written(nn.Module):
-        def forward(self, q: Tensor) -> Tensor:
-            return (q @ q.mT).softmax(-1) @ q
+def written(q: Tensor) -> Tensor:
+    return (q @ q.mT).softmax(-1) @ q
 
-    model = Written()
+
+def flexible(q: Tensor) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(q, q, q)
+
+
+def below(q: Tensor) -> Tensor:
+    return torch.ops.aten.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention")
+@pytest.mark.parametrize("attend", [written, flexible, below])
+def test_attention_that_is_not_sdpa_is_an_error(attend):
+    class Other(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return attend(q)
+
+    model, q = Other(), torch.randn(B, N, T, 16)
+    assert torch.equal(seen(model, lambda: model(q), ":out")[":out"], model(q))
     for part in ("pattern", "entropy", "q", "z"):
         with (
             pytest.raises(InterpError, match=r"does not call F\.scaled_dot_product_attention"),
             capture(model, f":attn.{part}"),
         ):
-            model(torch.randn(B, N, T, D))
+            model(q)
+
+
+def test_lazy_modules_are_seen_in_the_call_that_makes_them(x):
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(3))
+    acts = seen(model, lambda: model(x), ["0:in", "*"])
+    assert type(model[2]) is nn.Linear
+    assert torch.equal(acts["0:in"], x)
+    assert torch.equal(acts["2:out"], model(x)) and torch.equal(acts["0:out"], model[0](x))

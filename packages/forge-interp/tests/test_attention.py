@@ -326,6 +326,17 @@ def test_edited_output_follows_and_later_reads_see_the_edit(name, flat):
     torch.testing.assert_close(new.read("entropy", 0).reshape(entropy.shape), entropy)
 
 
+def test_edited_keeps_edits_of_earlier_stages_and_drops_those_of_later_ones():
+    call = call_sdpa(*random_qkv((1, 2, 4, 4), dtype=torch.float64))
+    scores = call.edited("raw", lambda raw: raw * 2).edited("scores", lambda scores: scores + torch.eye(4))
+    torch.testing.assert_close(scores.read("raw", BUDGET), call.read("raw", BUDGET) * 2)
+    torch.testing.assert_close(scores.read("scores", BUDGET), call.read("raw", BUDGET) * 2 + torch.eye(4))
+    again = scores.edited("raw", lambda raw: raw / 2)
+    for name in ("raw", "scores", "pattern"):
+        torch.testing.assert_close(again.read(name, BUDGET), call.read(name, BUDGET))
+    torch.testing.assert_close(again.output, call.output)
+
+
 @pytest.mark.parametrize("added", [False, True])
 def test_edited_is_differentiable_past_a_query_that_sees_nothing(added):
     query, key, value = (x.requires_grad_() for x in random_qkv((2, 4, 5, 5), dtype=torch.float64))

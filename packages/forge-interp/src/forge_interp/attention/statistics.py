@@ -177,7 +177,7 @@ class AttentionSummary:
 
         Args:
             site: the row of the result that it belongs to.
-            call: of the attention.
+            call: of the attention; of DTensors, the sequences and heads of this rank.
             keep: [B, T] bool, False for queries to leave out: an attention mask, since models let padding see
                 tokens. Default: all.
             tokens: [B, S] for induction.
@@ -185,6 +185,7 @@ class AttentionSummary:
         Raises:
             InterpError: `keep` or `tokens` has another shape, the number of heads changed, dropout.
         """
+        call = call.local()
         batch, _, queries, _ = call.grid
         if keep is not None and keep.shape != (batch, queries):
             raise InterpError(f"keep is {list(keep.shape)}; expected [{batch}, {queries}]: its queries")
@@ -214,7 +215,8 @@ class AttentionSummary:
         Ranks may have seen different sites; the order is that of the first rank that saw each.
 
         Args:
-            group: process group; default all ranks.
+            group: ranks that have seen other sequences, of the same heads: of a mesh with tensor parallelism
+                those of data parallelism. Default: all.
 
         Raises:
             InterpError: a rank has other statistics, or a site with another number of heads.
