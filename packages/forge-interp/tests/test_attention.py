@@ -94,6 +94,24 @@ def test_read_equals_the_definition(kind, kv_heads, lengths):
     call.check()
 
 
+@pytest.mark.parametrize(
+    "tile_bytes", [1, 3 * 4 * 7 * 4, 4 * 7 * 7 * 4], ids=["query", "queries", "sequence"]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_read_and_check_in_parts_equal_the_definition(kind, tile_bytes, monkeypatch):
+    monkeypatch.setattr(AttentionCall.tiles, "__defaults__", (tile_bytes,))
+    shape = (2, 4, 7, 7)
+    query, key, value = random_qkv(shape, 2)
+    kwargs = masks(*shape)[kind]
+    call = call_sdpa(query, key, value, **kwargs, enable_gqa=True)
+    for name, expected in zip(("raw", "scores", "pattern"), defined(query, key, kind, kwargs), strict=True):
+        torch.testing.assert_close(call.read(name, BUDGET).double(), expected, rtol=1e-5, atol=1e-6)
+    call.check()
+    call.output[1, 3, 6, 5] += 0.01
+    with pytest.raises(InterpError, match="differs"):
+        call.check()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["none", "causal", "left padding", "biases of heads"])
 def test_check_passes_with_every_dtype_and_kernel(kind, dtype):

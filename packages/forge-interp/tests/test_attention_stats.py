@@ -62,14 +62,18 @@ def key_of(name: str, own: int, first: int, tokens: Tensor) -> int:
         return first
     if name != "induction":
         return own - {"previous": 1, "lag.0": 0, "lag.3": 3}[name]
+    if own >= len(tokens):
+        return -1
     same = [j for j in range(own) if tokens[j] == tokens[own]]
     return same[-1] + 1 if same and same[-1] + 1 < own else -1
 
 
 def by_loops(call: AttentionCall, visible: Tensor, name: str, tokens: Tensor) -> Tensor:
     batch, heads, queries, keys = call.grid
-    pattern = call.read("pattern", 2**30)
     visible = visible.expand(batch, heads, queries, keys)
+    each_key = call.key.repeat_interleave(heads // call.key.shape[1], 1)
+    scores = (call.query @ each_key.mT * call.scale).masked_fill(~visible, -torch.inf)
+    pattern = scores.softmax(-1).nan_to_num(0)
     found = torch.full((batch, heads, queries), math.nan, dtype=pattern.dtype)
     for b, n, t in torch.cartesian_prod(*map(torch.arange, (batch, heads, queries))).tolist():
         sees = visible[b, n, t]
@@ -115,13 +119,25 @@ def test_attention_statistics_equal_loops_over_the_pattern(case, tile_bytes, mon
         torch.testing.assert_close(found[name], by_loops(call, visible, name, tokens), equal_nan=True)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 12, 12), (2, 4, 5, 12)], ids=["square", "more keys"])
+@pytest.mark.parametrize("shape", [(2, 4, 12, 12), (2, 4, 5, 12), (2, 4, 12, 5)], ids=str)
 def test_attention_statistics_align_is_causal_at_the_first_key(shape):
-    call, tokens = random_call(shape, is_causal=True), random_tokens(2, 12)
+    call, tokens = random_call(shape, is_causal=True), random_tokens(2, shape[3])
     visible = torch.ones(shape[2:], dtype=torch.bool).tril()
     found = attention_statistics(call, NAMES, tokens)
     for name in NAMES:
         torch.testing.assert_close(found[name], by_loops(call, visible, name, tokens), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["raw", "scores", "pattern"])
+def test_attention_statistics_see_edits_in_every_part(name, monkeypatch):
+    call = random_call((2, 4, 6, 6))
+    factor = torch.rand(2, 4, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    edited = call.edited(name, lambda value: value * factor)
+    expected = torch.special.entr(edited.read("pattern", 2**30)).sum(-1)
+    monkeypatch.setattr(AttentionCall.tiles, "__defaults__", (1,))
+    torch.testing.assert_close(edited.read("entropy", 0), expected)
+    assert not torch.allclose(call.read("entropy", 0), expected)
+    edited.check()
 
 
 @pytest.mark.parametrize("minus", [-torch.inf, torch.finfo(torch.float64).min, -1e9, -1e4])

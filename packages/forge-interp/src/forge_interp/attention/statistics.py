@@ -312,8 +312,8 @@ def _places(call: AttentionCall, name: str, tokens: Tensor | None) -> Callable[[
     def look_up(tile: Tile) -> Tensor:
         here = after[tile.batch]
         own = tile.own.expand(here.shape[0], -1, -1)
-        found = here.expand(-1, own.shape[1], -1).gather(-1, own.clamp(0))
-        return found.masked_fill(own < 0, -1)
+        found = here.expand(-1, own.shape[1], -1).gather(-1, own.clamp(0, keys - 1))
+        return found.masked_fill((own < 0) | (own >= keys), -1)
 
     return look_up
 
