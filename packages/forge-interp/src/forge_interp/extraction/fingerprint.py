@@ -27,18 +27,17 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     Every weight is read, on its device: a change of a single one is seen. Buffers that are not saved and
     attributes that `extra_repr` does not show are not looked at.
     """
+    for module in filter(_is_fsdp, model.modules()):
+        module.reshard()  # type: ignore[operator]  # what a forward pass left gathered may be cast
     layout = weights = count = 0
-    for name, module in named_modules(model).items():
-        if _is_fsdp(module):
-            module.reshard()  # type: ignore[operator]  # what a forward pass left gathered may be cast
-        inner = getattr(module, "_checkpoint_wrapped_module", module)
-        settings = re.sub(r" at 0x[0-9a-f]+", "", inner.extra_repr())
-        layout = zlib.crc32(f"{name} {_class_of(inner)} {settings}".encode(), layout)
+    for name, module in _modules(model):
+        settings = re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
+        layout = zlib.crc32(f"{name} {_class_of(module)} {settings}".encode(), layout)
     for name, tensor in _tensors(model):
         layout = zlib.crc32(f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), layout)
         weights = zlib.crc32(_checksum(tensor), weights)
         count += tensor.numel()
-    kind = _class_of(named_modules(model)[""])
+    kind = _class_of(next(_modules(model))[1])
     return {"class": kind, "numbers": count, "layout": f"{layout:08x}", "weights": f"{weights:08x}"}
 
 
@@ -111,9 +110,15 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules by name, the model first; what a wrapper holds stands for it."""
+    for name, module in named_modules(model).items():
+        yield name, getattr(module, "_checkpoint_wrapped_module", module)
+
+
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and the buffers that are saved, by name without wrappers."""
-    for name, module in named_modules(model).items():
+    for name, module in _modules(model):
         saved = module._buffers.keys() - module._non_persistent_buffers_set
         for key, tensor in [*module._parameters.items(), *((k, module._buffers[k]) for k in sorted(saved))]:
             if tensor is not None:
