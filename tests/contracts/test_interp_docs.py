@@ -33,7 +33,7 @@ def prepare(page: Path, folder: Path) -> None:
     for line in re.findall(r"^\$ uv run forge (.*)$", page.read_text(), re.MULTILINE):
         short = SHORT if line.startswith("train") else []
         command = [sys.executable, "-m", "forge_trainer", *shlex.split(line), *short]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -61,7 +61,7 @@ def test_page_runs_offline_block_after_block(page, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert not [name for name in pictures if (tmp_path / name).stat().st_size < 1000]
