@@ -1,4 +1,5 @@
 import gc
+import inspect
 import weakref
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -285,6 +286,24 @@ def test_expect_raises_when_clear_was_forgotten(model, x):
             model(x)
 
 
+def test_expect_is_refused_by_a_capture_that_does_not_look_at_passes(model):
+    with pytest.raises(InterpError, match="stop=True or a sink"), capture(model, "head") as acts:
+        acts.expect(["head"])
+
+
+def test_the_model_keeps_its_signature_while_it_may_be_stopped(model, x):
+    before = inspect.signature(model.forward), model.forward.__name__
+    with capture(model, "head", stop=True):
+        assert (inspect.signature(model.forward), model.forward.__name__) == before
+        model(x)
+
+
+def test_select_must_give_a_tensor(model, x):
+    says = "select of 'head:out' gave int, expected a tensor"
+    with pytest.raises(InterpError, match=says), capture(model, "head", select=len):
+        model(x)
+
+
 def test_sites_named_twice_take_the_first_select_that_names_them(model, x):
     sites = ["layers.0", "layers.*", "head"]
     with capture(model, sites, select={"layers.*": lambda v: v[:1]}) as acts:
@@ -518,10 +537,12 @@ def test_capture_sees_a_checkpointed_module_once(model, x, reentrant):
         def forward(self, x):
             return checkpoint(self.stack.layers[0], x, use_reentrant=reentrant)
 
-    wrapped = Checkpointed()
-    with capture(wrapped, "stack.layers.0.inner") as acts:
+    wrapped, seen = Checkpointed(), []
+    sites = ["stack.layers.0.inner", "stack.layers.0.inner:in"]
+    with capture(wrapped, sites, select=lambda v: [seen.append(1), v][1]) as acts:
         wrapped(x.clone().requires_grad_()).sum().backward()
-    assert list(acts) == ["stack.layers.0.inner:out"]
+    assert sorted(acts) == ["stack.layers.0.inner:in", "stack.layers.0.inner:out"]
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -41,3 +41,38 @@ def test_capture_from_a_gpu_equals_one_on_it(budget):
         model(x)
         assert sunk.keys() == here.keys()
     assert all(torch.equal(sunk[key], value.cpu()) for key, value in here.items())
+
+
+class Slow(Offload):
+    """As from a GPU: what is sent arrives when somebody waits for it."""
+
+    def __init__(self, device, max_inflight_bytes):
+        super().__init__(device, max_inflight_bytes)
+        self._sent = []
+
+    def send(self, value, deliver):
+        self._sent.append((value.clone(), deliver))
+
+    def wait(self):
+        for value, deliver in self._sent:
+            deliver(value)
+        self._sent.clear()
+
+
+def test_a_sink_has_all_values_when_the_forward_pass_returns(monkeypatch):
+    monkeypatch.setattr("forge_interp.hooks.capture.Offload", Slow)
+    model, x, sunk = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), torch.randn(3, 4), {}
+    with capture(model, ["0", "1", "", ":in"], sink=sunk.__setitem__) as acts:
+        out = model(x)
+        assert list(sunk) == [":in", "0:out", "1:out", ":out"]
+        assert acts.fired == set(sunk)
+        assert torch.equal(sunk[":out"], out)
+        assert torch.equal(sunk["0:out"], model[0](x))
+    with capture(model, "0", stop=True, sink=sunk.__setitem__):
+        sunk.clear()
+        model(x)
+        assert list(sunk) == ["0:out"]
+    with capture(model, "0", sink=sunk.__setitem__):
+        sunk.clear()
+        model[0](x)
+    assert list(sunk) == ["0:out"]

@@ -435,6 +435,18 @@ def test_a_compiled_model_runs_eagerly_until_the_last_with_is_left(model, x):
     assert counts == [1]
 
 
+def test_a_compiled_model_is_not_compiled_anew_afterwards(model, x):
+    counts = []
+    fast = compiled(model, counts)
+    expected = fast(x)
+    for _ in range(2):
+        with capture(fast, ["0", "2"], stop=True) as acts, edit(fast, {"0": lambda v: v + 1}):
+            fast(x)
+        assert torch.equal(fast(x), expected)
+    assert len(acts) == 2
+    assert counts == [1]
+
+
 def test_what_the_user_told_the_compiler_holds_again_afterwards(model, x):
     counts = []
     fast = compiled(model, counts)

@@ -112,6 +112,8 @@ class Activations(Mapping[str, Tensor]):
         For a capture with `stop` or `sink`; call `clear()` before each pass. A pass that gives others, or not
         all, raises InterpError.
         """
+        if not self._stops and self._sink is None:
+            raise InterpError("expect() of a capture that keeps all; expected one with stop=True or a sink")
         self._awaited, self._is_exact = frozenset(canonical(key) for key in keys), True
         self._begin_pass()
 
@@ -154,6 +156,8 @@ class Activations(Mapping[str, Tensor]):
         kept = full(value.detach(), module, site)
         select = next((self._select[p] for p in patterns if p in self._select), None)
         kept = kept if select is None else select(kept)
+        if not isinstance(kept, Tensor):
+            raise InterpError(f"select of {key!r} gave {type(kept).__name__}, expected a tensor")
         self._fired.add(key)
         if self._sink is None:
             self._values[key] = self._offload.copy(kept)
@@ -230,7 +234,8 @@ def capture(
         model: any module.
         sites: `module[:part][#call]` with wildcards, see `forge_interp.hooks.sites`.
         select: applied to a value before it is copied, for all sites or by the pattern as given in `sites`.
-        grad: also keep gradients, in `.gradients`, of whatever backward pass follows.
+        grad: also keep gradients, in `.gradients`, of whatever backward pass follows. The model goes on with
+            copies of the values: what a module does to its input in place, its caller does not see then.
         before_edits: take values as they were before an `edit` that is active.
         stop: end a forward pass of `model` as soon as each site was seen once in it; it returns None then,
             if there was anything to leave out.
