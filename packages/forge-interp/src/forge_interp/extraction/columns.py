@@ -119,6 +119,11 @@ class Flat:
     path: Path
     offset: int = 0
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file is long enough."""
+        return self.path.stat().st_size >= self.offset + self.rows * self.column.row_bytes
+
     def map(self) -> Tensor:
         """Return [rows, ...], read from disk as it is used; writing to it never reaches the file."""
         shape = (self.rows, *self.column.shape)
@@ -151,6 +156,13 @@ class Chunked:
     rows: int
     folder: Path
     chunk_rows: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all files are there and long enough."""
+        chunks = -(-self.rows // self.chunk_rows) if self.column.row_bytes else 0
+        pieces = (Flat(self.column, self.chunk_rows, self.path(chunk)) for chunk in range(chunks))
+        return all(piece.path.is_file() and piece.is_whole for piece in pieces)
 
     def path(self, chunk: int) -> Path:
         """Return the file of a chunk."""

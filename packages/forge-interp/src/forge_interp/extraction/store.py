@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 from torch import Tensor
 
@@ -48,10 +50,10 @@ class ActivationStore(Mapping[str, Tensor]):
     def _contents(self) -> Contents:
         if not self.path.exists():
             raise InterpError(_absent(self.path))
-        metadata, located = format_of(self.path).open(self.path)
+        metadata, located = _opened(self.path)
         expected = [*metadata["sites"], *(column.name for column in ROW_COLUMNS)]
-        wrong = [name for name in expected if name not in located or located[name].rows != metadata["rows"]]
-        if wrong:
+        found = {n: at for n, at in located.items() if at.rows == metadata["rows"] and at.is_whole}
+        if wrong := [name for name in expected if name not in found]:
             raise InterpError(
                 f"{self.path} lacks rows of {', '.join(wrong)}; it is damaged: extract it again"
             )
@@ -113,6 +115,15 @@ class ActivationStore(Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         return f"ActivationStore({str(self.path)!r})"
+
+
+def _opened(path: Path) -> Contents:
+    try:
+        return format_of(path).open(path)
+    except InterpError:
+        raise
+    except (BadZipFile, FileNotFoundError, KeyError, ValueError, struct.error) as error:
+        raise InterpError(f"{path} cannot be read ({error}); it is damaged: extract it again") from error
 
 
 def _absent(path: Path) -> str:
