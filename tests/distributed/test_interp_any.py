@@ -6,7 +6,7 @@ B sequences, T tokens, N heads, D model dim.
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_interp import InterpError, capture
+from forge_interp import InterpError, ablate, capture, edit
 from forge_parallel.testing import run_ranks
 from torch import Tensor, nn
 
@@ -261,6 +261,28 @@ def of_parts(kind: str) -> dict[str, str]:
 def test_what_is_spread_without_a_trace_is_an_error(kind):
     for said in run_ranks(of_parts, 2, kind):
         assert sorted(said) == sorted(PARTS[kind])
+
+
+def edited_in_part(kind: str) -> dict[str, str]:
+    said = {}
+    for part in ("q", "v", "raw", "pattern", "z"):
+        try:
+            with (
+                math_kernel(),
+                torch.no_grad(),
+                edit(model := tensor_parallel(kind), {f"layers.0.att:attn.{part}": ablate()}),
+            ):
+                model(tokens())
+        except InterpError as error:
+            said[part] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("kind", ["local", "dtensors"])
+def test_edits_of_heads_that_are_spread_are_refused(kind):
+    for said in run_ranks(edited_in_part, 2, kind):
+        assert list(said) == ["q", "v", "raw", "pattern", "z"]
+        assert all("only a part of it on this rank" in text for text in said.values())
 
 
 def split_both_ways() -> dict:
