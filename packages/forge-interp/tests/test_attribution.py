@@ -212,6 +212,21 @@ def test_the_qk_fix_is_exact_where_all_that_follows_attention_is_linear(where):
         assert np.abs(plain.values - exact.values).max() > 1e-3
 
 
+def test_the_qk_fix_tells_the_calls_of_one_module_apart():
+    class Twice(Queries):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) + 2 * super().forward(tokens.flip(1))
+
+    model = Twice()
+    for name in ("q", "k"):
+        exact = activation_patching(model, CLEAN, CORRUPTED, f":attn.{name}", metric, where="heads")
+        fixed = attribution_patching(
+            model, CLEAN, CORRUPTED, f":attn.{name}", metric, where="heads", qk_fix=True
+        )
+        assert fixed.labels[0] == (f":attn.{name}", f":attn.{name}#1")
+        np.testing.assert_allclose(fixed.values, exact.values, rtol=0, atol=1e-12)
+
+
 def test_the_qk_fix_leaves_other_sites_alone():
     model = Queries()
     sites = ["embed", ":attn.v", ":attn.k"]

@@ -119,6 +119,77 @@ def test_logit_lens_notices_a_soft_cap_and_takes_it_as_a_function():
     assert unchecked.kl[-1].max() > 1e-3
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.float64, 1 + 1e-7)])
+def test_logit_lens_notices_a_small_factor_but_allows_for_rounding(dtype, factor):
+    model = TinyLM().to(dtype)
+    forward = model.forward
+    model.forward = lambda tokens: forward(tokens) * factor
+    with pytest.raises(InterpError, match="norm=norm, head=head differ"):
+        logit_lens(model, "stream.*", TOKENS)
+
+    def halves(tokens: Tensor) -> Tensor:
+        x = tokens
+        forward(x)
+        hidden = model.norm(ends[-1])
+        parts = [hidden[..., cut] @ model.head.weight[:, cut].T for cut in (slice(4), slice(4, 8))]
+        return parts[1] + model.head.bias + parts[0]
+
+    ends: list[Tensor] = []
+    model.stream[2].register_forward_hook(lambda module, args, output: ends.append(output))
+    model.forward = halves
+    with torch.no_grad():
+        assert not torch.equal(halves(TOKENS), forward(TOKENS))
+    logit_lens(model, "stream.*", TOKENS)
+
+
+def test_logit_lens_compares_at_the_last_call_of_the_norm():
+    model = TinyLM()
+    forward = model.forward
+    model.forward = lambda tokens: (model.norm(model.embed(tokens)), forward(tokens))[1]
+    logit_lens(model, "stream.*", TOKENS)
+
+
+def test_logit_lens_compares_at_the_head_where_there_is_no_norm():
+    model = TinyLM()
+    model.norm = nn.Identity()
+    logit_lens(model, "stream.*", TOKENS, norm=nn.Identity())
+    forward = model.forward
+    model.forward = lambda tokens: 2 * forward(tokens)
+    with pytest.raises(InterpError, match=r"norm=\(given\), head=head differ"):
+        logit_lens(model, "stream.*", TOKENS, norm=nn.Identity())
+
+
+def test_logit_lens_allows_for_the_rounding_of_the_coarser_of_two_dtypes():
+    model = TinyLM().bfloat16()
+    forward = model.forward
+    inputs: list[Tensor] = []
+    model.norm.register_forward_hook(lambda module, args, output: inputs.append(output))
+
+    def widened(tokens: Tensor) -> Tensor:
+        forward(tokens)
+        return nn.functional.linear(inputs[-1].float(), model.head.weight.float(), model.head.bias.float())
+
+    model.forward = widened
+    result = logit_lens(model, "stream.*", TOKENS)
+    assert 0 < result.kl[-1].abs().max() < 1e-3
+
+
+def test_logit_lens_takes_tokens_that_the_head_rules_out():
+    model = TinyLM()
+
+    def head(x: Tensor) -> Tensor:
+        logits = model.head(x)
+        return torch.cat([logits[..., :30], torch.full_like(logits[..., 30:], -torch.inf)], dim=-1)
+
+    forward = model.forward
+    model.forward = lambda tokens: torch.where(torch.arange(40) < 30, forward(tokens), -torch.inf)
+    result = logit_lens(model, "stream.*", TOKENS, head=head)
+    assert result.kl.isfinite().all() and result.kl[-1].abs().max() < 1e-6
+    assert result.entropy.isfinite().all() and result.top_ids.max() < 30
+    with pytest.raises(InterpError, match="differ from the model's own logits by up to inf"):
+        logit_lens(model, "stream.*", TOKENS)
+
+
 def test_logit_lens_notices_a_wrong_norm():
     model = TinyLM()
     model.final_norm = nn.LayerNorm(8)

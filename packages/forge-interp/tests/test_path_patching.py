@@ -177,6 +177,75 @@ def _z(layer: Attend, x: Tensor, queries: Tensor | None = None) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
+@torch.no_grad()
+def test_path_patching_of_one_call_of_a_shared_block_leaves_the_other_frozen():
+    torch.manual_seed(0)
+    model = HeadsLM().double()
+    model.layers[1] = model.layers[0]
+    clean, corrupted = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6]])
+    table = path_patching(
+        model, clean, corrupted, "layers.0.attend:attn.z", "head:in", torch.sum, frozen="layers.0:out"
+    )
+    assert table.labels[0] == ("layers.0.attend:attn.z", "layers.0.attend:attn.z#1")
+    block = model.layers[0]
+    x, y = model.embed(clean), model.embed(corrupted)
+    first, own = block(x), block(y)
+    second, last = block(x + first), block(y + own)
+    expected = [model.head(y + first + last).sum().item(), model.head(y + own + second).sum().item()]
+    np.testing.assert_allclose(table.values[:, 0], expected, rtol=0, atol=1e-12)
+    assert np.abs(table.effect).min() > 1e-3
+
+
+def test_a_frozen_pattern_shuts_out_the_queries_that_it_is_made_of():
+    torch.manual_seed(0)
+    model = HeadsLM()
+    clean, corrupted = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6]])
+    senders = ["layers.0.attend:attn.q", "layers.0.attend:attn.v"]
+    table = path_patching(
+        model, clean, corrupted, senders, "head:in", torch.sum, frozen="layers.*.attend:attn.pattern"
+    )
+    np.testing.assert_allclose(table.effect[0], 0, atol=1e-5)
+    assert abs(table.effect[1, 0]) > 1e-2
+
+
+@pytest.mark.parametrize("receivers", [["2.inner:in", "3.inner:in", "4:in"], ["2:in", "3:in"]])
+def test_path_patching_holds_where_blocks_change_their_input_in_place(receivers):
+    class Adds(nn.Module):
+        def __init__(self, inner: nn.Module, in_place: bool) -> None:
+            super().__init__()
+            self.inner, self.in_place = inner, in_place
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(self.inner(x)) if self.in_place else x + self.inner(x)
+
+    model, clean, corrupted = residual()
+    tables = []
+    for in_place in (False, True):
+        stream = nn.Sequential(nn.Tanh(), *(Adds(layer, in_place) for layer in model.layers), model.head)
+        senders, frozen = ["1.inner", "2.inner"], "*.inner:out"
+        tables.append(path_patching(stream, clean, corrupted, senders, receivers, metric, frozen=frozen))
+    np.testing.assert_allclose(tables[1].values, tables[0].values, rtol=0, atol=1e-12)
+    assert np.abs(tables[0].effect.diagonal()).min() > 1e-3
+
+
+def test_path_patching_refuses_a_sender_that_runs_on_the_clean_inputs_only():
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(int(x[0, 0])):
+                x = self.step(x)
+            return x.sum()
+
+    two, one = torch.full((1, 2), 2.0), torch.ones(1, 2)
+    with pytest.raises(InterpError, match="step:out#1 ran on the clean inputs only"):
+        path_patching(Loop(), two, one, "step", "step:in", torch.sum, frozen=":in")
+    with pytest.raises(InterpError, match="step:out#1"):
+        activation_patching(Loop(), two, one, "step", torch.sum)
+
+
 def test_path_patching_refuses_what_does_not_fit():
     model, clean, corrupted = residual()
     with pytest.raises(InterpError, match=r"layers\.0:out are senders and receivers"):

@@ -21,6 +21,8 @@ from forge_interp.errors import InterpError
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
 _INDEX = ".safetensors.index.json"
+_LISTED = 20
+"""Missing and unexpected tensors that an error names; near misses are looked for among 20 times as many."""
 _USUAL = ("model.safetensors", f"model{_INDEX}")
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _FLOAT, _COMPLEX, _INTEGER, _BOOL = "floating point", "complex", "integer", "boolean"
@@ -53,7 +55,7 @@ def load_weights(
 
     Raises:
         InterpError: there are no such files, one is damaged, or tensors are missing, left over or of another
-            shape or kind; lists all of them with near misses. The model is unchanged then.
+            shape or kind; lists them with near misses. The model is unchanged then.
     """
     path = Path(path).expanduser()
     given, problems = _renamed(_entries(_files(path)), rename)
@@ -185,8 +187,14 @@ def _mismatches(given: Mapping[str, _Entry], wanted: Mapping[str, Tensor]) -> li
         names_of[id(tensor)].append(name)
     missing = [names[0] for names in names_of.values() if not any(name in given for name in names)]
     left_over = [name for name in given if name not in wanted]
-    problems = [f"missing: {name} {list(wanted[name].shape)}{_near(name, left_over)}" for name in missing] + [
-        f"unexpected: {_with_origin(name, given[name])}{_near(name, missing)}" for name in left_over
+    problems = [
+        *(
+            f"missing: {name} {list(wanted[name].shape)}{_near(name, left_over)}"
+            for name in missing[:_LISTED]
+        ),
+        *_more("missing", missing),
+        *(f"unexpected: {_origin(name, given[name])}{_near(name, missing)}" for name in left_over[:_LISTED]),
+        *_more("unexpected", left_over),
     ]
     for name, entry in given.items():
         if name not in wanted:
@@ -220,12 +228,16 @@ def _kind(tensor: Tensor) -> str:
     return _FLOAT if tensor.is_floating_point() else _INTEGER
 
 
-def _with_origin(name: str, entry: _Entry) -> str:
+def _more(kind: str, names: list[str]) -> list[str]:
+    return [f"{kind}: {len(names) - _LISTED} more"] if len(names) > _LISTED else []
+
+
+def _origin(name: str, entry: _Entry) -> str:
     return str(entry) if name == entry.name else f"{entry} (renamed to {name})"
 
 
 def _near(name: str, others: list[str]) -> str:
-    near = get_close_matches(name, others, n=1, cutoff=0.8)
+    near = get_close_matches(name, others, n=1, cutoff=0.8) if len(others) <= 20 * _LISTED else []
     return f"; near {near[0]}" if near else ""
 
 

@@ -156,7 +156,7 @@ def _modules_around(
                 running.pop()
 
             stack.callback(modules[name].register_forward_pre_hook(enter).remove)
-            stack.callback(modules[name].register_forward_hook(leave, always_call=True).remove)
+            stack.callback(modules[name].register_forward_hook(leave).remove)
         with edit(model, {at_call(sender): note(sender) for sender in senders}):
             call_model(model, corrupted)
     return found
@@ -171,12 +171,12 @@ def _received(
     def note(site: str) -> Edit:
         def apply(old: Tensor) -> Tensor:
             received[site] = old.clone()
-            return receivers[site]
+            return receivers[site].clone()
 
         return apply
 
     own = {at_call(site): note(site) for site in receivers}
-    with edit(model, {site: apply for site, apply in edits.items() if site not in own} | own):
+    with edit(model, {**edits, **own}):
         call_model(model, corrupted)
     return received
 
