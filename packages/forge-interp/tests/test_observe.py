@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forge_interp import InterpError, capture, each_attention, edit
+from forge_interp.attention.call import AttentionCall
 from torch import nn
 
 
@@ -95,3 +96,48 @@ def test_an_exception_inside_the_model_leaves_no_module_running(model, x):
         acts.clear()
         model[2](x)
     assert list(acts) == ["2.attn:attn.z", "2.attn:attn.z#1"]
+
+
+def test_an_interrupted_module_is_left_with_the_one_around_it(model, x):
+    class Interrupted(Attention):
+        def forward(self, x):
+            super().forward(x)
+            raise KeyboardInterrupt
+
+    class Guard(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Interrupted()
+
+        def forward(self, x):
+            try:
+                return self.inner(x)
+            except KeyboardInterrupt:
+                return x
+
+    guarded = nn.Sequential(Guard(), Attention())
+    with capture(guarded, ["0.inner:attn.z", "0:in"]) as acts:
+        guarded(x)
+    assert list(acts) == ["0:in", "0.inner:attn.z", "0.inner:attn.z#1"]
+
+
+def test_the_gate_is_passed_once_by_each_module_where_it_is_needed(model, x, monkeypatch):
+    checked, true = [], AttentionCall.check
+    monkeypatch.setattr(AttentionCall, "check", lambda call: [checked.append(call), true(call)][1])
+    with capture(model, ["*.attn:attn.pattern", "*.attn:attn.raw", "*.attn:attn.entropy"]):
+        model(x)
+        model(x)
+    assert len(checked) == 2
+    with capture(model, ["*.attn:attn.pattern", "*.attn:attn.entropy"], check_attention=False):
+        model(x)
+    with capture(model, ["*.attn:attn.q", "*.attn:attn.k", "*.attn:attn.v", "*.attn:attn.z"]):
+        model(x)
+    assert len(checked) == 2
+    monkeypatch.setattr(AttentionCall, "check", fail)
+    for part in ("raw", "scores", "pattern", "entropy", "sink", "previous", "lag.2"):
+        with pytest.raises(InterpError, match="gate"), capture(model, f"0.attn:attn.{part}"):
+            model(x)
+
+
+def fail(call):
+    raise InterpError("gate")

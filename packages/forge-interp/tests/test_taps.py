@@ -262,6 +262,15 @@ def test_backward_is_refused_when_it_recomputes_attention_without_its_edit(x, re
     assert list(acts) == ["0:attn.q"]
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_backward_is_refused_when_checkpoints_are_nested_around_the_edited_module(x, reentrant):
+    model = Checkpointed(nn.Sequential(Checkpointed(Attention(), reentrant)), reentrant)
+    with edit(model, {"inner:attn.q": lambda v: v * 2}):
+        loss = model(x[0].clone().requires_grad_()).sum()
+        with pytest.raises(InterpError, match="activation checkpointing"):
+            loss.backward()
+
+
 def test_backward_is_allowed_beside_a_frozen_part_with_edited_attention(x):
     class Frozen(nn.Module):
         def __init__(self):

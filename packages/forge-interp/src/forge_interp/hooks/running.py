@@ -110,17 +110,17 @@ class Running(threading.local):
         return None
 
     def _listeners(self) -> list[Tap]:
-        """The taps of each owner's innermost running module, in their order."""
+        """The taps of each owner's innermost running module."""
         found: list[Tap] = []
         served: set[int] = set()
         here = _part_of_graph()
         for call in reversed(self._calls):
             new = [tap for tap in call.taps.on_attention if id(tap.owner) not in served]
             if call.graph != here:
-                call.missed += [tap for tap in new if tap.phase is Phase.EDIT and not tap.is_in_recomputation]
+                call.missed += [tap for tap in new if tap.phase is Phase.EDIT]
             found += new
             served |= {id(tap.owner) for tap in new}
-        return sorted(found, key=lambda tap: tap.phase)
+        return found
 
 
 def _part_of_graph() -> tuple[bool, Any]:

@@ -58,14 +58,12 @@ class Tap:
         """Whether it is shown calls of attention, not those of the module."""
         return self.site.part == "attn"
 
-    @property
-    def is_in_recomputation(self) -> bool:
-        """Whether activation checkpointing runs the module again: from within a backward pass begun since."""
-        return torch._C._current_graph_task_id() not in (-1, self._backward)
-
     def begin(self) -> int | None:
-        """The number of a call that begins, or None for one that was numbered before it was recomputed."""
-        if self.is_in_recomputation:
+        """The number of a call that begins, or None where activation checkpointing makes one again.
+
+        That it does so from within a backward pass, begun since the tap was made.
+        """
+        if torch._C._current_graph_task_id() not in (-1, self._backward):
             return None
         with self._lock:
             call, self.calls = self.calls, self.calls + 1
