@@ -247,3 +247,28 @@ def test_moments_refuse_bad_blocks_and_states():
     assert other.count == 9
     with pytest.raises(InterpError, match="state 'count' has nothing"):
         Moments(WIDTHS).load_state({})
+
+
+def test_all_reduce_and_merge_of_nothing_leave_an_accumulator_to_use():
+    blocks = make_blocks()
+    found = Moments(WIDTHS).merge(Moments(WIDTHS)).all_reduce(lambda tensor: None)
+    assert found.count == 0
+    found.update(blocks)
+    assert_equal_moments(found.merge(Moments(WIDTHS)), blocks)
+
+
+def test_reading_twice_changes_no_bit_of_the_sums():
+    found = Moments.of(make_blocks())
+    found.comoment("a", "b")
+    before = {name: tensor.clone() for name, tensor in found.state().items()}
+    assert not before["sums"].any()
+    found.comoment("a", "b")
+    assert all(torch.equal(before[name], tensor) for name, tensor in found.state().items())
+
+
+def test_power_of_what_rounding_alone_moves_is_zero():
+    random = np.random.default_rng(0)
+    constant = np.tile([1e6 + 0.1, 0.3], (50, 1))
+    jitter = constant * (1 + 1e-15 * random.normal(size=(50, 2)))
+    assert Moments.of({"c": jitter}).power("c") == 0
+    assert Moments.of({"c": constant * (1 + 1e-9 * random.normal(size=(50, 2)))}).power("c") > 0

@@ -171,3 +171,13 @@ def test_measures_do_not_change_with_a_large_mean():
     for measure in (mean_cca, svcca, pwcca, procrustes):
         before, after = (measure(Moments.of(each)).values for each in (layers, moved))
         np.testing.assert_allclose(after, before, atol=1e-7)
+
+
+@pytest.mark.parametrize(("variance", "expected"), [(1e-9, [1, 0]), (2e-11, [0])])
+def test_whitening_leaves_out_components_with_less_than_1e_10_of_the_variance_of_the_first(
+    variance, expected
+):
+    basis = torch.linalg.qr(make_layers()["x"] - make_layers()["x"].mean(0)).Q
+    layers = {"x": basis[:, :2] * torch.tensor([1.0, variance**0.5], dtype=torch.float64), "y": basis[:, 1:3]}
+    found = canonical_correlations(Moments.of(layers), "x", "y")
+    np.testing.assert_allclose(found, expected, atol=1e-5)

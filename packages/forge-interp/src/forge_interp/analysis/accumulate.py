@@ -118,8 +118,6 @@ class Moments:
             raise InterpError(
                 f"cannot merge moments of {other.widths} into {self.widths}; expected equal widths and pairs"
             )
-        if other.count == 0:
-            return self
         if self.count == 0:
             self._centre.copy_(other._centre)
         twin = Moments(self.widths, between=(self.rows, self.columns), device=self._centre.device).load_state(
@@ -139,9 +137,7 @@ class Moments:
         add = torch.distributed.all_reduce if add is None else add
         total = torch.cat([self._count, self._sums + self._count * self._centre])
         add(total)
-        if total[0] == 0:
-            return self
-        self._move_to(total[1:] / total[0])
+        self._move_to(total[1:] / total[0].clamp_min(1))
         for tensor in self._additive():
             add(tensor)
         return self
