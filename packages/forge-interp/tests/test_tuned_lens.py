@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.errors import InterpError
+from forge_interp.lenses import tuned_lens
 from forge_interp.lenses.lens import logit_lens
 from forge_interp.lenses.tuned_lens import TunedLens
 from safetensors.torch import load_file, save_file
@@ -149,6 +150,22 @@ def test_save_and_load_give_the_same_lens(tmp_path):
     assert torch.equal(found.target_rank, expected.target_rank)
     again = loaded.fit([TOKENS], steps=1)
     assert (again[0] < lens.fit([TOKENS], steps=1)[0] + 1e-6).all()
+
+
+def test_save_leaves_the_lens_that_was_there_when_it_fails(tmp_path, monkeypatch):
+    def fails(tensors, path, metadata):
+        with open(path, "w") as file:
+            file.write("half a l")
+        raise OSError("no space")
+
+    lens = TunedLens(Rotated(), "embed")
+    lens.fit([TOKENS], steps=1)
+    lens.save(tmp_path / "lens")
+    before = (tmp_path / "lens").read_bytes()
+    monkeypatch.setattr(tuned_lens, "save_file", fails)
+    with pytest.raises(OSError, match="no space"):
+        lens.save(tmp_path / "lens")
+    assert (tmp_path / "lens").read_bytes() == before
 
 
 def test_load_refuses_other_files_and_other_models(tmp_path):

@@ -31,6 +31,20 @@ def test_unembedding_finds_the_end_by_name_outside_of_the_blocks():
     assert Unembedding(asked).head_name == "vocabulary"
 
 
+@pytest.mark.parametrize(
+    ("norm", "head"),
+    [("norm", "lm_head"), ("norm_f", "embed_out"), ("ln_f", "unembed"), ("final_layernorm", "head")],
+)
+def test_unembedding_takes_the_usual_names_nearest_to_the_root_and_outside_of_blocks(norm, head):
+    block = nn.ModuleDict({"norm": nn.LayerNorm(8), "ln_f": nn.LayerNorm(8), "head": nn.Linear(8, 8)})
+    pool = nn.ModuleDict({"head": nn.Linear(8, 2)})
+    model = nn.ModuleDict({"blocks": nn.ModuleList([block]), "vision": pool})
+    model["trunk"] = nn.ModuleDict({norm: nn.LayerNorm(8)})
+    model[head] = nn.Linear(8, 9)
+    found = Unembedding(model)
+    assert (found.norm_name, found.head_name) == (f"trunk.{norm}", head)
+
+
 def test_unembedding_says_what_is_missing():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
     with pytest.raises(InterpError, match=r'no module called lm_head, head.*pass head="name"'):

@@ -6,6 +6,7 @@ Letters: L sites, B batch, T tokens, D model dim, V vocabulary.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ class TunedLens:
         return np.array(history)
 
     def save(self, path: str | Path) -> None:
-        """Write the translators to a safetensors file.
+        """Write the translators to a safetensors file, which is whole or not there.
 
         Raises:
             InterpError: nothing was trained.
@@ -174,7 +175,9 @@ class TunedLens:
         for number, (matrix, bias) in enumerate(self.translators.values()):
             tensors |= {f"{number}.matrix": matrix.contiguous(), f"{number}.bias": bias.contiguous()}
         sites = json.dumps(list(self.translators))
-        save_file(tensors, str(path), metadata={"format": _FORMAT, "sites": sites})
+        partial = f"{path}.partial"
+        save_file(tensors, partial, metadata={"format": _FORMAT, "sites": sites})
+        os.replace(partial, path)
 
     @classmethod
     def load(
