@@ -1,6 +1,6 @@
 """Extraction from a GPT-2 beside plain hooks, nnsight and transformer_lens: CPU time, peak memory, bytes.
 
-    python benchmarks/interp.py [--rounds 5] [--threads 2] [--quick] [--no-record]
+    python benchmarks/interp.py [--rounds 5] [--threads 2] [--quick] [--folder DIR] [--no-record]
 
 Every measurement is a process of its own, forked from a server that has only imported torch and
 transformers. One random model, one file of tokens; every tool writes the same float32 rows, and they are
@@ -299,13 +299,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="a small model, one round, nothing recorded")
+    parser.add_argument(
+        "--folder", type=Path, help="where 2 GB are free for a while; default: that of the system"
+    )
     parser.add_argument("--no-record", action="store_true", help="only print")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rounds = options.rounds or (1 if options.quick else 5)
     shape, large = (SMALL, replace(MEMORY, batches=2)) if options.quick else (GPT2_SMALL, MEMORY)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".interp-") as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="interp-") as folder:
         runner = Runner(Path(folder), options.threads)
         tools = side_by_side(runner, shape, rounds)
         memory = growth(runner, large)
