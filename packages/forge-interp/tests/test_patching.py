@@ -182,6 +182,8 @@ def test_activation_patching_refuses_what_does_not_fit(model):
         run(where="heads")
     with pytest.raises(InterpError, match=r"where is 'tokens'"):
         run(where="tokens")
+    with pytest.raises(InterpError, match=r"\('positions', 'positions'\); expected each axis once"):
+        run(where=("positions", "positions"))
     with pytest.raises(InterpError, match=r"\[2, 5, 12\] in one run and \[2, 4, 12\]"):
         run(corrupted=CORRUPTED[:, :4])
     with pytest.raises(InterpError, match=r"layer\.0"):

@@ -103,13 +103,15 @@ class Grid:
         """Lay out `where` over captured activations.
 
         Raises:
-            InterpError: an unknown axis, a site that has none, or sites of different length.
+            InterpError: an unknown axis, one given twice, a site that has none, or sites of different length.
         """
         if where is None:
             return cls((), (), None, ())
         if isinstance(where, Mapping):
             return cls(("place",), (tuple(map(str, where)),), tuple(where.values()), ())
         kinds = (where,) if isinstance(where, str) else tuple(where)
+        if len(set(kinds)) < len(kinds):
+            raise InterpError(f"where is {where}; expected each axis once")
         sizes = [_size(kind, activations, 1 + len(kinds)) for kind in kinds]
         return cls(
             tuple(kind.removesuffix("s") for kind in kinds),
