@@ -1,4 +1,5 @@
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -195,6 +196,20 @@ def test_format_names_a_file_of_another_writer(tmp_path: Path):
     for name in ("other.npz", "other.safetensors", "empty"):
         with pytest.raises(InterpError, match="expected a f"):
             format_of(tmp_path / name).open(tmp_path / name)
+
+
+def test_column_has_a_file_name_of_its_own():
+    names = ["a/b:out", "a%2Fb:out", "a%252Fb:out", "a%b:out"]
+    found = {Column(name, torch.float32).file_name for name in names}
+    assert len(found) == 4 and not any("/" in name for name in found)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "acts.npy"])
+def test_format_puts_every_file_on_the_disk(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.readlink(f"/proc/self/fd/{file}")))
+    write(tmp_path / name, make_values(9, (torch.float32,)[: name != "acts.npy"]))
+    assert synced == {str(path) for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_as_bytes_leaves_the_storage_resizable():

@@ -1,11 +1,12 @@
 import os
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from forge_interp.errors import InterpError
 from forge_interp.extraction.columns import BLOCK_BYTES
-from forge_interp.extraction.journal import Shard, committed_blocks, read_chunks
+from forge_interp.extraction.journal import Shard, committed_blocks, lock, read_chunks
 from torch import Tensor
 
 REQUEST = {"batch_size": 2, "sites": ["a:out"]}
@@ -107,6 +108,44 @@ def test_shard_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
                 os._exit(7 if "another process" in str(error) else 8)
             os._exit(9)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def test_lock_is_that_of_the_file_that_is_there(tmp_path: Path):
+    path = tmp_path / "lock"
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        held = lock(path, 0)
+        os.write(writer, b"x")
+        time.sleep(0.3)
+        path.unlink()
+        path.touch()
+        held.close()
+        os._exit(0)
+    os.read(reader, 1)
+    with lock(path, 10) as file:
+        assert os.path.samestat(os.fstat(file.fileno()), path.stat())
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    path.unlink()
+    tmp_path.rmdir()
+    with pytest.raises(FileNotFoundError):
+        lock(path, 0)
+
+
+def test_shard_puts_its_spec_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    made(tmp_path, 2)
+    assert synced == [(tmp_path / "spec.json").stat().st_ino]
+
+
+def test_shard_refuses_a_spec_that_is_no_json(tmp_path: Path):
+    made(tmp_path, 2)
+    (tmp_path / "spec.json").write_text("{")
+    before = contents(tmp_path)
+    with pytest.raises(InterpError, match=r"spec.json is damaged.*extract again"):
+        Shard(tmp_path, REQUEST)
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize(

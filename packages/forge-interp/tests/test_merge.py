@@ -101,6 +101,17 @@ def test_merge_waits_for_another_process_that_merges(tmp_path: Path):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@pytest.mark.parametrize("name", ["a.npz", "a"])
+def test_merge_tidies_up_behind_a_process_that_was_killed(tmp_path: Path, name: str):
+    out = tmp_path / name
+    fill(shard_folder(out, 0, 1), {}, "0:out", torch.ones(3, 2))
+    merge(out)
+    made = out.stat().st_ino
+    fill(shard_folder(out, 0, 1), {}, "0:out", torch.ones(3, 2))
+    assert merge(out) and out.stat().st_ino == made
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_merge_puts_all_names_on_the_disk_before_the_output_has_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -153,6 +153,13 @@ def test_open_dataset_says_what_it_cannot_take(dataset: Any, text: str):
         batches(dataset)
 
 
+def test_samples_of_truth_values_are_no_ids():
+    (batch,) = batches(torch.ones(2, 3).bool())
+    assert batch.tokens is None
+    with pytest.raises(InterpError, match=r"a sample has shapes \[2\], \[3\]"):
+        batches([[True, False], [True, False, True]])
+
+
 def test_samples_refuse_a_batch_size_of_nothing():
     with pytest.raises(InterpError, match="batch_size is 0"):
         batches(RAGGED, 0)

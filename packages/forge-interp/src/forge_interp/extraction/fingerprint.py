@@ -30,12 +30,14 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     for module in filter(_is_fsdp, model.modules()):
         module.reshard()  # type: ignore[operator]  # what a forward pass left gathered may be cast
     layout = weights = count = 0
+    known: dict[Tensor, bytes] = {}  # of weights that modules share
     for name, module in _modules(model):
         settings = re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
         layout = zlib.crc32(f"{name} {_class_of(module)} {settings}".encode(), layout)
     for name, tensor in _tensors(model):
         layout = zlib.crc32(f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), layout)
-        weights = zlib.crc32(_checksum(tensor), weights)
+        known[tensor] = known[tensor] if tensor in known else _checksum(tensor)
+        weights = zlib.crc32(known[tensor], weights)
         count += tensor.numel()
     kind = _class_of(next(_modules(model))[1])
     return {"class": kind, "numbers": count, "layout": f"{layout:08x}", "weights": f"{weights:08x}"}
