@@ -65,8 +65,9 @@ def test_profile_equals_the_definition_in_batches_and_merged():
     assert_profile(first.merge(second), x)
 
 
-def test_profile_all_reduce_adds_sums_and_takes_maxima():
-    x = make_activations()
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_profile_all_reduce_adds_sums_and_takes_maxima(offset):
+    x = make_activations() + offset
     ranks = [Profile({"x": 16}) for _ in range(2)]
     offers: dict[int, torch.Tensor] = {}
     all_here = threading.Barrier(2)
@@ -110,6 +111,10 @@ def test_profile_merges_into_an_empty_one_and_leaves_the_other_as_it_was():
     assert_profile(empty, x)
     assert all(torch.equal(before[name], tensor) for name, tensor in full.state().items())
     assert_profile(empty.merge(Profile({"x": 16})), x)
+    twice = Profile({"x": 16})
+    twice.update({"x": 9 * x})
+    twice.merge(empty)
+    assert_profile(empty, x)
 
 
 def test_profile_state_round_trips_and_refuses_another_shape():

@@ -245,8 +245,8 @@ def probe_layers(
 
 def z_score(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """Scale columns to mean 0 and standard deviation 1 over `train`; columns constant there become 0."""
-    mean, scale = train.mean(0), train.std(0, correction=0)
-    scale = torch.where(scale > 1e-12 * (mean.abs() + 1e-300), scale, torch.inf)
+    mean, scale = train.mean(0), centre(train).square().mean(0).sqrt()
+    scale = torch.where(scale > 0, scale, torch.inf)
     return tuple((part - mean) / scale for part in (train, *others))
 
 
