@@ -135,6 +135,10 @@ def test_fit_leaves_out_padding():
     np.testing.assert_array_equal(given, found)
     with pytest.raises(InterpError, match=r"shape \(3,\) and 3 positions; expected \(3, 10\)"):
         other.fit([TOKENS], steps=1, mask=lambda inputs: torch.ones(3))
+    with pytest.raises(
+        InterpError, match=r"shape \(3, 10\) and 0 positions; expected \(3, 10\) and at least"
+    ):
+        other.fit([{"tokens": TOKENS, "attention_mask": torch.zeros_like(TOKENS)}], steps=1)
 
 
 def test_save_and_load_give_the_same_lens(tmp_path):
