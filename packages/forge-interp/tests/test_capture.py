@@ -321,6 +321,15 @@ def test_arguments_of_a_checkpointed_module_have_their_names(model, x):
     assert torch.equal(acts["layers.0:kw.x"], x)
 
 
+def test_several_patterns_may_name_the_same_site(x):
+    model = nn.Sequential(nn.Linear(8, 8))
+    with capture(model, ["0", "*", "**.0"]) as acts:
+        model(x)
+    assert list(acts) == ["0:out"]
+    with pytest.raises(InterpError, match=r"nothing at '0', '\*'"), capture(model, ["0", "*"]):
+        pass
+
+
 def test_activations_do_not_keep_the_model_alive(model, x):
     layer = nn.Sequential(nn.Linear(8, 8))
     gone = weakref.ref(layer[0])

@@ -47,6 +47,33 @@ def test_patch_touches_only_where(model, x):
     assert torch.equal(run(model, x, {"1": patch(new, (slice(None), -1))}), model[2](expected))
 
 
+def test_edit_changes_an_argument_however_it_is_given(x):
+    class Sum(nn.Module):
+        def forward(self, x, other=None, *more, last=None):
+            return x + 10 * other + 100 * last
+
+    class Caller(nn.Module):
+        def __init__(self, call):
+            super().__init__()
+            self.sum = Sum()
+            self.call = call
+
+        def forward(self, x):
+            return self.call(self.sum, x)
+
+    for call in (
+        lambda m, x: m(x, x, last=x),
+        lambda m, x: m(x, other=x, last=x),
+        lambda m, x: m(x=x, other=x, last=x),
+    ):
+        model = Caller(call)
+        torch.testing.assert_close(run(model, x, {"sum:kw.last": torch.zeros_like}), 11 * x)
+        torch.testing.assert_close(run(model, x, {"sum:kw.other": torch.zeros_like}), 101 * x)
+        torch.testing.assert_close(run(model, x, {"sum:in": torch.zeros_like}), 110 * x)
+        both = {"sum:kw.other": torch.zeros_like, "sum:in": lambda v: v * 2}
+        torch.testing.assert_close(run(model, x, both), 102 * x)
+
+
 def test_steer_adds_a_scaled_vector(model, x):
     vector = torch.randn(8)
     expected = model[2](model[1](model[0](x) + 2 * vector))

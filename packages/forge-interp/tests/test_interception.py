@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -58,6 +59,37 @@ def test_attention_in_multihead_attention_of_two_threads_goes_to_the_right_captu
         thread.join()
     sys.setswitchinterval(interval)
     assert errors == []
+    assert F.scaled_dot_product_attention is before
+
+
+def test_one_thread_at_a_time_exchanges_the_name():
+    layer, before = nn.MultiheadAttention(4, 1, batch_first=True).eval(), F.scaled_dot_product_attention
+    second_is_inside, first_is_done = threading.Event(), threading.Event()
+
+    def first(attention, args, kwargs):
+        second_is_inside.wait(0.3)
+        return attention(*args, **kwargs)
+
+    def second(attention, args, kwargs):
+        second_is_inside.set()
+        first_is_done.wait(5)
+        return attention(*args, **kwargs)
+
+    def call(attend, then):
+        x = torch.ones(1, 3, 4)
+        with torch.no_grad(), Interception(attend):
+            layer(x, x, x, need_weights=False)
+        then.set()
+
+    threads = [
+        threading.Thread(target=call, args=(first, first_is_done)),
+        threading.Thread(target=call, args=(second, threading.Event())),
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
     assert F.scaled_dot_product_attention is before
 
 

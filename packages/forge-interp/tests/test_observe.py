@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,6 +122,20 @@ def test_an_interrupted_module_is_left_with_the_one_around_it(model, x):
     with capture(guarded, ["0.inner:attn.z", "0:in"]) as acts:
         guarded(x)
     assert list(acts) == ["0:in", "0.inner:attn.z", "0.inner:attn.z#1"]
+
+
+def test_an_interruption_leaves_nothing_of_the_model(x):
+    class Interrupted(Attention):
+        def forward(self, x):
+            raise KeyboardInterrupt
+
+    model = nn.Sequential(Interrupted())
+    gone = weakref.ref(model[0])
+    with pytest.raises(KeyboardInterrupt), capture(model, ["0:attn.z", "0:in"]):
+        model(x)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_gate_is_passed_once_by_each_module_where_it_is_needed(model, x, monkeypatch):

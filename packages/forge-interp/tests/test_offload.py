@@ -3,6 +3,7 @@ import torch
 from forge_interp import capture
 from forge_interp.hooks.offload import Offload
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def test_copy_on_the_same_device_owns_its_memory():
@@ -20,8 +21,26 @@ def test_send_delivers_the_value_itself_when_it_is_there_already():
     assert given[0] is value
 
 
-def test_copy_moves_to_other_devices():
-    assert Offload("meta", 1).copy(torch.ones(2)).device.type == "meta"
+@pytest.mark.parametrize(
+    ("target", "device", "expected"),
+    [
+        (None, "cuda:0", "cuda:0"),
+        ("cuda:1", "cuda:0", "cuda:1"),
+        ("cuda:1", "cuda:1", "cuda:1"),
+        ("cuda", "cuda:1", "cuda:1"),
+        ("cuda:1", "cpu", "cuda:1"),
+        ("meta", "cpu", "meta"),
+    ],
+)
+def test_copy_and_send_move_to_other_devices(target, device, expected):
+    given = []
+    with FakeTensorMode():
+        value = torch.empty(2, device=device)
+        offload = Offload(target, 1)
+        assert offload.copy(value).device == torch.device(expected)
+        offload.send(value, given.append)
+    assert given[0].device == torch.device(expected)
+    assert (given[0] is value) == (device == expected)
 
 
 @pytest.mark.gpu

@@ -287,6 +287,9 @@ def test_backward_is_allowed_beside_a_frozen_part_with_edited_attention(x):
     with edit(model, {"attention:attn.q": lambda v: v * 2}):
         model(x[0]).sum().backward()
     assert model.head.weight.grad.any()
+    model.requires_grad_(False)
+    with edit(model, {":attn.q": lambda v: v * 2}):
+        assert not model(x[0]).requires_grad
 
 
 def test_edit_of_a_later_call_is_refused_in_recomputation(x):
@@ -478,6 +481,7 @@ def entered_without_compiler(context):
         yield value
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("name", ["", "0"])
 @pytest.mark.parametrize("make", [lambda m: capture(m, ["0", ":out"]), lambda m: edit(m, {"0": torch.relu})])

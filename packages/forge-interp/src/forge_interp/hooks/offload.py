@@ -14,9 +14,9 @@ from torch import Tensor
 class Offload:
     """Copies values to a device.
 
-    From a GPU to the CPU the copy runs on a stream of its own into pinned memory. Once more than
-    `max_inflight_bytes` are on their way, the next copy waits for the oldest, so that a fast model cannot
-    fill the memory.
+    From a GPU to the CPU the copy runs on a stream of its own, one for each GPU, into pinned memory. Once
+    more than `max_inflight_bytes` are on their way, the next copy waits for the oldest, so that a fast model
+    cannot fill the memory.
 
     Args:
         device: the target; None leaves copies where the values are.
@@ -26,22 +26,22 @@ class Offload:
     def __init__(self, device: torch.device | str | None, max_inflight_bytes: int) -> None:
         self._device = None if device is None else torch.device(device)
         self._budget = max_inflight_bytes
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._inflight: deque[tuple[torch.cuda.Event, int, Callable[[], None]]] = deque()
         self._bytes = 0
 
     def copy(self, value: Tensor) -> Tensor:
         """A copy that no later operation of the model changes, to be used in any mode; valid after `wait`."""
         with torch.inference_mode(False) if value.is_inference() else nullcontext():
-            if self._device is None or self._device.type == value.device.type:
+            if self._device is None or self._is_on(value.device):
                 return value.clone(memory_format=torch.contiguous_format)
             if self._device.type != "cpu" or value.device.type != "cuda":
-                return value.to(self._device, copy=True)
+                return value.to(self._device)
             return self._to_pinned(value)
 
     def send(self, value: Tensor, deliver: Callable[[Tensor], None]) -> None:
         """Hand a value over: itself and at once if it is there already, else its copy once arrived."""
-        if self._device is None or self._device.type == value.device.type:
+        if self._device is None or self._is_on(value.device):
             deliver(value)
         elif self._device.type != "cpu" or value.device.type != "cuda":
             deliver(value.to(self._device))
@@ -52,20 +52,25 @@ class Offload:
         """Return when all copies have arrived and are delivered."""
         self._drain(0)
 
+    def _is_on(self, device: torch.device) -> bool:
+        """Whether values of a device need no move; a target without a number is any device of its kind."""
+        target = self._device
+        return target is not None and target.type == device.type and target.index in (None, device.index)
+
     def _to_pinned(self, value: Tensor, deliver: Callable[[Tensor], None] | None = None) -> Tensor:
         size = value.numel() * value.element_size()
         self._drain(max(0, self._budget - size))
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(value.device)
+        stream = self._streams.get(value.device) or torch.cuda.Stream(value.device)
+        self._streams[value.device] = stream
         # The producer's stream makes the copy that is safe from in-place operations; the other only moves it.
         source = value.clone(memory_format=torch.contiguous_format)
         target = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(value.device))
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(torch.cuda.current_stream(value.device))
+        with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            source.record_stream(self._stream)
+            source.record_stream(stream)
             arrived = torch.cuda.Event()
-            arrived.record(self._stream)
+            arrived.record(stream)
         self._inflight.append((arrived, size, partial(deliver, target) if deliver else _nothing))
         self._bytes += size
         return target
