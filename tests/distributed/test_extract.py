@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations
+from forge_interp.extraction.fingerprint import model_fingerprint
+from forge_interp.extraction.processes import Processes
 from forge_interp.extraction.store import ActivationStore
 from forge_model import DecoderConfig, initialize
 from forge_model.config import GroupedQueryConfig
@@ -121,6 +124,46 @@ def twice(folder: str) -> list[bytes]:
 def test_extraction_of_a_sharded_model_leaves_it_able_to_train(tmp_path):
     for first, again in run_ranks(twice, 2, str(tmp_path)):
         assert first == again
+
+
+def fingerprints(folder: str) -> list[dict]:
+    """Of the model whole, sharded, gathered by a forward pass, and with one weight changed."""
+    model = build("fsdp")
+    found = [model_fingerprint(build("plain")), model_fingerprint(model)]
+    with torch.no_grad():
+        model(dataset()[0]["tokens"][None])
+        found.append(model_fingerprint(model))
+        out = extract_sharded(folder, model)
+        last = next(
+            p for name, p in model.named_parameters() if "layers.1" in name and p.ndim == 2
+        ).to_local()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            last[-1, -1] += 1
+    with pytest.raises(InterpError, match="model: "):
+        extract_sharded(folder, model)
+    return [*found, model_fingerprint(model), ActivationStore.open(out).metadata["request"]["model"]]
+
+
+def extract_sharded(folder: str, model: nn.Module) -> str:
+    out = f"{folder}/acts.npz"
+    extract_representations(model, dataset(), SITES, out, batch_size=BATCH, tokens="tokens")
+    return out
+
+
+def test_fingerprint_of_a_sharded_model_is_that_of_the_whole(tmp_path):
+    for whole, sharded, gathered, changed, written in run_ranks(fingerprints, 2, str(tmp_path)):
+        assert whole == sharded == gathered == written
+        assert whole["layout"] == changed["layout"] and whole["weights"] != changed["weights"]
+
+
+def who_draws() -> tuple[bool, bool]:
+    together = Processes.of(nn.Linear(2, 2), None, None, None, True)
+    alone = Processes.of(nn.Linear(2, 2), 1, 2, None, True)
+    return together.shows_progress, alone.shows_progress
+
+
+def test_one_rank_of_those_that_wait_for_each_other_draws():
+    assert run_ranks(who_draws, 2) == [(True, True), (False, True)]
 
 
 def by_one_writer(folder: str) -> str:

@@ -370,6 +370,12 @@ def test_extract_returns_what_is_there_when_asked_again(tmp_path: Path):
     [
         ({"batch_size": 4}, "batch_size: 8 there, 4 asked"),
         ({"pool": "mean"}, 'pool: null there, "mean" asked'),
+        ({"pool": lambda value, mask: value[:, 0]}, 'pool: null there, "<lambda>:'),
+        ({"select": torch.tanh}, "select: {} there, .*tanh.* asked"),
+        ({"forward": lambda model, batch: model(batch)}, 'forward: null there, "<lambda>:'),
+        ({"dtype": torch.float16}, 'dtype: null there, "float16" asked'),
+        ({"pad_id": 3}, "names: "),
+        ({"mask": None}, "names: "),
         ({"sites": "head"}, "sites: .* there, .* asked"),
         ({"dataset": ragged(12)}, "dataset: "),
         ({"model": Decoder(width=4)}, "model: "),
@@ -383,11 +389,23 @@ def test_extract_lists_how_an_output_differs(tmp_path: Path, change: dict[str, A
         extract_representations(**(call | change))
 
 
+def test_extract_takes_an_output_of_another_torch_but_goes_on_with_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole, half = (tmp_path / "whole.npz", tmp_path / "half.npz")
+    extract_representations(Decoder(), ragged(), SITES, whole)
+    extract_representations(Decoder(), ragged(), SITES, half, rank=0, world_size=2)
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert extract_representations(Decoder(), ragged(), SITES, whole).rows == sum(map(len, ragged()))
+    with pytest.raises(InterpError, match=r"versions: .*9\.9"):
+        extract_representations(Decoder(), ragged(), SITES, half, rank=0, world_size=2)
+
+
 def test_extract_notices_other_weights(tmp_path: Path):
     model = Decoder()
     extract_representations(model, ragged(), SITES, tmp_path / "a.npz")
     with torch.no_grad():
-        model.blocks[0].qkv.weight.mul_(1.5)
+        model.blocks[0].qkv.weight[3, 5] *= 1.5
     with pytest.raises(InterpError, match="model: "):
         extract_representations(model, ragged(), SITES, tmp_path / "a.npz")
 
@@ -437,6 +455,57 @@ def test_extract_notices_a_loader_that_shuffles_when_it_goes_on(tmp_path: Path):
         extract_representations(Decoder(), iter([ids[:3]]), SITES, tmp_path / "a.npz")
     store = extract_representations(Decoder(), batches(order, 4), SITES, tmp_path / "a.npz")
     assert torch.equal(store.token_id, ids.flatten())
+
+
+def test_extract_notices_more_batches_than_there_were(tmp_path: Path):
+    batches = list(torch.randint(50, (12, 5)).split(3))
+    call = {"sites": SITES, "out": tmp_path / "a.npz"}
+
+    def forward(model: nn.Module, batch: Tensor) -> None:
+        model(batch)
+
+    with pytest.MonkeyPatch.context() as patch:  # all is written, but not put together
+        patch.setattr("forge_interp.extraction.extract.merge", lambda out: False)
+        extract_representations(Decoder(), iter(batches[:3]), **call, forward=forward)
+    with pytest.raises(InterpError, match="batch 3 is not the one"):
+        extract_representations(Decoder(), iter(batches), **call, forward=forward)
+    model = Decoder()
+    assert extract_representations(model, iter(batches[:3]), **call, forward=forward).rows == 45
+    assert model.passes == 0
+
+
+def test_extract_tries_padding_only_where_there_are_ids(tmp_path: Path):
+    class Embedded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, inputs_embeds: Tensor) -> Tensor:
+            return self.layer(inputs_embeds)
+
+    embeds, mask = torch.randn(3, 5, 4), torch.ones(3, 5)
+    mask[1, 2:] = 0
+    store = extract_representations(
+        model := Embedded(),
+        {"inputs_embeds": embeds, "attention_mask": mask},
+        "layer",
+        tmp_path / "a",
+    )
+    assert torch.equal(store["layer"], model(embeds)[mask.bool()].detach())
+    assert store.sample_id.tolist() == [0] * 5 + [1] * 2 + [2] * 5
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_extract_draws_on_a_terminal_only(
+    tmp_path: Path, is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)
+    extract_representations(Decoder(), ragged(), SITES, tmp_path / "a.npz", batch_size=3)
+    extract_representations(Decoder(), ragged(), SITES, tmp_path / "b.npz", batch_size=3, progress=False)
+    drawn = capsys.readouterr().err
+    assert drawn.count("extract ") == (drawn.count("\n") and drawn.count("\r"))
+    assert drawn.count("\n") == is_terminal
+    assert ("4/4" in drawn) == is_terminal
 
 
 def test_finish_extraction_waits_for_all(tmp_path: Path):

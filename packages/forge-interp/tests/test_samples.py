@@ -214,6 +214,7 @@ def test_checksum_depends_on_all_inputs():
 
     pixels = torch.zeros(2, 4)
     assert checksum(a=pixels) == checksum(a=pixels.clone())
+    assert checksum(a=pixels, b=pixels + 1) == checksum(b=pixels + 1, a=pixels)
     assert len({checksum(), checksum(a=pixels), checksum(a=pixels + 1), checksum(a=(pixels, pixels))}) == 4
 
 
