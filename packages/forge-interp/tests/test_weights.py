@@ -66,6 +66,8 @@ def test_load_weights_gives_every_bit_and_leaves_the_rest(file):
 
 def test_load_weights_reads_folders_and_indices(tmp_path, file):
     assert_same(load_weights(Net(2), tmp_path), Net(1))
+    save_file({"lora": torch.zeros(1)}, tmp_path / "adapter.safetensors")
+    assert_same(load_weights(Net(2), tmp_path), Net(1))
     (tmp_path / "many").mkdir()
     index = shard(tmp_path / "many", tensors(Net(3)))
     assert_same(load_weights(Net(2), str(index)), Net(3))
@@ -87,6 +89,7 @@ def test_load_weights_takes_the_dtype_it_is_told(file):
     assert {p.dtype for p in model.parameters()} == {torch.float64}
     assert model.head.weight is model.embed.weight
     assert model.norm.num_batches_tracked.item() == 1
+    assert model.norm.num_batches_tracked.dtype == torch.int64
     assert model.table.dtype == torch.float32
     with pytest.raises(InterpError, match="expected a floating-point one"):
         load_weights(model, file, dtype=torch.int8)
