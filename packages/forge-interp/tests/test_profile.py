@@ -26,6 +26,8 @@ def test_effective_rank_equals_the_definition():
     found = effective_rank(Moments.of({"x": x}), "x")
     assert found.entropy == pytest.approx((-(p * p.log()).sum()).exp().item(), rel=1e-9)
     assert found.participation == pytest.approx((s.square().sum() ** 2 / s.pow(4).sum()).item(), rel=1e-9)
+    shares = s.square().cumsum(0) / s.square().sum()
+    assert shares[found.components_99 - 1] >= 0.99 > shares[found.components_99 - 2]
     for constant in (1.0, 0.1, 1e6 + 0.1):
         with pytest.raises(InterpError, match="never varies"):
             effective_rank(Moments.of({"x": torch.full((9, 2), constant, dtype=torch.float64)}), "x")
@@ -95,9 +97,9 @@ def test_profile_keeps_the_spread_of_norms_far_from_zero():
     first, second = Profile({"x": 16}), Profile({"x": 16})
     first.update({"x": x[:7]})
     for part in x[7:].split(50):
-        second.update({"x": part + 0})
+        second.update({"x": part})
     norms = np.linalg.norm(x.numpy().astype(np.longdouble), axis=1)
-    found = first.merge(second).result("x")
+    found = Profile({"x": 16}).merge(first).merge(second).result("x")
     assert found.std_norm == pytest.approx(float(norms.std()), rel=1e-7)
     assert found.mean_norm == pytest.approx(float(norms.mean()), rel=1e-14)
 

@@ -115,6 +115,7 @@ def test_rdm_of_equal_rows_leaves_no_range_by_rounding():
         found = square(compute_rdm(rows, metric=metric))
         assert found.min() >= 0 and found.max() <= largest
         np.testing.assert_allclose(np.diag(found, 9)[:9], 0, atol=1e-15)
+        assert compute_rdm(np.concatenate([RESPONSES, (1 + 1e-10) * RESPONSES]), metric=metric).min() >= 0
 
 
 @pytest.mark.parametrize("metric", ["correlation", "euclidean", "mahalanobis"])
@@ -159,6 +160,13 @@ def test_noise_precision_exists_with_more_channels_than_measurements_or_one():
     values = np.linalg.eigvalsh(noise_precision(x))
     assert 0 < values[0] < values[-1] < 1000
     np.testing.assert_allclose(noise_precision(x[:, :1]), 1 / x[:, :1].var(ddof=1))
+
+
+@pytest.mark.parametrize("jitter", [0.0, 1e-3])
+def test_noise_precision_of_channels_without_correlation_is_that_of_each(jitter):
+    signs = np.array([[(-1.0) ** bin(i & j).count("1") for j in range(1, 8)] for i in range(8)])
+    x = signs * np.arange(1, 8) + jitter * np.random.default_rng(0).normal(size=(8, 7))
+    np.testing.assert_allclose(noise_precision(x), np.diag(1 / x.var(0, ddof=1)), atol=1e-12)
 
 
 def test_rdm_and_noise_refuse_bad_values_and_shapes():
