@@ -45,6 +45,7 @@ def test_the_pages_exist_and_are_in_the_table_of_contents():
     assert set(listed.split()) == pages | {"reference"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_page_runs_offline_block_after_block(page, tmp_path):
     blocks = python_blocks(page)
