@@ -218,11 +218,12 @@ def test_read_and_check_accept_tensors_without_values():
         assert call.read(name, 0).shape == (2, 4, 5)
 
 
-def test_check_says_so_when_numbers_are_not_finite():
-    query, key, value = random_qkv()
-    key[0, 0, 0, 0] = torch.nan
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_check_says_so_when_numbers_are_not_finite(number):
+    call = call_sdpa(*random_qkv())
+    call.output[0, 0, 0, 0] = number
     with pytest.raises(InterpError, match="not finite take part"):
-        call_sdpa(query, key, value).check()
+        call.check()
 
 
 @pytest.mark.parametrize("change", [1e-3, torch.nan, torch.inf])
@@ -274,6 +275,18 @@ def test_check_follows_autocast():
     torch.testing.assert_close(inside.double(), exact, rtol=1e-5, atol=1e-7)
 
 
+def test_check_knows_that_autocast_rounds_values_and_masks():
+    query, key, value = (torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8), torch.ones(1, 1, 2, 8) + 2**-9)
+    value[:, :, 1] = 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for mask in (torch.tensor([[100.3, 99.0]]), torch.tensor([[200.0, 0.0]])):  # 100.3 rounds to 100.5
+            output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            call = AttentionCall.of((query, key, value, mask), {}, output)
+            call.check(tolerance=4e-3 if mask[0, 1] else 1e-4)
+        double = query.double()
+        assert AttentionCall.of((double, double, double), {}).output.dtype == torch.float64
+
+
 def test_read_refuses_more_than_the_budget_and_names_remedies():
     call = call_sdpa(*random_qkv((2, 4, 7, 7)))
     needed = 2 * 4 * 7 * 7 * 4
@@ -312,65 +325,6 @@ def test_run_repeats_the_call():
     call = call_sdpa(query, key, value, attn_mask=left_padded(2, 7, 7), scale=0.3, enable_gqa=True)
     with sdpa_kernel(SDPBackend.MATH):
         assert torch.equal(call.run(F.scaled_dot_product_attention), call.output)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("name", ["raw", "scores", "pattern"])
-def test_edited_output_follows_and_later_reads_see_the_edit(name, flat):
-    query, key, value = random_qkv((1, 4, 5, 6), kv_heads=2, dtype=torch.float64)
-    tensors = (query[0], key[0], value[0]) if flat else (query, key, value)
-    call = call_sdpa(*tensors, attn_mask=sliding_window(5, 6), enable_gqa=True)
-
-    def shift(x: Tensor) -> Tensor:
-        assert x.dim() == (3 if flat else 4)
-        return x + torch.linspace(0, 1, 6, dtype=x.dtype)
-
-    new = call.edited(name, shift)
-    stages = dict(zip(("raw", "scores", "pattern"), defined(query, key, "window", {}), strict=True))
-    mask = sliding_window(5, 6)
-    stages = {"raw": stages["raw"]}
-    if name == "raw":
-        stages["raw"] = shift(stages["raw"][0])[None] if flat else shift(stages["raw"])
-    ramp = torch.linspace(0, 1, 6, dtype=torch.float64)
-    stages["scores"] = stages["raw"].masked_fill(~mask, -torch.inf) + (ramp if name == "scores" else 0)
-    stages["pattern"] = stages["scores"].softmax(-1) + (ramp if name == "pattern" else 0)
-    for stage, expected in stages.items():
-        torch.testing.assert_close(new.read(stage, BUDGET).reshape(expected.shape), expected)
-    output = stages["pattern"] @ value.repeat_interleave(2, 1)
-    torch.testing.assert_close(new.output.reshape(output.shape), output)
-    assert new.output.dim() == call.output.dim()
-    new.check()
-    entropy = torch.special.entr(stages["pattern"]).sum(-1)
-    torch.testing.assert_close(new.read("entropy", 0).reshape(entropy.shape), entropy)
-
-
-def test_edited_keeps_edits_of_earlier_stages_and_drops_those_of_later_ones():
-    call = call_sdpa(*random_qkv((1, 2, 4, 4), dtype=torch.float64))
-    scores = call.edited("raw", lambda raw: raw * 2).edited("scores", lambda scores: scores + torch.eye(4))
-    torch.testing.assert_close(scores.read("raw", BUDGET), call.read("raw", BUDGET) * 2)
-    torch.testing.assert_close(scores.read("scores", BUDGET), call.read("raw", BUDGET) * 2 + torch.eye(4))
-    again = scores.edited("raw", lambda raw: raw / 2)
-    for name in ("raw", "scores", "pattern"):
-        torch.testing.assert_close(again.read(name, BUDGET), call.read(name, BUDGET))
-    torch.testing.assert_close(again.output, call.output)
-
-
-@pytest.mark.parametrize("added", [False, True])
-def test_edited_is_differentiable_past_a_query_that_sees_nothing(added):
-    query, key, value = (x.requires_grad_() for x in random_qkv((2, 4, 5, 5), dtype=torch.float64))
-    mask = left_padded(2, 5, 5)
-    mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf) if added else mask
-    call = AttentionCall.of((query, key, value), {"attn_mask": mask})
-    plain = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    kept = call.edited("pattern", lambda pattern: pattern)
-    torch.testing.assert_close(kept.output, plain)
-    weight = torch.randn(plain.shape, dtype=torch.float64)
-    for found, expected in zip(
-        torch.autograd.grad(kept.output, (query, key, value), weight),
-        torch.autograd.grad(plain, (query, key, value), weight),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, expected)
 
 
 def test_of_before_the_call_knows_the_dtype_that_autocast_will_give():

@@ -276,8 +276,10 @@ def test_summary_merged_equals_one_pass():
     assert merged.sites == ["a", "b"]
     torch.testing.assert_close(merged.values("entropy")[:1], summary_of(calls).values("entropy"))
     torch.testing.assert_close(merged.values("entropy")[1:], summary_of(calls[:1]).values("entropy"))
+    merged.update("b", calls[1])
     right.update("a", calls[0])
     torch.testing.assert_close(merged.values("entropy")[:1], summary_of(calls).values("entropy"))
+    torch.testing.assert_close(right.values("entropy")[1:], summary_of(calls[:1]).values("entropy"))
 
 
 def test_summary_leaves_out_what_keep_leaves_out():
@@ -290,6 +292,11 @@ def test_summary_leaves_out_what_keep_leaves_out():
     assert not torch.allclose(summary_of([call]).values("entropy")[0], expected)
 
 
+def test_summary_of_no_query_at_all_is_not_a_number():
+    summary = summary_of([random_call()], keep=torch.zeros(2, 12, dtype=torch.bool))
+    assert summary.values("entropy").isnan().all() and not summary.counts("entropy").any()
+
+
 def test_summary_refuses_what_does_not_fit():
     summary, call = summary_of([random_call()]), random_call()
     with pytest.raises(InterpError, match=r"keep is \[12\]; expected \[2, 12\]"):
@@ -298,8 +305,9 @@ def test_summary_refuses_what_does_not_fit():
         summary.update("a", random_call((2, 2, 5, 5)))
     with pytest.raises(InterpError, match="'sink' was not summarized"):
         summary.values("sink")
-    with pytest.raises(InterpError, match="cannot merge"):
-        summary.merge(AttentionSummary())
+    for names in (["entropy", "sink", "previous"], ["entropy", "sink"], ["previous", "entropy"]):
+        with pytest.raises(InterpError, match="cannot merge"):
+            summary.merge(AttentionSummary(names))
     with pytest.raises(InterpError, match="equal numbers of heads"):
         AttentionSummary().values("sink")
     summary.update("b", random_call((2, 2, 5, 5)))
