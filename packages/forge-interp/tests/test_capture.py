@@ -261,6 +261,10 @@ def test_stop_ends_the_outermost_pass_of_a_model_that_calls_itself():
 def test_stop_raises_when_only_a_part_of_the_model_is_called(model, x):
     with pytest.raises(InterpError, match="give that part to capture"), capture(model, "layers.0", stop=True):
         model.layers[0](x)
+    block, says = model.layers[0], "passes of the Stack .*give that part"
+    refused, inner = pytest.raises(InterpError, match=says), capture(model, "layers.0.inner", stop=True)
+    with capture(block, ":in", sink=lambda key, value: None), refused, inner:
+        block(x)
 
 
 @pytest.mark.parametrize("stop", [False, True])

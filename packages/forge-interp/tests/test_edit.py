@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -72,6 +74,37 @@ def test_edit_changes_an_argument_however_it_is_given(x):
         torch.testing.assert_close(run(model, x, {"sum:in": torch.zeros_like}), 110 * x)
         both = {"sum:kw.other": torch.zeros_like, "sum:in": lambda v: v * 2}
         torch.testing.assert_close(run(model, x, both), 102 * x)
+
+
+@pytest.mark.parametrize(
+    ("kept", "site"),
+    [
+        (lambda x: {"a": [x, {"b": x}]}, ":out.a.1.b"),
+        (lambda x: [x, x], ":out.1"),
+        (lambda x: Cache(x), ":out.values"),
+    ],
+)
+def test_edit_leaves_what_a_module_keeps_of_its_output(x, kept, site):
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept = kept(x)
+
+        def forward(self, x):
+            return self.kept
+
+    model = Keeping()
+    with edit(model, {site: torch.zeros_like}), capture(model, site) as acts:
+        model(x)
+    assert not acts[site].any()
+    with capture(model, site) as acts:
+        model(x)
+    assert torch.equal(acts[site], x)
+
+
+@dataclass(frozen=True)
+class Cache:
+    values: torch.Tensor
 
 
 def test_steer_adds_a_scaled_vector(model, x):

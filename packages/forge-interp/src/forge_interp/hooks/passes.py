@@ -62,7 +62,7 @@ class _Forward:
         return self._depth.calls > 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_running and any(one.is_over() for one in self.passes):
+        if any(one.is_over() for one in self.passes):
             return None
         self._depth.calls += 1
         try:
