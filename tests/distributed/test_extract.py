@@ -156,6 +156,21 @@ def test_fingerprint_of_a_sharded_model_is_that_of_the_whole(tmp_path):
         assert whole["layout"] == changed["layout"] and whole["weights"] != changed["weights"]
 
 
+def of_mixed_precision() -> bool:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    before = model_fingerprint(model)
+    with torch.no_grad():
+        model(torch.zeros(2, 4))
+    return model_fingerprint(model) == before
+
+
+def test_fingerprint_is_not_that_of_the_weights_that_a_pass_has_cast():
+    assert run_ranks(of_mixed_precision, 2) == [True, True]
+
+
 def who_draws() -> tuple[bool, bool]:
     together = Processes.of(nn.Linear(2, 2), None, None, None, True)
     alone = Processes.of(nn.Linear(2, 2), 1, 2, None, True)

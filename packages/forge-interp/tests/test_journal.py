@@ -23,7 +23,7 @@ def chunk(index: int, rows: int = 3) -> dict[str, Tensor]:
 def add(shard: Shard, index: int, rows: int = 3) -> None:
     for name, values in chunk(index, rows).items():
         shard.write(name, values)
-    shard.commit(first=2 * index, samples=2, inputs=index)
+    shard.commit(index)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -173,7 +173,7 @@ def test_shard_refuses_a_batch_unlike_the_first(tmp_path: Path, values: dict[str
         with pytest.raises(InterpError, match=text):
             for name, value in values.items():
                 shard.write(name, value)
-            shard.commit(first=2, samples=2, inputs=0)
+            shard.commit(0)
 
 
 def test_shard_refuses_a_site_twice_in_a_batch(tmp_path: Path):
@@ -183,21 +183,17 @@ def test_shard_refuses_a_site_twice_in_a_batch(tmp_path: Path):
             shard.write("a:out", torch.zeros(3))
 
 
-def test_read_chunks_gives_samples_and_inputs(tmp_path: Path):
+def test_read_chunks_gives_rows_and_inputs(tmp_path: Path):
     made(tmp_path, 3)
     chunks = [chunk for chunk, _ in read_chunks(tmp_path)]
-    assert [(c.batch, c.first, c.samples, c.rows, c.inputs) for c in chunks if c] == [
-        (0, 0, 2, 0, 0),
-        (1, 2, 2, 1, 1),
-        (2, 4, 2, 2, 2),
-    ]
+    assert [(c.batch, c.rows, c.inputs) for c in chunks if c] == [(0, 0, 0), (1, 1, 1), (2, 2, 2)]
     assert chunks[-1] is None
 
 
 def test_committed_blocks_refuses_changed_bytes(tmp_path: Path):
     with Shard(tmp_path, REQUEST) as shard:
         shard.write("a:out", torch.zeros(BLOCK_BYTES // 4 + 100, 1))
-        shard.commit(first=0, samples=1, inputs=0)
+        shard.commit(0)
         shard.seal()
         sizes = [len(block) for block in committed_blocks(tmp_path, shard.columns, shard.columns[0])]
         assert sizes == [BLOCK_BYTES, 400]

@@ -27,7 +27,7 @@ def fill(folder: Path, request: dict, site: str, values: Tensor) -> None:
         shard.write(site, values)
         for name in ("sample_id", "position", "token_id"):
             shard.write(name, torch.arange(len(values)))
-        shard.commit(first=0, samples=len(values), inputs=0)
+        shard.commit(0)
         shard.seal()
 
 

@@ -61,10 +61,10 @@ def test_pool_tokens_reads_nothing_from_padding(how: str):
 
 
 def test_pool_tokens_takes_the_mean_of_bfloat16_in_float32():
-    value = torch.full((1, 1000, 2), 1.0, dtype=torch.bfloat16)
-    value[0, 0] = 256
-    mean = pool_tokens(value, torch.ones(1, 1000).bool(), "mean")
-    assert torch.equal(mean, torch.tensor(1.255).bfloat16().expand(1, 2))
+    value = torch.randn(2, 100, 500).bfloat16()
+    keep = torch.ones(2, 100).bool()
+    assert torch.equal(pool_tokens(value, keep, "mean"), value.float().mean(1).bfloat16())
+    assert (pool_tokens(torch.full((2, 100, 3), 1000.0).half(), keep, "mean") == 1000).all()
 
 
 def test_rows_of_places_follow_the_mask_without_ids():

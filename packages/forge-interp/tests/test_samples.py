@@ -202,6 +202,11 @@ def test_fingerprint_sees_any_sample_of_a_small_dataset():
     assert Samples(torch.zeros(3000, 1), 8, NAMES).fingerprint()["samples"] == 3000
 
 
+def test_fingerprint_sees_where_samples_begin():
+    prints = [Samples(data, 1, NAMES).fingerprint() for data in ([[1, 2], [3]], [[1], [2, 3]])]
+    assert prints[0] != prints[1]
+
+
 def test_fingerprint_sees_another_first_batch():
     a, b, c = torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 3) * 2
     prints = [ReadyBatches(iter(order), NAMES).fingerprint() for order in ([a, b], [a, c], [b, a])]

@@ -247,7 +247,7 @@ class _Run:
             check_sites(out, sorted(acts.fired))
         for name, values in self.rows.ids().items():
             shard.write(name, values)
-        shard.commit(batch.first, batch.size, batch.checksum())
+        shard.commit(batch.checksum())
 
     def _forward(self, acts: Activations, batch: Batch, deliver: Deliver) -> None:
         acts.clear()

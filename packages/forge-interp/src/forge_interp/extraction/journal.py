@@ -34,16 +34,12 @@ class Chunk(NamedTuple):
 
     Attributes:
         batch: number of the batch that it holds.
-        first: sample id of its first sample.
-        samples: number of samples.
         rows: number of rows.
         inputs: CRC-32 of the inputs.
         crcs: CRC-32 of its bytes in each column, in the order of the columns.
     """
 
     batch: int
-    first: int
-    samples: int
     rows: int
     inputs: int
     crcs: tuple[int, ...]
@@ -106,13 +102,11 @@ class Shard:
         write_all(self._files[name], data)
         self._pending[name] = (column, len(values), zlib.crc32(data))
 
-    def commit(self, first: int, samples: int, inputs: int) -> None:
+    def commit(self, inputs: int) -> None:
         """Make what was written since the last commit count, as the next batch.
 
         Args:
-            first: sample id of the first sample.
-            samples: number of samples.
-            inputs: CRC-32 of the inputs.
+            inputs: CRC-32 of the inputs of the batch.
 
         Raises:
             InterpError: columns are missing, or differ in their number of rows.
@@ -123,7 +117,7 @@ class Shard:
             _write_spec(self.folder, self.request, self.columns)
         rows = self._pending[self.columns[0].name][1]
         crcs = tuple(self._pending[column.name][2] for column in self.columns)
-        _append(self._journal, list(Chunk(self.batches, first, samples, rows, inputs, crcs)))
+        _append(self._journal, list(Chunk(self.batches, rows, inputs, crcs)))
         self._pending = {}
         self.rows, self.batches = self.rows + rows, self.batches + 1
 

@@ -295,15 +295,14 @@ def _numbers(value: Any) -> Any:
         array = np.asarray(value)
     except ValueError:  # lists of different lengths
         return value
-    if (
-        array.dtype.kind == "u" and array.itemsize > 1
-    ):  # ids as tokenizers store them; torch looks up no uint16
+    if array.dtype.kind == "u" and array.itemsize > 1:  # torch looks up no ids of 16 bits
         return torch.from_numpy(array.astype(np.int64))
     return torch.from_numpy(array.copy()) if array.dtype.kind in "biuf" else value
 
 
 def _checksum(inputs: Any, crc: int = 0) -> int:
     for tensor in _leaves(inputs):
+        crc = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), crc)
         crc = zlib.crc32(as_bytes(tensor), crc)
     return crc
 
