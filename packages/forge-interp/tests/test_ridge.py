@@ -121,6 +121,7 @@ def test_leave_one_out_of_uneven_features_equals_refitting():
 
 
 def test_ridge_of_constant_features_predicts_the_mean():
+    assert RidgePath(np.full((101, 2), 0.1)).squares.numel() == 0
     _, y = make_data(30, 4)
     found = fit_ridge(np.full((30, 2), 0.1), y)
     np.testing.assert_allclose(found.predict(np.full((5, 2), 0.1)), np.tile(y.mean(0), (5, 1)), rtol=1e-12)

@@ -47,11 +47,16 @@ def test_kendall_equals_counting_pairs():
     assert compare_rdms(a, b, method="kendall").item() == pytest.approx(np.mean(signs), abs=1e-15)
 
 
-def test_whitened_cosine_equals_the_inverse_covariance_form():
+def inverse_covariance() -> np.ndarray:
+    """Of squared distances between 9 conditions with i.i.d. noise, [36, 36]."""
     contrasts = np.zeros((36, 9))
     rows, columns = np.triu_indices(9, 1)
     contrasts[np.arange(36), rows], contrasts[np.arange(36), columns] = 1, -1
-    inverse = np.linalg.inv((contrasts @ contrasts.T) ** 2)
+    return np.linalg.inv((contrasts @ contrasts.T) ** 2)
+
+
+def test_whitened_cosine_equals_the_inverse_covariance_form():
+    inverse = inverse_covariance()
     a, b = MODELS[0], SUBJECTS[0]
     expected = a @ inverse @ b / np.sqrt(a @ inverse @ a * (b @ inverse @ b))
     assert compare_rdms(a, b, method="whitened_cosine").item() == pytest.approx(expected, abs=1e-12)
@@ -65,6 +70,20 @@ def test_whitened_cosine_of_euclidean_rdms_equals_biased_cka():
     assert found == pytest.approx(
         linear_cka(Moments.of({"x": x, "y": y}), debiased=False).values[0, 1], abs=1e-10
     )
+
+
+@pytest.mark.parametrize("method", ["whitened_cosine", "whitened_pearson"])
+def test_whitened_noise_ceiling_equals_the_definition(method):
+    inverse = inverse_covariance()
+
+    def unit(rdm: np.ndarray) -> np.ndarray:
+        rdm = rdm - rdm.mean() if method == "whitened_pearson" else rdm
+        return rdm / np.sqrt(rdm @ inverse @ rdm)
+
+    units = np.array([unit(rdm) for rdm in SUBJECTS])
+    upper = np.mean([unit(units.mean(0)) @ inverse @ one for one in units])
+    lower = np.mean([unit(np.delete(units, i, axis=0).mean(0)) @ inverse @ units[i] for i in range(4)])
+    np.testing.assert_allclose(noise_ceiling(SUBJECTS, method=method), (lower, upper), rtol=1e-10)
 
 
 def test_noise_ceiling_brackets_the_true_model():
@@ -154,17 +173,14 @@ def test_comparison_does_not_change_with_the_units_of_an_rdm(method, factor):
 
 
 def test_whitened_pearson_equals_the_inverse_covariance_form_of_centred_rdms():
-    contrasts = np.zeros((36, 9))
-    rows, columns = np.triu_indices(9, 1)
-    contrasts[np.arange(36), rows], contrasts[np.arange(36), columns] = 1, -1
-    inverse = np.linalg.inv((contrasts @ contrasts.T) ** 2)
+    inverse = inverse_covariance()
     a, b = MODELS[0] - MODELS[0].mean(), SUBJECTS[0] - SUBJECTS[0].mean()
     expected = a @ inverse @ b / np.sqrt(a @ inverse @ a * (b @ inverse @ b))
     found = compare_rdms(MODELS[0], SUBJECTS[0], method="whitened_pearson").item()
     assert found == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("method", ["pearson", "spearman", "kendall"])
+@pytest.mark.parametrize("method", ["pearson", "spearman", "kendall", "cosine"])
 def test_bootstrap_is_nan_for_draws_of_fewer_than_three_conditions_only(method):
     model, data = MODELS[:1, :6], SUBJECTS[:2, :6]
     found = bootstrap_rsa(model, data, method=method, num_samples=300, over="conditions")
