@@ -520,6 +520,14 @@ def test_gradients_of_attention_are_those_of_its_tensors():
             model(q, k)
 
 
+def test_gradients_of_complex_numbers_are_kept():
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.Identity())
+    with capture(model, "0", grad=True) as acts:
+        out = model(torch.ones(2, 4, dtype=torch.complex64))
+        out.abs().square().sum().backward()
+    torch.testing.assert_close(acts.gradients["0"], 2 * out.detach())
+
+
 def test_gradients_of_integers_are_refused():
     model = nn.Embedding(4, 4)
     with (

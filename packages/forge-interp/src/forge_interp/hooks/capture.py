@@ -58,7 +58,11 @@ class Activations(Mapping[str, Tensor]):
         for pattern, found in sites.items():
             for site in found:
                 self._patterns.setdefault(str(site), []).append(pattern)
-        self._select = select
+        self._select = {
+            name: select[chosen[0]]
+            for name, named_by in self._patterns.items()
+            if (chosen := [pattern for pattern in named_by if pattern in select])
+        }
         self._grad = grad
         self._stops = stop
         self._attention_bytes = attention_bytes
@@ -142,8 +146,7 @@ class Activations(Mapping[str, Tensor]):
     def _take(self, tapped: str, site: Site, module: nn.Module, value: Any) -> Tensor | None:
         """Keep a copy of a value; with gradients, what the model goes on with in its place."""
         key, replacement = str(site), None
-        patterns = self._patterns[tapped]
-        self._seen.update(patterns)
+        self._seen.update(self._patterns[tapped])
         if isinstance(value, AttentionCall):
             value = self._read(value, site)
         if torch._C._functorch.is_functorch_wrapped_tensor(value):  # type: ignore[attr-defined]
@@ -154,8 +157,8 @@ class Activations(Mapping[str, Tensor]):
         if self._grad:
             value, replacement = self._follow(value, module, site)
         kept = full(value.detach(), module, site)
-        select = next((self._select[p] for p in patterns if p in self._select), None)
-        kept = kept if select is None else select(kept)
+        if tapped in self._select:
+            kept = self._select[tapped](kept)
         if not isinstance(kept, Tensor):
             raise InterpError(f"select of {key!r} gave {type(kept).__name__}, expected a tensor")
         self._fired.add(key)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -32,12 +31,14 @@ class Offload:
 
     def copy(self, value: Tensor) -> Tensor:
         """A copy that no later operation of the model changes, to be used in any mode; valid after `wait`."""
-        with torch.inference_mode(False) if value.is_inference() else nullcontext():
-            if self._device is None or self._is_on(value.device):
-                return value.clone(memory_format=torch.contiguous_format)
-            if self._device.type != "cpu" or value.device.type != "cuda":
-                return value.to(self._device)
-            return self._to_pinned(value)
+        if value.is_inference() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.copy(value)
+        if self._device is None or self._is_on(value.device):
+            return value.clone(memory_format=torch.contiguous_format)
+        if self._device.type != "cpu" or value.device.type != "cuda":
+            return value.to(self._device)
+        return self._to_pinned(value)
 
     def send(self, value: Tensor, deliver: Callable[[Tensor], None]) -> None:
         """Hand a value over: itself and at once if it is there already, else its copy once arrived."""
