@@ -16,7 +16,7 @@ from forge_config import ConfigError
 from forge_interp import capture
 from forge_interp.extraction.store import ActivationStore
 from forge_trainer.build import build
-from forge_trainer.hooks import RecordConfig, hooks
+from forge_trainer.hooks import RecordConfig, hooks, recorder
 from forge_trainer.hooks.recorder import summary, undisturbed
 from forge_trainer.job import load_job
 from torch import nn
@@ -114,6 +114,7 @@ def test_record_writes_the_start_every_n_steps_and_the_end(job):
     assert opened.position.tolist() == list(range(16)) * 3
     with np.load(opened.path) as plain:
         np.testing.assert_array_equal(plain["layers.1:out"], opened["layers.1:out"].numpy())
+    assert "interp/" not in (tiny.job.directory / "metrics.jsonl").read_text()
 
 
 def test_record_holds_what_the_trained_model_computes_on_held_out_text(job):
@@ -228,8 +229,6 @@ def test_bad_sites_are_refused_before_the_first_step(job, sites, said, resumed):
 
 
 def test_a_recording_that_cannot_be_written_ends_the_run_and_leaves_nothing_half_written(job, monkeypatch):
-    from forge_trainer.hooks import recorder
-
     extract = recorder.extract_representations
 
     def fills_the_disk(model, probe, sites, path, **rest):
@@ -273,6 +272,21 @@ def test_summary_of_few_and_of_many_rows_is_the_definition(shape):
     assert summary(x)["effective_rank"] == pytest.approx(
         (-(share * share.log()).sum()).exp().item(), rel=1e-6
     )
+
+
+def test_summaries_look_at_evenly_spaced_rows_of_a_large_recording(monkeypatch):
+    class Rows(dict):
+        sites, rows = ("a", "b"), 48
+
+    monkeypatch.setattr(recorder, "SUMMARY_ROWS", 10)
+    held = Rows(a=torch.randn(48, 3), b=torch.randn(48, 2, 2))
+    found = recorder.summaries(held)
+    for site in held.sites:
+        assert summary(held[site][::5]).items() == {
+            (name.rpartition("/")[2], value)
+            for name, value in found.items()
+            if name.startswith(f"interp/{site}/")
+        }
 
 
 def test_summary_says_what_it_can_about_odd_values():

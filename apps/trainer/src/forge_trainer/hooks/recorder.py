@@ -171,8 +171,8 @@ def summary(rows: Tensor) -> dict[str, float]:
 
 
 def _effective_rank(x: Tensor) -> float:
-    """Of rows [n, d]; of few rows in the n coordinates that they span, which is a rotation."""
-    x = torch.linalg.qr(x.T, mode="r").R.T if x.shape[0] < x.shape[1] else x
+    """Of rows [n, d], rotated into the min(n, d) coordinates that they span."""
+    x = torch.linalg.qr(x.T, mode="r").R.T
     try:
         return effective_rank(Moments.of({"x": x}), "x").entropy
     except InterpError:
