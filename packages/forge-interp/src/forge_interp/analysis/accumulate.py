@@ -34,6 +34,8 @@ class Moments:
 
     Raises:
         InterpError: a name in `between` is not in `widths`, or there is no block, or an empty one.
+
+    Source: Chan, Golub and LeVeque 1983, Am. Stat. 37:242 (shifted sums, and merging those of parts).
     """
 
     def __init__(

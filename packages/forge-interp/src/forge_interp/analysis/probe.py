@@ -216,6 +216,9 @@ def probe_layers(
     Raises:
         InterpError: a bad kind, rows that differ, too few groups, a value that is not finite, or a ridge
             target that never varies in a held-out fold (its R^2 is undefined).
+
+    Source: Alain and Bengio 2016, arXiv:1610.01644 (probes); Hewitt and Liang 2019, arXiv:1909.03368
+        (selectivity).
     """
     if kind not in _FITS:
         raise InterpError(f"kind is {kind!r}; expected one of {list(_FITS)}")
