@@ -8,6 +8,7 @@ import os
 import random
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from forge_config import ConfigError
 from forge_interp import capture
 from forge_interp.extraction.store import ActivationStore
+from forge_trainer import clock
 from forge_trainer.build import build
 from forge_trainer.hooks import RecordConfig, hooks, recorder
 from forge_trainer.hooks.recorder import summary, undisturbed
@@ -177,6 +179,33 @@ def test_record_has_nothing_compiled_anew(job):
         run.step(next(batches))
         assert counters["stats"]["unique_graphs"] == graphs
         assert counters["aot_autograd"] == ran
+
+
+def test_record_holds_no_more_sequences_at_once_than_training(job):
+    sizes = []
+    with ExitStack() as stack:
+        run = build(job(HOOK), stack)
+        run.model.register_forward_pre_hook(
+            lambda module, args, kwargs: sizes.append(len(kwargs["tokens"])), with_kwargs=True
+        )
+        run.hooks[-1].on_step(run.progress, None)
+    assert sizes == [2, 1]
+
+
+def test_a_recording_is_left_out_of_the_speed(job, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def takes_a_minute(*_, **__):
+        now[0] += 60
+
+    with ExitStack() as stack:
+        run = build(job(HOOK), stack)
+        monkeypatch.setattr(recorder, "extract_representations", takes_a_minute)
+        run.clock.lap()
+        now[0] += 2
+        run.hooks[-1].on_step(run.progress, None)
+        assert run.clock.lap() == 2
 
 
 def test_undisturbed_gives_back_what_an_inner_draw_and_an_error_took(job):
