@@ -179,6 +179,25 @@ def test_fully_sharded_is_seen_as_the_module_computes(reshard, in_bfloat16):
         assert dtypes["layers.0.att:attn.pattern"] == "torch.float32"
 
 
+def units_around_others() -> dict:
+    from torch.distributed.fsdp import fully_shard
+
+    model, x = build(torch.float32), tokens().chunk(2)[rank()]
+    for layer in model.layers:
+        for part in (layer.att, layer.up, layer.down, layer):
+            fully_shard(part)
+    fully_shard(model)
+    wrong = {}
+    for owner in ("", "layers.*", "layers.*.att"):
+        sites = [f"{owner}:{part}" for part in ATTENTION]
+        wrong |= differences(seen(model, x, sites), seen(build(torch.float32), x, sites), 0)
+    return wrong
+
+
+def test_attention_of_units_around_others_is_that_of_the_own_rows():
+    assert run_ranks(units_around_others, 2) == [{}, {}]
+
+
 def tensor_parallel(kind: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard

@@ -52,6 +52,7 @@ def of_dtensors(dim: int, flat: bool, mask_shape: tuple[int, ...]) -> dict[str, 
         (0, False, (2, HEADS, T, T)),
         (1, False, (1, HEADS, 1, T)),
         (1, False, (T, T)),
+        (1, False, (HEADS, T, T)),
         (0, True, (HEADS, T, T)),
         (0, True, (1, T, T)),
     ],
@@ -64,6 +65,25 @@ def test_attention_of_dtensors_is_read_as_a_whole(dim, flat, mask_shape):
             torch.testing.assert_close(
                 found[name], call.read(name, 1 << 20), rtol=0, atol=1e-12, equal_nan=True
             )
+
+
+def of_unlike_placements() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, given = init_device_mesh("cpu", (2,)), one_call()
+    query, value, output = (
+        distribute_tensor(x, mesh, [Shard(1)]) for x in (given.query, given.value, given.output)
+    )
+    call = AttentionCall.of((query, distribute_tensor(given.key, mesh, [Replicate()]), value), {}, output)
+    with pytest.raises(InterpError) as caught:
+        call.read("entropy", 0)
+    return str(caught.value)
+
+
+def test_attention_of_dtensors_placed_otherwise_is_an_error():
+    for said in run_ranks(of_unlike_placements, 2):
+        assert "key (Replicate(),)" in said and "expected all placed alike" in said
 
 
 @pytest.mark.parametrize("dim", [2, 3])
