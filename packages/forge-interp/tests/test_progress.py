@@ -1,5 +1,6 @@
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,23 @@ def test_progress_draws_on_a_terminal_and_passes_the_items_through(monkeypatch):
     assert last.startswith("\x1b[Kletters ##########")
     assert "3/3" in last
     assert last.endswith("\n")
+
+
+def test_progress_draws_on_the_way_and_tells_what_is_left(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    module = sys.modules["forge_interp.progress"]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for _ in progress(range(4), 4, "slow"):
+        now[0] += 2
+    drawn = stream.getvalue().split("\r")[1:]
+    assert [line.split(" ", 2)[2].strip() for line in drawn] == [
+        "1/4 [2 s, 6 s left]",
+        "2/4 [4 s, 4 s left]",
+        "3/4 [6 s, 2 s left]",
+        "4/4 [8 s, 0 s left]",
+        "4/4 [8 s, 0 s left]",
+    ]
 
 
 def test_progress_counts_without_a_total(monkeypatch):
