@@ -118,6 +118,27 @@ def test_extract_stops_behind_the_last_site_from_the_second_batch_on(tmp_path: P
     assert (model.passes, model.heads) == (4, 1)
 
 
+def test_extract_stops_behind_the_last_call_of_a_module_that_is_used_twice(tmp_path: Path):
+    class Looped(Decoder):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            self.passes += 1
+            x = self.blocks[0](self.blocks[0](self.embed(input_ids), None), None)
+            self.heads += 1
+            return self.head(x)
+
+    model, ids = Looped().eval(), torch.randint(50, (6, 4))
+    store = extract_representations(model, ids, "blocks.0", tmp_path / "a", batch_size=2)
+    assert (model.passes, model.heads) == (3, 1)
+    rows: dict[str, list[Tensor]] = {}
+    for batch in ids.split(2):
+        with torch.no_grad(), capture(model, "blocks.0") as acts:
+            model(batch)
+        for key, value in acts.items():
+            rows.setdefault(key, []).append(value.flatten(0, 1))
+    assert list(store) == list(rows) == ["blocks.0:out", "blocks.0:out#1"]
+    assert all(torch.equal(store[key], torch.cat(parts)) for key, parts in rows.items())
+
+
 def test_extract_keeps_the_mode_of_each_module_and_runs_without_dropout(tmp_path: Path):
     model = Decoder()
     model.train()

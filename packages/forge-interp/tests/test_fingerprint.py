@@ -1,4 +1,5 @@
 import functools
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -177,7 +178,7 @@ def test_callable_name_is_equal_in_every_process():
     found = {
         subprocess.run(
             [sys.executable, "-c", script],
-            env={"PYTHONHASHSEED": seed},
+            env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
             check=True,

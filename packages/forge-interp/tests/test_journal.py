@@ -1,6 +1,7 @@
+import fcntl
 import os
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,26 +111,21 @@ def test_shard_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
-def test_lock_is_that_of_the_file_that_is_there(tmp_path: Path):
-    path = tmp_path / "lock"
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        held = lock(path, 0)
-        os.write(writer, b"x")
-        time.sleep(0.3)
-        path.unlink()
-        path.touch()
-        held.close()
-        os._exit(0)
-    os.read(reader, 1)
-    with lock(path, 10) as file:
-        assert os.path.samestat(os.fstat(file.fileno()), path.stat())
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    path.unlink()
-    tmp_path.rmdir()
+def test_lock_is_that_of_the_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, take, replaced = tmp_path / "lock", fcntl.lockf, []
+
+    def taken_too_late(file: Any, how: int) -> None:
+        take(file, how)
+        if not replaced:
+            replaced.append(path.stat().st_ino)
+            path.rename(tmp_path / "old")
+            path.touch()
+
+    monkeypatch.setattr(fcntl, "lockf", taken_too_late)
+    with lock(path, 0) as file:
+        assert os.fstat(file.fileno()).st_ino == path.stat().st_ino != replaced[0]
     with pytest.raises(FileNotFoundError):
-        lock(path, 0)
+        lock(tmp_path / "gone" / "lock", 0)
 
 
 def test_shard_puts_its_spec_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
