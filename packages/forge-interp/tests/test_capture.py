@@ -1,5 +1,6 @@
 import gc
 import inspect
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -106,6 +107,14 @@ def test_capture_numbers_the_calls_of_a_shared_module(model, x):
     assert torch.equal(only["0#2"], acts["0#2"])
 
 
+def test_clear_forgets_gradients_and_what_fired(model, x):
+    with capture(model, ["head", "layers.0"], grad=True) as acts:
+        model(x).sum().backward()
+        assert len(acts.gradients) == len(acts.fired) == 2
+        acts.clear()
+        assert len(acts.gradients) == len(acts.fired) == len(acts) == 0
+
+
 def test_clear_forgets_values_and_restarts_the_count(model, x):
     with capture(model, "head") as acts:
         model(x)
@@ -169,6 +178,10 @@ def test_lookup_says_what_there_is(model, x):
         with pytest.raises(KeyError, match="has not run"):
             acts["layers.1"]
         model(x)
+        with capture(model, "head#0") as other:
+            with pytest.raises(KeyError, match="head:out: named by the capture, but it has not run"):
+                other["head"]
+            model.head(torch.zeros(8))
         with pytest.raises(KeyError, match=r"layers\.1:in: not captured; there are layers"):
             acts["layers.1:in"]
     assert "layers.1" in acts
@@ -256,6 +269,39 @@ def test_stop_ends_the_outermost_pass_of_a_model_that_calls_itself():
         acts.expect(["layer", "layer#1", "", "#1"])
         assert torch.equal(model(x), x + 3)
     assert sunk == ["layer:out", ":out#1", "layer:out#1", ":out"]
+
+
+def test_stop_ends_each_call_of_forward_itself(model, x):
+    with capture(model, ["layers.0", "layers.1"], stop=True) as acts:
+        for i in range(3):
+            acts.clear()
+            assert model.forward(x + i) is None
+            assert len(acts) == 2
+        acts.clear()
+        acts.expect(["layers.0"])
+        assert model.forward(x) is None
+    assert list(acts) == ["layers.0:out"]
+
+
+def test_stop_ends_the_passes_of_two_threads(model, x):
+    both, outs, turns = threading.Barrier(2, timeout=20), [], threading.local()
+
+    def meet(value):
+        if not hasattr(turns, "met"):
+            turns.met = True
+            both.wait()
+        return value
+
+    def run():
+        outs.append(model(x))
+
+    with edit(model, {"layers.0": meet}), capture(model, "layers.1", stop=True):
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert outs == [None, None]
 
 
 def test_stop_raises_when_only_a_part_of_the_model_is_called(model, x):
@@ -518,6 +564,14 @@ def test_gradients_of_attention_are_those_of_its_tensors():
     for site in (":attn.pattern", ":attn.entropy"):
         with pytest.raises(InterpError, match="of attention q, k, v or z"), capture(model, site, grad=True):
             model(q, k)
+
+
+def test_gradients_are_numbers_even_where_they_have_a_graph(model, x):
+    x.requires_grad_()
+    with capture(model, "layers.0", grad=True) as acts:
+        (found,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    assert found.requires_grad
+    assert not acts.gradients["layers.0"].requires_grad
 
 
 def test_gradients_of_complex_numbers_are_kept():

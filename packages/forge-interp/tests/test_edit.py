@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from forge_interp import InterpError, ablate, capture, edit, patch, steer
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class Attention(nn.Module):
@@ -116,6 +117,20 @@ def test_steer_adds_a_scaled_vector(model, x):
     torch.testing.assert_close(
         run(model, x, {"0": steer(vector, where=(slice(None), -1))}), model[2](model[1](last))
     )
+
+
+def test_edits_follow_the_value_to_its_device_and_dtype():
+    with FakeTensorMode():
+        old = torch.empty(3, 8, dtype=torch.bfloat16, device="cuda")
+        new = torch.empty(8)
+        for change in (
+            patch(new),
+            steer(new),
+            steer(new, where=0),
+            ablate("mean", mean=new),
+            ablate("resample"),
+        ):
+            assert (change(old).device, change(old).dtype) == (old.device, old.dtype)
 
 
 def test_ablate_zeroes_means_and_resamples(model, x):

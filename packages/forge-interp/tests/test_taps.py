@@ -344,6 +344,8 @@ def test_a_copy_made_inside_the_with_is_a_model_of_its_own(model, x, clone, opti
             weight.zero_()
     assert not twin(x).any()
     assert torch.equal(clone(twin)(x), twin(x))
+    torch.compiler.reset()
+    assert not torch.compile(twin, backend="eager", fullgraph=True)(x).any()
     assert torch.equal(model(x), expected)
     with capture(twin, ["0", "2"], stop=True) as acts:
         twin(x)
