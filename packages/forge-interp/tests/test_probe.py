@@ -73,7 +73,7 @@ def test_control_task_is_a_function_of_the_type_with_the_real_distribution():
 def test_z_score_uses_the_training_rows_and_zeroes_constant_columns():
     train, test = torch.randn(50, 3, dtype=torch.float64) * 4 + 2, torch.randn(5, 3, dtype=torch.float64)
     for constant in (0.1, 1e6 + 0.1, 0.0, 7.0):
-        train[:, 1] = constant
+        train[:, 1] = constant * (1 + 1e-15 * train[:, 0])
         found, moved = z_score(train, test)
         assert not found[:, 1].any() and not moved[:, 1].any()
     torch.testing.assert_close(found[:, 0].std(correction=0), found.new_tensor(1.0))
