@@ -137,7 +137,9 @@ def test_zarr_cuts_rows_into_chunks(tmp_path: Path):
     values = {"x:out": torch.randn(700, 8192), **{c.name: torch.arange(700) for c in ROW_COLUMNS}}  # 22 MiB
     write(tmp_path / "acts.zarr", values, block=BLOCK_BYTES - 8)
     files = sorted(path for path in (tmp_path / "acts.zarr" / "x:out" / "c").rglob("*") if path.is_file())
-    assert [path.stat().st_size for path in files] == [8 << 20] * 3
+    assert [path.stat().st_size for path in files] == [234 * 8192 * 4] * 3
+    ids = sorted(path for path in (tmp_path / "acts.zarr" / "position" / "c").iterdir())
+    assert [path.stat().st_size for path in ids] == [700 * 8]
     located = format_of(tmp_path / "acts.zarr").open(tmp_path / "acts.zarr")[1]
     assert torch.equal(located["x:out"].read(250, 600), values["x:out"][250:600])
 

@@ -76,8 +76,9 @@ def test_merge_leaves_the_shards_when_the_disk_is_full(
     fill(shard_folder(out, 0, 1), {}, site, torch.ones(3, 2))
     with monkeypatch.context() as patch:
         patch.setattr("forge_interp.extraction.formats.os.fsync", sync)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="No space left") as caught:
             merge(out)
+    assert "keeps all rows" in caught.value.__notes__[0]
     assert not out.exists()
     assert sorted(path.name for path in working_folder(out).iterdir()) == ["lock", "rank-00000-of-00001"]
     assert merge(out)

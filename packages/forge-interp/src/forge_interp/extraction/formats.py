@@ -228,15 +228,18 @@ def _write_zarr(
     group = {"zarr_format": 3, "node_type": "group", "attributes": {"forge_interp": metadata}}
     _write_text(path / "zarr.json", dump(group))
     for column in columns:
-        target = Chunked(column, rows, path / column.file_name, _zarr_chunk_rows(column))
+        target = Chunked(column, rows, path / column.file_name, _zarr_chunk_rows(column, rows))
         target.folder.mkdir()
         _write_text(target.folder / "zarr.json", dump(_zarr_array(target)))
         _write_chunks(target, blocks(column))
     return [path]
 
 
-def _zarr_chunk_rows(column: Column) -> int:
-    return max(1, _ZARR_CHUNK_BYTES // max(1, column.row_bytes))
+def _zarr_chunk_rows(column: Column, rows: int) -> int:
+    """Rows of a chunk: chunks of one size, so that the last, which must be as long, has little to fill up."""
+    most = max(1, _ZARR_CHUNK_BYTES // max(1, column.row_bytes))
+    chunks = max(1, -(-rows // most))
+    return max(1, -(-rows // chunks))
 
 
 def _zarr_array(target: Chunked) -> dict[str, Any]:

@@ -134,8 +134,11 @@ def _write(out: Path, parts: list[_Part]) -> None:
             _sync_names(folder)
         for path in written:
             os.rename(path, out.with_name(path.name))
-    except OSError:
+    except OSError as error:
         shutil.rmtree(stage, ignore_errors=True)  # on a full disk, room for others
+        error.add_note(
+            f"{stage.parent} keeps all rows: mend this, call again, and {out} is written from them"
+        )
         raise
     _sync_names(out.parent)
 
