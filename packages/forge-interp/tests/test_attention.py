@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -253,6 +254,17 @@ def test_check_allows_the_rounding_of_large_scores():
     with pytest.raises(InterpError, match="differs"):
         AttentionCall.of((call.query * 1.01, call.key, value), {}, call.output).check()
     call_sdpa(query, key, value, attn_mask=torch.rand(64) * 10 + 3e4).check()
+
+
+@pytest.mark.parametrize(("precision", "off"), [("ieee", 2e-5), ("tf32", 2e-3), ("bf16", 2e-2)])
+def test_check_allows_what_the_precision_setting_of_products_allows(precision, off, request):
+    matmul = torch.backends.mkldnn.matmul
+    request.addfinalizer(partial(setattr, matmul, "fp32_precision", matmul.fp32_precision))
+    query, key, value = (torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8), torch.ones(1, 1, 2, 8))
+    matmul.fp32_precision = precision
+    AttentionCall.of((query, key, value), {}, value * (1 + off / 4)).check()
+    with pytest.raises(InterpError, match="differs"):
+        AttentionCall.of((query, key, value), {}, value * (1 + 3 * off)).check()
 
 
 def test_check_fails_when_scores_were_capped_elsewhere():
