@@ -93,6 +93,13 @@ def test_capture_raises_with_the_names_when_an_argument_is_missing(model, x):
         model(x)
 
 
+def test_the_input_of_a_call_by_names_is_its_first_tensor(x):
+    model = Block(8)
+    with capture(model, ":in") as acts:
+        model(shift=0.5, x=x)
+    assert torch.equal(acts[":in"], x)
+
+
 def test_capture_numbers_the_calls_of_a_shared_module(model, x):
     shared = nn.Sequential(model.layers[0], model.layers[0], model.layers[0])
     first = model.layers[0](x)

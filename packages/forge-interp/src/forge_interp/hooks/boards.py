@@ -90,8 +90,7 @@ class _Board:
         return None if shown is output else shown
 
     def _left(self, module: nn.Module, args: tuple, output: Any) -> None:
-        missed = _RUNNING.leave(self) if self.taps else []
-        if missed:
+        if missed := _RUNNING.leave(self):
             _refuse_backward(missed[0], output)
 
 
