@@ -14,7 +14,7 @@ import pytest
 SIZES = [int(size) for size in os.environ.get("FORGE_PAYLOAD_MIB", "32,128").split(",")]
 MIB = 1 << 20
 
-# Resident memory as the kernel counts it, pages of mapped files included; its peak begins anew at the baseline.
+# Resident memory as the kernel counts it, with pages of mapped files; its peak begins anew at the baseline.
 SCRIPT = """
 import json, os, shutil, sys
 from pathlib import Path
