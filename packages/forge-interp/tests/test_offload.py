@@ -14,6 +14,13 @@ def test_copy_on_the_same_device_owns_its_memory():
     assert copy.sum() == 66
 
 
+def test_copy_keeps_a_sparse_layout():
+    value = torch.eye(3).to_sparse()
+    copy = Offload(None, 1).copy(value)
+    assert copy.layout == torch.sparse_coo
+    assert torch.equal(copy.to_dense(), torch.eye(3))
+
+
 def test_send_delivers_the_value_itself_when_it_is_there_already():
     given = []
     value = torch.ones(2)

@@ -79,6 +79,17 @@ def test_find_sites_reads_two_stars_as_any_number_of_components():
     ]
 
 
+def test_find_sites_takes_an_exact_name_for_itself():
+    model = nn.ModuleDict({"a[0]": nn.ReLU(), "a0": nn.ReLU(), "a?": nn.ReLU()})
+    found = find_sites(model, ["a[0]", "a?", "a[0-9]", "a*"])
+    assert {pattern: [site.module for site in sites] for pattern, sites in found.items()} == {
+        "a[0]": ["a[0]"],
+        "a?": ["a?"],
+        "a[0-9]": ["a0"],
+        "a*": ["a[0]", "a0", "a?"],
+    }
+
+
 def test_find_sites_names_the_model_itself_by_the_empty_name():
     assert names(":in") == [":in"]
 
@@ -86,9 +97,9 @@ def test_find_sites_names_the_model_itself_by_the_empty_name():
 def test_find_sites_lists_near_misses_when_nothing_fits():
     with pytest.raises(
         InterpError,
-        match=r"'layer.\*.atention' names no module of Model; did you mean .*layers\.\*\.attention",
+        match=r"'layer.\*.attn' names no module of Model; did you mean .*layers\.\*\.attention",
     ):
-        names("layer.*.atention")
+        names("layer.*.attn")
 
 
 def test_find_sites_raises_when_none_are_given():

@@ -403,6 +403,43 @@ def test_contexts_closed_in_the_order_of_their_opening_leave_nothing(x, first, s
     assert torch.equal(model(x[0]), plain)
 
 
+def test_modules_that_say_they_are_equal_are_told_apart(x):
+    class Scale(nn.Module):
+        def __init__(self, by):
+            super().__init__()
+            self.by = by
+
+        def __eq__(self, other):
+            return isinstance(other, Scale)
+
+        def __hash__(self):
+            return 1
+
+        def forward(self, x):
+            return x * self.by
+
+    model = nn.Sequential()
+    for by in (2, 3):
+        model.add_module(str(by), Scale(by))
+    with capture(model, ["2"]) as first, capture(model, ["3"]) as second:
+        model(x)
+    assert torch.equal(first["2"], x * 2)
+    assert torch.equal(second["3"], x * 6)
+
+
+def test_a_scripted_module_is_refused_each_time_and_nothing_stays(model, x):
+    with pytest.warns(FutureWarning, match=r"torch\.jit"):
+        model[1] = torch.jit.script(nn.Sequential(nn.ReLU()))
+    before = state(model)
+    for _ in range(2):
+        with pytest.raises(InterpError, match="is TorchScript"), capture(model, ["0", "1"]):
+            model(x)
+        assert state(model) == before
+    with capture(model, ["0", "2"]) as acts:
+        model(x)
+    assert len(acts) == 2
+
+
 def test_hooks_of_others_stay_and_run_in_their_place(model, x):
     ran = []
     model[0].register_forward_hook(lambda module, args, output: ran.append("first"))

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,16 @@ class _Board:
         return _Board, ()
 
     def hang(self, module: nn.Module) -> None:
-        """Have the module call it."""
+        """Have the module call it.
+
+        Raises:
+            InterpError: it cannot, for it is TorchScript.
+        """
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InterpError(
+                f"{type(module).__name__} is TorchScript, whose modules call no hooks; give the model that "
+                "was scripted, or name a module around it"
+            )
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after),
@@ -78,15 +86,17 @@ class _Board:
             return None
         call: dict[str, Any] = {"args": args, "kwargs": kwargs}
         for tap in self._on_input:
-            path = values.argument(module, call["args"], call["kwargs"], tap.site)
-            call = show(tap, numbers[tap], call, path)
+            if tap.wants(numbers[tap]):
+                path = values.argument(module, call["args"], call["kwargs"], tap.site)
+                call = show(tap, numbers[tap], call, path)
         changed = call["args"] is not args or call["kwargs"] is not kwargs
         return (call["args"], call["kwargs"]) if changed else None
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> Any:
         shown = output
         for tap in self._on_output:
-            shown = show(tap, _RUNNING.number(self, tap), shown, tap.site.path)
+            number = _RUNNING.number(self, tap)
+            shown = show(tap, number, shown, tap.site.path) if tap.wants(number) else shown
         return None if shown is output else shown
 
     def _left(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -110,8 +120,9 @@ def _refuse_backward(tap: Tap, output: Any) -> None:
 
 
 # Hooks are state of modules that several contexts share, and their order must be agreed: so the boards are
-# shared. Which calls are running differs by thread.
-_BOARDS: WeakKeyDictionary[nn.Module, _Board] = WeakKeyDictionary()
+# shared, found by the id of the module, which their taps keep alive. Which calls are running is up to the
+# thread.
+_BOARDS: dict[int, _Board] = {}
 _RUNNING = Running()
 _LOCK = threading.RLock()
 
@@ -131,16 +142,18 @@ def attached(taps: Sequence[Tap]) -> Iterator[None]:
 
 def _attach(tap: Tap) -> None:
     with _LOCK:
-        if tap.module not in _BOARDS:
-            _BOARDS[tap.module] = _Board()
-            _BOARDS[tap.module].hang(tap.module)
-        _BOARDS[tap.module].add(tap)
+        board = _BOARDS.get(id(tap.module))
+        if board is None:
+            board = _Board()
+            board.hang(tap.module)
+            _BOARDS[id(tap.module)] = board
+        board.add(tap)
 
 
 def _detach(tap: Tap) -> None:
     with _LOCK:
-        if _BOARDS[tap.module].remove(tap):
-            del _BOARDS[tap.module]
+        if _BOARDS[id(tap.module)].remove(tap):
+            del _BOARDS[id(tap.module)]
 
 
 class _Eagerly:

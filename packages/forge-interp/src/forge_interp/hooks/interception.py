@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 SDPA_ONLY = (
     "F.scaled_dot_product_attention, where attention is seen: for a Hugging Face model call "
     "model.set_attn_implementation('sdpa'), call nn.MultiheadAttention with need_weights=False (by default "
-    "it computes its own softmax); models with soft-capped or biased scores have no such path"
+    "it computes its own softmax); FlexAttention and models with soft-capped scores have no such path"
 )
 
 

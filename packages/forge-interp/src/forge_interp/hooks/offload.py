@@ -35,7 +35,8 @@ class Offload:
             with torch.inference_mode(False):
                 return self.copy(value)
         if self._device is None or self._is_on(value.device):
-            return value.clone(memory_format=torch.contiguous_format)
+            is_dense = value.layout == torch.strided
+            return value.clone(memory_format=torch.contiguous_format) if is_dense else value.clone()
         if self._device.type != "cpu" or value.device.type != "cuda":
             return value.to(self._device)
         return self._to_pinned(value)

@@ -114,7 +114,8 @@ def find_sites(model: nn.Module, patterns: Iterable[str]) -> dict[str, list[Site
     found = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         site = Site.parse(pattern)
-        names = [name for name in modules if _fits(_parts(site.module), _parts(name))]
+        names = [site.module] if site.module in modules else []
+        names = names or [name for name in modules if _fits(_parts(site.module), _parts(name))]
         if not names:
             raise InterpError(_no_module(pattern, site.module, modules, type(model).__name__))
         found[pattern] = [replace(site, module=name) for name in names]

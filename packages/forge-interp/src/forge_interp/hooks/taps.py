@@ -69,11 +69,15 @@ class Tap:
             call, self.calls = self.calls, self.calls + 1
         return call
 
+    def wants(self, call: int | None) -> bool:
+        """Whether it is to be shown a call; of one that is made again it is not known."""
+        return call is None or self.site.call in (None, call)
+
     def fire(self, call: int | None, value: Any) -> Tensor | None:
         """Show it the value of a call; what it returns takes the place of the value."""
         if call is None:
             return self._repeat(value)
-        if self.site.call not in (None, call):
+        if not self.wants(call):
             return None
         return self.act(self.site.at(call), self.module, value)
 
