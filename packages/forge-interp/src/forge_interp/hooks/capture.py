@@ -17,7 +17,7 @@ from forge_interp.hooks.boards import attached
 from forge_interp.hooks.interception import SDPA_ONLY
 from forge_interp.hooks.offload import Offload
 from forge_interp.hooks.passes import Pass, Stop, passes_of
-from forge_interp.hooks.sharding import full, is_sharded
+from forge_interp.hooks.sharding import Spread, is_sharded
 from forge_interp.hooks.sites import Site, canonical, find_sites, named_modules
 from forge_interp.hooks.taps import Phase, Tap
 
@@ -51,6 +51,7 @@ class Activations(Mapping[str, Tensor]):
         attention_bytes: int,
         offload: Offload,
         sink: Sink | None,
+        spread: Spread,
     ) -> None:
         self.gradients: dict[str, Tensor] = _BySite()
         self._named = list(sites)
@@ -68,6 +69,7 @@ class Activations(Mapping[str, Tensor]):
         self._attention_bytes = attention_bytes
         self._offload = offload
         self._sink = sink
+        self._spread = spread
         self._values: dict[str, Tensor] = {}
         self._fired: set[str] = set()
         self._seen: set[str] = set()
@@ -75,6 +77,7 @@ class Activations(Mapping[str, Tensor]):
         self._keys = frozenset(map(canonical, self._patterns))
         self._awaited = frozenset(self._patterns)
         self._remaining = set(self._awaited)
+        self._first: dict[str, int] = {}
         self._is_exact = False
         self._pass = Pass(self._begin_pass, self._end_pass, self._is_over)
         self._forget_model()
@@ -103,12 +106,16 @@ class Activations(Mapping[str, Tensor]):
         """The keys of all values since the `with` began or `clear()`, those that went to a sink too."""
         return frozenset(self._fired)
 
+    def wait(self) -> None:
+        """Return when all values have arrived, and were given to the sink."""
+        self._offload.wait()
+
     def clear(self) -> None:
         """Forget all values and count calls from 0 again, as between batches."""
         self._values, self.gradients, self._fired = {}, _BySite(), set()
-        self._begin_pass()
         for tap in self._taps:
             tap.calls = 0
+        self._begin_pass()
 
     def expect(self, keys: Iterable[str]) -> None:
         """From now on each forward pass must give exactly these values, and stops after them if it may.
@@ -128,6 +135,7 @@ class Activations(Mapping[str, Tensor]):
 
     def _begin_pass(self) -> None:
         self._remaining = set(self._awaited)
+        self._first = {str(tap.site): tap.calls for tap in self._taps}
 
     def _is_over(self) -> bool:
         return self._stops and not self._remaining
@@ -146,17 +154,19 @@ class Activations(Mapping[str, Tensor]):
     def _take(self, tapped: str, site: Site, module: nn.Module, value: Any) -> Tensor | None:
         """Keep a copy of a value; with gradients, what the model goes on with in its place."""
         key, replacement = str(site), None
+        given = value.output if isinstance(value, AttentionCall) else value
         self._seen.update(self._patterns[tapped])
-        if isinstance(value, AttentionCall):
-            value = self._read(value, site)
-        if torch._C._functorch.is_functorch_wrapped_tensor(value):  # type: ignore[attr-defined]
+        if torch._C._functorch.is_functorch_wrapped_tensor(given):  # type: ignore[attr-defined]
             raise InterpError(
                 f"site {str(site)!r} holds a tensor of torch.func, which means nothing outside; expected a "
                 "call of the model outside of vmap, grad and jvp"
             )
+        call = None
+        if isinstance(value, AttentionCall):
+            call, value = value, self._read(value, site)
         if self._grad:
             value, replacement = self._follow(value, module, site)
-        kept = full(value.detach(), module, site)
+        kept = self._spread.full(value.detach(), module, site, call)
         if tapped in self._select:
             kept = self._select[tapped](kept)
         if not isinstance(kept, Tensor):
@@ -166,7 +176,10 @@ class Activations(Mapping[str, Tensor]):
             self._values[key] = self._offload.copy(kept)
         else:
             self._offload.send(kept, partial(self._sink, key))
-        self._remaining.discard(key if self._is_exact else tapped)
+        if self._is_exact:
+            self._remaining.discard(key)
+        elif "#" in tapped or (site.call or 0) == self._first.get(tapped, 0):
+            self._remaining.discard(tapped)
         if self._is_over() and self._is_in_pass(module):
             raise Stop(self._pass)
         return replacement
@@ -188,8 +201,8 @@ class Activations(Mapping[str, Tensor]):
         is_attention = site.part == "attn"
         if not torch.is_grad_enabled() or (is_attention and not value.requires_grad):
             raise InterpError(
-                f"site {str(site)!r} has no gradient; expected grad mode, as neither no_grad nor reentrant "
-                "checkpointing has, and of attention q, k, v or z in a graph that reaches it"
+                f"site {str(site)!r} has no gradient; expected grad mode, as neither no_grad has nor "
+                "checkpointing with use_reentrant=True; of attention q, k, v or z in a graph that reaches it"
             )
         if not (value.is_floating_point() or value.is_complex()):
             raise InterpError(f"site {str(site)!r} holds {value.dtype}, which has no gradient; leave it out")
@@ -197,7 +210,7 @@ class Activations(Mapping[str, Tensor]):
             value = (value if value.requires_grad else value.detach().requires_grad_()).clone()
 
         def keep(gradient: Tensor) -> None:
-            self.gradients[str(site)] = full(gradient.detach(), module, site).clone()
+            self.gradients[str(site)] = self._spread.full(gradient.detach(), module, site).clone()
 
         value.register_hook(keep)
         return value, None if is_attention else value
@@ -208,7 +221,8 @@ class Activations(Mapping[str, Tensor]):
             return
         attention = any(Site.parse(p).part == "attn" for p in missing)
         raise InterpError(
-            f"captured nothing at {', '.join(map(repr, missing))}: the module did not run inside the with"
+            f"captured nothing at {', '.join(map(repr, missing))}: the module did not run inside the with "
+            "(passed over are ModuleLists, calls of .forward, and what is in a traced or exported program)"
             + (f", or it does not call {SDPA_ONLY}" if attention else "")
         )
 
@@ -263,7 +277,7 @@ def capture(
         raise InterpError(f"select for {sorted(unknown)}, expected patterns of the capture: {list(found)}")
     chosen = select if isinstance(select, Mapping) else dict.fromkeys(found, select) if select else {}
     offload = Offload(device, max_inflight_bytes)
-    acts = Activations(found, chosen, grad, stop, attention_bytes, offload, sink)
+    acts = Activations(found, chosen, grad, stop, attention_bytes, offload, sink, Spread(model))
     modules = named_modules(model)
     phase = Phase.BEFORE_EDITS if before_edits else Phase.AFTER_EDITS
     unique = {str(site): site for of_pattern in found.values() for site in of_pattern}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from forge_interp.errors import InterpError
 from forge_interp.hooks.boards import attached
 from forge_interp.hooks.interception import SDPA_ONLY
-from forge_interp.hooks.sharding import is_partial
+from forge_interp.hooks.sharding import Spread
 from forge_interp.hooks.sites import ATTENTION_TENSORS, Site, find_sites, named_modules
 from forge_interp.hooks.taps import Phase, Tap
 
@@ -44,13 +44,13 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
         site = Site.parse(pattern)
         if site.part == "attn" and ".".join(site.path) not in ATTENTION_TENSORS:
             raise InterpError(f"edit of {pattern!r}: a statistic cannot be edited; edit attn.pattern")
-    modules = named_modules(model)
+    modules, spread = named_modules(model), Spread(model)
     reached: set[str] = set()
 
     def tap(pattern: str, site: Site) -> Tap:
         def act(at: Site, module: nn.Module, value: Any) -> Tensor:
             reached.add(pattern)
-            if is_partial(value, module, at):
+            if spread.is_partial(value, module, at):
                 raise InterpError(
                     f"edit of {str(at)!r}: tensor parallelism leaves only a part of it on this rank; edit a "
                     "site that is whole, such as the output of the block, or use one rank"
