@@ -254,7 +254,7 @@ class _Run:
         self.rows.start(batch)
         self._deliver = deliver
         self.feed(batch)
-        acts._offload.wait()
+        acts.wait()
 
     def _check_padding(self, acts: Activations, batch: Batch) -> None:
         """Once, if this process may run the model for itself."""
