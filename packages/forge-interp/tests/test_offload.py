@@ -98,7 +98,12 @@ def test_a_sink_has_all_values_when_the_forward_pass_returns(monkeypatch):
         sunk.clear()
         model(x)
         assert list(sunk) == ["0:out"]
-    with capture(model, "0", sink=sunk.__setitem__):
+    with capture(model, "0", sink=sunk.__setitem__) as acts:
         sunk.clear()
         model[0](x)
-    assert list(sunk) == ["0:out"]
+        assert sunk == {}
+        acts.wait()
+        assert list(sunk) == ["0:out"]
+        sunk.clear()
+        model[0](x)
+    assert list(sunk) == ["0:out#1"]
