@@ -86,7 +86,7 @@ class Spread:
                 return weight, value.ndim - 1
         if not self._is_same_everywhere(str(site.at(0)), value):
             raise InterpError(
-                f"site {str(site)!r}: ranks of tensor parallelism hold different values, each a part of what is "
+                f"site {str(site)!r}: ranks of tensor parallelism hold different values, parts of what is "
                 "split (a sequence, a vocabulary?); expected a whole value or a DTensor: name a site inside, "
                 "such as the norm, or parallelize with use_local_output=False"
             )
