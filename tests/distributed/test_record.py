@@ -142,7 +142,7 @@ def refused(path: str) -> str:
 
 @pytest.mark.parametrize(
     ("site", "said"),
-    [("layer.*:out", "layers.*"), ("layers.0:kw.maks", "maks"), ("head:out", "expected [samples")],
+    [("layer.*:out", "layers.*"), ("layers.0:kw.mask2", "mask2"), ("head:out", "expected [samples")],
 )
 def test_bad_site_is_refused_on_all_ranks_before_the_first_step(job, site, said):
     for message in run_ranks(

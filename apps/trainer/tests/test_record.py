@@ -242,7 +242,7 @@ def test_record_goes_on_after_a_resume_and_overwrites_with_the_same_bytes(job):
     ("sites", "said"),
     [
         ('["layers.*:out", "layer.*.attention:out"]', "layers.*.attention"),
-        ('["layers.0:kw.maks"]', "maks"),
+        ('["layers.0:kw.mask2"]', "mask2"),
         ('["layers.0:outt"]', "outt"),
         ('["layers.0.ffn:attn.pattern"]', "captured nothing"),
         ('["head:out"]', "expected [samples, ...]"),

@@ -97,7 +97,7 @@ def test_load_weights_takes_the_dtype_it_is_told(file):
 
 def test_load_weights_lists_everything_wrong_at_once_and_changes_nothing(tmp_path):
     held = tensors(Net(1))
-    held["layers.0.wieght"] = held.pop("layers.0.weight")
+    held["layers.0.weighty"] = held.pop("layers.0.weight")
     held["layers.1.bias"] = torch.zeros(5)
     held["norm.weight"] = torch.zeros(4, dtype=torch.int64)
     held["surplus"] = torch.zeros(2)
@@ -108,9 +108,9 @@ def test_load_weights_lists_everything_wrong_at_once_and_changes_nothing(tmp_pat
     lines = str(caught.value).splitlines()
     assert sorted(line.strip() for line in lines[1:]) == [
         "dtype: norm.weight is integer in the file, floating point in the model",
-        "missing: layers.0.weight [4, 4]; near layers.0.wieght",
+        "missing: layers.0.weight [4, 4]; near layers.0.weighty",
         "shape: layers.1.bias is [5] in the file, [4] in the model",
-        "unexpected: layers.0.wieght [4, 4]; near layers.0.weight",
+        "unexpected: layers.0.weighty [4, 4]; near layers.0.weight",
         "unexpected: surplus [2]",
     ]
     assert "Net" in lines[0]
