@@ -202,8 +202,8 @@ class Activations(Mapping[str, Tensor]):
         if not torch.is_grad_enabled() or (is_attention and not value.requires_grad):
             raise InterpError(
                 f"site {str(site)!r} has no gradient; expected grad mode, as neither no_grad has nor "
-                "reentrant checkpointing (use_reentrant=False does), and of attention q, k, v or z in a graph "
-                "that reaches it"
+                "reentrant checkpointing (use_reentrant=False does), and of attention q, k, v or z in a "
+                "graph that reaches it"
             )
         if not (value.is_floating_point() or value.is_complex()):
             raise InterpError(f"site {str(site)!r} holds {value.dtype}, which has no gradient; leave it out")
