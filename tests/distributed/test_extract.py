@@ -185,6 +185,17 @@ def by_one_writer(folder: str) -> str:
     return extract(folder, "tensor", ".npz", rank=0, world_size=1, writes=dist.get_rank() == 0)
 
 
+def by_all(folder: str) -> str:
+    try:
+        return extract(folder, "tensor", ".npz")
+    except InterpError as error:
+        return str(error)
+
+
+def test_extraction_of_a_tensor_parallel_model_wants_to_know_who_shares_batches(tmp_path):
+    assert all("expected rank= and world_size=" in said for said in run_ranks(by_all, 2, str(tmp_path)))
+
+
 def test_extraction_of_a_tensor_parallel_model_is_written_once_and_whole(tmp_path):
     for name in ("one", "many"):
         (tmp_path / name).mkdir()

@@ -375,3 +375,158 @@ def test_the_tensor_parallelism_of_transformers_is_seen_in_full(tmp_path):
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     assert run_ranks(by_transformers, 2, str(tmp_path)) == [{}, {}]
+
+
+def mesh_of_both(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """A tensor parallel model on one dim of a mesh of 2 x 2, and the mesh."""
+    from torch.distributed import device_mesh
+
+    mesh = device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    with monkeypatch.context() as patched:
+        patched.setattr(device_mesh, "init_device_mesh", lambda *args, **kwargs: mesh["tensor"])
+        return tensor_parallel(kind), mesh["data"]
+
+
+def sequence_parallel_units() -> dict[str, str]:
+    """The root has no matrix of its own, and units are at rest again at their outputs."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = mesh_of_both("sequence", pytest.MonkeyPatch())
+    for part in (model.emb, *model.layers, [model.norm, model.head], model):
+        fully_shard(part, mesh=mesh)
+    x, said = tokens().chunk(2)[mesh.get_local_rank()], {}
+    for site in PARTS["sequence"]:
+        try:
+            seen(model, x, [site])
+        except InterpError as error:
+            said[site] = str(error)
+    return said
+
+
+def test_parts_of_a_sequence_are_an_error_under_fully_sharded_too():
+    for said in run_ranks(sequence_parallel_units, 4):
+        assert sorted(said) == sorted(PARTS["sequence"])
+
+
+def a_unit_for_each_linear() -> dict:
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = mesh_of_both("local", pytest.MonkeyPatch())
+    for module in [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.head]:
+        fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = tokens().chunk(2)[mesh.get_local_rank()]
+    return differences(seen(model, x), seen(build(), x), 1e-9)
+
+
+def test_heads_are_gathered_where_each_linear_layer_is_a_unit():
+    assert run_ranks(a_unit_for_each_linear, 4) == [{}] * 4
+
+
+def resharded_to_pairs() -> dict:
+    from torch.distributed.fsdp import fully_shard
+
+    model, x = build(torch.float32), tokens()[rank() : rank() + 1]
+    for part in (*model.layers, model):
+        fully_shard(part, reshard_after_forward=2)
+    return differences(seen(model, x), seen(build(torch.float32), x), 0)
+
+
+def test_fully_sharded_that_reshards_to_fewer_ranks_is_no_tensor_parallelism():
+    assert run_ranks(resharded_to_pairs, 4) == [{}] * 4
+
+
+def without_content(number: float) -> tuple[dict, bool]:
+    """Queries and values that are equal on all ranks tell nothing."""
+    model, plain = tensor_parallel("local"), build()
+    with torch.no_grad():
+        for one in (*model.layers, *plain.layers):
+            for linear in (one.att.q, one.att.v):
+                weights = [getattr(w, "to_local", lambda w=w: w)() for w in linear.parameters()]
+                for weight in weights:
+                    weight.fill_(number)
+    sites = ["layers.0.att:attn.q", "layers.0.att:attn.v", "layers.0.att:attn.z"]
+    shapes = [{key: value.shape for key, value in seen(m, tokens(), sites).items()} for m in (model, plain)]
+    try:
+        with torch.no_grad(), edit(model, {"layers.0.att:attn.z": lambda z: z + 1}):
+            model(tokens())
+    except InterpError:
+        return shapes[0] == shapes[1], True
+    return shapes[0] == shapes[1], False
+
+
+@pytest.mark.parametrize("number", [0.0, float("nan")])
+def test_heads_are_gathered_where_their_values_tell_nothing(number):
+    assert run_ranks(without_content, 2, number) == [(True, True)] * 2
+
+
+class OneKey(nn.Module):
+    """Queries of 4 heads; one head of keys and values, whole on all ranks; batched, or one [T, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, width) for width in (16, 4, 4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, 4)).transpose(-3, -2) for w in (self.q, self.k, self.v))
+        k, v = k.expand(q.shape) if x.ndim == 2 else k, v.expand(q.shape) if x.ndim == 2 else v
+        z = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.o(z.transpose(-3, -2).flatten(-2))
+
+
+def one_key(shape: tuple[int, ...]) -> tuple[dict, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(OneKey()), torch.randn(shape)
+    parts = ("q", "pattern", "entropy") if len(shape) == 2 else ("q", "k", "v", "pattern", "z", "entropy")
+    sites = [f"0:attn.{part}" for part in parts]
+    expected = seen(model, x, sites)
+    plan = {"0.q": ColwiseParallel(), "0.o": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    wrong, said = differences(seen(model, x, sites), expected, 1e-5), ""
+    try:
+        with torch.no_grad(), edit(model, {"0:attn.k": lambda k: k * 1.0, "0:attn.z": lambda z: z * 2}):
+            model(x)
+    except InterpError as error:
+        said = str(error)
+    return wrong, said
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 16), (5, 16)])
+def test_keys_that_all_ranks_hold_are_not_gathered_as_queries_are(shape):
+    for wrong, said in run_ranks(one_key, 2, shape):
+        assert wrong == {} and "attn." in said
+
+
+def uneven() -> dict:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)), torch.arange(6).reshape(2, 3)
+    expected = seen(model, x, ["1"])
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"1": ColwiseParallel()})
+    return differences(seen(model, x, ["1"]), expected, 1e-6)
+
+
+def test_features_that_are_split_unevenly_are_seen_in_full():
+    assert run_ranks(uneven, 2) == [{}, {}]
+
+
+def with_nan_on_one_rank() -> str:
+    model = tensor_parallel("local")
+    with torch.no_grad():
+        if rank() == 0:
+            model.layers[0].att.q.weight.to_local()[0, 0] = float("nan")
+    try:
+        seen(model, tokens(), ["layers.0.att:attn.pattern"])
+    except InterpError as error:
+        return str(error)
+    return ""
+
+
+def test_attention_that_fails_the_check_on_one_rank_is_an_error_on_all():
+    first, second = run_ranks(with_nan_on_one_rank, 2)
+    assert "softmax(scores) V differs" in first and "another rank" in second

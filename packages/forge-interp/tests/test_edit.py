@@ -274,3 +274,14 @@ def test_edit_raises_when_it_cannot_be_made(model, x, edits, says):
     with pytest.raises(InterpError, match=says):
         run(model, x, edits)
     assert not model[1]._forward_hooks
+
+
+def test_ablate_refuses_a_mean_that_it_would_not_use():
+    with pytest.raises(InterpError, match="would not use the mean"):
+        ablate("zero", mean=torch.ones(4))
+
+
+def test_patch_takes_a_number(model, x):
+    with torch.no_grad(), capture(model, "0") as acts, edit(model, {"0": patch(2.0)}):
+        model(x)
+    assert (acts["0"] == 2.0).all()

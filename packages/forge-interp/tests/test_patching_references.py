@@ -160,7 +160,10 @@ def test_the_qk_fix_equals_its_definition_with_the_attention_weights_written_out
     assert np.abs(expected).min() > 1e-3
 
 
-def test_activation_patching_equals_nnsight():
+def test_activation_patching_equals_nnsight(monkeypatch):
+    monkeypatch.setattr(
+        Tensor, "backward", Tensor.backward
+    )  # nnsight puts its own there, for all tests to come
     nnsight = pytest.importorskip("nnsight")
     traced = nnsight.NNsight(gpt2())
     with torch.no_grad():

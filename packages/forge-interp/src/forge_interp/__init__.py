@@ -15,18 +15,23 @@ from forge_interp.analysis.cka import linear_cka as linear_cka
 from forge_interp.analysis.encoding import EncodingResult as EncodingResult
 from forge_interp.analysis.encoding import encode as encode
 from forge_interp.analysis.encoding import encode_layers as encode_layers
+from forge_interp.analysis.probe import LogisticFit as LogisticFit
 from forge_interp.analysis.probe import ProbeCurve as ProbeCurve
 from forge_interp.analysis.probe import control_task as control_task
 from forge_interp.analysis.probe import fit_logistic as fit_logistic
 from forge_interp.analysis.probe import group_folds as group_folds
 from forge_interp.analysis.probe import probe_layers as probe_layers
+from forge_interp.analysis.profile import EffectiveRank as EffectiveRank
+from forge_interp.analysis.profile import NormProfile as NormProfile
 from forge_interp.analysis.profile import Profile as Profile
 from forge_interp.analysis.profile import effective_rank as effective_rank
 from forge_interp.analysis.rdm import compute_rdm as compute_rdm
 from forge_interp.analysis.rdm import crossnobis as crossnobis
 from forge_interp.analysis.rdm import noise_precision as noise_precision
+from forge_interp.analysis.ridge import RidgeFit as RidgeFit
 from forge_interp.analysis.ridge import fit_ridge as fit_ridge
 from forge_interp.analysis.ridge import ridge_from_moments as ridge_from_moments
+from forge_interp.analysis.rsa import RSAResult as RSAResult
 from forge_interp.analysis.rsa import bootstrap_rsa as bootstrap_rsa
 from forge_interp.analysis.rsa import compare_rdms as compare_rdms
 from forge_interp.analysis.rsa import evaluate_models as evaluate_models
@@ -74,16 +79,21 @@ __all__ = [
     "AttentionCall",
     "AttentionSummary",
     "Ceiling",
+    "EffectiveRank",
     "EncodingResult",
     "InterpError",
     "LayerSimilarity",
     "LensResult",
+    "LogisticFit",
     "MinibatchCKA",
     "Moments",
+    "NormProfile",
     "PatchingTable",
     "ProbeCurve",
     "Profile",
+    "RSAResult",
     "Report",
+    "RidgeFit",
     "TunedLens",
     "Unembedding",
     "ablate",

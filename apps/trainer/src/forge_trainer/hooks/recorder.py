@@ -15,10 +15,15 @@ import numpy as np
 import torch
 from forge_config import ConfigError
 from forge_data.loader import build_loader
-from forge_interp import InterpError, Moments, Profile, effective_rank
-from forge_interp.extraction.extract import extract_representations
+from forge_interp import (
+    ActivationStore,
+    InterpError,
+    Moments,
+    Profile,
+    effective_rank,
+    extract_representations,
+)
 from forge_interp.extraction.merge import working_folder
-from forge_interp.extraction.store import ActivationStore
 from torch import Tensor, nn
 
 from forge_trainer.hooks.base import Hook

@@ -16,7 +16,7 @@ from forge_interp.errors import InterpError
 
 
 @dataclass(frozen=True)
-class Rank:
+class EffectiveRank:
     """How many directions a layer uses, three ways; each is between 1 and d.
 
     Attributes:
@@ -30,7 +30,7 @@ class Rank:
     components_99: int
 
 
-def effective_rank(moments: Moments, name: str) -> Rank:
+def effective_rank(moments: Moments, name: str) -> EffectiveRank:
     """Effective rank of one layer from its accumulated moments; at most n - 1 directions can show.
 
     Raises:
@@ -46,7 +46,7 @@ def effective_rank(moments: Moments, name: str) -> Rank:
     singular = values.sqrt() / values.sqrt().sum()
     entropy = -torch.special.xlogy(singular, singular).sum()
     share = values.cumsum(0) / values.sum()
-    return Rank(
+    return EffectiveRank(
         entropy=entropy.exp().item(),
         participation=(values.sum().square() / values.square().sum()).item(),
         components_99=int((share < 0.99).sum()) + 1,

@@ -13,6 +13,7 @@ from torch import nn
 from forge_interp.errors import InterpError
 from forge_interp.extraction.fingerprint import is_distributed
 from forge_interp.extraction.samples import Batch
+from forge_interp.hooks.sharding import Spread
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,18 @@ class Processes:
         """Fill in what was not given from `torch.distributed`.
 
         Raises:
-            InterpError: only one of rank and world_size, or a rank that is not below the world size.
+            InterpError: only one of rank and world_size, a rank that is not below the world size, or neither
+                for a model that is tensor parallel.
         """
         if (rank is None) != (world_size is None):
             raise InterpError(f"rank is {rank} and world_size {world_size}; expected both or none")
         running = dist.is_available() and dist.is_initialized()
         in_step = running and is_distributed(model)
+        if rank is None and running and Spread(model).is_tensor_parallel:
+            raise InterpError(
+                "the model is tensor parallel, and its ranks must read the same batches; expected rank= and "
+                "world_size= of data parallelism, and writes=True on one rank of each tensor parallel group"
+            )
         if group is None and running and (rank is None or in_step):
             group = dist.group.WORLD
         if rank is None or world_size is None:

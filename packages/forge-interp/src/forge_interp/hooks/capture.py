@@ -161,12 +161,13 @@ class Activations(Mapping[str, Tensor]):
                 f"site {str(site)!r} holds a tensor of torch.func, which means nothing outside; expected a "
                 "call of the model outside of vmap, grad and jvp"
             )
-        call = None
+        shown = None
         if isinstance(value, AttentionCall):
-            call, value = value, self._read(value, site)
+            shown = None if site.path[0] in ("k", "v") else value.query
+            value = self._read(value, site)
         if self._grad:
             value, replacement = self._follow(value, module, site)
-        kept = self._spread.full(value.detach(), module, site, call)
+        kept = self._spread.full(value.detach(), module, site, shown)
         if tapped in self._select:
             kept = self._select[tapped](kept)
         if not isinstance(kept, Tensor):
@@ -188,7 +189,7 @@ class Activations(Mapping[str, Tensor]):
         """One tensor of an attention call; the first of each site must reproduce the model's own output."""
         name = ".".join(site.path)
         if name not in ("q", "k", "v", "z") and site.module in self._unchecked:
-            call.check()
+            self._spread.together(call.check)
             self._unchecked.discard(site.module)
         return call.read(name, self._attention_bytes)
 

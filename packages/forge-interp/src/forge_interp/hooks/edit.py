@@ -72,11 +72,11 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
             )
 
 
-def patch(value: Tensor, where: Any = None) -> Edit:
+def patch(value: Tensor | float, where: Any = None) -> Edit:
     """Put a value in place of what is there.
 
     Args:
-        value: anything that broadcasts to `old[where]`.
+        value: a number, or a tensor that broadcasts to `old[where]`.
         where: an index or a tuple of indices, such as `(slice(None), -1)` for the last token; None for all.
     """
     return lambda old: _put(old, where, value)
@@ -105,10 +105,14 @@ def ablate(
         seed: for `resample`, of the order of the samples.
 
     Raises:
-        InterpError: an unknown way; at run time, resampling a batch of one.
+        InterpError: an unknown way, or a mean for another; at run time, resampling a batch of one.
     """
     if how not in ("zero", "mean", "resample"):
         raise InterpError(f"ablate({how!r}), expected 'zero', 'mean' or 'resample'")
+    if mean is not None and how != "mean":
+        raise InterpError(
+            f"ablate({how!r}, mean=...) would not use the mean; expected ablate('mean', mean=...)"
+        )
 
     def apply(old: Tensor) -> Tensor:
         if how == "zero":
@@ -120,9 +124,9 @@ def ablate(
     return apply
 
 
-def _put(old: Tensor, where: Any, new: Tensor) -> Tensor:
+def _put(old: Tensor, where: Any, new: Tensor | float) -> Tensor:
     changed = old.clone()
-    changed[_index(where)] = new.to(old)
+    changed[_index(where)] = torch.as_tensor(new).to(old)
     return changed
 
 

@@ -2,89 +2,138 @@
 
 from __future__ import annotations
 
+import math
 import sys
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forge_interp.attention.call import AttentionCall
 from forge_interp.errors import InterpError
-from forge_interp.hooks.sites import Site
+from forge_interp.hooks.sites import Site, unwrapped
 
 _SAMPLE = 4096  # elements of a value that ranks compare
 _TOLERANCE = 1e-2  # of the largest: kernels differ by less, other tokens or features by much more
+_DENSE = ("q", "k", "v", "raw", "scores", "pattern", "z")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How tensor parallelism splits a matrix: mesh without the dims of FSDP, placements, full shape."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is split."""
+        return next(p.dim for p in self.placements if p.is_shard())
+
+    @property
+    def groups(self) -> list[Any]:
+        """The process groups it is split over."""
+        return [self.mesh.get_group(i) for i, p in enumerate(self.placements) if p.is_shard()]
+
+    def gathered(self, value: Tensor, dim: int, size: int) -> Tensor:
+        """The value whose `dim` is split as this matrix is, `size` long in full. Collective."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        shape = torch.Size((*value.shape[:dim], size, *value.shape[dim + 1 :]))
+        stride = torch.empty(shape, device="meta").stride()
+        split = [Shard(dim) if p.is_shard() else Replicate() for p in self.placements]
+        value = value.contiguous()
+        return DTensor.from_local(
+            value, self.mesh, split, run_check=False, shape=shape, stride=stride
+        ).full_tensor()
+
+    def local_size(self) -> int:
+        """How long the split dimension is on this rank."""
+        size = self.shape[self.dim]
+        for i, placement in enumerate(self.placements):
+            if placement.is_shard():
+                chunk = -(-size // self.mesh.size(i))
+                size = max(0, min(chunk, size - chunk * self.mesh.get_local_rank(i)))
+        return size
 
 
 class Spread:
     """How the values of one model are spread over the ranks of tensor parallelism.
 
     DTensors say it. For plain tensors it follows from the module's own weights: the output of a column-split
-    linear layer, the input of a row-split one. Attention is split by heads (dim 1) if the module's weights
-    are split and the ranks hold different queries. Any other plain tensor must be the same on all ranks,
-    which the first at each site is held to. FSDP2 gathers parameters for the time of a forward pass, so that
-    what is still a DTensor then, of a unit that runs, is split by tensor parallelism.
+    linear layer, the input of a row-split one. Attention is split by heads if its module has split weights
+    and the ranks hold different ones. Any other plain tensor must be the same on all ranks, which the first
+    at each site is held to.
 
     Args:
-        model: the model that runs.
+        model: the model that runs, parallelized already.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)  # captured values may be kept for longer
-        self._is_same: dict[str, bool] = {}
-        dtensors = sys.modules.get("torch.distributed.tensor")
-        self._is_spread = dtensors is not None and any(
-            isinstance(p, dtensors.DTensor) for p in model.parameters()
-        )
+        self._layouts = {id(module): layout for module, layout in _layouts(model)}
+        self._groups = {g.group_name: g for layout in self._layouts.values() for g in layout.groups}
+        self._same: set[str] = set()
 
-    def full(self, value: Tensor, module: nn.Module, site: Site, call: AttentionCall | None = None) -> Tensor:
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether matrices of the model are split over ranks."""
+        return bool(self._layouts)
+
+    def full(self, value: Tensor, module: nn.Module, site: Site, shown: Tensor | None = None) -> Tensor:
         """The whole value of a site. Collective if the model is tensor parallel, else the value itself.
 
         Args:
-            value: of any shape; what attention computed is [B, N, ...].
+            value: of any shape; what attention computed is [..., N, T, H], [..., N, T, S] or [..., N, T].
             module: whose site it is.
             site: where it was seen.
-            call: the call that a value of attention belongs to.
+            shown: the query, of a value of attention that follows from it; else the value itself is compared.
 
         Raises:
-            InterpError: each rank has a part, and nothing says which.
+            InterpError: each rank has a part, and nothing says which; or heads are split unevenly.
         """
         if _is_dtensor(value):
             return value.full_tensor()  # type: ignore[attr-defined]
-        shown = (value,) if call is None else (call.query, call.value)
-        split = self._split(value, module, site, shown) if self._is_spread else None
-        if split is None:
-            return value
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        weight, dim = split
-        layout = [Shard(dim) if isinstance(p, Shard) else Replicate() for p in weight.placements]
-        return DTensor.from_local(value, weight.device_mesh, layout, run_check=False).full_tensor()
+        split = self._split(value, module, site, shown)
+        return value if split is None else split[0].gathered(value, *split[1:])
 
     def is_partial(self, value: Tensor, module: nn.Module, site: Site) -> bool:
-        """Whether this rank holds only a part of the value. Collective as `full`."""
-        if _is_dtensor(value) or not self._is_spread:
-            return _is_dtensor(value)
-        return self._split(value, module, site, (value,)) is not None
+        """Whether this rank holds only a part of the value, or a DTensor. Collective as `full`."""
+        return _is_dtensor(value) or self._split(value, module, site, None) is not None
+
+    def together(self, act: Callable[[], None]) -> None:
+        """Do what may raise InterpError on one rank: then all raise, and none waits for it. Collective."""
+        failure = None
+        try:
+            act()
+        except InterpError as error:
+            failure = error
+        if failure is None and not self._groups:
+            return
+        has_failed = self._groups and self._reduce(torch.tensor([float(failure is not None)]), "MAX").item()
+        if failure is not None:
+            raise failure
+        if has_failed:
+            raise InterpError("another rank of tensor parallelism raised an InterpError, which says why")
 
     def _split(
-        self, value: Tensor, module: nn.Module, site: Site, shown: tuple[Tensor, ...]
-    ) -> tuple[Any, int] | None:
-        """The weight that splits this value, and the dimension of the value which it splits."""
+        self, value: Tensor, module: nn.Module, site: Site, shown: Tensor | None
+    ) -> tuple[_Layout, int, int] | None:
+        """The matrix that splits this value, the dimension of the value that it splits, and its full size."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if not self._layouts or isinstance(value, FakeTensor):
+            return None
         if site.part == "attn":
-            weight = next(_split_weights(module), None)
-            if weight is None or self._is_same_everywhere(f"{site.module}:attn", *shown):
-                return None
-            return weight, 1
-        weight = module._parameters.get("weight")  # an attribute that is computed is not to be computed here
+            return self._split_heads(value, module, site, value if shown is None else shown)
+        module = unwrapped(module)
+        layout = self._layouts.get(id(module)) if isinstance(module, nn.Linear) else None
         rows = {"out": 0, "in": 1, "kw": 1}[site.part]
-        if any(weight is other for other in _split_weights(module)) and not isinstance(module, nn.Embedding):
-            local = weight.to_local().shape[rows]  # type: ignore[union-attr, operator]
-            if _split_dim(weight) == rows and value.shape[-1] == local != weight.shape[rows]:  # type: ignore[union-attr]
-                return weight, value.ndim - 1
-        if not self._is_same_everywhere(str(site.at(0)), value):
+        width = value.shape[-1] if value.ndim else 0
+        if layout is not None and layout.dim == rows and width == layout.local_size() != layout.shape[rows]:
+            return layout, value.ndim - 1, layout.shape[rows]
+        if not self._is_same(str(site.at(0)), value, unclear=True):
             raise InterpError(
                 f"site {str(site)!r}: ranks of tensor parallelism hold different values, parts of what is "
                 "split (a sequence, a vocabulary?); expected a whole value or a DTensor: name a site inside, "
@@ -92,22 +141,89 @@ class Spread:
             )
         return None
 
-    def _is_same_everywhere(self, key: str, *values: Tensor) -> bool:
-        """Whether the ranks of tensor parallelism hold the same values; found out once for each key."""
-        from torch._subclasses.fake_tensor import FakeTensor
+    def _split_heads(
+        self, value: Tensor, module: nn.Module, site: Site, shown: Tensor
+    ) -> tuple[_Layout, int, int] | None:
+        name = site.path[0]
+        dim = value.ndim - (3 if name in _DENSE else 2)
+        inside = (self._layouts[id(m)] for m in module.modules() if id(m) in self._layouts)
+        layout = next(inside, None)
+        if layout is None or dim < 0:
+            return None
+        key = f"{site.module}:attn.{name if name in ('k', 'v') else 'q'}"
+        if self._is_same(key, shown, unclear=False):
+            return None
+        sizes = torch.tensor([value.shape[dim], -value.shape[dim]], dtype=torch.float32)
+        least, most = (-self._reduce(-sizes, "MAX")[0].item(), self._reduce(sizes, "MAX")[0].item())
+        if least != most:
+            raise InterpError(f"site {str(site)!r}: ranks hold {least:g} to {most:g} heads; expected as many")
+        return layout, dim, value.shape[dim] * math.prod(group.size() for group in layout.groups)
 
-        if isinstance(values[0], FakeTensor):
+    def _is_same(self, key: str, value: Tensor, *, unclear: bool) -> bool:
+        """Whether all ranks hold about this value, found out once a key; `unclear` where it is constant."""
+        if key in self._same:
             return True
-        if key not in self._is_same:
-            model = self._model()
-            groups = [] if model is None else _groups(model).values()
-            self._is_same[key] = all([_is_same(value, group) for group in groups for value in values])
-        return self._is_same[key]
+        sample = _sample(value)
+        high, low = self._reduce(sample, "MAX"), -self._reduce(-sample, "MAX")
+        bound = _TOLERANCE * torch.maximum(low.abs(), high.abs())[1:].max()
+        if not (low[0] == high[0] and ((high - low)[1:] <= bound).all()):
+            return False
+        length = min(value.numel(), _SAMPLE)
+        if length > 1 and high[1 : 1 + length].min() == high[1 : 1 + length].max():
+            return unclear
+        self._same.add(key)
+        return True
+
+    def _reduce(self, numbers: Tensor, operation: str) -> Tensor:
+        """Over the ranks of all groups, in turn."""
+        device = next(iter(self._layouts.values())).mesh.device_type
+        numbers = numbers.to(device, copy=True)
+        for group in self._groups.values():
+            torch.distributed.all_reduce(numbers, getattr(torch.distributed.ReduceOp, operation), group)
+        return numbers.cpu()
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 holds parameters of the model, or of a module in it."""
     return any(True for _ in _units(model))
+
+
+def _sample(value: Tensor) -> Tensor:
+    """[1 + _SAMPLE] float32 on the CPU: the length, and elements at even steps."""
+    value = value.detach()
+    flat = (torch.view_as_real(value) if value.is_complex() else value).reshape(-1)
+    found = flat[:: (-(-len(flat) // _SAMPLE)) | 1][:_SAMPLE].float().nan_to_num().cpu()
+    return torch.cat([torch.tensor([float(len(flat) % 2**20)]), found, found.new_zeros(_SAMPLE - len(found))])
+
+
+def _layouts(model: nn.Module) -> Iterator[tuple[nn.Module, _Layout]]:
+    """The matrices that tensor parallelism splits, at rest too; what is split of experts is another thing."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor
+
+    of_fsdp: set[int] = set()
+    for unit in _units(model):
+        state = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for parameter in (p for group in groups if group is not None for p in group.fsdp_params):
+            module = parameter._module_info.module
+            of_fsdp.add(id(module))
+            if parameter.is_dtensor:
+                spec = getattr(parameter, "_unsharded_dtensor_spec", None) or parameter._tp_spec
+                yield from _split_matrix(module, spec.mesh, spec.placements, spec.tensor_meta.shape)
+    for module in model.modules():
+        if id(module) not in of_fsdp:
+            for weight in module._parameters.values():
+                if isinstance(weight, DTensor):
+                    yield from _split_matrix(module, weight.device_mesh, weight.placements, weight.shape)
+
+
+def _split_matrix(
+    module: nn.Module, mesh: Any, placements: tuple[Any, ...], shape: torch.Size
+) -> Iterator[tuple[nn.Module, _Layout]]:
+    if len(shape) == 2 and any(p.is_shard() for p in placements):
+        yield module, _Layout(mesh, placements, shape)
 
 
 def _is_dtensor(value: Tensor) -> bool:
@@ -119,60 +235,3 @@ def _units(model: nn.Module) -> Iterator[Any]:
     """The modules that FSDP2 has made its units."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return (m for m in model.modules() if isinstance(m, fsdp.FSDPModule)) if fsdp is not None else iter(())
-
-
-def _split_weights(module: nn.Module) -> Iterator[Any]:
-    """The matrices in a module that tensor parallelism splits; what is split of experts is another thing."""
-    from torch.distributed.tensor import DTensor
-
-    resting = None
-    for weight in module.parameters():
-        if not isinstance(weight, DTensor) or weight.ndim != 2 or _split_dim(weight) is None:
-            continue
-        resting = _resting(module) if resting is None else resting
-        if id(weight) not in resting:
-            yield weight
-
-
-def _resting(module: nn.Module) -> set[int]:
-    """Ids of the parameters of FSDP2 units inside that are not gathered now: spread by data parallelism."""
-    found: set[int] = set()
-    for unit in _units(module):
-        state = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in filter(None, groups):
-            if not group.is_unsharded:
-                found |= {id(p.sharded_param) for p in group.fsdp_params}
-    return found
-
-
-def _split_dim(weight: Any) -> int | None:
-    from torch.distributed.tensor import Shard
-
-    return next((p.dim for p in weight.placements if isinstance(p, Shard)), None)
-
-
-def _groups(model: nn.Module) -> dict[str, Any]:
-    """The process groups over which matrices are split."""
-    from torch.distributed.tensor import Shard
-
-    found = {}
-    for weight in _split_weights(model):
-        for dim, placement in enumerate(weight.placements):
-            if isinstance(placement, Shard):
-                group = weight.device_mesh.get_group(dim)
-                found[group.group_name] = group
-    return found
-
-
-def _is_same(value: Tensor, group: Any) -> bool:
-    """Whether all ranks of a group hold about this value. Collective."""
-    flat = value.detach().reshape(-1)
-    sample = flat[:: max(1, -(-len(flat) // _SAMPLE))].float().nan_to_num()
-    low = torch.zeros(_SAMPLE + 1, device=value.device)
-    low[0], low[1 : 1 + len(sample)] = len(flat) % 2**20, sample
-    high = low.clone()
-    torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN, group)
-    torch.distributed.all_reduce(high, torch.distributed.ReduceOp.MAX, group)
-    bound = _TOLERANCE * torch.maximum(low.abs(), high.abs())[1:].max()
-    return bool(low[0] == high[0] and ((high - low)[1:] <= bound).all())
