@@ -218,3 +218,15 @@ def test_bootstrap_refuses_what_it_cannot_draw():
         noise_ceiling(SUBJECTS, method="tau")
     with pytest.raises(InterpError, match="7 entries"):
         noise_ceiling(SUBJECTS[:, :7])
+
+
+def test_models_by_name_are_those_in_an_array():
+    random = np.random.default_rng(0)
+    models, data = random.random((2, 15)), random.random((3, 15))
+    named = {"early": models[0], "late": models[1]}
+    result = evaluate_models(named, data)
+    assert result.names == ("early", "late")
+    assert evaluate_models(models, data).names == ("0", "1")
+    np.testing.assert_array_equal(result.similarity, evaluate_models(models, data).similarity)
+    draws = [bootstrap_rsa(given, data, num_samples=5) for given in (named, models)]
+    np.testing.assert_array_equal(*draws)

@@ -23,11 +23,13 @@ class RSAResult:
         similarity: [M, S] of each model RDM with each subject's.
         ceiling: (lower, upper) bound of what the true model could reach; NaN for a single subject.
         method: how RDMs were compared.
+        names: of the models, M; their numbers where none were given.
     """
 
     similarity: np.ndarray
     ceiling: tuple[float, float]
     method: str
+    names: tuple[str, ...]
 
 
 def compare_rdms(first: np.ndarray, second: np.ndarray, *, method: str = "spearman") -> np.ndarray:
@@ -103,12 +105,13 @@ def evaluate_models(
         data: [S, P].
         method: as for `compare_rdms`.
     """
-    stacked = np.stack(list(models.values())) if isinstance(models, Mapping) else models
-    return RSAResult(compare_rdms(stacked, data, method=method), noise_ceiling(data, method=method), method)
+    names, stacked = _named(models)
+    similarity = compare_rdms(stacked, data, method=method)
+    return RSAResult(similarity, noise_ceiling(data, method=method), method, names)
 
 
 def bootstrap_rsa(
-    models: np.ndarray,
+    models: Mapping[str, np.ndarray] | np.ndarray,
     data: np.ndarray,
     *,
     method: str = "spearman",
@@ -124,7 +127,7 @@ def bootstrap_rsa(
     wide, not narrow.
 
     Args:
-        models: [M, P].
+        models: [M, P], or {name: [P]}.
         data: [S, P].
         method: as for `compare_rdms`.
         num_samples: R.
@@ -143,7 +146,7 @@ def bootstrap_rsa(
     Source: Nili et al. 2014, PLoS Comput. Biol. 10:e1003553; Schuett et al. 2023, eLife 12:e82566.
     """
     _check_method(method)
-    models, data = _same_conditions(models, data)
+    models, data = _same_conditions(_named(models)[1], data)
     if over not in ("conditions", "subjects", "both"):
         raise InterpError(f"over is {over!r}; expected 'conditions', 'subjects' or 'both'")
     if over != "subjects" and method.startswith("whitened"):
@@ -164,6 +167,12 @@ def bootstrap_rsa(
         i, j = i[i != j], j[i != j]
         result[sample] = _compare(whole[0][:, i, j], whole[1][who][:, i, j], method).mean(1)
     return result
+
+
+def _named(models: Mapping[str, np.ndarray] | np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
+    if isinstance(models, Mapping):
+        return tuple(models), np.stack(list(models.values()))
+    return tuple(str(i) for i in range(len(np.atleast_2d(models)))), models
 
 
 def _draw(random: np.random.Generator, count: int, *, replace: bool) -> np.ndarray:
