@@ -4,7 +4,6 @@ Reads safetensors, in one file or several with an index, as `forge export` and H
 """
 
 import json
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from forge_interp.errors import InterpError
+from forge_interp.hooks.sites import without_wrappers
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
@@ -24,7 +24,6 @@ _INDEX = ".safetensors.index.json"
 _LISTED = 20
 """Missing and unexpected tensors that an error names; near misses are looked for among 20 times as many."""
 _USUAL = ("model.safetensors", f"model{_INDEX}")
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _FLOAT, _COMPLEX, _INTEGER, _BOOL = "floating point", "complex", "integer", "boolean"
 _KINDS = {"F": _FLOAT, "B": _FLOAT, "C": _COMPLEX, "I": _INTEGER, "U": _INTEGER, "BOOL": _BOOL}
 
@@ -166,7 +165,7 @@ def _targets(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     if dtype is not None and not dtype.is_floating_point:
         raise InterpError(f"dtype is {dtype}; expected a floating-point one, such as torch.bfloat16")
     held = model.state_dict(keep_vars=True)
-    tensors = {_WRAPPERS.sub("", name): t for name, t in held.items() if isinstance(t, Tensor)}
+    tensors = {without_wrappers(name): t for name, t in held.items() if isinstance(t, Tensor)}
     empty = [name for name, tensor in tensors.items() if is_lazy(tensor) or tensor.is_meta]
     if empty:
         raise InterpError(

@@ -29,11 +29,10 @@ from forge_interp.extraction.processes import Processes
 from forge_interp.extraction.rows import Pool, RowMaker
 from forge_interp.extraction.samples import Batch, Names, ReadyBatches, Samples, open_dataset
 from forge_interp.extraction.store import ActivationStore
-from forge_interp.hooks.capture import Activations, capture
+from forge_interp.hooks.capture import Activations, Select, capture
 from forge_interp.hooks.sharding import is_sharded
 from forge_interp.progress import progress as with_progress
 
-Select = Callable[[Tensor], Tensor]
 Deliver = Callable[[str, Tensor], None]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
@@ -14,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from forge_interp.attention.placement import is_dtensor
 from forge_interp.extraction.columns import as_bytes
+from forge_interp.hooks.sharding import is_unit
 from forge_interp.hooks.sites import named_modules
 
 _PROBES = 64
@@ -27,7 +28,7 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     Every weight is read, on its device: a change of a single one is seen. Buffers that are not saved and
     attributes that `extra_repr` does not show are not looked at.
     """
-    for module in filter(_is_fsdp, model.modules()):
+    for module in filter(is_unit, model.modules()):
         module.reshard()  # type: ignore[operator]  # what a forward pass left gathered may be cast
     layout = weights = count = 0
     known: dict[Tensor, bytes] = {}  # of weights that modules share
@@ -58,7 +59,7 @@ def callable_name(function: Callable[..., Any] | None) -> str | None:
 
 def is_distributed(model: nn.Module) -> bool:
     """Whether this process holds only a part of the model, so that it must run together with others."""
-    return any(_is_distributed(parameter) for parameter in model.parameters())
+    return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 def _identity(value: Any, outer: frozenset[int]) -> str:
@@ -130,7 +131,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _checksum(tensor: Tensor) -> bytes:
     """The sum of all bits as integers, and some evenly spaced elements, of which the order counts."""
     whole = tensor.detach()
-    if _is_distributed(whole):
+    if is_dtensor(whole):
         whole = whole.to(whole.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
     if whole.is_meta or not whole.numel():
         return b""
@@ -143,17 +144,7 @@ def _checksum(tensor: Tensor) -> bytes:
     return b"".join([total.to_bytes(8, "little", signed=True), *(bytes(as_bytes(probe)) for probe in probes)])
 
 
-def _is_distributed(tensor: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def _is_fsdp(model: nn.Module) -> bool:
-    module = sys.modules.get("torch.distributed.fsdp")
-    return module is not None and isinstance(model, module.FSDPModule)
-
-
 def _class_of(module: nn.Module) -> str:
     """The class name; FSDP2 puts its own in front."""
     name = type(module).__qualname__
-    return re.sub(r"^FSDP(?=[A-Z])", "", name) if _is_fsdp(module) else name
+    return re.sub(r"^FSDP(?=[A-Z])", "", name) if is_unit(module) else name

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_interp.attention.placement import is_dtensor
 from forge_interp.errors import InterpError
 from forge_interp.hooks.sites import Site, unwrapped
 
@@ -93,14 +94,14 @@ class Spread:
         Raises:
             InterpError: each rank has a part, and nothing says which; or heads are split unevenly.
         """
-        if _is_dtensor(value):
+        if is_dtensor(value):
             return value.full_tensor()  # type: ignore[attr-defined]
         split = self._split(value, module, site, shown)
         return value if split is None else split[0].gathered(value, *split[1:])
 
     def is_partial(self, value: Tensor, module: nn.Module, site: Site) -> bool:
         """Whether this rank holds only a part of the value, or a DTensor. Collective as `full`."""
-        return _is_dtensor(value) or self._split(value, module, site, None) is not None
+        return is_dtensor(value) or self._split(value, module, site, None) is not None
 
     def together(self, act: Callable[[], None]) -> None:
         """Do what may raise InterpError on one rank: then all raise, and none waits for it. Collective."""
@@ -185,7 +186,13 @@ class Spread:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 holds parameters of the model, or of a module in it."""
-    return any(True for _ in _units(model))
+    return any(is_unit(module) for module in model.modules())
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether FSDP2 has made a module one of its units."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _sample(value: Tensor) -> Tensor:
@@ -198,13 +205,9 @@ def _sample(value: Tensor) -> Tensor:
 
 def _layouts(model: nn.Module) -> Iterator[tuple[nn.Module, _Layout]]:
     """The matrices that tensor parallelism splits, at rest too; what is split of experts is another thing."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor import DTensor
-
     of_fsdp: set[int] = set()
-    for unit in _units(model):
-        state = unit._get_fsdp_state()
+    for unit in filter(is_unit, model.modules()):
+        state: Any = unit._get_fsdp_state()  # type: ignore[operator]
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for parameter in (p for group in groups if group is not None for p in group.fsdp_params):
             module = parameter._module_info.module
@@ -215,7 +218,7 @@ def _layouts(model: nn.Module) -> Iterator[tuple[nn.Module, _Layout]]:
     for module in model.modules():
         if id(module) not in of_fsdp:
             for weight in module._parameters.values():
-                if isinstance(weight, DTensor):
+                if is_dtensor(weight):
                     yield from _split_matrix(module, weight.device_mesh, weight.placements, weight.shape)
 
 
@@ -224,14 +227,3 @@ def _split_matrix(
 ) -> Iterator[tuple[nn.Module, _Layout]]:
     if len(shape) == 2 and any(p.is_shard() for p in placements):
         yield module, _Layout(mesh, placements, shape)
-
-
-def _is_dtensor(value: Tensor) -> bool:
-    dtensors = sys.modules.get("torch.distributed.tensor")
-    return dtensors is not None and isinstance(value, dtensors.DTensor)
-
-
-def _units(model: nn.Module) -> Iterator[Any]:
-    """The modules that FSDP2 has made its units."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return (m for m in model.modules() if isinstance(m, fsdp.FSDPModule)) if fsdp is not None else iter(())

@@ -91,10 +91,15 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        clean = _WRAPPERS.sub("", name).removeprefix(".")
+        clean = without_wrappers(name)
         if clean not in found or name.endswith("_orig_mod"):
             found[clean] = module
     return found
+
+
+def without_wrappers(name: str) -> str:
+    """A name of a module or parameter without what compilation, checkpointing and FSDP put into it."""
+    return _WRAPPERS.sub("", name).removeprefix(".")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
