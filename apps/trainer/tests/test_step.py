@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from forge_data.loader import MicroBatch
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel.mesh import Mesh
@@ -13,6 +14,11 @@ from forge_trainer.schedule import ConstantConfig, CosineConfig, LinearConfig
 from forge_trainer.step import TextStep
 
 LR = 0.5
+
+
+def _micro_batch(tokens, labels):
+    statistics = {"source": torch.zeros(len(tokens), dtype=torch.int64), "targets": (labels >= 0).sum()}
+    return MicroBatch({"tokens": tokens, "labels": labels}, statistics)
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.05])
@@ -40,7 +46,7 @@ def test_step_moves_by_the_clipped_gradient_of_the_mean_loss(clip_norm):
     rows = torch.randint(19, (4, 9), generator=torch.Generator().manual_seed(0))
     labels = rows[:, 1:].clone()
     labels[0, :5] = -100
-    out = step([{"tokens": rows[i : i + 2, :-1], "labels": labels[i : i + 2]} for i in (0, 2)])
+    out = step([_micro_batch(rows[i : i + 2, :-1], labels[i : i + 2]) for i in (0, 2)])
 
     loss = F.cross_entropy(reference(rows[:, :-1]).flatten(0, 1), labels.flatten())
     loss.backward()

@@ -28,7 +28,7 @@ def config(make_store) -> DataConfig:
 
 
 def _rows(steps: list, name: str = "tokens") -> list[list[int]]:
-    return [row.tolist() for step in steps for micro in step for row in micro[name]]
+    return [row.tolist() for step in steps for micro in step for row in micro.inputs[name]]
 
 
 def _take(config: DataConfig, count: int, workers: int = 0, **settings: int) -> list:
@@ -88,12 +88,36 @@ def test_loader_starts_again_where_it_started(config: DataConfig) -> None:
 
 def test_loader_labels_are_the_tokens_that_follow(config: DataConfig) -> None:
     for step in _take(config, 50, micro_batch=4, global_batch=4):
-        for micro in step:
+        for micro in (m.inputs for m in step):
             assert micro["tokens"].dtype == micro["labels"].dtype == torch.int64
             assert micro["tokens"].shape == micro["labels"].shape == (4, T)
             targets = micro["labels"] != -100
             assert torch.equal(micro["labels"][targets], micro["tokens"][targets] + 1)
             assert targets[:, -1].all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_loader_counts_the_targets_and_names_the_source_of_each_sequence(
+    config: DataConfig, masked: bool
+) -> None:
+    both = DataConfig(max_tokens=T, sources=config.sources, mask_documents=masked)
+    ignored = 0
+    for step in _take(both, 60, micro_batch=4, global_batch=8):
+        for micro in step:
+            assert micro.statistics["source"].tolist() == [
+                int(t) for t in micro.inputs["tokens"][:, 0] >= 10_000
+            ]
+            assert micro.statistics["targets"].shape == ()
+            assert int(micro.statistics["targets"]) == int((micro.inputs["labels"] >= 0).sum())
+            ignored += int((micro.inputs["labels"] < 0).sum())
+    assert ignored
+
+
+def test_validation_marks_padding_as_of_no_source(config: DataConfig) -> None:
+    few = DataConfig(max_tokens=T, sources=config.sources, validation_samples=3)
+    ((micro,),) = build_loader(few, "validation", micro_batch=5)
+    assert (micro.statistics["source"] < 0).tolist() == [False, False, False, True, True]
+    assert int(micro.statistics["targets"]) == int((micro.inputs["labels"] >= 0).sum())
 
 
 def test_loader_keeps_weights(config: DataConfig) -> None:
@@ -103,14 +127,14 @@ def test_loader_keeps_weights(config: DataConfig) -> None:
 
 def test_loader_cuts_a_step_into_micro_batches(config: DataConfig) -> None:
     (step,) = _take(config, 1, micro_batch=2, global_batch=12, world_size=2)
-    assert [len(micro["tokens"]) for micro in step] == [2, 2, 2]
+    assert [len(micro.inputs["tokens"]) for micro in step] == [2, 2, 2]
 
 
 def test_loader_masks_documents(config: DataConfig) -> None:
     """Source b has a document every seven tokens: ids, positions, ignored targets follow from the token."""
     masked = DataConfig(max_tokens=T, sources=config.sources[1:], mask_documents=True)
     for step in _take(masked, 20, micro_batch=3, global_batch=3):
-        for micro in step:
+        for micro in (m.inputs for m in step):
             document = (micro["tokens"] - 10_000) // 7
             assert torch.equal(micro["doc_ids"], document - document[:, :1])
             start = torch.maximum(document * 7 + 10_000, micro["tokens"][:, :1])

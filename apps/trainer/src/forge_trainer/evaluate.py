@@ -31,7 +31,7 @@ def evaluate(
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for micro in (micro for batch in batches for micro in batch):
-        terms = model(**{k: v.to(device, non_blocking=True) for k, v in micro.items()}, loss_fn=loss_fn)
+        terms = model(**micro.to(device).inputs, loss_fn=loss_fn)
         sums += torch.stack([terms.cross_entropy.double(), terms.count.double()])
     model.train(was_training)
     cross_entropy, count = mesh.sum_(sums).tolist()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from forge_data.loader import MicroBatch
 from forge_parallel.apply import set_sync
 from forge_parallel.capabilities import without_dynamo
 from forge_parallel.grads import clip_, global_norm
@@ -15,9 +16,8 @@ from torch import Tensor, nn
 from forge_trainer.progress import Progress
 from forge_trainer.randomness import seed_step
 
-Batch = list[dict[str, Tensor]]
-"""This rank's part of one global batch, as micro-batches: `tokens` and `labels` [B, T] int64, and what
-else the model takes (`doc_ids`, `positions`)."""
+Batch = list[MicroBatch]
+"""This rank's part of one global batch."""
 
 
 @dataclass
@@ -72,8 +72,8 @@ class TextStep:
     def __call__(self, batch: Batch) -> StepOutput:
         """Take one step; without effect when loss or gradient of any rank are not finite. Collective."""
         seed_step(self.seed, self.progress.step, self.mesh.dp_rank, self.device)
-        batch = [{k: v.to(self.device, non_blocking=True) for k, v in micro.items()} for micro in batch]
-        counts = torch.stack([(micro["labels"] >= 0).sum() for micro in batch])
+        batch = [micro.to(self.device) for micro in batch]
+        counts = torch.stack([micro.statistics["targets"] for micro in batch])
         valid = self.mesh.sum_(counts.sum().float())
         terms = self._backward(batch, valid.clamp(min=1))
 
@@ -87,8 +87,8 @@ class TextStep:
             step_if_finite(self.optimizer, finite)
             self.optimizer.zero_grad()
 
-        samples = sum(len(micro["tokens"]) for micro in batch) * self.mesh.dp_size
-        tokens = sum(micro["tokens"].numel() for micro in batch) * self.mesh.dp_size
+        samples = sum(len(micro.inputs["tokens"]) for micro in batch) * self.mesh.dp_size
+        tokens = sum(micro.inputs["tokens"].numel() for micro in batch) * self.mesh.dp_size
         return StepOutput(terms[0], norm, finite, lr, samples, tokens, {"z_loss": terms[1]})
 
     def _backward(self, batch: Batch, valid: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class TextStep:
         sums = torch.zeros(2, device=self.device)
         for index, micro in enumerate(batch):
             set_sync(self.model, last=index == len(batch) - 1)
-            terms = self.model(**micro, loss_fn=self.loss_fn)
+            terms = self.model(**micro.inputs, loss_fn=self.loss_fn)
             (terms.total / valid).backward()
             sums += torch.stack([terms.cross_entropy, terms.z_loss]).detach()
         return self.mesh.sum_(sums) / valid

@@ -1,6 +1,7 @@
 from .config import DataConfig as DataConfig
 from .error import DataError as DataError
 from .loader import Loader as Loader
+from .loader import MicroBatch as MicroBatch
 from .loader import build_loader as build_loader
 from .order import Order as Order
 from .order import permute as permute
@@ -16,6 +17,7 @@ __all__ = [
     "DataConfig",
     "DataError",
     "Loader",
+    "MicroBatch",
     "Order",
     "SourceConfig",
     "TokenStore",

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +22,23 @@ from forge_data.order import VERSION, Order
 from forge_data.sources import Split
 from forge_data.windows import IGNORE, Windows
 
-MicroBatch = dict[str, Tensor]
-"""`tokens` and `labels` [B, T] int64; with `mask_documents` also `doc_ids` and `positions`."""
+
+class MicroBatch(NamedTuple):
+    """Sequences that a rank holds at once.
+
+    Attributes:
+        inputs: what the model takes: `tokens` and `labels` [B, T] int64; with `mask_documents` also `doc_ids`
+            and `positions` [B, T] int64.
+        statistics: what it does not: `source` [B] int64, the index of the source of each sequence, -1 for
+            padding; `targets` [] int64, how many labels are not ignored.
+    """
+
+    inputs: dict[str, Tensor]
+    statistics: dict[str, Tensor]
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same on a device, copied without waiting where the memory allows it."""
+        return MicroBatch(*({k: v.to(device, non_blocking=True) for k, v in part.items()} for part in self))
 
 
 def cache_folder(config: DataConfig) -> Path:
@@ -71,14 +87,19 @@ class Batches(Dataset[list[MicroBatch]]):
             for windows, here in parts:
                 rows[here] = windows.read(sample[here])
         ignored = self._ignored(source, sample, parts)
-        batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+        inputs = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
         if self._mask_documents:
-            doc_ids, batch["positions"] = self._documents(rows.shape, sample, parts)
+            doc_ids, inputs["positions"] = self._documents(rows.shape, sample, parts)
             ignored = ignored | (np.diff(doc_ids, axis=1) != 0)
-            batch["doc_ids"] = doc_ids[:, :-1]
+            inputs["doc_ids"] = doc_ids[:, :-1]
+        targets = inputs["labels"].size
         if np.any(ignored):
-            batch["labels"] = np.where(ignored, IGNORE, batch["labels"])
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
+            inputs["labels"] = np.where(ignored, IGNORE, inputs["labels"])
+            targets = np.count_nonzero(inputs["labels"] != IGNORE)
+        return MicroBatch(
+            {name: torch.from_numpy(array) for name, array in inputs.items()},
+            {"source": torch.from_numpy(source), "targets": torch.tensor(targets)},
+        )
 
     def _ignored(
         self, source: np.ndarray, sample: np.ndarray, parts: list[tuple[Windows, np.ndarray]]

@@ -56,7 +56,7 @@ class Recorder(Hook):
         self._folder = run.directory / config.folder
         data = msgspec.structs.replace(run.job.data, validation_samples=config.samples)
         batches = build_loader(data, "validation", micro_batch=1)
-        self._probe = [{k: v[0] for k, v in micro.items()} for batch in batches for micro in batch]
+        self._probe = [{k: v[0] for k, v in micro.inputs.items()} for batch in batches for micro in batch]
         self._remove("step-*.partial")
         trial = self._folder / f"trial.{config.format}"
         self._extract(trial, self._probe[: run.job.train.micro_batch])
