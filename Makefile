@@ -1,7 +1,9 @@
 # Each target is one line that CI runs too.
-.PHONY: test lint types contracts docs ci
+.PHONY: test slow lint types contracts docs ci
 test:
 	uv run pytest -n 2
+slow:
+	uv run pytest -n 2 --slow -m slow
 lint:
 	uv run ruff check . && uv run ruff format --check . && uv run codespell
 types:

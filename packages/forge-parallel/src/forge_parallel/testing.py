@@ -57,6 +57,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     return _pool().run(fn, world_size, args, timeout_s)
 
 
+def warm_processes() -> set[int]:
+    """Ids of the ranks that wait for the next job, so that a watch for forgotten processes spares them."""
+    return {process.pid for pool in _the_pool for process, _ in pool._workers}
+
+
 def assert_matches_single(
     fn: Callable[..., Mapping[str, Sequence[float]]],
     world_size: int,
