@@ -1,6 +1,8 @@
 from .config import CheckpointConfig as CheckpointConfig
 from .error import CheckpointError as CheckpointError
 from .error import DamagedError as DamagedError
+from .error import LockedError as LockedError
+from .lease import Lease as Lease
 from .manifest import Manifest as Manifest
 from .state import TrainState as TrainState
 from .state import model_tensors as model_tensors
@@ -12,6 +14,8 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointError",
     "DamagedError",
+    "Lease",
+    "LockedError",
     "Manifest",
     "Store",
     "TrainState",

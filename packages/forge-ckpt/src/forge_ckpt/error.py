@@ -7,3 +7,7 @@ class CheckpointError(ValueError):
 
 class DamagedError(CheckpointError):
     """A checkpoint is not what was written."""
+
+
+class LockedError(CheckpointError):
+    """Another process writes to this run; names it, its host, and since when."""

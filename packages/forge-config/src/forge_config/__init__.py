@@ -1,5 +1,9 @@
 """Frozen, typed configuration from TOML, with every mistake reported at once."""
 
+from forge_config.change import Judged as Judged
+from forge_config.change import MayChange as MayChange
+from forge_config.change import changeable as changeable
+from forge_config.change import judge as judge
 from forge_config.diff import Change as Change
 from forge_config.diff import diff as diff
 from forge_config.load import Loaded as Loaded
@@ -10,20 +14,26 @@ from forge_config.reference import reference_markdown as reference_markdown
 from forge_config.registry import Registry as Registry
 from forge_config.registry import registry_of as registry_of
 from forge_config.schema import schema as schema
+from forge_config.struct import ALL_KEYS as ALL_KEYS
 from forge_config.struct import Config as Config
 from forge_config.struct import ConfigError as ConfigError
 from forge_config.struct import Meta as Meta
 from forge_config.toml import to_toml as to_toml
 
 __all__ = [
+    "ALL_KEYS",
     "Change",
     "Config",
     "ConfigError",
+    "Judged",
     "Loaded",
+    "MayChange",
     "Meta",
     "Registry",
+    "changeable",
     "diff",
     "digest",
+    "judge",
     "load",
     "plain",
     "reference_markdown",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_config.change import MayChange, changeable
 from forge_config.diff import diff
 from forge_config.load import Loaded, load
 from forge_config.plain import digest
@@ -52,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, parents=[shared], allow_abbrev=False)
 
-    command("show", "the resolved TOML, with the origin of each value").add_argument("config")
+    command("show", "the resolved TOML: where each value comes from, whether it may change").add_argument(
+        "config"
+    )
     command("check", "is it valid? all problems at once").add_argument("config")
     both = command("diff", "the keys that two files differ in; exit code 1 if there are any")
     both.add_argument("a")
@@ -72,7 +75,7 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if options.command == "show":
         whole = loaded(options.config)
-        sys.stdout.write(to_toml(whole.value, whole.origins, whole.imports))
+        sys.stdout.write(to_toml(whole.value, _comments(whole), whole.imports))
     elif options.command == "check":
         sys.stdout.write(f"{options.config}: good, digest {digest(loaded(options.config).value)}\n")
     elif options.command == "diff":
@@ -84,6 +87,15 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     else:
         sys.stdout.write(json.dumps(schema(struct, partial=not options.resolved), indent=2) + "\n")
     return 0
+
+
+def _comments(whole: Loaded[Any]) -> dict[str, str]:
+    """Where each value comes from, and whether it may change later."""
+    words = {MayChange.FREELY: " (may change)", MayChange.RECORDED: " (may change, recorded)"}
+    rules = changeable(whole.value)
+    return {
+        key: origin + words.get(rules.get(key, MayChange.NEVER), "") for key, origin in whole.origins.items()
+    }
 
 
 def _struct(spec: str) -> tuple[type[Config], Sequence[Any]]:

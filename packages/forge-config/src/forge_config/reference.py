@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from msgspec import inspect as shapes
 
+from forge_config.change import MayChange, may_change
 from forge_config.describe import descriptions, summary
 from forge_config.plain import is_table_array, plain
 from forge_config.registry import registry_of
@@ -13,6 +14,11 @@ from forge_config.shape import Shape, default_of, fields_of, members, struct_in,
 from forge_config.struct import Config
 from forge_config.toml import dumps
 
+_MAY_CHANGE = {
+    MayChange.NEVER: "",
+    MayChange.RECORDED: "*May change, recorded.*",
+    MayChange.FREELY: "*May change.*",
+}
 DEEPEST = 5
 """The level of heading that nested sections do not go below."""
 
@@ -72,7 +78,10 @@ def _table(
         nested += written
         if inner and not key:
             continue
-        about = " ".join([texts.get(name, ""), *(f"See `{title}`." for title, _ in written)]).strip()
+        sections = [f"See `{title}`." for title, _ in written]
+        about = " ".join(
+            filter(None, [texts.get(name, ""), *sections, _MAY_CHANGE[may_change(struct, name)]])
+        )
         cells = [f"`{name}`", words(field.type), _default(field), about]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     if rows:

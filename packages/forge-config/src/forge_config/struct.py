@@ -1,9 +1,13 @@
 """What a section of a configuration is: a frozen, strict struct."""
 
-from typing import Any, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 import msgspec
 from msgspec import Meta as Meta
+
+
+ALL_KEYS = "*"
+"""In `free_keys` or `recorded_keys`: every key of the struct, `type` included."""
 
 
 class ConfigError(ValueError):
@@ -16,7 +20,12 @@ class _ConfigMeta(type(msgspec.Struct)):
 
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
         strict: dict[str, Any] = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
-        return super().__new__(mcls, name, bases, namespace, **(strict | options))
+        struct: Any = super().__new__(mcls, name, bases, namespace, **(strict | options))
+        known = {ALL_KEYS, "type", *struct.__struct_encode_fields__}
+        for kind in ("free_keys", "recorded_keys"):
+            if unknown := set(namespace.get(kind, ())) - known:
+                raise TypeError(f"{name}.{kind} names {sorted(unknown)}, which are no keys of it")
+        return struct
 
 
 class Config(msgspec.Struct, metaclass=_ConfigMeta):
@@ -24,4 +33,10 @@ class Config(msgspec.Struct, metaclass=_ConfigMeta):
 
     One-field bounds are `Annotated[int, Meta(ge=1)]` (checked when decoded from TOML, not by `__init__`);
     checks over several fields of one section go into `__post_init__` and raise `ValueError`.
+
+    `free_keys` and `recorded_keys` name the keys that may change when something goes on with another
+    configuration: freely, or as an event that is written down. All others may not; see `judge`.
     """
+
+    free_keys: ClassVar[tuple[str, ...]] = ()
+    recorded_keys: ClassVar[tuple[str, ...]] = ()

@@ -10,6 +10,8 @@ class ExitCode(IntEnum):
     """The run is complete."""
     FAILED = 1
     """An error; the traceback says which."""
+    LOCKED = 75
+    """Another process writes to this run; nothing was touched. Try again later (`EX_TEMPFAIL`)."""
     CONFIG = 78
     """The configuration cannot be used; a human must change it (`EX_CONFIG` of sysexits.h)."""
     PREEMPTED = 85
