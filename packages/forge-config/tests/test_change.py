@@ -1,5 +1,3 @@
-from typing import ClassVar
-
 import pytest
 from forge_config import ALL_KEYS, Config, MayChange, Registry, changeable, judge, reference_markdown
 
@@ -7,7 +5,7 @@ from forge_config import ALL_KEYS, Config, MayChange, Registry, changeable, judg
 class Hook(Config):
     """Observes."""
 
-    free_keys: ClassVar = (ALL_KEYS,)
+    free_keys = (ALL_KEYS,)
     every: int = 1
 
 
@@ -24,7 +22,7 @@ class Note(Hook):
 class Optimizer(Config):
     """An interface."""
 
-    recorded_keys: ClassVar = ("lr",)
+    recorded_keys = ("lr",)
     lr: float = 1.0
 
 
@@ -35,7 +33,7 @@ optimizers = Registry("change-optimizer", Optimizer, default="sgd")
 class Sgd(Optimizer):
     """Adds a key of its own."""
 
-    recorded_keys: ClassVar = ("momentum",)
+    recorded_keys = ("momentum",)
     momentum: float = 0.0
     nesterov: bool = False
 
@@ -48,7 +46,7 @@ class Adam(Optimizer):
 class Source(Config):
     """An item of an array."""
 
-    free_keys: ClassVar = ("cache",)
+    free_keys = ("cache",)
     path: str
     cache: str = "a"
 
@@ -63,8 +61,8 @@ class Track(Config):
 class Train(Config):
     """All recorded, but for one key."""
 
-    recorded_keys: ClassVar = (ALL_KEYS,)
-    free_keys: ClassVar = ("log_every",)
+    recorded_keys = (ALL_KEYS,)
+    free_keys = ("log_every",)
     steps: int = 10
     log_every: int = 1
 
@@ -72,7 +70,7 @@ class Train(Config):
 class Whole(Config):
     """A file."""
 
-    free_keys: ClassVar = ("track", "hooks")
+    free_keys = ("track", "hooks")
     train: Train = Train()
     optimizer: Optimizer = Sgd()
     sources: list[Source] = []
@@ -134,7 +132,7 @@ def test_key_that_does_not_exist_is_a_mistake_of_the_struct():
     with pytest.raises(TypeError, match=r"Wrong\.free_keys names \['stesp'\]"):
 
         class Wrong(Config):
-            free_keys: ClassVar = ("stesp",)
+            free_keys = ("stesp",)
             steps: int = 1
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from forge_ckpt.config import CheckpointConfig
-from forge_config import Config, Meta
+from forge_config import ALL_KEYS, Config, Meta
 from forge_config.load import Loaded, load
 from forge_data.config import DataConfig
 from forge_model.config import LossConfig, ModelConfig
@@ -32,6 +32,8 @@ class JobConfig(Config):
         seed: seed of the initial weights and of every random number drawn while training.
     """
 
+    free_keys = ("name", "root")
+
     name: Annotated[str, Meta(pattern=RUN_NAME)]
     root: str = "runs"
     seed: Annotated[int, Meta(ge=0)] = 0
@@ -54,6 +56,9 @@ class TrainConfig(Config):
         init_from: folder of Hugging Face weights (`*.safetensors`) to start from instead of random ones.
     """
 
+    free_keys = ("micro_batch", "log_every_steps")
+    recorded_keys = ("steps", "clip_norm")
+
     steps: Annotated[int, Meta(ge=1)]
     global_batch: Annotated[int, Meta(ge=1)]
     micro_batch: Annotated[int, Meta(ge=1)]
@@ -69,11 +74,15 @@ class EvalConfig(Config):
         every_steps: distance of evaluations; the last step is always evaluated.
     """
 
+    free_keys = (ALL_KEYS,)
+
     every_steps: Annotated[int, Meta(ge=1)] = 500
 
 
 class Job(Config):
     """A whole run: what `forge train` reads from TOML."""
+
+    free_keys = ("hooks",)
 
     job: JobConfig
     model: ModelConfig

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from forge_config import Config, Meta
+from forge_config import ALL_KEYS, Config, Meta
 
 
 class CheckpointConfig(Config):
@@ -13,6 +13,8 @@ class CheckpointConfig(Config):
         keep: newest checkpoints that stay; at least 2, so that there is one to fall back to.
         keep_every_steps: checkpoints at multiples of this stay for good; 0 keeps none.
     """
+
+    free_keys = (ALL_KEYS,)
 
     every_steps: Annotated[int, Meta(ge=1)] = 1000
     keep: Annotated[int, Meta(ge=2)] = 3

@@ -4,9 +4,9 @@
     lease/beat-000000007     a number that grows while the holder lives
     lease/free-000000007     the holder gave it back
 
-The highest epoch owns the run. An epoch is created by a hard link (by `O_EXCL` where there are none), of which
-only one can succeed on local disks, NFS and Lustre alike; flock is not used. A holder that died is told by its
-process id and start time on the same machine, and by a number that no longer grows on any other.
+The highest epoch owns the run. An epoch is created by a hard link (by `O_EXCL` where there are none), of
+which only one can succeed on local disks, NFS and Lustre alike; flock is not used. A holder that died is told
+by its process id and start time on the same machine, and by a number that no longer grows on any other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class Holder:
     def me(cls) -> Holder:
         """This process."""
         pid = os.getpid()
-        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        since = datetime.now(UTC).isoformat(timespec="seconds")
         job = os.environ.get("SLURM_JOB_ID")
         process = _process(pid) or UNKNOWN
         return cls(platform.node(), pid, since, job, _machine(), _namespace(), process, secrets.token_hex(8))
@@ -155,15 +155,19 @@ def take(folder: Path, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> Leas
     while True:
         epoch = newest_epoch(folder)
         if epoch and _watch(folder, epoch, beat_s, stale_s):
-            raise LockedError(
-                f"{folder.parent} is being written by {read_holder(folder) or 'another process'}"
-            )
+            raise LockedError(locked(folder))
         if _create(folder, epoch + 1):
             if newest_epoch(folder) == epoch + 1:
                 break
             _remove(folder, epoch + 1)  # somebody took a later one meanwhile
     _sweep(folder, epoch + 1)
     return Lease(folder, epoch + 1, beat_s, stale_s)
+
+
+def locked(folder: Path) -> str:
+    """What to tell who may not write to the run."""
+    holder = read_holder(folder) or "another process"
+    return f"{folder.parent} is being written by {holder}; wait until that ends, or end it"
 
 
 def read_holder(folder: Path) -> Holder | None:

@@ -53,9 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, parents=[shared], allow_abbrev=False)
 
-    command("show", "the resolved TOML: where each value comes from, whether it may change").add_argument(
-        "config"
-    )
+    command("show", "the resolved TOML, with the origin of each value").add_argument("config")
     command("check", "is it valid? all problems at once").add_argument("config")
     both = command("diff", "the keys that two files differ in; exit code 1 if there are any")
     both.add_argument("a")

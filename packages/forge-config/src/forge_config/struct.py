@@ -5,7 +5,6 @@ from typing import Any, ClassVar, dataclass_transform
 import msgspec
 from msgspec import Meta as Meta
 
-
 ALL_KEYS = "*"
 """In `free_keys` or `recorded_keys`: every key of the struct, `type` included."""
 

@@ -24,6 +24,8 @@ class DataConfig(Config):
         cache_dir: where tokenized text is kept; absent means `$FORGE_CACHE` or `~/.cache/forge`.
     """
 
+    free_keys = ("validation_samples", "workers", "cache_dir")
+
     max_tokens: Annotated[int, Meta(ge=1)]
     sources: list[SourceConfig]
     tokenizer: TokenizerConfig = BytesConfig()

@@ -320,6 +320,9 @@ class LossConfig(Config):
         z_loss_weight: weight of the squared log-normalizer (PaLM, arXiv:2204.02311 section 5); 0 is off.
     """
 
+    free_keys = ("chunk_tokens",)
+    recorded_keys = ("z_loss_weight",)
+
     chunk_tokens: Annotated[int, Meta(ge=0)] = 1024
     z_loss_weight: Annotated[float, Meta(ge=0)] = 0.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from forge_config import Config, Meta
+from forge_config import ALL_KEYS, Config, Meta
 
 from forge_parallel.error import ParallelError
 
@@ -18,6 +18,8 @@ class MeshConfig(Config):
         dp_replicate: copies of the model; gradients are summed over them (HSDP when above 1).
         dp_shard: ranks that share one copy (FSDP2); -1 takes all the ranks that are left.
     """
+
+    free_keys = (ALL_KEYS,)
 
     dp_replicate: Annotated[int, Meta(ge=1)] = 1
     dp_shard: Annotated[int, Meta(ge=-1)] = AUTO
@@ -51,6 +53,8 @@ class PrecisionConfig(Config):
             rounded away: norm gains hardly move at ordinary learning rates.
     """
 
+    recorded_keys = ("compute",)
+
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     pure_bf16: bool = False
 
@@ -74,6 +78,8 @@ class RematConfig(Config):
         mode: `none` keeps all; `full` keeps only the input of each block.
     """
 
+    free_keys = (ALL_KEYS,)
+
     mode: Literal["none", "full"] = "none"
 
 
@@ -85,6 +91,8 @@ class CompileConfig(Config):
         backend: of torch.compile.
         fullgraph: a block that cannot be one graph is an error; otherwise it is cut into several.
     """
+
+    free_keys = (ALL_KEYS,)
 
     enabled: bool = False
     backend: str = "inductor"

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from forge_config import Config, Meta
+from forge_config import ALL_KEYS, Config, Meta
 
 
 class ResilienceConfig(Config):
@@ -15,6 +15,8 @@ class ResilienceConfig(Config):
         max_bad_steps: so many steps in a row with a non-finite loss or gradient end the run.
         check_every_steps: how often that count is read from the device.
     """
+
+    free_keys = (ALL_KEYS,)
 
     max_runtime_s: Annotated[float, Meta(gt=0)] | None = None
     save_margin_s: Annotated[float, Meta(ge=0)] = 30.0

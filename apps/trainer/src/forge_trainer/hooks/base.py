@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from forge_config import Config, Meta, Registry
+from forge_config import ALL_KEYS, Config, Meta, Registry
 
 if TYPE_CHECKING:
     from forge_trainer.build import Run
@@ -34,6 +34,8 @@ class HookConfig(Config):
     Attributes:
         every_steps: distance of calls; the last step of the run is always observed.
     """
+
+    free_keys = (ALL_KEYS,)
 
     every_steps: Annotated[int, Meta(ge=1)] = 1
 

@@ -26,6 +26,8 @@ class AdamWConfig(OptimizerConfig):
         weight_decay: per step, times the learning rate.
     """
 
+    recorded_keys = ("betas", "eps", "weight_decay")
+
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: Annotated[float, Meta(gt=0)] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0)] = 0.1

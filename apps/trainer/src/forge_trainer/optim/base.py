@@ -19,6 +19,8 @@ class OptimizerConfig(Config):
         lr: peak learning rate; the schedule multiplies it.
     """
 
+    recorded_keys = ("lr",)
+
     lr: Annotated[float, Meta(gt=0)] = 3e-4
 
     def build(self, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:

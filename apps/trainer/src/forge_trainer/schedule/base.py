@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from forge_config import Config, Meta, Registry
+from forge_config import ALL_KEYS, Config, Meta, Registry
 
 
 class ScheduleConfig(Config):
@@ -11,6 +11,8 @@ class ScheduleConfig(Config):
     Attributes:
         warmup_steps: steps over which the factor grows linearly to 1; the first step is not at 0.
     """
+
+    recorded_keys = (ALL_KEYS,)
 
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
 

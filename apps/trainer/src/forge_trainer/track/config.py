@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from forge_config import Config
+from forge_config import ALL_KEYS, Config
 
 
 class WandbConfig(Config):
@@ -26,6 +26,8 @@ class TrackConfig(Config):
         tensorboard: write event files to `<run>/tensorboard`.
         wandb: report to Weights & Biases; a server that cannot be reached never hurts the run.
     """
+
+    free_keys = (ALL_KEYS,)
 
     tensorboard: bool = False
     wandb: WandbConfig | None = None
