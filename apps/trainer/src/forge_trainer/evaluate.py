@@ -32,7 +32,7 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for micro in (micro for batch in batches for micro in batch):
         terms = model(**micro.to(device).inputs, loss_fn=loss_fn)
-        sums += torch.stack([terms.cross_entropy.double(), terms.count.double()])
+        sums += torch.stack([terms.sums["loss"].value.double(), terms.sums["loss"].count.double()])
     model.train(was_training)
     cross_entropy, count = mesh.sum_(sums).tolist()
     loss = cross_entropy / count

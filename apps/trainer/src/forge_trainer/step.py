@@ -75,11 +75,11 @@ class TextStep:
         batch = [micro.to(self.device) for micro in batch]
         counts = torch.stack([micro.statistics["targets"] for micro in batch])
         valid = self.mesh.sum_(counts.sum().float())
-        terms = self._backward(batch, valid.clamp(min=1))
+        means = self._backward(batch, valid.clamp(min=1))
 
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = global_norm(parameters)
-        finite = torch.isfinite(norm) & torch.isfinite(terms[0])
+        finite = torch.isfinite(norm) & torch.isfinite(means["loss"])
         if self.clip_norm:
             clip_(parameters, self.clip_norm, norm)
         lr = self._set_lr()
@@ -89,17 +89,19 @@ class TextStep:
 
         samples = sum(len(micro.inputs["tokens"]) for micro in batch) * self.mesh.dp_size
         tokens = sum(micro.inputs["tokens"].numel() for micro in batch) * self.mesh.dp_size
-        return StepOutput(terms[0], norm, finite, lr, samples, tokens, {"z_loss": terms[1]})
+        return StepOutput(means.pop("loss"), norm, finite, lr, samples, tokens, means)
 
-    def _backward(self, batch: Batch, valid: Tensor) -> Tensor:
-        """Accumulate gradients; returns [cross entropy, z-loss] a token over the global batch."""
-        sums = torch.zeros(2, device=self.device)
+    def _backward(self, batch: Batch, valid: Tensor) -> dict[str, Tensor]:
+        """Accumulate gradients; returns the mean of each term of the loss over the global batch."""
+        sums: dict[str, Tensor] = {}
         for index, micro in enumerate(batch):
             set_sync(self.model, last=index == len(batch) - 1)
             terms = self.model(**micro.inputs, loss_fn=self.loss_fn)
             (terms.total / valid).backward()
-            sums += torch.stack([terms.cross_entropy, terms.z_loss]).detach()
-        return self.mesh.sum_(sums) / valid
+            for name, one in terms.sums.items():
+                sums[name] = sums.get(name, 0) + torch.stack([one.value, one.count])
+        values, counts = self.mesh.sum_(torch.stack(list(sums.values()))).unbind(1)
+        return dict(zip(sums, values / counts.clamp(min=1), strict=True))
 
     def _set_lr(self) -> float:
         factor = self.lr_factor(self.progress.step)

@@ -15,6 +15,7 @@ from .init import Init as Init
 from .init import initialize as initialize
 from .loss import Loss as Loss
 from .loss import LossTerms as LossTerms
+from .loss import Sum as Sum
 
 __all__ = [
     "Cache",
@@ -27,6 +28,7 @@ __all__ = [
     "ModelConfig",
     "ModelError",
     "Sampling",
+    "Sum",
     "config_from_hf",
     "config_to_hf",
     "from_hf",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from forge_model.error import ModelError
 from forge_model.init import Init
 from forge_model.layers import Embedding
 from forge_model.mask import Mask, build_mask
+from forge_model.roles import Role, parameter_roles
 from forge_model.rope import Rope, rope_table
 
 R = TypeVar("R")
@@ -39,6 +40,8 @@ class Block(nn.Module):
 
 class Head(nn.Module):
     """Logits, or the loss: made in here, so that a weight gathered for this module serves both."""
+
+    roles: ClassVar[dict[str, Role]] = {"weight": "head"}
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__()
@@ -151,14 +154,17 @@ class Decoder(nn.Module):
             "no_fp8": ["head"],
         }
 
+    def parameter_roles(self) -> dict[str, Role]:
+        """What each parameter is for, by name."""
+        return parameter_roles(self)
+
     def initial_values(self) -> dict[str, Init]:
-        """How each parameter starts, by name."""
-        values: dict[str, Init] = {}
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                values[name] = Init("constant", 0.0 if name.endswith("bias") else 1.0)
-            elif name.endswith(("wo.weight", "w_down.weight")):
-                values[name] = Init("normal", self.config.init_std / (2 * self.config.num_layers) ** 0.5)
-            else:
-                values[name] = Init("normal", self.config.init_std)
-        return values
+        """How each parameter starts, by name; follows from its role."""
+        return {name: self._initial_value(name, role) for name, role in self.parameter_roles().items()}
+
+    def _initial_value(self, name: str, role: Role) -> Init:
+        if role in ("norm", "bias"):
+            return Init("constant", 1.0 if role == "norm" else 0.0)
+        writes_residual = name.endswith(("wo.weight", "w_down.weight"))
+        scale = (2 * self.config.num_layers) ** 0.5 if writes_residual else 1.0
+        return Init("normal", self.config.init_std / scale)

@@ -8,20 +8,27 @@ import torch
 from torch import Tensor
 
 
+class Sum(NamedTuple):
+    """A sum and what it is divided by for its mean, [] float32 (float64 if the model is), on the device.
+
+    Over several micro-batches or ranks both are summed first: the mean is sum of values / sum of counts.
+    """
+
+    value: Tensor
+    count: Tensor
+
+
 class LossTerms(NamedTuple):
-    """Sums over the valid targets, [] float32 (float64 if the model is).
+    """What a model returns when it is given labels.
 
     Attributes:
-        total: what is differentiated: cross entropy plus weighted z-loss.
-        cross_entropy: in nats.
-        z_loss: the squared log-normalizers, not weighted.
-        count: how many targets are valid.
+        total: [] what is differentiated, a sum over the valid targets: cross entropy plus weighted z-loss.
+        sums: what is reported, by name, not weighted. Always has `loss` (cross entropy in nats) and `z_loss`
+            (the squared log-normalizers), both counted by valid targets. No gradient flows through them.
     """
 
     total: Tensor
-    cross_entropy: Tensor
-    z_loss: Tensor
-    count: Tensor
+    sums: dict[str, Sum]
 
 
 class Loss:
@@ -53,7 +60,7 @@ class Loss:
             self.z_loss_weight,
             torch.is_grad_enabled(),
         )
-        return LossTerms(total, cross_entropy, z_loss, count)
+        return LossTerms(total, {"loss": Sum(cross_entropy, count), "z_loss": Sum(z_loss, count)})
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
