@@ -1,14 +1,18 @@
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 from forge_resilience.deadline import Deadline
-from forge_resilience.signals import Signals
+from forge_resilience.signals import Signals, Stopped
 from forge_resilience.verdict import Verdict, agree
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP]
+)
 def test_signals_turn_into_stop_and_handlers_come_back(number):
     before = signal.getsignal(number)
     with Signals() as signals:
@@ -35,6 +39,87 @@ def test_signals_second_interrupt_of_a_person_ends_the_process(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             signal.sigtimedwait([], 0.1)
+
+
+def test_signals_first_interrupt_after_another_signal_changes_nothing(monkeypatch):
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 5)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == signal.SIGUSR1
+
+
+def test_signals_raise_once_during_the_start_and_are_not_forgotten():
+    with Signals(starting=True) as signals:
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped):
+            signals.started()
+        assert signals.starting
+
+
+def test_signals_only_ask_once_the_start_is_over():
+    with Signals(starting=True) as signals:
+        signals.started()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.verdict() == Verdict.STOP
+        assert not signals.starting
+
+
+def test_signals_to_another_rank_end_the_start_of_this_one():
+    with Signals(starting=True) as signals, pytest.raises(Stopped):
+        signals.started(lambda verdict: Verdict.STOP)
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_signals_end_a_start_whose_main_thread_waits_in_c_code():
+    done = run_python("""if True:
+        import ctypes, os, signal, threading
+        from forge_resilience import signals
+        signals.STUCK_S = 0.1
+        mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with signals.Signals(starting=True):
+            libc.pthread_mutex_lock(mutex)
+            libc.pthread_mutex_lock(mutex)
+    """)
+    assert done.returncode == 85
+    assert "did not react" in done.stderr
+
+
+def test_signals_in_a_forked_process_do_nothing():
+    done = run_python("""if True:
+        import os, signal
+        from forge_resilience.signals import Signals
+        with Signals(starting=True) as signals:
+            child = os.fork()
+            if child == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(7 if signals.received is None else 8)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            signals.started()
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+def test_signals_ignored_at_the_end_do_not_change_the_exit_code():
+    done = run_python("""if True:
+        import atexit, os, signal, sys
+        from forge_resilience.signals import Signals
+        class Late:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGTERM)
+        with Signals() as signals:
+            signals.ignore()
+        sys.late = Late()  # goes when the interpreter has taken its handlers back
+        sys.exit(85)
+    """)
+    assert done.returncode == 85
 
 
 def test_deadline_stops_when_only_the_margin_is_left():

@@ -1,8 +1,36 @@
-"""`python -m forge_trainer` is the command `forge`, for torchrun."""
+"""The command `forge`, also `python -m forge_trainer` for torchrun: signals first, then everything else."""
 
 import sys
 
-from forge_trainer.cli import main
+from forge_resilience.exit_codes import ExitCode
+from forge_resilience.signals import Signals, Stopped
+
+
+def main() -> int:
+    """Run one command; `forge train` handles signals from here to the end of the process.
+
+    Returns:
+        The exit code: see `forge_resilience.exit_codes`.
+    """
+    if sys.argv[1:2] != ["train"]:
+        from forge_trainer.cli import main as command
+
+        return command()
+    with Signals(starting=True) as signals:
+        try:
+            from forge_trainer.cli import main as command
+
+            return command(signals=signals)
+        except (Stopped, Exception) as error:
+            # Of two ranks that are stopped, one may see the other go before it comes to its own signal.
+            if not isinstance(error, Stopped) and not (signals.starting and signals.received):
+                raise
+            cause = signals.received.name if signals.received else "a signal to another rank"
+            sys.stderr.write(f"stopped by {cause} before the first step of this start; start it again\n")
+            return ExitCode.PREEMPTED
+        finally:
+            signals.ignore()
+
 
 if __name__ == "__main__":
     sys.exit(main())

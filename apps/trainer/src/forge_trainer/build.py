@@ -82,14 +82,15 @@ class Run:
         )
 
 
-def build(job: Job, stack: ExitStack) -> Run:
+def build(job: Job, stack: ExitStack, signals: Signals | None = None) -> Run:
     """Make a run, continued from its newest checkpoint if it has one. Collective.
 
     Args:
         job: the configuration.
         stack: what the run opens is closed with it.
+        signals: entered; without it the run makes its own.
     """
-    signals = stack.enter_context(Signals())
+    signals = signals or stack.enter_context(Signals())
     env = Env.detect()
     device = env.device
     stack.enter_context(process_group(env, needed=job.precision.needs_group(device.type)))

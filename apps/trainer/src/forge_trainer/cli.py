@@ -10,10 +10,15 @@ from forge_config import ConfigError
 from forge_data.error import DataError
 from forge_model.error import ModelError
 from forge_resilience.exit_codes import ExitCode
+from forge_resilience.signals import Signals
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, signals: Signals | None = None) -> int:
     """Run one command.
+
+    Args:
+        arguments: of the command line; those of this process if None.
+        signals: entered, for `forge train`; without it the run makes its own.
 
     Returns:
         The exit code: see `forge_resilience.exit_codes`.
@@ -23,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if overrides and options.command != "train":
         parser.error(f"unknown arguments: {' '.join(overrides)}")
     try:
-        return _train(options.config, overrides) if options.command == "train" else _inspect(options)
+        return _train(options.config, overrides, signals) if options.command == "train" else _inspect(options)
     except (ConfigError, CheckpointError, DataError, ModelError) as error:
         sys.stderr.write(f"{error}\n")
         return ExitCode.CONFIG
@@ -54,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(config: str, overrides: Sequence[str]) -> ExitCode:
+def _train(config: str, overrides: Sequence[str], signals: Signals | None) -> ExitCode:
     from forge_trainer.job import load_job
     from forge_trainer.run_dir import require_same_job
 
@@ -64,7 +69,7 @@ def _train(config: str, overrides: Sequence[str]) -> ExitCode:
     # torch is loaded here and not before
     from forge_trainer.launch import run_job
 
-    return run_job(loaded, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
+    return run_job(loaded, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))), signals)
 
 
 def _inspect(options: argparse.Namespace) -> ExitCode:

@@ -3,6 +3,7 @@
 import logging
 import sys
 from contextlib import ExitStack
+from functools import partial
 
 from forge_ckpt.error import CheckpointError
 from forge_config import Loaded
@@ -10,19 +11,24 @@ from forge_data.error import DataError
 from forge_model.error import ModelError
 from forge_parallel.error import ParallelError
 from forge_resilience.exit_codes import ExitCode
-from forge_resilience.verdict import Verdict
+from forge_resilience.signals import Signals
+from forge_resilience.verdict import Verdict, agree
 
 from forge_trainer.build import build
 from forge_trainer.job import Job
 from forge_trainer.run_dir import describe
 
 
-def run_job(loaded: Loaded[Job], rank: int) -> ExitCode:
+def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None) -> ExitCode:
     """Start or continue a run. Collective.
 
     Args:
         loaded: the configuration; `require_same_job` has seen it.
         rank: of this process; the first one writes what describes the run.
+        signals: entered by the command; without it the run makes its own.
+
+    Raises:
+        Stopped: a signal came before the first step.
     """
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     job = loaded.value
@@ -30,7 +36,9 @@ def run_job(loaded: Loaded[Job], rank: int) -> ExitCode:
         describe(job, loaded.imports)
     try:
         with ExitStack() as stack:
-            run = build(job, stack)
+            signals = signals or stack.enter_context(Signals())
+            run = build(job, stack, signals)
+            signals.started(partial(agree, group=run.mesh.control_group))
             verdict = run.train()
     except (DataError, ModelError, ParallelError, CheckpointError) as error:
         sys.stderr.write(f"rank {rank}: {type(error).__name__}: {error}\n")

@@ -4,6 +4,7 @@ from .exit_codes import ExitCode as ExitCode
 from .finite import FiniteGuard as FiniteGuard
 from .finite import step_if_finite as step_if_finite
 from .signals import Signals as Signals
+from .signals import Stopped as Stopped
 from .verdict import Verdict as Verdict
 from .verdict import agree as agree
 
@@ -13,6 +14,7 @@ __all__ = [
     "FiniteGuard",
     "ResilienceConfig",
     "Signals",
+    "Stopped",
     "Verdict",
     "agree",
     "step_if_finite",

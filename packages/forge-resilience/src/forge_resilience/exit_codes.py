@@ -15,6 +15,6 @@ class ExitCode(IntEnum):
     CONFIG = 78
     """The configuration cannot be used; a human must change it (`EX_CONFIG` of sysexits.h)."""
     PREEMPTED = 85
-    """Stopped before its end with a checkpoint; start it again and it continues."""
+    """Stopped before its end, with a checkpoint or before its first step; start it again and it continues."""
     NOT_FINITE = 87
     """Too many steps in a row had a non-finite loss or gradient; starting again would do the same."""
