@@ -124,8 +124,11 @@ def test_attention_equals_the_call_and_the_eager_weights(name, padded):
     assert len(acts) == len(log.calls) * len(parts) == len(names) * len(parts)
     for module, call in zip(ran, log.calls, strict=True):
         q, k, v, raw, scores, pattern, z = (acts[f"{module}:attn.{part}"] for part in parts)
-        for got, given in ((q, call.query), (k, call.key), (v, call.value), (z, call.output)):
-            assert torch.equal(got, given)
+        assert torch.equal(q, call.query) and torch.equal(z, call.output)
+        groups = getattr(model.get_submodule(module), "num_key_value_groups", 1)
+        for got, given in ((k, call.key), (v, call.value)):
+            assert got.shape[1] == q.shape[1] // groups
+            assert torch.equal(got.repeat_interleave(given.shape[1] // got.shape[1], 1), given)
         torch.testing.assert_close(raw.double(), call.raw, **TOLERANCE)
         torch.testing.assert_close(scores.double(), call.scores, **TOLERANCE)
         rows = real(call, inputs["attention_mask"])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_interp.attention.heads import Rearrangements, canonical, pack, unpack
 from forge_interp.attention.placement import is_dtensor, local_parts, placed_like
 from forge_interp.attention.statistics import STATISTICS, Tile, attention_statistics, part
 from forge_interp.errors import InterpError
@@ -34,9 +35,9 @@ class AttentionCall:
     """What one `F.scaled_dot_product_attention` was given, and what it returned.
 
     Attributes:
-        query: [B, N, T, H] as given, so after rotary positions and norms.
-        key: [B, K, S, H] as given.
-        value: [B, K, S, H'] as given.
+        query: [B, N, T, H], after rotary positions and norms.
+        key: [B, K, S, H], before they were repeated for the heads, if they were.
+        value: [B, K, S, H'], the same.
         mask: broadcastable to [B, N, T, S]; bool (True: may attend) or added to the scores; or None.
         is_causal: query t sees keys 0..t, aligned at the first query and key as torch does when T != S.
         scale: factor of q k^T.
@@ -44,6 +45,8 @@ class AttentionCall:
         grouped: whether K < N was announced (`enable_gqa`).
         output: [B, N, T, H'].
         edits: raw, scores or pattern [B, N, T, S] that took the place of the computed ones.
+        packed: K if the model called it with the query heads that share keys packed into queries of one head.
+        repeats: how many times it had repeated keys, and values, for that call.
     """
 
     query: Tensor
@@ -56,10 +59,16 @@ class AttentionCall:
     grouped: bool
     output: Tensor
     edits: Mapping[str, Tensor] = field(default_factory=dict)
+    packed: int | None = None
+    repeats: tuple[int, int] = (1, 1)
 
     @classmethod
     def of(
-        cls, args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor | None = None
+        cls,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        output: Tensor | None = None,
+        rearranged: Rearrangements | None = None,
     ) -> AttentionCall:
         """Read the arguments of `F.scaled_dot_product_attention`.
 
@@ -67,6 +76,7 @@ class AttentionCall:
             args: as it was called.
             kwargs: as it was called.
             output: what it returned; None before it ran, where `output` only tells the dtype.
+            rearranged: what the model had done to the heads before.
 
         Raises:
             InterpError: nested tensors, or another number of dimensions than three or four.
@@ -79,6 +89,11 @@ class AttentionCall:
             raise InterpError(
                 f"attention was called with queries {list(query.shape)}; expected 3 or 4 dimensions"
             )
+        heads = rearranged.of(query, key, given["value"]) if rearranged else {}
+        if heads:
+            given = canonical(given, **heads)
+            query, key, mask = given["query"], given["key"], given["attn_mask"]
+            output = output if output is None or heads["packed"] is None else unpack(output, heads["packed"])
         is_causal, scale = bool(given["is_causal"]), given["scale"]
         biases = sys.modules.get("torch.nn.attention.bias")
         if biases is not None and isinstance(mask, biases.CausalBias):
@@ -93,7 +108,18 @@ class AttentionCall:
             dropout=float(given["dropout_p"]),
             grouped=bool(given["enable_gqa"]),
             output=query.to(_autocast_dtype(query)) if output is None else output,
+            **heads,
         )
+
+    @property
+    def is_rearranged(self) -> bool:
+        """Whether the model had rearranged heads for the call."""
+        return self.packed is not None or self.repeats != (1, 1)
+
+    @property
+    def returned(self) -> Tensor:
+        """The output with its heads arranged as the model had arranged those of its queries."""
+        return self.output if self.packed is None else pack(self.output, self.packed)  # type: ignore[return-value]
 
     @property
     def grid(self) -> tuple[int, int, int, int]:
@@ -142,17 +168,28 @@ class AttentionCall:
         return replace(self, **local_parts(tensors, self.mask))
 
     def run(self, attention: Callable[..., Tensor]) -> Tensor:
-        """[B, N, T, H'] what a function like `F.scaled_dot_product_attention` makes of these arguments."""
-        return attention(
-            self.query,
-            self.key,
-            self.value,
-            attn_mask=self.mask,
+        """[B, N, T, H'] what a function like `F.scaled_dot_product_attention` makes of these arguments.
+
+        It is given them arranged as the model had arranged them.
+        """
+        key, value = (
+            x.repeat_interleave(times, 1) if times > 1 else x
+            for x, times in zip((self.key, self.value), self.repeats, strict=True)
+        )
+        query, mask = self.query, self.mask
+        if self.packed is not None:
+            query, mask = pack(query, self.packed), pack(mask, self.packed)
+        output = attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
             dropout_p=self.dropout,
             is_causal=self.is_causal,
             scale=self.scale,
             enable_gqa=self.grouped,
         )
+        return output if self.packed is None else unpack(output, self.packed)  # type: ignore[return-value]
 
     def edited(self, name: str, change: Callable[[Tensor], Tensor]) -> AttentionCall:
         """This call as if raw, scores or pattern had been another; its output follows. Dense, differentiable.

@@ -101,9 +101,7 @@ def attention_statistics(
     padded sequence has the values of the unpadded one. `Tile.own` says which key is a query's own; in
     cross-attention there is none, and lag and induction mean nothing.
 
-    Heads, queries and keys are those of the call. When models of transformers decode one token with a mask,
-    the N / K heads that share keys are so many queries of one head: the values are [B, K, N / K], and
-    `reshape(B, N, 1)` puts them right. The first key of a sliding cache is no longer the first of the text.
+    The first key of a sliding cache is no longer the first of the text.
 
     Args:
         call: of the attention.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from forge_interp.attention.heads import Rearrangements
 
 SDPA_ONLY = (
     "F.scaled_dot_product_attention, where attention is seen: for a Hugging Face model call "
@@ -25,21 +28,25 @@ class Interception(TorchFunctionMode):
     exchanged.
 
     Args:
-        attend: called with the true function, its args and its kwargs; what it returns is the result.
+        attend: called with the true function, its args, its kwargs and what was done to the heads before (as
+            `rearranged`); what it returns is the result.
     """
 
-    def __init__(self, attend: Callable[[Callable[..., Tensor], tuple, dict[str, Any]], Tensor]) -> None:
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
         self._attend = attend
+        self._rearranged = Rearrangements()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
         if func is _SDPA:
-            return self._attend(_SDPA, args, kwargs or {})
+            return self._attend(_SDPA, args, kwargs or {}, self._rearranged)
         if func is F.multi_head_attention_forward:
-            with _exchanged(self._attend):
+            with _exchanged(partial(self._attend, rearranged=self._rearranged)):
                 return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._rearranged.note(func, args, result)
+        return result
 
 
 def is_intercepted() -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks  # type: ignore[import-not-found]
 
 from forge_interp.attention.call import AttentionCall
+from forge_interp.attention.heads import Rearrangements
 from forge_interp.hooks.interception import Interception, is_intercepted
 from forge_interp.hooks.sites import ATTENTION_TENSORS
 from forge_interp.hooks.taps import Phase, Tap, replaced
@@ -92,14 +93,20 @@ class Running(threading.local):
         while self._innermost(taps) is not None:
             self.leave(taps)
 
-    def attend(self, attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def attend(
+        self,
+        attention: Callable[..., Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        rearranged: Rearrangements | None = None,
+    ) -> Tensor:
         """Run one attention call through the taps; a call meanwhile is the same, seen by an outer `with`."""
         taps = [] if self._is_busy else self._listeners()
         if not taps:
             return attention(*args, **kwargs)
         self._is_busy = True
         try:
-            return _serve(taps, attention, args, kwargs)
+            return _serve(taps, attention, args, kwargs, rearranged)
         finally:
             self._is_busy = False
 
@@ -128,24 +135,34 @@ def _part_of_graph() -> tuple[bool, Any]:
     return torch.is_grad_enabled(), _top_saved_tensors_default_hooks(True)
 
 
-def _serve(taps: list[Tap], attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def _serve(
+    taps: list[Tap],
+    attention: Callable[..., Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+    rearranged: Rearrangements | None,
+) -> Tensor:
     edits = [tap for tap in taps if tap.phase is Phase.EDIT]
     early = [tap for tap in taps if tap.phase is Phase.BEFORE_EDITS]
+    call = AttentionCall.of(args, kwargs, rearranged=rearranged)
     if not edits or early:
-        call = AttentionCall.of(args, kwargs, attention(*args, **kwargs))
+        # Gradients are those of the canonical tensors, so the model has to go on with these.
+        follows = call.is_rearranged and any(x.requires_grad for x in (call.query, call.key, call.value))
+        if follows:
+            done = replace(call, output=call.run(attention))
+        else:
+            done = AttentionCall.of(args, kwargs, attention(*args, **kwargs), rearranged)
         for tap in taps if not edits else early:
-            tap.fire(tap.begin(), call)
+            tap.fire(tap.begin(), done)
         if not edits:
-            return call.output
-    late = [tap for tap in taps if tap.phase is Phase.AFTER_EDITS]
-    return _edited(attention, args, kwargs, edits, late)
+            return done.returned
+    return _edited(attention, call, edits, [tap for tap in taps if tap.phase is Phase.AFTER_EDITS])
 
 
 def _edited(
-    attention: Callable[..., Tensor], args: tuple, kwargs: dict, edits: list[Tap], captures: list[Tap]
+    attention: Callable[..., Tensor], call: AttentionCall, edits: list[Tap], captures: list[Tap]
 ) -> Tensor:
     """Edit the tensors of a call in the order in which they arise, and show them to the captures."""
-    call = AttentionCall.of(args, kwargs)
     named = {name: [tap for tap in edits if tap.site.path == (name,)] for name in ATTENTION_TENSORS}
     for name, attribute in (("q", "query"), ("k", "key"), ("v", "value")):
         for tap in named[name]:
@@ -163,4 +180,4 @@ def _edited(
     for tap in captures:
         if tap.site.path == ("z",):
             tap.fire(tap.begin(), call)
-    return call.output
+    return call.returned
