@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forks import Forks
 
 # Before anything imports torch or numpy: each xdist worker, and each process that a test starts, computes
 # with one thread, unless the caller says otherwise. With a thread a core each they wait for one another.
@@ -40,6 +41,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="slow; give --slow"))
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """Starts functions of a test file in processes that can be killed; see `Forks`."""
+    forks = Forks()
+    yield forks
+    forks.close()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -99,7 +108,7 @@ def _of_run() -> set[int]:
 
 def _warm() -> set[int]:
     """Processes that stay between tests by design: warm ranks, and the servers of multiprocessing."""
-    found = set()
+    found = set(Forks.servers)
     if testing := sys.modules.get("forge_parallel.testing"):
         found |= testing.warm_processes()
     if server := sys.modules.get("multiprocessing.forkserver"):

@@ -205,19 +205,17 @@ def save_forever(root) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_leaves_an_intact_newest(tmp_path):
+def test_killed_at_any_moment_leaves_an_intact_newest(tmp_path, forks):
     rng = random.Random(0)
     newest = 0
     for _ in range(25):
-        child = os.fork()
-        if child == 0:
-            save_forever(tmp_path)
+        child = forks.start(save_forever, tmp_path)
         end = time.monotonic() + 30
         while time.monotonic() < end and Store(tmp_path).progress() <= newest:
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.02))
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        assert forks.wait(child) == -signal.SIGKILL
         committed = Store(tmp_path).progress()
         into, found = resume(tmp_path)
         assert found is not None and found.step >= committed > newest
@@ -225,31 +223,31 @@ def test_killed_at_any_moment_leaves_an_intact_newest(tmp_path):
         newest = committed
 
 
+def save_until(root, call: int) -> None:
+    """Save, and end just before the given one of the calls that make it durable, as by SIGKILL."""
+    count = 0
+
+    def counted(original):
+        def run(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == call:
+                os._exit(9)
+            return original(*args, **kwargs)
+
+        return run
+
+    os.fsync, os.rename, os.replace = counted(os.fsync), counted(os.rename), counted(os.replace)
+    saved(root, 2)
+
+
 @pytest.mark.parametrize("call", range(1, 9))
-def test_killed_at_each_durable_call_of_a_save(tmp_path, call):
-    """The process ends, as by SIGKILL, just before the n-th fsync, rename or replace of a save."""
+def test_killed_at_each_durable_call_of_a_save(tmp_path, forks, call):
     saved(tmp_path, 1)
-    child = os.fork()
-    if child == 0:
-        count = 0
-
-        def counted(original):
-            def run(*args, **kwargs):
-                nonlocal count
-                count += 1
-                if count == call:
-                    os._exit(9)
-                return original(*args, **kwargs)
-
-            return run
-
-        os.fsync, os.rename, os.replace = counted(os.fsync), counted(os.rename), counted(os.replace)
-        saved(tmp_path, 2)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
+    code = forks.run(save_until, tmp_path, call)
     into, found = resume(tmp_path)
     assert found is not None
-    assert found.step == (2 if os.waitstatus_to_exitcode(status) == 0 or call > 4 else 1)
+    assert found.step == (2 if code == 0 or call > 4 else 1)
     assert_holds(into, found.step)
     saved(tmp_path, 3)
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".t")]

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from forge_interp.extraction.extract import extract_representations
+from forks import Forks
 from torch import Tensor, nn
 
 KILLS = int(os.environ.get("FORGE_KILLS", "3"))
@@ -62,31 +62,16 @@ def counting(act: Callable[[], Any], at: int | None) -> int:
     return count
 
 
-def start(act: Callable[[], Any]) -> int:
-    """Start a forked process; returns its id."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        try:
-            act()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return pid
+def killed_run(at: int, *arguments: Any) -> None:
+    counting(partial(run, *arguments), at)
 
 
-def exit_code(pid: int) -> int:
-    """Wait for a process; -9 when it was killed."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def killed_after(act: Callable[[], Any], delay_s: float) -> int:
-    """Start a process and send SIGKILL to it after some time; returns its exit code."""
-    pid = start(act)
+def killed_after(forks: Forks, delay_s: float, *arguments: Any) -> int:
+    """Start a run and send SIGKILL to it after some time; returns its exit code."""
+    pid = forks.start(run, *arguments)
     time.sleep(delay_s)
     os.kill(pid, signal.SIGKILL)
-    return exit_code(pid)
+    return forks.wait(pid)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -96,7 +81,7 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", SITES)
 def test_extract_ends_with_equal_bytes_when_killed_at_random_points(
-    tmp_path: Path, name: str, world_size: int
+    tmp_path: Path, forks: Forks, name: str, world_size: int
 ):
     (tmp_path / "whole").mkdir()
     total = counting(partial(run, tmp_path / "whole" / name, world_size, SMALL), None)
@@ -105,22 +90,23 @@ def test_extract_ends_with_equal_bytes_when_killed_at_random_points(
     for trial in range(KILLS):
         folder = tmp_path / str(trial)
         folder.mkdir()
-        act = partial(run, folder / name, world_size, SMALL)
+        arguments = (folder / name, world_size, SMALL)
         points = [random.randrange(1, total), random.randrange(1, total)]
         for at in points[: 1 + trial % 2]:  # every other one is killed again when it goes on
-            code = exit_code(start(partial(counting, act, at)))
+            code = forks.run(killed_run, at, *arguments)
             assert code in (0, -signal.SIGKILL)
             killed += code == -signal.SIGKILL
-        assert exit_code(start(act)) == 0
+        assert forks.run(run, *arguments) == 0
         assert files(folder) == whole, (trial, points)
     assert killed >= KILLS
 
 
 @pytest.mark.parametrize("name", SITES)
-def test_extract_ends_with_equal_bytes_when_killed_at_random_times(tmp_path: Path, name: str):
+def test_extract_ends_with_equal_bytes_when_killed_at_random_times(tmp_path: Path, forks: Forks, name: str):
     (tmp_path / "whole").mkdir()
+    assert forks.run(make_dataset, 1, 2) == 0  # what starts first also imports this file
     began = time.monotonic()
-    assert exit_code(start(partial(run, tmp_path / "whole" / name, 1, LARGE))) == 0
+    assert forks.run(run, tmp_path / "whole" / name, 1, LARGE) == 0
     whole_s = time.monotonic() - began
     whole, random, killed, left = files(tmp_path / "whole"), Random(name), 0, set()
     for trial in range(4 * KILLS):
@@ -128,31 +114,30 @@ def test_extract_ends_with_equal_bytes_when_killed_at_random_times(tmp_path: Pat
             break
         folder = tmp_path / str(trial)
         folder.mkdir()
-        act = partial(run, folder / name, 1, LARGE)
-        code = killed_after(act, random.uniform(0, whole_s))
+        code = killed_after(forks, random.uniform(0, whole_s), folder / name, 1, LARGE)
         killed += code == -signal.SIGKILL
         left |= {path.name for path in folder.rglob("*")}
-        assert exit_code(start(act)) == 0
+        assert forks.run(run, folder / name, 1, LARGE) == 0
         assert files(folder) == whole, trial
     assert killed == KILLS
     assert KILLS < 10 or "journal" in left
 
 
-def test_extract_ends_with_equal_bytes_when_processes_end_at_once(tmp_path: Path):
+def test_extract_ends_with_equal_bytes_when_processes_end_at_once(tmp_path: Path, forks: Forks):
     (tmp_path / "whole").mkdir()
     run(tmp_path / "whole" / "acts", 1, SMALL)
     for trial in range(4):
         (tmp_path / str(trial)).mkdir()
         out = tmp_path / str(trial) / "acts"
-        pids = [start(partial(run, out, 4, SMALL, [rank])) for rank in range(4)]
-        assert [exit_code(pid) for pid in pids] == [0] * 4
+        pids = [forks.start(run, out, 4, SMALL, [rank]) for rank in range(4)]
+        assert [forks.wait(pid) for pid in pids] == [0] * 4
         assert files(tmp_path / str(trial)) == files(tmp_path / "whole")
 
 
-def test_extract_ends_with_equal_bytes_when_two_processes_do_the_same(tmp_path: Path):
+def test_extract_ends_with_equal_bytes_when_two_processes_do_the_same(tmp_path: Path, forks: Forks):
     (tmp_path / "whole").mkdir()
     run(tmp_path / "whole" / "acts.npz", 1, LARGE)
     (tmp_path / "both").mkdir()
-    pids = [start(partial(run, tmp_path / "both" / "acts.npz", 1, LARGE)) for _ in range(3)]
-    assert [exit_code(pid) for pid in pids] == [0] * 3
+    pids = [forks.start(run, tmp_path / "both" / "acts.npz", 1, LARGE) for _ in range(3)]
+    assert [forks.wait(pid) for pid in pids] == [0] * 3
     assert files(tmp_path / "both") == files(tmp_path / "whole")

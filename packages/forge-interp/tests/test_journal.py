@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from forge_interp.errors import InterpError
+from forge_interp.extraction import journal
 from forge_interp.extraction.columns import BLOCK_BYTES
 from forge_interp.extraction.journal import Shard, committed_blocks, lock, read_chunks
+from forks import Forks
 from torch import Tensor
 
 REQUEST = {"batch_size": 2, "sites": ["a:out"]}
@@ -98,17 +100,15 @@ def test_shard_lists_how_another_request_differs(tmp_path: Path):
         Shard(tmp_path, REQUEST | {"batch_size": 3, "pool": "mean"})
 
 
-def test_shard_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("forge_interp.extraction.journal._LOCK_WAIT_S", 0.1)
+def be_refused(folder: Path) -> None:
+    journal._LOCK_WAIT_S = 0.1
+    with pytest.raises(InterpError, match="another process"):
+        Shard(folder, REQUEST)
+
+
+def test_shard_has_one_writer(tmp_path: Path, forks: Forks):
     with Shard(tmp_path, REQUEST):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                Shard(tmp_path, REQUEST)
-            except InterpError as error:
-                os._exit(7 if "another process" in str(error) else 8)
-            os._exit(9)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert forks.run(be_refused, tmp_path) == 0
 
 
 def test_lock_is_that_of_the_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,7 @@
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from forge_interp.extraction.extract import extract_representations
 from forge_interp.extraction.journal import Shard, lock
 from forge_interp.extraction.merge import merge, missing_ranks, shard_folder, working_folder
 from forge_interp.extraction.store import ActivationStore
+from forks import Forks
 from torch import Tensor, nn
 
 IDS = torch.randint(9, (12, 5), generator=torch.Generator().manual_seed(0))
@@ -85,21 +87,23 @@ def test_merge_leaves_the_shards_when_the_disk_is_full(
     assert torch.equal(ActivationStore.open(out)[site], torch.ones(3, 2))
 
 
-def test_merge_waits_for_another_process_that_merges(tmp_path: Path):
-    out = tmp_path / "a.npz"
-    fill(shard_folder(out, 0, 1), {}, "0:out", torch.ones(3, 2))
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        held = lock(working_folder(out) / "lock", 0)
-        os.write(writer, b"x")
+def hold_lock(out: Path, held: Path) -> None:
+    with lock(working_folder(out) / "lock", 0):
+        os.mkfifo(held)
+        held.open("wb").close()  # until the other one reads
         threading.Event().wait(0.5)
         assert not out.exists()
-        held.close()
-        os._exit(0)
-    os.read(reader, 1)
+
+
+def test_merge_waits_for_another_process_that_merges(tmp_path: Path, forks: Forks):
+    out, held = tmp_path / "a.npz", tmp_path / "held"
+    fill(shard_folder(out, 0, 1), {}, "0:out", torch.ones(3, 2))
+    pid = forks.start(hold_lock, out, held)
+    while not held.exists():
+        time.sleep(0.001)
+    held.open("rb").close()
     assert merge(out)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert forks.wait(pid) == 0
 
 
 @pytest.mark.parametrize("name", ["a.npz", "a"])
