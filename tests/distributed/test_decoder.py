@@ -10,12 +10,13 @@ from forge_ckpt import Store, TrainState
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel import (
+    ActivationCheckpointingConfig,
     Env,
     MeshConfig,
+    ParallelConfig,
     Plan,
-    RematConfig,
     build_mesh,
-    local_chunk,
+    local_shard,
     materialize,
     parallelize,
 )
@@ -31,7 +32,7 @@ LAYOUTS = {"fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2
 TIGHT = {"loss": 1e-5, "grad_norm": 1e-4}
 
 
-def build(sizes: dict, tied: bool = False, remat: str = "none", clip_norm: float = 0.5):
+def build(sizes: dict, tied: bool = False, checkpointing: str = "none", clip_norm: float = 0.5):
     """A step on a small decoder, and what it is made of."""
     env = Env.detect()
     mesh = build_mesh(MeshConfig(**(sizes if env.world_size > 1 else {})), env)
@@ -41,9 +42,10 @@ def build(sizes: dict, tied: bool = False, remat: str = "none", clip_norm: float
     )
     with torch.device("meta"):
         model = config.build()
-    parallelize(model, mesh, Plan.of(model), remat=RematConfig(mode=remat))
+    config = ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode=checkpointing))
+    parallelize(model, mesh, Plan.of(model), config)
     materialize(model, torch.device("cpu"))
-    initialize(model, 3, local_chunk)
+    initialize(model, 3, local_shard)
     optimizer = AdamWConfig(lr=1e-2).build(model.named_parameters())
     progress = Progress()
     step = TextStep(
@@ -67,12 +69,12 @@ def batch(index: int, mesh) -> list[dict[str, torch.Tensor]]:
     labels = rows[:, 1:].clone()
     for row in range(GLOBAL):
         labels[row, : row % (TOKENS + 1)] = -100
-    mine = torch.arange(GLOBAL).chunk(mesh.dp_size)[mesh.dp_rank]
+    mine = torch.arange(GLOBAL).chunk(mesh.batch.size)[mesh.batch.rank]
     return [{"tokens": rows[part, :-1], "labels": labels[part]} for part in mine.split(MICRO)]
 
 
-def curves(sizes: dict, tied: bool, remat: str, steps: int = 10) -> dict[str, list[float]]:
-    step, _, _, progress, mesh = build(sizes, tied, remat)
+def curves(sizes: dict, tied: bool, checkpointing: str, steps: int = 10) -> dict[str, list[float]]:
+    step, _, _, progress, mesh = build(sizes, tied, checkpointing)
     losses, norms = [], []
     for index in range(steps):
         out = step(batch(index, mesh))
@@ -92,10 +94,10 @@ def test_step_equals_one_process(layout, tied):
 
 
 @pytest.mark.dist
-def test_step_with_rematerialization_equals_one_process_without():
-    rematerialized = run_ranks(curves, 2, {}, False, "full")[0]
+def test_step_with_activation_checkpointing_equals_one_process_without():
+    checkpointed = run_ranks(curves, 2, {}, False, "full")[0]
     kept = run_ranks(curves, 1, {}, False, "none")[0]
-    assert rematerialized["loss"] == pytest.approx(kept["loss"], rel=1e-5)
+    assert checkpointed["loss"] == pytest.approx(kept["loss"], rel=1e-5)
 
 
 def initial_weights(sizes: dict) -> dict[str, str]:
@@ -130,7 +132,7 @@ def poisoned(where: str) -> list[bool]:
     state = TrainState(model, optimizer)
     before = {key: local_part(value).clone() for key, value in state.tensors().items()}
     handles = []
-    if mesh.dp_rank == mesh.dp_size - 1:
+    if mesh.batch.rank == mesh.batch.size - 1:
         if where == "loss":
             good = step.loss_fn
             step.loss_fn = lambda h, w, y: (lambda t: t._replace(total=t.total * float("nan")))(good(h, w, y))
@@ -141,7 +143,7 @@ def poisoned(where: str) -> list[bool]:
     finite = bool(out.finite)
     for handle in handles:
         handle.remove()
-    if where == "loss" and mesh.dp_rank == mesh.dp_size - 1:
+    if where == "loss" and mesh.batch.rank == mesh.batch.size - 1:
         step.loss_fn = good
     after = step(batch(4, mesh))
     moved = any(not torch.equal(local_part(v), before[k]) for k, v in state.tensors().items())
@@ -155,12 +157,16 @@ def test_nan_on_one_rank_reaches_no_parameter_on_any(world_size, where):
     assert run_ranks(poisoned, world_size, where) == [[True, False, True, True]] * world_size
 
 
+def store(folder: str, mesh) -> Store:
+    return Store(Path(folder), group=mesh.control_group, local_shard=partial(local_shard, mesh=mesh))
+
+
 def saved(folder: str, sizes: dict, steps: int) -> list[float]:
     """Train, save, and train on; the losses after the save."""
     step, model, optimizer, progress, mesh = build(sizes)
     for index in range(steps):
         progress.advance(step(batch(index, mesh)))
-    Store(Path(folder), group=mesh.control_group).save(steps, TrainState(model, optimizer).tensors(), {})
+    store(folder, mesh).save(steps, TrainState(model, optimizer).tensors(), {})
     return goes_on(step, progress, mesh, steps)
 
 
@@ -168,7 +174,7 @@ def loaded(folder: str, sizes: dict, steps: int) -> list[float]:
     step, model, optimizer, progress, mesh = build(sizes)
     for parameter in model.parameters():
         local_part(parameter).fill_(float("nan"))
-    found = Store(Path(folder), group=mesh.control_group).resume(TrainState(model, optimizer).targets)
+    found = store(folder, mesh).resume(TrainState(model, optimizer).targets)
     assert found is not None
     progress.step = found.step
     return goes_on(step, progress, mesh, steps)

@@ -12,7 +12,7 @@ from forge_interp.extraction.processes import Processes
 from forge_interp.extraction.store import ActivationStore
 from forge_model import DecoderConfig, initialize
 from forge_model.config import GroupedQueryConfig
-from forge_parallel import Env, MeshConfig, Plan, build_mesh, local_chunk, materialize, parallelize
+from forge_parallel import Env, MeshConfig, Plan, build_mesh, local_shard, materialize, parallelize
 from forge_parallel.mesh import Mesh
 from forge_parallel.testing import run_ranks
 from torch import nn
@@ -28,12 +28,12 @@ def build(layout: str) -> nn.Module:
     """A small decoder with the same weights everywhere."""
     attention = GroupedQueryConfig(num_heads=4, num_kv_heads=2, qk_norm=True)
     config = DecoderConfig(vocab_size=VOCAB, dim=32, num_layers=2, max_tokens=TOKENS, attention=attention)
-    mesh = build_mesh(MeshConfig(), Env.detect()) if layout == "fsdp" else Mesh()
+    mesh = build_mesh(MeshConfig(), Env.detect()) if layout == "fsdp" else Mesh(torch.device("cpu"))
     with torch.device("meta"):
         model = config.build()
     parallelize(model, mesh, Plan.of(model))
     materialize(model, torch.device("cpu"))
-    initialize(model, 3, local_chunk)
+    initialize(model, 3, local_shard)
     if layout == "tensor":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

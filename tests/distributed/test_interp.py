@@ -1,4 +1,4 @@
-"""Capture and edit on real gloo ranks, compiled and rematerialized, against one eager process."""
+"""Capture and edit on real gloo ranks, compiled and checkpointed, against one eager process."""
 
 import numpy as np
 import pytest
@@ -14,13 +14,14 @@ from forge_interp.weights import load_weights
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel import (
+    ActivationCheckpointingConfig,
     CompileConfig,
     Env,
     MeshConfig,
+    ParallelConfig,
     Plan,
-    RematConfig,
     build_mesh,
-    local_chunk,
+    local_shard,
     materialize,
     parallelize,
 )
@@ -48,19 +49,19 @@ def tokens() -> torch.Tensor:
 
 
 def mine(mesh: Mesh) -> torch.Tensor:
-    return tokens().chunk(mesh.dp_size)[mesh.dp_rank]
+    return tokens().chunk(mesh.batch.size)[mesh.batch.rank]
 
 
 def build(sizes: dict | None, options: dict | None = None) -> tuple[nn.Module, Mesh]:
     """A small float64 decoder, the same weights everywhere; without `sizes`, not touched by parallelism."""
     attention = GroupedQueryConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, qk_norm=True)
     config = DecoderConfig(vocab_size=VOCAB, dim=DIM, num_layers=3, max_tokens=TOKENS, attention=attention)
-    mesh = Mesh() if sizes is None else build_mesh(MeshConfig(**sizes), Env.detect())
+    mesh = Mesh(torch.device("cpu")) if sizes is None else build_mesh(MeshConfig(**sizes), Env.detect())
     with torch.device("meta"):
         model = config.build().double()
-    parallelize(model, mesh, Plan.of(model), **(options or {}))
+    parallelize(model, mesh, Plan.of(model), ParallelConfig(**(options or {})))
     materialize(model, torch.device("cpu"))
-    initialize(model, 3, local_chunk)
+    initialize(model, 3, local_shard)
     with torch.no_grad():
         for parameter in model.parameters():
             local_part(parameter).mul_(3)  # so that attention is not uniform
@@ -191,7 +192,7 @@ def test_edit_of_heads_that_are_spread_over_ranks_is_refused():
 
 def loaded(path: str, layout: str) -> dict[str, np.ndarray]:
     """Logits of a split model whose own weights were lost."""
-    model, mesh = (tensor_parallel(), Mesh()) if layout == "tensor" else build({})
+    model, mesh = (tensor_parallel(), Mesh(torch.device("cpu"))) if layout == "tensor" else build({})
     for parameter in model.parameters():
         local_part(parameter.data).fill_(float("nan"))
     load_weights(model, path)
@@ -238,13 +239,18 @@ def without_weights(found: dict) -> dict:
     return {key: value for key, value in found.items() if not key.endswith("weight")}
 
 
+CHECKPOINTED = ActivationCheckpointingConfig(mode="full")
 COMPILED = CompileConfig(enabled=True, backend="aot_eager")
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"remat": RematConfig(mode="full")}, {"remat": RematConfig(mode="full"), "compile": COMPILED}],
-    ids=["plain", "rematerialized", "rematerialized-compiled"],
+    [
+        {},
+        {"activation_checkpointing": CHECKPOINTED},
+        {"activation_checkpointing": CHECKPOINTED, "compile": COMPILED},
+    ],
+    ids=["plain", "checkpointed", "checkpointed-compiled"],
 )
 def test_gradients_of_activations_are_those_of_one_process(options):
     expected = trained(None, {}, watch=True)
@@ -283,7 +289,9 @@ def patched(sizes: dict | None, options: dict) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"remat": RematConfig(mode="full")}], ids=["plain", "rematerialized"]
+    "options",
+    [{}, {"activation_checkpointing": CHECKPOINTED}],
+    ids=["plain", "checkpointed"],
 )
 def test_patching_of_a_sharded_model_adds_up_to_one_process(options):
     expected = patched(None, {})
@@ -332,7 +340,7 @@ def stepped(sizes: dict, watch: bool) -> np.ndarray:
             seen(model, x, EVERYTHING)
         terms = model(x, labels=x, loss_fn=LossConfig().build())
         (terms.total / (ROWS * TOKENS)).backward()
-        losses.append(mesh.sum_(terms.total.detach().clone()).item())
+        losses.append(mesh.loss.sum_(terms.total.detach().clone()).item())
         optimizer.step()
         optimizer.zero_grad()
         if watch:

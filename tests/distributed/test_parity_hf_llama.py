@@ -3,7 +3,7 @@
 import pytest
 import torch
 from forge_parallel.apply import load_full, materialize, parallelize, set_sync
-from forge_parallel.config import CompileConfig, MeshConfig, RematConfig
+from forge_parallel.config import ActivationCheckpointingConfig, CompileConfig, MeshConfig, ParallelConfig
 from forge_parallel.env import Env
 from forge_parallel.error import ParallelError
 from forge_parallel.grads import clip_, global_norm
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.dist
 
 PLAN = {
     "blocks": "model.layers.*",
-    "solo": [["model.embed_tokens"], ["model.norm", "lm_head"]],
+    "units": [["model.embed_tokens"], ["model.norm", "lm_head"]],
     "attention": "model.layers.*.self_attn",
     "tensor": {
         "model.layers.*.self_attn.[qkv]_proj": "colwise",
@@ -24,7 +24,7 @@ PLAN = {
         "model.layers.*.mlp.down_proj": "rowwise",
     },
 }
-TIED_PLAN = {**PLAN, "solo": []}
+TIED_PLAN = {**PLAN, "units": []}
 VOCABULARY, GLOBAL_BATCH, TOKENS, STEPS, CLIP = 61, 8, 12, 10, 0.5
 
 
@@ -50,13 +50,13 @@ def curves(sizes: dict, options: dict, tied: bool) -> dict[str, list[float]]:
     env = Env.detect()
     torch.manual_seed(0)
     model = llama(tied)
-    mesh = Mesh()
+    mesh = Mesh(torch.device("cpu"))
     if env.world_size > 1:
         weights = {name: t.clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
         mesh = build_mesh(MeshConfig(**sizes), env)
         with torch.device("meta"):
             model = llama(tied)
-        parallelize(model, mesh, Plan.of(TIED_PLAN if tied else PLAN), **options)
+        parallelize(model, mesh, Plan.of(TIED_PLAN if tied else PLAN), ParallelConfig(**options))
         materialize(model, torch.device("cpu"))
         load_full(model, weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -64,7 +64,7 @@ def curves(sizes: dict, options: dict, tied: bool) -> dict[str, list[float]]:
     found = {"loss": [], "grad_norm": []}
     for _ in range(STEPS):
         tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, TOKENS + 1), generator=generator)
-        mine = torch.arange(GLOBAL_BATCH).chunk(mesh.dp_size)[mesh.dp_rank]
+        mine = torch.arange(GLOBAL_BATCH).chunk(mesh.batch.size)[mesh.batch.rank]
         total = torch.zeros(())
         for index, rows in enumerate(mine.chunk(2)):
             set_sync(model, last=index == 1)
@@ -74,11 +74,11 @@ def curves(sizes: dict, options: dict, tied: bool) -> dict[str, list[float]]:
             loss = loss / (GLOBAL_BATCH * TOKENS)
             loss.backward()
             total += loss.detach()
-        norm = global_norm(model.parameters())
+        norm = global_norm(model.parameters(), mesh)
         clip_(model.parameters(), CLIP, norm)
         optimizer.step()
         optimizer.zero_grad()
-        found["loss"].append(mesh.sum_(total).item())
+        found["loss"].append(mesh.loss.sum_(total).item())
         found["grad_norm"].append(norm.item())
     return found
 
@@ -95,8 +95,11 @@ def test_hf_llama_trains_like_one_process(world_size, sizes, tied):
     assert_matches_single(curves, world_size, sizes, {}, tied, rtol=EXACT)
 
 
-def test_hf_llama_rematerialized_and_compiled_trains_like_one_process():
-    options = {"remat": RematConfig(mode="full"), "compile": CompileConfig(enabled=True, backend="aot_eager")}
+def test_hf_llama_checkpointed_and_compiled_trains_like_one_process():
+    options = {
+        "activation_checkpointing": ActivationCheckpointingConfig(mode="full"),
+        "compile": CompileConfig(enabled=True, backend="aot_eager"),
+    }
     assert_matches_single(curves, 2, {}, options, False, rtol=EXACT)
 
 
@@ -104,4 +107,4 @@ def test_hf_llama_with_tied_embeddings_refuses_to_cut_them_apart():
     with torch.device("meta"):
         model = llama(tied=True)
     with pytest.raises(ParallelError, match=r"embed_tokens\.weight .*lm_head\.weight"):
-        parallelize(model, Mesh(), Plan.of(PLAN))
+        parallelize(model, Mesh(torch.device("cpu")), Plan.of(PLAN))

@@ -7,12 +7,18 @@ import pytest
 import torch
 from forge_model.init import Init, initialize
 from forge_parallel.apply import materialize, parallelize, set_sync
-from forge_parallel.config import CompileConfig, MeshConfig, PrecisionConfig, RematConfig
+from forge_parallel.config import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    MeshConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 from forge_parallel.env import Env
 from forge_parallel.grads import clip_, global_norm
 from forge_parallel.mesh import Mesh, build_mesh
 from forge_parallel.plan import Plan
-from forge_parallel.tensor import is_dtensor, local_chunk
+from forge_parallel.tensor import is_dtensor, local_shard
 from forge_parallel.testing import assert_matches_single, run_ranks
 from torch import nn
 
@@ -22,6 +28,7 @@ VOCABULARY, DIM, HIDDEN, DEPTH = 37, 20, 53, 3
 GLOBAL_BATCH, TOKENS, STEPS = 8, 6, 10
 MICRO_BATCHES = 2
 CLIP = 0.1
+CPU = torch.device("cpu")
 EXACT = {"loss": 1e-5, "grad_norm": 1e-4}
 
 
@@ -59,20 +66,20 @@ class Tagger(nn.Module):
 
 
 def plan(tied: bool) -> Plan:
-    solo = [] if tied else [["inlet"], ["norm", "gate", "outlet"]]
-    return Plan.of({"blocks": "stack.*", "solo": solo})
+    units = [] if tied else [["inlet"], ["norm", "gate", "outlet"]]
+    return Plan.of({"blocks": "stack.*", "units": units})
 
 
 def build(sizes: dict, options: dict, tied: bool) -> tuple[nn.Module, Mesh]:
     """On one rank with float32 compute the model is not wrapped at all."""
     env = Env.detect()
     sharded = env.world_size > 1 or "precision" in options
-    mesh = build_mesh(MeshConfig(**sizes if env.world_size > 1 else {}), env) if sharded else Mesh()
+    mesh = build_mesh(MeshConfig(**sizes if env.world_size > 1 else {}), env) if sharded else Mesh(CPU)
     with torch.device("meta"):
         model = Tagger(tied)
-    parallelize(model, mesh, plan(tied), **options)
-    materialize(model, torch.device("cpu"))
-    initialize(model, seed=3, chunk=local_chunk)
+    parallelize(model, mesh, plan(tied), ParallelConfig(**options))
+    materialize(model, CPU)
+    initialize(model, seed=3, shard=local_shard)
     return model, mesh
 
 
@@ -96,7 +103,7 @@ def curves(sizes: dict, options: dict, tied: bool = False) -> dict[str, list[flo
     found = {"loss": [], "grad_norm": []}
     for _ in range(STEPS):
         tokens, labels = draw(size=(GLOBAL_BATCH, TOKENS)), draw(size=(GLOBAL_BATCH, TOKENS))
-        mine = torch.arange(GLOBAL_BATCH).chunk(mesh.dp_size)[mesh.dp_rank]
+        mine = torch.arange(GLOBAL_BATCH).chunk(mesh.batch.size)[mesh.batch.rank]
         total = torch.zeros(())
         for index, rows in enumerate(mine.chunk(MICRO_BATCHES)):
             set_sync(model, last=index == MICRO_BATCHES - 1)
@@ -104,12 +111,12 @@ def curves(sizes: dict, options: dict, tied: bool = False) -> dict[str, list[flo
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels[rows].flatten(), reduction="sum")
             (loss / labels.numel()).backward()
             total += loss.detach() / labels.numel()
-        norm = global_norm(model.parameters())
+        norm = global_norm(model.parameters(), mesh)
         assert norm > CLIP, "clipping must matter here"
         clip_(model.parameters(), CLIP, norm)
         optimizer.step()
         optimizer.zero_grad()
-        found["loss"].append(mesh.sum_(total).item())
+        found["loss"].append(mesh.loss.sum_(total).item())
         found["grad_norm"].append(norm.item())
     return found
 
@@ -131,9 +138,12 @@ def test_own_module_starts_with_the_same_bits_in_every_layout(tied):
         assert run_ranks(initial_weights, world_size, sizes, tied) == [single] * world_size
 
 
-def test_own_module_rematerialized_and_compiled_trains_like_one_process():
+def test_own_module_checkpointed_and_compiled_trains_like_one_process():
     [plain] = run_ranks(curves, 1, {}, {})
-    options = {"remat": RematConfig(mode="full"), "compile": CompileConfig(enabled=True, backend="aot_eager")}
+    options = {
+        "activation_checkpointing": ActivationCheckpointingConfig(mode="full"),
+        "compile": CompileConfig(enabled=True, backend="aot_eager"),
+    }
     for found in run_ranks(curves, 4, {"dp_replicate": 2}, options, timeout_s=120):
         for name, bound in EXACT.items():
             assert found[name] == pytest.approx(plain[name], rel=bound)
@@ -142,7 +152,7 @@ def test_own_module_rematerialized_and_compiled_trains_like_one_process():
 def test_own_module_in_bf16_with_everything_composed_stays_near_float32():
     options = {
         "precision": PrecisionConfig(compute="bfloat16"),
-        "remat": RematConfig(mode="full"),
+        "activation_checkpointing": ActivationCheckpointingConfig(mode="full"),
         "compile": CompileConfig(enabled=True, backend="aot_eager"),
     }
     [plain] = run_ranks(curves, 1, {}, {})

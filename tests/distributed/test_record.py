@@ -61,7 +61,7 @@ sites = ["layers.*:out", "layers.*.attention:attn.entropy", "layers.*.ffn.w_down
 EXTRAS = {
     "plain": "",
     "hsdp": "[mesh]\ndp_replicate = 2\ndp_shard = 2\n",
-    "remat": '[remat]\nmode = "full"\n',
+    "checkpointed": '[activation_checkpointing]\nmode = "full"\n',
     "compiled": '[compile]\nenabled = true\nbackend = "aot_eager"\n',
     "bf16": '[precision]\ncompute = "bfloat16"\n',
 }
@@ -107,7 +107,7 @@ def recorded(tmp_path: Path, name: str, step: int) -> ActivationStore:
 
 @pytest.mark.parametrize(
     ("world_size", "extra"),
-    [(2, "plain"), (4, "hsdp"), (2, "remat"), (2, "compiled"), (2, "bf16")],
+    [(2, "plain"), (4, "hsdp"), (2, "checkpointed"), (2, "compiled"), (2, "bf16")],
 )
 def test_record_changes_no_bit_of_sharded_training(tmp_path, job, world_size, extra):
     expected = run_ranks(trained, world_size, job("plain", EXTRAS[extra]), timeout_s=120)

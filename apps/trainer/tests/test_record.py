@@ -137,8 +137,12 @@ def test_record_holds_what_the_trained_model_computes_on_held_out_text(job):
 
 @pytest.mark.parametrize(
     "extra",
-    ["", '\n[remat]\nmode = "full"\n', '\n[compile]\nenabled = true\nbackend = "aot_eager"\n'],
-    ids=["plain", "remat", "compiled"],
+    [
+        "",
+        '\n[activation_checkpointing]\nmode = "full"\n',
+        '\n[compile]\nenabled = true\nbackend = "aot_eager"\n',
+    ],
+    ids=["plain", "checkpointed", "compiled"],
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
 def test_record_changes_no_bit_of_the_training(job, extra):

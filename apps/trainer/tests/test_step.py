@@ -38,7 +38,7 @@ def test_step_moves_by_the_clipped_gradient_of_the_mean_loss(clip_norm):
         optimizer=optimizer,
         lr_factor=lambda step: 0.5,
         progress=Progress(),
-        mesh=Mesh(),
+        mesh=Mesh(torch.device("cpu")),
         device=torch.device("cpu"),
         seed=0,
         clip_norm=clip_norm,

@@ -2,7 +2,7 @@ import pytest
 import torch
 from forge_model import DecoderConfig, ModelError, initialize
 from forge_model.config import GroupedQueryConfig
-from forge_model.init import BLOCK_ELEMENTS
+from forge_model.init import BLOCK_ELEMENTS, FullShard, full_shard
 
 
 def build(**options):
@@ -57,12 +57,12 @@ def test_initialize_of_a_shard_is_the_shard_of_the_whole(rows, columns):
     assert whole.embed.weight.numel() > BLOCK_ELEMENTS
     part = torch.full((rows[1] - rows[0], columns[1] - columns[0]), float("nan"))
 
-    def chunk(parameter):
+    def shard(parameter):
         if parameter is sharded.embed.weight:
-            return part, (rows[0], columns[0])
-        return parameter.detach(), (0,) * parameter.ndim
+            return FullShard(part, (rows[0], columns[0]))
+        return full_shard(parameter)
 
-    initialize(sharded, 3, chunk)
+    initialize(sharded, 3, shard)
     assert torch.equal(part, whole.embed.weight[slice(*rows), slice(*columns)])
 
 

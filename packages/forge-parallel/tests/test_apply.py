@@ -1,7 +1,13 @@
 import pytest
 import torch
 from forge_parallel.apply import load_full, materialize, parallelize, set_sync
-from forge_parallel.config import CompileConfig, MeshConfig, PrecisionConfig, RematConfig
+from forge_parallel.config import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    MeshConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 from forge_parallel.env import Env
 from forge_parallel.error import ParallelError
 from forge_parallel.grads import clip_, global_norm
@@ -11,8 +17,9 @@ from forge_parallel.tensor import local_part
 from forge_parallel.testing import assert_matches_single, run_ranks
 from torch import nn
 
-PLAN = {"blocks": "blocks.*", "solo": [["inlet"], ["norm", "outlet"]]}
+PLAN = {"blocks": "blocks.*", "units": [["inlet"], ["norm", "outlet"]]}
 GLOBAL_BATCH = 8
+CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
@@ -43,11 +50,11 @@ def curves(sizes: dict, options: dict, steps: int = 10) -> dict[str, list[float]
     """Ten clipped AdamW steps with accumulation over two micro-batches."""
     env = Env.detect()
     wrapped = env.world_size > 1 or options
-    mesh = build_mesh(MeshConfig(**sizes), env) if wrapped else Mesh()  # alone: the model as it came
+    mesh = build_mesh(MeshConfig(**sizes), env) if wrapped else Mesh(CPU)  # alone: the model as it came
     with torch.device("meta"):
         model = Net()
-    parallelize(model, mesh, Plan.of(PLAN), **options)
-    materialize(model, torch.device("cpu"))
+    parallelize(model, mesh, Plan.of(PLAN), ParallelConfig(**options))
+    materialize(model, CPU)
     load_full(model, weights())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
@@ -55,19 +62,19 @@ def curves(sizes: dict, options: dict, steps: int = 10) -> dict[str, list[float]
     for _ in range(steps):
         x = torch.randn(GLOBAL_BATCH, 5, generator=generator)
         y = torch.randn(GLOBAL_BATCH, 3, generator=generator) * 10
-        mine = torch.arange(GLOBAL_BATCH).chunk(mesh.dp_size)[mesh.dp_rank]
+        mine = torch.arange(GLOBAL_BATCH).chunk(mesh.batch.size)[mesh.batch.rank]
         total = torch.zeros(())
         for index, rows in enumerate(mine.chunk(2)):
             set_sync(model, last=index == 1)
             loss = (model(x[rows].to(model_dtype(options))).float() - y[rows]).square().sum() / GLOBAL_BATCH
             loss.backward()
             total += loss.detach()
-        norm = global_norm(model.parameters())
+        norm = global_norm(model.parameters(), mesh)
         clip_(model.parameters(), 1.0, norm)
-        assert global_norm(model.parameters()) <= 1.0 + 1e-4
+        assert global_norm(model.parameters(), mesh) <= 1.0 + 1e-4
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(mesh.sum_(total).item())
+        losses.append(mesh.loss.sum_(total).item())
         norms.append(norm.item())
     return {"loss": losses, "grad_norm": norms}
 
@@ -86,8 +93,11 @@ def test_parallelize_equals_one_process(world_size, sizes):
 
 
 @pytest.mark.dist
-def test_parallelize_equals_one_process_when_rematerialized_and_compiled():
-    options = {"remat": RematConfig(mode="full"), "compile": CompileConfig(enabled=True, backend="aot_eager")}
+def test_parallelize_equals_one_process_when_checkpointed_and_compiled():
+    options = {
+        "activation_checkpointing": ActivationCheckpointingConfig(mode="full"),
+        "compile": CompileConfig(enabled=True, backend="aot_eager"),
+    }
     compared = run_ranks(curves, 2, {}, options, 3, timeout_s=120)
     plain = run_ranks(curves, 1, {}, {}, 3)[0]
     assert compared[0]["loss"] == pytest.approx(plain["loss"], rel=1e-5)
@@ -109,7 +119,7 @@ def nan_on_one_rank() -> list[float]:
     load_full(model, weights())
     loss = model(torch.ones(2, 5)).sum()
     (loss * (float("nan") if env.rank == 1 else 1.0)).backward()
-    return [global_norm(model.parameters()).item()]
+    return [global_norm(model.parameters(), mesh).item()]
 
 
 @pytest.mark.dist
@@ -118,14 +128,14 @@ def test_global_norm_is_nan_on_all_ranks_when_one_gradient_is():
 
 
 def test_parallelize_twice_is_an_error():
-    model = parallelize(Net(), Mesh(), Plan.of(PLAN))
+    model = parallelize(Net(), Mesh(CPU), Plan.of(PLAN))
     with pytest.raises(ParallelError, match="before"):
-        parallelize(model, Mesh(), Plan.of(PLAN))
+        parallelize(model, Mesh(CPU), Plan.of(PLAN))
 
 
 def test_parallelize_refuses_a_pattern_that_names_nothing():
     with pytest.raises(ParallelError, match=r"layers\.\*.*blocks\.\*"):
-        parallelize(Net(), Mesh(), Plan.of({"blocks": "layers.*"}))
+        parallelize(Net(), Mesh(CPU), Plan.of({"blocks": "layers.*"}))
 
 
 def test_plan_refuses_unknown_roles():
@@ -136,7 +146,7 @@ def test_plan_refuses_unknown_roles():
 def test_materialize_poisons_what_nobody_wrote():
     with torch.device("meta"):
         model = Net()
-    materialize(model, torch.device("cpu"))
+    materialize(model, CPU)
     assert all(local_part(p).isnan().all() for p in model.parameters())
 
 
@@ -149,7 +159,9 @@ def test_load_full_lists_what_does_not_fit():
 
 
 def test_pure_bf16_has_bf16_masters():
-    model = parallelize(Net(), Mesh(), Plan.of(PLAN), precision=PrecisionConfig(pure_bf16=True))
+    model = parallelize(
+        Net(), Mesh(CPU), Plan.of(PLAN), ParallelConfig(precision=PrecisionConfig(pure_bf16=True))
+    )
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 

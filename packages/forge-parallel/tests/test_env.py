@@ -119,7 +119,7 @@ def test_a_lone_float32_process_loads_neither_fsdp_nor_the_compiler():
             materialize(model, torch.device("cpu"))
             load_full(model, {n: torch.ones_like(p) for n, p in model.named_parameters()})
             model(torch.ones(1, 2)).sum().backward()
-            norm = global_norm(model.parameters())
+            norm = global_norm(model.parameters(), mesh)
             clip_(model.parameters(), 1.0, norm)
             for options in ({"fused": True}, {"foreach": True}, {}):
                 with without_dynamo():

@@ -1,7 +1,12 @@
 import pytest
 import torch
+from forge_parallel.config import MeshConfig
+from forge_parallel.env import Env
 from forge_parallel.grads import clip_, global_norm
+from forge_parallel.mesh import Mesh, build_mesh
 from forge_parallel.testing import run_ranks
+
+LONE = Mesh(torch.device("cpu"))
 
 
 def parameter(gradient: torch.Tensor | None) -> torch.nn.Parameter:
@@ -13,24 +18,24 @@ def parameter(gradient: torch.Tensor | None) -> torch.nn.Parameter:
 def test_global_norm_equals_torch_and_counts_no_gradient_as_zero():
     parameters = [parameter(torch.randn(4, 3)), parameter(None), parameter(torch.randn(5))]
     wanted = torch.nn.utils.clip_grad_norm_(parameters, 1e9)
-    assert global_norm(parameters).item() == pytest.approx(wanted.item(), rel=1e-6)
-    assert global_norm([parameter(None)]) == 0
+    assert global_norm(parameters, LONE).item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert global_norm([parameter(None)], LONE) == 0
 
 
 def test_global_norm_of_float64_is_float64():
-    assert global_norm([parameter(torch.ones(3, dtype=torch.float64))]).dtype == torch.float64
+    assert global_norm([parameter(torch.ones(3, dtype=torch.float64))], LONE).dtype == torch.float64
 
 
 def test_global_norm_of_bfloat16_is_taken_in_float32():
     gradient = torch.full((4096,), 1 + 2**-7, dtype=torch.bfloat16)
-    assert global_norm([parameter(gradient)]).item() == pytest.approx(64 * (1 + 2**-7), rel=1e-6)
+    assert global_norm([parameter(gradient)], LONE).item() == pytest.approx(64 * (1 + 2**-7), rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_clip_scales_down_and_never_up(dtype):
     big, small = parameter(torch.tensor([3.0, 4.0], dtype=dtype)), parameter(torch.tensor([0.3, 0.4]))
-    clip_([big], 1.0, global_norm([big]))
-    clip_([small], 1.0, global_norm([small]))
+    clip_([big], 1.0, global_norm([big], LONE))
+    clip_([small], 1.0, global_norm([small], LONE))
     assert big.grad.tolist() == pytest.approx([0.6, 0.8], rel=5e-3)  # pyright: ignore[reportOptionalMemberAccess]
     assert small.grad.tolist() == pytest.approx([0.3, 0.4])  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -58,11 +63,12 @@ def mixed_layouts() -> tuple[float, float]:
         p = torch.nn.Parameter(torch.zeros_like(cut))
         p.grad = cut
         parameters.append(p)
-    norm = global_norm(parameters)
+    grid = build_mesh(MeshConfig(), Env.detect())
+    norm = global_norm(parameters, grid)
     clip_(parameters, 0.5, norm)
     wanted = torch.cat([g.flatten() for g in whole]).norm()
     assert norm.item() == pytest.approx(wanted.item(), rel=1e-6)
-    return norm.item(), global_norm(parameters).item()
+    return norm.item(), global_norm(parameters, grid).item()
 
 
 @pytest.mark.dist

@@ -5,7 +5,7 @@ from forge_parallel.config import MeshConfig
 from forge_parallel.env import Env
 from forge_parallel.mesh import build_mesh
 from forge_parallel.plan import Plan
-from forge_parallel.tensor import local_chunk
+from forge_parallel.tensor import local_shard
 from forge_parallel.testing import run_ranks
 from torch import nn
 
@@ -25,7 +25,7 @@ def chunks(sizes: dict) -> dict[str, tuple]:
     materialize(parallelize(model, mesh, Plan.of({"blocks": "blocks.*"})), torch.device("cpu"))
     found = {}
     for name, parameter in model.named_parameters():
-        local, offsets = local_chunk(parameter)
+        local, offsets, _ = local_shard(parameter)
         local.fill_(1.0)  # must write through to the parameter
         assert (parameter.to_local() == 1).all()  # pyright: ignore[reportAttributeAccessIssue]
         found[name] = (tuple(parameter.shape), tuple(local.shape), offsets)
@@ -38,7 +38,7 @@ def rows(of_ranks: list[dict], name: str) -> list[list[int]]:
 
 
 @pytest.mark.dist
-def test_local_chunk_covers_uneven_and_empty_shards_once():
+def test_local_shard_covers_uneven_and_empty_shards_once():
     ranks = run_ranks(chunks, 4, {})
     assert rows(ranks, "blocks.0.weight") == [[0, 1], [2, 3], [4, 5], [6]]
     assert rows(ranks, "blocks.0.bias") == [[0, 1], [2, 3], [4, 5], [6]]
@@ -46,6 +46,6 @@ def test_local_chunk_covers_uneven_and_empty_shards_once():
 
 
 @pytest.mark.dist
-def test_local_chunk_is_the_same_in_all_replicas_of_hsdp():
+def test_local_shard_is_the_same_in_all_replicas_of_hsdp():
     ranks = run_ranks(chunks, 4, {"dp_replicate": 2})
     assert rows(ranks, "blocks.0.weight") == [[0, 1, 2, 3], [4, 5, 6]] * 2

@@ -15,6 +15,7 @@ from forge_parallel.capabilities import without_dynamo
 from forge_parallel.env import Env, process_group
 from forge_parallel.mesh import Mesh, build_mesh
 from forge_parallel.plan import Plan
+from forge_parallel.tensor import local_shard
 from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 from torch import nn
@@ -99,8 +100,7 @@ def build(job: Job, stack: ExitStack, signals: Signals | None = None) -> Run:
     with torch.device("meta"):
         model = job.model.build()
     plan = Plan.of(model)
-    options = {"precision": job.precision, "remat": job.remat, "compile": job.compile}
-    parallelize(model, mesh, plan, device_type=device.type, **options)
+    parallelize(model, mesh, plan, job.parallel)
     materialize(model, device)
     fill(model, job)
 
@@ -109,10 +109,18 @@ def build(job: Job, stack: ExitStack, signals: Signals | None = None) -> Run:
     loss_fn = job.loss.build()
     checkpoint = job.checkpoint
     store = Store(
-        job.job.directory / "checkpoints", checkpoint.keep, checkpoint.keep_every_steps, mesh.control_group
+        job.job.directory / "checkpoints",
+        checkpoint.keep,
+        checkpoint.keep_every_steps,
+        mesh.control_group,
+        partial(local_shard, mesh=mesh),
     )
     data = partial(
-        build_loader, job.data, rank=mesh.dp_rank, world_size=mesh.dp_size, micro_batch=job.train.micro_batch
+        build_loader,
+        job.data,
+        rank=mesh.batch.rank,
+        world_size=mesh.batch.size,
+        micro_batch=job.train.micro_batch,
     )
     state = TrainState(model, optimizer)
     progress, fingerprint = resume(store, state)

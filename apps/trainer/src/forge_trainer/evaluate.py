@@ -34,6 +34,6 @@ def evaluate(
         terms = model(**micro.to(device).inputs, loss_fn=loss_fn)
         sums += torch.stack([terms.sums["loss"].value.double(), terms.sums["loss"].count.double()])
     model.train(was_training)
-    cross_entropy, count = mesh.sum_(sums).tolist()
+    cross_entropy, count = mesh.loss.sum_(sums).tolist()
     loss = cross_entropy / count
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}

@@ -74,7 +74,7 @@ def evaluate_run(options: argparse.Namespace) -> None:
     model, step = load_model(job)
     device = next(model.parameters()).device
     loader = build_loader(job.data, "validation", micro_batch=job.train.micro_batch)
-    results = evaluate(model, loader, job.loss.build(), Mesh(), device)
+    results = evaluate(model, loader, job.loss.build(), Mesh(device), device)
     numbers = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
     sys.stdout.write(f"{options.directory} at step {step}: {numbers}\n")
 

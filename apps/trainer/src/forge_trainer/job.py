@@ -12,7 +12,14 @@ from forge_config import ALL_KEYS, Config, Meta
 from forge_config.load import Loaded, load
 from forge_data.config import DataConfig
 from forge_model.config import LossConfig, ModelConfig
-from forge_parallel.config import CompileConfig, MeshConfig, PrecisionConfig, RematConfig
+from forge_parallel.config import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    FSDPConfig,
+    MeshConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 from forge_resilience.config import ResilienceConfig
 
 from forge_trainer.hooks import HookConfig
@@ -93,13 +100,24 @@ class Job(Config):
     loss: LossConfig = LossConfig()
     eval: EvalConfig = EvalConfig()
     mesh: MeshConfig = MeshConfig()
+    fsdp: FSDPConfig = FSDPConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    remat: RematConfig = RematConfig()
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     compile: CompileConfig = CompileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     track: TrackConfig = TrackConfig()
     hooks: dict[str, HookConfig] = {}
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The sections that `parallelize` applies."""
+        return ParallelConfig(
+            fsdp=self.fsdp,
+            precision=self.precision,
+            activation_checkpointing=self.activation_checkpointing,
+            compile=self.compile,
+        )
 
 
 def sequences_fit_the_model(model: ModelConfig, data: DataConfig) -> None:

@@ -13,7 +13,17 @@ from forge_config import ConfigError, diff, to_toml
 
 from forge_trainer.job import Job, load_job
 
-FREE_SECTIONS = ("mesh.", "remat.", "compile.", "track.", "checkpoint.", "resilience.", "eval.", "hooks.")
+FREE_SECTIONS = (
+    "mesh.",
+    "fsdp.",
+    "activation_checkpointing.",
+    "compile.",
+    "track.",
+    "checkpoint.",
+    "resilience.",
+    "eval.",
+    "hooks.",
+)
 FREE_KEYS = ("job.root", "train.micro_batch", "train.log_every_steps", "data.workers", "data.cache_dir")
 """What may change when a run is continued: it does not change what is learnt, beyond float rounding."""
 

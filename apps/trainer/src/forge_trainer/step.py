@@ -71,14 +71,14 @@ class TextStep:
 
     def __call__(self, batch: Batch) -> StepOutput:
         """Take one step; without effect when loss or gradient of any rank are not finite. Collective."""
-        seed_step(self.seed, self.progress.step, self.mesh.dp_rank, self.device)
+        seed_step(self.seed, self.progress.step, self.mesh.batch.rank, self.device)
         batch = [micro.to(self.device) for micro in batch]
         counts = torch.stack([micro.statistics["targets"] for micro in batch])
-        valid = self.mesh.sum_(counts.sum().float())
+        valid = self.mesh.loss.sum_(counts.sum().float())
         means = self._backward(batch, valid.clamp(min=1))
 
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = global_norm(parameters)
+        norm = global_norm(parameters, self.mesh)
         finite = torch.isfinite(norm) & torch.isfinite(means["loss"])
         if self.clip_norm:
             clip_(parameters, self.clip_norm, norm)
@@ -87,8 +87,8 @@ class TextStep:
             step_if_finite(self.optimizer, finite)
             self.optimizer.zero_grad()
 
-        samples = sum(len(micro.inputs["tokens"]) for micro in batch) * self.mesh.dp_size
-        tokens = sum(micro.inputs["tokens"].numel() for micro in batch) * self.mesh.dp_size
+        samples = sum(len(micro.inputs["tokens"]) for micro in batch) * self.mesh.batch.size
+        tokens = sum(micro.inputs["tokens"].numel() for micro in batch) * self.mesh.batch.size
         return StepOutput(means.pop("loss"), norm, finite, lr, samples, tokens, means)
 
     def _backward(self, batch: Batch, valid: Tensor) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ class TextStep:
             (terms.total / valid).backward()
             for name, one in terms.sums.items():
                 sums[name] = sums.get(name, 0) + torch.stack([one.value, one.count])
-        values, counts = self.mesh.sum_(torch.stack(list(sums.values()))).unbind(1)
+        values, counts = self.mesh.loss.sum_(torch.stack(list(sums.values()))).unbind(1)
         return dict(zip(sums, values / counts.clamp(min=1), strict=True))
 
     def _set_lr(self) -> float:

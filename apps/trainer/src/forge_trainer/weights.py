@@ -10,7 +10,7 @@ from forge_ckpt.weights import Weights
 from forge_model.hf import config_from_hf, from_hf
 from forge_model.init import initialize
 from forge_parallel.apply import load_full
-from forge_parallel.tensor import local_chunk
+from forge_parallel.tensor import local_shard
 from forge_resilience.deadline import Deadline
 from torch import Tensor, nn
 
@@ -26,7 +26,7 @@ def fill(model: nn.Module, job: Job) -> None:
         ModelError: the weights are those of another model.
     """
     if job.train.init_from is None:
-        initialize(model, job.job.seed, local_chunk)
+        initialize(model, job.job.seed, local_shard)
         return
     weights = Weights(job.train.init_from)
     theirs: Mapping[str, Tensor] = from_hf(weights, config_from_hf(weights.config()))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -19,31 +19,56 @@ Described = Mapping[str, Entry]
 """Tensors of a checkpoint by name."""
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor; does not import DTensor for it."""
-    return hasattr(tensor, "device_mesh")
+class Shard(Protocol):
+    """The box of a tensor that this rank holds: `forge_parallel.LocalShard`, or another of this form."""
+
+    @property
+    def values(self) -> Tensor:
+        """What is held, sharing memory with the tensor."""
+        ...
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where in the full tensor it starts."""
+        ...
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank, of all that hold the same box, writes it."""
+        ...
 
 
-def box(tensor: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """The local values of a tensor and where in the whole they start."""
-    if not is_sharded(tensor):
-        return tensor.detach(), (0,) * tensor.ndim
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.detach().to_local(), tuple(start)
+LocalShard = Callable[[Tensor], Shard]
+"""Which box of a tensor this rank holds."""
 
 
-def writes(tensor: Any, rank: int) -> bool:
-    """Whether this rank writes its box: of several ranks with the same box only the first does."""
-    if not is_sharded(tensor):
-        return rank == 0
-    coordinate = tensor.device_mesh.get_coordinate()
-    copies = (place for place, at in zip(tensor.placements, coordinate, strict=True) if at > 0)
-    return all(place.is_shard() for place in copies)
+class _Full(NamedTuple):
+    values: Tensor
+    offsets: tuple[int, ...]
+    is_first_copy: bool
 
 
-def write_boxes(file: BinaryIO, name: str, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Entry]:
+def plain_tensors(rank: int) -> LocalShard:
+    """Every rank holds all of each tensor, and the first one writes it.
+
+    The function that is returned raises CheckpointError for a DTensor.
+    """
+
+    def local_shard(tensor: Tensor) -> Shard:
+        if hasattr(tensor, "_local_tensor"):
+            raise CheckpointError(
+                f"a tensor of shape {tuple(tensor.shape)} is a DTensor; only plain tensors can be saved and "
+                "loaded unless the store knows who holds what: give Store(local_shard=...), say "
+                "functools.partial(forge_parallel.local_shard, mesh=mesh)"
+            )
+        return _Full(tensor.detach(), (0,) * tensor.ndim, rank == 0)
+
+    return local_shard
+
+
+def write_boxes(
+    file: BinaryIO, name: str, tensors: Mapping[str, Tensor], local_shard: LocalShard
+) -> dict[str, Entry]:
     """Write this rank's boxes into one file, one after the other, aligned.
 
     Returns:
@@ -51,9 +76,10 @@ def write_boxes(file: BinaryIO, name: str, tensors: Mapping[str, Tensor], rank: 
     """
     entries: dict[str, Entry] = {}
     for key, tensor in tensors.items():
-        local, start = box(tensor)
+        shard = local_shard(tensor)
+        local, start = shard.values, shard.offsets
         chunks = []
-        if local.numel() and writes(tensor, rank):
+        if local.numel() and shard.is_first_copy:
             offset = file.tell() + -file.tell() % ALIGNMENT
             file.write(b"\0" * (offset - file.tell()))
             data = local.cpu().contiguous().flatten().view(torch.uint8).numpy().data
@@ -87,17 +113,21 @@ def require_fit(manifest: Manifest, targets: Mapping[str, Tensor]) -> None:
         )
 
 
-def stage(folder: Path, manifest: Manifest, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def stage(
+    folder: Path, manifest: Manifest, targets: Mapping[str, Tensor], local_shard: LocalShard
+) -> dict[str, Tensor]:
     """Read the local box of each target from disk, verified, without touching the target.
 
     Raises:
         DamagedError: bytes that are needed are not those that were written.
     """
-    return {key: _assemble(folder, manifest.tensors[key], target) for key, target in targets.items()}
+    return {
+        key: _assemble(folder, manifest.tensors[key], local_shard(target)) for key, target in targets.items()
+    }
 
 
-def _assemble(folder: Path, entry: Entry, target: Tensor) -> Tensor:
-    local, start = box(target)
+def _assemble(folder: Path, entry: Entry, shard: Shard) -> Tensor:
+    local, start = shard.values, shard.offsets
     staged = torch.empty(local.shape, dtype=local.dtype)
     stop = [a + n for a, n in zip(start, local.shape, strict=True)]
     for chunk in entry.chunks:
@@ -113,7 +143,7 @@ def _assemble(folder: Path, entry: Entry, target: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def commit(staged: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+def commit(staged: Mapping[str, Tensor], targets: Mapping[str, Tensor], local_shard: LocalShard) -> None:
     """Copy staged boxes into their targets."""
     for key, target in targets.items():
-        box(target)[0].copy_(staged[key])
+        local_shard(target).values.copy_(staged[key])

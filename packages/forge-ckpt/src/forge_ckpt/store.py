@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from forge_ckpt.shards import LocalShard
+
 log = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(\d{9,})")
@@ -41,10 +43,17 @@ class Store:
         keep: newest checkpoints that stay.
         keep_every_steps: checkpoints at multiples of this stay for good; 0 keeps none.
         group: a CPU group for nothing else, so that it never waits for training; None in a lone process.
+        local_shard: which part of a tensor this rank holds, `functools.partial(forge_parallel.local_shard,
+            mesh=mesh)` for sharded models; without it, every tensor is plain and the same on all ranks.
     """
 
     def __init__(
-        self, root: Path, keep: int = 3, keep_every_steps: int = 0, group: ProcessGroup | None = None
+        self,
+        root: Path,
+        keep: int = 3,
+        keep_every_steps: int = 0,
+        group: ProcessGroup | None = None,
+        local_shard: LocalShard | None = None,
     ) -> None:
         self.root = Path(root)
         self.keep = keep
@@ -55,6 +64,13 @@ class Store:
             import torch.distributed as dist
 
             self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._given_local_shard = local_shard
+
+    @property
+    def _local_shard(self) -> LocalShard:
+        from forge_ckpt.shards import plain_tensors
+
+        return self._given_local_shard or plain_tensors(self._rank)
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -119,7 +135,7 @@ class Store:
 
         name = f"rank-{self._rank:05d}.bin"
         with (partial / name).open("wb") as file:
-            entries = write_boxes(file, name, tensors, self._rank)
+            entries = write_boxes(file, name, tensors, self._local_shard)
             file.flush()
             os.fsync(file.fileno())
             size = file.tell()
@@ -182,7 +198,7 @@ class Store:
             failures = [text for text in self._gather(found if isinstance(found, str) else None) if text]
             if not failures and not isinstance(found, str):
                 opened, staged, wanted = found
-                commit(staged, wanted)
+                commit(staged, wanted, self._local_shard)
                 return opened
             if self._rank == 0:
                 self._quarantine(step, failures[0])
@@ -203,7 +219,7 @@ class Store:
             opened = manifests.read(self.folder(step))
             wanted = targets(opened.tensors)
             require_fit(opened, wanted)
-            return opened, stage(self.folder(step), opened, wanted), wanted
+            return opened, stage(self.folder(step), opened, wanted, self._local_shard), wanted
         except DamagedError as error:
             return str(error)
 
@@ -232,7 +248,8 @@ class Store:
         held = {key: opened.tensors[key] for key in targets if key in opened.tensors}
         narrowed = msgspec.structs.replace(opened, tensors=held)
         require_fit(narrowed, targets)
-        commit(stage(self.folder(opened.step), narrowed, targets), targets)
+        staged = stage(self.folder(opened.step), narrowed, targets, self._local_shard)
+        commit(staged, targets, self._local_shard)
 
     def verify(self, step: int) -> None:
         """Read a whole checkpoint and compare every byte.

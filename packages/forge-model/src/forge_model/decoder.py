@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         tied = self.config.tie_embeddings
         return {
             "blocks": "layers.*",
-            "solo": [] if tied else [["embed"], ["norm", "head"]],
+            "units": [] if tied else [["embed"], ["norm", "head"]],
             "tensor": {
                 "embed": "embed",
                 "layers.*.attention.w[qkv]": "colwise",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,19 @@ from forge_model.error import ModelError
 BLOCK_ELEMENTS = 1 << 18
 """Values are drawn in blocks of whole rows of about this size, each from a generator of its own."""
 
-Chunk = tuple[Tensor, tuple[int, ...]]
-"""The part of a parameter that this rank holds, and where in the whole it starts."""
+
+class Shard(Protocol):
+    """The box of a parameter that this rank holds: `forge_parallel.LocalShard`, or another of this form."""
+
+    @property
+    def values(self) -> Tensor:
+        """What is held, sharing memory with the parameter."""
+        ...
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where in the full parameter it starts."""
+        ...
 
 
 class Init(NamedTuple):
@@ -26,20 +37,27 @@ class Init(NamedTuple):
     value: float
 
 
-def whole(parameter: Tensor) -> Chunk:
-    """The chunk of a parameter that is not sharded."""
-    return parameter.detach(), (0,) * parameter.ndim
+class FullShard(NamedTuple):
+    """All of a tensor."""
+
+    values: Tensor
+    offsets: tuple[int, ...]
+
+
+def full_shard(parameter: Tensor) -> FullShard:
+    """What a rank holds of a parameter that is not sharded."""
+    return FullShard(parameter.detach(), (0,) * parameter.ndim)
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, chunk: Callable[[Tensor], Chunk] = whole) -> None:
+def initialize(model: nn.Module, seed: int, shard: Callable[[Tensor], Shard] = full_shard) -> None:
     """Give every parameter its initial value, in place.
 
     Args:
         model: has `initial_values()`; its parameters are on a real device, sharded or not.
         seed: of the run.
-        chunk: the local part of a parameter and its offsets; `forge_parallel.local_chunk` for sharded
-            models. Each rank draws only the rows it holds.
+        shard: the part of a tensor that this rank holds; `forge_parallel.local_shard` for sharded models.
+            Each rank draws only the rows it holds.
 
     Raises:
         ModelError: a parameter has no initial value, or something is left that is not finite (say a buffer
@@ -50,10 +68,10 @@ def initialize(model: nn.Module, seed: int, chunk: Callable[[Tensor], Chunk] = w
     for name, parameter in model.named_parameters():
         if name not in rules:
             raise ModelError(f"{name} has no initial value; add it to {type(model).__name__}.initial_values")
-        local, offsets = chunk(parameter)
-        _fill(local, offsets, tuple(parameter.shape), rules[name], f"{seed}/{name}")
+        held = shard(parameter)
+        _fill(held.values, held.offsets, tuple(parameter.shape), rules[name], f"{seed}/{name}")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        local, _ = chunk(tensor)
+        local = shard(tensor).values
         if local.is_floating_point() and not bool(local.isfinite().all()):
             raise ModelError(f"{name} was left without a value by initialize")
 

@@ -8,38 +8,30 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from forge_parallel.activation_checkpointing import checkpoint_activations
 from forge_parallel.compile import compile_blocks
-from forge_parallel.config import CompileConfig, PrecisionConfig, RematConfig
+from forge_parallel.config import ParallelConfig
 from forge_parallel.error import ParallelError
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
-from forge_parallel.remat import rematerialize
-from forge_parallel.tensor import is_dtensor, local_chunk, local_part
+from forge_parallel.tensor import is_dtensor, local_part, local_shard
 from forge_parallel.units import find_units
 
-_DONE = "_forge_parallelized"
+_APPLIED = "_forge_parallel_config"
+"""The attribute of a model that holds the `ParallelConfig` that was applied to it."""
 
 
-def parallelize(
-    model: nn.Module,
-    mesh: Mesh,
-    plan: Plan,
-    *,
-    device_type: str = "cpu",
-    precision: PrecisionConfig | None = None,
-    remat: RematConfig | None = None,
-    compile: CompileConfig | None = None,
-) -> nn.Module:
-    """Make a model parallel in place: rematerialize -> compile -> FSDP2. Collective.
+def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig | None = None) -> nn.Module:
+    """Make a model parallel in place: activation checkpointing -> compile -> FSDP2. Collective.
+
+    Each step wraps what the one before has made: the compiler sees the checkpointed forward, and the hooks of
+    FSDP2 stay outside of compiled code.
 
     Args:
         model: any module, best on the meta device; then call `materialize` and fill it.
-        mesh: from `build_mesh`.
+        mesh: from `build_mesh`; its device decides the compute format of `auto`.
         plan: what the model allows.
-        device_type: where it will run; decides the compute format of `auto`.
-        precision: number formats.
-        remat: which activations are made again.
-        compile: whether blocks are compiled.
+        config: what to apply; the defaults of each section when it is missing.
 
     Returns:
         The same model.
@@ -48,32 +40,28 @@ def parallelize(
         ParallelError: a pattern of the plan names nothing; units overlap or share a parameter; the number
             format needs a process group and there is none; or the model was made parallel before.
     """
-    precision, remat, compile = (
-        precision or PrecisionConfig(),
-        remat or RematConfig(),
-        compile or CompileConfig(),
-    )
-    if getattr(model, _DONE, False):
+    config = config or ParallelConfig()
+    compute = config.precision.compute_dtype(mesh.device.type)
+    if hasattr(model, _APPLIED):
         raise ParallelError(f"{type(model).__name__} was parallelized before; build a new one")
-    if mesh.device_mesh is None and precision.needs_group(device_type):
+    if mesh.fsdp is None and config.precision.needs_group(mesh.device.type):
         raise ParallelError(
-            f"compute in {precision.compute_dtype(device_type)} keeps float32 masters in FSDP2, which "
-            "needs a process group even for one process: process_group(env, needed=True), then build_mesh"
+            f"compute in {compute} keeps float32 masters in FSDP2, which needs a process group even for one "
+            "process: process_group(env, needed=True), then build_mesh"
         )
     plan.check(model)
-    units = find_units(model, plan)
-    if precision.pure_bf16:
+    units = find_units(model, plan, mesh)
+    if config.precision.pure_bf16:
         _store_as(model, torch.bfloat16)
-    if remat.mode == "full":
-        rematerialize(units.blocks)
-    if compile.enabled:
-        compile_blocks(units.blocks, compile)
-    if mesh.device_mesh is not None:
+    if config.activation_checkpointing.mode == "full":
+        checkpoint_activations(units.block_modules)
+    if config.compile.enabled:
+        compile_blocks(units.block_modules, config.compile)
+    if mesh.fsdp is not None:
         from forge_parallel.fsdp import shard
 
-        compute = getattr(torch, precision.compute_dtype(device_type))
-        shard(model, units.blocks, units.solo, mesh.device_mesh, compute)
-    setattr(model, _DONE, True)
+        shard(model, units, mesh.fsdp, getattr(torch, compute))
+    setattr(model, _APPLIED, config)
     return model
 
 
@@ -89,7 +77,7 @@ def _store_as(model: nn.Module, dtype: torch.dtype) -> None:
 def materialize(model: nn.Module, device: torch.device) -> nn.Module:
     """Give a model on the meta device memory, poisoned with NaN so that nothing stays unset unseen.
 
-    Parameters that were one stay one.
+    Tied parameters stay tied.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
@@ -115,10 +103,10 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def load_full(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Fill a (sharded) model from whole tensors; each rank copies its part.
+    """Copy full tensors into a model; each rank takes the part of each that it holds.
 
     Args:
-        model: parallel and materialized.
+        model: sharded or not, materialized.
         tensors: by name, every parameter and buffer, non-persistent buffers too (`materialize` wiped them).
             Of a parameter with several names, one name is enough.
 
@@ -141,13 +129,19 @@ def load_full(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             f"these are not the weights: missing {missing}, left over {extra}, other shapes {shapes}"
         )
     for name, tensor in tensors.items():
-        local, offsets = local_chunk(own[name])
-        part = tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))
-        local.copy_(tensor[part])
+        values, offsets, _ = local_shard(own[name])
+        part = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+        values.copy_(tensor[part])
 
 
 def set_sync(model: nn.Module, last: bool) -> None:
-    """Say whether the next backward pass is the last of a step: only that one reduces gradients."""
+    """Say before each micro-batch whether it is the last of a step, so that gradients are summed over ranks.
+
+    In the backward of the last one only, or of each, as `[fsdp] reduce_gradients` says. Without effect on a
+    model that is not sharded.
+    """
     if hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(last)  # type: ignore[operator]
-        model.set_is_last_backward(last)  # type: ignore[operator]
+        config: ParallelConfig = getattr(model, _APPLIED, ParallelConfig())
+        reduce = last or config.fsdp.reduce_gradients == "every_micro_batch"
+        model.set_requires_gradient_sync(reduce)  # type: ignore[operator]
+        model.set_is_last_backward(reduce)  # type: ignore[operator]

@@ -7,12 +7,34 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+
 NAME = "torch._dynamo"
 _CACHE = "__dynamo_disable"
+
+
+def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """One axis made of all axes of a device mesh, with a group of its own. Collective.
+
+    `DeviceMesh._flatten` has no public form in 2.11 to 2.15.
+    """
+    return mesh._flatten(name)
+
+
+def cuts(placement: Placement, dim: int) -> bool:
+    """Whether a placement cuts a tensor dim. `is_shard` of 2.15 denies it for strided shards."""
+    return getattr(placement, "dim", None) == dim
+
+
+def split_factor(placement: Placement) -> int:
+    """Into how many chunks a dim was cut before this placement cut it; 1 for all but strided shards."""
+    return getattr(placement, "split_factor", 1)
 
 
 class _StandIn(ModuleType):

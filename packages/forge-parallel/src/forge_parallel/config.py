@@ -1,4 +1,4 @@
-"""What `[mesh]`, `[precision]`, `[remat]` and `[compile]` hold. Imports no torch."""
+"""What `[mesh]`, `[fsdp]`, `[precision]`, `[activation_checkpointing]`, `[compile]` hold; no torch."""
 
 from __future__ import annotations
 
@@ -43,6 +43,21 @@ class MeshConfig(Config):
         return {"dp_replicate": self.dp_replicate, "dp_shard": shard}
 
 
+class FSDPConfig(Config):
+    """How FSDP2 trades memory for communication.
+
+    Attributes:
+        reduce_gradients: when the gradients of a step are summed over ranks. `last_micro_batch` communicates
+            once a step, and holds the full gradients of the model in float32 on every rank between its
+            micro-batches. `every_micro_batch` holds only this rank's part of them, and communicates once a
+            micro-batch: for models whose full gradients do not fit. The same without accumulation.
+    """
+
+    free_keys = (ALL_KEYS,)
+
+    reduce_gradients: Literal["last_micro_batch", "every_micro_batch"] = "last_micro_batch"
+
+
 class PrecisionConfig(Config):
     """In which number formats a run computes.
 
@@ -50,13 +65,20 @@ class PrecisionConfig(Config):
         compute: of matmuls and activations; `auto` is bfloat16 on a GPU and float32 on a CPU. Master weights,
             gradients being summed and optimizer moments are float32.
         pure_bf16: keep the master weights and moments in bfloat16 too. Half the memory, but small updates are
-            rounded away: norm gains hardly move at ordinary learning rates.
+            rounded away: norm gains hardly move at ordinary learning rates. Not with compute = "float32".
     """
 
     recorded_keys = ("compute",)
 
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     pure_bf16: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pure_bf16 and self.compute == "float32":
+            raise ValueError(
+                'compute = "float32" with pure_bf16 = true, which computes in bfloat16; '
+                'give compute = "auto" or pure_bf16 = false'
+            )
 
     def compute_dtype(self, device_type: str) -> Literal["float32", "bfloat16"]:
         """The compute format on a kind of device."""
@@ -71,8 +93,8 @@ class PrecisionConfig(Config):
         return self.compute_dtype(device_type) != "float32" and not self.pure_bf16
 
 
-class RematConfig(Config):
-    """Which activations are made again in the backward pass instead of kept.
+class ActivationCheckpointingConfig(Config):
+    """Which activations are computed again in the backward pass instead of kept.
 
     Attributes:
         mode: `none` keeps all; `full` keeps only the input of each block.
@@ -97,3 +119,19 @@ class CompileConfig(Config):
     enabled: bool = False
     backend: str = "inductor"
     fullgraph: bool = True
+
+
+class ParallelConfig(Config):
+    """What `parallelize` applies: the sections of a job, in one struct.
+
+    Attributes:
+        fsdp: sharding.
+        precision: number formats.
+        activation_checkpointing: which activations are computed again.
+        compile: whether blocks are compiled.
+    """
+
+    fsdp: FSDPConfig = FSDPConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    compile: CompileConfig = CompileConfig()

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from forge_parallel.units import Units
 
-def shard(
-    model: nn.Module,
-    blocks: Iterable[nn.Module],
-    solo: Sequence[Sequence[nn.Module]],
-    device_mesh: DeviceMesh,
-    compute: torch.dtype,
-) -> None:
-    """Shard in place: each block, each solo group, and the rest as the root. Collective.
+
+def shard(model: nn.Module, units: Units, root: DeviceMesh, compute: torch.dtype) -> None:
+    """Shard in place: each unit over its mesh, and the rest as the root. Collective.
 
     Gradients are summed, not averaged, over ranks: the loss is divided by the global count of valid
     targets. A mesh of two axes replicates over the first and shards over the second (HSDP).
+
+    Args:
+        model: on any device, best meta.
+        units: from `find_units`.
+        root: the mesh of what is in no unit.
+        compute: the format of matmuls and activations.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != torch.float32 else None,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    for block in blocks:
-        fully_shard(block, mesh=device_mesh, mp_policy=policy)
-    for index, group in enumerate(solo):
+    for unit in units.blocks:
+        fully_shard(unit.modules[0], mesh=unit.mesh, mp_policy=policy)
+    for unit in units.groups:
         # The last group runs last and its backward starts at once: gathering it again would be for nothing.
-        again = index < len(solo) - 1
-        fully_shard(list(group), mesh=device_mesh, mp_policy=policy, reshard_after_forward=again)
-    fully_shard(model, mesh=device_mesh, mp_policy=policy, reshard_after_forward=False)
+        again = unit is not units.groups[-1]
+        fully_shard(unit.modules, mesh=unit.mesh, mp_policy=policy, reshard_after_forward=again)
+    fully_shard(model, mesh=root, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -2,53 +2,46 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from forge_parallel.tensor import is_dtensor, local_part
+from forge_parallel.mesh import Mesh
+from forge_parallel.tensor import local_part, local_shard
 
 
 @torch.no_grad()
-def global_norm(parameters: Iterable[Tensor]) -> Tensor:
+def global_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
     """2-norm of all gradients together. Collective.
 
+    Each rank adds up the squares of the boxes whose first copy it holds; then one sum over the ranks, the
+    same whatever the layouts, so that ranks with other layouts, or without any gradient, cannot miss it.
+
     Args:
-        parameters: plain or sharded, over one mesh or several; those without a gradient count as zero.
+        parameters: plain or sharded, over one mesh or several; those without a gradient count as zero. Of
+            the same dtypes on every rank.
+        mesh: the grid of ranks.
 
     Returns:
-        [] float32 (float64 for float64 gradients), equal on every rank.
+        [] float32 (float64 if a parameter is), equal on every rank.
+
+    Raises:
+        ParallelError: a gradient is a partial sum.
     """
-    by_layout: dict[Any, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_layout[_layout(parameter.grad)].append(local_part(parameter.grad))
-    squares = []
-    for layout, gradients in by_layout.items():
-        wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-        square = torch.nn.utils.get_total_norm(wide).square()
-        if layout is not None:
-            import torch.distributed as dist
-
-            device_mesh, axes = layout
-            for axis in axes:
-                dist.all_reduce(square, group=device_mesh.get_group(axis))
-        squares.append(square)
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
-
-
-def _layout(gradient: Tensor) -> Any:
-    """The mesh and the axes over which a gradient is cut; None when it is whole."""
-    if not is_dtensor(gradient):
-        return None
-    placements = gradient.placements  # type: ignore[attr-defined]
-    if any(placement.is_partial() for placement in placements):
-        raise AssertionError("a gradient was not reduced before its norm was taken")
-    axes = tuple(axis for axis, placement in enumerate(placements) if placement.is_shard())
-    return gradient.device_mesh, axes  # type: ignore[attr-defined]
+    parameters = list(parameters)
+    dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+    counted = []
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        shard = local_shard(gradient, mesh)
+        if shard.is_first_copy:
+            counted.append(shard.values.to(torch.promote_types(gradient.dtype, torch.float32)))
+    if counted:
+        square = torch.nn.utils.get_total_norm(counted).square().to(dtype)
+    else:
+        square = torch.zeros((), dtype=dtype, device=mesh.device)
+    return mesh.stage.sum_(square).sqrt()
 
 
 @torch.no_grad()

@@ -18,16 +18,18 @@ class Plan(Config):
     """What a model allows. Patterns are dotted names in which `*` stands for one component.
 
     Attributes:
-        blocks: the repeated unit of rematerialization, compilation and sharding.
-        solo: groups of further modules that are sharded as one unit each; what is in no unit belongs to the
+        blocks: the repeated module that is checkpointed, compiled and sharded as one unit each.
+        units: groups of further modules that are sharded as one unit each; what is in no unit belongs to the
             root. Modules that share a parameter must be in one unit.
-        tensor: the role of each linear, embedding and norm under tensor parallelism.
-        attention: the attention modules.
-        no_fp8: modules that stay out of 8-bit matmuls.
+        tensor: the role of each linear, embedding and norm under tensor parallelism. Checked against the
+            model, and without effect: there is no tensor parallelism yet.
+        attention: the attention modules. Checked against the model, and without effect yet.
+        no_fp8: modules that stay out of 8-bit matmuls. Checked against the model, and without effect: there
+            are none yet.
     """
 
     blocks: str
-    solo: list[list[str]] = []
+    units: list[list[str]] = []
     tensor: dict[str, Role] = {}
     attention: str | None = None
     no_fp8: list[str] = []
@@ -58,6 +60,6 @@ class Plan(Config):
         Raises:
             ParallelError: a pattern names no module.
         """
-        patterns = [self.blocks, *(p for group in self.solo for p in group), *self.tensor, *self.no_fp8]
+        patterns = [self.blocks, *(p for group in self.units for p in group), *self.tensor, *self.no_fp8]
         for pattern in patterns + ([self.attention] if self.attention else []):
             find(model, pattern)

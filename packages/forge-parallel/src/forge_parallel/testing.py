@@ -72,7 +72,7 @@ def assert_matches_single(
     """Compare a training run on several ranks with the same run on one.
 
     `fn` builds, parallelizes and trains; it finds its place by `Env.detect()` and must draw the same global
-    batches whatever the number of ranks. On one rank it should not shard at all (`Mesh()`), so that it is an
+    batches whatever the number of ranks. On one rank it should not shard at all (`Mesh(device)`), so that it is an
     independent reference.
 
     Args:

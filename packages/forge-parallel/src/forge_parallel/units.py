@@ -1,8 +1,9 @@
-"""Which modules are sharded together, and whether that can be done."""
+"""Which modules are sharded together, over which ranks, and whether that can be done."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -10,46 +11,70 @@ from forge_parallel.error import ParallelError
 from forge_parallel.match import find
 from forge_parallel.plan import Plan
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from forge_parallel.mesh import Mesh
+
 ROOT = "the root"
 
 
 @dataclass(frozen=True)
-class Units:
-    """The modules of a model that a plan names.
+class Unit:
+    """Modules whose parameters FSDP2 gathers and frees together.
 
     Attributes:
-        blocks: one unit each, in the order of the model.
-        solo: groups of modules, one unit each.
+        name: for messages.
+        modules: disjoint from those of other units.
+        mesh: what they are sharded over; None where nothing is sharded.
     """
 
-    blocks: list[nn.Module]
-    solo: list[list[nn.Module]]
+    name: str
+    modules: list[nn.Module]
+    mesh: DeviceMesh | None
 
 
-def find_units(model: nn.Module, plan: Plan) -> Units:
-    """Resolve the units of a plan; what is in none of them belongs to the root.
+@dataclass(frozen=True)
+class Units:
+    """The units of a model that a plan names; what is in none of them belongs to the root.
+
+    Attributes:
+        blocks: of one module each, in the order of the model.
+        groups: the further ones, in the order of the plan.
+    """
+
+    blocks: list[Unit]
+    groups: list[Unit]
+
+    @property
+    def block_modules(self) -> list[nn.Module]:
+        """The modules of the blocks."""
+        return [module for unit in self.blocks for module in unit.modules]
+
+
+def find_units(model: nn.Module, plan: Plan, mesh: Mesh) -> Units:
+    """Resolve the units of a plan.
 
     Raises:
         ParallelError: a pattern names nothing, a module is in two units, or two units share a parameter.
     """
-    named = {f"block {name}": [module] for name, module in find(model, plan.blocks).items()}
-    num_blocks = len(named)
-    for group in plan.solo:
-        named[f"solo {group}"] = [module for pattern in group for module in find(model, pattern).values()]
-    owners = _owners(named)
-    _refuse_ties(model, owners)
-    units = list(named.values())
-    return Units([unit[0] for unit in units[:num_blocks]], units[num_blocks:])
+    blocks = [Unit(f"block {name}", [module], mesh.fsdp) for name, module in find(model, plan.blocks).items()]
+    groups = [
+        Unit(f"unit {group}", [m for pattern in group for m in find(model, pattern).values()], mesh.fsdp)
+        for group in plan.units
+    ]
+    _refuse_ties(model, _owners([*blocks, *groups]))
+    return Units(blocks, groups)
 
 
-def _owners(named: dict[str, list[nn.Module]]) -> dict[nn.Module, str]:
+def _owners(units: list[Unit]) -> dict[nn.Module, str]:
     """The unit of each module inside a unit."""
     owners: dict[nn.Module, str] = {}
-    for unit, modules in named.items():
-        for module in (inner for outer in modules for inner in outer.modules()):
-            if owners.setdefault(module, unit) != unit:
+    for unit in units:
+        for module in (inner for outer in unit.modules for inner in outer.modules()):
+            if owners.setdefault(module, unit.name) != unit.name:
                 raise ParallelError(
-                    f"{type(module).__name__} is in {owners[module]} and in {unit}; name it in one unit"
+                    f"{type(module).__name__} is in {owners[module]} and in {unit.name}; name it in one unit"
                 )
     return owners
 
@@ -63,5 +88,5 @@ def _refuse_ties(model: nn.Module, owners: dict[nn.Module, str]) -> None:
         if first_owner != owner:
             raise ParallelError(
                 f"{first} ({first_owner}) and {name} ({owner}) are one parameter; put both modules into one "
-                "group of `solo`, or both into none"
+                "group of `units`, or both into none"
             )

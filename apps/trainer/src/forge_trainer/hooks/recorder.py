@@ -95,8 +95,8 @@ class Recorder(Hook):
                 dtype=None if dtype is None else getattr(torch, dtype),
                 tokens="tokens",
                 forward=self._forward,
-                rank=mesh.dp_rank,
-                world_size=mesh.dp_size,
+                rank=mesh.batch.rank,
+                world_size=mesh.batch.size,
                 group=mesh.control_group,
                 progress=False,
             )

@@ -1,7 +1,7 @@
 import torch
+from forge_parallel.activation_checkpointing import checkpoint_activations
 from forge_parallel.compile import compile_blocks
 from forge_parallel.config import CompileConfig
-from forge_parallel.remat import rematerialize
 from torch import nn
 
 
@@ -24,11 +24,11 @@ def gradient(block: Counted) -> torch.Tensor:
     return x.grad
 
 
-def test_rematerialize_runs_forward_twice_with_the_same_gradients_and_names():
+def test_checkpoint_activations_runs_forward_twice_with_the_same_gradients_and_names():
     torch.manual_seed(1)
     block = Counted()
     names, plain, once = list(block.state_dict()), gradient(block), block.calls
-    rematerialize([block])
+    checkpoint_activations([block])
     assert torch.equal(gradient(block), plain)
     assert block.calls - once == 2 * once
     assert list(block.state_dict()) == names
@@ -41,7 +41,7 @@ def test_compile_blocks_compiles_equal_blocks_once():
     blocks = [nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(12)]
     x = torch.ones(2, 3)
     wanted = [block(x) for block in blocks]
-    rematerialize(blocks)
+    checkpoint_activations(blocks)
     compile_blocks(blocks, CompileConfig(enabled=True, backend=counter))  # type: ignore[arg-type]
     assert all(torch.equal(block(x), w) for block, w in zip(blocks, wanted, strict=True))
     assert counter.frame_count == 1

@@ -1,4 +1,4 @@
-"""Which activations are computed twice to be stored once."""
+"""Which activations are computed again in the backward pass instead of kept."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from torch import nn
 
 
-def rematerialize(blocks: Iterable[nn.Module]) -> None:
+def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
     """Keep only the inputs of each block and run its forward again in the backward pass, in place.
 
     Names of parameters do not change, unlike with torch's wrapper module.
     """
     for block in blocks:
-        block.forward = _rematerialized(block.forward)
+        block.forward = _checkpointed(block.forward)
 
 
-def _rematerialized(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     from torch.utils.checkpoint import checkpoint
 
     # A function of its own, not a partial: the compiler needs a frame to look into.
