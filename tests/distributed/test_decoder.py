@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from forge_ckpt import Store, TrainState
+from forge_data.loader import MicroBatch
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel import (
@@ -62,7 +63,7 @@ def build(sizes: dict, tied: bool = False, checkpointing: str = "none", clip_nor
     return step, model, optimizer, progress, mesh
 
 
-def batch(index: int, mesh) -> list[dict[str, torch.Tensor]]:
+def batch(index: int, mesh) -> list[MicroBatch]:
     """This rank's part of a global batch in which every sequence has another count of valid targets."""
     generator = torch.Generator().manual_seed(index)
     rows = torch.randint(VOCAB, (GLOBAL, TOKENS + 1), generator=generator)
@@ -70,7 +71,11 @@ def batch(index: int, mesh) -> list[dict[str, torch.Tensor]]:
     for row in range(GLOBAL):
         labels[row, : row % (TOKENS + 1)] = -100
     mine = torch.arange(GLOBAL).chunk(mesh.batch.size)[mesh.batch.rank]
-    return [{"tokens": rows[part, :-1], "labels": labels[part]} for part in mine.split(MICRO)]
+    return [micro_batch(rows[part, :-1], labels[part]) for part in mine.split(MICRO)]
+
+
+def micro_batch(tokens: torch.Tensor, labels: torch.Tensor) -> MicroBatch:
+    return MicroBatch({"tokens": tokens, "labels": labels}, {"targets": (labels >= 0).sum()})
 
 
 def curves(sizes: dict, tied: bool, checkpointing: str, steps: int = 10) -> dict[str, list[float]]:

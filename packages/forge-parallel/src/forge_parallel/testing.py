@@ -72,8 +72,8 @@ def assert_matches_single(
     """Compare a training run on several ranks with the same run on one.
 
     `fn` builds, parallelizes and trains; it finds its place by `Env.detect()` and must draw the same global
-    batches whatever the number of ranks. On one rank it should not shard at all (`Mesh(device)`), so that it is an
-    independent reference.
+    batches whatever the number of ranks. On one rank it should not shard at all (`Mesh(device)`), so that it
+    is an independent reference.
 
     Args:
         fn: returns curves by name, such as {"loss": [...], "grad_norm": [...]}; must use its process group.
