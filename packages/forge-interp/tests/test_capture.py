@@ -512,6 +512,68 @@ def test_capture_and_edit_reach_into_nested_outputs(output, site, expected):
     assert type(out) is type(output(x))
 
 
+@pytest.mark.parametrize("name", ["values", "0"])
+def test_capture_and_edit_know_the_names_of_results_of_torch(x, name):
+    class Largest(nn.Module):
+        def forward(self, x):
+            return x.max(dim=1)
+
+    model = Largest()
+    site = f":out.{name}"
+    with edit(model, {site: lambda v: v + 1}), capture(model, [site, ":out.indices"]) as acts:
+        out = model(x)
+    assert out.values.equal(x.max(dim=1).values + 1) and type(out) is type(x.max(dim=1))
+    assert acts[site].equal(out.values) and acts[":out.indices"].equal(x.max(dim=1).indices)
+
+
+def test_keys_and_modules_with_dots_colons_and_hashes_can_be_named(x):
+    class Odd(nn.Module):
+        def forward(self, x):
+            return {"a.b": x, "c:out": x + 1, "d#1": [x + 2]}
+
+    model = nn.ModuleDict({"p:q": Odd(), "r#1": Odd()})
+    model.forward = lambda x: (model["p:q"](x), model["r#1"](x))
+    sites = ["p:q:out[a.b]", "p:q:out[c:out]", "r#1:out[d#1].0"]
+    with capture(model, sites) as acts:
+        model(x)
+    for i, site in enumerate(sites):
+        assert acts[site].equal(x + i) and site in list(acts)
+    paths = r"p:q:out\[a\.b\], p:q:out\[c:out\], p:q:out\[d#1\]\.0"
+    with pytest.raises(InterpError, match=paths), capture(model, "p:q:out"):
+        model(x)
+
+
+def test_wildcards_pass_over_what_holds_no_tensor_and_report_it(x):
+    class Block(nn.Module):
+        def forward(self, x, mask=None):
+            return {"hidden": x * 2}
+
+    model = nn.Sequential(nn.Linear(8, 8), Block())
+    with capture(model, "**") as acts:
+        model(x)
+    assert list(acts) == ["0:out"]
+    assert acts.skipped.keys() == {"1:out", ":out"} and "1:out.hidden" in acts.skipped["1:out"]
+    nothing = r"captured nothing at '\*:kw.mask'.*no argument 'mask'"
+    with pytest.raises(InterpError, match=nothing), capture(model, "*:kw.mask"):
+        model(x)
+    with capture(model, ["**:in", "*:kw.mask"]) as acts:
+        model(x)
+        model[1](x, mask=x)
+    assert acts["1:kw.mask#1"].equal(x)
+    with pytest.raises(InterpError, match="expected a tensor"), capture(model, ["**", "1"]):
+        model(x)
+    with capture(model, "**", stop=True) as acts:
+        model(x)
+    assert list(acts) == ["0:out"]
+
+
+def test_a_wildcard_takes_no_gradient_of_integers(x):
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
+    with capture(model, ["*:in", "*"], grad=True) as acts:
+        model(torch.arange(4)).sum().backward()
+    assert set(acts.gradients) == {"0:out", "1:in", "1:out"} and acts["0:in"].equal(torch.arange(4))
+
+
 @pytest.mark.parametrize(
     ("output", "site", "paths"),
     [

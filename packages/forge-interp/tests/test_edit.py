@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_interp import InterpError, ablate, capture, edit, patch, steer
+from forge_interp import InterpError, ablate, capture, edit, patch, site_means, steer
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -147,6 +147,93 @@ def test_ablate_zeroes_means_and_resamples(model, x):
     taken = [int((acts["1"][i] == value).flatten(1).all(1).nonzero()) for i in range(3)]
     assert sorted(taken) == [0, 1, 2]
     assert all(i != j for i, j in enumerate(taken))
+
+
+def test_ablate_takes_the_mean_of_each_head_and_channel(x):
+    """Over batch and positions, and of nothing else: a head or a channel keeps its own mean."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    with torch.no_grad(), capture(attention, [":attn.z", ":attn.pattern"]) as plain:
+        attention(x, x, x, need_weights=False)
+    for where, heads in [(None, [0, 1]), ((slice(None), 1), [1])]:
+        edits = {":attn.z": ablate("mean", where), ":attn.pattern": ablate("mean", where)}
+        with (
+            torch.no_grad(),
+            edit(attention, edits),
+            capture(attention, [":attn.z", ":attn.pattern"]) as acts,
+        ):
+            attention(x, x, x, need_weights=False)
+        pattern = plain[":attn.pattern"].clone()
+        pattern[:, heads] = plain[":attn.pattern"].mean(0, keepdim=True)[:, heads]  # positions stay apart
+        torch.testing.assert_close(acts[":attn.pattern"], pattern)
+        edits = {":attn.z": ablate("mean", where)}
+        with torch.no_grad(), edit(attention, edits), capture(attention, ":attn.z") as acts:
+            attention(x, x, x, need_weights=False)
+        z = plain[":attn.z"].clone()
+        z[:, heads] = plain[":attn.z"].mean((0, 2), keepdim=True).expand_as(z)[:, heads]
+        torch.testing.assert_close(acts[":attn.z"], z)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.block = nn.Identity()
+
+    def forward(self, tokens, attention_mask=None):
+        return self.block(self.embed(tokens))
+
+
+@pytest.mark.parametrize("how", ["keyword", "position", "keep"])
+def test_ablate_leaves_padding_out_of_the_mean(how):
+    model, tokens = Masked(), torch.arange(8).view(2, 4)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    ablation = ablate("mean", keep=mask.bool() if how == "keep" else None)
+    with torch.no_grad(), edit(model, {"block": ablation}):
+        got = {
+            "keyword": lambda: model(tokens, attention_mask=mask),
+            "position": lambda: model(tokens, mask),
+            "keep": lambda: model(tokens),
+        }[how]()
+    torch.testing.assert_close(got, model.embed(tokens)[mask.bool()].mean(0).expand(2, 4, 4))
+
+
+def test_ablate_refuses_a_mask_that_does_not_fit():
+    with pytest.raises(InterpError, match=r"keep is \[2, 3\]; expected \[2, 4\]"):
+        ablate("mean", keep=torch.ones(2, 3))(torch.zeros(2, 4, 5))
+    model, mask = Masked(), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    with pytest.raises(InterpError, match="attention_mask is"), edit(model, {"block": ablate("mean")}):
+        model(torch.zeros(2, 4, dtype=torch.long), mask)
+
+
+def test_ablate_asks_where_channels_are_when_it_cannot_know():
+    image = torch.randn(2, 3, 4, 5)
+    with pytest.raises(InterpError, match="over="):
+        ablate("mean")(image)
+    expected = image.mean((0, 2, 3), keepdim=True).expand_as(image)
+    torch.testing.assert_close(ablate("mean", over=(0, 2, 3))(image), expected)
+
+
+def test_ablate_takes_means_over_a_data_set_by_site(model, x):
+    batches = [x, x[:1] + 1, 2 * x]
+    means = site_means(model, batches, ["0", "1"])
+    rows = torch.cat([model[0](batch).flatten(0, 1) for batch in batches])
+    torch.testing.assert_close(means["0:out"], rows.mean(0))
+    got = run(model, x, {"1": ablate("mean", (..., slice(0, 3)), mean=means)})
+    value = model[1](model[0](x)).clone()
+    value[..., :3] = means["1:out"][:3]
+    torch.testing.assert_close(got, model[2](value))
+    with pytest.raises(InterpError, match="no mean for '0:out'"):
+        run(model, x, {"0": ablate("mean", mean={"1:out": means["1:out"]})})
+
+
+def test_means_over_a_data_set_are_of_each_head_and_leave_padding_out():
+    model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x, keep = torch.randn(3, 5, 8), torch.rand(3, 5) > 0.4
+    batches = [{"query": x, "key": x, "value": x, "need_weights": False}]
+    means = site_means(model, batches, ":attn.z", keep=[keep])
+    with torch.no_grad(), capture(model, ":attn.z") as acts:
+        model(**batches[0])
+    torch.testing.assert_close(means[":attn.z"][0, :, 0], acts[":attn.z"].transpose(1, 2)[keep].mean(0))
 
 
 @pytest.mark.parametrize(

@@ -52,3 +52,15 @@ def test_output_logits_finds_them(output):
 def test_output_logits_says_what_there_is_instead(output, said):
     with pytest.raises(InterpError, match=f"the model returned {said}.*expected logits"):
         output_logits(output)
+
+
+def test_call_model_lets_no_cache_be_filled_unless_asked_to():
+    class Caching(torch.nn.Module):
+        config = SimpleNamespace(use_cache=True)
+
+        def forward(self, x, use_cache=None):
+            return use_cache
+
+    model = Caching()
+    assert [call_model(model, inputs) for inputs in (X, (X,), {"x": X})] == [False] * 3
+    assert call_model(model, {"x": X, "use_cache": True}) is True

@@ -126,7 +126,7 @@ def test_probe_layers_chooses_the_penalty_by_groups():
 def test_probe_layers_equals_scikit_learn_cross_validation():
     linear = pytest.importorskip("sklearn.linear_model")
     layers, y, _, _ = make_layers(120)
-    found = probe_layers(layers, y, alphas=(5.0,), num_folds=3)
+    found = probe_layers(layers, y, kind="ridge", alphas=(5.0,), num_folds=3)
     for i, x in enumerate(layers.values()):
         for fold, (train, test) in enumerate(group_folds(np.arange(120), 3)):
             scaled = (x - x[train].mean(0)) / x[train].std(0)
@@ -266,3 +266,21 @@ def test_ridge_probe_refuses_a_target_without_variance_in_a_fold_and_nan():
         probe_layers({"x": np.where(np.arange(240).reshape(60, 4) < 3, np.nan, layers["x"])}, y[:, 0])
     with pytest.raises(InterpError, match=r"groups has shape \(30,\); expected \(60,\)"):
         probe_layers(layers, y[:, 0], groups=np.arange(30) // 3)
+
+
+@pytest.mark.parametrize("kind", ["int", "bool", "str", "torch"])
+def test_probe_of_labels_is_a_classifier_unless_told_otherwise(kind):
+    """Three classes far apart, numbered so that no line goes through them in order."""
+    random = np.random.default_rng(0)
+    labels = random.integers(3, size=120)
+    x = np.eye(3)[labels] * 9 + random.normal(size=(120, 3))
+    y = {
+        "int": lambda: np.array([5, 900, 7])[labels],
+        "bool": lambda: labels == 1,
+        "str": lambda: np.array(["cat", "dog", "cow"])[labels],
+        "torch": lambda: torch.as_tensor(labels),
+    }[kind]()
+    found = probe_layers({"x": x}, y, alphas=(1.0,))
+    assert found.unit == "accuracy" and found.scores.mean() == 1.0
+    assert kind == "str" or probe_layers({"x": x}, y, kind="ridge", alphas=(1.0,)).unit == "R2"
+    assert probe_layers({"x": x}, x[:, 0], alphas=(1.0,)).unit == "R2"

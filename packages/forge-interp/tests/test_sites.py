@@ -35,6 +35,9 @@ def names(pattern):
         ("a.b:kw.mask", "a.b:kw.mask"),
         ("a:attn.pattern", "a:attn.pattern"),
         ("a:out.last_hidden_state", "a:out.last_hidden_state"),
+        ("a:out[x.y].0[p:q#1]#2", "a:out[x.y].0[p:q#1]#2"),
+        ("a:b:out", "a:b:out"),
+        ("a#1:in#2", "a#1:in#2"),
     ],
 )
 def test_canonical_writes_out_the_part_and_drops_the_first_call(text, key):

@@ -46,6 +46,7 @@ from forge_interp.attention.statistics import attention_statistics as attention_
 from forge_interp.attention.statistics import induction_score as induction_score
 from forge_interp.attention.statistics import lag_mass as lag_mass
 from forge_interp.causal.attribution import attribution_patching as attribution_patching
+from forge_interp.causal.means import site_means as site_means
 from forge_interp.causal.patching import activation_patching as activation_patching
 from forge_interp.causal.path_patching import path_patching as path_patching
 from forge_interp.causal.table import PatchingTable as PatchingTable
@@ -143,6 +144,7 @@ __all__ = [
     "resample",
     "resolve",
     "ridge_from_moments",
+    "site_means",
     "split_half_ceiling",
     "steer",
     "svcca",

@@ -1,6 +1,7 @@
 """How is a model called with one bundle of inputs, and where in its output are the logits?"""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,15 +19,28 @@ def call_model(model: nn.Module, inputs: Inputs) -> Any:
         InterpError: `inputs` is none of these.
     """
     if isinstance(inputs, Tensor):
-        return model(inputs)
+        return run_model(model, (inputs,), {})
     if isinstance(inputs, Mapping):
-        return model(**inputs)
+        return run_model(model, (), inputs)
     if isinstance(inputs, tuple | list):
-        return model(*inputs)
+        return run_model(model, inputs, {})
     raise InterpError(
         f"inputs are a {type(inputs).__name__}; expected a tensor, a tuple of positional arguments, "
         "or a mapping of named ones"
     )
+
+
+def run_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call `model`; those of transformers make no cache of keys and values unless asked for one."""
+    options = {"use_cache": False} if _takes_use_cache(model) else {}
+    return model(*args, **{**options, **kwargs})
+
+
+def _takes_use_cache(model: nn.Module) -> bool:
+    """Whether it is a model that fills a cache by default, where nobody reads it."""
+    if not getattr(getattr(model, "config", None), "use_cache", False):
+        return False
+    return "use_cache" in inspect.signature(model.forward).parameters
 
 
 def output_logits(output: Any) -> Tensor:

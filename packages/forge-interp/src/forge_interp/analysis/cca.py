@@ -4,6 +4,7 @@ Letters: n samples, d features, k kept directions, rho canonical correlations. N
 """
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -77,7 +78,13 @@ def svcca(moments: Moments, *, keep: float = 0.99, ridge: float = 0.0) -> LayerS
     return _cca_pairs(moments, f"SVCCA ({keep:g} of variance)", keep, ridge)
 
 
-def pwcca(moments: Moments, *, keep: float = 1.0, ridge: float = 0.0) -> LayerSimilarity:
+def pwcca(
+    moments: Moments,
+    *,
+    keep: float = 1.0,
+    ridge: float = 0.0,
+    rotations: Mapping[str, Tensor] | None = None,
+) -> LayerSimilarity:
     """Projection-weighted CCA of every layer pair: sum_i a_i rho_i / sum_i a_i, a_i = sum_j |<h_i, x_j>|.
 
     h_i is the i-th canonical variate of the row layer X and x_j its j-th centred feature: directions that
@@ -88,6 +95,7 @@ def pwcca(moments: Moments, *, keep: float = 1.0, ridge: float = 0.0) -> LayerSi
         moments: the accumulated pairs.
         keep: share of variance kept first, in (0, 1].
         ridge: see `canonical_correlations`.
+        rotations: of layers that were rotated before, [d, k]: their features are those times its transpose.
 
     Source: Morcos et al. 2018, arXiv:1806.05759.
     """
@@ -95,7 +103,9 @@ def pwcca(moments: Moments, *, keep: float = 1.0, ridge: float = 0.0) -> LayerSi
 
     def score(row: str, column: str) -> float:
         left, rho = _align(moments, row, column, sides[row], sides[column])
-        weights = (left.T @ sides[row].T @ moments.comoment(row, row)).abs().sum(1)
+        variates = left.T @ sides[row].T @ moments.comoment(row, row)
+        features = variates @ rotations[row].T if rotations and row in rotations else variates
+        weights = features.abs().sum(1)
         return (weights @ rho / weights.sum()).item()
 
     return over_pairs(moments, "PWCCA", score)

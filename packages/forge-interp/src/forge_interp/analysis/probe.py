@@ -190,7 +190,7 @@ def probe_layers(
     layers: Mapping[str, Array],
     y: Array,
     *,
-    kind: str = "ridge",
+    kind: str | None = None,
     groups: Labels | None = None,
     types: Labels | None = None,
     alphas: Sequence[float] | None = None,
@@ -207,6 +207,7 @@ def probe_layers(
         layers: {name: [n, d]}.
         y: ridge: [n] or [n, T] numbers; logistic: [n] labels or [n, T] zeros and ones.
         kind: "ridge" (score R^2, mean over targets) or "logistic" (score accuracy, mean over labels).
+            Default: ridge for floating-point numbers, logistic for labels: integers, booleans or strings.
         groups: [n] samples of one group never sit on both sides of a split; default each its own.
         types: [n] input identities for the control task, see `control_task`; default no control.
         alphas: penalties to choose from; default 1e-2 to 1e6 for ridge, 1e-1 to 1e3 for logistic.
@@ -220,10 +221,12 @@ def probe_layers(
     Source: Alain and Bengio 2016, arXiv:1610.01644 (probes); Hewitt and Liang 2019, arXiv:1909.03368
         (selectivity).
     """
+    target = as_labels(y)
+    if kind is None:
+        kind = "ridge" if target.dtype.kind == "f" else "logistic"
     if kind not in _FITS:
         raise InterpError(f"kind is {kind!r}; expected one of {list(_FITS)}")
     candidates = check_alphas(_ALPHAS[kind] if alphas is None else alphas)
-    target = as_labels(y)
     members = None if groups is None else np.asarray(groups)
     if members is not None and members.shape != (len(target),):
         raise InterpError(f"groups has shape {members.shape}; expected ({len(target)},), one per sample")
@@ -335,7 +338,10 @@ def _logistic_target(
         check_finite(torch.as_tensor(labels), "y")
     if labels.ndim == 2:
         if not np.isin(labels, (0, 1)).all():
-            raise InterpError("a [n, T] target holds other values; expected zeros and ones (multi-label)")
+            raise InterpError(
+                "a [n, T] target of labels holds other values; expected zeros and ones (multi-label), or "
+                "kind='ridge' for numbers"
+            )
         return None, torch.as_tensor(labels).to(x), _binary_loss
     classes, codes = np.unique(labels, return_inverse=True)
     if len(classes) < 2:

@@ -26,29 +26,57 @@ _BLOCK_ROWS = 1024
 
 
 def compare_layers(
-    first: Mapping[str, Array], second: Mapping[str, Array] | None = None, *, measure: str = "cka"
+    first: Mapping[str, Array],
+    second: Mapping[str, Array] | None = None,
+    *,
+    measure: str = "cka",
+    project: int | None = None,
+    seed: int = 0,
 ) -> LayerSimilarity:
     """Compare every layer of one model with every layer of another (or of itself), from whole arrays.
 
     For data that does not fit into memory, or several measures at once, feed `Moments` batch by batch and
-    call the measures on it: this function does the same.
+    call the measures on it: this function gives the same. A layer wider than there are samples is rotated
+    into the n dimensions that its samples span, which changes no measure: costs go with min(n, d).
 
     Args:
         first: {layer: [n, d]}, the rows of the result.
         second: {layer: [n, d]} for the same samples in the same order, the columns; default `first`.
         measure: one of "cka" (debiased), "cka_biased", "mean_cca", "svcca", "pwcca", "procrustes".
+        project: bring wider layers to this many random directions first. An approximation: an inner product
+            of two samples is off by about their norms' product / sqrt(project).
+        seed: of the directions, one set for each width.
 
     Raises:
         InterpError: an unknown measure, or arrays with different samples.
     """
     if measure not in MEASURES:
         raise InterpError(f"measure is {measure!r}; expected one of {list(MEASURES)}")
-    if second is None:
-        return MEASURES[measure](Moments.of(first))
     left = {f"0/{name}": array for name, array in first.items()}
-    right = {f"1/{name}": array for name, array in second.items()}
-    found = MEASURES[measure](Moments.of({**left, **right}, between=(left, right)))
-    return LayerSimilarity(found.values, tuple(first), tuple(second), found.measure)
+    right = left if second is None else {f"1/{name}": array for name, array in second.items()}
+    layers: dict[str, Tensor] = {}
+    rotations: dict[str, Tensor] = {}
+    for name, array in {**left, **right}.items():
+        x = as_matrix(array, name[2:])
+        check_finite(x, name[2:])
+        if project is not None and x.shape[1] > project:
+            x = _projected(x, project, seed)
+        if x.shape[1] > x.shape[0]:
+            rotations[name], triangle = torch.linalg.qr(x.T)
+            x = triangle.T
+        layers[name] = x
+    moments = Moments.of(layers, between=(left, right))
+    found = pwcca(moments, rotations=rotations) if measure == "pwcca" else MEASURES[measure](moments)
+    return LayerSimilarity(found.values, tuple(first), tuple(second or first), found.measure)
+
+
+def _projected(x: Tensor, width: int, seed: int) -> Tensor:
+    """[n, width] products with random normal directions; inner products of rows are kept in expectation."""
+    random = torch.Generator().manual_seed(seed)
+    out = x.new_zeros(x.shape[0], width)
+    for part in x.split(_BLOCK_ROWS, dim=1):
+        out += part @ torch.randn(part.shape[1], width, generator=random, dtype=x.dtype).to(x.device)
+    return out / width**0.5
 
 
 def mutual_knn(first: Array, second: Array, *, k: int = 10, metric: str = "cosine") -> float:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,8 +88,8 @@ class _Board:
         call: dict[str, Any] = {"args": args, "kwargs": kwargs}
         for tap in self._on_input:
             if tap.wants(numbers[tap]):
-                path = values.argument(module, call["args"], call["kwargs"], tap.site)
-                call = show(tap, numbers[tap], call, path)
+                find = partial(values.argument, module, call["args"], call["kwargs"], tap.site)
+                call = show(tap, numbers[tap], call, find)
         changed = call["args"] is not args or call["kwargs"] is not kwargs
         return (call["args"], call["kwargs"]) if changed else None
 
@@ -96,7 +97,7 @@ class _Board:
         shown = output
         for tap in self._on_output:
             number = _RUNNING.number(self, tap)
-            shown = show(tap, number, shown, tap.site.path) if tap.wants(number) else shown
+            shown = show(tap, number, shown, lambda tap=tap: tap.site.path) if tap.wants(number) else shown
         return None if shown is output else shown
 
     def _left(self, module: nn.Module, args: tuple, output: Any) -> None:

@@ -38,6 +38,8 @@ class Activations(Mapping[str, Tensor]):
     """Captured values by site, `module:part[#call]`; made by `capture`.
 
     Attributes:
+        skipped: sites that a wildcard named and that hold no tensor (a module that returns an object of many,
+            a mask that is None), and why.
         gradients: with `grad=True`, after a backward pass, the gradient with respect to each value as the
             model goes on with it from that site; what else uses the same tensor does not count.
     """
@@ -54,6 +56,7 @@ class Activations(Mapping[str, Tensor]):
         spread: Spread,
     ) -> None:
         self.gradients: dict[str, Tensor] = _BySite()
+        self.skipped: dict[str, str] = {}
         self._named = list(sites)
         self._patterns: dict[str, list[str]] = {}
         for pattern, found in sites.items():
@@ -79,6 +82,7 @@ class Activations(Mapping[str, Tensor]):
         self._remaining = set(self._awaited)
         self._first: dict[str, int] = {}
         self._is_exact = False
+        self._optional: set[str] = set()
         self._pass = Pass(self._begin_pass, self._end_pass, self._is_over)
         self._forget_model()
 
@@ -112,7 +116,7 @@ class Activations(Mapping[str, Tensor]):
 
     def clear(self) -> None:
         """Forget all values and count calls from 0 again, as between batches."""
-        self._values, self.gradients, self._fired = {}, _BySite(), set()
+        self._values, self.gradients, self._fired, self.skipped = {}, _BySite(), set(), {}
         for tap in self._taps:
             tap.calls = 0
         self._begin_pass()
@@ -166,7 +170,7 @@ class Activations(Mapping[str, Tensor]):
             shown = None if site.path[0] in ("k", "v") else value.query
             value = self._read(value, site)
         if self._grad:
-            value, replacement = self._follow(value, module, site)
+            value, replacement = self._follow(value, module, site, tapped in self._optional)
         kept = self._spread.full(value.detach(), module, site, shown)
         if tapped in self._select:
             kept = self._select[tapped](kept)
@@ -185,6 +189,11 @@ class Activations(Mapping[str, Tensor]):
             raise Stop(self._pass)
         return replacement
 
+    def _skip(self, tapped: str, site: Site, reason: str) -> None:
+        """There is no tensor at a site that a wildcard named."""
+        self.skipped[str(site)] = reason
+        self._remaining.discard(tapped)
+
     def _read(self, call: AttentionCall, site: Site) -> Tensor:
         """One tensor of an attention call; the first of each site must reproduce the model's own output."""
         name = ".".join(site.path)
@@ -193,7 +202,9 @@ class Activations(Mapping[str, Tensor]):
             self._unchecked.discard(site.module)
         return call.read(name, self._attention_bytes)
 
-    def _follow(self, value: Tensor, module: nn.Module, site: Site) -> tuple[Tensor, Tensor | None]:
+    def _follow(
+        self, value: Tensor, module: nn.Module, site: Site, is_optional: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Have the gradient of a value written down when it is known.
 
         The model goes on with a copy: the value itself may be used elsewhere, too, or be changed in place.
@@ -207,6 +218,8 @@ class Activations(Mapping[str, Tensor]):
                 "graph that reaches it"
             )
         if not (value.is_floating_point() or value.is_complex()):
+            if is_optional:
+                return value, None
             raise InterpError(f"site {str(site)!r} holds {value.dtype}, which has no gradient; leave it out")
         if not is_attention:
             value = (value if value.requires_grad else value.detach().requires_grad_()).clone()
@@ -222,6 +235,9 @@ class Activations(Mapping[str, Tensor]):
         if not missing:
             return
         attention = any(Site.parse(p).part == "attn" for p in missing)
+        if self.skipped:
+            why = next(iter(self.skipped.values()))
+            raise InterpError(f"captured nothing at {', '.join(map(repr, missing))}: {why}")
         raise InterpError(
             f"captured nothing at {', '.join(map(repr, missing))}: the module did not run inside the with "
             "(passed over are ModuleLists, calls of .forward, and what is in a traced or exported program)"
@@ -281,12 +297,17 @@ def capture(
     offload = Offload(device, max_inflight_bytes)
     acts = Activations(found, chosen, grad, stop, attention_bytes, offload, sink, Spread(model))
     modules = named_modules(model)
+    exact = {str(site) for pattern in found for site in found[pattern] if Site.parse(pattern) == site}
     phase = Phase.BEFORE_EDITS if before_edits else Phase.AFTER_EDITS
     unique = {str(site): site for of_pattern in found.values() for site in of_pattern}
     acts._taps = [
         Tap(site, modules[site.module], partial(acts._take, name), phase, acts)
         for name, site in unique.items()
     ]
+    acts._optional = {str(tap.site) for tap in acts._taps} - exact
+    for tap in acts._taps:
+        if str(tap.site) in acts._optional:
+            tap.skip = partial(acts._skip, str(tap.site))
     acts._unchecked = {site.module for site in unique.values()} if check_attention else set()
     with ExitStack() as stack:
         stack.callback(acts._forget_model)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
+from forge_interp.hooks import values
 from forge_interp.hooks.boards import attached
 from forge_interp.hooks.interception import SDPA_ONLY
 from forge_interp.hooks.sharding import Spread
@@ -46,6 +48,10 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
             raise InterpError(f"edit of {pattern!r}: a statistic cannot be edited; edit attn.pattern")
     modules, spread = named_modules(model), Spread(model)
     reached: set[str] = set()
+    masks: list[Tensor | None] = [None]
+
+    def note_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        masks[-1] = _attention_mask(module, args, kwargs)
 
     def tap(pattern: str, site: Site) -> Tap:
         def act(at: Site, module: nn.Module, value: Any) -> Tensor:
@@ -55,14 +61,18 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
                     f"edit of {str(at)!r}: tensor parallelism leaves only a part of it on this rank; edit a "
                     "site that is whole, such as the output of the block, or use one rank"
                 )
-            new = edits[pattern](value)
+            change = edits[pattern]
+            new = change(value, at, masks[-1]) if isinstance(change, MeanAblation) else change(value)
             if new is None:
                 raise InterpError(f"edit of {str(at)!r} gave None, expected a tensor like the value")
             return new
 
         return Tap(site, modules[site.module], act, Phase.EDIT, reached)
 
-    with attached([tap(pattern, site) for pattern, sites in found.items() for site in sites]):
+    with ExitStack() as stack:
+        if any(isinstance(change, MeanAblation) for change in edits.values()):
+            stack.callback(modules[""].register_forward_pre_hook(note_mask, with_kwargs=True).remove)
+        stack.enter_context(attached([tap(pattern, site) for pattern in found for site in found[pattern]]))
         yield
         if missed := [pattern for pattern in edits if pattern not in reached]:
             attention = any(Site.parse(pattern).part == "attn" for pattern in missed)
@@ -70,6 +80,16 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
                 f"edited nothing at {', '.join(map(repr, missed))}: not reached inside the with"
                 + (f", or the module does not call {SDPA_ONLY}" if attention else "")
             )
+
+
+def _attention_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """[B, T] the mask for padding that a model is called with, if it is."""
+    try:
+        _, where, *_ = path = values.argument(module, args, kwargs, Site("", "kw", ("attention_mask",)))
+    except InterpError:
+        return None
+    found = kwargs[where] if path[0] == "kwargs" else args[int(where)]
+    return found if isinstance(found, Tensor) and found.ndim == 2 else None
 
 
 def patch(value: Tensor | float, where: Any = None) -> Edit:
@@ -91,37 +111,115 @@ def ablate(
     how: Literal["zero", "mean", "resample"] = "zero",
     where: Any = None,
     *,
-    mean: Tensor | None = None,
+    mean: Tensor | Mapping[str, Tensor] | None = None,
+    keep: Tensor | None = None,
+    over: tuple[int, ...] | None = None,
     seed: int = 0,
 ) -> Edit:
     """Take away what a site says about its input.
 
     Args:
-        how: `zero`; `mean`: the given one, else that of the batch at hand over all but the last dim of what
-            `where` picks (a single index picks a part of length one);
-            `resample`: the value of another sample of the batch (no sample keeps its own).
+        how: `zero`; `mean`: the given one, else that of what `where` picks in the batch at hand, over batch
+            and positions, of each channel and head apart (over the batch alone for raw, scores and pattern,
+            whose positions are queries and keys); `resample`: the value of another sample of the batch (no
+            sample keeps its own).
         where: as in `patch`.
-        mean: for `mean`, broadcast to `old[where]`.
+        mean: for `mean`, broadcast to `old[where]`; or by site, as `site_means` gives it.
+        keep: for `mean`, [B, T] False or 0 for padding, which does not count. Default: the `attention_mask`
+            [B, T] that the model is called with, if it is.
+        over: for `mean`, the dimensions to average over. Default: the first two of a module's value of up to
+            three, [B, T, D]; 0 and 2 of attention's [B, N, T, H]. Images and other values have to say it.
         seed: for `resample`, of the order of the samples.
 
     Raises:
-        InterpError: an unknown way, or a mean for another; at run time, resampling a batch of one.
+        InterpError: an unknown way, or an option of another; at run time, resampling a batch of one, a mask
+            that does not fit, a value whose channels are not known.
     """
     if how not in ("zero", "mean", "resample"):
         raise InterpError(f"ablate({how!r}), expected 'zero', 'mean' or 'resample'")
-    if mean is not None and how != "mean":
+    if how != "mean" and not (mean is None and keep is None and over is None):
         raise InterpError(
             f"ablate({how!r}, mean=...) would not use the mean; expected ablate('mean', mean=...)"
         )
+    if how == "mean" and not isinstance(mean, Tensor):
+        return MeanAblation(where, mean, keep, over)
 
     def apply(old: Tensor) -> Tensor:
-        if how == "zero":
-            return _put(old, where, torch.zeros((), dtype=old.dtype, device=old.device))
-        if how == "mean":
-            return _put(old, where, _mean(old, where) if mean is None else mean)
-        return _put(old, where, old[_derangement(len(old), seed).to(old.device)][_index(where)])
+        if how == "resample":
+            return _put(old, where, old[_derangement(len(old), seed).to(old.device)][_index(where)])
+        return _put(old, where, torch.zeros((), dtype=old.dtype) if mean is None else mean)  # type: ignore[arg-type]
 
     return apply
+
+
+@dataclass(frozen=True, eq=False)
+class MeanAblation:
+    """An edit that needs to know the site, and the padding: see `ablate`."""
+
+    where: Any
+    means: Mapping[str, Tensor] | None
+    keep: Tensor | None
+    over: tuple[int, ...] | None
+
+    def __call__(self, old: Tensor, site: Site | None = None, attention_mask: Tensor | None = None) -> Tensor:
+        """The value with its mean in it; without a site that of a module."""
+        picked = torch.zeros_like(old, dtype=torch.bool)
+        picked[_index(self.where)] = True
+        if self.means is None:
+            return torch.where(picked, self._mean(old, picked, site, attention_mask), old)
+        key = str((site or Site("")).at(0))
+        if key not in self.means:
+            raise InterpError(f"there is no mean for {key!r}, but {', '.join(self.means)}; see site_means")
+        return torch.where(picked, self.means[key].to(old), old)
+
+    def _mean(self, old: Tensor, picked: Tensor, site: Site | None, attention_mask: Tensor | None) -> Tensor:
+        dims = self.over if self.over is not None else mean_dims(old, site)
+        if not dims:
+            return old
+        name, mask = ("keep", self.keep) if self.keep is not None else ("attention_mask", attention_mask)
+        if mask is not None and (name == "keep" or not bool(mask.all())):
+            picked = picked & real_positions(old, dims, mask, name)
+        weight = picked.to(old.dtype)
+        count = weight.sum(dims, keepdim=True)
+        mean = (old * weight).sum(dims, keepdim=True) / count
+        return torch.where(count > 0, mean, old)
+
+
+def mean_dims(value: Tensor, site: Site | None) -> tuple[int, ...]:
+    """The dimensions of batch and positions of a site's value.
+
+    Raises:
+        InterpError: that is not known.
+    """
+    if site is not None and site.part == "attn":
+        return (0,) if site.path[0] in ("raw", "scores", "pattern") else (0, 2)
+    if value.ndim > 3:
+        raise InterpError(
+            f"ablate('mean') of a value {list(value.shape)}, whose batch and positions are not known; "
+            "expected [B, T, D]: give over=, such as (0, 2, 3) for images"
+        )
+    return tuple(range(value.ndim - 1))
+
+
+def real_positions(value: Tensor, dims: tuple[int, ...], mask: Tensor, name: str) -> Tensor:
+    """A mask [B, T], or of the last T of more, as bool that broadcasts to a value averaged over `dims`.
+
+    Raises:
+        InterpError: it does not fit.
+    """
+    if value.ndim < 3:
+        return torch.ones((), dtype=torch.bool, device=value.device)
+    batch, positions = dims[0], dims[-1] if len(dims) > 1 else 2
+    sizes = value.shape[batch], value.shape[positions]
+    mask = mask[:, -1:] if sizes[1] == 1 else mask
+    if tuple(mask.shape) != sizes:
+        raise InterpError(
+            f"{name} is {list(mask.shape)}; expected {list(sizes)}, batch and positions of a value "
+            f"{list(value.shape)}: give keep="
+        )
+    shape = [1] * value.ndim
+    shape[batch], shape[positions] = sizes
+    return mask.to(value.device).bool().reshape(shape)
 
 
 def _put(old: Tensor, where: Any, new: Tensor | float) -> Tensor:
@@ -132,13 +230,6 @@ def _put(old: Tensor, where: Any, new: Tensor | float) -> Tensor:
 
 def _index(where: Any) -> Any:
     return ... if where is None else where
-
-
-def _mean(old: Tensor, where: Any) -> Tensor:
-    """[D or 1] over all but the last dim of what is picked, where numbers leave a dim of length one."""
-    index = where if isinstance(where, tuple) else (_index(where),)
-    part = old[tuple(slice(i, i + 1 or None) if type(i) is int else i for i in index)]
-    return part.reshape(-1, part.shape[-1]).mean(0)
 
 
 def _derangement(size: int, seed: int) -> Tensor:

@@ -1,7 +1,9 @@
 """Which places of a model a name stands for.
 
 A site is `module[:part][#call]`: `layers.3.attention:out`, `layers.*:in`, `**.attn:attn.pattern`,
-`head:out#1`.
+`head:out#1`; keys of outputs that hold dots, colons or hashes stand in brackets: `head:out[a.b].0`. #k is the
+k-th time that the value arises since the `with` began, from 0. A module whose name holds a colon or a hash
+needs its part: `a:b:out`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from forge_interp.errors import InterpError
 ATTENTION_TENSORS = ("q", "k", "v", "raw", "scores", "pattern", "z")
 ATTENTION_STATISTICS = ("entropy", "sink", "previous")
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
+_SITE = re.compile(r"(.*?)(?::((?:out|in|kw|attn)(?:[.\[].*?)?))?(?:#(\d+))?", re.DOTALL)
+_PART = re.compile(r"(out|in|kw|attn)(.*)", re.DOTALL)
+_KEY = re.compile(r"\.([^.\[]+)|\[([^\]]*)\]")
 _GRAMMAR = "module[:out|in|out.PATH|in.PATH|kw.NAME|attn.NAME][#call]"
 
 
@@ -46,17 +51,19 @@ class Site:
         Raises:
             InterpError: the text does not follow the grammar.
         """
-        rest, hash_, call = text.partition("#")
-        module, _, part = rest.partition(":")
-        kind, *path = (part or "out").split(".")
-        if hash_ and not call.isdecimal():
-            raise InterpError(f"site {text!r}: the call {call!r} is no number; sites read {_GRAMMAR}")
-        known = {"out": True, "in": True, "kw": bool(path), "attn": bool(path)}
-        if not known.get(kind) or "" in path:
+        module, part, call = _SITE.fullmatch(text).groups()  # type: ignore[union-attr]
+        if part is None and "#" in module:
+            wrong = module.partition("#")[2]
+            raise InterpError(f"site {text!r}: the call {wrong!r} is no number; sites read {_GRAMMAR}")
+        if part is None and ":" in module:
+            raise InterpError(f"site {text!r}: no part {module.rpartition(':')[2]!r}; sites read {_GRAMMAR}")
+        kind, rest = _PART.fullmatch(part or "out").groups()  # type: ignore[union-attr]
+        path = tuple(plain or bracketed for plain, bracketed in _KEY.findall(rest))
+        if spell(path) != rest or (not path and kind in ("kw", "attn")):
             raise InterpError(f"site {text!r}: no part {part!r}; sites read {_GRAMMAR}")
         if kind == "attn":
             _check_attention(text, ".".join(path))
-        return cls(module, kind, tuple(path), int(call) if hash_ else None)
+        return cls(module, kind, path, int(call) if call else None)
 
     def at(self, call: int) -> Site:
         """The same place at one call; the first is written without a number."""
@@ -67,8 +74,13 @@ class Site:
 
     @cached_property
     def _text(self) -> str:
-        name = f"{self.module}:{'.'.join((self.part, *self.path))}"
+        name = f"{self.module}:{self.part}{spell(self.path)}"
         return name if self.call is None else f"{name}#{self.call}"
+
+
+def spell(path: Iterable[str]) -> str:
+    """A path as the grammar has it: `.key`, or `[key]` for a key with dots, colons or hashes in it."""
+    return "".join(f"[{key}]" if not key or re.search(r"[.:#\[]", key) else f".{key}" for key in path)
 
 
 def _check_attention(text: str, name: str) -> None:

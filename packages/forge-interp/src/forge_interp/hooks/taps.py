@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
@@ -35,6 +37,7 @@ class Tap:
             takes the value's place. Captures of attention are given the `AttentionCall`, which is not
             replaced.
         phase: when it has its turn.
+        skip: told, with the reason, where there is no tensor at the site; without it that is an error.
         owner: whoever it belongs to; of the modules around an attention call, each owner is told by the
             innermost.
         calls: how many calls have begun, of the module or of attention in it.
@@ -46,6 +49,7 @@ class Tap:
     phase: Phase
     owner: object
     calls: int = 0
+    skip: Callable[[Site, str], None] | None = None
     _backward: int = field(default_factory=torch._C._current_graph_task_id)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -63,7 +67,7 @@ class Tap:
 
         That it does so from within a backward pass, begun since the tap was made.
         """
-        if torch._C._current_graph_task_id() not in (-1, self._backward):
+        if torch._C._current_graph_task_id() not in (-1, self._backward) and is_recomputing():
             return None
         with self._lock:
             call, self.calls = self.calls, self.calls + 1
@@ -93,9 +97,30 @@ class Tap:
         return None if self.site.call else self.act(self.site.at(0), self.module, value)
 
 
-def show(tap: Tap, call: int | None, tree: Any, path: tuple[str, ...]) -> Any:
-    """Show a tap the tensor at a path; the tree that the model goes on with."""
-    value = values.read(tree, path, tap.site)
+def is_recomputing() -> bool:
+    """Whether activation checkpointing of torch is what runs a module from within a backward pass.
+
+    A custom `autograd.Function` may call modules there, too, and these are calls as any other.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def show(tap: Tap, call: int | None, tree: Any, find: Callable[[], tuple[str, ...]]) -> Any:
+    """Show a tap the tensor at the path that `find` gives; the tree that the model goes on with."""
+    try:
+        path = find()
+        value = values.read(tree, path, tap.site)
+    except InterpError as error:
+        if tap.skip is None:
+            raise
+        if call is not None:
+            tap.skip(tap.site.at(call), str(error))
+        return tree
     new = replaced(tap, call, value)
     return tree if new is value else values.write(tree, path, new)
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
-from forge_interp.hooks.sites import Site, unwrapped
+from forge_interp.hooks.sites import Site, spell, unwrapped
 
 
 def read(tree: Any, path: tuple[str, ...], site: Site) -> Tensor:
@@ -33,12 +33,11 @@ def read(tree: Any, path: tuple[str, ...], site: Site) -> Tensor:
     raise InterpError(f"site {str(site)!r} is {type(found).__name__}, expected a tensor; {have}")
 
 
-def _spelled(site: Site, path: str) -> str:
+def _spelled(site: Site, path: tuple[str, ...]) -> str:
     """A path as the grammar of sites has it; that of an argument starts with args or kwargs."""
     if site.part == "out":
-        return f"out.{path}".rstrip(".")
-    kind, _, rest = path.partition(".")
-    return f"{'in' if kind == 'args' else 'kw'}.{rest}"
+        return f"out{spell(path)}"
+    return f"{'in' if path[0] == 'args' else 'kw'}{spell(path[1:])}"
 
 
 def write(tree: Any, path: tuple[str, ...], value: Tensor) -> Any:
@@ -50,14 +49,11 @@ def write(tree: Any, path: tuple[str, ...], value: Tensor) -> Any:
     return _with_child(tree, key, write(_child(tree, key), rest, value) if rest else value)
 
 
-def tensor_paths(tree: Any, prefix: str = "") -> list[str]:
-    """The dotted paths of all tensors in nested tuples, mappings and dataclasses."""
+def tensor_paths(tree: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The paths of all tensors in nested tuples, mappings and dataclasses."""
     if isinstance(tree, Tensor):
         return [prefix]
-    paths = []
-    for key in _keys(tree):
-        paths += tensor_paths(_child(tree, key), f"{prefix}.{key}" if prefix else key)
-    return paths
+    return [path for key in _keys(tree) for path in tensor_paths(_child(tree, key), (*prefix, key))]
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -78,8 +74,8 @@ def argument(module: nn.Module, args: tuple, kwargs: dict, site: Site) -> tuple[
         positions = list(inspect.signature(unwrapped(module).forward).parameters)
         if name in positions and positions.index(name) < len(args):
             return ("args", str(positions.index(name)), *rest)
-        given = ", ".join([*positions[: len(args)], *kwargs])
-        raise InterpError(f"site {str(site)!r}: the call had no argument {name!r}, but {given or 'none'}")
+        names = ", ".join([*positions[: len(args)], *kwargs])
+        raise InterpError(f"site {str(site)!r}: the call had no argument {name!r}, but {names or 'none'}")
     if site.path:
         return ("args", *site.path)
     if args:
@@ -111,25 +107,27 @@ def _child(tree: Any, key: str) -> Any:
     if isinstance(tree, (tuple, list)) and key.isdigit():
         return tree[int(key)]
     if isinstance(tree, Mapping):
-        return tree[_own_key(tree, key)]
+        return tree[_same_key(tree, key)]
     return getattr(tree, key)
 
 
-def _own_key(tree: Mapping, key: str) -> Any:
+def _same_key(tree: Mapping, key: str) -> Any:
     return key if key in tree else next((k for k in tree if str(k) == key), key)
 
 
 def _with_child(tree: Any, key: str, value: Any) -> Any:
     if isinstance(tree, tuple):
-        names = getattr(tree, "_fields", ())
-        at = names.index(key) if key in names else int(key)
-        items = [*tree[:at], value, *tree[at + 1 :]]
-        return type(tree)(*items) if names else tuple(items)
+        names = getattr(tree, "_fields", ()) or getattr(tree, "__match_args__", ())
+        position = names.index(key) if key in names else int(key)
+        items = [*tree[:position], value, *tree[position + 1 :]]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*items)
+        return type(tree)(items) if names else tuple(items)  # torch.return_types, such as that of max()
     changed = copy.copy(tree)
     if isinstance(tree, list):
         changed[int(key)] = value
     elif isinstance(tree, Mapping):
-        changed[_own_key(tree, key)] = value  # type: ignore[index]
+        changed[_same_key(tree, key)] = value  # type: ignore[index]
     else:
         object.__setattr__(changed, key, value)
     return changed

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from forge_interp.errors import InterpError
 from forge_interp.hooks.capture import capture
 from forge_interp.lenses.unembedding import Readout, Unembedding
-from forge_interp.model_inputs import output_logits
+from forge_interp.model_inputs import output_logits, run_model
 
 Decode = Callable[[str, Tensor], Tensor]
 """(site, hidden [..., D]) -> logits [..., V]."""
@@ -180,9 +180,9 @@ def run_with_final(
         end = check.norm_name if check.norm_name is not None else check.head_name
     with capture(model, sites) as acts:
         if check is None or end is None:
-            return acts, output_logits(model(*args, **kwargs))
+            return acts, output_logits(run_model(model, args, kwargs))
         with capture(model, f"{end}:in") as ends:
-            final = output_logits(model(*args, **kwargs))
+            final = output_logits(run_model(model, args, kwargs))
     given = list(ends.values())[-1]
     _check_end(given, final, check)
     return acts, final
