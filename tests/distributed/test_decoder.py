@@ -23,10 +23,11 @@ from forge_parallel import (
 )
 from forge_parallel.tensor import local_part
 from forge_parallel.testing import assert_matches_single, run_ranks
-from forge_trainer.optim import AdamWConfig
+from forge_trainer.optim import AdamWConfig, trainable
 from forge_trainer.progress import Progress
 from forge_trainer.schedule import CosineConfig
-from forge_trainer.step import TextStep
+from forge_trainer.steps.text import TextStep
+from forge_trainer.steps.update import Update
 
 VOCAB, TOKENS, GLOBAL, MICRO = 67, 16, 16, 2
 LAYOUTS = {"fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2, "dp_shard": 2})}
@@ -47,20 +48,11 @@ def build(sizes: dict, tied: bool = False, checkpointing: str = "none", clip_nor
     parallelize(model, mesh, Plan.of(model), config)
     materialize(model, torch.device("cpu"))
     initialize(model, 3, local_shard)
-    optimizer = AdamWConfig(lr=1e-2).build(model.named_parameters())
-    progress = Progress()
-    step = TextStep(
-        model=model,
-        loss_fn=LossConfig(chunk_tokens=5, z_loss_weight=1e-3).build(),
-        optimizer=optimizer,
-        lr_factor=partial(CosineConfig(warmup_steps=2).factor, steps=20),
-        progress=progress,
-        mesh=mesh,
-        device=torch.device("cpu"),
-        seed=0,
-        clip_norm=clip_norm,
-    )
-    return step, model, optimizer, progress, mesh
+    optimizer = AdamWConfig(lr=1e-2).build(trainable([model]))
+    factor = partial(CosineConfig(warmup_steps=2).factor, steps=20)
+    update = Update([model], optimizer, factor, clip_norm, mesh)
+    step = TextStep(model, LossConfig(chunk_tokens=5, z_loss_weight=1e-3).build(), mesh, update=update)
+    return step, model, optimizer, Progress(), mesh
 
 
 def batch(index: int, mesh) -> list[MicroBatch]:
@@ -71,18 +63,19 @@ def batch(index: int, mesh) -> list[MicroBatch]:
     for row in range(GLOBAL):
         labels[row, : row % (TOKENS + 1)] = -100
     mine = torch.arange(GLOBAL).chunk(mesh.batch.size)[mesh.batch.rank]
-    return [micro_batch(rows[part, :-1], labels[part]) for part in mine.split(MICRO)]
-
-
-def micro_batch(tokens: torch.Tensor, labels: torch.Tensor) -> MicroBatch:
-    return MicroBatch({"tokens": tokens, "labels": labels}, {"targets": (labels >= 0).sum()})
+    return [
+        MicroBatch(
+            {"tokens": rows[part, :-1], "labels": labels[part]}, {"targets": (labels[part] >= 0).sum()}
+        )
+        for part in mine.split(MICRO)
+    ]
 
 
 def curves(sizes: dict, tied: bool, checkpointing: str, steps: int = 10) -> dict[str, list[float]]:
     step, _, _, progress, mesh = build(sizes, tied, checkpointing)
     losses, norms = [], []
     for index in range(steps):
-        out = step(batch(index, mesh))
+        out = step.train(batch(index, mesh), index)
         progress.advance(out)
         losses.append(out.loss.item())
         norms.append(out.grad_norm.item())
@@ -133,7 +126,7 @@ def poisoned(where: str) -> list[bool]:
     """Three good steps, one with a NaN on the last rank, one good: did the bad one leave any bit behind?"""
     step, model, optimizer, progress, mesh = build({})
     for index in range(3):
-        progress.advance(step(batch(index, mesh)))
+        progress.advance(step.train(batch(index, mesh), index))
     state = TrainState(model, optimizer)
     before = {key: local_part(value).clone() for key, value in state.tensors().items()}
     handles = []
@@ -143,14 +136,14 @@ def poisoned(where: str) -> list[bool]:
             step.loss_fn = lambda h, w, y: (lambda t: t._replace(total=t.total * float("nan")))(good(h, w, y))
         else:
             handles.append(model.layers["1"].register_forward_hook(spoil_gradient))
-    out = step(batch(3, mesh))
+    out = step.train(batch(3, mesh), 3)
     untouched = all(torch.equal(local_part(v), before[k]) for k, v in state.tensors().items())
     finite = bool(out.finite)
     for handle in handles:
         handle.remove()
     if where == "loss" and mesh.batch.rank == mesh.batch.size - 1:
         step.loss_fn = good
-    after = step(batch(4, mesh))
+    after = step.train(batch(4, mesh), 4)
     moved = any(not torch.equal(local_part(v), before[k]) for k, v in state.tensors().items())
     return [untouched, finite, bool(after.finite), moved]
 
@@ -170,7 +163,7 @@ def saved(folder: str, sizes: dict, steps: int) -> list[float]:
     """Train, save, and train on; the losses after the save."""
     step, model, optimizer, progress, mesh = build(sizes)
     for index in range(steps):
-        progress.advance(step(batch(index, mesh)))
+        progress.advance(step.train(batch(index, mesh), index))
     store(folder, mesh).save(steps, TrainState(model, optimizer).tensors(), {})
     return goes_on(step, progress, mesh, steps)
 
@@ -188,7 +181,7 @@ def loaded(folder: str, sizes: dict, steps: int) -> list[float]:
 def goes_on(step, progress, mesh, first: int) -> list[float]:
     losses = []
     for index in range(first, first + 4):
-        out = step(batch(index, mesh))
+        out = step.train(batch(index, mesh), index)
         progress.advance(out)
         losses.append(out.loss.item())
     return losses

@@ -19,8 +19,9 @@ from forge_interp.extraction.store import ActivationStore
 from forge_trainer import clock
 from forge_trainer.build import build
 from forge_trainer.hooks import RecordConfig, hooks, recorder
-from forge_trainer.hooks.recorder import summary, undisturbed
+from forge_trainer.hooks.recorder import summary
 from forge_trainer.job import load_job
+from forge_trainer.steps.evaluation import evaluating
 from torch import nn
 
 JOB = """
@@ -94,7 +95,7 @@ def train(job) -> tuple[list[float], nn.Module]:
         run = build(job, stack)
         run.train()
     lines = (job.job.directory / "metrics.jsonl").read_text().splitlines()
-    return [record["loss"] for record in map(json.loads, lines) if "loss" in record], run.model
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record], run.parts[0]
 
 
 def files(job) -> list[str]:
@@ -157,15 +158,15 @@ def test_record_changes_no_bit_of_the_training(job, extra):
 def test_record_leaves_no_hook_mode_or_random_number_behind(job):
     with ExitStack() as stack:
         run = build(job(HOOK), stack)
-        run.model.layers["1"].eval()
-        before = [(module.training, len(module._forward_hooks)) for module in run.model.modules()]
+        run.parts[0].layers["1"].eval()
+        before = [(module.training, len(module._forward_hooks)) for module in run.parts[0].modules()]
         states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
         run.hooks[-1].on_step(run.progress, None)
-        assert [(m.training, len(m._forward_hooks)) for m in run.model.modules()] == before
-        assert all("forward" not in vars(module) for module in run.model.modules())
+        assert [(m.training, len(m._forward_hooks)) for m in run.parts[0].modules()] == before
+        assert all("forward" not in vars(module) for module in run.parts[0].modules())
         assert torch.equal(torch.get_rng_state(), states[0])
         assert np.array_equal(np.random.get_state()[1], states[1]) and random.getstate() == states[2]
-        assert all(parameter.grad is None for parameter in run.model.parameters())
+        assert all(parameter.grad is None for parameter in run.parts[0].parameters())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
@@ -176,11 +177,11 @@ def test_record_has_nothing_compiled_anew(job):
     with ExitStack() as stack:
         run = build(job(compiled + HOOK + 'sites = ["layers.*.ffn:in"]\n'), stack)
         batches = iter(run.loader)
-        run.step(next(batches))
+        run.step.train(next(batches), 0)
         graphs, ran = counters["stats"]["unique_graphs"], counters["aot_autograd"].copy()
         assert graphs > 0
         run.hooks[-1].on_step(run.progress, None)
-        run.step(next(batches))
+        run.step.train(next(batches), 0)
         assert counters["stats"]["unique_graphs"] == graphs
         assert counters["aot_autograd"] == ran
 
@@ -189,7 +190,7 @@ def test_record_holds_no_more_sequences_at_once_than_training(job):
     sizes = []
     with ExitStack() as stack:
         run = build(job(HOOK), stack)
-        run.model.register_forward_pre_hook(
+        run.parts[0].register_forward_pre_hook(
             lambda module, args, kwargs: sizes.append(len(kwargs["tokens"])), with_kwargs=True
         )
         run.hooks[-1].on_step(run.progress, None)
@@ -208,16 +209,17 @@ def test_a_recording_is_left_out_of_the_speed(job, monkeypatch):
         monkeypatch.setattr(recorder, "extract_representations", takes_a_minute)
         run.clock.lap()
         now[0] += 2
-        run.hooks[-1].on_step(run.progress, None)
-        assert run.clock.lap() == 2
+        with run.clock.span(run.hooks[-1].span):
+            run.hooks[-1].on_step(run.progress, None)
+        assert run.clock.lap() == {"record": 60, "training": 2}
 
 
-def test_undisturbed_gives_back_what_an_inner_draw_and_an_error_took(job):
+def test_evaluating_gives_back_what_an_inner_draw_and_an_error_took(job):
     model = nn.Sequential(nn.Dropout(), nn.Linear(2, 2).eval())
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
     expected = torch.rand(1).item(), np.random.rand(), random.random()
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
-    with pytest.raises(KeyError), undisturbed(model, torch.device("cpu")):
+    with pytest.raises(KeyError), evaluating(model):
         assert not model[0].training and not torch.is_grad_enabled()
         torch.rand(1), np.random.rand(), random.random()
         raise KeyError

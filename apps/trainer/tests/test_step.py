@@ -9,16 +9,15 @@ from forge_data.loader import MicroBatch
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel.mesh import Mesh
-from forge_trainer.progress import Progress
 from forge_trainer.schedule import ConstantConfig, CosineConfig, LinearConfig
-from forge_trainer.step import TextStep
+from forge_trainer.steps.text import TextStep
+from forge_trainer.steps.update import Update
 
 LR = 0.5
 
 
-def _micro_batch(tokens, labels):
-    statistics = {"source": torch.zeros(len(tokens), dtype=torch.int64), "targets": (labels >= 0).sum()}
-    return MicroBatch({"tokens": tokens, "labels": labels}, statistics)
+def micro(tokens: torch.Tensor, labels: torch.Tensor) -> MicroBatch:
+    return MicroBatch({"tokens": tokens, "labels": labels}, {"targets": (labels >= 0).sum()})
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.05])
@@ -32,21 +31,13 @@ def test_step_moves_by_the_clipped_gradient_of_the_mean_loss(clip_norm):
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for group in optimizer.param_groups:
         group["initial_lr"] = LR
-    step = TextStep(
-        model=model,
-        loss_fn=LossConfig(chunk_tokens=3).build(),
-        optimizer=optimizer,
-        lr_factor=lambda step: 0.5,
-        progress=Progress(),
-        mesh=Mesh(torch.device("cpu")),
-        device=torch.device("cpu"),
-        seed=0,
-        clip_norm=clip_norm,
-    )
+    mesh = Mesh(torch.device("cpu"))
+    update = Update([model], optimizer, lambda step: 0.5, clip_norm, mesh)
+    step = TextStep(model, LossConfig(chunk_tokens=3).build(), mesh, update=update)
     rows = torch.randint(19, (4, 9), generator=torch.Generator().manual_seed(0))
     labels = rows[:, 1:].clone()
     labels[0, :5] = -100
-    out = step([_micro_batch(rows[i : i + 2, :-1], labels[i : i + 2]) for i in (0, 2)])
+    out = step.train([micro(rows[i : i + 2, :-1], labels[i : i + 2]) for i in (0, 2)], 0)
 
     loss = F.cross_entropy(reference(rows[:, :-1]).flatten(0, 1), labels.flatten())
     loss.backward()

@@ -21,45 +21,46 @@ from forge_resilience.verdict import Verdict, agree
 from torch import nn
 
 from forge_trainer.clock import Clock
-from forge_trainer.evaluate import evaluate
 from forge_trainer.guards import Guard, build_guards
 from forge_trainer.hooks import Hook
 from forge_trainer.hooks.evaluate import Evaluate
 from forge_trainer.hooks.log import Log
 from forge_trainer.job import Job
 from forge_trainer.loop import train
+from forge_trainer.optim import trainable
 from forge_trainer.progress import Progress
-from forge_trainer.step import Step, TextStep
+from forge_trainer.steps.base import Step
+from forge_trainer.steps.update import Update
 from forge_trainer.track import Tracker
 from forge_trainer.track.open import open_trackers
-from forge_trainer.weights import fill, resume, saver
+from forge_trainer.weights import resume_or_start, saver
 
 
 @dataclass
 class Run:
-    """Everything a run is made of.
+    """Everything a run is made of; hooks see it as a `RunView`.
 
     Attributes:
         job: the configuration.
         directory: where it writes.
         env: the place of this process.
         mesh: the grid of ranks.
-        model: sharded and filled.
-        step: one optimizer step.
+        parts: the parts of the model that this rank holds, sharded and with their values.
+        step: trains and evaluates.
         loader: training data.
         progress: how far it has come.
         hooks: what observes it.
         guards: what may stop it.
         save: writes a checkpoint.
         trackers: where metrics go; empty on all ranks but the first.
-        clock: pauses while hooks look at the model.
+        clock: where the time goes.
     """
 
     job: Job
     directory: Path
     env: Env
     mesh: Mesh
-    model: nn.Module
+    parts: list[nn.Module]
     step: Step
     loader: Loader
     progress: Progress
@@ -80,41 +81,31 @@ class Run:
             self.guards,
             partial(agree, group=self.mesh.control_group),
             self.save,
+            self.clock,
         )
 
 
-def build(job: Job, stack: ExitStack, signals: Signals | None = None) -> Run:
+def build(job: Job, stack: ExitStack, signals: Signals | None = None, clock: Clock | None = None) -> Run:
     """Make a run, continued from its newest checkpoint if it has one. Collective.
 
     Args:
         job: the configuration.
         stack: what the run opens is closed with it.
         signals: entered; without it the run makes its own.
+        clock: counts from before the build; without it the run makes its own.
     """
-    signals = signals or stack.enter_context(Signals())
+    signals, clock = signals or stack.enter_context(Signals()), clock or Clock()
     env = Env.detect()
-    device = env.device
-    stack.enter_context(process_group(env, needed=job.precision.needs_group(device.type)))
+    stack.enter_context(process_group(env, needed=job.precision.needs_group(env.device.type)))
     mesh = build_mesh(job.mesh, env)
 
-    with torch.device("meta"):
-        model = job.model.build()
-    plan = Plan.of(model)
-    parallelize(model, mesh, plan, job.parallel)
-    materialize(model, device)
-    fill(model, job)
-
+    parts = build_parts(job, mesh)
     with without_dynamo():
-        optimizer = job.optimizer.build(model.named_parameters())
-    loss_fn = job.loss.build()
-    checkpoint = job.checkpoint
-    store = Store(
-        job.job.directory / "checkpoints",
-        checkpoint.keep,
-        checkpoint.keep_every_steps,
-        mesh.control_group,
-        partial(local_shard, mesh=mesh),
-    )
+        optimizer = job.optimizer.build(trainable(parts))
+    state = TrainState(parts[0], optimizer)
+    store = open_store(job, mesh)
+    progress, fingerprint = resume_or_start(store, state, parts, job)
+
     data = partial(
         build_loader,
         job.data,
@@ -122,41 +113,49 @@ def build(job: Job, stack: ExitStack, signals: Signals | None = None) -> Run:
         world_size=mesh.batch.size,
         micro_batch=job.train.micro_batch,
     )
-    state = TrainState(model, optimizer)
-    progress, fingerprint = resume(store, state)
     loader = data("train", global_batch=job.train.global_batch, first_sample=progress.samples)
     loader.require(fingerprint)
 
-    step = TextStep(
-        model=model,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        lr_factor=partial(job.schedule.factor, steps=job.train.steps),
-        progress=progress,
-        mesh=mesh,
-        device=device,
-        seed=job.job.seed,
-        clip_norm=job.train.clip_norm,
-    )
-    clock = Clock()
+    factor = partial(job.schedule.factor, steps=job.train.steps)
+    update = Update(parts, optimizer, factor, job.train.clip_norm, mesh)
+    step = job.step.build(parts, job.loss.build(), mesh, seed=job.job.seed, update=update)
     trackers = open_trackers(job, progress.step, stack) if env.rank == 0 else []
     guards, deadline = build_guards(job, signals)
-    save = saver(store, state, loader.fingerprint, clock, deadline)
+    clock.listeners.append(lambda name, seconds: deadline.saved(seconds) if name == "save" else None)
+    save = saver(store, state, loader.fingerprint)
     directory = job.job.directory
-    run = Run(job, directory, env, mesh, model, step, loader, progress, [], guards, save, trackers, clock)
-    validation = partial(evaluate, model, data("validation"), loss_fn, mesh, device)
-    run.hooks.extend(_hooks(run, validation))
+    run = Run(job, directory, env, mesh, parts, step, loader, progress, [], guards, save, trackers, clock)
+    run.hooks.extend(build_hooks(run, data("validation")))
     for hook in run.hooks:
         stack.callback(hook.close)
     return run
 
 
-def _hooks(run: Run, validation: Callable[[], dict[str, float]]) -> list[Hook]:
-    """Logging (first rank only), evaluation, and the hooks of the user."""
+def build_parts(job: Job, mesh: Mesh) -> list[nn.Module]:
+    """This rank's parts of the model, parallel and on its device, still without values. Collective."""
+    with torch.device("meta"):
+        model = job.model.build()
+    parallelize(model, mesh, Plan.of(model), job.parallel)
+    return [materialize(model, mesh.device)]
+
+
+def open_store(job: Job, mesh: Mesh) -> Store:
+    """The checkpoints of the run."""
+    config = job.checkpoint
+    return Store(
+        job.job.directory / "checkpoints",
+        config.keep,
+        config.keep_every_steps,
+        mesh.control_group,
+        partial(local_shard, mesh=mesh),
+    )
+
+
+def build_hooks(run: Run, validation: Loader) -> list[Hook]:
+    """Logging (first rank only), evaluation, and the hooks of the user. Collective."""
     job = run.job
     hooks: list[Hook] = []
     if run.trackers:
-        flops = job.model.flops_per_token(job.data.max_tokens)
-        hooks.append(Log(job.train.log_every_steps, run.trackers, run.clock, flops, run.progress.tokens))
-    hooks.append(Evaluate(job.eval.every_steps, validation, run.trackers, run.clock))
+        hooks.append(Log(job.train.log_every_steps, run, job.model.flops_per_token(job.data.max_tokens)))
+    hooks.append(Evaluate(job.eval.every_steps, run, validation))
     return hooks + [config.build(run) for config in job.hooks.values()]

@@ -1,27 +1,49 @@
-"""How long training took, evaluation and saving left out."""
+"""Where the time of a run goes: every second belongs to a named span."""
 
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+TRAINING = frozenset({"data", "step", "agree", "log"})
+"""Spans that are part of training; speed is measured over these and over what is in no span."""
 
 
 class Clock:
-    """A stopwatch with laps that can be paused."""
+    """A stopwatch with named spans. It starts when it is made; `launch` makes it before anything is built.
+
+    Attributes:
+        total_s: seconds in each span since the start. A span inside another counts in the inner one only.
+        listeners: told the name and the length in seconds of each span when it ends.
+    """
 
     def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._paused_s = 0.0
-
-    def lap(self) -> float:
-        """Seconds since the last lap, pauses left out."""
-        now = time.perf_counter()
-        lap_s = now - self._start - self._paused_s
-        self._start, self._paused_s = now, 0.0
-        return max(lap_s, 1e-9)
+        self.total_s: dict[str, float] = defaultdict(float)
+        self.listeners: list[Callable[[str, float], None]] = []
+        self._inner_s: list[float] = []
+        self._lap_start = time.perf_counter()
+        self._lap_s: dict[str, float] = {}
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count the time spent inside."""
+    def span(self, name: str) -> Iterator[None]:
+        """Count the time spent inside under `name`, also when it ends by an exception."""
         start = time.perf_counter()
-        yield
-        self._paused_s += time.perf_counter() - start
+        self._inner_s.append(0.0)
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.total_s[name] += spent - self._inner_s.pop()
+            if self._inner_s:
+                self._inner_s[-1] += spent
+            for listener in self.listeners:
+                listener(name, spent)
+
+    def lap(self) -> dict[str, float]:
+        """Seconds since the last lap: of each span that took any, and under `training` those of training."""
+        now = time.perf_counter()
+        wall_s, self._lap_start = now - self._lap_start, now
+        spans = {name: s - self._lap_s.get(name, 0.0) for name, s in self.total_s.items()}
+        self._lap_s = dict(self.total_s)
+        other_s = sum(s for name, s in spans.items() if name not in TRAINING)
+        return {name: s for name, s in spans.items() if s > 0} | {"training": max(wall_s - other_s, 1e-9)}

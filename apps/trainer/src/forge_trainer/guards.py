@@ -10,7 +10,7 @@ from forge_resilience.verdict import Verdict
 
 from forge_trainer.job import Job
 from forge_trainer.progress import Progress
-from forge_trainer.step import StepOutput
+from forge_trainer.steps.base import StepOutput
 
 
 class Guard(Protocol):

@@ -16,7 +16,6 @@ from forge_parallel.apply import materialize
 from forge_parallel.mesh import Mesh
 from torch import nn
 
-from forge_trainer.evaluate import evaluate
 from forge_trainer.job import Job
 from forge_trainer.run_dir import open_job
 
@@ -74,7 +73,7 @@ def evaluate_run(options: argparse.Namespace) -> None:
     model, step = load_model(job)
     device = next(model.parameters()).device
     loader = build_loader(job.data, "validation", micro_batch=job.train.micro_batch)
-    results = evaluate(model, loader, job.loss.build(), Mesh(device), device)
+    results = job.step.build([model], job.loss.build(), Mesh(device)).evaluate(loader)
     numbers = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
     sys.stdout.write(f"{options.directory} at step {step}: {numbers}\n")
 

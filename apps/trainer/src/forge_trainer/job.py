@@ -25,6 +25,7 @@ from forge_resilience.config import ResilienceConfig
 from forge_trainer.hooks import HookConfig
 from forge_trainer.optim import OptimizerConfig
 from forge_trainer.schedule import ScheduleConfig
+from forge_trainer.steps import StepConfig, TextStepConfig
 from forge_trainer.track import TrackConfig
 
 RUN_NAME = "^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$"
@@ -98,6 +99,7 @@ class Job(Config):
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     loss: LossConfig = LossConfig()
+    step: StepConfig = TextStepConfig()
     eval: EvalConfig = EvalConfig()
     mesh: MeshConfig = MeshConfig()
     fsdp: FSDPConfig = FSDPConfig()

@@ -15,6 +15,7 @@ from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 
 from forge_trainer.build import build
+from forge_trainer.clock import Clock
 from forge_trainer.job import Job
 from forge_trainer.run_dir import describe
 
@@ -31,13 +32,14 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None) -> E
         Stopped: a signal came before the first step.
     """
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
-    job = loaded.value
+    job, clock = loaded.value, Clock()
     if rank == 0:
         describe(job, loaded.imports)
     try:
         with ExitStack() as stack:
             signals = signals or stack.enter_context(Signals())
-            run = build(job, stack, signals)
+            with clock.span("build"):
+                run = build(job, stack, signals, clock)
             signals.started(partial(agree, group=run.mesh.control_group))
             verdict = run.train()
     except (DataError, ModelError, ParallelError, CheckpointError) as error:

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from forge_resilience.verdict import Verdict
 
+from forge_trainer.clock import Clock
 from forge_trainer.guards import Guard
 from forge_trainer.hooks import Hook
 from forge_trainer.progress import Progress
-from forge_trainer.step import Batch, Step, StepOutput
+from forge_trainer.steps.base import Batch, Step, StepOutput
 
 
 def worst(guards: Iterable[Guard], progress: Progress, out: StepOutput) -> Verdict:
@@ -24,11 +25,12 @@ def train(
     guards: Sequence[Guard],
     agree: Callable[[Verdict], Verdict],
     save: Callable[[Progress], None],
+    clock: Clock,
 ) -> Verdict:
     """Train until step `until` or until a guard on any rank stops the run. Collective.
 
     Args:
-        step: one optimizer step on a batch.
+        step: trains on one global batch.
         batches: this rank's part of each global batch.
         progress: advanced in place.
         until: the step to end at.
@@ -36,6 +38,7 @@ def train(
         guards: judge every step.
         agree: the gravest verdict over all ranks, the only place where ranks decide together.
         save: writes a checkpoint.
+        clock: counts the time of each part.
 
     Returns:
         The verdict that ended the run: CONTINUE or SAVE when it is complete, STOP or ABORT when it was cut
@@ -43,12 +46,18 @@ def train(
     """
     verdict = Verdict.CONTINUE
     while progress.step < until and verdict < Verdict.STOP:
-        out = step(next(batches))
+        with clock.span("data"):
+            batch = next(batches)
+        with clock.span("step"):
+            out = step.train(batch, progress.step)
         progress.advance(out)
         for hook in hooks:
             if progress.step % hook.every == 0 or progress.step == until:
-                hook.on_step(progress, out)
-        verdict = agree(worst(guards, progress, out))
+                with clock.span(hook.span):
+                    hook.on_step(progress, out)
+        with clock.span("agree"):
+            verdict = agree(worst(guards, progress, out))
         if Verdict.SAVE <= verdict < Verdict.ABORT:
-            save(progress)
+            with clock.span("save"):
+                save(progress)
     return verdict

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from forge_trainer.step import StepOutput
+    from forge_trainer.steps.base import StepOutput
 
 
 @dataclass

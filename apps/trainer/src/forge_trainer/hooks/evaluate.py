@@ -1,30 +1,26 @@
 """Evaluates on the held-out text every N steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 
-from forge_trainer.clock import Clock
-from forge_trainer.hooks.base import Hook
+from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.progress import Progress
-from forge_trainer.step import StepOutput
-from forge_trainer.track import Tracker
+from forge_trainer.steps.base import Batch, StepOutput
 
 
 class Evaluate(Hook):
-    """Logs what `evaluate` returns under `eval/`. Collective."""
+    """Logs what the step says about held-out batches, under `eval/`. Collective."""
 
-    def __init__(
-        self, every: int, evaluate: Callable[[], dict[str, float]], trackers: Sequence[Tracker], clock: Clock
-    ) -> None:
+    span = "evaluate"
+
+    def __init__(self, every: int, run: RunView, batches: Iterable[Batch]) -> None:
         self.every = every
-        self._evaluate = evaluate
-        self._trackers = trackers
-        self._clock = clock
+        self._run = run
+        self._batches = batches
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """See `Hook.on_step`. Collective."""
-        with self._clock.paused():
-            results = self._evaluate()
+        results = self._run.step.evaluate(self._batches)
         record = {"step": progress.step, "tokens": progress.tokens}
         record |= {f"eval/{name}": value for name, value in results.items()}
-        for tracker in self._trackers:
+        for tracker in self._run.trackers:
             tracker.log(record)

@@ -1,31 +1,28 @@
 """Reads the device scalars of a step every N steps and hands them to the trackers."""
 
-from collections.abc import Sequence
-
-from forge_trainer.clock import Clock
-from forge_trainer.hooks.base import Hook
+from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.progress import Progress
-from forge_trainer.step import StepOutput
-from forge_trainer.track import Tracker
+from forge_trainer.steps.base import StepOutput
 
 
 class Log(Hook):
-    """Writes loss, gradient norm, learning rate and speed. Runs on the first rank only."""
+    """Writes loss, gradient norm, learning rate, speed, and where the time of a step went."""
 
-    def __init__(
-        self, every: int, trackers: Sequence[Tracker], clock: Clock, flops_per_token: float, tokens: int
-    ) -> None:
+    span = "log"
+
+    def __init__(self, every: int, run: RunView, flops_per_token: float) -> None:
         self.every = every
-        self._trackers = trackers
-        self._clock = clock
+        self._run = run
         self._flops_per_token = flops_per_token
-        self._tokens = tokens
+        self._step, self._tokens = run.progress.step, run.progress.tokens
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """See `Hook.on_step`. Waits for the device."""
         loss, norm = out.loss.item(), out.grad_norm.item()
-        speed = (progress.tokens - self._tokens) / self._clock.lap()
-        self._tokens = progress.tokens
+        lap = self._run.clock.lap()
+        speed = (progress.tokens - self._tokens) / lap["training"]
+        steps = progress.step - self._step
+        self._step, self._tokens = progress.step, progress.tokens
         record = {
             "step": progress.step,
             "tokens": progress.tokens,
@@ -37,5 +34,6 @@ class Log(Hook):
             "skipped": int(not out.finite.item()),
         }
         record |= {name: value.item() for name, value in out.metrics.items()}
-        for tracker in self._trackers:
+        record |= {f"time/{name}_s": seconds / steps for name, seconds in lap.items()}
+        for tracker in self._run.trackers:
             tracker.log(record)

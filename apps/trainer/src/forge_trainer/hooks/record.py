@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from forge_config import ConfigError, Meta
 
-from forge_trainer.hooks.base import Hook, HookConfig, hooks
-
-if TYPE_CHECKING:
-    from forge_trainer.build import Run
+from forge_trainer.hooks.base import Hook, HookConfig, RunView, hooks
 
 
 @hooks.register("record")
@@ -41,7 +38,7 @@ class RecordConfig(HookConfig):
     summaries: bool = False
     folder: Annotated[str, Meta(pattern="^[A-Za-z0-9_][A-Za-z0-9_-]*$")] = "activations"
 
-    def build(self, run: Run) -> Hook:
+    def build(self, run: RunView) -> Hook:
         """See `HookConfig.build`. Collective.
 
         Raises:

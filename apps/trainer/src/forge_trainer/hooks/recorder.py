@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,12 +25,12 @@ from forge_interp import (
 from forge_interp.extraction.merge import working_folder
 from torch import Tensor, nn
 
-from forge_trainer.hooks.base import Hook
+from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.progress import Progress
-from forge_trainer.step import StepOutput
+from forge_trainer.steps.base import StepOutput
+from forge_trainer.steps.evaluation import evaluating
 
 if TYPE_CHECKING:
-    from forge_trainer.build import Run
     from forge_trainer.hooks.record import RecordConfig
 
 SUMMARY_ROWS = 512
@@ -48,7 +47,9 @@ class Recorder(Hook):
         ConfigError: a site names nothing in the model, or cannot be recorded; or a file cannot be written.
     """
 
-    def __init__(self, config: RecordConfig, run: Run) -> None:
+    span = "record"
+
+    def __init__(self, config: RecordConfig, run: RunView) -> None:
         self.every = config.every_steps
         self._config = config
         self._run = run
@@ -67,10 +68,9 @@ class Recorder(Hook):
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """See `Hook.on_step`. Collective."""
         path = self._path(progress.step)
-        with self._run.clock.paused():
-            self._extract(path, self._probe)
-            trackers = self._run.trackers if self._config.summaries else []
-            found = summaries(ActivationStore.open(path)) if trackers else {}
+        self._extract(path, self._probe)
+        trackers = self._run.trackers if self._config.summaries else []
+        found = summaries(ActivationStore.open(path)) if trackers else {}
         for tracker in trackers:
             tracker.log({"step": progress.step, "tokens": progress.tokens} | found)
 
@@ -79,14 +79,14 @@ class Recorder(Hook):
 
     def _extract(self, path: Path, probe: Sequence[Mapping[str, Tensor]]) -> None:
         """Write one recording in place of what an earlier attempt has left."""
-        mesh = self._run.mesh
+        (model,), mesh = self._run.parts, self._run.mesh
         self._remove(f"{path.name}*")
         if mesh.control_group is not None:
             torch.distributed.barrier(mesh.control_group)
         dtype = self._config.dtype
-        with _explained(path), undisturbed(self._run.model, self._run.env.device):
+        with _explained(path), evaluating(model):
             extract_representations(
-                self._run.model,
+                model,
                 probe,
                 self._config.sites,
                 path,
@@ -111,7 +111,7 @@ class Recorder(Hook):
 
     def _forward(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         """The pass of an evaluation: the loss never holds all logits."""
-        device = self._run.env.device
+        device = self._run.mesh.device
         return model(**{name: value.to(device) for name, value in batch.items()}, loss_fn=self._loss_fn)
 
 
@@ -128,23 +128,6 @@ def _explained(path: Path) -> Iterator[None]:
             f"hooks of type record: {path} cannot be written ({error}); expected room on that disk: make "
             "some, record less, or take the hook out; the same command continues from the last checkpoint"
         ) from error
-
-
-@contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards modes and random numbers are what they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    python, legacy = random.getstate(), np.random.get_state()
-    cuda = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(cuda), torch.no_grad():
-            model.eval()
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        random.setstate(python)
-        np.random.set_state(legacy)
 
 
 def summaries(store: ActivationStore) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 from forge_trainer.optim.base import OptimizerConfig as OptimizerConfig
 from forge_trainer.optim.base import optimizers as optimizers
+from forge_trainer.optim.parameters import NamedParameter as NamedParameter
+from forge_trainer.optim.parameters import trainable as trainable
 
 from forge_trainer.optim.adamw import AdamWConfig as AdamWConfig  # isort: skip
 
-__all__ = ["AdamWConfig", "OptimizerConfig", "optimizers"]
+__all__ = ["AdamWConfig", "NamedParameter", "OptimizerConfig", "optimizers", "trainable"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from forge_config import Meta
@@ -10,15 +10,19 @@ from forge_config import Meta
 from forge_trainer.optim.base import OptimizerConfig, optimizers
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
+
+    from forge_trainer.optim.parameters import NamedParameter
+
+NO_DECAY = ("norm", "bias")
+"""Roles whose parameters are not pulled to zero."""
 
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 
 @optimizers.register("adamw")
 class AdamWConfig(OptimizerConfig):
-    """torch's fused AdamW; matrices decay, vectors (norm gains, biases) do not.
+    """torch's fused AdamW; matrices and embeddings decay, norm gains and biases do not.
 
     Attributes:
         betas: decay rates of the two moments.
@@ -32,14 +36,13 @@ class AdamWConfig(OptimizerConfig):
     eps: Annotated[float, Meta(gt=0)] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0)] = 0.1
 
-    def build(self, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    def build(self, parameters: Sequence[NamedParameter]) -> Optimizer:
         """See `OptimizerConfig.build`."""
         import torch
 
-        trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         groups = [
             {
-                "params": [entry for entry in trainable if (entry[1].ndim >= 2) == decays],
+                "params": [(p.name, p.parameter) for p in parameters if (p.role not in NO_DECAY) == decays],
                 "weight_decay": self.weight_decay if decays else 0.0,
                 "initial_lr": self.lr,
             }

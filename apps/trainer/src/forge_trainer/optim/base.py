@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from forge_config import Config, Meta, Registry
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
+
+    from forge_trainer.optim.parameters import NamedParameter
 
 
 class OptimizerConfig(Config):
@@ -23,8 +24,8 @@ class OptimizerConfig(Config):
 
     lr: Annotated[float, Meta(gt=0)] = 3e-4
 
-    def build(self, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        """An optimizer over the trainable parameters, whose groups carry `initial_lr`."""
+    def build(self, parameters: Sequence[NamedParameter]) -> Optimizer:
+        """An optimizer whose groups hold each of the parameters once, and carry `initial_lr`."""
         raise NotImplementedError
 
 

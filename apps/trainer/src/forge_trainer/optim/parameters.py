@@ -1,0 +1,42 @@
+"""What an optimizer is told of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from forge_config import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class NamedParameter(NamedTuple):
+    """A parameter that is trained.
+
+    Attributes:
+        name: in the whole model, also where this rank holds only a part of it.
+        parameter: plain or sharded; perhaps a small part of the whole, so shapes say little.
+        role: `embedding head norm matrix bias`, from the model.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    role: str
+
+
+def trainable(parts: Iterable[nn.Module]) -> list[NamedParameter]:
+    """The parameters of a model that are trained, tied ones once, with the roles that the model gives them.
+
+    Raises:
+        ConfigError: a part says no role of some parameter.
+    """
+    found: list[NamedParameter] = []
+    for part in parts:
+        roles: dict[str, str] = part.parameter_roles()  # type: ignore[operator]
+        for name, parameter in part.named_parameters():
+            if name not in roles:
+                raise ConfigError(f"{type(part).__name__}.parameter_roles() says nothing of {name}; add it")
+            if parameter.requires_grad:
+                found.append(NamedParameter(name, parameter, roles[name]))
+    return found

@@ -1,0 +1,71 @@
+"""From gradients to new weights: the half of a training step that all kinds of steps share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from forge_parallel.capabilities import without_dynamo
+from forge_parallel.grads import clip_, global_norm
+from forge_parallel.mesh import Mesh
+from forge_resilience.finite import step_if_finite
+from torch import Tensor, nn
+
+
+class Updated(NamedTuple):
+    """What an update tells.
+
+    Attributes:
+        grad_norm: [] float32, before clipping.
+        finite: [] bool; when false, nothing was changed.
+        lr: learning rate of the first parameter group.
+    """
+
+    grad_norm: Tensor
+    finite: Tensor
+    lr: float
+
+
+@dataclass
+class Update:
+    """Clips, sets the learning rate, takes the optimizer step and clears the gradients.
+
+    A part of the model that has a method `before_optimizer_step(finite, sum_)` is called first: it may change
+    its buffers, such as the bias of a router, from what it counted. It must keep them as they are where
+    `finite` ([] bool, on the device) is false. `sum_` sums a tensor over all ranks that see other tokens.
+
+    Attributes:
+        parts: of the model.
+        optimizer: its groups carry `initial_lr`.
+        lr_factor: what the peak learning rate is multiplied by, of the step from 0.
+        clip_norm: the gradient norm is at most this; 0 never clips.
+        mesh: the grid of ranks.
+    """
+
+    parts: Sequence[nn.Module]
+    optimizer: torch.optim.Optimizer
+    lr_factor: Callable[[int], float]
+    clip_norm: float
+    mesh: Mesh
+
+    def __call__(self, step: int, loss: Tensor) -> Updated:
+        """Take step number `step`; without effect when the loss or any gradient is not finite. Collective."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = global_norm(parameters, self.mesh)
+        finite = torch.isfinite(norm) & torch.isfinite(loss)
+        if self.clip_norm:
+            clip_(parameters, self.clip_norm, norm)
+        lr = self._set_lr(step)
+        for part in self.parts:
+            if (prepare := getattr(part, "before_optimizer_step", None)) is not None:
+                prepare(finite, self.mesh.loss.sum_)
+        with without_dynamo():
+            step_if_finite(self.optimizer, finite)
+            self.optimizer.zero_grad()
+        return Updated(norm, finite, lr)
+
+    def _set_lr(self, step: int) -> float:
+        factor = self.lr_factor(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        return self.optimizer.param_groups[0]["lr"]
