@@ -31,7 +31,7 @@ def commands() -> list[list[str]]:
 
 @pytest.mark.slow
 def test_readme_commands_run_in_order(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("OMP_NUM_THREADS")  # as a newcomer types them
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     typed = commands()
     assert len(typed) >= 7
@@ -53,6 +53,8 @@ def test_package_readme_python_runs(path, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_test_command_of_the_readme_is_the_one_ci_runs():
-    assert "uv run pytest -n 2" in (ROOT / "README.md").read_text()
-    assert "uv run pytest -n 2" in (ROOT / ".ci" / "run").read_text()
+def test_test_command_of_the_readme_is_the_one_ci_runs_and_ci_sets_no_variable():
+    typed, run = "uv run pytest -n 2", (ROOT / ".ci" / "run").read_text().splitlines()
+    assert f"$ {typed}" in (ROOT / "README.md").read_text().splitlines()
+    assert typed in run
+    assert not [line for line in run if re.match(r"\s*(export\s|[A-Z_]+=)", line)]
