@@ -12,7 +12,7 @@ from forge_interp import InterpError, capture, resolve
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.cache import Cache
 from forge_model.config import GroupedQueryConfig
-from forge_model.mask import sees
+from forge_model.mask import Mask
 from forge_model.rope import rope_table, rotate
 
 VOCAB, LENGTH, LAYERS = 61, 11, 3
@@ -109,10 +109,7 @@ def test_attention_equals_that_written_out(case, doc_ids):
     sites = [f"layers.*.attention:attn.{part}" for part in ATTENTION]
     with capture(model, [*sites, "layers.*.attention:in"]) as acts:
         model(tokens(), doc_ids=doc_ids)
-    index = torch.arange(LENGTH)
-    visible = sees(index[:, None], index[None, :], CASES[case].get("sliding_window"))[None, None]
-    if doc_ids is not None:
-        visible = visible & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+    visible = Mask(LENGTH, torch.device("cpu"), doc_ids).dense(CASES[case].get("sliding_window"))
     assert len(acts) == LAYERS * (len(ATTENTION) + 1)
     for layer in range(LAYERS):
         name = f"layers.{layer}.attention"

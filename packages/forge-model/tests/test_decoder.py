@@ -2,9 +2,10 @@ import pytest
 import torch
 from forge_model import Decoder, DecoderConfig, LossConfig, ModelError, initialize
 from forge_model.config import GroupedQueryConfig, LayerNormConfig, MLPConfig
-from forge_model.mask import Mask, attend, build_mask, flex_blocks
+from forge_model.mask import Mask, flex_blocks, softmax_attention
 
 VOCAB = 61
+CPU = torch.device("cpu")
 
 
 def build(dtype=torch.float64, **options) -> Decoder:
@@ -41,7 +42,7 @@ def test_decoder_masked_documents_equal_documents_alone():
 def test_decoder_sliding_window_equals_brute_force():
     model = build(attention=GroupedQueryConfig(num_heads=4, sliding_window=3))
     query, key, value = torch.randn(3, 1, 4, 10, 8, dtype=torch.float64)
-    out = attend(query, key, value, build_mask(10, torch.device("cpu"), window=3))
+    out = softmax_attention(query, key, value, softmax_attention.resolve(Mask(10, CPU), 3))
     for t in range(10):
         seen = slice(max(0, t - 2), t + 1)
         weight = (query[:, :, t : t + 1] @ key[:, :, seen].mT / 8**0.5).softmax(-1)
@@ -60,18 +61,19 @@ def test_decoder_sliding_window_equals_brute_force():
 def test_attend_flex_equals_masked_sdpa():
     query, key, value = torch.randn(3, 2, 2, 128, 16)
     doc_ids = torch.arange(128).div(40, rounding_mode="floor").expand(2, -1)
-    masked = attend(query, key, value, build_mask(128, torch.device("cpu"), doc_ids, window=30))
+    mask = Mask(128, CPU, doc_ids)
+    masked = softmax_attention(query, key, value, softmax_attention.resolve(mask, 30))
     from torch.nn.attention.flex_attention import flex_attention
 
-    blocks = flex_blocks(128, torch.device("cpu"), doc_ids, 30)
+    blocks = flex_blocks(mask, 30)
     torch.testing.assert_close(flex_attention(query, key, value, block_mask=blocks), masked)
 
 
 def test_attend_grouped_equals_repeated_heads():
     query = torch.randn(2, 6, 9, 8)
     key, value = torch.randn(2, 2, 2, 9, 8)
-    grouped = attend(query, key, value, Mask())
-    repeated = attend(query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1), Mask())
+    grouped = softmax_attention(query, key, value, None)
+    repeated = softmax_attention(query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1), None)
     torch.testing.assert_close(grouped, repeated)
 
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from forge_model import DecoderConfig, ModelError, Sampling, generate, initialize
+from forge_model.cache import Cache, LayerCache
 from forge_model.config import GroupedQueryConfig
 
 VOCAB = 41
@@ -51,6 +52,40 @@ def test_generate_refuses_what_does_not_fit(model):
         generate(model, [[1] * 40], 9)
     with pytest.raises(ModelError, match="no tokens"):
         generate(model, [[1], []], 2)
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_generate_refuses_to_write_nothing(model, count):
+    with pytest.raises(ModelError, match=f"max_new_tokens = {count}; expected at least 1"):
+        generate(model, [[1]], count)
+
+
+@pytest.mark.parametrize("token", [VOCAB, -1])
+def test_generate_refuses_tokens_that_the_model_does_not_know(model, token):
+    with pytest.raises(ModelError, match=rf"tokens \[{token}\]; the model knows 0 to 40"):
+        generate(model, [[1, token]], 2)
+
+
+def test_generate_makes_the_logits_of_one_token_a_prompt(model):
+    shapes = []
+    model.head.register_forward_hook(lambda module, inputs, logits: shapes.append(tuple(logits.shape)))
+    generate(model, [[1] * 30, [2] * 9], 3)
+    assert shapes == [(2, 1, VOCAB)] * 3
+
+
+def test_cache_refuses_documents_beside_it(model):
+    cache = Cache(2, 8, torch.zeros(1, dtype=torch.int64))
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ModelError, match="one document a row"):
+        model(tokens, cache=cache, doc_ids=tokens)
+
+
+def test_layer_cache_takes_values_of_another_width_than_keys():
+    key, value = torch.randn(2, 3, 4, 6), torch.randn(2, 3, 4, 5)
+    cache = LayerCache(4)
+    cache.extend(key[:, :, :3], value[:, :, :3])
+    all_keys, all_values = cache.extend(key[:, :, 3:], value[:, :, 3:])
+    assert torch.equal(all_keys, key) and torch.equal(all_values, value)
 
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()

@@ -20,15 +20,40 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+# 4096 original tokens and head width 12: the ramp blends pairs 2, 3 and 4 of 6, and keeps 0 and 1
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
+# the ramp from pair 13.5 down to 11: transformers lets it fall
+FALLING = YARN | {"rope_theta": 10.0, "original_max_position_embeddings": 32768}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 CASES = {
     "llama": ("llama", {}),
     "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
     "llama-linear-rope-mha": ("llama", {"rope_parameters": LINEAR, "num_key_value_heads": 4}),
     "llama-yarn-tied": ("llama", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "llama-yarn-sharp": ("llama", {"rope_parameters": YARN | {"original_max_position_embeddings": 16}}),
+    "llama-yarn-not-truncated": ("llama", {"rope_parameters": YARN | {"truncate": False}}),
+    "llama-yarn-scaled": ("llama", {"rope_parameters": YARN | {"attention_factor": 1.7}}),
+    "llama-yarn-mscale": ("llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
+    "llama-yarn-one-mscale": ("llama", {"rope_parameters": YARN | {"mscale": 0.7}}),
+    "llama-yarn-betas": ("llama", {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0}}),
+    "llama-yarn-falling-ramp": ("llama", {"rope_parameters": FALLING}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen3": ("qwen3", {"head_dim": 12}),
+    "qwen3-biases": ("qwen3", {"head_dim": 12, "attention_bias": True}),
+    "qwen3-sliding": (
+        "qwen3",
+        {"head_dim": 12, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen3-sliding-pattern": (
+        "qwen3",
+        {
+            "head_dim": 12,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "qwen3-tied": ("qwen3", {"head_dim": 20, "tie_word_embeddings": True}),
 }
 
@@ -110,24 +135,9 @@ def test_from_hf_lists_what_is_missing_and_what_is_left_over():
     tensors["model.surprise"] = tensors.pop("model.norm.weight")
     with pytest.raises(ModelError, match=r"missing \['model.norm.weight'\], left over \['model.surprise'\]"):
         from_hf(tensors, config_from_hf(model.config.to_dict()))
-    whole = model.state_dict() | {"model.surprise": torch.zeros(2)}
+    both = model.state_dict() | {"model.surprise": torch.zeros(2)}
     with pytest.raises(ModelError, match=r"missing nothing, left over \['model.surprise'\]"):
-        from_hf(whole, config_from_hf(model.config.to_dict()))
-
-
-@pytest.mark.parametrize(
-    ("change", "needle"),
-    [
-        ({"model_type": "gpt2"}, "gpt2"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
-        ({"use_sliding_window": True}, "sliding"),
-    ],
-)
-def test_config_from_hf_refuses_what_we_do_not_have(change, needle):
-    given = theirs("llama", torch.float32).config.to_dict() | change
-    with pytest.raises(ModelError, match=needle):
-        config_from_hf(given)
+        from_hf(both, config_from_hf(model.config.to_dict()))
 
 
 def test_to_hf_refuses_a_model_no_family_can_hold():
@@ -144,6 +154,22 @@ def test_to_hf_refuses_biases_that_qwen3_does_not_have():
     )
     with pytest.raises(ModelError, match="Qwen3 has no biases"):
         config_to_hf(config)
+
+
+def test_from_hf_reads_a_tensor_when_it_is_taken():
+    model = theirs("llama", torch.float32)
+    config = config_from_hf(model.config.to_dict())
+    read = []
+
+    class Lazy(dict):
+        def __getitem__(self, key):
+            read.append(key)
+            return super().__getitem__(key)
+
+    tensors = from_hf(Lazy(model.state_dict()), config)
+    assert len(tensors) == len(dict(model.named_parameters())) and not read
+    assert torch.equal(tensors["embed.weight"], model.model.embed_tokens.weight)
+    assert read == ["model.embed_tokens.weight"]
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3-tied"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forge_model.mask import Mask
+
 
 class LayerCache:
-    """Of one layer: [B, K, S, H] each, allocated at the first use, filled from the left."""
+    """Keys and values of one layer, [B, K, S, H] each, allocated at the first use, written from the left."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -16,10 +18,9 @@ class LayerCache:
         self._value: Tensor | None = None
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add [B, K, T, H] and return all there is, [B, K, length, H]."""
+        """Add [B, K, T, H], whose widths H may differ, and return all there is, [B, K, length, H]."""
         if self._key is None or self._value is None:
-            batch, heads, _, dim = key.shape
-            self._key, self._value = (key.new_empty(batch, heads, self.capacity, dim) for _ in range(2))
+            self._key, self._value = (_room(one, self.capacity) for one in (key, value))
         end = self.length + key.shape[2]
         self._key[:, :, self.length : end] = key
         self._value[:, :, self.length : end] = value
@@ -27,8 +28,12 @@ class LayerCache:
         return self._key[:, :, :end], self._value[:, :, :end]
 
 
+def _room(tensor: Tensor, capacity: int) -> Tensor:
+    return tensor.new_empty(*tensor.shape[:2], capacity, tensor.shape[3])
+
+
 class Cache:
-    """Of all layers, and which of the cached tokens are padding.
+    """Keys and values of all layers, and which of the cached tokens are padding.
 
     Args:
         num_layers: layers of the model.
@@ -50,13 +55,6 @@ class Cache:
         index = torch.arange(self.length, self.length + tokens, device=self.padding.device)
         return (index - self.padding[:, None]).clamp(min=0)
 
-    def visible(self, tokens: int, window: int | None) -> Tensor:
-        """[B, 1, T, length + T] bool: what the next tokens see. Padding sees itself: no row is empty."""
-        from forge_model.mask import sees
-
-        query = torch.arange(self.length, self.length + tokens, device=self.padding.device)
-        key = torch.arange(self.length + tokens, device=self.padding.device)
-        by_position = sees(query[:, None], key[None, :], window)
-        real = key[None, :] >= self.padding[:, None]
-        own = query[:, None] == key[None, :]
-        return (by_position & (real[:, None, :] | own))[:, None]
+    def mask(self, tokens: int) -> Mask:
+        """What the next tokens may see."""
+        return Mask(tokens, self.padding.device, cached=self.length, padding=self.padding)

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from forge_model.cache import Cache, LayerCache
-from forge_model.config import DecoderConfig
+from forge_model.decoder_config import DecoderConfig, LayerConfig
 from forge_model.error import ModelError
 from forge_model.init import Init
 from forge_model.layers import Embedding
-from forge_model.mask import Mask, build_mask
+from forge_model.loss import LossTerms
+from forge_model.mask import Attend, Mask, softmax_attention
 from forge_model.roles import Role, parameter_roles
-from forge_model.rope import Rope, rope_table
+from forge_model.rope import Rope, RopeTables
 
-R = TypeVar("R")
-LossFn = Callable[[Tensor, Tensor, Tensor], R]
-"""(hidden [B, T, D], head weight [V, D], labels [B, T]) -> loss terms."""
+LossFn = Callable[[Tensor, Tensor, Tensor], LossTerms]
+"""(hidden [B, T, D], head weight [V, D], labels [B, T]) -> terms of the loss."""
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x))."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: LayerConfig, dim: int) -> None:
         super().__init__()
-        self.attention_norm = config.norm.build(config.dim)
-        self.attention = config.attention.build(config.dim, config.norm)
-        self.ffn_norm = config.norm.build(config.dim)
-        self.ffn = config.ffn.build(config.dim)
+        self.attention_norm = config.norm.build(dim)
+        self.attention = config.attention.build(dim, config.norm)
+        self.ffn_norm = config.norm.build(dim)
+        self.ffn = config.ffn.build(dim)
 
-    def forward(self, x: Tensor, rope: Rope, mask: Mask, cache: LayerCache | None = None) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
+    def forward(self, x: Tensor, rope: Rope, mask: Any, cache: LayerCache | None = None) -> Tensor:
+        """[B, T, D] -> [B, T, D]; `mask` is what the attention of this block made of the description."""
         x = x + self.attention(self.attention_norm(x), rope, mask, cache)
         return x + self.ffn(self.ffn_norm(x))
 
@@ -47,9 +47,7 @@ class Head(nn.Module):
         super().__init__()
         self.weight: nn.Parameter = nn.Parameter(torch.empty(vocab_size, dim))
 
-    def forward(
-        self, hidden: Tensor, labels: Tensor | None = None, loss_fn: LossFn[Any] | None = None
-    ) -> Any:
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, loss_fn: LossFn | None = None) -> Any:
         """[B, T, D] -> [B, T, V], or what `loss_fn` returns when there are labels [B, T]."""
         if labels is None:
             return nn.functional.linear(hidden, self.weight)
@@ -59,99 +57,110 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model. Parameters mean nothing until `forge_model.initialize` or a checkpoint fills them."""
+    """A language model. Parameters mean nothing before `forge_model.initialize` or a checkpoint writes them.
+
+    A part of a model (a pipeline stage) has the same names: set `embed`, `norm` and `head` to None and delete
+    `layers` that another stage holds. A stage without `embed` is given the hidden state instead; one without
+    `head` returns it.
+
+    Attributes:
+        embed: token ids -> hidden state.
+        layers: blocks by index.
+        norm: of the last hidden state.
+        head: hidden state -> logits, or loss.
+    """
+
+    embed: Embedding | None
+    norm: nn.Module | None
+    head: Head | None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config.layer(i), config.dim) for i in range(config.num_layers)}
+        )
         self.norm = config.norm.build(config.dim)
         self.head = Head(config.dim, config.vocab_size)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight  # type: ignore[assignment]
-        self._head_dim = config.attention.rotary_dim(config.dim)
-        self._window: int | None = getattr(config.attention, "sliding_window", None)
-        self._tables: dict[tuple[int, torch.device, torch.dtype], Rope] = {}
+        self._layer_configs = {str(i): config.layer(i) for i in range(config.num_layers)}
+        self._rope_tables = RopeTables()
 
     def forward(
         self,
         tokens: Tensor,
         *,
         labels: Tensor | None = None,
-        loss_fn: LossFn[Any] | None = None,
+        loss_fn: LossFn | None = None,
         doc_ids: Tensor | None = None,
         positions: Tensor | None = None,
         cache: Cache | None = None,
+        hidden: Tensor | None = None,
+        last_logits: int | None = None,
     ) -> Any:
         """Logits [B, T, V], or the loss when there are labels.
 
         Args:
-            tokens: [B, T] int64.
+            tokens: [B, T] int64; every stage of a pipeline is given them.
             labels: [B, T] int64, the target of each position (already shifted); negative is ignored.
             loss_fn: `LossConfig.build()`.
             doc_ids: [B, T] integer; a token sees only tokens of its own id.
-            positions: [B, T] integer; default 0, 1, 2, ...
+            positions: [T] or [B, T] integer; default 0, 1, 2, ...
             cache: keys and values of earlier tokens, for generation.
+            hidden: [B, T, D] for a stage without `embed`.
+            last_logits: make the logits of so many last tokens only; absent means all.
 
         Raises:
-            ModelError: the sequence is longer than `max_tokens`.
+            ModelError: the sequence is longer than `max_tokens`; a cache was given with `doc_ids` or
+                `positions`; or a stage without `embed` was given no hidden state.
         """
-        x = self.embed(tokens)
-        rope, mask = self._context(x, doc_ids, positions, cache)
-        for index, block in enumerate(self.layers.values()):
-            x = block(x, rope, mask, None if cache is None else cache.layers[index])
-        return self.head(self.norm(x), labels, loss_fn)
+        if cache is not None and (doc_ids is not None or positions is not None):
+            raise ModelError("a cache knows its positions and has one document a row; give no others with it")
+        self._require_room(tokens.shape[1] + (0 if cache is None else cache.length))
+        x = self.embed(tokens) if self.embed is not None else hidden
+        if x is None:
+            raise ModelError("this part of the model has no embedding; pass hidden=[B, T, D]")
+        if cache is None:
+            mask = Mask(tokens.shape[1], tokens.device, doc_ids)
+        else:
+            mask, positions = cache.mask(tokens.shape[1]), cache.positions(tokens.shape[1])
+        shared = _Shared(mask, self._rope_tables, tokens, positions, x.dtype, self.config.dim)
+        for name, block in self.layers.items():
+            rope, resolved = shared.of(self._layer_configs[name], block)
+            x = block(x, rope, resolved, None if cache is None else cache.layers[int(name)])
+        return self.read_out(x if last_logits is None else x[:, -last_logits:], labels, loss_fn)
 
-    def _context(
-        self, x: Tensor, doc_ids: Tensor | None, positions: Tensor | None, cache: Cache | None
-    ) -> tuple[Rope, Mask]:
-        """What all blocks share: the rotations and the mask."""
-        length = x.shape[1]
-        total = length + (0 if cache is None else cache.length)
+    def read_out(self, x: Tensor, labels: Tensor | None = None, loss_fn: LossFn | None = None) -> Any:
+        """Logits or loss of hidden states [B, T, D]; the hidden states themselves where there is no head."""
+        x = x if self.norm is None else self.norm(x)
+        return x if self.head is None else self.head(x, labels, loss_fn)
+
+    def _require_room(self, total: int) -> None:
         if total > self.config.max_tokens:
             raise ModelError(
                 f"a sequence of {total} tokens is longer than max_tokens = {self.config.max_tokens}"
             )
-        if cache is not None:
-            mask = Mask(causal=False, visible=cache.visible(length, self._window))
-            return self._rope(x, cache.positions(length)), mask
-        return self._rope(x, positions), build_mask(length, x.device, doc_ids, self._window)
-
-    def _rope(self, x: Tensor, positions: Tensor | None) -> Rope:
-        """The rotations; those of 0, 1, 2, ... are kept for the next forward pass."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        if positions is not None:
-            return rope_table(self.config.rope, self._head_dim, positions, wide)
-        key = (x.shape[1], x.device, wide)
-        if key in self._tables:
-            return self._tables[key]
-        # Made under inference mode, a kept table could not be used in training later.
-        with torch.inference_mode(False):
-            index = torch.arange(x.shape[1], device=x.device)
-            table = rope_table(self.config.rope, self._head_dim, index, wide)
-        if type(table[0]) is Tensor:  # no fake tensor of a dry run
-            self._tables = {key: table}
-        return table
 
     def parallel_plan(self) -> dict[str, Any]:
         """What may be done to this model in parallel, as plain data; see `forge_parallel.plan`."""
+        outside = [name for name in ("embed", "norm", "head") if getattr(self, name) is not None]
+        units = [[name for name in names if name in outside] for names in (["embed"], ["norm", "head"])]
         tied = self.config.tie_embeddings
         return {
             "blocks": "layers.*",
-            "units": [] if tied else [["embed"], ["norm", "head"]],
+            "units": [] if tied else [unit for unit in units if unit],
             "tensor": {
-                "embed": "embed",
                 "layers.*.attention.w[qkv]": "colwise",
                 "layers.*.attention.wo": "rowwise",
                 "layers.*.ffn.w_down": "rowwise",
                 "layers.*.ffn.w_[gu]*": "colwise",
                 "layers.*.*norm": "norm",
-                "norm": "norm",
-                "head": "head",
+                **{name: name for name in outside},
             },
             "attention": "layers.*.attention",
-            "no_fp8": ["head"],
+            "no_fp8": [name for name in outside if name == "head"],
         }
 
     def parameter_roles(self) -> dict[str, Role]:
@@ -168,3 +177,43 @@ class Decoder(nn.Module):
         writes_residual = name.endswith(("wo.weight", "w_down.weight"))
         scale = (2 * self.config.num_layers) ** 0.5 if writes_residual else 1.0
         return Init("normal", self.config.init_std / scale)
+
+
+class _Shared:
+    """What blocks need beside the hidden state: each table and each mask is made once a forward pass."""
+
+    def __init__(
+        self,
+        mask: Mask,
+        tables: RopeTables,
+        tokens: Tensor,
+        positions: Tensor | None,
+        dtype: torch.dtype,
+        dim: int,
+    ) -> None:
+        self._mask, self._tables, self._dim = mask, tables, dim
+        self._where = (tokens, positions, torch.promote_types(dtype, torch.float32))
+        self._ropes: list[tuple[Any, int, Rope]] = []
+        self._masks: list[tuple[Attend, int | None, Any]] = []
+
+    def of(self, config: LayerConfig, block: nn.Module) -> tuple[Rope, Any]:
+        """The rotations and the resolved mask of one layer."""
+        attend = getattr(block.attention, "attend", softmax_attention)
+        return self._rope(config), self._resolved(attend, config.attention.window)
+
+    def _rope(self, config: LayerConfig) -> Rope:
+        width = config.attention.rotary_dim(self._dim)
+        for rope, head_dim, made in self._ropes:
+            if head_dim == width and rope == config.rope:
+                return made
+        made = self._tables(config.rope, width, *self._where)
+        self._ropes.append((config.rope, width, made))
+        return made
+
+    def _resolved(self, attend: Attend, window: int | None) -> Any:
+        for known, of, made in self._masks:
+            if known is attend and of == window:
+                return made
+        made = attend.resolve(self._mask, window)
+        self._masks.append((attend, window, made))
+        return made

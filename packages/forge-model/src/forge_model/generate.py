@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_model.cache import Cache
+from forge_model.decoder_config import DecoderConfig
 from forge_model.error import ModelError
 
 
@@ -73,9 +74,9 @@ def generate(
     """Continue each prompt, with a key-value cache.
 
     Args:
-        model: a `Decoder`, whole on one device.
+        model: a `Decoder`, unsharded on one device.
         prompts: token ids; of different lengths, padded on the left inside. None may be empty.
-        max_new_tokens: most tokens written for a prompt.
+        max_new_tokens: most tokens written for a prompt, at least 1.
         sampling: how tokens are chosen.
         stop_tokens: a prompt is done when one of these was written; it is part of the result.
         generator: random numbers, on the device of the model.
@@ -85,25 +86,19 @@ def generate(
         The new token ids of each prompt.
 
     Raises:
-        ModelError: a prompt is empty, or prompt and answer do not fit into `max_tokens`.
+        ModelError: a prompt is empty or has a token that the model does not know; there is nothing to write;
+            or prompt and answer do not fit into `max_tokens`.
     """
-    longest = max((len(p) for p in prompts), default=0)
-    if not prompts or not all(prompts):
-        raise ModelError("a prompt has no tokens; give at least one, e.g. the end-of-document token")
-    limit = model.config.max_tokens  # type: ignore[union-attr]
-    if longest + max_new_tokens > limit:  # type: ignore[operator]
-        raise ModelError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit into max_tokens = {limit}"
-        )
+    longest = _longest_prompt(prompts, max_new_tokens, model.config)  # type: ignore[arg-type]
     sampling = sampling or Sampling()
     device = next(model.parameters()).device
     padding = torch.tensor([longest - len(p) for p in prompts], device=device)
     tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
-    cache = Cache(len(model.layers), longest + max_new_tokens, padding)  # type: ignore[arg-type]
+    cache = Cache(model.config.num_layers, longest + max_new_tokens, padding)  # type: ignore[arg-type, union-attr]
     written: list[list[int]] = [[] for _ in prompts]
     done = [False] * len(prompts)
     for _ in range(max_new_tokens):
-        chosen = sampling.choose(model(tokens, cache=cache)[:, -1], generator)
+        chosen = sampling.choose(model(tokens, cache=cache, last_logits=1)[:, -1], generator)
         new: list[int | None] = [None if d else t for d, t in zip(done, chosen.tolist(), strict=True)]
         for index, token in enumerate(new):
             if token is not None:
@@ -115,3 +110,24 @@ def generate(
             break
         tokens = chosen[:, None]
     return written
+
+
+def _longest_prompt(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: DecoderConfig) -> int:
+    """The length of the longest prompt, once it is clear that all of them can be continued."""
+    if max_new_tokens < 1:
+        raise ModelError(f"given max_new_tokens = {max_new_tokens}; expected at least 1")
+    if not prompts or not all(prompts):
+        raise ModelError("a prompt has no tokens; give at least one, e.g. the end-of-document token")
+    unknown = sorted({t for prompt in prompts for t in prompt if not 0 <= t < config.vocab_size})
+    if unknown:
+        raise ModelError(
+            f"a prompt has the tokens {unknown}; the model knows 0 to {config.vocab_size - 1} (vocab_size). "
+            "Was it made by another tokenizer?"
+        )
+    longest = max(len(prompt) for prompt in prompts)
+    if longest + max_new_tokens > config.max_tokens:
+        raise ModelError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit into max_tokens = "
+            f"{config.max_tokens}; shorten one of them"
+        )
+    return longest

@@ -1,89 +1,184 @@
-"""Which keys a query may see, worked out once a forward. B batch, T queries, S keys, N heads, H head dim."""
+"""Which keys a query may see, and softmax attention over them.
+
+A `Mask` only describes; the function that computes attention makes of it what it needs (`Attend.resolve`),
+once a forward pass for each window in use. Another such function, say for context parallelism, can take the
+place of the attribute `attend` of the attention modules. B batch, T queries, S keys, N heads, H head dim.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+BLOCK = 128
+"""Tokens of a block of FlexAttention."""
+
 
 @dataclass(frozen=True)
 class Mask:
-    """What attention sees: causal, plus any of documents, a sliding window, padding.
+    """What all layers of a forward pass see: earlier tokens of their document that are no padding.
+
+    Tokens are counted from the start of their row, those in the cache first.
 
     Attributes:
-        causal: plain causal attention over as many keys as queries; the two others are None then.
-        visible: [B or 1, 1, T, S] bool, True where a query sees a key; for scaled dot-product attention.
-        blocks: block mask for FlexAttention.
-    """
-
-    causal: bool = True
-    visible: Tensor | None = None
-    blocks: Any = None
-
-
-def build_mask(
-    tokens: int, device: torch.device, doc_ids: Tensor | None = None, window: int | None = None
-) -> Mask:
-    """The mask of a forward pass without cache; FlexAttention on CUDA, masked SDPA elsewhere.
-
-    Args:
         tokens: T.
-        device: where attention runs; decides the backend.
-        doc_ids: [B, T] integer; tokens see only their own document.
-        window: a token sees at most so many tokens, itself included.
+        device: where attention runs.
+        doc_ids: [B, T] integer; a token sees only tokens of its own id. Not together with a cache.
+        cached: keys before the first query.
+        padding: [B] integer; so many tokens at the left of each row are padding.
     """
-    if doc_ids is None and (window is None or window >= tokens):
-        return Mask()
-    if device.type == "cuda":
-        return Mask(causal=False, blocks=flex_blocks(tokens, device, doc_ids, window))
-    index = torch.arange(tokens, device=device)
-    visible = sees(index[:, None], index[None, :], window)[None, None]
-    if doc_ids is not None:
-        visible = visible & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
-    return Mask(causal=False, visible=visible)
+
+    tokens: int
+    device: torch.device
+    doc_ids: Tensor | None = None
+    cached: int = 0
+    padding: Tensor | None = None
+
+    def is_plain_causal(self, window: int | None) -> bool:
+        """Whether every query sees exactly the keys up to itself."""
+        everything = window is None or window >= self.tokens
+        return everything and self.doc_ids is None and self.padding is None and not self.cached
+
+    def sees(self, row: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor:
+        """Whether a token sees another, bool, for broadcast indices; padding sees itself: no row is empty.
+
+        Args:
+            row: of the batch; None if neither `doc_ids` nor `padding` are given.
+            query: of the token that looks.
+            key: of the token looked at.
+            window: a token sees at most so many tokens, itself included.
+        """
+        visible = key <= query
+        if window is not None:
+            visible = visible & (key > query - window)
+        if self.doc_ids is not None:
+            visible = visible & (self.doc_ids[row, query] == self.doc_ids[row, key])
+        if self.padding is not None:
+            visible = visible & ((key >= self.padding[row]) | (key == query))
+        return visible
+
+    def dense(self, window: int | None) -> Tensor:
+        """[B or 1, 1, T, S] bool, True where a query sees a key."""
+        key = torch.arange(self.cached + self.tokens, device=self.device)
+        query = key[self.cached :, None]
+        by_row = self.doc_ids if self.doc_ids is not None else self.padding
+        row = None if by_row is None else torch.arange(len(by_row), device=self.device)[:, None, None, None]
+        visible = self.sees(row, query, key, window)
+        return visible if visible.ndim == 4 else visible[None, None]
 
 
-def sees(query: Tensor, key: Tensor, window: int | None) -> Tensor:
-    """Whether the token at `query` sees the one at `key`, by position alone."""
-    visible = key <= query
-    return visible if window is None else visible & (query - key < window)
+def flex_blocks(mask: Mask, window: int | None) -> Any:
+    """The mask for FlexAttention, without ever holding T x T of anything.
 
-
-def flex_blocks(tokens: int, device: torch.device, doc_ids: Tensor | None, window: int | None) -> Any:
-    """The same mask for FlexAttention."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        position = sees(query, key, window)
-        return position if doc_ids is None else position & (doc_ids[b, query] == doc_ids[b, key])
-
-    batch = None if doc_ids is None else len(doc_ids)
-    return create_block_mask(visible, batch, None, tokens, tokens, device=device.type)
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-    """Softmax attention with scale 1/sqrt(H).
-
-    Args:
-        query: [B, N, T, H].
-        key: [B, K, S, H], K divides N.
-        value: [B, K, S, H].
-        mask: from `build_mask`.
-
-    Returns:
-        [B, N, T, H].
+    Whether a block of queries sees none, some or all of a block of keys follows from the least and the
+    greatest index and document in each. A block may count as "some" that is none; never the other way round.
     """
-    grouped = key.shape[1] != query.shape[1]
-    if mask.blocks is not None:
-        return _flex()(query, key, value, block_mask=mask.blocks, enable_gqa=grouped)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask.visible, is_causal=mask.causal, enable_gqa=grouped
+    from torch.nn.attention.flex_attention import BlockMask
+
+    assert mask.padding is None and not mask.cached
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask.sees(row, query, key, window)
+
+    first = torch.arange(0, mask.tokens, BLOCK, device=mask.device)
+    last = (first + BLOCK - 1).clamp(max=mask.tokens - 1)
+    some = (first <= last[:, None])[None]
+    every = (last <= first[:, None])[None]
+    if window is not None:
+        some = some & (last > first[:, None] - window)
+        every = every & (first > last[:, None] - window)
+    if mask.doc_ids is not None:
+        low, high = _ranges(mask.doc_ids)
+        some = some & (low[:, None] <= high[:, :, None]) & (high[:, None] >= low[:, :, None])
+        every = every & (low == high)[:, None] & (low[:, None] == low[:, :, None])
+        every = every & (high[:, None] == high[:, :, None])
+    # as torch does, a block that is cut off at the end is never called full
+    complete = first + BLOCK <= mask.tokens
+    every = every & complete & complete[:, None]
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~every),
+        *_listed(every),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(mask.tokens, mask.tokens),
     )
+
+
+def _ranges(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, T] -> the least and the greatest id in each block, [B, T/BLOCK]."""
+    short = -doc_ids.shape[1] % BLOCK
+    blocks = torch.cat([doc_ids, doc_ids[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, BLOCK))
+    return blocks.amin(-1), blocks.amax(-1)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """[B or 1, Q, K] bool -> how many blocks of keys each block of queries has, and their indices, int32."""
+    counts = blocks.sum(-1, dtype=torch.int32)
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return counts[:, None].contiguous(), order[:, None].contiguous()
+
+
+class Attend(Protocol):
+    """A way to compute softmax attention: the attribute `attend` of an attention module."""
+
+    def resolve(self, mask: Mask, window: int | None) -> Any:
+        """What `__call__` wants to know of the mask; called outside of compiled blocks, once for a window."""
+        ...
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, resolved: Any, scale: float | None = None
+    ) -> Tensor:
+        """Softmax attention.
+
+        Args:
+            query: [B, N, T, H].
+            key: [B, K, S, H], K divides N.
+            value: [B, K, S, H], or of another width.
+            resolved: from `resolve`.
+            scale: of the scores; absent means 1/sqrt(H).
+
+        Returns:
+            [B, N, T, width of value].
+        """
+        ...
+
+
+class SoftmaxAttention:
+    """Scaled dot-product attention of torch; FlexAttention on CUDA where the mask is more than causal."""
+
+    def resolve(self, mask: Mask, window: int | None) -> Any:
+        """None for plain causal attention, a block mask of FlexAttention, or [B or 1, 1, T, S] bool."""
+        if mask.is_plain_causal(window):
+            return None
+        if mask.device.type == "cuda" and mask.padding is None and not mask.cached:
+            return flex_blocks(mask, window)
+        return mask.dense(window)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, resolved: Any, scale: float | None = None
+    ) -> Tensor:
+        """See `Attend.__call__`."""
+        grouped = key.shape[1] != query.shape[1]
+        if resolved is None or isinstance(resolved, Tensor):
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=resolved,
+                is_causal=resolved is None,
+                scale=scale,
+                enable_gqa=grouped,
+            )
+        return _flex()(query, key, value, block_mask=resolved, scale=scale, enable_gqa=grouped)
+
+
+softmax_attention: Attend = SoftmaxAttention()
+"""The one that attention modules start with."""
 
 
 def _flex() -> Any:

@@ -1,5 +1,7 @@
 """How positions turn queries and keys. B batch, T tokens, N heads, H head dim."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,32 @@ def rope_table(
         angles = angles[:, None]
     factor = config.attention_factor()
     return angles.cos() * factor, angles.sin() * factor
+
+
+class RopeTables:
+    """The tables of a model; those of positions 0, 1, 2, ... are kept for the next forward pass."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[tuple[Any, ...], Rope]] = []
+
+    def __call__(
+        self, config: RopeConfig, head_dim: int, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype
+    ) -> Rope:
+        """The table for `tokens` [B, T] at `positions` [T] or [B, T]; None counts from 0."""
+        if positions is not None:
+            return rope_table(config, head_dim, positions, dtype)
+        length, device = tokens.shape[1], tokens.device
+        shared = (length, device, dtype)
+        key = (*shared, head_dim, config)
+        for kept, table in self._kept:
+            if kept == key:
+                return table
+        # Made under inference mode, a kept table could not be used in training later.
+        with torch.inference_mode(False):
+            table = rope_table(config, head_dim, torch.arange(length, device=device), dtype)
+        if type(table[0]) is Tensor:  # no fake tensor of a dry run
+            self._kept = [one for one in self._kept if one[0][:3] == shared] + [(key, table)]
+        return table
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

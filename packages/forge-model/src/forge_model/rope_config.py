@@ -94,21 +94,27 @@ class YarnRopeConfig(RopeConfig):
         beta_fast: dimensions turning more often than this in the original context are kept.
         beta_slow: dimensions turning less often than this are interpolated fully.
         original_max_tokens: context of the model before it was stretched.
+        truncate: blend from and to whole dimensions, as published; GPT-OSS does not.
+        scale: what cosines and sines are multiplied by; absent means 0.1 ln(factor) + 1 (eq. 22).
     """
 
     factor: Annotated[float, Meta(ge=1)]
     beta_fast: Positive = 32.0
     beta_slow: Positive = 1.0
     original_max_tokens: Annotated[int, Meta(ge=1)] = 4096
+    truncate: bool = True
+    scale: Positive | None = None
 
     def frequencies(self, dim: int) -> list[float]:
         """See `RopeConfig.frequencies`."""
         plain = super().frequencies(dim)
-        low = max(math.floor(self._dim_of(self.beta_fast, dim)), 0)
-        high = min(math.ceil(self._dim_of(self.beta_slow, dim)), dim - 1)
+        first, last = self._dim_of(self.beta_fast, dim), self._dim_of(self.beta_slow, dim)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        low, high = max(first, 0), min(last, dim - 1)
         scaled = []
         for i, frequency in enumerate(plain):
-            interpolate = min(max((i - low) / max(high - low, 1e-3), 0.0), 1.0)
+            interpolate = min(max((i - low) / ((high - low) or 1e-3), 0.0), 1.0)
             scaled.append(frequency / self.factor * interpolate + frequency * (1 - interpolate))
         return scaled
 
@@ -118,4 +124,4 @@ class YarnRopeConfig(RopeConfig):
 
     def attention_factor(self) -> float:
         """See `RopeConfig.attention_factor`; arXiv:2309.00071 eq. 22."""
-        return 0.1 * math.log(self.factor) + 1.0
+        return 0.1 * math.log(self.factor) + 1.0 if self.scale is None else self.scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 LAYER_KEYS = {
     "attention_norm": "input_layernorm",
@@ -21,6 +21,41 @@ LAYER_KEYS = {
 OUTER_KEYS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
+class Key(NamedTuple):
+    """A key of a `config.json`.
+
+    Attributes:
+        kind: type of its value; numbers are above zero.
+        default: what its absence means.
+        nullable: whether null is a value, not a mistake.
+    """
+
+    kind: type
+    default: Any
+    nullable: bool = False
+
+    def accepts(self, value: object) -> bool:
+        """Whether a value can stand there."""
+        if value is None:
+            return self.nullable
+        if self.kind in (int, float):
+            number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+            return number and (self.kind is float or isinstance(value, int))
+        return isinstance(value, self.kind)
+
+
+SHARED_KEYS: dict[str, Key] = {
+    "hidden_size": Key(int, 4096),
+    "num_hidden_layers": Key(int, 32),
+    "num_attention_heads": Key(int, 32),
+    "initializer_range": Key(float, 0.02),
+    "rms_norm_eps": Key(float, 1e-6),
+    "tie_word_embeddings": Key(bool, False),
+    "attention_bias": Key(bool, False),
+}
+"""Keys that mean the same in every family."""
+
+
 @dataclass(frozen=True)
 class Family:
     """One family.
@@ -29,6 +64,7 @@ class Family:
         model_type: of its `config.json`.
         architecture: class of `transformers`.
         presets: keys of `[model]` by name.
+        keys: of its `config.json`, those that shape the model.
         layer_keys: module names inside a block, ours to theirs.
         qk_norm: whether queries and keys are normalized.
     """
@@ -36,6 +72,7 @@ class Family:
     model_type: str
     architecture: str
     presets: dict[str, dict[str, Any]]
+    keys: dict[str, Key]
     layer_keys: dict[str, str]
     qk_norm: bool
 

@@ -1,6 +1,6 @@
 """Llama 2 and 3 (arXiv:2307.09288, arXiv:2407.21783)."""
 
-from forge_model.families.family import LARGE, LAYER_KEYS, SMALL, Family, presets
+from forge_model.families.family import LARGE, LAYER_KEYS, SHARED_KEYS, SMALL, Family, Key, presets
 
 
 def _llama3_rope(factor: float) -> dict[str, object]:
@@ -14,4 +14,13 @@ for _size, _shape in LARGE.items():
         "llama", {_size: _shape}, vocab_size=128256, max_tokens=131072, rope=_llama3_rope(_factor)
     )
 
-LLAMA = Family("llama", "LlamaForCausalLM", _presets, LAYER_KEYS, qk_norm=False)
+_KEYS = SHARED_KEYS | {
+    "vocab_size": Key(int, 32000),
+    "intermediate_size": Key(int, 11008),
+    "num_key_value_heads": Key(int, None, nullable=True),
+    "head_dim": Key(int, None, nullable=True),
+    "max_position_embeddings": Key(int, 2048),
+    "mlp_bias": Key(bool, False),
+}
+
+LLAMA = Family("llama", "LlamaForCausalLM", _presets, _KEYS, LAYER_KEYS, qk_norm=False)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from forge_model.families.family import LARGE, LAYER_KEYS, SMALL, Family, presets
+from forge_model.families.family import LARGE, LAYER_KEYS, SHARED_KEYS, SMALL, Family, Key, presets
 
 ORIGINALS: dict[str, dict[str, Any]] = {
     "0.6b": {
@@ -54,11 +54,24 @@ _SHARED: dict[str, Any] = {
     "attention": {"qk_norm": True},
 }
 
+_KEYS = SHARED_KEYS | {
+    "vocab_size": Key(int, 151936),
+    "intermediate_size": Key(int, 22016),
+    "num_key_value_heads": Key(int, 32, nullable=True),
+    "head_dim": Key(int, 128),
+    "max_position_embeddings": Key(int, 32768),
+    "use_sliding_window": Key(bool, False),
+    "sliding_window": Key(int, 4096, nullable=True),
+    "max_window_layers": Key(int, 28),
+    "layer_types": Key(list, None, nullable=True),
+}
+
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     presets("qwen3", SMALL, vocab_size=50304, **_SHARED)
     | presets("qwen3", LARGE | ORIGINALS, vocab_size=151936, **_SHARED),
+    _KEYS,
     LAYER_KEYS | {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"},
     qk_norm=True,
 )

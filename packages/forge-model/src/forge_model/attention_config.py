@@ -1,0 +1,116 @@
+"""What `[model.attention]` holds, and what attention costs in FLOPs. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from forge_config import Config, Meta, Registry
+from msgspec.structs import replace
+
+from forge_model.norm_config import NormConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class AttentionConfig(Config):
+    """Interface of `[model.attention]`."""
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a token sees at most, itself included; None means all."""
+        return None
+
+    def build(self, dim: int, norm: NormConfig) -> nn.Module:
+        """A module taking ([B, T, D], rope, mask, cache) to [B, T, D].
+
+        Its attribute `attend`, a `forge_model.mask.Attend`, computes softmax attention and makes the mask.
+        """
+        raise NotImplementedError
+
+    def rotary_dim(self, dim: int) -> int:
+        """Width of the part of a head that is rotated."""
+        raise NotImplementedError
+
+    def resolved(self, dim: int) -> AttentionConfig:
+        """The same with the defaults that depend on the width of the model written out."""
+        return self
+
+    def forward_flops(self, dim: int, tokens: int, causal: bool) -> float:
+        """Matmul FLOPs a token of a forward pass over sequences of `tokens`."""
+        raise NotImplementedError
+
+
+attentions = Registry("attention", AttentionConfig, default="gqa")
+
+
+@attentions.register("gqa")
+class GroupedQueryConfig(AttentionConfig):
+    """Multi-head, grouped-query or multi-query attention (Ainslie et al. 2023, arXiv:2305.13245).
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: key-value heads; absent means as many as query heads.
+        head_dim: width of a head; absent means dim / num_heads.
+        qk_norm: normalize queries and keys of each head before the rotation (as Qwen3).
+        bias: biases on the query, key and value projections.
+        output_bias: bias on the output projection.
+        sliding_window: a token sees at most so many tokens, itself included; absent means all.
+    """
+
+    num_heads: Count = 8
+    num_kv_heads: Count | None = None
+    head_dim: Count | None = None
+    qk_norm: bool = False
+    bias: bool = False
+    output_bias: bool = False
+    sliding_window: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {self.kv_heads} does not divide num_heads = {self.num_heads}; "
+                "every key-value head serves the same number of query heads"
+            )
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim} is odd; rotary embeddings rotate pairs")
+
+    @property
+    def window(self) -> int | None:
+        """See `AttentionConfig.window`."""
+        return self.sliding_window
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads, the default resolved."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    def rotary_dim(self, dim: int) -> int:
+        """See `AttentionConfig.rotary_dim`."""
+        return dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    def resolved(self, dim: int) -> AttentionConfig:
+        """See `AttentionConfig.resolved`."""
+        return replace(self, num_kv_heads=self.kv_heads, head_dim=self.rotary_dim(dim))
+
+    def build(self, dim: int, norm: NormConfig) -> nn.Module:
+        """See `AttentionConfig.build`."""
+        from forge_model.attention import Attention
+
+        return Attention(self, dim, norm)
+
+    def forward_flops(self, dim: int, tokens: int, causal: bool) -> float:
+        """See `AttentionConfig.forward_flops`; `causal` counts only the visible pairs of tokens."""
+        width = self.num_heads * self.rotary_dim(dim)
+        kv_width = self.kv_heads * self.rotary_dim(dim)
+        projections = 2 * dim * (2 * width + 2 * kv_width)
+        return projections + 4 * width * self._visible(tokens, causal)
+
+    def _visible(self, tokens: int, causal: bool) -> float:
+        """Mean number of keys a query sees."""
+        if not causal:
+            return tokens
+        window = min(tokens, self.sliding_window or tokens)
+        return (window * (window + 1) / 2 + (tokens - window) * window) / tokens

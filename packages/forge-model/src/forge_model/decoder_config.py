@@ -1,0 +1,158 @@
+"""What `[model]` of a decoder holds: its parts, which may differ by layer. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from forge_config import Config, Meta
+from msgspec import field
+
+from forge_model.attention_config import AttentionConfig, Count, GroupedQueryConfig
+from forge_model.ffn_config import FfnConfig, SwiGLUConfig
+from forge_model.model_config import ModelConfig, models
+from forge_model.norm_config import NormConfig, RMSNormConfig
+from forge_model.rope_config import RopeConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+INDICES = r"^(-?\d+|(-?\d+)?:(-?\d+)?(:(-?\d+)?)?)$"
+
+
+class LayerConfig(Config):
+    """The parts of one block."""
+
+    attention: AttentionConfig
+    ffn: FfnConfig
+    norm: NormConfig
+    rope: RopeConfig
+
+
+class LayerOverride(Config):
+    """Layers that differ from the others: `[[model.overrides]]`.
+
+    Attributes:
+        layers: which ones: an index or a slice as in Python ("-1" is the last, "5::6" every sixth from 5 on).
+        attention: stands in for the attention of the model, all of it; absent means the same.
+        ffn: stands in for the feed-forward of the model.
+        norm: stands in for the norm of the model.
+        rope: stands in for the rotary embedding of the model.
+    """
+
+    layers: Annotated[str, Meta(pattern=INDICES)]
+    attention: AttentionConfig | None = None
+    ffn: FfnConfig | None = None
+    norm: NormConfig | None = None
+    rope: RopeConfig | None = None
+
+    def indices(self, num_layers: int) -> range:
+        """The layers of a model of `num_layers` that are meant; empty if there are none such."""
+        parts = [int(part) if part else None for part in self.layers.split(":")]
+        if len(parts) > 1:
+            return range(num_layers)[slice(*parts)]
+        index = parts[0]
+        assert index is not None
+        return range(num_layers)[index : index + 1 or None]
+
+
+@models.register("decoder")
+class DecoderConfig(ModelConfig):
+    """A pre-norm decoder.
+
+    Attributes:
+        preset: fills in all keys that are absent, e.g. `llama-1b`; see `forge_model.families`.
+        from: fills them in from the `config.json` in this folder. The run keeps the keys, not the folder.
+        dim: width of the residual stream.
+        num_layers: blocks.
+        tie_embeddings: the head uses the embedding matrix.
+        init_std: standard deviation of the initial matrices; those that write into the residual stream are
+            scaled by 1/sqrt(2 num_layers).
+        attention: the attention of every layer that no override names; so are `ffn`, `norm` and `rope`.
+        norm: of the layers, and of the last hidden state.
+        overrides: layers that differ; where two name a layer, the later one counts.
+    """
+
+    preset: str | None = None
+    from_: str | None = field(default=None, name="from")
+    dim: Count
+    num_layers: Count
+    tie_embeddings: bool = False
+    init_std: Annotated[float, Meta(gt=0)] = 0.02
+    attention: AttentionConfig = GroupedQueryConfig()
+    ffn: FfnConfig = SwiGLUConfig()
+    norm: NormConfig = RMSNormConfig()
+    rope: RopeConfig = RopeConfig()
+    overrides: list[LayerOverride] = []
+
+    @classmethod
+    def expand(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """Lay the keys of `[model]` over those of its preset or of the folder named by `from`.
+
+        Raises:
+            ValueError: there is no such preset; the folder has no usable `config.json`; or both are named.
+        """
+        if isinstance(tree.get("from"), str):
+            from forge_model.hf_config import model_tree
+
+            if "preset" in tree:
+                raise ValueError("preset and from both fill in the keys of the model; give one of them")
+            return _over(model_tree(tree["from"]), {key: tree[key] for key in tree if key != "from"})
+        if "preset" not in tree:
+            return tree
+        from forge_model.families import preset
+
+        return _over(preset(tree["preset"]), tree)
+
+    def __post_init__(self) -> None:
+        for number, override in enumerate(self.overrides):
+            if not override.indices(self.num_layers):
+                raise ValueError(
+                    f"overrides[{number}].layers = {override.layers!r} names no layer; "
+                    f"num_layers = {self.num_layers}, the first layer is 0"
+                )
+        for index in range(self.num_layers):
+            attention = self.layer(index).attention
+            heads = getattr(attention, "num_heads", None)
+            if heads and getattr(attention, "head_dim", None) is None and self.dim % (2 * heads):
+                raise ValueError(
+                    f"dim = {self.dim} is no even multiple of attention.num_heads = {heads} (layer {index}); "
+                    "change one of them or give attention.head_dim"
+                )
+
+    def layer(self, index: int) -> LayerConfig:
+        """The parts of one layer, the overrides applied."""
+        parts: dict[str, Any] = {name: getattr(self, name) for name in LayerConfig.__struct_fields__}
+        for override in self.overrides:
+            if index in override.indices(self.num_layers):
+                parts |= {name: part for name in parts if (part := getattr(override, name)) is not None}
+        return LayerConfig(**parts)
+
+    def build(self) -> nn.Module:
+        """See `ModelConfig.build`."""
+        from forge_model.decoder import Decoder
+
+        return Decoder(self)
+
+    def flops_per_token(self, tokens: int, causal: bool = True) -> float:
+        """See `ModelConfig.flops_per_token`."""
+        layers = [self.layer(index) for index in range(self.num_layers)]
+        blocks = sum(
+            layer.attention.forward_flops(self.dim, tokens, causal) + layer.ffn.forward_flops(self.dim)
+            for layer in layers
+        )
+        return 3 * (blocks + 2 * self.dim * self.vocab_size)
+
+
+def _over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(lower)
+    for name, value in upper.items():
+        below = merged.get(name)
+        if isinstance(below, dict) and isinstance(value, dict) and _same_type(below, value):
+            value = _over(below, value)
+        merged[name] = value
+    return merged
+
+
+def _same_type(lower: dict[str, Any], upper: dict[str, Any]) -> bool:
+    """Whether the upper table refines the lower one, rather than choosing another kind of part."""
+    return upper.get("type", lower.get("type")) == lower.get("type")

@@ -1,0 +1,40 @@
+"""What every kind of `[model]` has, whatever the model is. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from forge_config import Config, Meta, Registry
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class ModelConfig(Config):
+    """Interface of `[model]`.
+
+    Attributes:
+        vocab_size: token ids the model knows.
+        max_tokens: longest sequence.
+    """
+
+    vocab_size: Count
+    max_tokens: Count = 2048
+
+    def build(self) -> nn.Module:
+        """The model, with parameters not yet meaningful; build it under `torch.device("meta")`."""
+        raise NotImplementedError
+
+    def flops_per_token(self, tokens: int, causal: bool = True) -> float:
+        """Model FLOPs a token of forward and backward, recomputation not counted.
+
+        Args:
+            tokens: length of the sequences.
+            causal: count only the pairs of tokens that attention needs; otherwise all of them.
+        """
+        raise NotImplementedError
+
+
+models = Registry("model", ModelConfig, default="decoder")

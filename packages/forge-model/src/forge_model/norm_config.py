@@ -1,0 +1,55 @@
+"""What `[model.norm]` holds. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from forge_config import Config, Meta, Registry
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class NormConfig(Config):
+    """Interface of `[model.norm]`.
+
+    Attributes:
+        eps: added to the variance.
+    """
+
+    eps: Annotated[float, Meta(gt=0)] = 1e-5
+
+    def build(self, dim: int) -> nn.Module:
+        """A module [..., dim] -> [..., dim]."""
+        raise NotImplementedError
+
+
+norms = Registry("norm", NormConfig, default="rmsnorm")
+
+
+@norms.register("rmsnorm")
+class RMSNormConfig(NormConfig):
+    """Root mean square norm with a gain (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+
+    def build(self, dim: int) -> nn.Module:
+        """See `NormConfig.build`."""
+        from torch import nn
+
+        return nn.RMSNorm(dim, eps=self.eps)
+
+
+@norms.register("layernorm")
+class LayerNormConfig(NormConfig):
+    """Layer norm with gain and, when asked for, bias (Ba et al. 2016, arXiv:1607.06450).
+
+    Attributes:
+        bias: add a learnt bias.
+    """
+
+    bias: bool = False
+
+    def build(self, dim: int) -> nn.Module:
+        """See `NormConfig.build`."""
+        from torch import nn
+
+        return nn.LayerNorm(dim, eps=self.eps, bias=self.bias)
