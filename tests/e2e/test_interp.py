@@ -17,8 +17,8 @@ from forge_interp.extraction.store import ActivationStore
 from forge_interp.weights import load_weights
 from forge_model.families import LLAMA
 from forge_model.init import initialize
-from forge_trainer.inspect_run import load_model
-from forge_trainer.run_dir import open_job
+from forge_trainer.run_dir import read_job
+from forge_trainer.trained import load_model
 
 OURS = ["layers.*:out", "layers.*.attention:attn.pattern"]
 THEIRS = ["model.layers.*:out", "model.layers.*.self_attn:attn.pattern"]
@@ -56,14 +56,14 @@ def test_exported_run_is_the_same_inside_by_every_way_of_reading_it(forge, tiny,
     run, folder = tmp_path / "runs" / "tiny", tmp_path / "hf"
     forge("export", run, folder)
     tokens = torch.randint(272, (3, 32), generator=torch.Generator().manual_seed(0))
-    own, _ = load_model(open_job(run))
+    own, _ = load_model(read_job(run))
     expected = seen(own, OURS, tokens)
     assert len(expected) == 4 and expected[0].std() > 0.01
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     blank = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
     load_weights(blank.eval(), folder)
-    again = open_job(run).model.build()
+    again = read_job(run).model.build()
     initialize(again, 1)
     load_weights(again, folder, rename={LLAMA.hf_key(name): name for name, _ in again.named_parameters()})
 

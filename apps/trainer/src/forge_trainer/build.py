@@ -1,7 +1,7 @@
 """From a job to a run: the recipe, top to bottom."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from forge_parallel.tensor import local_shard
 from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from forge_trainer.clock import Clock
 from forge_trainer.guards import Guard, build_guards
@@ -85,7 +86,13 @@ class Run:
         )
 
 
-def build(job: Job, stack: ExitStack, signals: Signals | None = None, clock: Clock | None = None) -> Run:
+def build(
+    job: Job,
+    stack: ExitStack,
+    signals: Signals | None = None,
+    clock: Clock | None = None,
+    hold: Callable[[ProcessGroup | None], AbstractContextManager[None]] = nullcontext,
+) -> Run:
     """Make a run, continued from its newest checkpoint if it has one. Collective.
 
     Args:
@@ -93,11 +100,13 @@ def build(job: Job, stack: ExitStack, signals: Signals | None = None, clock: Clo
         stack: what the run opens is closed with it.
         signals: entered; without it the run makes its own.
         clock: counts from before the build; without it the run makes its own.
+        hold: given the control group, makes this start the only one that writes to the run directory.
     """
     signals, clock = signals or stack.enter_context(Signals()), clock or Clock()
     env = Env.detect()
     stack.enter_context(process_group(env, needed=job.precision.needs_group(env.device.type)))
     mesh = build_mesh(job.mesh, env)
+    stack.enter_context(hold(mesh.control_group))
 
     parts = build_parts(job, mesh)
     with without_dynamo():

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from forge_ckpt.error import CheckpointError
+from forge_ckpt.error import CheckpointError, LockedError
 from forge_config import ConfigError
 from forge_data.error import DataError
 from forge_model.error import ModelError
@@ -28,7 +28,10 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
     if overrides and options.command != "train":
         parser.error(f"unknown arguments: {' '.join(overrides)}")
     try:
-        return _train(options.config, overrides, signals) if options.command == "train" else _inspect(options)
+        return _train(options, overrides, signals) if options.command == "train" else _look(options)
+    except LockedError as error:
+        sys.stderr.write(f"{error}\n")
+        return ExitCode.LOCKED
     except (ConfigError, CheckpointError, DataError, ModelError) as error:
         sys.stderr.write(f"{error}\n")
         return ExitCode.CONFIG
@@ -41,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="start a run, or continue it", allow_abbrev=False)
     train.add_argument("config", help="a TOML file; keys are overridden with --section.key=value")
+    train.add_argument(
+        "--change", action="store_true", help="let the run go on with other values where that is recorded"
+    )
 
     generate = commands.add_parser("generate", help="let a run write on")
     generate.add_argument("--prompt", action="append", help="text to go on from; may be repeated")
@@ -59,26 +65,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(config: str, overrides: Sequence[str], signals: Signals | None) -> ExitCode:
+def _train(options: argparse.Namespace, overrides: Sequence[str], signals: Signals | None) -> ExitCode:
+    from forge_trainer.claim import require_free
     from forge_trainer.job import load_job
-    from forge_trainer.run_dir import require_same_job
+    from forge_trainer.run_dir import recorded_changes
 
-    loaded = load_job(config, overrides)
-    require_same_job(loaded.value)
+    loaded = load_job(options.config, overrides)
+    recorded_changes(loaded.value, options.change)
+    if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1"))) == 1:
+        require_free(loaded.value)  # several ranks learn it together, later
 
     # torch is loaded here and not before
     from forge_trainer.launch import run_job
 
-    return run_job(loaded, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))), signals)
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    return run_job(loaded, rank, signals, options.change)
 
 
-def _inspect(options: argparse.Namespace) -> ExitCode:
+def _look(options: argparse.Namespace) -> ExitCode:
     from forge_trainer.status import show_status
 
     if options.command == "status":
         show_status(options)
         return ExitCode.DONE
-    from forge_trainer.inspect_run import evaluate_run, export_run, generate_text
+    from forge_trainer.trained import evaluate_run, export_run, generate_text
 
     commands: dict[str, Callable[[argparse.Namespace], None]] = {
         "generate": generate_text,

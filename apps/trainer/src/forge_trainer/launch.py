@@ -5,56 +5,65 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 
-from forge_ckpt.error import CheckpointError
+from forge_ckpt.error import LockedError
 from forge_config import Loaded
-from forge_data.error import DataError
-from forge_model.error import ModelError
-from forge_parallel.error import ParallelError
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 
-from forge_trainer.build import build
+from forge_trainer.build import Run, build
+from forge_trainer.claim import USER_ERRORS, Claim
 from forge_trainer.clock import Clock
 from forge_trainer.job import Job
-from forge_trainer.run_dir import describe
 
 
-def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None) -> ExitCode:
+def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, change: bool = False) -> ExitCode:
     """Start or continue a run. Collective.
 
     Args:
-        loaded: the configuration; `require_same_job` has seen it.
-        rank: of this process; the first one writes what describes the run.
+        loaded: the configuration.
+        rank: of this process; the first one speaks for all.
         signals: entered by the command; without it the run makes its own.
+        change: keys that may change as a recorded event may do so.
 
     Raises:
         Stopped: a signal came before the first step.
     """
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
-    job, clock = loaded.value, Clock()
-    if rank == 0:
-        describe(job, loaded.imports)
+    claim, clock = Claim(loaded, change), Clock()
     try:
         with ExitStack() as stack:
             signals = signals or stack.enter_context(Signals())
             with clock.span("build"):
-                run = build(job, stack, signals, clock)
+                run = build(loaded.value, stack, signals, clock, claim.hold)
             signals.started(partial(agree, group=run.mesh.control_group))
-            verdict = run.train()
-    except (DataError, ModelError, ParallelError, CheckpointError) as error:
+            if rank == 0:
+                run.hooks.append(claim.first_step())
+                run.guards.append(claim.verdict)
+            code, reason = _outcome(run, run.train(), claim)
+            claim.ended(code, reason, run.progress.step)
+    except LockedError as error:
+        sys.stderr.write(f"rank {rank}: {error}\n")
+        return ExitCode.LOCKED
+    except USER_ERRORS as error:
         sys.stderr.write(f"rank {rank}: {type(error).__name__}: {error}\n")
         return ExitCode.CONFIG
-    if run.progress.step >= job.train.steps and verdict < Verdict.ABORT:
-        return ExitCode.DONE
+    if rank == 0 and code is not ExitCode.DONE:
+        sys.stderr.write(f"{reason}\n")
+    return code
+
+
+def _outcome(run: Run, verdict: Verdict, claim: Claim) -> tuple[ExitCode, str]:
+    """What the exit code is, and why."""
+    step, job = run.progress.step, run.job
+    if verdict == Verdict.ABORT and not claim.is_held():
+        return ExitCode.LOCKED, f"stopped at step {step}: another process took {run.directory} over"
     if verdict == Verdict.ABORT:
-        sys.stderr.write(
-            f"stopped at step {run.progress.step}: too many steps in a row were not finite "
-            f"(resilience.max_bad_steps = {job.resilience.max_bad_steps})\n"
+        limit = job.resilience.max_bad_steps
+        return ExitCode.NOT_FINITE, (
+            f"stopped at step {step}: too many steps in a row were not finite "
+            f"(resilience.max_bad_steps = {limit})"
         )
-        return ExitCode.NOT_FINITE
-    if rank == 0:
-        sys.stderr.write(
-            f"stopped at step {run.progress.step} with a checkpoint; the same command continues it\n"
-        )
-    return ExitCode.PREEMPTED
+    if step >= job.train.steps:
+        return ExitCode.DONE, "complete"
+    return ExitCode.PREEMPTED, f"stopped at step {step} with a checkpoint; the same command continues it"

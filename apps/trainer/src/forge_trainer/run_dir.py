@@ -1,109 +1,129 @@
-"""What a run leaves on disk beside its checkpoints, and whether it may be continued with a given job."""
+"""The directory of a run: what lies where, and whether the run may go on with a given job.
+
+config.toml       the resolved job; there once the run has taken a step
+environment.json  on what it was last started
+history.jsonl     each change of a key that may change as a recorded event: step, key, old, new, when
+metrics.jsonl     what was measured
+checkpoints/      see forge_ckpt.store
+lease/            who writes here, see forge_ckpt.lease
+exit.json         how the last start ended
+"""
 
 import json
 import os
-import platform
-import subprocess
-import sys
 from collections.abc import Sequence
-from importlib.metadata import distributions
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from forge_config import ConfigError, diff, to_toml
+import msgspec
+from forge_config import Change, ConfigError, Judged, MayChange, judge, to_toml
 
 from forge_trainer.job import Job, load_job
 
-FREE_SECTIONS = (
-    "mesh.",
-    "fsdp.",
-    "activation_checkpointing.",
-    "compile.",
-    "track.",
-    "checkpoint.",
-    "resilience.",
-    "eval.",
-    "hooks.",
-)
-FREE_KEYS = ("job.root", "train.micro_batch", "train.log_every_steps", "data.workers", "data.cache_dir")
-"""What may change when a run is continued: it does not change what is learnt, beyond float rounding."""
+
+class RunFiles:
+    """The names in a run directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.config = directory / "config.toml"
+        self.environment = directory / "environment.json"
+        self.history = directory / "history.jsonl"
+        self.metrics = directory / "metrics.jsonl"
+        self.checkpoints = directory / "checkpoints"
+        self.lease = directory / "lease"
+        self.exit = directory / "exit.json"
 
 
-def config_path(directory: Path) -> Path:
-    """Where the resolved job of a run lies."""
-    return directory / "config.toml"
-
-
-def open_job(directory: Path) -> Job:
-    """The job of a run directory, wherever it lies now.
+def read_job(directory: Path) -> Job:
+    """The job of a run, its name and root being where the directory lies now.
 
     Raises:
-        ConfigError: there is no run.
+        ConfigError: there is no run that has taken a step, or its `config.toml` cannot be used.
     """
-    if not config_path(directory).exists():
-        raise ConfigError(f"{directory} is no run: it has no {config_path(directory).name}")
-    here = directory.resolve()
-    return load_job(
-        config_path(directory), [f'--job.root="{here.parent}"', f'--job.name="{here.name}"']
-    ).value
-
-
-def require_same_job(job: Job) -> None:
-    """Refuse to continue a run with a job that would train something else.
-
-    Raises:
-        ConfigError: listing each key that differs, with both values.
-    """
-    path = config_path(job.job.directory)
+    path = RunFiles(directory).config
     if not path.exists():
-        return
-    changes = [change for change in diff(load_job(path).value, job) if not _free(change.key)]
-    if changes:
-        listed = "\n".join(
-            f"  {change.key}: the run has {change.a!r}, now given {change.b!r}" for change in changes
-        )
-        raise ConfigError(
-            f"{job.job.directory} was started with a different configuration:\n{listed}\n"
-            "Give it back its values, or choose another job.name to start a new run."
-        )
+        raise ConfigError(f"{directory} is no run: there is no {path.name}, which its first step writes")
+    here = directory.resolve()
+    job = load_job(path).value
+    place = msgspec.structs.replace(job.job, root=str(here.parent), name=here.name)
+    return msgspec.structs.replace(job, job=place)
 
 
-def _free(key: str) -> bool:
-    return key in FREE_KEYS or key.startswith(FREE_SECTIONS)
+def recorded_changes(job: Job, allowed: bool) -> list[Change]:
+    """What a job changes in the run that it continues, beyond what may change freely.
+
+    Args:
+        job: the new one.
+        allowed: keys that may change as a recorded event may do so.
+
+    Raises:
+        ConfigError: it would train something else; lists each key with both values.
+    """
+    path = RunFiles(job.job.directory).config
+    if not path.exists():
+        return []
+    judged = [one for one in judge(load_job(path).value, job) if one.may is not MayChange.FREELY]
+    if all(allowed and one.may is MayChange.RECORDED for one in judged):
+        return [one.change for one in judged]
+    raise ConfigError(
+        f"{job.job.directory} was started with a different configuration:\n"
+        + "\n".join(_told(one) for one in judged)
+        + "\nGive it back its values, or choose another job.name to start a new run."
+    )
 
 
-def describe(job: Job, imports: Sequence[str]) -> None:
-    """Write `config.toml` and `environment.json`; each appears whole or not at all."""
-    directory = job.job.directory
-    directory.mkdir(parents=True, exist_ok=True)
-    _write(config_path(directory), to_toml(job, imports=imports))
-    _write(directory / "environment.json", json.dumps(environment(), indent=2) + "\n")
+def _told(judged: Judged) -> str:
+    key, old, new = judged.change
+    may = "; --change allows and records this" if judged.may is MayChange.RECORDED else ""
+    return f"  {key}: the run has {old!r}, now given {new!r}{may}"
 
 
-def environment() -> dict[str, object]:
-    """What one needs to know to run a job again: machine, commit, versions, the command, the allocation."""
-    return {
-        "command": sys.argv,
-        "commit": _commit(),
-        "host": platform.node(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-        "variables": {
-            k: v for k, v in os.environ.items() if k.startswith(("SLURM_", "OMP_", "CUDA_", "NCCL_"))
-        },
-        "packages": dict(sorted((d.name, d.version) for d in distributions())),
-    }
+def write_config(job: Job, imports: Sequence[str]) -> None:
+    """Write `config.toml`, whole or not at all."""
+    write_whole(RunFiles(job.job.directory).config, to_toml(job, imports=imports))
 
 
-def _commit() -> str | None:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+def append_history(directory: Path, step: int, changes: Sequence[Change]) -> None:
+    """Add changes to `history.jsonl`; what is its last line for a key already is not added again."""
+    path = RunFiles(directory).history
+    known = {event["key"]: event for event in read_history(directory)}
+    with path.open("a") as file:
+        for key, old, new in changes:
+            event = {"step": step, "key": key, "old": old, "new": new}
+            if {k: known.get(key, {}).get(k) for k in event} != event:
+                file.write(json.dumps(event | {"when": now()}) + "\n")
+
+
+def read_history(directory: Path) -> list[dict[str, Any]]:
+    """The events of `history.jsonl`, oldest first; a line that cannot be read is left out."""
+    return read_lines(RunFiles(directory).history, "key")
+
+
+def read_lines(path: Path, key: str) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines that hold `key`; damaged lines are left out."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        return [entry for line in file if (entry := parse_line(line)) is not None and key in entry]
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The object in a whole line of JSON, None if it is none."""
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
+        entry = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
         return None
+    return entry if isinstance(entry, dict) else None
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text)
     partial.replace(path)
+
+
+def now() -> str:
+    """The time, ISO 8601 in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from forge_ckpt.store import Store
 
-from forge_trainer.run_dir import open_job
+from forge_trainer.run_dir import read_job
 
 
 def show_status(options: argparse.Namespace) -> None:
     """`forge status`: steps, last numbers, checkpoints, and what the next start will do."""
     directory = Path(options.directory)
-    job = open_job(directory)
+    job = read_job(directory)
     records = _records(directory / "metrics.jsonl")
     steps = Store(directory / "checkpoints").steps()
     lines = [

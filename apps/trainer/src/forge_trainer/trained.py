@@ -17,7 +17,7 @@ from forge_parallel.mesh import Mesh
 from torch import nn
 
 from forge_trainer.job import Job
-from forge_trainer.run_dir import open_job
+from forge_trainer.run_dir import read_job
 
 DEFAULT_PROMPT = "def "
 
@@ -42,7 +42,7 @@ def load_model(job: Job) -> tuple[nn.Module, int]:
 
 def generate_text(options: argparse.Namespace) -> None:
     """`forge generate`: print what the model writes after each prompt, as it writes it."""
-    job = open_job(Path(options.directory))
+    job = read_job(Path(options.directory))
     model, _ = load_model(job)
     tokenizer = job.data.tokenizer.build()
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
@@ -69,7 +69,7 @@ def generate_text(options: argparse.Namespace) -> None:
 
 def evaluate_run(options: argparse.Namespace) -> None:
     """`forge eval`: the loss on the held-out text."""
-    job = open_job(Path(options.directory))
+    job = read_job(Path(options.directory))
     model, step = load_model(job)
     device = next(model.parameters()).device
     loader = build_loader(job.data, "validation", micro_batch=job.train.micro_batch)
@@ -80,7 +80,7 @@ def evaluate_run(options: argparse.Namespace) -> None:
 
 def export_run(options: argparse.Namespace) -> None:
     """`forge export`: the weights as Hugging Face safetensors, with `config.json`."""
-    job = open_job(Path(options.directory))
+    job = read_job(Path(options.directory))
     model, step = load_model(job)
     assert isinstance(job.model, DecoderConfig)
     tensors = to_hf(dict(model.named_parameters()), job.model)
