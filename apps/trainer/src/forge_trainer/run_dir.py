@@ -87,12 +87,12 @@ def write_config(job: Job, imports: Sequence[str]) -> None:
 def append_history(directory: Path, step: int, changes: Sequence[Change]) -> None:
     """Add changes to `history.jsonl`; what is its last line for a key already is not added again."""
     path = RunFiles(directory).history
-    known = {event["key"]: event for event in read_history(directory)}
-    with path.open("a") as file:
-        for key, old, new in changes:
-            event = {"step": step, "key": key, "old": old, "new": new}
-            if {k: known.get(key, {}).get(k) for k in event} != event:
-                file.write(json.dumps(event | {"when": now()}) + "\n")
+    known = {event["key"]: event | {"when": ""} for event in read_history(directory)}
+    events = [{"step": step, "key": key, "old": old, "new": new, "when": ""} for key, old, new in changes]
+    fresh = [event | {"when": now()} for event in events if known.get(event["key"]) != event]
+    if fresh:
+        with path.open("a") as file:
+            file.writelines(json.dumps(event) + "\n" for event in fresh)
 
 
 def read_history(directory: Path) -> list[dict[str, Any]]:

@@ -1,16 +1,15 @@
 """What a person sees: one live line on a terminal, plain lines in a log file."""
 
+import time
+from collections import deque
+
 from rich.console import Console as RichConsole
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from forge_trainer.track.base import Record
+
+WINDOW = 20
+"""The time left follows from the speed over so many records."""
 
 
 class Console:
@@ -20,13 +19,13 @@ class Console:
         self._console = console or RichConsole(highlight=False)
         self._live = self._console.is_terminal
         self._steps = steps
+        self._times = deque([(time.monotonic(), first_step)], maxlen=WINDOW)
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
             console=self._console,
             disable=not self._live,
         )
@@ -43,14 +42,30 @@ class Console:
             return
         numbers = (
             f"loss {record['loss']:.4f}  |g| {record['grad_norm']:.2f}  lr {record['lr']:.2e}  "
-            f"{record['tokens_per_s']:,.0f} tokens/s"
+            f"{record['tokens_per_s']:,.0f} tokens/s  {self._left(step)}"
         )
         if record.get("skipped"):
-            numbers += "  (not finite: step skipped)"
+            numbers += f"  ({record['skipped']:.0f} steps not finite: skipped)"
         self._bar.update(self._task, completed=step, numbers=numbers)
         if not self._live:
             self._console.print(f"step {step:>6}/{self._steps}  {numbers}", soft_wrap=True)
 
+    def _left(self, step: int) -> str:
+        """The time left at the speed of late, evaluations and checkpoints included."""
+        now = time.monotonic()
+        start_s, start_step = self._times[0]
+        self._times.append((now, step))
+        per_step_s = (now - start_s) / max(1, step - start_step)
+        return f"{duration(per_step_s * (self._steps - step))} left"
+
     def close(self) -> None:
         """See `Tracker.close`."""
         self._bar.stop()
+
+
+def duration(seconds: float) -> str:
+    """A time span with its two largest units, such as `2 d 3 h` or `4 min 5 s`."""
+    total = round(seconds)
+    parts = {"d": total // 86400, "h": total // 3600 % 24, "min": total // 60 % 60, "s": total % 60}
+    first = next((i for i, count in enumerate(parts.values()) if count), 3)
+    return " ".join(f"{count} {unit}" for unit, count in list(parts.items())[first : first + 2])

@@ -1,30 +1,42 @@
 """Opens the trackers a job asks for."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from forge_config import plain
 
 from forge_trainer.job import Job
+from forge_trainer.run_dir import RunFiles
 from forge_trainer.track.base import Tracker
 from forge_trainer.track.console import Console
 from forge_trainer.track.jsonl import Jsonl
+from forge_trainer.track.steadfast import Steadfast
 
 
 def open_trackers(job: Job, first_step: int, stack: ExitStack) -> list[Tracker]:
-    """Console and `metrics.jsonl`, and what `[track]` adds; `stack` closes them."""
+    """Console and `metrics.jsonl`, and what `[track]` adds; `stack` closes them. None of them raises."""
     directory = job.job.directory
-    trackers: list[Tracker] = [
-        Console(job.job.name, first_step, job.train.steps),
-        Jsonl(directory / "metrics.jsonl", first_step),
-    ]
-    if job.track.tensorboard:
+
+    def tensorboard() -> Tracker:
         from forge_trainer.track.tensorboard import TensorBoard
 
-        trackers.append(TensorBoard(directory / "tensorboard", first_step))
-    if job.track.wandb is not None:
+        return TensorBoard(directory / "tensorboard", first_step)
+
+    def wandb() -> Tracker:
         from forge_trainer.track.wandb import Wandb
 
-        trackers.append(Wandb(job.track.wandb, directory, job.job.name, plain(job)))
+        assert job.track.wandb is not None
+        return Wandb(job.track.wandb, directory, job.job.name, plain(job))
+
+    made: dict[str, Callable[[], Tracker]] = {
+        "the console": lambda: Console(job.job.name, first_step, job.train.steps),
+        "metrics.jsonl": lambda: Jsonl(RunFiles(directory).metrics, first_step),
+    }
+    if job.track.tensorboard:
+        made["tensorboard"] = tensorboard
+    if job.track.wandb is not None:
+        made["wandb"] = wandb
+    trackers: list[Tracker] = [Steadfast(name, make) for name, make in made.items()]
     for tracker in trackers:
         stack.callback(tracker.close)
     return trackers

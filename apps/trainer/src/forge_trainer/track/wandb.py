@@ -52,5 +52,9 @@ class Wandb:
 
     def close(self) -> None:
         """See `Tracker.close`."""
-        if self._run is not None:
+        if self._run is None:
+            return
+        try:
             self._run.finish()
+        except Exception as error:  # a tracker must not end a run
+            log.warning("wandb could not end its run: %s", error)

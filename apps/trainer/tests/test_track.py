@@ -1,0 +1,113 @@
+"""Metrics never stop training."""
+
+import json
+import logging
+import random
+import resource
+import sys
+import time
+import types
+
+import pytest
+from forge_trainer.track.config import WandbConfig
+from forge_trainer.track.console import duration
+from forge_trainer.track.jsonl import Jsonl
+from forge_trainer.track.steadfast import Steadfast
+
+
+def written(path, steps=30):
+    tracker = Jsonl(path, 0)
+    for step in range(1, steps + 1):
+        tracker.log({"step": step, "tokens": step * 100, "loss": 3.0 / step})
+    tracker.close()
+    return path.read_bytes()
+
+
+def steps(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_records_have_the_time(tmp_path):
+    before = time.time()
+    written(tmp_path / "metrics.jsonl", steps=1)
+    assert before - 1 < json.loads((tmp_path / "metrics.jsonl").read_text())["time"] < time.time() + 1
+
+
+def test_jsonl_survives_any_flipped_bit_and_sets_damaged_lines_aside(tmp_path):
+    path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.jsonl.damaged"
+    good = written(path)
+    lines = good.splitlines(keepends=True)
+    draw = random.Random(0)
+    for _ in range(300):
+        aside.unlink(missing_ok=True)
+        bad = bytearray(good)
+        place = draw.randrange(len(bad))
+        bad[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(bad)
+        Jsonl(path, 10**9).close()
+        kept = path.read_bytes().splitlines(keepends=True)
+        set_aside = aside.read_bytes().splitlines(keepends=True) if aside.exists() else []
+        # every line that was not hit is kept in its order (a hit newline joins two)
+        assert len(lines) - 2 <= len([line for line in kept if line in lines])
+        assert sorted(b"".join(kept + set_aside).replace(b"\n", b"")) == sorted(
+            bytes(bad).replace(b"\n", b"")
+        ), "nothing is lost"
+
+
+def test_jsonl_drops_what_comes_after_the_step_resumed_from_and_a_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(written(path)[:-20])
+    Jsonl(path, 12).close()
+    assert steps(path) == list(range(1, 13))
+    assert (tmp_path / "metrics.jsonl.damaged").exists()
+
+
+def test_full_disk_is_counted_and_warned_of_once_and_leaves_whole_lines(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    tracker = Steadfast("metrics.jsonl", lambda: Jsonl(path, 0))
+    tracker.log({"step": 1, "tokens": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
+    try:
+        for step in (2, 3, 4):
+            tracker.log({"step": step, "tokens": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len([record for record in caplog.records if "training goes on" in record.message]) == 1
+    tracker.log({"step": 5, "tokens": 1})
+    tracker.close()
+    assert steps(path) == [1, 5]
+    assert tracker.lost == 3
+    assert "metrics.jsonl did not take 3 records" in caplog.text
+
+
+def test_tracker_that_cannot_be_opened_or_closed_is_a_warning(tmp_path, caplog):
+    absent = Steadfast("metrics.jsonl", lambda: Jsonl(tmp_path / "no" / "such" / "folder", 0))
+    absent.log({"step": 1})
+    absent.close()
+    assert absent.lost == 1 and "cannot be opened" in caplog.text
+
+
+@pytest.mark.parametrize("breaks", ["log", "finish"])
+def test_wandb_lets_nothing_out(tmp_path, monkeypatch, caplog, breaks):
+    def fail(*_, **__):
+        raise RuntimeError("the service is gone")
+
+    calls = {"log": lambda *_, **__: None, "finish": lambda: None} | {breaks: fail}
+    module = types.SimpleNamespace(init=lambda **_: types.SimpleNamespace(**calls), Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    from forge_trainer.track.wandb import Wandb
+
+    tracker = Wandb(WandbConfig(), tmp_path, "a_run", {})
+    with caplog.at_level(logging.WARNING):
+        tracker.log({"step": 1, "loss": 1.0})
+        tracker.log({"step": 2, "loss": 1.0})
+        tracker.close()
+    assert caplog.text.count("the service is gone") == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59.6, "1 min 0 s"), (4000, "1 h 6 min"), (200000, "2 d 7 h")]
+)
+def test_duration_has_two_units(seconds, text):
+    assert duration(seconds) == text
