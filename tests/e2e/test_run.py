@@ -135,15 +135,19 @@ def test_damaged_newest_checkpoint_is_passed_over(forge, tiny, tmp_path):
     assert state(run) == reference
 
 
-def test_hook_of_a_user_joins_through_imports(forge, tiny, tmp_path):
+def test_hook_and_step_of_a_user_join_through_imports(forge, tiny, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "plugs.md").read_text()
-    example = page.partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "my_lab_hooks.py").write_text(example)
+    hook, step = (part.partition("```")[0] for part in page.split("```python\n")[1:])
+    (tmp_path / "my_lab_hooks.py").write_text(hook)
+    (tmp_path / "my_lab_steps.py").write_text(step)
     notes = tmp_path / "notes.txt"
-    path = tiny(steps=5, extra=f'\n[hooks.mine]\ntype = "note"\nevery_steps = 2\npath = "{notes}"\n')
-    path.write_text('imports = ["my_lab_hooks"]\n' + path.read_text())
+    extra = f'\n[hooks.mine]\ntype = "note"\nevery_steps = 2\npath = "{notes}"\n'
+    path = tiny(steps=5, extra=extra + '\n[step]\ntype = "text-with-length"\n')
+    path.write_text('imports = ["my_lab_hooks", "my_lab_steps"]\n' + path.read_text())
     forge("train", path)
     assert [line.split()[0] for line in notes.read_text().splitlines()] == ["2", "4", "5"]
+    lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+    assert {r["targets"] for r in map(json.loads, lines) if "loss" in r} == {32.0}
     forge("train", path, cwd=tmp_path)
     assert "complete" in forge("status", tmp_path / "runs" / "tiny", cwd=tmp_path).stdout
 
