@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,11 @@ def test_import_contracts_hold():
     lint = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([str(lint)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_types_are_checked_in_folders_that_exist():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
+    assert settings["include"] and all((ROOT / path).is_dir() for path in settings["include"])
 
 
 @pytest.mark.parametrize("package", PACKAGES)

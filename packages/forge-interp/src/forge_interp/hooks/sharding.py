@@ -217,7 +217,8 @@ def _layouts(model: nn.Module) -> Iterator[tuple[nn.Module, _Layout]]:
                 yield from _split_matrix(module, spec.mesh, spec.placements, spec.tensor_meta.shape)
     for module in model.modules():
         if id(module) not in of_fsdp:
-            for weight in module._parameters.values():
+            weights: Any = module._parameters.values()
+            for weight in weights:
                 if is_dtensor(weight):
                     yield from _split_matrix(module, weight.device_mesh, weight.placements, weight.shape)
 
