@@ -1,3 +1,5 @@
+from collections.abc import Mapping
+
 import pytest
 import torch
 from forge_parallel.apply import load_full, materialize, parallelize, set_sync
@@ -148,6 +150,22 @@ def test_materialize_poisons_what_nobody_wrote():
         model = Net()
     materialize(model, CPU)
     assert all(local_part(p).isnan().all() for p in model.parameters())
+
+
+def test_load_full_reads_each_tensor_once():
+    read = []
+
+    class Lazy(dict):
+        def __getitem__(self, name):
+            read.append(name)
+            return super().__getitem__(name)
+
+        items = Mapping.items
+
+    model = Net()
+    load_full(model, Lazy(weights()))
+    assert sorted(read) == sorted(weights())
+    assert all(torch.equal(value, weights()[name]) for name, value in model.named_parameters())
 
 
 def test_load_full_lists_what_does_not_fit():

@@ -11,7 +11,9 @@ from forge_ckpt.config import CheckpointConfig
 from forge_config import ALL_KEYS, Config, Meta
 from forge_config.load import Loaded, load
 from forge_data.config import DataConfig
+from forge_model.compare import require_weights_of
 from forge_model.config import LossConfig, ModelConfig
+from forge_model.hf_config import read_config
 from forge_parallel.config import (
     ActivationCheckpointingConfig,
     CompileConfig,
@@ -159,11 +161,20 @@ def warmup_fits(schedule: ScheduleConfig, train: TrainConfig) -> None:
         )
 
 
+def weights_are_of_the_model(job: JobConfig, model: ModelConfig, train: TrainConfig) -> None:
+    """The weights that a run starts from belong to its model. A run with checkpoints needs them no more."""
+    if train.init_from is None or (job.directory / "checkpoints").exists():
+        return
+    if (Path(train.init_from) / "config.json").exists():
+        require_weights_of(model, read_config(train.init_from), train.init_from)
+
+
 checks: list[Callable[..., None]] = [
     sequences_fit_the_model,
     vocabulary_covers_the_tokenizer,
     batch_divides,
     warmup_fits,
+    weights_are_of_the_model,
 ]
 
 

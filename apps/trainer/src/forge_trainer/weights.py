@@ -6,7 +6,8 @@ from dataclasses import asdict
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_ckpt.weights import Weights
-from forge_model.hf import config_from_hf, from_hf
+from forge_model.compare import require_weights_of
+from forge_model.hf import from_hf
 from forge_model.init import initialize
 from forge_parallel.apply import load_full
 from forge_parallel.tensor import local_shard
@@ -20,14 +21,15 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
     """Give every parameter a value: that of the seed, or that of `train.init_from`.
 
     Raises:
-        ModelError: the weights are those of another model.
+        ModelError: the weights are those of another model; lists every difference.
     """
     for part in parts:
         if job.train.init_from is None:
             initialize(part, job.job.seed, local_shard)
             continue
         weights = Weights(job.train.init_from)
-        theirs: Mapping[str, Tensor] = from_hf(weights, config_from_hf(weights.config()))
+        config = require_weights_of(job.model, weights.config(), job.train.init_from)
+        theirs: Mapping[str, Tensor] = from_hf(weights, config)
         load_full(part, theirs)
 
 

@@ -103,15 +103,17 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def load_full(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy full tensors into a model; each rank takes the part of each that it holds.
+    """Copy full tensors into a model, one after the other; each rank takes the part of each that it holds.
 
     Args:
         model: sharded or not, materialized.
         tensors: by name, every parameter and buffer, non-persistent buffers too (`materialize` wiped them).
-            Of a parameter with several names, one name is enough.
+            Of a parameter with several names, one name is enough. Each is taken out once, so that a mapping
+            may read them from disk one by one.
 
     Raises:
-        ParallelError: names or shapes differ from the parameters and buffers of the model; lists them.
+        ParallelError: names or shapes differ from the parameters and buffers of the model; lists them. If
+            only shapes differ, tensors that fit have been copied.
     """
     own = dict(
         [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -119,19 +121,18 @@ def load_full(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     given = {id(own[name]) for name in tensors if name in own}
     missing = sorted(name for name, tensor in own.items() if id(tensor) not in given)
     extra = sorted(tensors.keys() - own.keys())
-    shapes = [
-        f"{name}: {tuple(tensor.shape)}, wanted {tuple(own[name].shape)}"
-        for name, tensor in tensors.items()
-        if name in own and tensor.shape != own[name].shape
-    ]
+    shapes = []
+    for name, tensor in tensors.items():
+        if name in own and tensor.shape != own[name].shape:
+            shapes.append(f"{name}: {tuple(tensor.shape)}, wanted {tuple(own[name].shape)}")
+        elif not missing and not extra:
+            values, offsets, _ = local_shard(own[name])
+            part = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+            values.copy_(tensor[part])
     if missing or extra or shapes:
         raise ParallelError(
             f"these are not the weights: missing {missing}, left over {extra}, other shapes {shapes}"
         )
-    for name, tensor in tensors.items():
-        values, offsets, _ = local_shard(own[name])
-        part = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
-        values.copy_(tensor[part])
 
 
 def set_sync(model: nn.Module, last: bool) -> None:

@@ -1,0 +1,98 @@
+"""Where the weights of a run come from: another model's are refused, a checkpoint needs no other folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from forge_ckpt.state import TrainState
+from forge_ckpt.store import Store
+from forge_ckpt.weights import write_weights
+from forge_config import ConfigError
+from forge_model import ModelError, config_to_hf, initialize, to_hf
+from forge_trainer.job import load_job
+from forge_trainer.progress import Progress
+from forge_trainer.weights import resume_or_start, set_initial_weights
+
+RUN = Path(__file__).parents[3] / "configs" / "runs" / "debug.toml"
+OTHER = {
+    "rope_theta": (["--model.rope.theta=100.0"], ["rope.theta: 100.0, there 10000.0"]),
+    "heads": (
+        ["--model.attention.num_heads=10"],
+        ["attention.num_heads: 10, there 5", "attention.head_dim: 16, there 32"],
+    ),
+    "eps": (["--model.norm.eps=0.1"], ["norm.eps: 0.1, there 1e-05"]),
+    "tied": (["--model.tie_embeddings=true"], ["tie_embeddings: True, there False"]),
+    "two": (["--model.norm.eps=0.1", "--model.num_layers=3"], ["norm.eps: 0.1", "num_layers: 3, there 4"]),
+}
+
+
+def job_of(tmp_path, *overrides):
+    return load_job(RUN, [f'--job.root="{tmp_path / "runs"}"', *overrides]).value
+
+
+@pytest.fixture
+def pretrained(tmp_path):
+    """A folder of weights of the model of the debug run, and that model."""
+    config = job_of(tmp_path).model
+    model = config.build()
+    initialize(model, 5)
+    write_weights(tmp_path / "hf", to_hf(dict(model.named_parameters()), config), config_to_hf(config))
+    return tmp_path / "hf", model
+
+
+def weights_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_init_from_takes_the_weights_of_the_same_model(tmp_path, pretrained):
+    folder, model = pretrained
+    job = job_of(tmp_path, f'--train.init_from="{folder}"', "--model.max_tokens=300", "--model.init_std=0.1")
+    ours = job.model.build()
+    set_initial_weights([ours], job)
+    for name, value in weights_of(ours).items():
+        assert torch.equal(value, weights_of(model)[name]), name
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_init_from_another_model_is_refused_when_the_job_is_read(tmp_path, pretrained, case):
+    overrides, expected = OTHER[case]
+    with pytest.raises(ConfigError) as caught:
+        job_of(tmp_path, f'--train.init_from="{pretrained[0]}"', *overrides)
+    assert all(line in str(caught.value) for line in expected)
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_init_from_another_model_is_refused_before_a_weight_is_read(tmp_path, pretrained, case):
+    overrides, expected = OTHER[case]
+    folder, hidden = pretrained[0], pretrained[0].with_name("hidden")
+    folder.rename(hidden)
+    job = job_of(tmp_path, f'--train.init_from="{folder}"', *overrides)
+    hidden.rename(folder)
+    model = job.model.build()
+    initialize(model, 1)
+    before = weights_of(model)
+    with pytest.raises(ModelError) as caught:
+        set_initial_weights([model], job)
+    assert all(line in str(caught.value) for line in expected)
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(model).items())
+
+
+def test_a_checkpoint_needs_no_folder_of_initial_weights(tmp_path, pretrained):
+    folder, _ = pretrained
+    job = job_of(tmp_path, f'--train.init_from="{folder}"')
+    model = job.model.build()
+    store = Store(job.job.directory / "checkpoints")
+    state = TrainState(model, torch.optim.SGD(model.parameters()))
+    assert resume_or_start(store, state, [model], job) == (Progress(), None)
+    store.save(3, state.tensors(), {"progress": {"step": 3, "samples": 6, "tokens": 12}, "data": "x"})
+    before = weights_of(model)
+    (folder / "config.json").write_text(json.dumps({"model_type": "another"}))
+    again = job_of(tmp_path, f'--train.init_from="{folder}"')
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).unlink()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert resume_or_start(store, state, [model], again) == (Progress(3, 6, 12), "x")
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(model).items())
