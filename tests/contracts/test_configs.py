@@ -1,10 +1,12 @@
 """Every file in configs/ loads, alone or as part of a run."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forge_parallel.error import ParallelError
 from forge_trainer.job import load_job
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,33 @@ def test_part_loads_on_top_of_a_run(path, tmp_path):
     run = tmp_path / "run.toml"
     run.write_text(f'extends = ["{ROOT}/configs/runs/debug.toml", "{path}"]\n[model]\nmax_tokens = 131072\n')
     assert load_job(run).value
+
+
+WORLD_SIZES = {"auto": [1, 2, 4, 8], "hsdp-4gpu-nodes": [8]}
+"""For how many ranks each mesh is meant."""
+
+
+def test_world_size_of_every_mesh_is_stated():
+    assert {path.stem for path in ROOT.glob("configs/mesh/*.toml")} == set(WORLD_SIZES)
+
+
+@pytest.mark.parametrize(("mesh", "world_size"), [(m, n) for m, sizes in WORLD_SIZES.items() for n in sizes])
+def test_mesh_is_laid_out_for_its_world_size(mesh, world_size, tmp_path):
+    run = tmp_path / "run.toml"
+    files = f'["{ROOT}/configs/runs/debug.toml", "{ROOT}/configs/mesh/{mesh}.toml"]'
+    run.write_text(f"extends = {files}\n[train]\nmicro_batch = 2\n")
+    job = load_job(run).value
+    assert math.prod(job.mesh.sizes(world_size).values()) == world_size
+    assert job.train.global_batch % (job.train.micro_batch * world_size) == 0
+
+
+def test_mesh_for_nodes_is_refused_on_other_world_sizes(tmp_path):
+    run = tmp_path / "run.toml"
+    run.write_text(
+        f'extends = ["{ROOT}/configs/runs/debug.toml", "{ROOT}/configs/mesh/hsdp-4gpu-nodes.toml"]\n'
+    )
+    with pytest.raises(ParallelError, match="product must be 4"):
+        load_job(run).value.mesh.sizes(4)
 
 
 MISTAKES = """

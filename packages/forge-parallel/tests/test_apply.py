@@ -6,6 +6,7 @@ from forge_parallel.apply import load_full, materialize, parallelize, set_sync
 from forge_parallel.config import (
     ActivationCheckpointingConfig,
     CompileConfig,
+    FSDPConfig,
     MeshConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -107,11 +108,38 @@ def test_parallelize_equals_one_process_when_checkpointed_and_compiled():
 
 
 @pytest.mark.dist
-def test_parallelize_in_bf16_stays_near_float32_and_keeps_float32_masters():
+def test_parallelize_in_bf16_stays_near_float32():
     bf16 = run_ranks(curves, 2, {}, {"precision": PrecisionConfig(compute="bfloat16")})[0]
     plain = run_ranks(curves, 1, {}, {})[0]
     assert bf16["loss"] != plain["loss"]
     assert bf16["loss"] == pytest.approx(plain["loss"], rel=2e-2)
+
+
+def dtypes_in_bf16() -> dict[str, list[str]]:
+    """The formats of all that a step in bf16 keeps, and of what a block computes in."""
+    mesh = build_mesh(MeshConfig(), Env.detect())
+    config = ParallelConfig(precision=PrecisionConfig(compute="bfloat16"))
+    model = parallelize(Net(), mesh, Plan.of(PLAN), config)
+    load_full(model, weights())
+    optimizer = torch.optim.AdamW(model.parameters())
+    computed = []
+    model.get_submodule("blocks.0").register_forward_hook(lambda m, x, y: computed.append(y))
+    model(torch.ones(2, 5, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    kept = {
+        "masters": list(model.parameters()),
+        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+        "moments": moments,
+        "computed": computed,
+    }
+    return {name: sorted({str(t.dtype) for t in tensors}) for name, tensors in kept.items()}
+
+
+@pytest.mark.dist
+def test_parallelize_in_bf16_keeps_float32_masters_gradients_and_moments():
+    wide = {name: ["torch.float32"] for name in ("masters", "gradients", "moments")}
+    assert run_ranks(dtypes_in_bf16, 2)[0] == wide | {"computed": ["torch.bfloat16"]}
 
 
 def nan_on_one_rank() -> list[float]:
@@ -181,6 +209,41 @@ def test_pure_bf16_has_bf16_masters():
         Net(), Mesh(CPU), Plan.of(PLAN), ParallelConfig(precision=PrecisionConfig(pure_bf16=True))
     )
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def gradient_elements(when: str) -> tuple[int, int, int]:
+    """Gradients that a rank holds between two micro-batches: all, those of its own part, and of how many."""
+    mesh = build_mesh(MeshConfig(), Env.detect())
+    model = parallelize(Net(), mesh, Plan.of(PLAN), ParallelConfig(fsdp=FSDPConfig(reduce_gradients=when)))  # pyright: ignore[reportArgumentType]
+    load_full(model, weights())
+    set_sync(model, last=False)
+    model(torch.ones(2, 5)).sum().backward()
+    own = sum(local_part(p.grad).numel() for p in model.parameters() if p.grad is not None)
+    total = sum(p.numel() for p in model.parameters())
+    for module in model.modules():
+        if hasattr(module, "unshard"):
+            module.unshard()  # pyright: ignore[reportCallIssue]
+    gathered = sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
+    return own + gathered, own, total
+
+
+@pytest.mark.dist
+def test_reduce_gradients_every_micro_batch_holds_only_the_part_of_a_rank():
+    full = run_ranks(gradient_elements, 2, "last_micro_batch")
+    cut = run_ranks(gradient_elements, 2, "every_micro_batch")
+    assert all(held == total and own == 0 for held, own, total in full)
+    assert all(held == own for held, own, _ in cut)
+    assert sum(held for held, _, _ in cut) == cut[0][2]
+
+
+@pytest.mark.dist
+def test_reduce_gradients_every_micro_batch_equals_one_process():
+    options = {"fsdp": FSDPConfig(reduce_gradients="every_micro_batch")}
+    found = run_ranks(curves, 4, {"dp_replicate": 2}, options, timeout_s=120)
+    plain = run_ranks(curves, 1, {}, {}, timeout_s=120)[0]
+    for rank in found:
+        assert rank["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+        assert rank["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
 
 
 def reduced_after(last: bool) -> bool:

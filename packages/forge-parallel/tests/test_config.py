@@ -22,6 +22,11 @@ def test_mesh_config_refuses_zero():
         MeshConfig(dp_shard=0)
 
 
+def test_precision_config_refuses_pure_bf16_with_float32_compute():
+    with pytest.raises(ValueError, match="pure_bf16 = true, which computes in bfloat16"):
+        PrecisionConfig(compute="float32", pure_bf16=True)
+
+
 @pytest.mark.parametrize(
     ("config", "device_type", "dtype", "needs_group"),
     [

@@ -4,8 +4,10 @@ from subprocess import run
 
 import pytest
 import torch
+from forge_parallel.config import MeshConfig
 from forge_parallel.env import Env, process_group
 from forge_parallel.error import ParallelError
+from forge_parallel.mesh import build_mesh
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def test_process_group_finds_the_master_of_a_slurm_step(cpu, monkeypatch, tmp_pa
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     seen = {}
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: seen.update(options))
+    monkeypatch.setattr(dist, "init_process_group", lambda **options: seen.update(options))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     with process_group(Env(1, 0, 2, torch.device("cpu"), "slurm"), timeout_s=5):
         import os
@@ -91,6 +93,23 @@ def test_process_group_finds_the_master_of_a_slurm_step(cpu, monkeypatch, tmp_pa
             str(20000 + 7 + 2 * 997),
         )
     assert (seen["rank"], seen["world_size"], seen["timeout"].total_seconds()) == (1, 2, 5)
+
+
+def test_process_group_tells_nccl_its_device(monkeypatch):
+    import torch.distributed as dist
+
+    gpus(monkeypatch, 4)
+    seen = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: seen.update(options))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with process_group(Env(2, 2, 4, torch.device("cuda", 2), "torchrun")):
+        assert seen["device_id"] == torch.device("cuda", 2)
+
+
+def test_build_mesh_refuses_several_ranks_without_a_process_group(cpu):
+    with pytest.raises(ParallelError, match="2 ranks and no process group"):
+        build_mesh(MeshConfig(), Env(0, 0, 2, torch.device("cpu"), "torchrun"))
 
 
 def test_a_lone_float32_process_loads_neither_fsdp_nor_the_compiler():

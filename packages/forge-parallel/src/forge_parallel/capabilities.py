@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,29 @@ if TYPE_CHECKING:
 
 NAME = "torch._dynamo"
 _CACHE = "__dynamo_disable"
+
+
+def group_options(device: torch.device, lone: bool) -> dict[str, Any]:
+    """Backend, device and store of the default process group.
+
+    NCCL is told its device: the engine of 2.15 else guesses it from LOCAL_RANK or the rank. gloo is not:
+    it has no use for it, and 2.11 does not expect it.
+
+    Args:
+        device: what this rank computes on.
+        lone: whether this process is alone, so that it needs no rendezvous.
+    """
+    import torch.distributed as dist
+
+    store = dist.HashStore() if lone else None  # pyright: ignore[reportPrivateImportUsage]
+    if device.type == "cuda":
+        return {"backend": "cpu:gloo,cuda:nccl", "device_id": device, "store": store}
+    return {"backend": "gloo", "store": store}
+
+
+def scale_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors by one number, in place and in few kernels; torch has no public name for it."""
+    torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -75,9 +99,10 @@ def without_dynamo() -> Iterator[None]:
     Functions under `torch._disable_dynamo` and the step of every optimizer import `torch._dynamo` at their
     first call only to tell the compiler to keep out (torch/_compile.py and torch/optim/optimizer.py of 2.15).
     As long as nobody has loaded the compiler there is nobody to tell, so a stand-in answers for the time of
-    the block. Without effect once the compiler is loaded, which `torch.compile` and FSDP2 do.
+    the block. It only serves lone processes on a CPU, where it shortens the start: without effect once the
+    compiler is loaded, which `torch.compile` and FSDP2 do, and where there is a GPU.
     """
-    if NAME in sys.modules:
+    if NAME in sys.modules or torch.cuda.is_available():
         yield
         return
     stand_in = _StandIn()

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 
+from forge_parallel import capabilities
 from forge_parallel.error import ParallelError
 
 FIRST_PORT = 20000
@@ -90,12 +91,8 @@ def process_group(env: Env, needed: bool = False, timeout_s: float = 1800) -> It
 
     if env.launcher == "slurm":
         _find_master()
-    backend = "cpu:gloo,cuda:nccl" if env.device.type == "cuda" else "gloo"
-    alone = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]
-    store = alone() if env.launcher == "none" else None
     dist.init_process_group(
-        backend,
-        store=store,
+        **capabilities.group_options(env.device, lone=env.launcher == "none"),
         rank=env.rank,
         world_size=env.world_size,
         timeout=timedelta(seconds=timeout_s),

@@ -8,6 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from forge_parallel import capabilities
 from forge_parallel.mesh import Mesh
 from forge_parallel.tensor import local_part, local_shard
 
@@ -56,4 +57,4 @@ def clip_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        capabilities.scale_(gradients, factor)
