@@ -128,7 +128,7 @@ def poisoned(where: str) -> list[bool]:
     for index in range(3):
         progress.advance(step.train(batch(index, mesh), index))
     state = TrainState(model, optimizer)
-    before = {key: local_part(value).clone() for key, value in state.tensors().items()}
+    before = {key: local_part(value).clone() for key, value in state.capture(copy=False).tensors.items()}
     handles = []
     if mesh.batch.rank == mesh.batch.size - 1:
         if where == "loss":
@@ -137,14 +137,18 @@ def poisoned(where: str) -> list[bool]:
         else:
             handles.append(model.layers["1"].register_forward_hook(spoil_gradient))
     out = step.train(batch(3, mesh), 3)
-    untouched = all(torch.equal(local_part(v), before[k]) for k, v in state.tensors().items())
+    untouched = all(
+        torch.equal(local_part(v), before[k]) for k, v in state.capture(copy=False).tensors.items()
+    )
     finite = bool(out.finite)
     for handle in handles:
         handle.remove()
     if where == "loss" and mesh.batch.rank == mesh.batch.size - 1:
         step.loss_fn = good
     after = step.train(batch(4, mesh), 4)
-    moved = any(not torch.equal(local_part(v), before[k]) for k, v in state.tensors().items())
+    moved = any(
+        not torch.equal(local_part(v), before[k]) for k, v in state.capture(copy=False).tensors.items()
+    )
     return [untouched, finite, bool(after.finite), moved]
 
 
@@ -164,7 +168,7 @@ def saved(folder: str, sizes: dict, steps: int) -> list[float]:
     step, model, optimizer, progress, mesh = build(sizes)
     for index in range(steps):
         progress.advance(step.train(batch(index, mesh), index))
-    store(folder, mesh).save(steps, TrainState(model, optimizer).tensors(), {})
+    store(folder, mesh).save(steps, TrainState(model, optimizer).capture().tensors, {})
     return goes_on(step, progress, mesh, steps)
 
 

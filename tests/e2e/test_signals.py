@@ -30,7 +30,8 @@ def started(forge, *arguments, **environment):
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stderr.close()
 
 
 @contextmanager

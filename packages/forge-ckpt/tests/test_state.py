@@ -1,4 +1,5 @@
 import copy
+import math
 
 import pytest
 import torch
@@ -20,7 +21,32 @@ class Tied(nn.Module):
         return self.outer(self.norm(self.inner(x)))
 
 
+class Averaged(torch.optim.Optimizer):
+    """SGD that keeps numbers where Schedule-Free and Prodigy do: in groups and beside tensors."""
+
+    def __init__(self, params, lr):
+        defaults = dict(lr=lr, k=0, weight_sum=0.0, lr_max=-1.0, train_mode=False, d=torch.tensor(1.0))
+        super().__init__(params, defaults | {"betas": (0.9, 0.95), "history": []})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["k"] += 1
+            group["train_mode"] = True
+            group["weight_sum"] += 1 / group["k"] ** 0.3
+            group["lr_max"] = math.inf
+            group["d"] *= 1.1
+            group["betas"] = (0.9, 1 - 0.05 / group["k"])
+            group["history"] = [*group["history"], group["weight_sum"], None, "x"]
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(p.grad, 1 / state["count"])
+                p -= group["lr"] * group["d"] * state["mean"] / (group["weight_sum"] + len(group["history"]))
+
+
 OPTIMIZERS = {
+    "averaged": lambda p: Averaged(p, lr=0.01),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
@@ -46,8 +72,10 @@ def test_train_state_resumes_bit_identical_at_every_midpoint(tmp_path, kind, mid
     train(whole, optimizer, 0, 6)
 
     first = OPTIMIZERS[kind](cut.parameters())
+    state = TrainState(cut, first)
     train(cut, first, 0, middle)
-    Store(tmp_path).save(middle, TrainState(cut, first).tensors(), {})
+    snapshot = state.capture({"note": 1})
+    Store(tmp_path).save(middle, snapshot.tensors, snapshot.meta)
 
     torch.manual_seed(9)
     fresh = Tied()
@@ -55,16 +83,96 @@ def test_train_state_resumes_bit_identical_at_every_midpoint(tmp_path, kind, mid
     groups = [{"params": [p]} for p in reversed(list(fresh.parameters()))]
     second = OPTIMIZERS[kind](groups)
     state = TrainState(fresh, second)
-    assert Store(tmp_path).resume(state.targets) is not None
+    found = Store(tmp_path).resume(state.targets)
+    assert found is not None and found.meta["note"] == 1
+    state.restore(found.meta)
     train(fresh, second, middle, 6)
-    expected = TrainState(whole, optimizer).tensors()
-    assert state.tensors().keys() == expected.keys()
-    for key, value in state.tensors().items():
+    expected, now = TrainState(whole, optimizer).capture().tensors, state.capture().tensors
+    assert now.keys() == expected.keys()
+    for key, value in now.items():
         assert torch.equal(value, expected[key]), key
+    for group in second.param_groups:
+        for key in group.keys() - {"params"}:
+            ours, theirs = group[key], optimizer.param_groups[0][key]
+            assert type(ours) is type(theirs) and ours == theirs, key
+    for p, q in zip(fresh.parameters(), whole.parameters(), strict=True):
+        assert second.state[p].get("count") == optimizer.state[q].get("count")
+
+
+def test_train_state_keeps_what_the_new_configuration_says_and_restores_what_has_moved(tmp_path):
+    old, new = nn.Linear(2, 2), nn.Linear(2, 2)
+    first = torch.optim.AdamW(old.parameters(), lr=0.01, betas=(0.9, 0.95), foreach=True)
+    state = TrainState(old, first)
+    first.param_groups[0]["lr"] = 0.005
+    snapshot = state.capture()
+    second = torch.optim.AdamW(new.parameters(), lr=0.02, betas=(0.8, 0.95), fused=True)
+    TrainState(new, second).restore(snapshot.meta)
+    group = second.param_groups[0]
+    assert (group["lr"], group["betas"], group["foreach"], group["fused"]) == (0.005, (0.8, 0.95), None, True)
+
+
+def test_train_state_of_an_optimizer_that_has_stepped_already_loses_nothing():
+    model = nn.Linear(6, 6)
+    optimizer = OPTIMIZERS["averaged"](model.parameters())
+    train(model, optimizer, 0, 2)
+    fresh = nn.Linear(6, 6)
+    other = OPTIMIZERS["averaged"](fresh.parameters())
+    TrainState(fresh, other).restore(TrainState(model, optimizer).capture().meta)
+    assert other.param_groups[0]["k"] == 2
+
+
+def test_train_state_refuses_groups_that_disagree():
+    model, fresh = nn.Linear(6, 6), nn.Linear(6, 6)
+    apart = OPTIMIZERS["averaged"]([{"params": [p]} for p in model.parameters()])
+    state = TrainState(model, apart)
+    apart.param_groups[0]["k"], apart.param_groups[1]["k"] = 3, 5
+    snapshot = state.capture()
+    with pytest.raises(CheckpointError, match=r"'k'.*3.*5.*weight.*bias"):
+        TrainState(fresh, OPTIMIZERS["averaged"](fresh.parameters())).restore(snapshot.meta)
+
+
+def test_train_state_refuses_what_is_no_number():
+    model = nn.Linear(6, 6)
+    optimizer = OPTIMIZERS["averaged"](model.parameters())
+    state = TrainState(model, optimizer)
+    optimizer.param_groups[0]["k"] = object()
+    with pytest.raises(CheckpointError, match=r"'k' of Averaged.*object"):
+        state.capture()
+
+
+def test_train_state_finds_buffers_that_were_bound_anew():
+    model = Tied()
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1))
+    model.norm.running_mean = torch.full((6,), 2.0)
+    assert torch.equal(state.capture().tensors["model.norm.running_mean"], torch.full((6,), 2.0))
+    state.targets({})["model.norm.running_mean"].fill_(3)
+    assert torch.equal(model.norm.running_mean, torch.full((6,), 3.0))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_snapshot_stays_when_training_goes_on(kind):
+    model = Tied()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    state, meta = TrainState(model, optimizer), {"progress": {"step": 1}}
+    train(model, optimizer, 0, 1)
+    snapshot = state.capture(meta)
+    before = copy.deepcopy((snapshot.tensors, snapshot.meta))
+    train(model, optimizer, 1, 3)
+    meta["progress"]["step"] = 2
+    assert snapshot.meta == before[1]
+    for key, value in snapshot.tensors.items():
+        assert torch.equal(value, before[0][key]), key
+    assert state.capture(meta).meta["progress"]["step"] == 2
+
+
+def test_snapshot_that_is_not_copied_is_the_live_state():
+    model = nn.Linear(2, 2)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1))
+    assert state.capture(copy=False).tensors["model.weight"] is model.weight
 
 
 def test_train_state_saves_shared_parameters_once_and_no_scratch():
-    keys = TrainState(Tied(), torch.optim.SGD([torch.zeros(1)], lr=1)).tensors().keys()
+    keys = TrainState(Tied(), torch.optim.SGD([torch.zeros(1)], lr=1)).capture().tensors.keys()
     assert "model.inner.weight" in keys and "model.outer.weight" not in keys
     assert "model.norm.running_mean" in keys and "model.scratch" not in keys
 
@@ -73,7 +181,7 @@ def test_train_state_refuses_optimizer_state_of_a_parameter_there_is_not(tmp_pat
     model = Tied()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(model, optimizer, 0, 1)
-    Store(tmp_path).save(1, TrainState(model, optimizer).tensors(), {})
+    Store(tmp_path).save(1, TrainState(model, optimizer).capture().tensors, {})
     other = nn.Linear(6, 6)
     state = TrainState(other, OPTIMIZERS["adamw"](other.parameters()))
     with pytest.raises(CheckpointError, match="no parameter"):

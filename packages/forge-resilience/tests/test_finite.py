@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from forge_resilience.finite import FiniteGuard, step_if_finite
+from forge_resilience.finite import FiniteGuard, HeldBuffers, step_if_finite
 from forge_resilience.verdict import Verdict
 from torch import nn
 
@@ -45,15 +45,106 @@ def test_step_if_finite_steps_when_gradient_is_finite():
     assert after[1]["state"][0]["step"] == 4
 
 
+def judged(guard, flags, **options):
+    """The verdict after each step."""
+    verdicts = []
+    for step, flag in enumerate(flags, 1):
+        guard.count(torch.tensor(flag))
+        verdicts.append(guard.verdict(step, last=step == options.get("until")))
+    return verdicts
+
+
 def test_guard_aborts_after_patience_and_only_when_it_reads():
     guard = FiniteGuard(patience=3, read_every_steps=5)
-    bad = torch.tensor(False)
-    verdicts = [guard.verdict(step, bad) for step in range(1, 6)]
-    assert verdicts == [Verdict.CONTINUE] * 4 + [Verdict.ABORT]
+    assert judged(guard, [False] * 5) == [Verdict.CONTINUE] * 4 + [Verdict.ABORT]
+
+
+def test_guard_remembers_bad_steps_in_a_row_until_it_reads():
+    guard = FiniteGuard(patience=3, read_every_steps=5)
+    assert judged(guard, [False, False, False, True, True])[-1] == Verdict.ABORT
 
 
 def test_guard_forgives_bad_steps_that_are_not_in_a_row():
     guard = FiniteGuard(patience=3, read_every_steps=1)
-    flags = [False, False, True, False, False, True]
-    verdicts = [guard.verdict(step, torch.tensor(flag)) for step, flag in enumerate(flags, 1)]
-    assert set(verdicts) == {Verdict.CONTINUE}
+    assert set(judged(guard, [False, False, True, False, False, True])) == {Verdict.CONTINUE}
+
+
+def test_guard_reads_when_asked_to():
+    guard = FiniteGuard(patience=2, read_every_steps=100)
+    for step in (1, 2):
+        guard.count(torch.tensor(False))
+        assert guard.verdict(step) == Verdict.CONTINUE
+    assert guard.verdict(2, read=True) == Verdict.ABORT
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([True] * 4, Verdict.CONTINUE),
+        ([True, True, True, False], Verdict.CONTINUE),
+        ([True, True, False, False], Verdict.ABORT),
+        ([False, False, True, False], Verdict.CONTINUE),
+    ],
+)
+def test_guard_does_not_let_a_run_end_in_bad_steps(flags, expected):
+    assert judged(FiniteGuard(patience=10, read_every_steps=100), flags, until=4)[-1] == expected
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_guard_decides_the_same_when_restarted_at_any_step(cut):
+    flags = [False, True, False, False, False, False, True, True]
+    whole = FiniteGuard(patience=4, read_every_steps=8)
+    expected = judged(whole, flags)
+    first, second = (FiniteGuard(patience=4, read_every_steps=8) for _ in range(2))
+    judged(first, flags[:cut])
+    second.load_state(first.state())
+    for flag in flags[cut:]:
+        second.count(torch.tensor(flag))
+    assert second.verdict(len(flags)) == expected[-1] == Verdict.ABORT
+    assert second.state() == whole.state() and second.skipped() == 5
+
+
+def test_guard_that_has_aborted_aborts_again_after_a_restart_unless_given_more_patience():
+    guard = FiniteGuard(patience=2, read_every_steps=100)
+    judged(guard, [False, False, True])
+    for patience, expected in ((2, Verdict.ABORT), (3, Verdict.CONTINUE)):
+        again = FiniteGuard(patience, read_every_steps=100)
+        again.load_state(guard.state())
+        assert judged(again, [True]) == [expected]
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("bias", torch.zeros(3))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, x):
+        self.bias = self.bias + x.mean(0)  # bound anew
+        return self.norm(x) + self.bias
+
+
+@pytest.mark.parametrize("bad", [1.0, float("nan"), float("inf")])
+def test_held_buffers_keep_what_they_were_when_a_step_is_skipped(bad):
+    model = Router()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    before = copy.deepcopy(model.state_dict())
+    held = HeldBuffers(model)
+    out = model(torch.tensor([[1.0, 2.0, bad], [3.0, 4.0, 5.0]]))
+    out.sum().backward()
+    model.bias += bad  # between backward and optimizer
+    step_if_finite(optimizer, torch.isfinite(out.sum()), held)
+    same = {name: torch.equal(value, before[name]) for name, value in model.state_dict().items()}
+    assert set(same) == {
+        "bias",
+        "norm.weight",
+        "norm.bias",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    }
+    expected = bad != 1.0
+    assert {name: value for name, value in same.items() if name != "norm.weight"} == dict.fromkeys(
+        same.keys() - {"norm.weight"}, expected
+    )

@@ -5,9 +5,8 @@ import sys
 import time
 
 import pytest
-from forge_resilience.deadline import Deadline
 from forge_resilience.signals import Signals, Stopped
-from forge_resilience.verdict import Verdict, agree
+from forge_resilience.verdict import Verdict
 
 
 @pytest.mark.parametrize(
@@ -120,25 +119,3 @@ def test_signals_ignored_at_the_end_do_not_change_the_exit_code():
         sys.exit(85)
     """)
     assert done.returncode == 85
-
-
-def test_deadline_stops_when_only_the_margin_is_left():
-    assert Deadline(1000, 10, {}).verdict() == Verdict.CONTINUE
-    assert Deadline(5, 10, {}).verdict() == Verdict.STOP
-    assert Deadline(None, 10, {}).verdict() == Verdict.CONTINUE
-
-
-def test_deadline_learns_how_long_a_save_takes():
-    deadline = Deadline(100, 1, {})
-    assert deadline.verdict() == Verdict.CONTINUE
-    deadline.saved(90)
-    assert deadline.verdict() == Verdict.STOP
-
-
-def test_deadline_respects_slurm():
-    assert Deadline(None, 30, {"SLURM_JOB_END_TIME": str(time.time() + 20)}).verdict() == Verdict.STOP
-    assert Deadline(None, 30, {"SLURM_JOB_END_TIME": str(time.time() + 900)}).verdict() == Verdict.CONTINUE
-
-
-def test_agree_of_a_lone_process_is_its_own_verdict():
-    assert [agree(v, None) for v in Verdict] == list(Verdict)

@@ -16,20 +16,21 @@ def main() -> int:
         from forge_trainer.cli import main as command
 
         return command()
-    with Signals(starting=True) as signals:
-        try:
-            from forge_trainer.cli import main as command
+    signals = Signals(starting=True)
+    try:
+        signals.install()
+        from forge_trainer.cli import main as command
 
-            return command(signals=signals)
-        except (Stopped, Exception) as error:
-            # Of two ranks that are stopped, one may see the other go before it comes to its own signal.
-            if not isinstance(error, Stopped) and not (signals.starting and signals.received):
-                raise
-            cause = signals.received.name if signals.received else "a signal to another rank"
-            sys.stderr.write(f"stopped by {cause} before the first step of this start; start it again\n")
-            return ExitCode.PREEMPTED
-        finally:
-            signals.ignore()
+        return command(signals=signals)
+    except (Stopped, Exception) as error:
+        # Of two ranks that are stopped, one may see the other go before it comes to its own signal.
+        if not isinstance(error, Stopped) and not (signals.starting and signals.received):
+            raise
+        cause = signals.received.name if signals.received else "a signal to another rank"
+        sys.stderr.write(f"stopped by {cause} before the first step of this start; start it again\n")
+        return ExitCode.PREEMPTED
+    finally:
+        signals.ignore()
 
 
 if __name__ == "__main__":

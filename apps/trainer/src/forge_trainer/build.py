@@ -16,20 +16,21 @@ from forge_parallel.env import Env, process_group
 from forge_parallel.mesh import Mesh, build_mesh
 from forge_parallel.plan import Plan
 from forge_parallel.tensor import local_shard
+from forge_resilience.finite import FiniteGuard
 from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from forge_trainer.clock import Clock
-from forge_trainer.guards import Guard, build_guards
+from forge_trainer.guards import CountFinite, Guard, build_guards
 from forge_trainer.hooks import Hook
 from forge_trainer.hooks.evaluate import Evaluate
 from forge_trainer.hooks.log import Log
 from forge_trainer.job import Job
 from forge_trainer.loop import train
 from forge_trainer.optim import trainable
-from forge_trainer.progress import Progress
+from forge_trainer.progress import Progress, Stateful
 from forge_trainer.steps.base import Step
 from forge_trainer.steps.update import Update
 from forge_trainer.track import Tracker
@@ -113,7 +114,7 @@ def build(
         optimizer = job.optimizer.build(trainable(parts))
     state = TrainState(parts[0], optimizer)
     store = open_store(job, mesh)
-    progress, fingerprint = resume_or_start(store, state, parts, job)
+    progress, fingerprint, counts = resume_or_start(store, state, parts, job)
 
     data = partial(
         build_loader,
@@ -129,12 +130,16 @@ def build(
     update = Update(parts, optimizer, factor, job.train.clip_norm, mesh)
     step = job.step.build(parts, job.loss.build(), mesh, seed=job.job.seed, update=update)
     trackers = open_trackers(job, progress.step, stack) if env.rank == 0 else []
-    guards, deadline = build_guards(job, signals)
-    clock.listeners.append(lambda name, seconds: deadline.saved(seconds) if name == "save" else None)
-    save = saver(store, state, loader.fingerprint)
+    guards, deadline, finite = build_guards(job, signals)
+    clock.listeners.append(lambda name, s: deadline.observe(name, s) if name != "build" else None)
+    counters: dict[str, Stateful] = {"finite": finite}
+    save = saver(store, state, loader.fingerprint, counters)
     directory = job.job.directory
     run = Run(job, directory, env, mesh, parts, step, loader, progress, [], guards, save, trackers, clock)
-    run.hooks.extend(build_hooks(run, data("validation")))
+    run.hooks.extend(build_hooks(run, data("validation"), finite))
+    counters |= {hook.span: hook for hook in run.hooks if isinstance(hook, Log)}
+    for name in counters.keys() & counts.keys():
+        counters[name].load_state(counts[name])
     for hook in run.hooks:
         stack.callback(hook.close)
     return run
@@ -160,11 +165,12 @@ def open_store(job: Job, mesh: Mesh) -> Store:
     )
 
 
-def build_hooks(run: Run, validation: Loader) -> list[Hook]:
+def build_hooks(run: Run, validation: Loader, finite: FiniteGuard) -> list[Hook]:
     """Logging (first rank only), evaluation, and the hooks of the user. Collective."""
     job = run.job
-    hooks: list[Hook] = []
+    hooks: list[Hook] = [CountFinite(finite)]
     if run.trackers:
-        hooks.append(Log(job.train.log_every_steps, run, job.model.flops_per_token(job.data.max_tokens)))
+        flops = job.model.flops_per_token(job.data.max_tokens)
+        hooks.append(Log(job.train.log_every_steps, run, flops, finite.skipped))
     hooks.append(Evaluate(job.eval.every_steps, run, validation))
     return hooks + [config.build(run) for config in job.hooks.values()]

@@ -8,6 +8,7 @@ from functools import partial
 from forge_ckpt.error import LockedError
 from forge_config import Loaded
 from forge_resilience.exit_codes import ExitCode
+from forge_resilience.finite import LAST_STEPS
 from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 
@@ -62,7 +63,7 @@ def _outcome(run: Run, verdict: Verdict, claim: Claim) -> tuple[ExitCode, str]:
         limit = job.resilience.max_bad_steps
         return ExitCode.NOT_FINITE, (
             f"stopped at step {step}: too many steps in a row were not finite "
-            f"(resilience.max_bad_steps = {limit})"
+            f"(resilience.max_bad_steps = {limit}; {LAST_STEPS} at the end of a run)"
         )
     if step >= job.train.steps:
         return ExitCode.DONE, "complete"

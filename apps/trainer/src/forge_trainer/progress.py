@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from forge_trainer.steps.base import StepOutput
@@ -28,3 +28,16 @@ class Progress:
         self.step += 1
         self.samples += out.samples
         self.tokens += out.tokens
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A part of a run, a guard or a hook, that counts something which must survive a restart."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON; the same on every rank, or of the first rank only."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        ...

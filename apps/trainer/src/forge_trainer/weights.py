@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
@@ -14,7 +15,7 @@ from forge_parallel.tensor import local_shard
 from torch import Tensor, nn
 
 from forge_trainer.job import Job
-from forge_trainer.progress import Progress
+from forge_trainer.progress import Progress, Stateful
 
 
 def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
@@ -35,23 +36,29 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
 
 def resume_or_start(
     store: Store, state: TrainState, parts: Sequence[nn.Module], job: Job
-) -> tuple[Progress, str | None]:
+) -> tuple[Progress, str | None, dict[str, Any]]:
     """Load the newest intact checkpoint, or set initial weights where there is none. Collective.
 
     Returns:
-        How far the run had come, and the fingerprint of its data.
+        How far the run had come, the fingerprint of its data, and what its guards and hooks had counted.
     """
     found = store.resume(state.targets)
     if found is None:
         set_initial_weights(parts, job)
-        return Progress(), None
-    return Progress(**found.meta["progress"]), found.meta["data"]
+        return Progress(), None, {}
+    state.restore(found.meta)
+    return Progress(**found.meta["progress"]), found.meta["data"], found.meta.get("counts", {})
 
 
-def saver(store: Store, state: TrainState, fingerprint: str) -> Callable[[Progress], None]:
-    """A function that saves."""
+def saver(
+    store: Store, state: TrainState, fingerprint: str, counters: Mapping[str, Stateful]
+) -> Callable[[Progress], None]:
+    """A function that saves; what `counters` holds by then is saved with the tensors."""
 
     def save(progress: Progress) -> None:
-        store.save(progress.step, state.tensors(), {"progress": asdict(progress), "data": fingerprint})
+        counts = {name: counter.state() for name, counter in counters.items()}
+        meta = {"progress": asdict(progress), "data": fingerprint, "counts": counts}
+        snapshot = state.capture(meta, copy=False)  # training waits until it is written
+        store.save(progress.step, snapshot.tensors, snapshot.meta)
 
     return save

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,44 +12,83 @@ from torch.optim import Optimizer
 
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.manifest import Entry
+from forge_ckpt.values import from_json, to_json
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
+VALUES = "optimizer"
+"""The key in the meta of a checkpoint for what an optimizer keeps beside tensors."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run at one moment.
+
+    Attributes:
+        tensors: by name.
+        meta: everything else, as JSON.
+    """
+
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
 
 
 class TrainState:
-    """The tensors of a run: `model.<name>` and `optimizer.<kind>.<name>`.
+    """The state of a run: tensors `model.<name>` and `optimizer.<kind>.<name>`, and plain values.
+
+    Saved of the optimizer are the state of each parameter, and what has moved in the parameter groups since
+    they were made (a step count, a sum of weights): restored, the rest stays what the configuration says.
+
+    Make it before the first step, from an optimizer that is new.
 
     Args:
         model: parameters and persistent buffers are saved; shared ones once.
-        optimizer: any whose state is tensors, one set a parameter; parameters that it does not know are
-            skipped.
+        optimizer: with state that is tensors or plain values; parameters that it does not know are skipped.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         # Held from the start: while FSDP2 has gathered a module, the model shows other, temporary parameters.
-        self._model_tensors = model_tensors(model)
-        self._optimizer = optimizer
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self._model = model
+        self._optimizer = optimizer
+        self._made_with = [_made_with(optimizer, group) for group in optimizer.param_groups]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, not copied.
+    def capture(self, meta: Mapping[str, Any] | None = None, copy: bool = True) -> Snapshot:
+        """What to save, as it is now. Waits for the device.
+
+        Args:
+            meta: what else belongs to this moment, as JSON; copied.
+            copy: tensors are copied to host memory, so that training may go on; without it they are the live
+                ones, for a save that training waits for.
 
         Raises:
-            CheckpointError: the optimizer holds state that is no tensor.
+            CheckpointError: the optimizer holds something that is neither tensor nor plain value.
         """
-        return self._model_tensors | self._optimizer_tensors()
+        tensors = self._tensors()
+        if copy:
+            tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+        return Snapshot(tensors, _copied(meta or {}) | {VALUES: self._values()})
 
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for parameter, state in self._optimizer.state.items():
-            for kind, value in state.items():
-                if not isinstance(value, Tensor):
-                    raise CheckpointError(
-                        f"{kind!r} of {type(self._optimizer).__name__} is no tensor: {value!r}"
-                    )
-                found[f"{OPTIMIZER}{kind}.{self._names[parameter]}"] = value
-        return found
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Give the optimizer back what it kept beside tensors.
+
+        Args:
+            meta: of the checkpoint whose tensors were loaded.
+
+        Raises:
+            CheckpointError: parameters that share a group now come from groups that differ.
+        """
+        values = meta.get(VALUES)
+        if values is None:
+            return
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        for key, value in values["state"].items():
+            kind, _, name = key.partition(".")
+            if name in parameters:
+                self._optimizer.state[parameters[name]][kind] = from_json(value)
+        for group in self._optimizer.param_groups:
+            for key, value in _entries(values["groups"], self._names_in(group)).items():
+                _set(group, key, from_json(value))
 
     def targets(self, held: Mapping[str, Entry]) -> dict[str, Tensor]:
         """The tensors to load a checkpoint into; optimizer state that does not exist yet is made.
@@ -69,14 +110,111 @@ class TrainState:
                 raise CheckpointError(f"the checkpoint has {key}, and the optimizer has no parameter {name}")
             if kind not in self._optimizer.state[parameter]:
                 self._optimizer.state[parameter][kind] = _blank(entry, parameter, groups[parameter])
-        return self.tensors()
+        return self._tensors()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, not copied."""
+        found = {MODEL + name: parameter for parameter, name in self._names.items()}
+        found |= {MODEL + name: buffer for name, buffer in persistent_buffers(self._model).items()}
+        kept = self._kept()
+        return found | {OPTIMIZER + key: value for key, value in kept.items() if isinstance(value, Tensor)}
+
+    def _values(self) -> dict[str, Any]:
+        """What the optimizer keeps beside tensors, as JSON."""
+        owner = type(self._optimizer).__name__
+        state = {
+            key: to_json(value, f"{key!r} of {owner}")
+            for key, value in self._kept().items()
+            if not isinstance(value, Tensor)
+        }
+        groups: list[dict[str, Any]] = []
+        for group, made_with in zip(self._optimizer.param_groups, self._made_with, strict=True):
+            moved = {
+                key: to_json(value, f"{key!r} of {owner}")
+                for key, value in group.items()
+                if key != "params" and not (key in made_with and _mark(value) == made_with[key])
+            }
+            groups.append({"parameters": self._names_in(group), "entries": moved})
+        return {"groups": groups, "state": state}
+
+    def _kept(self) -> dict[str, Any]:
+        """The state of all parameters as `<kind>.<name>`."""
+        unknown = [key for key in self._optimizer.state if key not in self._names]
+        if unknown:
+            raise CheckpointError(
+                f"{type(self._optimizer).__name__} holds state of {unknown[0]!s:.80}, which is no parameter "
+                "of the model; expected an optimizer of the parameters that the model has now"
+            )
+        return {
+            f"{kind}.{self._names[parameter]}": value
+            for parameter, state in self._optimizer.state.items()
+            for kind, value in state.items()
+        }
+
+    def _names_in(self, group: Mapping[str, Any]) -> list[str]:
+        return [self._names[parameter] for parameter in group["params"] if parameter in self._names]
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers as `model.<name>`; shared ones once, under their first name."""
-    found: dict[str, Tensor] = {MODEL + name: parameter for name, parameter in model.named_parameters()}
-    persistent = model.state_dict(keep_vars=True).keys()
-    return found | {MODEL + name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    found: dict[str, Tensor] = dict(model.named_parameters()) | persistent_buffers(model)
+    return {MODEL + name: tensor for name, tensor in found.items()}
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are saved, by name; shared ones once, under their first name."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        kept = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, buffer in kept.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def _made_with(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a group before the first step; of an optimizer with state, what it had by default."""
+    if not optimizer.state:
+        return {key: _mark(value) for key, value in group.items() if key != "params"}
+    return {key: _mark(value) for key, value in optimizer.defaults.items() if not isinstance(value, Tensor)}
+
+
+def _mark(value: object) -> Any:
+    """Something that differs once a value has changed in place; of what has no JSON, the object itself."""
+    try:
+        return to_json(value, "")
+    except CheckpointError:
+        return value
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """A tensor stays on its device."""
+    if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+        group[key] = group[key].new_tensor(value.tolist(), dtype=value.dtype)
+    else:
+        group[key] = value
+
+
+def _entries(groups: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    """What the saved groups of these parameters hold; they must agree."""
+    sources = [group for group in groups if not set(names).isdisjoint(group["parameters"])]
+    for key in sorted({key for source in sources for key in source["entries"]}):
+        seen = {repr(source["entries"].get(key)): source["parameters"][0] for source in sources}
+        if len(seen) > 1:
+            raise CheckpointError(
+                f"optimizer groups that were apart are one now, and {key!r} is {' and '.join(seen)} in "
+                f"those of {' and '.join(seen.values())}; keep parameters with different values in groups "
+                "of their own"
+            )
+    return sources[0]["entries"] if sources else {}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _blank(entry: Entry, parameter: Tensor, group: dict[str, object]) -> Tensor:

@@ -9,11 +9,13 @@ class ResilienceConfig(Config):
     """When a run ends before its last step.
 
     Attributes:
-        max_runtime_s: seconds a start may last before it saves and stops; SLURM's own limit is always
-            respected.
-        save_margin_s: least time kept for the last checkpoint; grows with the saves measured.
-        max_bad_steps: so many steps in a row with a non-finite loss or gradient end the run.
-        check_every_steps: how often that count is read from the device.
+        max_runtime_s: seconds from the start of the process to its end, within which the run saves and stops;
+            SLURM's own limit is always respected.
+        save_margin_s: least time kept for the last checkpoint; grows with the saves measured. Time for
+            another step and for the hooks is kept beside it, as measured.
+        max_bad_steps: so many steps in a row with a non-finite loss or gradient end the run; so does a run
+            whose last two steps are such ones.
+        check_every_steps: how often that count is read from the device; it also is before each checkpoint.
     """
 
     free_keys = (ALL_KEYS,)

@@ -17,4 +17,4 @@ class ExitCode(IntEnum):
     PREEMPTED = 85
     """Stopped before its end, with a checkpoint or before its first step; start it again and it continues."""
     NOT_FINITE = 87
-    """Too many steps in a row had a non-finite loss or gradient; starting again would do the same."""
+    """Too many steps in a row, or the last ones, had a non-finite loss or gradient; as a new start would."""

@@ -58,12 +58,20 @@ class Signals:
         self._watch: _Watch | None = None
 
     def __enter__(self) -> Signals:
+        self.install()
+        return self
+
+    def install(self) -> None:
+        """Handle signals from now on; `__enter__` for a process that never gives its handlers back.
+
+        Raises:
+            Stopped: a signal comes at once.
+        """
         for number in STOPPING:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._note)
         if self.starting:
             self._watch = _Watch()
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Bring the previous handlers back."""
@@ -93,7 +101,7 @@ class Signals:
         Python's own handlers go when the interpreter ends, up to seconds before the process does: a repeated
         TERM would then replace the exit code.
         """
-        for number in self._previous:
+        for number in STOPPING:
             signal.signal(number, signal.SIG_IGN)
         self._previous.clear()
         self._watch = None  # it stays until the process is gone

@@ -1,20 +1,24 @@
 """Reads the device scalars of a step every N steps and hands them to the trackers."""
 
+from collections.abc import Callable
+
 from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.progress import Progress
 from forge_trainer.steps.base import StepOutput
 
 
 class Log(Hook):
-    """Writes loss, gradient norm, learning rate, speed, and where the time of a step went."""
+    """Writes loss, gradient norm, learning rate, speed, steps skipped, and where the time of a step went."""
 
     span = "log"
 
-    def __init__(self, every: int, run: RunView, flops_per_token: float) -> None:
+    def __init__(self, every: int, run: RunView, flops_per_token: float, skipped: Callable[[], int]) -> None:
         self.every = every
         self._run = run
         self._flops_per_token = flops_per_token
         self._step, self._tokens = run.progress.step, run.progress.tokens
+        self._skipped = skipped
+        self._skipped_before = 0
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """See `Hook.on_step`. Waits for the device."""
@@ -23,6 +27,7 @@ class Log(Hook):
         speed = (progress.tokens - self._tokens) / lap["training"]
         steps = progress.step - self._step
         self._step, self._tokens = progress.step, progress.tokens
+        before, self._skipped_before = self._skipped_before, self._skipped()
         record = {
             "step": progress.step,
             "tokens": progress.tokens,
@@ -31,9 +36,17 @@ class Log(Hook):
             "lr": out.lr,
             "tokens_per_s": speed,
             "model_tflops": speed * self._flops_per_token / 1e12,
-            "skipped": int(not out.finite.item()),
+            "skipped": self._skipped_before - before,
         }
         record |= {name: value.item() for name, value in out.metrics.items()}
         record |= {f"time/{name}_s": seconds / steps for name, seconds in lap.items()}
         for tracker in self._run.trackers:
             tracker.log(record)
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint keeps: the steps skipped up to the last line."""
+        return {"skipped": self._skipped_before}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Go on from what `state` gave."""
+        self._skipped_before = state["skipped"]

@@ -1,0 +1,58 @@
+"""How a plain value becomes JSON and comes back as exactly what it was."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_ckpt.error import CheckpointError
+
+EXACT = 2**53
+"""Integers up to here are numbers in everybody's JSON."""
+
+SMALL = 64
+"""Elements of a tensor that counts as a value."""
+
+
+def to_json(value: object, where: str) -> Any:
+    """Numbers, text, None, small tensors, and lists and tuples of them, as JSON.
+
+    Args:
+        value: what to write.
+        where: what it is, for the error.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if type(value) is int:
+        return value if abs(value) < EXACT else {"int": str(value)}
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, list):
+        return [to_json(item, where) for item in value]
+    if type(value) is tuple:
+        return {"tuple": [to_json(item, where) for item in value]}
+    if isinstance(value, Tensor) and value.numel() <= SMALL:
+        return {"tensor": to_json(value.tolist(), where), "dtype": str(value.dtype).removeprefix("torch.")}
+    raise CheckpointError(
+        f"{where} is {value!r}; expected numbers, text, None, tensors of up to {SMALL} elements, or lists "
+        "and tuples of them: keep anything else out of the optimizer's state"
+    )
+
+
+def from_json(value: Any) -> Any:
+    """What `to_json` was given; tensors on the CPU."""
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return torch.tensor(from_json(value["tensor"]), dtype=getattr(torch, value["dtype"]))
+    if "tuple" in value:
+        return tuple(from_json(item) for item in value["tuple"])
+    return int(value["int"]) if "int" in value else float(value["float"])
