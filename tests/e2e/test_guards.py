@@ -17,7 +17,7 @@ class PoisonConfig(HookConfig):
     def build(self, run):
         def spoil(gradient):
             return gradient * float("inf") if self.first <= run.progress.step + 1 <= self.last else gradient
-        next(run.model.parameters()).register_hook(spoil)
+        next(run.parts[0].parameters()).register_hook(spoil)
         return Hook()
 """
 
