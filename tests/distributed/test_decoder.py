@@ -13,6 +13,7 @@ from forge_model.config import GroupedQueryConfig
 from forge_parallel import (
     ActivationCheckpointingConfig,
     Env,
+    Mesh,
     MeshConfig,
     ParallelConfig,
     Plan,
@@ -37,7 +38,7 @@ TIGHT = {"loss": 1e-5, "grad_norm": 1e-4}
 def build(sizes: dict, tied: bool = False, checkpointing: str = "none", clip_norm: float = 0.5):
     """A step on a small decoder, and what it is made of."""
     env = Env.detect()
-    mesh = build_mesh(MeshConfig(**(sizes if env.world_size > 1 else {})), env)
+    mesh = build_mesh(MeshConfig(**sizes), env) if env.world_size > 1 else Mesh(env.device)
     attention = GroupedQueryConfig(num_heads=4, num_kv_heads=2, qk_norm=True)
     config = DecoderConfig(
         vocab_size=VOCAB, dim=32, num_layers=3, max_tokens=TOKENS, tie_embeddings=tied, attention=attention
