@@ -2,6 +2,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from forge_data.error import DataError
 from forge_data.sources import FilesConfig, PythonStdlibConfig, TokensConfig, find_files
@@ -10,7 +11,7 @@ from forge_data.tokens import TokenStore
 
 
 def _text(store: TokenStore) -> str:
-    return BytesConfig().build().decode(store.tokens.tolist())
+    return BytesConfig().build().decode(store.read(np.asarray([0]), len(store))[0].tolist())
 
 
 @pytest.fixture

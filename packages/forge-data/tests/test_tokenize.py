@@ -4,6 +4,7 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from forge_data.error import DataError
 from forge_data.sources import find_files
@@ -34,7 +35,7 @@ def _run(corpus: Path, out: Path, **settings: object) -> TokenStore:
 
 def _texts(store: TokenStore) -> list[str]:
     starts = [0, *store.doc_ends.tolist()]
-    pieces = [store.tokens[a:b].tolist() for a, b in itertools.pairwise(starts)]
+    pieces = [store.read(np.asarray([a]), b - a)[0].tolist() for a, b in itertools.pairwise(starts)]
     assert all(piece[-1] == 256 for piece in pieces)
     return [BytesConfig().build().decode(piece) for piece in pieces]
 

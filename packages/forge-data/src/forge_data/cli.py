@@ -121,7 +121,7 @@ def _inspect(options: argparse.Namespace) -> int:
         return 0
     start = 0
     for index, end in enumerate(store.doc_ends[: options.docs]):
-        text = tokenizer.decode(store.tokens[start : min(int(end), start + 400)].tolist())
+        text = tokenizer.decode(store.read(np.asarray([start]), min(int(end) - start, 400))[0].tolist())
         sys.stdout.write(f"-- document {index}, {int(end) - start:,} tokens\n{text}\n")
         start = int(end)
     return 0

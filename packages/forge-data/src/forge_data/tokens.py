@@ -1,45 +1,37 @@
 """Token stores: a folder with `tokens.bin`, `docs.idx` and a manifest that says what they are and must be.
 
 `tokens.bin` holds little-endian ids, `docs.idx` the uint64 index at which each document ends, its end token
-included.
+included. Beside each lies the list of the digests of its blocks (see `forge_data.blocks`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import platform
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import xxhash
 from forge_config import Config
 
+from forge_data.blocks import HashedFile, Part, VerifiedFile, sync_and_close
 from forge_data.error import DataError
 
-FORMAT = 1
-BLOCK_BYTES = 64 << 20
+FORMAT = 2
+CHUNK = 1 << 22
+"""Numbers looked at together when all are."""
 MANIFEST = "manifest.json"
 STALE_S = 3600
-
-
-class Part(Config):
-    """One file of a store.
-
-    Attributes:
-        bytes: its size.
-        digests: xxh3-128 of each block of 64 MiB.
-    """
-
-    bytes: int
-    digests: list[str]
 
 
 class Manifest(Config):
@@ -68,7 +60,7 @@ class Manifest(Config):
     @property
     def digest(self) -> str:
         """Names the content."""
-        parts = [*self.tokens.digests, *self.docs.digests, self.tokenizer]
+        parts = [self.dtype, self.tokens.digest, self.docs.digest, self.tokenizer]
         return xxhash.xxh3_128_hexdigest("/".join(parts).encode())
 
 
@@ -76,9 +68,8 @@ class TokenStore:
     """A store opened for reading; nothing is read before it is asked for.
 
     Attributes:
+        folder: where it is.
         manifest: what it holds.
-        tokens: [num_tokens] memory-mapped ids.
-        doc_ends: [num_docs] memory-mapped int64 index at which each document ends.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -88,36 +79,51 @@ class TokenStore:
             DataError: it is missing, of another format, or a file has not the size the manifest says.
         """
         self.folder = Path(folder)
-        try:
-            self.manifest = msgspec.json.decode((self.folder / MANIFEST).read_bytes(), type=Manifest)
-        except FileNotFoundError:
-            raise DataError(f"{folder} is no token store: it has no {MANIFEST}") from None
-        except msgspec.MsgspecError as error:
-            raise DataError(f"{self.folder / MANIFEST} cannot be read: {error}") from None
-        if self.manifest.format != FORMAT:
-            raise DataError(f"{folder} has format {self.manifest.format}; this version reads format {FORMAT}")
-        _check_counts(self.folder / MANIFEST, self.manifest)
-        self.tokens = self._map("tokens.bin", self.manifest.tokens, self.manifest.dtype)
+        self.manifest = _read_manifest(self.folder)
+        little = np.dtype(self.manifest.dtype).newbyteorder("<")
+        self._tokens = VerifiedFile(self.folder / "tokens.bin", self.manifest.tokens, little)
         # Read as int64: searching uint64 with int64 would convert the whole array to float64 first.
-        self.doc_ends = self._map("docs.idx", self.manifest.docs, "int64")
+        self._docs = VerifiedFile(self.folder / "docs.idx", self.manifest.docs, np.dtype("<i8"))
 
     def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
         return TokenStore, (self.folder,)
 
-    def _map(self, name: str, part: Part, dtype: str) -> np.ndarray:
-        path = self.folder / name
-        size = path.stat().st_size if path.exists() else -1
-        if size != part.bytes:
-            raise DataError(
-                f"{path} {f'has {size} bytes' if size >= 0 else 'is missing'}, its manifest says "
-                f"{part.bytes}; copy it again or make the store anew"
-            )
-        little = np.dtype(dtype).newbyteorder("<")
-        # A plain view: indexing the memmap class itself costs microseconds a time.
-        return np.memmap(path, dtype=little, mode="r").view(np.ndarray) if size else np.empty(0, dtype=little)
-
     def __len__(self) -> int:
         return self.manifest.num_tokens
+
+    def require_files(self) -> None:
+        """See that the files still have their size: touching what is gone would kill the process.
+
+        Raises:
+            DataError: one is shorter or longer than it was.
+        """
+        self._tokens.require_size()
+        self._docs.require_size()
+
+    def read(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Some ids, from blocks that match their digests; each block is checked when it is first touched.
+
+        Args:
+            starts: [n] int64, the first token of each row.
+            length: of each row.
+
+        Returns:
+            [n, length] in the dtype of the store.
+
+        Raises:
+            DataError: names the store and the block that is damaged.
+        """
+        return self._tokens.rows(starts, length)
+
+    @cached_property
+    def doc_ends(self) -> np.ndarray:
+        """[num_docs] int64 index at which each document ends; checked as a whole when first asked for.
+
+        Raises:
+            DataError: names the store and the block that is damaged.
+        """
+        self._docs.verify()
+        return self._docs.values
 
     def verify(self) -> None:
         """Read everything and compare it with the manifest.
@@ -125,14 +131,11 @@ class TokenStore:
         Raises:
             DataError: names the file and the first block that differs, or an id outside the vocabulary.
         """
-        for name, part in (("tokens.bin", self.manifest.tokens), ("docs.idx", self.manifest.docs)):
-            with (self.folder / name).open("rb") as file:
-                for index, digest in enumerate(part.digests):
-                    if xxhash.xxh3_128_hexdigest(file.read(BLOCK_BYTES)) != digest:
-                        raise DataError(f"{self.folder / name} is damaged in block {index} (64 MiB each)")
+        self._tokens.verify()
+        self._docs.verify()
         self._verify_documents()
-        for start in range(0, len(self.tokens), BLOCK_BYTES):
-            if int(self.tokens[start : start + BLOCK_BYTES].max()) >= self.manifest.vocab_size:
+        for start in range(0, len(self), CHUNK):
+            if int(self._tokens.values[start : start + CHUNK].max()) >= self.manifest.vocab_size:
                 raise DataError(
                     f"{self.folder} holds ids outside the vocabulary of {self.manifest.vocab_size}"
                 )
@@ -140,26 +143,39 @@ class TokenStore:
     def _verify_documents(self) -> None:
         """Ends rise strictly from above 0 to the number of tokens."""
         last = 0
-        for start in range(0, len(self.doc_ends), BLOCK_BYTES):
-            ends = self.doc_ends[start : start + BLOCK_BYTES]
+        for start in range(0, len(self.doc_ends), CHUNK):
+            ends = self.doc_ends[start : start + CHUNK]
             if ends[0] <= last or np.any(ends[1:] <= ends[:-1]):
                 raise DataError(f"{self.folder}/docs.idx does not rise from document {start} on")
             last = int(ends[-1])
-        if last != len(self.tokens):
-            raise DataError(f"{self.folder}/docs.idx ends at token {last}, tokens.bin at {len(self.tokens)}")
+        if last != len(self):
+            raise DataError(f"{self.folder}/docs.idx ends at token {last}, tokens.bin at {len(self)}")
 
 
-def _check_counts(path: Path, manifest: Manifest) -> None:
-    """The manifest agrees with itself, so that a dtype or count changed by hand is found at once."""
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        if raw.get("format") != FORMAT:
+            raise DataError(
+                f"{folder} has format {raw.get('format')}; this version reads format {FORMAT}: make the "
+                "store anew with forge-data tokenize"
+            )
+        manifest = msgspec.convert(raw, Manifest)
+    except FileNotFoundError:
+        raise DataError(f"{folder} is no token store: it has no {MANIFEST}") from None
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
     for name, part, count, width in (
         ("tokens", manifest.tokens, manifest.num_tokens, np.dtype(manifest.dtype).itemsize),
         ("docs", manifest.docs, manifest.num_docs, 8),
     ):
-        if part.bytes != count * width or len(part.digests) != -(-part.bytes // BLOCK_BYTES):
+        if part.bytes != count * width:
             raise DataError(
-                f"{path} contradicts itself: {count} {name} of {width} bytes each are not {part.bytes} bytes "
-                f"with {len(part.digests)} digests; make the store anew"
+                f"{path} contradicts itself: {count} {name} of {width} bytes each are not {part.bytes} "
+                "bytes; make the store anew"
             )
+    return manifest
 
 
 def store_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
@@ -193,10 +209,20 @@ class Writer:
 
     def __enter__(self) -> Writer:
         self._sweep()
-        self._partial.mkdir(parents=True)
-        self._tokens = _HashedFile(self._partial / "tokens.bin")
-        self._docs = _HashedFile(self._partial / "docs.idx")
+        with self._explained():
+            self._partial.mkdir(parents=True)
+            self._tokens = HashedFile(self._partial / "tokens.bin")
+            self._docs = HashedFile(self._partial / "docs.idx")
         return self
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"the store {self.folder} cannot be written: {error}; make room, or choose another disk"
+            ) from error
 
     def _sweep(self) -> None:
         """Remove what killed processes of this host left of this store, an hour after their last write."""
@@ -221,7 +247,7 @@ class Writer:
             doc_lengths: how many ids each has, at least one.
 
         Raises:
-            DataError: an id is outside the vocabulary, or the lengths do not add up to the ids.
+            DataError: an id is outside the vocabulary, the lengths do not add up, or the disk is full.
         """
         lengths = np.asarray(list(doc_lengths), dtype=np.uint64)
         if int(lengths.sum()) != len(tokens) or np.any(lengths == 0):
@@ -233,18 +259,24 @@ class Writer:
         if len(tokens) and int(tokens.max()) >= self._vocab_size:
             raise DataError(f"id {int(tokens.max())} is outside the vocabulary of {self._vocab_size}")
         ends = self.num_tokens + np.cumsum(lengths, dtype=np.uint64)
-        self._tokens.write(
-            np.ascontiguousarray(tokens, dtype=np.dtype(self._dtype).newbyteorder("<")).tobytes()
-        )
-        self._docs.write(ends.astype("<u8").tobytes())
+        ids = np.ascontiguousarray(tokens, dtype=np.dtype(self._dtype).newbyteorder("<"))
+        with self._explained():
+            self._tokens.write(ids.tobytes())
+            self._docs.write(ends.astype("<u8").tobytes())
         self.num_tokens += len(tokens)
         self.num_docs += len(ends)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        parts = self._tokens.close(), self._docs.close()
-        if kind is not None:
+        try:
+            if kind is None:
+                with self._explained():
+                    self._publish()
+        finally:
+            self._tokens.abandon()
+            self._docs.abandon()
             shutil.rmtree(self._partial, ignore_errors=True)
-            return
+
+    def _publish(self) -> None:
         manifest = Manifest(
             format=FORMAT,
             dtype=self._dtype,
@@ -252,19 +284,17 @@ class Writer:
             tokenizer=self._tokenizer,
             num_tokens=self.num_tokens,
             num_docs=self.num_docs,
-            tokens=parts[0],
-            docs=parts[1],
+            tokens=self._tokens.finish(),
+            docs=self._docs.finish(),
         )
         with (self._partial / MANIFEST).open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(manifest)))
-            file.flush()
-            os.fsync(file.fileno())
+            sync_and_close(file)
         try:
             self._partial.rename(self.folder)
             _sync(self.folder.parent)
         except OSError:
             # Another process published the same store first; ours is not needed.
-            shutil.rmtree(self._partial, ignore_errors=True)
             if not (self.folder / MANIFEST).exists():
                 raise
 
@@ -276,39 +306,3 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class _HashedFile:
-    """A file that is hashed block by block while it is written."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] = path.open("wb")
-        self._hash = xxhash.xxh3_128()
-        self._digests: list[str] = []
-        self._in_block = 0
-        self._bytes = 0
-
-    def write(self, data: bytes) -> None:
-        view = memoryview(data)
-        self._bytes += len(view)
-        self._file.write(view)
-        while len(view):
-            taken = view[: BLOCK_BYTES - self._in_block]
-            self._hash.update(taken)
-            self._in_block += len(taken)
-            view = view[len(taken) :]
-            if self._in_block == BLOCK_BYTES:
-                self._end_block()
-
-    def _end_block(self) -> None:
-        self._digests.append(self._hash.hexdigest())
-        self._hash.reset()
-        self._in_block = 0
-
-    def close(self) -> Part:
-        if self._in_block:
-            self._end_block()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return Part(bytes=self._bytes, digests=self._digests)

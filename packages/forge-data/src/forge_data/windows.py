@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from forge_data.error import DataError
 from forge_data.tokens import TokenStore
@@ -31,7 +30,6 @@ class Windows:
             )
         self.store = store
         self.max_tokens = max_tokens
-        self._rows = sliding_window_view(store.tokens, max_tokens + 1)
 
     def __reduce__(self) -> tuple[type[Windows], tuple[TokenStore, int]]:
         return Windows, (self.store, self.max_tokens)
@@ -48,8 +46,12 @@ class Windows:
         return samples * self.max_tokens - self.starts(samples)
 
     def read(self, samples: np.ndarray) -> np.ndarray:
-        """[n, T + 1] in the dtype of the store: the tokens of each sequence, in one gather."""
-        return self._rows[self.starts(samples)]
+        """[n, T + 1] int64: the tokens of each sequence.
+
+        Raises:
+            DataError: they are damaged.
+        """
+        return self.store.read(self.starts(samples), self.max_tokens + 1).astype(np.int64)
 
     def documents(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which document each position is in, and how far into it.

@@ -1,0 +1,180 @@
+"""Files whose blocks carry digests: hashed while they are written, checked when a block is first read.
+
+The list of the xxh3-64 digests of the blocks of a file lies beside it; who keeps the file keeps the digest of
+that list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+from array import array
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import xxhash
+from forge_config import Config
+from numpy.lib.stride_tricks import sliding_window_view
+
+from forge_data.error import DataError
+
+BLOCK_BYTES = 64 << 10
+DIGESTS = ".xxh3"
+"""Ending of the list of digests of a file."""
+
+
+class Part(Config):
+    """One file of a store.
+
+    Attributes:
+        bytes: its size.
+        digest: xxh3-128 of the list of the digests of its blocks of 64 KiB.
+    """
+
+    bytes: int
+    digest: str
+
+
+class VerifiedFile:
+    """A memory-mapped file whose blocks are compared with their digests when they are first touched.
+
+    Attributes:
+        values: the whole file as an array, unchecked.
+
+    Raises:
+        DataError: it is missing or has another size, or its digests are not those that were written.
+    """
+
+    def __init__(self, path: Path, part: Part, dtype: np.dtype[Any]) -> None:
+        self._path = path
+        self._bytes = part.bytes
+        self._digests = _read_digests(path, part)
+        self._descriptor = _open(path)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.require_size()
+        self._memory = memoryview(
+            mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) if part.bytes else b""
+        )
+        self.values = np.frombuffer(self._memory, dtype)
+        self._seen = bytearray(len(self._digests))
+        self._rows: tuple[int, np.ndarray] = (0, self.values)
+
+    def require_size(self) -> None:
+        """See that the file still has its size: touching memory behind its end kills the process.
+
+        Raises:
+            DataError: it is shorter or longer.
+        """
+        size = os.lseek(self._descriptor, 0, os.SEEK_END)
+        if size != self._bytes:
+            raise DataError(
+                f"{self._path} has {size} bytes, its manifest says {self._bytes}; copy it again or make the "
+                "store anew"
+            )
+
+    def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """[n, length] values from each start on.
+
+        Raises:
+            DataError: a block that holds one of them is damaged.
+        """
+        width = self.values.itemsize
+        for at in starts.tolist():
+            first, end = at * width // BLOCK_BYTES, ((at + length) * width - 1) // BLOCK_BYTES + 1
+            if 0 in self._seen[first:end]:
+                self._verify_blocks(first, end)
+        if self._rows[0] != length:
+            self._rows = length, sliding_window_view(self.values, length)
+        return self._rows[1][starts]
+
+    def verify(self) -> None:
+        """Compare all blocks with their digests, whether they were before or not.
+
+        Raises:
+            DataError: names the first block that is damaged.
+        """
+        self.require_size()
+        self._seen = bytearray(len(self._digests))
+        self._verify_blocks(0, len(self._digests))
+
+    def _verify_blocks(self, first: int, end: int) -> None:
+        for block in range(first, min(end, len(self._digests))):
+            data = self._memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+            if not self._seen[block] and xxhash.xxh3_64_intdigest(data) != int(self._digests[block]):
+                raise DataError(
+                    f"{self._path} is damaged in block {block} (bytes {block * BLOCK_BYTES} to "
+                    f"{block * BLOCK_BYTES + len(data)}); copy it again or make the store anew"
+                )
+            self._seen[block] = 1
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing; copy it again or make the store anew") from None
+
+
+def _read_digests(path: Path, part: Part) -> np.ndarray:
+    """[blocks] uint64, small enough to be compared with the manifest each time."""
+    with os.fdopen(_open(path.with_name(path.name + DIGESTS)), "rb") as file:
+        raw = file.read()
+    if xxhash.xxh3_128_hexdigest(raw) != part.digest or len(raw) != 8 * -(-part.bytes // BLOCK_BYTES):
+        raise DataError(f"{path}{DIGESTS} is damaged: it is not what the manifest says; copy it again")
+    return np.frombuffer(raw, "<u8")
+
+
+class HashedFile:
+    """A file that is hashed block by block while it is written; the digests are written beside it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] = path.open("wb")
+        self._hash = xxhash.xxh3_64()
+        self._digests = array("Q")
+        self._in_block = 0
+        self._bytes = 0
+
+    def write(self, data: bytes) -> None:
+        """Append."""
+        view = memoryview(data)
+        self._bytes += len(view)
+        self._file.write(view)
+        while len(view):
+            taken = view[: BLOCK_BYTES - self._in_block]
+            self._hash.update(taken)
+            self._in_block += len(taken)
+            view = view[len(taken) :]
+            if self._in_block == BLOCK_BYTES:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._digests.append(self._hash.intdigest())
+        self._hash.reset()
+        self._in_block = 0
+
+    def finish(self) -> Part:
+        """Bring everything to the disk."""
+        if self._in_block:
+            self._end_block()
+        sync_and_close(self._file)
+        raw = np.asarray(self._digests, dtype="<u8").tobytes()
+        with self._path.with_name(self._path.name + DIGESTS).open("wb") as file:
+            file.write(raw)
+            sync_and_close(file)
+        return Part(bytes=self._bytes, digest=xxhash.xxh3_128_hexdigest(raw))
+
+    def abandon(self) -> None:
+        """Close the file; what could not be written does not matter any more."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def sync_and_close(file: IO[bytes]) -> None:
+    """Have what was written survive a power cut."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
