@@ -221,3 +221,32 @@ def test_batches_travel_to_workers_as_places(config: DataConfig) -> None:
     assert len(data) < 5000
     for ours, theirs in zip(pickle.loads(data)[5], batches[5], strict=True):
         assert ours.inputs["tokens"].tolist() == theirs.inputs["tokens"].tolist()
+
+
+def test_validation_reads_the_sources_that_have_text_for_it(config: DataConfig) -> None:
+    """The first source has none; sources keep their number."""
+    bare = TokensConfig(path=config.sources[0].path)  # type: ignore[attr-defined]
+    mixed = DataConfig(max_tokens=T, sources=[bare, config.sources[1]])
+    for (micro,) in build_loader(mixed, "validation", micro_batch=2):
+        assert set(micro.statistics["source"].tolist()) <= {1, -1}
+        assert (micro.inputs["tokens"][micro.statistics["source"] == 1] >= 50_000).all()
+
+
+def test_training_needs_no_text_for_validation(config: DataConfig) -> None:
+    bare = DataConfig(max_tokens=T, sources=[TokensConfig(path=config.sources[0].path)])  # type: ignore[attr-defined]
+    assert not bare.has_validation() and config.has_validation()
+    assert _take(bare, 2, micro_batch=1, global_batch=1)
+    with pytest.raises(DataError, match="held_out"):
+        build_loader(bare, "validation", micro_batch=1)
+
+
+def test_fingerprint_names_weights_and_the_text_for_validation(config: DataConfig, make_store) -> None:
+    other = make_store("v2", [20, 33], first=50_001)
+
+    def of(**changes: object) -> str:
+        kept = {name: getattr(config.sources[0], name) for name in ("path", "validation", "weight")}
+        first = TokensConfig(**kept | changes)  # type: ignore[arg-type]
+        changed = DataConfig(max_tokens=T, sources=[first, config.sources[1]], seed=3)
+        return build_loader(changed, "train", micro_batch=1, global_batch=1).fingerprint
+
+    assert len({of(), of(weight=0.4), of(validation=str(other)), of(validation=None)}) == 4

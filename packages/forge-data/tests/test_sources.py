@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -116,3 +117,17 @@ def test_cache_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cache_dir"):
         FilesConfig(paths=[str(folder)]).open("train", BytesConfig(), tmp_path / "file")
+
+
+def test_cache_is_known_by_content_not_by_size_and_time(folder: Path, tmp_path: Path) -> None:
+    source, path = FilesConfig(paths=[str(folder / "*.txt")], held_out=0), folder / "00.txt"
+    first = source.open("train", BytesConfig(), tmp_path)
+    before = path.stat()
+    path.write_text("<X>" if before.st_size == 3 else "x" * before.st_size)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    assert source.open("train", BytesConfig(), tmp_path).manifest.digest != first.manifest.digest
+    os.utime(folder / "01.txt")
+    names = {f.name for f in (tmp_path / "tokens").iterdir() if f.is_dir()}
+    source.open("train", BytesConfig(), tmp_path)
+    assert {f.name for f in (tmp_path / "tokens").iterdir() if f.is_dir()} == names

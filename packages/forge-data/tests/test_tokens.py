@@ -1,5 +1,7 @@
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -31,8 +33,8 @@ def test_store_reads_back_what_was_written(tmp_path: Path) -> None:
 
 
 def test_store_takes_the_dtype_of_its_vocabulary(tmp_path: Path) -> None:
-    assert _write(tmp_path / "s", 65536).manifest.dtype == np.uint16
-    assert _write(tmp_path / "l", 65537).manifest.dtype == np.uint32
+    assert _write(tmp_path / "s", 65536).manifest.dtype == "uint16"
+    assert _write(tmp_path / "l", 65537).manifest.dtype == "uint32"
 
 
 def test_store_pickles_as_its_place(tmp_path: Path) -> None:
@@ -142,3 +144,79 @@ def test_verify_finds_ids_outside_the_vocabulary(tmp_path: Path) -> None:
 def test_open_names_the_missing_path(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere"):
         TokenStore(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+def test_read_finds_a_flipped_bit_in_the_block_it_touches_and_in_no_other(tmp_path: Path, bit: int) -> None:
+    """Block 1 of 64 KiB; bit 7 of the high byte makes an id far beyond the vocabulary."""
+    with Writer(tmp_path / "s", 257, "t") as writer:
+        writer.add(np.zeros(100_000, dtype=np.int64), [100_000])
+    path = tmp_path / "s" / "tokens.bin"
+    data = bytearray(path.read_bytes())
+    data[65536 + 101] ^= 1 << bit
+    path.write_bytes(data)
+    store = TokenStore(tmp_path / "s")
+    assert not store.read(np.asarray([0, 65536]), 32768).any()
+    for start, length in ((32768, 1), (32767, 2), (65535, 1), (0, 100_000)):
+        with pytest.raises(DataError, match=r"s/tokens\.bin is damaged in block 1 "):
+            store.read(np.asarray([start]), length)
+
+
+def test_read_checks_blocks_once(tmp_path: Path) -> None:
+    store = _write(tmp_path / "s")
+    assert store.read(np.asarray([3]), 2).tolist() == [[3, 4]]
+    _damage(tmp_path / "s" / "tokens.bin", at=6)
+    assert store.read(np.asarray([3]), 2).tolist() == [[2, 4]]
+
+
+def test_doc_ends_are_checked_when_first_asked_for(tmp_path: Path) -> None:
+    _write(tmp_path / "s")
+    _damage(tmp_path / "s" / "docs.idx")
+    store = TokenStore(tmp_path / "s")
+    with pytest.raises(DataError, match=r"docs\.idx is damaged in block 0"):
+        _ = store.doc_ends
+
+
+@pytest.mark.parametrize("name", ["tokens.bin.xxh3", "docs.idx.xxh3"])
+def test_open_finds_damaged_digests(tmp_path: Path, name: str) -> None:
+    _write(tmp_path / "s")
+    _damage(tmp_path / "s" / name)
+    with pytest.raises(DataError, match=f"{name} is damaged"):
+        TokenStore(tmp_path / "s")
+
+
+def test_open_says_what_to_do_with_a_store_of_format_1(tmp_path: Path) -> None:
+    _write(tmp_path / "s")
+    part = {"bytes": 300, "digests": ["0" * 32]}
+    _edit(tmp_path / "s", format=1, tokens=part, docs=part)
+    with pytest.raises(DataError, match=r"format 1; .* anew with forge-data tokenize"):
+        TokenStore(tmp_path / "s")
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "docs.idx"])
+def test_require_files_finds_what_was_cut_off_while_it_is_open(tmp_path: Path, name: str) -> None:
+    store = _write(tmp_path / "s")
+    store.require_files()
+    os.truncate(tmp_path / "s" / name, 8)
+    with pytest.raises(DataError, match=f"{name} has 8 bytes"):
+        store.require_files()
+
+
+def test_writer_says_that_the_disk_is_full_and_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk; it also strikes when buffers are flushed."""
+    code = (
+        "import resource, signal, sys, numpy as np; from pathlib import Path\n"
+        "from forge_data.tokens import Writer; from forge_data.error import DataError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "size = int(sys.argv[1])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))\n"
+        "try:\n"
+        f"    with Writer(Path({str(tmp_path)!r}) / 's', 257, 't') as writer:\n"
+        "        for _ in range(20): writer.add(np.zeros(1000, dtype=np.int64), [1000])\n"
+        "except DataError as error: print(error)\n"
+    )
+    for size in (100, 39_990, 20_000):
+        command = [sys.executable, "-c", code, str(size)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "cannot be written" in done.stdout and "make room" in done.stdout
+        assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """From a job to a run: the recipe, top to bottom."""
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -124,6 +125,7 @@ def build(
         micro_batch=job.train.micro_batch,
     )
     loader = data("train", global_batch=job.train.global_batch, first_sample=progress.samples)
+    stack.callback(loader.close)
     loader.require(fingerprint)
 
     factor = partial(job.schedule.factor, steps=job.train.steps)
@@ -136,7 +138,8 @@ def build(
     save = saver(store, state, loader.fingerprint, counters)
     directory = job.job.directory
     run = Run(job, directory, env, mesh, parts, step, loader, progress, [], guards, save, trackers, clock)
-    run.hooks.extend(build_hooks(run, data("validation"), finite))
+    validation = data("validation") if job.data.has_validation() else None
+    run.hooks.extend(build_hooks(run, validation, finite))
     counters |= {hook.span: hook for hook in run.hooks if isinstance(hook, Log)}
     for name in counters.keys() & counts.keys():
         counters[name].load_state(counts[name])
@@ -165,12 +168,15 @@ def open_store(job: Job, mesh: Mesh) -> Store:
     )
 
 
-def build_hooks(run: Run, validation: Loader, finite: FiniteGuard) -> list[Hook]:
-    """Logging (first rank only), evaluation, and the hooks of the user. Collective."""
+def build_hooks(run: Run, validation: Loader | None, finite: FiniteGuard) -> list[Hook]:
+    """Logging (first rank only), evaluation if there is text for it, the hooks of the user. Collective."""
     job = run.job
     hooks: list[Hook] = [CountFinite(finite)]
     if run.trackers:
         flops = job.model.flops_per_token(job.data.max_tokens)
         hooks.append(Log(job.train.log_every_steps, run, flops, finite.skipped))
-    hooks.append(Evaluate(job.eval.every_steps, run, validation))
+    if validation is not None:
+        hooks.append(Evaluate(job.eval.every_steps, run, validation))
+    elif run.env.rank == 0:
+        sys.stderr.write("no source has text for validation: this run is not evaluated\n")
     return hooks + [config.build(run) for config in job.hooks.values()]

@@ -42,11 +42,11 @@ class Places(NamedTuple):
 class Batches:
     """Item i is this rank's part of global batch i, as micro-batches. An item depends on i alone."""
 
-    def __init__(self, windows: list[Windows], mask_documents: bool, micro_batch: int) -> None:
+    def __init__(self, windows: dict[int, Windows], mask_documents: bool, micro_batch: int) -> None:
         self._windows = windows
         self._mask_documents = mask_documents
         self._micro_batch = micro_batch
-        self._max_tokens = windows[0].max_tokens
+        self._max_tokens = next(iter(windows.values())).max_tokens
 
     def locate(self, index: int) -> Places:
         """Where the sequences of item `index` lie."""
@@ -59,7 +59,7 @@ class Batches:
             DataError: what is read is damaged, or no longer there.
         """
         places = self.locate(index)
-        for windows in self._windows:
+        for windows in self._windows.values():
             windows.store.require_files()
         if len(places.source) <= self._micro_batch:
             return [self._read(*places)]
@@ -69,7 +69,7 @@ class Batches:
         ]
 
     def _read(self, source: np.ndarray, sample: np.ndarray, overlap: np.ndarray, is_plain: bool) -> Arrays:
-        rows = self._windows[source[0]].read(sample) if is_plain else self._mixed(source, sample)
+        rows = self._windows[int(source[0])].read(sample) if is_plain else self._mixed(source, sample)
         inputs = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
         targets = len(rows) * self._max_tokens
         if not is_plain or self._mask_documents:
@@ -85,7 +85,7 @@ class Batches:
     def _mixed(self, source: np.ndarray, sample: np.ndarray) -> np.ndarray:
         """[B, T + 1] int64 tokens of sequences of several sources; zeros where there is padding."""
         rows = np.zeros((len(source), self._max_tokens + 1), dtype=np.int64)
-        for number, windows in enumerate(self._windows):
+        for number, windows in self._windows.items():
             here = np.flatnonzero(source == number)
             if len(here):
                 rows[here] = windows.read(sample[here])
@@ -95,7 +95,7 @@ class Batches:
         """[B, T + 1] documents, [B, T] positions; zeros where there is padding."""
         shape = len(source), self._max_tokens + 1
         doc_ids, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        for number, windows in enumerate(self._windows):
+        for number, windows in self._windows.items():
             here = np.flatnonzero(source == number)
             if len(here):
                 doc_ids[here], positions[here] = windows.documents(sample[here])
@@ -104,7 +104,7 @@ class Batches:
     def _overlap(self, source: np.ndarray, sample: np.ndarray) -> np.ndarray:
         """How many leading targets of each sequence the sequence before has had, in the shape of `source`."""
         overlap = np.zeros_like(sample)
-        for number, windows in enumerate(self._windows):
+        for number, windows in self._windows.items():
             here = source == number
             overlap[here] = windows.overlap(sample[here])
         return overlap
@@ -115,7 +115,7 @@ class TrainBatches(Batches):
 
     def __init__(
         self,
-        windows: list[Windows],
+        windows: dict[int, Windows],
         mask_documents: bool,
         micro_batch: int,
         order: Order,
@@ -154,7 +154,7 @@ class ValidationBatches(Batches):
 
     def __init__(
         self,
-        windows: list[Windows],
+        windows: dict[int, Windows],
         mask_documents: bool,
         micro_batch: int,
         samples: int,
@@ -162,7 +162,8 @@ class ValidationBatches(Batches):
         world_size: int,
     ) -> None:
         super().__init__(windows, mask_documents, micro_batch)
-        self._ends = np.cumsum([len(w) for w in windows])
+        self._numbers = np.asarray(list(windows))
+        self._ends = np.cumsum([len(w) for w in windows.values()])
         total = int(self._ends[-1])
         self._samples = min(samples, total) if samples else total
         self._total = total
@@ -177,7 +178,7 @@ class ValidationBatches(Batches):
         first = index * self._stride + self._rank * self._micro_batch
         ordinal = np.arange(first, first + self._micro_batch, dtype=np.int64)
         spread = np.minimum(ordinal, self._samples - 1) * self._total // self._samples
-        source = np.searchsorted(self._ends, spread, side="right")
-        sample = spread - np.concatenate([[0], self._ends])[source]
-        source = np.where(ordinal < self._samples, source, -1)
+        nth = np.searchsorted(self._ends, spread, side="right")
+        sample = spread - np.concatenate([[0], self._ends])[nth]
+        source = np.where(ordinal < self._samples, self._numbers[nth], -1)
         return Places(source, sample, self._overlap(source, sample), is_plain=False)

@@ -40,3 +40,7 @@ class DataConfig(Config):
             raise ValueError(
                 "sources is empty; name at least one, e.g. [[data.sources]] with type = 'python-stdlib'"
             )
+
+    def has_validation(self) -> bool:
+        """Whether any source has text for validation."""
+        return any(source.has_validation() for source in self.sources)

@@ -18,6 +18,7 @@ from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.order import VERSION, Order
 from forge_data.sources import Split
+from forge_data.tokens import TokenStore
 from forge_data.windows import Windows
 from forge_data.workers import Workers
 
@@ -46,15 +47,19 @@ def cache_folder(config: DataConfig) -> Path:
     return Path(named) if named else Path.home() / ".cache" / "forge"
 
 
-def open_windows(config: DataConfig, split: Split) -> list[Windows]:
-    """The sequences of each source.
+def open_stores(config: DataConfig, split: Split) -> dict[int, TokenStore]:
+    """The tokens of each source that has some for the split, by its place in the configuration.
 
     Raises:
-        DataError: data are missing, damaged, or too short.
+        DataError: data are missing or damaged, or no source has validation data.
     """
     cache = cache_folder(config)
-    stores = [source.open(split, config.tokenizer, cache) for source in config.sources]
-    return [Windows(store, config.max_tokens) for store in stores]
+    taken = [n for n, source in enumerate(config.sources) if split == "train" or source.has_validation()]
+    if not taken:
+        raise DataError(
+            "no source has text for validation; give one `held_out` above 0, or `validation` text of its own"
+        )
+    return {n: config.sources[n].open(split, config.tokenizer, cache) for n in taken}
 
 
 @dataclass
@@ -66,13 +71,13 @@ class Loader:
     Attributes:
         batches: what item i is.
         workers: processes that prepare items ahead; 0 prepares them when asked.
-        windows: the sequences of each source.
+        windows: the sequences of each source, by its place in the configuration.
         fingerprint: names data and order; another fingerprint is another stream.
     """
 
     batches: Batches
     workers: int
-    windows: list[Windows]
+    windows: dict[int, Windows]
     fingerprint: str
     _open: list[Workers] = field(default_factory=list[Workers], init=False, repr=False)
 
@@ -139,24 +144,28 @@ def build_loader(
             f"rank {rank} of {world_size}, micro_batch {micro_batch}, first_sample {first_sample}: expected "
             "a rank from 0 below world_size, a micro_batch from 1 and a first_sample from 0"
         )
-    windows = open_windows(config, split)
+    stores = open_stores(config, split)
+    # The held-out text belongs to what a run is: its evaluations are to be compared.
+    held_out = open_stores(config, "validation") if split == "train" and config.has_validation() else {}
+    windows = {n: Windows(store, config.max_tokens) for n, store in stores.items()}
     if split == "validation":
         batches: Batches = ValidationBatches(
             windows, config.mask_documents, micro_batch, config.validation_samples, rank, world_size
         )
     else:
         _require_even(global_batch, micro_batch, world_size)
-        order = Order(config.seed, [len(w) for w in windows], [s.weight for s in config.sources])
+        order = Order(config.seed, [len(w) for w in windows.values()], [s.weight for s in config.sources])
         batches = TrainBatches(
             windows, config.mask_documents, micro_batch, order, first_sample, global_batch, rank, world_size
         )
-    return Loader(batches, config.workers if split == "train" else 0, windows, fingerprint(config, windows))
+    workers = config.workers if split == "train" else 0
+    return Loader(batches, workers, windows, fingerprint(config, stores, held_out))
 
 
-def fingerprint(config: DataConfig, windows: list[Windows]) -> str:
-    """Names the stream: the content of every source, the weights, the seed, and how sequences are cut."""
+def fingerprint(config: DataConfig, *splits: dict[int, TokenStore]) -> str:
+    """Names a stream: the content of every source and split, the weights, the seed, how sequences are cut."""
     parts = [
-        *(w.store.manifest.digest for w in windows),
+        *(f"{n} {store.manifest.digest}" for stores in splits for n, store in stores.items()),
         *(repr(s.weight) for s in config.sources),
         repr((VERSION, config.seed, config.max_tokens, config.mask_documents)),
     ]

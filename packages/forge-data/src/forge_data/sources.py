@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import hashlib
 import os
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
+import xxhash
 from forge_config import Config, Meta, Registry
 
 from forge_data.error import DataError
@@ -32,6 +34,10 @@ class SourceConfig(Config):
 
     weight: Annotated[float, Meta(gt=0)] = 1.0
 
+    def has_validation(self) -> bool:
+        """Whether there is text for validation; training needs none."""
+        raise NotImplementedError
+
     def open(self, split: Split, tokenizer: TokenizerConfig, cache: Path) -> TokenStore:
         """The tokens of a split, made first when need be.
 
@@ -45,7 +51,7 @@ sources = Registry("source", SourceConfig)
 
 
 class TextSourceConfig(SourceConfig):
-    """Text that is tokenized at the first use and kept in the cache, named after what it was made from.
+    """Text that is tokenized at the first use and kept in the cache, named after the content of its files.
 
     Attributes:
         held_out: fraction of the documents kept for validation, chosen by their names.
@@ -57,9 +63,13 @@ class TextSourceConfig(SourceConfig):
         """The folder that names are relative to, and the files in the order they are read."""
         raise NotImplementedError
 
+    def has_validation(self) -> bool:
+        """See `SourceConfig.has_validation`."""
+        return self.held_out > 0
+
     def held(self, split: Split) -> Held:
         """Which documents of those files belong to the split."""
-        if split == "validation" and not self.held_out:
+        if split == "validation" and not self.has_validation():
             raise DataError(
                 "this source holds nothing out for validation: held_out is 0; set it to e.g. 0.02"
             )
@@ -92,8 +102,17 @@ class TextSourceConfig(SourceConfig):
 
 
 def _name(root: Path, files: list[Path], tokenizer: Tokenizer, held: Held, field: str) -> int:
-    listed = [(str(f.relative_to(root)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    """Names tokens after what they are made from: the text itself, for times and sizes tell nothing of it."""
+    listed = [(str(f.relative_to(root)), _content(f)) for f in files]
     return key(FORMAT, tokenizer.digest, held, field, listed)
+
+
+def _content(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # pyright: ignore[reportArgumentType]
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
 
 
 @sources.register("python-stdlib")
@@ -143,6 +162,10 @@ class FilesConfig(TextSourceConfig):
         files = find_files(self.validation or [] if own else self.paths)
         return Path(os.path.commonpath([f.parent for f in files])), files
 
+    def has_validation(self) -> bool:
+        """See `SourceConfig.has_validation`."""
+        return super().has_validation() or self.validation is not None
+
     def held(self, split: Split) -> Held:
         """See `TextSourceConfig.held`."""
         return super().held(split) if self.validation is None else Held()
@@ -178,11 +201,15 @@ class TokensConfig(SourceConfig):
 
     Attributes:
         path: the store with the training text.
-        validation: the store with the held-out text; needed when the run evaluates.
+        validation: the store with the held-out text; without it this source is not evaluated on.
     """
 
     path: str
     validation: str | None = None
+
+    def has_validation(self) -> bool:
+        """See `SourceConfig.has_validation`."""
+        return self.validation is not None
 
     def open(self, split: Split, tokenizer: TokenizerConfig, cache: Path) -> TokenStore:
         """See `SourceConfig.open`."""
