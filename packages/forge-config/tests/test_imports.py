@@ -86,3 +86,12 @@ def test_imports_must_be_an_array(mistakes):
     assert mistakes(Job, 'imports = "plug_a"') == [
         "  job.toml:1: imports: given 'plug_a'; expected an array of module names"
     ]
+
+
+@pytest.mark.parametrize(
+    "statement", ["sys.exit(0)", "raise SystemExit", "raise Exception('mine')", "sys.exit('x')"]
+)
+def test_module_that_raises_anything_or_exits_is_a_problem(mistakes, tmp_path, statement):
+    (tmp_path / "plug_exits.py").write_text(f"import sys\n{statement}\n")
+    (line,) = mistakes(Job, 'imports = ["plug_exits"]')
+    assert "module plug_exits cannot be imported" in line and "plug_exits.py:2" in line

@@ -257,3 +257,70 @@ def test_seven_mistakes_are_seven_problems(mistakes):
         "[optimizer]\ntype = 'adamm'\n[modelx]\nx = 1\n"
     )
     assert len(mistakes(Job, text)) == 7
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"data.tokens = {'9' * 5000}",
+        f"x = {'[' * 400}{']' * 400}",
+        f"[{'.'.join('x' * 400)}]",
+        f"x = {'[' * 60}{']' * 60}",
+    ],
+    ids=["digits", "arrays", "tables", "less_deep"],
+)
+def test_monstrous_text_is_refused_in_a_sentence(mistakes, text):
+    (line,) = mistakes(Job, text)
+    assert "job.toml: " in line and ("digits" in line or "nest" in line)
+
+
+@pytest.mark.parametrize(
+    "flag", [f"--data.tokens={'9' * 5000}", f"--data={'[' * 400}{']' * 400}", f"--{'.'.join('x' * 400)}=1"]
+)
+def test_monstrous_flag_is_refused_in_a_sentence(mistakes, flag):
+    (line,) = mistakes(Job, "", [flag])
+    assert "digits" in line or "nest" in line
+
+
+def test_very_long_chain_of_files_is_refused(mistakes):
+    files = {f"f{n}": f'extends = "f{n + 1}.toml"' for n in range(1200)}
+    (line,) = mistakes(Job, 'extends = "f0.toml"', f1200="", **files)
+    assert "more than 100 files extend one another" in line
+
+
+def test_diamonds_of_files_are_read_once_each(load_text):
+    """2**40 ways lead to the lowest file; what stands last wins, as if each way were walked."""
+    both = 'extends = ["a{0}.toml", "b{0}.toml"]\ndata.tokens = {1}'
+    files = {f"{side}{n}": both.format(n + 1, n) for n in range(40) for side in "ab"}
+    files |= {"a40": "data.tokens = 8", "b40": "model.tokens = 9"}
+    loaded = load_text(Job, 'extends = ["b0.toml", "a0.toml"]', **files)
+    assert loaded.value.data.tokens == 0 and loaded.value.model.tokens == 9
+    assert len(loaded.files) == 83
+
+
+def test_flag_that_replaces_the_type_of_a_section_is_blamed_for_what_is_missing(mistakes):
+    class Thing(Config):
+        pass
+
+    things = Registry("thing", Thing)
+
+    @things.register("one")
+    class One(Thing):
+        n: int
+
+    @things.register("two")
+    class Two(Thing):
+        m: int
+
+    class Whole(Config):
+        thing: Thing
+
+    lines = mistakes(Whole, '[thing]\ntype = "one"\nn = 1', ["--thing.type=two"])
+    assert lines == ["  --thing.type=two: thing.m: missing; expected integer"]
+
+
+def test_pattern_reaches_to_the_very_end(mistakes):
+    class Named(Config):
+        name: Annotated[str, Meta(pattern="^[a-z]+$")]
+
+    assert "name: given" in mistakes(Named, 'name = "ab\\n"')[0]

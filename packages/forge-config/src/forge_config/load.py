@@ -60,6 +60,7 @@ def load(
     problems = Problems(origins, str(path))
     chain = _Chain(problems)
     chain.add(Path(path), ())
+    chain.report()
     flags, raw = parse(overrides, problems)
     layers = [*(layer for _, layer in chain.layers), flags]
     imports = _imports(layers, problems)
@@ -86,43 +87,68 @@ def _whole(struct: type[T], sections: Tree, problems: Problems) -> T:
         raise
 
 
+MAX_CHAIN = 100
+"""Files that may extend one another, one after the other."""
+
+
 class _Chain:
-    """A file and all that it extends, each with its folder; `complete` tells whether all could be read."""
+    """A file and all that it extends, each with its folder; `complete` tells whether all could be read.
+
+    The layers of a file come before its own, each file once, where it stands last: a layer that is laid over
+    itself again changes nothing in between that it does not set.
+    """
 
     def __init__(self, problems: Problems) -> None:
-        self.layers: list[tuple[Path, Layer]] = []
         self.complete = True
         self._problems = problems
+        self._highest_first: list[tuple[Path, Layer]] = []
+        self._seen: set[Path] = set()
+        self._failed: list[tuple[str | None, str]] = []
+
+    @property
+    def layers(self) -> list[tuple[Path, Layer]]:
+        """The lowest layer first."""
+        return self._highest_first[::-1]
 
     def add(self, path: Path, chain: tuple[Path, ...], named_at: str | None = None) -> None:
-        """Append the layers of a file: first what it extends, then its own."""
+        """Add the layers of a file: its own, and below it what it extends."""
         here = path.resolve()
         if here in chain:
             circle = " -> ".join(str(one) for one in (*chain[chain.index(here) :], here))
             return self._fail(named_at, f"the files extend each other in a circle: {circle}")
+        if here in self._seen:
+            return None
+        self._seen.add(here)
+        if len(chain) > MAX_CHAIN:
+            return self._fail(named_at, f"{path}: more than {MAX_CHAIN} files extend one another; use fewer")
         try:
             own = read(path)
         except ConfigError as error:
             return self._fail(named_at, str(error))
         below = own.tree.pop("extends", [])
         place = own.origins.pop("extends", str(path))
+        self._highest_first.append((path, own))
         names = cast(list[Any], below if isinstance(below, list) else [below])
-        for name in names:
+        for name in reversed(names):
             if isinstance(name, str):
                 self.add(_short(path.parent / name), (*chain, here), place)
             else:
                 self._fail(place, f"given {name!r}; expected the name of a file, or an array of names")
-        self.layers.append((path, own))
         return None
 
     def _fail(self, named_at: str | None, text: str) -> None:
-        """`text` begins with the file that failed; the place is where its name was given."""
         self.complete = False
-        if named_at is None:
-            place, _, text = text.partition(": ")
-            self._problems.add("", text, place=place)
-        else:
-            self._problems.add("extends", text, place=named_at)
+        self._failed.append((named_at, text))
+
+    def report(self) -> None:
+        """Note what failed, the first name first."""
+        for named_at, text in reversed(self._failed):
+            if named_at is None:
+                # the text begins with the file that failed
+                place, _, text = text.partition(": ")
+                self._problems.add("", text, place=place)
+            else:
+                self._problems.add("extends", text, place=named_at)
 
 
 def _short(path: Path) -> Path:

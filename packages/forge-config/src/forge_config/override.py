@@ -9,7 +9,7 @@ import tomli
 
 from forge_config.keys import join
 from forge_config.problem import Problems
-from forge_config.source import Layer, Tree, places
+from forge_config.source import MAX_DEPTH, Layer, Tree, is_too_deep, places
 
 EXPECTED = "expected --section.key=value"
 
@@ -36,6 +36,9 @@ def parse(flags: Sequence[str], problems: Problems) -> tuple[Layer, dict[str, st
             except ValueError as error:
                 problems.add(_dotted(names), f"given {text!r}; not valid TOML: {error}", place=flag)
                 continue
+            if len(names) > MAX_DEPTH or is_too_deep(value):
+                problems.add("", f"nested more than {MAX_DEPTH} deep; flatten it", place=f"{flag[:60]}...")
+                continue
             if not _set(layer.tree, names, value):
                 problems.add(_dotted(names), "an earlier flag gave a value to a part of this key", place=flag)
                 continue
@@ -56,6 +59,8 @@ def value_of(text: str) -> Any:
         if text.lstrip()[:1] in ("[", "{", '"', "'") and text:
             raise ValueError(error.msg) from None
         return text
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
     values = found.get("value", [])
     return values[0] if len(found) == 1 and len(values) == 1 and not text.rstrip().endswith(",") else text
 

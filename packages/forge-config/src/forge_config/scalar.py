@@ -96,4 +96,11 @@ def _within(value: float, shape: shapes.IntType | shapes.FloatType) -> bool:
 
 
 def _fits_text(given: str, shape: shapes.StrType) -> bool:
-    return fits_length(len(given), shape) and (shape.pattern is None or bool(re.search(shape.pattern, given)))
+    return fits_length(len(given), shape) and (shape.pattern is None or _matches(shape.pattern, given))
+
+
+def _matches(pattern: str, given: str) -> bool:
+    """As JSON schema means it: `$` is the very end, not the place before a last line feed."""
+    if pattern.endswith("$") and not pattern.endswith("\\$"):
+        pattern = pattern[:-1] + r"\Z"
+    return re.search(pattern, given) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from forge_config.shape import Shape, chosen_type, entry, struct_in
 from forge_config.struct import ConfigError
 
 Tree = dict[str, Any]
+
+MAX_DEPTH = 50
 
 
 @dataclass
@@ -33,19 +36,23 @@ class Layer:
             upper: the layer whose values win.
             shape: of the whole tree; tells which tables are open sections.
         """
-        self._merge(self.tree, upper.tree, "", shape)
+        for key in list(self._merge(self.tree, upper.tree, "", shape)):
+            self._forget(key)
+            # What the table holds comes from above alone, though only the layer below may name it.
+            self.origins[key] = next(at for known, at in upper.origins.items() if inside(f"{known}.", key))
         self.origins |= upper.origins
 
-    def _merge(self, lower: Tree, upper: Tree, key: str, shape: Shape | None) -> None:
+    def _merge(self, lower: Tree, upper: Tree, key: str, shape: Shape | None) -> Iterator[str]:
+        """Yields the keys of the tables and arrays that are replaced."""
         whole = lower | upper
         for name, value in upper.items():
             below, inner = lower.get(name), join(key, name)
             kind = entry(shape, whole, name) if shape is not None else None
             if isinstance(below, dict) and isinstance(value, dict) and not _changes_type(kind, below, value):
-                self._merge(below, value, inner, kind)  # pyright: ignore[reportUnknownArgumentType]
+                yield from self._merge(below, value, inner, kind)  # pyright: ignore[reportUnknownArgumentType]
             else:
                 if isinstance(below, (dict, list)):
-                    self._forget(inner)
+                    yield inner
                 lower[name] = copied(value)
 
     def _forget(self, key: str) -> None:
@@ -82,7 +89,24 @@ def read(path: Path) -> Layer:
         tree = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid TOML: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    if is_too_deep(tree):
+        raise ConfigError(f"{path}: tables and arrays are nested more than {MAX_DEPTH} deep; flatten them")
     return Layer(tree, {key: f"{path}:{line}" for key, line in key_lines(text).items()})
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether tables and arrays are nested deeper than the recursive functions of this package can follow."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (dict, list))
+            for inner in (one.values() if isinstance(one, dict) else one)  # pyright: ignore[reportUnknownVariableType]
+        ]
+    return any(isinstance(one, (dict, list)) for one in level)
 
 
 def places(value: Any, key: str, place: str) -> dict[str, str]:

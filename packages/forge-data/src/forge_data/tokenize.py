@@ -6,6 +6,8 @@ import gzip
 import itertools
 import json
 import multiprocessing
+import os
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -134,7 +136,8 @@ def _map(work: Callable[[Task], Any], tasks: Sequence[Task], workers: int) -> It
     # forkserver: a fork of a process with threads may hang, and the server has no torch to copy
     context = multiprocessing.get_context("forkserver")
     waiting: deque[Future[Any]] = deque()
-    with ProcessPoolExecutor(min(workers, max(1, len(tasks))), mp_context=context) as pool:
+    count = min(workers, max(1, len(tasks)))
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent) as pool:
         try:
             for task in tasks:
                 waiting.append(pool.submit(work, task))
@@ -148,6 +151,18 @@ def _map(work: Callable[[Task], Any], tasks: Sequence[Task], workers: int) -> It
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """In a process of the pool: end when the one that asks has died, rather than wait for it for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _tasks(path: Path, root: Path) -> list[Task]:
