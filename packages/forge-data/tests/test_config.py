@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+from forge_config import ConfigError, load
 from forge_data.config import DataConfig
 
 
@@ -20,3 +21,11 @@ def test_config_knows_its_vocabulary_without_building_anything() -> None:
 def test_config_refuses_no_sources() -> None:
     with pytest.raises(ValueError, match="python-stdlib"):
         DataConfig(max_tokens=8, sources=[])
+
+
+@pytest.mark.parametrize("weight", ["inf", "nan", "0", "-1"])
+def test_weight_is_a_positive_number(tmp_path, weight):
+    source = f'[[sources]]\ntype = "tokens"\npath = "x"\nweight = {weight}\n'
+    (tmp_path / "d.toml").write_text(f"max_tokens = 8\n{source}")
+    with pytest.raises(ConfigError, match=r"sources\[0\].weight: given"):
+        load(DataConfig, tmp_path / "d.toml")

@@ -32,7 +32,7 @@ class SourceConfig(Config):
         weight: share of the sequences, relative to the other sources.
     """
 
-    weight: Annotated[float, Meta(gt=0, lt=float("inf"))] = 1.0
+    weight: Annotated[float, Meta(gt=0, le=1e12)] = 1.0
 
     def has_validation(self) -> bool:
         """Whether there is text for validation; training needs none."""
