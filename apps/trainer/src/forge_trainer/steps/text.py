@@ -39,9 +39,10 @@ class TextStep:
         """See `Step.train`."""
         assert self.update is not None, "this step was built to evaluate only"
         seed_step(self.seed, step, self.mesh.batch.rank, self.mesh.device)
+        held = self.update.hold()
         means = self._backward(batch)
         loss = means.pop("loss")
-        norm, finite, lr = self.update(step, loss)
+        norm, finite, lr = self.update(step, loss, held)
         samples = sum(len(micro.inputs["tokens"]) for micro in batch) * self.mesh.batch.size
         tokens = sum(micro.inputs["tokens"].numel() for micro in batch) * self.mesh.batch.size
         return StepOutput(loss, norm, finite, lr, samples, tokens, means)

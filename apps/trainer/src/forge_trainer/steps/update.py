@@ -8,7 +8,7 @@ import torch
 from forge_parallel.capabilities import without_dynamo
 from forge_parallel.grads import clip_, global_norm
 from forge_parallel.mesh import Mesh
-from forge_resilience.finite import step_if_finite
+from forge_resilience.finite import HeldBuffers, step_if_finite
 from torch import Tensor, nn
 
 
@@ -30,9 +30,9 @@ class Updated(NamedTuple):
 class Update:
     """Clips, sets the learning rate, takes the optimizer step and clears the gradients.
 
-    A part of the model that has a method `before_optimizer_step(finite, sum_)` is called first: it may change
-    its buffers, such as the bias of a router, from what it counted. It must keep them as they are where
-    `finite` ([] bool, on the device) is false. `sum_` sums a tensor over all ranks that see other tokens.
+    A part of the model that has a method `before_optimizer_step(sum_)` is called first: it may change its
+    buffers, such as the bias of a router, from what it counted. `sum_` sums a tensor over all ranks that see
+    other tokens. Where the step is skipped, persistent buffers become what `hold` found.
 
     Attributes:
         parts: of the model.
@@ -48,8 +48,18 @@ class Update:
     clip_norm: float
     mesh: Mesh
 
-    def __call__(self, step: int, loss: Tensor) -> Updated:
-        """Take step number `step`; without effect when the loss or any gradient is not finite. Collective."""
+    def hold(self) -> list[HeldBuffers]:
+        """Remember the buffers, before the first forward pass of a step."""
+        return [HeldBuffers(part) for part in self.parts]
+
+    def __call__(self, step: int, loss: Tensor, held: Sequence[HeldBuffers] = ()) -> Updated:
+        """Take step number `step`; without effect when the loss or any gradient is not finite. Collective.
+
+        Args:
+            step: from 0.
+            loss: [] of the global batch.
+            held: from `hold`.
+        """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = global_norm(parameters, self.mesh)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
@@ -58,10 +68,12 @@ class Update:
         lr = self._set_lr(step)
         for part in self.parts:
             if (prepare := getattr(part, "before_optimizer_step", None)) is not None:
-                prepare(finite, self.mesh.loss.sum_)
+                prepare(self.mesh.loss.sum_)
         with without_dynamo():
             step_if_finite(self.optimizer, finite)
             self.optimizer.zero_grad()
+        for buffers in held:
+            buffers.restore_unless(finite)
         return Updated(norm, finite, lr)
 
     def _set_lr(self, step: int) -> float:
