@@ -39,7 +39,12 @@ def state(run: Path) -> dict[str, bytes]:
 
 
 def test_run_learns_and_leaves_what_it_should(forge, tiny, tmp_path):
-    forge("train", tiny(steps=30))
+    told = forge("train", tiny(steps=30)).stdout
+    before, _, after = told.partition("step      1/30")
+    assert "begins     at step 0, with seed 0" in before
+    assert "30 steps of 8 x 32 tokens: 7.68 k tokens" in before
+    assert f"writes to  {tmp_path / 'runs' / 'tiny'}" in before
+    assert after.count(" left") == 30
     run = tmp_path / "runs" / "tiny"
     curve = losses(run)
     assert len(curve) == 30
@@ -49,7 +54,11 @@ def test_run_learns_and_leaves_what_it_should(forge, tiny, tmp_path):
     assert records(run)[-1]["eval/loss"] < 4.0
     assert json.loads((run / "environment.json").read_text())["packages"]["torch"]
     assert Store(run / "checkpoints").steps() == [27, 30]
-    assert "complete" in forge("status", run).stdout
+    status = forge("status", run).stdout.splitlines()
+    assert "  complete      starting it again does nothing" in status
+    assert f"loss {curve[-1]:.4f}, " in status[1]
+    assert " ago" in status[2]
+    assert forge("status", run, "--exit-code").stdout == ""
     assert "loss" in forge("eval", run).stdout
     assert forge("generate", run, "--prompt", "import ", "--max-new-tokens", "8").stdout.startswith("import ")
 
@@ -93,7 +102,8 @@ def test_sigterm_to_one_rank_of_two_stops_both_at_the_same_step(forge, tiny, tmp
     os.kill(ranks[-1], signal.SIGTERM)
     _, said = process.communicate(timeout=120)
     assert "with a checkpoint" in said
-    assert "exitcode  : 85" in said or process.returncode == 85
+    assert process.returncode == 1  # torchrun's, whatever the ranks return
+    assert forge("status", run, "--exit-code", check=False).returncode == 85
     found = Store(run / "checkpoints").newest()
     assert found.world_size == 2
     assert found.meta["progress"]["step"] == found.step
@@ -131,6 +141,12 @@ def test_damaged_newest_checkpoint_is_passed_over(forge, tiny, tmp_path):
     data = bytearray(file.read_bytes())
     data[200] ^= 1
     file.write_bytes(data)
+    older = forge("eval", run)
+    assert "at step 9: loss" in older.stdout and "step 12 is passed over" in older.stderr
+    moved = (tmp_path / "a moved run").resolve()
+    run.rename(moved)
+    assert "at step 9: loss" in forge("eval", moved).stdout
+    moved.rename(run)
     forge("train", path)
     assert state(run) == reference
 
@@ -149,7 +165,7 @@ def test_hook_and_step_of_a_user_join_through_imports(forge, tiny, tmp_path):
     lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
     assert {r["targets"] for r in map(json.loads, lines) if "loss" in r} == {32.0}
     forge("train", path, cwd=tmp_path)
-    assert "complete" in forge("status", tmp_path / "runs" / "tiny", cwd=tmp_path).stdout
+    assert "\n  complete " in forge("status", tmp_path / "runs" / "tiny", cwd=tmp_path).stdout
 
 
 def test_exported_weights_start_another_run(forge, tiny, tmp_path):
@@ -157,6 +173,12 @@ def test_exported_weights_start_another_run(forge, tiny, tmp_path):
     forge("train", first)
     run = tmp_path / "runs" / "tiny"
     forge("export", run, tmp_path / "hf")
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer("añ\n")["input_ids"] == list("añ\n".encode())
+    config = AutoConfig.from_pretrained(tmp_path / "hf")
+    assert (config.bos_token_id, config.eos_token_id) == (None, 256) == (None, tokenizer.eos_token_id)
     second = tiny(steps=3, name="second.toml", root=tmp_path / "second")
     forge("train", second, f'--train.init_from="{tmp_path / "hf"}"')
     assert losses(tmp_path / "second" / "tiny")[0] < losses(run)[0] - 0.5

@@ -1,1 +1,1 @@
-"""Being written."""
+"""The command `forge`: composes the Forge packages into runs; see `forge_trainer.cli`."""

@@ -58,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0)
     evaluate = commands.add_parser("eval", help="the loss of a run on its held-out text")
     status = commands.add_parser("status", help="how far a run has come and what its next start will do")
+    status.add_argument(
+        "--exit-code", action="store_true", help="print nothing; exit as the last start of the run did"
+    )
     export = commands.add_parser("export", help="write the weights of a run as Hugging Face safetensors")
     for command in (generate, evaluate, status, export):
         command.add_argument("directory", help="the run directory")
@@ -82,12 +85,11 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], signals: Signa
     return run_job(loaded, rank, signals, options.change)
 
 
-def _look(options: argparse.Namespace) -> ExitCode:
+def _look(options: argparse.Namespace) -> int:
     from forge_trainer.status import show_status
 
     if options.command == "status":
-        show_status(options)
-        return ExitCode.DONE
+        return show_status(options)
     from forge_trainer.trained import evaluate_run, export_run, generate_text
 
     commands: dict[str, Callable[[argparse.Namespace], None]] = {

@@ -12,6 +12,7 @@ from forge_resilience.finite import LAST_STEPS
 from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 
+from forge_trainer.announce import announcement
 from forge_trainer.build import Run, build
 from forge_trainer.claim import USER_ERRORS, Claim
 from forge_trainer.clock import Clock
@@ -41,6 +42,8 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
             if rank == 0:
                 run.hooks.append(claim.first_step())
                 run.guards.append(claim.verdict)
+                sys.stdout.write(announcement(run, claim.changes))
+                sys.stdout.flush()
             code, reason = _outcome(run, run.train(), claim)
             claim.ended(code, reason, run.progress.step)
     except LockedError as error:

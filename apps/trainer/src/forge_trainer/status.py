@@ -3,36 +3,81 @@
 import argparse
 import json
 import sys
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from forge_ckpt.lease import read_holder
 from forge_ckpt.store import Store
+from forge_resilience.exit_codes import ExitCode
 
-from forge_trainer.run_dir import read_job
+from forge_trainer.run_dir import RunFiles, read_history, read_job, read_lines
+from forge_trainer.track.console import duration
 
 
-def show_status(options: argparse.Namespace) -> None:
-    """`forge status`: steps, last numbers, checkpoints, and what the next start will do."""
+def show_status(options: argparse.Namespace) -> int:
+    """`forge status`: steps, last numbers, checkpoints, how it ended and what the next start will do.
+
+    Returns:
+        0; with `--exit-code` the exit code of the last start, 1 if that was killed or still runs.
+    """
     directory = Path(options.directory)
-    job = read_job(directory)
-    records = _records(directory / "metrics.jsonl")
-    steps = Store(directory / "checkpoints").steps()
-    lines = [
-        f"{directory}: {job.train.steps} steps of {job.train.global_batch} x {job.data.max_tokens} tokens"
-    ]
+    if options.exit_code:
+        return int((_ended(directory) or {}).get("code", ExitCode.FAILED))
+    sys.stdout.write("\n".join(_lines(directory)) + "\n")
+    return ExitCode.DONE
+
+
+def _lines(directory: Path) -> Iterator[str]:
+    job, files = read_job(directory), RunFiles(directory)
+    yield f"{directory}: {job.train.steps} steps of {job.train.global_batch} x {job.data.max_tokens} tokens"
+    records = read_lines(files.metrics, "step")
     if logged := next((r for r in reversed(records) if "loss" in r), None):
-        speed = f"{logged['tokens_per_s']:,.0f} tokens/s" if logged["tokens_per_s"] else ""
-        lines.append(f"  last logged   step {logged['step']}, loss {logged['loss']}, {speed}")
+        speed = _number(logged, "tokens_per_s", ",.0f")
+        yield f"  last logged   step {logged['step']}, loss {_number(logged, 'loss')}, {speed} tokens/s"
+        if isinstance(when := logged.get("time"), int | float):
+            yield f"                at {datetime.fromtimestamp(when):%Y-%m-%d %H:%M:%S}, {_ago(when)}"
     if evaluated := next((r for r in reversed(records) if "eval/loss" in r), None):
-        lines.append(f"  validation    step {evaluated['step']}, loss {evaluated['eval/loss']}")
-    lines.append(f"  checkpoints   {', '.join(map(str, steps)) or 'none'}")
-    if steps and steps[-1] >= job.train.steps:
-        lines.append("  complete      starting it again does nothing")
+        yield f"  validation    step {evaluated['step']}, loss {_number(evaluated, 'eval/loss')}"
+    for event in read_history(directory):
+        values = f"{event.get('old')} -> {event.get('new')}"
+        yield f"  changed       {event['key']}: {values} at step {event.get('step')}"
+    steps = Store(files.checkpoints).steps()
+    yield f"  checkpoints   {', '.join(map(str, steps)) or 'none'}"
+    yield from _state(directory, steps, job.train.steps)
+
+
+def _state(directory: Path, steps: list[int], until: int) -> Iterator[str]:
+    holder, ended = read_holder(RunFiles(directory).lease), _ended(directory)
+    if holder is not None and holder.is_alive() is not False:
+        elsewhere = "" if holder.is_alive() else ", as far as can be told from here"
+        yield f"  running       {holder}{elsewhere}"
+        return
+    if ended is not None:
+        yield f"  last ended    exit code {ended.get('code')} at {ended.get('when')}: {ended.get('reason')}"
+    elif holder is not None:
+        yield f"  last ended    without a word (killed?); it was {holder}"
+    if steps and steps[-1] >= until:
+        yield "  complete      starting it again does nothing"
     else:
-        lines.append(f"  not complete  the next start begins at step {steps[-1] if steps else 0}")
-    sys.stdout.write("\n".join(lines) + "\n")
+        yield f"  not complete  the next start begins at step {steps[-1] if steps else 0}"
 
 
-def _records(path: Path) -> list[dict[str, float]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+def _ended(directory: Path) -> dict[str, Any] | None:
+    try:
+        ended = json.loads(RunFiles(directory).exit.read_text())
+    except (OSError, ValueError):
+        return None
+    return ended if isinstance(ended, dict) else None
+
+
+def _number(record: Mapping[str, Any], key: str, form: str = ".4f") -> str:
+    """A number, rounded; what was not finite was written as null."""
+    value = record.get(key)
+    return format(value, form) if isinstance(value, int | float) else "not finite"
+
+
+def _ago(when: float) -> str:
+    return f"{duration(max(0.0, time.time() - when))} ago"

@@ -1,10 +1,13 @@
 """What one does with a run that exists: let it write, evaluate it, export it. In one process."""
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
 import torch
+from forge_ckpt import manifest
+from forge_ckpt.error import CheckpointError, DamagedError
 from forge_ckpt.state import model_tensors
 from forge_ckpt.store import Store
 from forge_ckpt.weights import write_weights
@@ -17,13 +20,18 @@ from forge_parallel.mesh import Mesh
 from torch import nn
 
 from forge_trainer.job import Job
-from forge_trainer.run_dir import read_job
+from forge_trainer.run_dir import RunFiles, read_job
+
+log = logging.getLogger(__name__)
 
 DEFAULT_PROMPT = "def "
 
 
 def load_model(job: Job) -> tuple[nn.Module, int]:
-    """The model of a run in float32 on one device, and the step of its newest intact checkpoint.
+    """The model of a run on one device, whole, and the step of its newest checkpoint that is intact.
+
+    Weights are float32, or bfloat16 with `precision.pure_bf16`. A damaged checkpoint is passed over with a
+    warning.
 
     Raises:
         CheckpointError: there is no intact checkpoint.
@@ -32,12 +40,16 @@ def load_model(job: Job) -> tuple[nn.Module, int]:
     with torch.device("meta"):
         model = job.model.build()
     materialize(model, device)
-    store = Store(job.job.directory / "checkpoints")
-    found = store.newest()
     if job.precision.pure_bf16:
         model.to(torch.bfloat16)
-    store.load(found, model_tensors(model))
-    return model.eval(), found.step
+    store = Store(RunFiles(job.job.directory).checkpoints)
+    for step in reversed(store.steps()):
+        try:
+            store.load(manifest.read(store.folder(step)), model_tensors(model))
+            return model.eval(), step
+        except (DamagedError, OSError) as error:
+            log.warning("the checkpoint of step %d is passed over: %s", step, error)
+    raise CheckpointError(f"there is no intact checkpoint in {store.root}")
 
 
 def generate_text(options: argparse.Namespace) -> None:
@@ -79,10 +91,16 @@ def evaluate_run(options: argparse.Namespace) -> None:
 
 
 def export_run(options: argparse.Namespace) -> None:
-    """`forge export`: the weights as Hugging Face safetensors, with `config.json`."""
+    """`forge export`: the weights as Hugging Face safetensors, with `config.json` and the tokenizer."""
     job = read_job(Path(options.directory))
     model, step = load_model(job)
     assert isinstance(job.model, DecoderConfig)
     tensors = to_hf(dict(model.named_parameters()), job.model)
-    write_weights(Path(options.out), tensors, config_to_hf(job.model))
-    sys.stdout.write(f"wrote {len(tensors)} tensors of step {step} to {options.out}\n")
+    ids = {"bos_token_id": None, "eos_token_id": job.data.tokenizer.build().eos_id}
+    folder = Path(options.out)
+    write_weights(folder, tensors, config_to_hf(job.model) | ids)
+    files = job.data.tokenizer.hf_files(job.model.max_tokens)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    with_tokenizer = "and the tokenizer" if files else "(this type of tokenizer has no Hugging Face form)"
+    sys.stdout.write(f"wrote {len(tensors)} tensors of step {step} to {folder} {with_tokenizer}\n")

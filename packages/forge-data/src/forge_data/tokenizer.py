@@ -46,6 +46,14 @@ class TokenizerConfig(Config):
         """The tokenizer."""
         raise NotImplementedError
 
+    def hf_files(self, max_tokens: int) -> dict[str, str]:
+        """Files by name that `transformers.AutoTokenizer` loads; none if it cannot be said in its terms.
+
+        Args:
+            max_tokens: of the model.
+        """
+        return {}
+
 
 tokenizers = Registry("tokenizer", TokenizerConfig, default="bytes")
 
@@ -62,6 +70,12 @@ class BytesConfig(TokenizerConfig):
     def build(self) -> Tokenizer:
         """See `TokenizerConfig.build`."""
         return Bytes()
+
+    def hf_files(self, max_tokens: int) -> dict[str, str]:
+        """See `TokenizerConfig.hf_files`."""
+        from forge_data.hf_tokenizer_files import byte_files
+
+        return byte_files(Bytes.eos_id, max_tokens)
 
 
 class Bytes:
@@ -105,6 +119,12 @@ class HfTokenizerConfig(TokenizerConfig):
         """
         return HfTokenizer(self.path, self.eos)
 
+    def hf_files(self, max_tokens: int) -> dict[str, str]:
+        """See `TokenizerConfig.hf_files`."""
+        from forge_data.hf_tokenizer_files import copied_files
+
+        return copied_files(_file(self.path), self.eos, max_tokens)
+
 
 class HfTokenizer:
     """A Hugging Face `tokenizer.json`."""
@@ -114,7 +134,7 @@ class HfTokenizer:
             from tokenizers import Tokenizer as Rust
         except ImportError:
             raise DataError("tokenizer type 'hf' needs: pip install 'forge-data[tokenizers]'") from None
-        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        file = _file(path)
         if not file.is_file():
             raise DataError(f"there is no tokenizer at {file}")
         self._inner: Any = Rust.from_file(str(file))
@@ -132,3 +152,7 @@ class HfTokenizer:
     def decode(self, tokens: list[int]) -> str:
         """See `Tokenizer.decode`."""
         return self._inner.decode(tokens, skip_special_tokens=True)
+
+
+def _file(path: str) -> Path:
+    return Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)

@@ -1,0 +1,69 @@
+"""What a start is about to do, told before it does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from forge_config import Change
+
+if TYPE_CHECKING:
+    from forge_trainer.build import Run
+
+SCALES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def announcement(run: Run, changes: Sequence[Change]) -> str:
+    """Parameters, tokens, FLOPs, layout, place and where the run goes on from."""
+    return "\n".join(_lines(run, changes)) + "\n"
+
+
+def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
+    job = run.job
+    parameters = _parameters(run)
+    tokens = job.train.steps * job.train.global_batch * job.data.max_tokens
+    flops = job.model.flops_per_token(job.data.max_tokens) * tokens
+    yield f"{job.job.name}"
+    yield f"  model      {scaled(parameters)} parameters ({parameters:,})"
+    yield (
+        f"  training   {job.train.steps:,} steps of {job.train.global_batch} x {job.data.max_tokens} tokens: "
+        f"{scaled(tokens)} tokens, {tokens / parameters:.3g} a parameter"
+    )
+    yield f"  compute    {scaled(flops)}FLOPs in all, {scaled(flops / job.train.steps)}FLOPs a step"
+    yield f"  layout     {_layout(run)}"
+    yield f"  writes to  {run.directory}"
+    for change in changes:
+        yield f"  changes    {change}"
+    if run.progress.step >= job.train.steps:
+        yield f"  complete   all {run.progress.step} steps are done"
+    elif run.progress.step:
+        yield f"  goes on    from the checkpoint of step {run.progress.step:,}"
+    else:
+        weights = f"the weights of {job.train.init_from}" if job.train.init_from else f"seed {job.job.seed}"
+        yield f"  begins     at step 0, with {weights}"
+
+
+def _parameters(run: Run) -> int:
+    """Of the whole model, shared ones once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in run.job.model.build().parameters())
+
+
+def _layout(run: Run) -> str:
+    job, env = run.job, run.env
+    sizes = job.mesh.sizes(env.world_size)
+    axes = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    ranks = "1 rank" if env.world_size == 1 else f"{env.world_size} ranks"
+    micro = job.train.global_batch // (run.mesh.batch.size * job.train.micro_batch)
+    compute = job.precision.compute_dtype(env.device.type)
+    batches = f"{micro} x {job.train.micro_batch} sequences a rank"
+    return f"{ranks} on {env.device.type} ({axes}), {batches}, {compute}"
+
+
+def scaled(number: float) -> str:
+    """A number with three digits and a unit prefix, such as `1.05 M`."""
+    for scale, prefix in SCALES:
+        if number >= scale:
+            return f"{number / scale:.3g} {prefix}"
+    return f"{number:.3g} "

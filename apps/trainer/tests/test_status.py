@@ -1,0 +1,106 @@
+"""What `forge status` says of a run directory, and `forge train` before it begins."""
+
+import json
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from forge_ckpt.lease import Holder
+from forge_trainer.announce import scaled
+from forge_trainer.cli import main
+from forge_trainer.run_dir import read_job
+
+CONFIG = """
+[job]
+name = "here"
+[model]
+vocab_size = 272
+dim = 32
+num_layers = 1
+max_tokens = 32
+attention = { num_heads = 2 }
+[data]
+max_tokens = 32
+[[data.sources]]
+type = "python-stdlib"
+[train]
+steps = 40
+global_batch = 8
+micro_batch = 8
+[optimizer]
+lr = 1e-3
+[schedule]
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    directory = tmp_path / 'a "run" of mine'
+    (directory / "checkpoints" / "step-000000020").mkdir(parents=True)
+    (directory / "lease").mkdir()
+    (directory / "config.toml").write_text(CONFIG)
+    record = {
+        "step": 25,
+        "tokens": 1,
+        "loss": 1.23456789,
+        "tokens_per_s": 1234.567,
+        "time": time.time() - 3 * 3600 - 310,
+    }
+    lines = [json.dumps(record), '{"step": 26, "lo', "[]", "\x00"]
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def said(capsys, run, *arguments):
+    code = main(["status", str(run), *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_status_rounds_and_tells_the_time_and_passes_over_damaged_lines(run, capsys):
+    code, text = said(capsys, run)
+    assert code == 0
+    assert "last logged   step 25, loss 1.2346, 1,235 tokens/s" in text
+    assert "3 h 5 min ago" in text
+    assert "  not complete  the next start begins at step 20" in text
+
+
+def test_status_of_numbers_that_were_not_finite(run, capsys):
+    record = {"step": 25, "tokens": 1, "loss": None, "tokens_per_s": None}
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert "loss not finite" in said(capsys, run)[1]
+
+
+@pytest.mark.parametrize(("code", "reason"), [(85, "stopped at step 20"), (78, "no files")])
+def test_status_tells_how_the_last_start_ended(run, capsys, code, reason):
+    ended = {"code": code, "reason": reason, "when": "2026-11-22T10:00:00+00:00"}
+    (run / "exit.json").write_text(json.dumps(ended))
+    assert f"exit code {code} at 2026-11-22T10:00:00+00:00: {reason}" in said(capsys, run)[1]
+    assert said(capsys, run, "--exit-code") == (code, "")
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{"])
+def test_start_that_left_no_exit_code_failed(run, capsys, text):
+    if text is not None:
+        (run / "exit.json").write_text(text)
+    assert said(capsys, run, "--exit-code") == (1, "")
+
+
+def test_status_tells_who_runs_and_who_was_killed(run, capsys):
+    holder = run / "lease" / "epoch-000000001"
+    holder.write_text(json.dumps(asdict(Holder.me())))
+    assert f"  running       {Holder.me()}".rpartition(" since")[0] in said(capsys, run)[1]
+    holder.write_text(json.dumps(asdict(replace(Holder.me(), started="1"))))
+    assert "without a word (killed?)" in said(capsys, run)[1]
+
+
+def test_job_of_a_directory_with_spaces_and_quotes_can_be_read(run):
+    job = read_job(run)
+    assert job.job.directory == run.resolve()
+    assert job.train.steps == 40
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(999, "999 "), (1_048_576, "1.05 M"), (6.9e15, "6.9 P"), (12, "12 ")]
+)
+def test_scaled_has_three_digits(number, text):
+    assert scaled(number) == text

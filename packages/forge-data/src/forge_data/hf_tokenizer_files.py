@@ -1,0 +1,72 @@
+"""What `transformers.AutoTokenizer` loads, for the tokenizers that can be said in its terms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+EOS = "<|endoftext|>"
+TAKEN_OVER = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""What may lie beside a `tokenizer.json`."""
+
+
+def byte_files(eos_id: int, max_tokens: int) -> dict[str, str]:
+    """A byte-level BPE without merges: each byte is its own id."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    end = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": eos_id, "content": EOS} | end],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {letter: byte for byte, letter in enumerate(_letters())},
+            "merges": [],
+        },
+    }
+    return {
+        "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False) + "\n",
+        "tokenizer_config.json": _config(EOS, max_tokens),
+    }
+
+
+def copied_files(file: Path, eos: str, max_tokens: int) -> dict[str, str]:
+    """A `tokenizer.json` and what lies beside it; `eos` is the end-of-document token of the run."""
+    found = {"tokenizer_config.json": _config(eos, max_tokens)}
+    beside = (file.with_name(name) for name in TAKEN_OVER)
+    found |= {path.name: path.read_text(encoding="utf-8") for path in beside if path.is_file()}
+    return found | {"tokenizer.json": file.read_text(encoding="utf-8")}
+
+
+def _config(eos: str, max_tokens: int) -> str:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos,
+        "model_max_length": max_tokens,
+        "clean_up_tokenization_spaces": False,
+    }
+    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+
+
+def _letters() -> list[str]:
+    """The printable letter that stands for each byte (GPT-2, openai/gpt-2 encoder.py `bytes_to_unicode`)."""
+    themselves = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in themselves else next(others)) for byte in range(256)]
