@@ -1,6 +1,6 @@
 """A process that is killed at any instant of an extraction, and called again, ends with the same bytes.
 
-`FORGE_KILLS=20 pytest packages/forge-interp/tests/test_extract_kill.py` kills 20 times for each format.
+`FORGE_KILLS=20 pytest packages/forge-interp/tests/test_extract_kill.py` kills 20 times in each test.
 """
 
 import os
@@ -20,7 +20,7 @@ from forks import Forks
 from torch import Tensor, nn
 
 KILLS = int(os.environ.get("FORGE_KILLS", "3"))
-SITES = {"acts.npz": "*", "acts.safetensors": "*", "acts.zarr": "*", "acts": "*", "acts.npy": "1"}
+SITES = {"acts": "*", "one": "1"}
 SMALL = {"samples": 15, "longest": 6, "width": 4}
 LARGE = {"samples": 60, "longest": 300, "width": 128}
 
@@ -120,7 +120,7 @@ def test_extract_ends_with_equal_bytes_when_killed_at_random_times(tmp_path: Pat
         assert forks.run(run, folder / name, 1, LARGE) == 0
         assert files(folder) == whole, trial
     assert killed == KILLS
-    assert KILLS < 10 or "journal" in left
+    assert KILLS < 10 or any(name.endswith(".tmp") for name in left)
 
 
 def test_extract_ends_with_equal_bytes_when_processes_end_at_once(tmp_path: Path, forks: Forks):
@@ -136,8 +136,8 @@ def test_extract_ends_with_equal_bytes_when_processes_end_at_once(tmp_path: Path
 
 def test_extract_ends_with_equal_bytes_when_two_processes_do_the_same(tmp_path: Path, forks: Forks):
     (tmp_path / "whole").mkdir()
-    run(tmp_path / "whole" / "acts.npz", 1, LARGE)
+    run(tmp_path / "whole" / "acts", 1, LARGE)
     (tmp_path / "both").mkdir()
-    pids = [forks.start(run, tmp_path / "both" / "acts.npz", 1, LARGE) for _ in range(3)]
+    pids = [forks.start(run, tmp_path / "both" / "acts", 1, LARGE) for _ in range(3)]
     assert [forks.wait(pid) for pid in pids] == [0] * 3
     assert files(tmp_path / "both") == files(tmp_path / "whole")

@@ -29,16 +29,18 @@ def resident(name):
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Embedding(64, 256), *(nn.Linear(256, 256) for _ in range(8)))
 sites = [f"{i}:out" for i in range(1, 9)]
-folder, suffix, *sizes = sys.argv[1:]
+folder, *sizes = sys.argv[1:]
 for size in [2, *map(int, sizes)]:
     ids = torch.randint(64, (size, 128))  # one MiB a sample
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
-    store = extract_representations(model, ids, sites, f"{folder}/acts{suffix}", batch_size=32)
+    store = extract_representations(model, ids, sites, f"{folder}/acts", batch_size=32)
     written = resident("VmHWM") - before
     read = sum(value.nbytes for batch in store.batches(512) for value in batch.values())
+    for suffix in (".npz", ".safetensors"):
+        store.export(f"{folder}/acts{suffix}")
     print(json.dumps([size, read, written, resident("VmHWM") - before]))
-    store.path.unlink() if store.path.is_file() else shutil.rmtree(store.path)
+    shutil.rmtree(store.path)
 """
 
 
@@ -51,14 +53,13 @@ def can_forget_peaks() -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".zarr", ""])
-def test_extract_takes_little_memory_and_no_more_for_more_data(tmp_path: Path, suffix: str):
+def test_extract_takes_little_memory_and_no_more_for_more_data(tmp_path: Path):
     if not can_forget_peaks():
         pytest.skip("needs /proc/self/clear_refs")
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), suffix, *map(str, SIZES)]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), *map(str, SIZES)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     _, *report = [json.loads(line) for line in text.splitlines()]
-    print(suffix or "folder", [(size, written / MIB, both / MIB) for size, _, written, both in report])
+    print([(size, written / MIB, both / MIB) for size, _, written, both in report])
     assert [read for _, read, _, _ in report] == [size * MIB for size in SIZES]
     assert all(both < 64 * MIB for *_, both in report), report
     assert report[-1][3] - report[0][3] < 16 * MIB, report

@@ -9,8 +9,9 @@ MODEL = nn.Linear(2, 2)
 @pytest.mark.parametrize(("batches", "size"), [(0, 1), (1, 3), (7, 3), (8, 8), (100, 7)])
 def test_shares_are_even_and_cover_all(batches: int, size: int):
     shares = [Processes(rank, size).share(batches) for rank in range(size)]
-    assert [n for start, stop in shares for n in range(start, stop or 0)] == list(range(batches))
-    sizes = [(stop or 0) - start for start, stop in shares]
+    shares = [(start, batches if stop is None else stop) for start, stop in shares]
+    assert [n for start, stop in shares for n in range(start, stop)] == list(range(batches))
+    sizes = [stop - start for start, stop in shares]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -32,7 +33,7 @@ def test_processes_refuse_ranks_that_are_none(rank: int | None, world_size: int 
 def test_processes_alone_do_things_themselves():
     one = Processes.of(MODEL, None, None, None, True)
     assert (one.rank, one.size, one.group, one.in_step, one.shows_progress) == (0, 1, None, False, True)
-    assert one.done(3) == 3
+    assert one.agree({3: (1, 2)}) == {3: (1, 2)}
     done: list[int] = []
     one.together(lambda: done.append(1))
     assert done == [1]

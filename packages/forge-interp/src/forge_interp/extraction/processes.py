@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.fingerprint import is_distributed
+from forge_interp.extraction.identity import is_distributed
 from forge_interp.extraction.samples import Batch
 from forge_interp.hooks.sharding import Spread
+
+Written = dict[int, tuple[int, int]]
+"""Of each part: number of batches, and CRC-32 of their inputs."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Processes:
     """This process among those that extract together.
 
     Attributes:
-        rank: whose share of the batches it takes.
+        rank: whose share of the parts it takes.
         size: how many shares there are.
         group: the processes that wait for each other; None when each works for itself.
         in_step: all of the group must run the model equally often, for they hold it together.
@@ -68,28 +71,28 @@ class Processes:
         """Whether it is for this process to draw: of processes that wait for each other one does."""
         return self.group is None or dist.get_rank(self.group) == 0
 
-    def share(self, num_batches: int | None) -> tuple[int, int | None]:
-        """Return the first batch of this process and the one behind its last; None: all there are.
+    def share(self, num_parts: int | None) -> tuple[int, int | None]:
+        """Return the first part of this process and the one behind its last; None: all there are.
 
         Raises:
             InterpError: several processes and an iterable without a length.
         """
         if self.size == 1:
-            return 0, num_batches
-        if num_batches is None:
+            return 0, None
+        if num_parts is None:
             raise InterpError(
                 f"the dataset is an iterable without a length, for {self.size} processes; expected one with "
                 "len(): give a sequence of samples, or a DataLoader of one"
             )
-        return num_batches * self.rank // self.size, num_batches * (self.rank + 1) // self.size
+        return num_parts * self.rank // self.size, num_parts * (self.rank + 1) // self.size
 
-    def done(self, batches: int) -> int:
-        """Return how many batches of this rank are written, as its writing process says. Collective."""
+    def agree(self, written: Written) -> Written:
+        """Return what is written of this rank, as its writing process says. Collective if in step."""
         if not self.in_step:
-            return batches
+            return written
         states: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(states, (self.rank, self.writes, batches), group=self.group)
-        found = [count for rank, writes, count in states if rank == self.rank and writes]
+        dist.all_gather_object(states, (self.rank, self.writes, written), group=self.group)
+        found = [state for rank, writes, state in states if rank == self.rank and writes]
         if len(found) != 1:
             raise InterpError(
                 f"{len(found)} processes write rank {self.rank}; expected one: give writes=False to others"
@@ -112,14 +115,14 @@ class Processes:
             last = batch or last or spare()
             yield last, batch is not None
 
-    def together(self, finish: Callable[[], object]) -> None:
+    def together(self, act: Callable[[], object]) -> None:
         """Do something once, after all of the group have come here, and wait for it. Collective.
 
         Raises:
             InterpError: it failed on the process that did it.
         """
         if self.group is None:
-            finish()
+            act()
             return
         dist.barrier(self.group)
         outcome: list[str | None] = [None]
@@ -127,7 +130,7 @@ class Processes:
         failure: Exception | None = None
         if dist.get_rank() == first:
             try:
-                finish()
+                act()
             except (InterpError, OSError) as error:
                 outcome[0], failure = str(error), error
         dist.broadcast_object_list(outcome, src=first, group=self.group)

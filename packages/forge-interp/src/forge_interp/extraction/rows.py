@@ -25,6 +25,9 @@ class RowMaker:
         select: applied to a value first, by pattern.
         pool: how the tokens of a sample become one row; None keeps them.
         dtype: of the rows; None keeps that of the values.
+
+    Attributes:
+        square: values of this batch with as many tokens as samples, which may be in each other's place.
     """
 
     def __init__(
@@ -35,13 +38,14 @@ class RowMaker:
         self._select = select
         self._pool = pool
         self._dtype = dtype
+        self.square = 0
         self._batch: Batch | None = None
         self._layouts: dict[str, tuple[int, ...]] = {}
         self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def start(self, batch: Batch) -> None:
         """Go on to the next batch."""
-        self._batch, self._layouts, self._indices = batch, {}, {}
+        self._batch, self._layouts, self._indices, self.square = batch, {}, {}, 0
 
     def rows(self, pattern: str, value: Tensor) -> Tensor:
         """Turn what was captured at a site of `pattern` into rows [R, ...], on the same device.
@@ -56,6 +60,7 @@ class RowMaker:
         elif ":attn." in pattern and value.ndim >= 3:
             value = value.movedim(2, 1)
         batch = self._current
+        self.square += value.ndim >= 3 and ":attn." not in pattern and value.shape[0] == value.shape[1]
         if not value.ndim or len(value) != batch.size:
             raise InterpError(
                 f"{pattern} has a value {list(value.shape)} for {batch.size} samples; expected [samples, "

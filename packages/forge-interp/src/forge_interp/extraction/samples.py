@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.columns import as_bytes
+from forge_interp.extraction.parts import as_bytes
 
 _PROBES = 256
+_MOST_PARTS = 1024
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,37 @@ class Batch:
         tokens = None if tokens is None else tokens.cpu()
         return cls(number, first, size, inputs, tokens, None if mask is None or bool(mask.all()) else mask)
 
-    def checksum(self) -> int:
-        """CRC-32 of all numbers in the inputs."""
-        return _checksum(self.inputs)
+    def checksum(self, crc: int = 0) -> int:
+        """CRC-32 of all numbers in the inputs, after those whose CRC-32 is given."""
+        return _checksum(self.inputs, crc)
+
+    def part(self, names: Names, start: int, stop: int) -> Batch | None:
+        """The batch of samples [start, stop) of this one; None where it is not clear how to cut it."""
+        inputs = _cut(self.inputs, self.size, slice(start, stop))
+        return None if inputs is None else Batch.of(inputs, names, self.number, self.first + start)
 
 
-class Samples:
+class _Source:
+    """Something that has batches; several, a fixed number, become one part on disk.
+
+    Attributes:
+        num_batches: None where it is not known.
+    """
+
+    num_batches: int | None
+
+    @property
+    def batches_per_part(self) -> int:
+        """So many that there are at most 1024 parts; 1 where the number of batches is not known."""
+        return max(1, -(-(self.num_batches or 1) // _MOST_PARTS))
+
+    @property
+    def num_parts(self) -> int | None:
+        """None where it is not known."""
+        return None if self.num_batches is None else -(-self.num_batches // self.batches_per_part)
+
+
+class Samples(_Source):
     """Batches of a dataset whose samples can be asked for by number.
 
     Args:
@@ -128,7 +154,7 @@ class Samples:
             yield Batch.of(collate(picked, self._names), self._names, number, first)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Number of samples and the CRC-32 of all of them, or of evenly spaced ones if there are many."""
+        """Number of samples and CRC-32 of up to 256, evenly spaced; a run that goes on compares all."""
         crc, probes = 0, min(_PROBES, self.num_samples)
         for index in (probe * self.num_samples // probes for probe in range(probes)):
             crc = _checksum(collate([self._sample(index)], self._names), crc)
@@ -138,7 +164,7 @@ class Samples:
         return _numbers(self._dataset[index])
 
 
-class ReadyBatches:
+class ReadyBatches(_Source):
     """Batches that an iterable gives, such as a DataLoader; it must give the same ones each time.
 
     Args:
@@ -176,7 +202,7 @@ class ReadyBatches:
                 yield batch
 
     def fingerprint(self) -> dict[str, Any]:
-        """Number of batches and CRC-32 of the first; the others are checked where a run goes on."""
+        """Number of batches and CRC-32 of the first; a run that goes on compares all."""
         return {"batches": self.num_batches, "crc": f"{_checksum(_numbers(self._head[0])):08x}"}
 
 
@@ -228,17 +254,25 @@ def _collate_mappings(samples: Sequence[Mapping[str, Any]], names: Names) -> dic
     if different := next((list(sample) for sample in samples if sample.keys() != samples[0].keys()), None):
         raise InterpError(f"samples have entries {keys} and {different}; expected the same in all")
     columns = {key: [sample[key] for sample in samples] for key in keys}
-    tokens = columns.get(names.tokens, []) if names.tokens else []
-    if not tokens or not all(isinstance(t, Tensor) and t.ndim == 1 for t in tokens) or _are_even(tokens):
-        return {key: _stack(column, repr(key)) for key, column in columns.items()}
-    lengths = [len(ids) for ids in tokens]
-    if names.mask and names.mask not in columns:
-        columns[names.mask] = [torch.ones(length, dtype=torch.int64) for length in lengths]
-    fills = {names.tokens: names.pad_id, "labels": -100}
+    ragged = {key: _lengths(columns[key]) for key in keys if _is_ragged(key, columns[key], names)}
+    for key in ragged:
+        mask = names.mask if key == names.tokens else key.replace("input_ids", "attention_mask")
+        if mask and mask != key and mask not in columns:
+            columns[mask] = [torch.ones(length, dtype=torch.int64) for length in ragged[key]]
+    fills = {key: names.pad_id for key in ragged} | {"labels": -100}
     return {
-        key: _pad(column, fills.get(key, 0)) if _have(column, lengths) else _stack(column, repr(key))
+        key: _pad(column, fills.get(key, 0))
+        if _lengths(column) in ragged.values()
+        else _stack(column, repr(key))
         for key, column in columns.items()
     }
+
+
+def _is_ragged(key: str, column: Sequence[Any], names: Names) -> bool:
+    """Whether these are sequences of their own, of ids or labels, that need padding."""
+    if not names.tokens or not (key in (names.tokens, "labels") or key.endswith("input_ids")):
+        return False
+    return bool(_lengths(column)) and not _are_even(column)
 
 
 def _are_even(ids: Sequence[Tensor]) -> bool:
@@ -246,10 +280,11 @@ def _are_even(ids: Sequence[Tensor]) -> bool:
     return len({len(sample) for sample in ids}) == 1 and len(ids[0]) > 0
 
 
-def _have(column: Sequence[Any], lengths: Sequence[int]) -> bool:
-    """Whether all are [T] with these T."""
-    each = zip(column, lengths, strict=True)
-    return all(isinstance(value, Tensor) and list(value.shape) == [length] for value, length in each)
+def _lengths(column: Sequence[Any]) -> list[int]:
+    """Of values that are all [T], their T; else none."""
+    if not all(isinstance(value, Tensor) and value.ndim == 1 for value in column):
+        return []
+    return [len(value) for value in column]
 
 
 def _pad(column: Sequence[Tensor], fill: int) -> Tensor:
@@ -316,6 +351,21 @@ def _leaves(inputs: Any) -> Iterator[Tensor]:
     elif isinstance(inputs, tuple):
         for item in inputs:
             yield from _leaves(item)
+
+
+def _cut(inputs: Any, size: int, samples: slice) -> Any:
+    """Some samples of the inputs of a batch; None where a tensor in it is not [size, ...]."""
+    if isinstance(inputs, Tensor):
+        return inputs[samples] if inputs.ndim and len(inputs) == size else None
+    if isinstance(inputs, Mapping):
+        cut = {key: _cut(value, size, samples) for key, value in inputs.items()}
+        return cut if all(value is not None for value in cut.values()) else None
+    if isinstance(inputs, tuple):
+        cut = tuple(_cut(value, size, samples) for value in inputs)
+        return cut if all(value is not None for value in cut) else None
+    if isinstance(inputs, list) and len(inputs) == size:
+        return inputs[samples]
+    return None
 
 
 def _size(inputs: Any, number: int) -> int:

@@ -2,67 +2,75 @@
 
 from __future__ import annotations
 
-import struct
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.formats import ROW_COLUMNS, Contents, format_of
-from forge_interp.extraction.merge import missing_ranks, working_folder
+from forge_interp.extraction.export import export
+from forge_interp.extraction.folder import INDEX, Parts, missing_parts, read_index
+from forge_interp.extraction.parts import ROW_COLUMNS, Column
 from forge_interp.hooks.sites import canonical
 
 
 class ActivationStore(Mapping[str, Tensor]):
-    """Activations on disk, one row per token (or per sample), with the sample that each row came from.
+    """Activations of a data set, one row per token (or per sample), with the sample that each row came from.
 
-    A mapping from site to [rows, ...] in the dtype that was captured, bfloat16 too. Values are read as they
-    are used (`.zarr`: when the site is asked for); writing to them does not change the file. All sites share
-    the rows.
+    A mapping from site to [rows, ...] in the dtype that was captured. All sites share the rows. A site is
+    read into memory when it is asked for; `read` and `batches` read parts of it.
 
     Args:
-        path: the file or folder; opened when it is first used, where `open` looks at once.
+        path: the folder; opened when it is first used, where `open` looks at once.
 
     Attributes:
-        path: the same.
+        path: the same; None in memory.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path | None) -> None:
+        self.path = None if path is None else Path(path)
+        self._held: dict[str, Tensor] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> ActivationStore:
-        """Open what `extract_representations` wrote: `.npz`, `.safetensors`, `.zarr`, `.npy` or a folder.
+        """Open the folder that `extract_representations` wrote.
 
         Raises:
-            InterpError: there is nothing, it is not whole yet, or something else wrote it.
+            InterpError: there is nothing, it is not whole yet, parts of it are missing, or something else
+                wrote it.
         """
         store = cls(path)
-        _ = store._contents
+        _ = store.metadata
+        return store
+
+    @classmethod
+    def of(cls, rows: Mapping[str, Tensor]) -> ActivationStore:
+        """A store in memory: sites, and `sample_id`, `position` and `token_id`."""
+        store = cls(None)
+        store._held = dict(rows)
         return store
 
     @cached_property
-    def _contents(self) -> Contents:
-        if not self.path.exists():
-            raise InterpError(_absent(self.path))
-        metadata, located = _opened(self.path)
-        expected = [*metadata["sites"], *(column.name for column in ROW_COLUMNS)]
-        found = {n: at for n, at in located.items() if at.rows == metadata["rows"] and at.is_whole}
-        if wrong := [name for name in expected if name not in found]:
-            raise InterpError(
-                f"{self.path} lacks rows of {', '.join(wrong)}; it is damaged: extract it again"
-            )
-        return metadata, located
-
-    @property
     def metadata(self) -> dict[str, Any]:
         """What was asked: model, sites, pool, dataset, versions; and the number of rows."""
-        return self._contents[0]
+        if self.path is None:
+            sites = [name for name in self._held if name not in ROW_COLUMNS]
+            return {"sites": sites, "rows": len(next(iter(self._held.values())))}
+        index = read_index(self.path)
+        if index is None:
+            raise InterpError(_absent(self.path))
+        for number, part in enumerate(index["parts"]):
+            path = Parts(self.path, {}).path(number)
+            if not path.is_file() or path.stat().st_size != part["bytes"]:
+                raise InterpError(f"{path} is missing or damaged: call the extraction again")
+        return index
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -75,19 +83,32 @@ class ActivationStore(Mapping[str, Tensor]):
         return self.metadata["rows"]
 
     @property
+    def columns(self) -> list[Column]:
+        """The sites, then the three ids, with dtype and shape of a row."""
+        if self.path is None:
+            return [Column(name, rows.dtype, tuple(rows.shape[1:])) for name, rows in self._held.items()]
+        dtypes, shapes = self.metadata["dtypes"], self.metadata["shapes"]
+        names = (*self.sites, *ROW_COLUMNS)
+        return [Column(name, getattr(torch, dtypes[name]), tuple(shapes[name])) for name in names]
+
+    @cached_property
     def sample_id(self) -> Tensor:
         """[rows] int64: index in the dataset of the sample that each row came from; it never falls."""
-        return self._contents[1]["sample_id"].map()
+        return self._read("sample_id", 0, self.rows)
 
-    @property
+    @cached_property
     def position(self) -> Tensor:
         """[rows] int64: which token of its sample a row is, not counting padding; -1 for a whole sample."""
-        return self._contents[1]["position"].map()
+        return self._read("position", 0, self.rows)
 
-    @property
+    @cached_property
     def token_id(self) -> Tensor:
         """[rows] int64: id of that token; -1 where there is none."""
-        return self._contents[1]["token_id"].map()
+        return self._read("token_id", 0, self.rows)
+
+    def read(self, site: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return rows [start, stop) of a site, which costs no more memory than these rows."""
+        return self._read(self._key(site), start, self.rows if stop is None else min(stop, self.rows))
 
     def batches(self, rows: int = 4096) -> Iterator[dict[str, Tensor]]:
         """Read all sites in slices of `rows` rows, in order, in memory that the slices alone take.
@@ -98,14 +119,46 @@ class ActivationStore(Mapping[str, Tensor]):
         if rows < 1:
             raise InterpError(f"rows is {rows}; expected at least 1")
         for start in range(0, self.rows, rows):
-            stop = min(start + rows, self.rows)
-            yield {site: self._contents[1][site].read(start, stop) for site in self.sites}
+            yield {site: self._read(site, start, min(start + rows, self.rows)) for site in self.sites}
+
+    def export(self, path: str | Path) -> None:
+        """Write everything once more, for other tools: `.npz`, `.safetensors`, `.zarr`, or `.npy` (one site).
+
+        NumPy knows no bfloat16: its bits are stored as uint16, except in `.safetensors`.
+
+        Raises:
+            InterpError: another ending; or `.npy` for several sites.
+        """
+        export(self, Path(path))
+
+    def _key(self, site: str) -> str:
+        if (key := canonical(site)) in self.sites:
+            return key
+        near = get_close_matches(site, self.sites, n=4, cutoff=0.3) or self.sites[:8]
+        raise KeyError(f"{site}: not in {self.path or 'this store'}; there are {', '.join(near)}")
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(part["rows"] for part in self.metadata["parts"]))
+
+    def _read(self, name: str, start: int, stop: int) -> Tensor:
+        if self.path is None:
+            return self._held[name][start:stop]
+        pieces = []
+        number = bisect_right(self._ends, start)
+        while start < stop:
+            before = self._ends[number - 1] if number else 0
+            end = min(stop, self._ends[number])
+            with safe_open(Parts(self.path, {}).path(number), "pt") as file:
+                pieces.append(file.get_slice(name)[start - before : end - before])
+            start, number = end, number + 1
+        if not pieces:
+            column = next(column for column in self.columns if column.name == name)
+            return torch.empty(0, *column.shape, dtype=column.dtype)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def __getitem__(self, site: str) -> Tensor:
-        if (key := canonical(site)) in self.sites:
-            return self._contents[1][key].map()
-        near = get_close_matches(site, self.sites, n=4, cutoff=0.3) or self.sites[:8]
-        raise KeyError(f"{site}: not in {self.path}; there are {', '.join(near)}")
+        return self.read(site)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sites)
@@ -117,21 +170,13 @@ class ActivationStore(Mapping[str, Tensor]):
         return f"ActivationStore({str(self.path)!r})"
 
 
-def _opened(path: Path) -> Contents:
-    try:
-        return format_of(path).open(path)
-    except InterpError:
-        raise
-    except (BadZipFile, FileNotFoundError, KeyError, ValueError, struct.error) as error:
-        raise InterpError(f"{path} cannot be read ({error}); it is damaged: extract it again") from error
-
-
 def _absent(path: Path) -> str:
-    if not working_folder(path).is_dir():
+    if path.is_file() or (path.is_dir() and not any(path.glob("part-*.safetensors"))):
+        return f"{path} has no {INDEX}; expected a folder that extract_representations wrote"
+    if not path.is_dir():
         return f"{path} does not exist; expected what extract_representations wrote"
-    missing = missing_ranks(path)
-    return (
-        f"{path} is not whole yet: {working_folder(path)} waits for ranks {missing}; run them again to go on"
-        if missing
-        else f"{path} is not written yet; all ranks are done: call finish_extraction"
-    )
+    missing = missing_parts(path)
+    if missing == []:
+        return f"{path} is not whole yet; all parts are there: call finish_extraction"
+    some = "more parts" if missing is None else f"parts {', '.join(map(str, missing[:8]))}"
+    return f"{path} is not whole yet: it waits for {some}; run the extraction again to go on"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from forge_interp.errors import InterpError
 from forge_interp.hooks import values
 from forge_interp.hooks.interception import Interception
 from forge_interp.hooks.running import Running
+from forge_interp.hooks.sites import Site
 from forge_interp.hooks.taps import Tap, show
 
 
@@ -40,6 +41,11 @@ class _Board:
 
     def __reduce__(self) -> tuple[type[_Board], tuple[()]]:
         return _Board, ()
+
+    @property
+    def edits(self) -> list[tuple[Site, Callable[[Tensor], Tensor]]]:
+        """The edits of the module, in their order."""
+        return [(tap.site, tap.edit) for tap in self.taps if tap.edit is not None]
 
     def hang(self, module: nn.Module) -> None:
         """Have the module call it.

@@ -67,7 +67,7 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
                 raise InterpError(f"edit of {str(at)!r} gave None, expected a tensor like the value")
             return new
 
-        return Tap(site, modules[site.module], act, Phase.EDIT, reached)
+        return Tap(site, modules[site.module], act, Phase.EDIT, reached, edit=edits[pattern])
 
     with ExitStack() as stack:
         if any(isinstance(change, MeanAblation) for change in edits.values()):

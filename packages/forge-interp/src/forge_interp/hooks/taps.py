@@ -41,6 +41,7 @@ class Tap:
         owner: whoever it belongs to; of the modules around an attention call, each owner is told by the
             innermost.
         calls: how many calls have begun, of the module or of attention in it.
+        edit: of a tap that edits, the function that does.
     """
 
     site: Site
@@ -50,6 +51,7 @@ class Tap:
     owner: object
     calls: int = 0
     skip: Callable[[Site, str], None] | None = None
+    edit: Callable[[Tensor], Tensor] | None = None
     _backward: int = field(default_factory=torch._C._current_graph_task_id)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 

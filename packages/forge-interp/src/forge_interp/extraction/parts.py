@@ -1,0 +1,312 @@
+"""How do rows get to disk so that a kill at any instant loses one part at most?
+
+An extraction is a folder of `part-NNNNN.safetensors` and, when all are there, `index.json`. A part holds the
+rows of some consecutive batches; which, depends on the data set alone, so that the same part has the same
+bytes whichever process writes it. It is written under another name and renamed when it is on the disk. Its
+header says what was asked, and has check sums of the inputs and of the rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import struct
+import tempfile
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from forge_interp.errors import InterpError
+
+if TYPE_CHECKING:
+    from forge_interp.extraction.samples import Batch
+
+BLOCK_BYTES = 4 << 20
+"""How much is read or written at a time."""
+ROW_COLUMNS = ("sample_id", "position", "token_id")
+_SPOOL_BYTES = 16 << 20  # of a part that are held in memory; what is more waits in a file without a name
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+
+
+class Column(NamedTuple):
+    """An array whose first axis is rows.
+
+    Attributes:
+        name: a site key, or one of `ROW_COLUMNS`.
+        dtype: of the values.
+        shape: of one row.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Part(NamedTuple):
+    """The header of a part on disk.
+
+    Attributes:
+        path: of the file.
+        columns: in the order in which the model computed them, the ids last.
+        rows: how many.
+        batches: how many.
+        inputs: CRC-32 of the inputs of its batches.
+        crcs: CRC-32 of each column.
+        request: what was asked.
+    """
+
+    path: Path
+    columns: tuple[Column, ...]
+    rows: int
+    batches: int
+    inputs: int
+    crcs: list[int]
+    request: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Part | None:
+        """None where there is no file, or it is cut or its header is damaged."""
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length)) if length < size else {}
+            data = json.loads(header.pop("__metadata__")["forge_interp"])
+            ends = [entry["data_offsets"][1] for entry in header.values()]
+            if data.pop("crc") != _crc_of(header, data) or size != 8 + length + max(ends):
+                return None
+        except (FileNotFoundError, struct.error, ValueError, KeyError, AttributeError):
+            return None
+        columns = tuple(
+            Column(name, _TYPES[header[name]["dtype"]], tuple(header[name]["shape"][1:]))
+            for name in data.pop("columns")
+        )
+        return cls(path, columns, **data)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether all rows are those that were written; reads them."""
+        with safe_open(self.path, "pt") as file:
+            for column, expected in zip(self.columns, self.crcs, strict=True):
+                rows, crc = file.get_slice(column.name), 0
+                for start, stop in blocks_of(column, self.rows):
+                    crc = zlib.crc32(as_bytes(rows[start:stop]), crc)
+                if crc != expected:
+                    return False
+        return True
+
+
+class PartWriter:
+    """The rows of a part while they come in, batch by batch and site by site.
+
+    Args:
+        columns: that each batch must have; none: those that the first one has.
+        folder: where more rows wait than memory is meant to hold; None holds all of them.
+
+    Attributes:
+        columns: known from the first commit on.
+        rows: committed so far.
+        batches: committed so far, in number.
+    """
+
+    def __init__(self, columns: tuple[Column, ...], folder: Path | None) -> None:
+        self.columns = columns
+        self.rows = self.batches = self._inputs = 0
+        self._spool = tempfile.SpooledTemporaryFile(_SPOOL_BYTES if folder else 0, dir=folder)  # noqa: SIM115
+        self._pieces: dict[str, list[tuple[int, int]]] = {}
+        self._crcs: dict[str, int] = {}
+        self._pending: dict[str, tuple[Column, int]] = {}
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Add rows [rows, ...] of the current batch to a column.
+
+        Raises:
+            InterpError: their dtype or the shape of a row is not that of the rows before, or not storable.
+        """
+        column = Column(name, values.dtype, tuple(values.shape[1:]))
+        if values.dtype not in _TYPE_NAMES:
+            raise InterpError(
+                f"{name} has dtype {values.dtype}; expected a real one: give dtype=torch.float32, or a "
+                "select such as torch.view_as_real"
+            )
+        if self.columns and column not in self.columns:
+            raise InterpError(_not_alike(column, self.columns))
+        if name in self._pending:
+            raise InterpError(
+                f"{name} was captured twice in one batch; expected once: name one call, {name}#0"
+            )
+        data = as_bytes(values)
+        self._pending[name] = (column, len(values))
+        self._pieces.setdefault(name, []).append((self._spool.tell(), len(data)))
+        self._crcs[name] = zlib.crc32(data, self._crcs.get(name, 0))
+        self._spool.write(data)
+
+    def commit(self, batch: Batch) -> None:
+        """End a batch.
+
+        Raises:
+            InterpError: columns are missing, or differ in their number of rows.
+        """
+        if missing := [c.name for c in self.columns if c.name not in self._pending]:
+            raise InterpError(
+                f"batch {batch.number} captured nothing at {', '.join(missing)}; expected the sites of the "
+                "first batch: extract sites that not every batch reaches in a call of their own"
+            )
+        rows = {name: count for name, (_, count) in self._pending.items()}
+        if len(set(rows.values())) != 1:
+            raise InterpError(
+                f"batch {batch.number} has rows {rows}; expected one number: extract sites with other rows "
+                "in a call of their own, or pool"
+            )
+        self.columns = self.columns or tuple(column for column, _ in self._pending.values())
+        self.rows, self.batches = self.rows + next(iter(rows.values())), self.batches + 1
+        self._inputs, self._pending = batch.checksum(self._inputs), {}
+
+    def publish(self, path: Path, request: Mapping[str, Any]) -> None:
+        """Put the part on the disk, in place of what is there."""
+        data = {
+            "request": request,
+            "rows": self.rows,
+            "batches": self.batches,
+            "inputs": self._inputs,
+            "crcs": [self._crcs[column.name] for column in self.columns],
+            "columns": [column.name for column in self.columns],
+        }
+        write_safetensors(path, self.columns, self.rows, self.blocks, data)
+        self.close()
+
+    def close(self) -> None:
+        """Forget all rows."""
+        self._spool.close()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All rows by column."""
+        found = {}
+        for column in self.columns:
+            data = bytearray(b"".join(self.blocks(column)))
+            flat = torch.frombuffer(data, dtype=column.dtype) if data else torch.empty(0, dtype=column.dtype)
+            found[column.name] = flat.view(self.rows, *column.shape)
+        return found
+
+    def blocks(self, column: Column) -> Iterator[bytes]:
+        """The bytes of a column."""
+        for offset, size in self._pieces[column.name]:
+            self._spool.seek(offset)
+            for start in range(0, size, BLOCK_BYTES):
+                yield self._spool.read(min(BLOCK_BYTES, size - start))
+
+
+def write_safetensors(
+    path: Path,
+    columns: Iterable[Column],
+    rows: int,
+    blocks: Callable[[Column], Iterable[Any]],
+    data: Mapping[str, Any],
+) -> None:
+    """Write a safetensors file of columns, one block at a time, with `data` in its header.
+
+    The file appears whole or not at all; one that is there is replaced.
+    """
+    ordered = sorted(columns, key=lambda column: -column.dtype.itemsize)  # so that each is aligned
+    header, end = {}, 0
+    for name, dtype, shape in ordered:
+        start, end = end, end + rows * math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _TYPE_NAMES[dtype], "shape": [rows, *shape], "data_offsets": [start, end]}
+    text = dump({**data, "crc": _crc_of(header, data)})
+    head = json.dumps({"__metadata__": {"forge_interp": text}, **header}, separators=(",", ":")).encode()
+    head += b" " * (-(8 + len(head)) % 64)
+    with replacing(path) as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        for column in ordered:
+            for block in blocks(column):
+                file.write(block)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A new file, which takes the name `path` when it is whole and on the disk; or goes."""
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with partial.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except FileNotFoundError:
+        if not path.exists():  # else a process that does the same was faster, and has tidied up
+            raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def dump(data: Any) -> str:
+    """Return JSON that is the same for equal data."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return e.g. 'bfloat16'."""
+    return str(dtype).removeprefix("torch.")
+
+
+def as_bytes(values: Tensor) -> memoryview:
+    """Return the bytes of a tensor; without a copy when it is contiguous and on the CPU."""
+    if not values.numel():
+        return memoryview(b"")
+    kept = values.detach().cpu().contiguous()
+    # Not by way of numpy, which fixes the size of the storage for good: FSDP2 sets it to 0 when it reshards.
+    buffer = (ctypes.c_ubyte * kept.nbytes).from_address(kept.data_ptr())
+    buffer.keeps = kept  # type: ignore[attr-defined]
+    return memoryview(buffer).cast("B")
+
+
+def blocks_of(column: Column, rows: int) -> Iterator[tuple[int, int]]:
+    """Cut rows into pieces of at most BLOCK_BYTES, or one row."""
+    step = max(1, BLOCK_BYTES // max(1, column.row_bytes))
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _crc_of(header: Mapping[str, Any], data: Mapping[str, Any]) -> int:
+    return zlib.crc32(dump([header, data]).encode())
+
+
+def _not_alike(column: Column, columns: tuple[Column, ...]) -> str:
+    known = next((c for c in columns if c.name == column.name), None)
+    if known is None:
+        sites = ", ".join(c.name for c in columns if c.name not in ROW_COLUMNS)
+        return (
+            f"{column.name} was captured, but not in the first batch; expected its sites ({sites}): extract "
+            "sites that not every batch reaches in a call of their own"
+        )
+    return (
+        f"{column.name} has rows {list(column.shape)} {column.dtype}, those before have {list(known.shape)} "
+        f"{known.dtype}; expected one shape: cut or pad them to it with select, or pool"
+    )

@@ -1,0 +1,264 @@
+"""How does a process run the model on its share of the batches?
+
+Each site goes straight from the forward pass to where its part is written, so that beside the model little
+more than one value of one site is in memory. From the second batch on the forward pass stops behind the last
+site asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from itertools import chain, islice
+
+import torch
+from torch import Tensor, nn
+
+from forge_interp.errors import InterpError
+from forge_interp.extraction.feeding import Feeder, check_padding
+from forge_interp.extraction.folder import Parts
+from forge_interp.extraction.identity import is_distributed
+from forge_interp.extraction.parts import ROW_COLUMNS, Column, PartWriter
+from forge_interp.extraction.processes import Processes, Written
+from forge_interp.extraction.rows import RowMaker
+from forge_interp.extraction.samples import Batch, Names, ReadyBatches, Samples
+from forge_interp.hooks.capture import Activations, capture
+from forge_interp.hooks.sharding import is_sharded
+from forge_interp.progress import progress as with_progress
+
+
+class Share:
+    """What one process extracts.
+
+    Args:
+        model: any module.
+        sites: patterns.
+        source: of the batches.
+        rows: how values become rows.
+        feed: how the model is called.
+        names: what the entries of a batch are called.
+        processes: which parts are of this one.
+        progress: whether to draw a bar.
+        attention_bytes: the largest attention matrix to hold at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: list[str],
+        source: Samples | ReadyBatches,
+        rows: RowMaker,
+        feed: Feeder,
+        names: Names,
+        processes: Processes,
+        progress: bool,
+        attention_bytes: int,
+    ) -> None:
+        self._model, self._sites, self._source, self._rows = model, sites, source, rows
+        self._feed, self._names, self._processes = feed, names, processes
+        self._progress, self._attention_bytes = progress, attention_bytes
+        self._deliver: Callable[[str, Tensor], None] = _ignore
+        self._parts: Parts | None = None
+        self._writer: PartWriter | None = None
+        self._columns: tuple[Column, ...] = ()
+        self._per_part = source.batches_per_part
+        self._num_batches = self._num_recorded = 0
+        self._padding_checked = self._axes_checked = False
+
+    def in_memory(self) -> dict[str, Tensor]:
+        """Extract all batches; returns all columns.
+
+        Raises:
+            InterpError: several processes share them.
+        """
+        if self._processes.size > 1:
+            raise InterpError(f"{self._processes.size} processes share an extraction; expected out, a folder")
+        with closing(PartWriter((), None)) as self._writer:
+            self._extract(self._source.batches(0, None), self._source.num_batches)
+            return self._writer.tensors()
+
+    def to_disk(self, parts: Parts, resume: bool) -> tuple[bool, int]:
+        """Write the parts of this share that are not there yet, and the index if no other part is missing.
+
+        Collective if there is a group.
+
+        Returns:
+            Whether all parts were there before, and how many batches were extracted now.
+
+        Raises:
+            InterpError: parts are of another call; or the batches are not those of the parts.
+        """
+        processes, num_parts = self._processes, self._source.num_parts
+        start, stop = processes.share(num_parts)
+        if not resume:
+            everything = (0, None) if processes.group is not None else (start, stop)
+            processes.together(lambda: parts.remove(*everything))
+        index = parts.index
+        found = parts.intact(start, stop) if processes.writes else {}
+        self._columns = next((part.columns for part in found.values()), ())
+        written = processes.agree({n: (part.batches, part.inputs) for n, part in found.items()})
+        limit = num_parts if processes.size > 1 else None if index is None else len(index["parts"])
+        self._parts = parts if processes.writes else None
+        try:
+            self._extract(self._batches(start, stop, limit, written), self._num_left(start, stop, written))
+        except BaseException as error:
+            if self._writer is not None:
+                self._writer.close()
+            if isinstance(error, OSError):
+                error.add_note(f"{parts.folder} keeps what is done: mend this, call again, and it goes on")
+            with suppress(OSError):
+                parts.folder.rmdir()  # if nothing is in it
+            raise
+        total = -(-self._num_batches // self._per_part) if processes.size == 1 else num_parts
+        assert total is not None
+        processes.together(lambda: parts.finish(total))
+        return index is not None and (stop is None or start < stop), self._num_recorded
+
+    def _num_left(self, start: int, stop: int | None, written: Written) -> int | None:
+        """How many batches of parts [start, stop) there are to extract, if that is known."""
+        if self._source.num_batches is None:
+            return None
+        last = self._source.num_batches if stop is None else stop * self._per_part
+        last = min(last, self._source.num_batches)
+        return last - start * self._per_part - sum(batches for batches, _ in written.values())
+
+    def _batches(self, start: int, stop: int | None, limit: int | None, written: Written) -> Iterator[Batch]:
+        """The batches of the parts [start, stop) that are not written; those that are must be the same."""
+        seen: Written = {}
+        num_batches = self._source.num_batches
+        last = None if stop is None or num_batches is None else min(stop * self._per_part, num_batches)
+        for batch in self._source.batches(start * self._per_part, last):
+            part = batch.number // self._per_part
+            self._num_batches = batch.number + 1
+            if part in written:
+                batches, inputs = seen.get(part, (0, 0))
+                seen[part] = batches + 1, batch.checksum(inputs)
+                if batches + 1 >= written[part][0] and seen[part] != written[part]:
+                    raise InterpError(_other_batches(batch.number))
+            elif limit is not None and part >= limit:
+                raise InterpError(_other_batches(batch.number))
+            else:
+                yield batch
+        if missing := [part for part in written if seen.get(part) != written[part]]:
+            raise InterpError(_other_batches(min(missing) * self._per_part))
+
+    def _extract(self, batches: Iterator[Batch], num_batches: int | None) -> None:
+        """Extract batches. Collective if the model is shared."""
+        processes = self._processes
+        steps = processes.steps(batches, lambda: next(self._source.batches(0, 1)))
+        drawn = with_progress(steps, num_batches, "extract", self._progress and processes.shows_progress)
+        with _evaluating(self._model), torch.no_grad():
+            stops = self._feed.is_default and not processes.in_step and not is_sharded(self._model)
+            if not self._columns:
+                self._run(islice(drawn, 1), stops=False)
+            self._run(drawn, stops)
+        if self._parts is not None and self._writer is not None:
+            self._publish((self._num_batches - 1) // self._per_part)
+
+    def _run(self, steps: Iterator[tuple[Batch, bool]], stops: bool) -> None:
+        """Run some batches inside one capture."""
+        one = next(steps, None)
+        if one is None:
+            return
+        with capture(
+            self._model,
+            self._sites,
+            select=self._rows.by_pattern(self._sites),
+            stop=stops,
+            device="cpu",
+            sink=lambda key, rows: self._deliver(key, rows),
+            attention_bytes=self._attention_bytes,
+        ) as acts:
+            if stops and self._columns:
+                acts.expect(c.name for c in self._columns if c.name not in ROW_COLUMNS)
+            for batch, counts in chain([one], steps):
+                self._check_padding(acts, batch)
+                if counts and (self._writer or self._parts):
+                    self._record(acts, batch)
+                else:
+                    self._forward(acts, batch, _ignore)
+
+    def _record(self, acts: Activations, batch: Batch) -> None:
+        """Extract one batch, and publish its part if it was the last of it."""
+        if self._writer is None:
+            assert self._parts is not None
+            self._parts.folder.mkdir(parents=True, exist_ok=True)
+            self._writer = PartWriter(self._columns, self._parts.folder)
+        self._forward(acts, batch, self._writer.write)
+        if not acts.fired and not self._columns:
+            return  # `capture` raises and says why
+        for name, values in self._rows.ids().items():
+            self._writer.write(name, values)
+        self._check_axes(acts, batch)
+        self._writer.commit(batch)
+        self._columns = self._writer.columns
+        self._num_recorded += 1
+        if self._parts is not None and (batch.number + 1) % self._per_part == 0:
+            self._publish(batch.number // self._per_part)
+
+    def _publish(self, number: int) -> None:
+        assert self._parts is not None and self._writer is not None
+        self._writer.publish(self._parts.path(number), self._parts.request)
+        self._writer = None
+
+    def _forward(self, acts: Activations, batch: Batch, deliver: Callable[[str, Tensor], None]) -> None:
+        acts.clear()
+        self._rows.start(batch)
+        self._deliver = deliver
+        self._feed(batch)
+        acts.wait()
+
+    def _check_padding(self, acts: Activations, batch: Batch) -> None:
+        """Once, if this process may run the model for itself."""
+        if batch.mask is None or batch.tokens is None or self._padding_checked:
+            return
+        if self._feed.passes_mask(batch) or is_distributed(self._model):
+            return
+
+        def rows_of(sample: Batch) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            self._forward(acts, sample, lambda key, rows: found.update({key: rows.clone()}))
+            return found
+
+        self._padding_checked = check_padding(batch, self._names, rows_of)
+
+    def _check_axes(self, acts: Activations, batch: Batch) -> None:
+        """With as many tokens as samples, run the batch again with a sample less: do they come first?
+
+        Raises:
+            InterpError: they do not; or this cannot be tried.
+        """
+        if self._axes_checked or (self._rows.square and batch.size == 1):
+            return
+        if self._rows.square:
+            fewer = batch.part(self._names, 0, batch.size - 1)
+            if fewer is None or is_distributed(self._model):
+                raise InterpError(
+                    f"batch {batch.number} has as many samples as tokens ({batch.size}), so that it is "
+                    "unknown which come first in the values; expected another number: give another batch_size"
+                )
+            self._forward(acts, fewer, _ignore)
+        self._axes_checked = True
+
+
+def _ignore(key: str, rows: Tensor) -> None:
+    """Rows that do not count."""
+
+
+def _other_batches(number: int) -> str:
+    return (
+        f"batch {number} is not the one that was extracted before; expected the same batches in each run: do "
+        "not shuffle, or give resume=False to start anew"
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards each module is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
