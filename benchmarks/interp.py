@@ -49,15 +49,15 @@ MEMORY = Shape(layers=6, width=256, heads=8, vocab=256, batch=8, context=256, ba
 
 ALL = (
     "forward", "forward + raw write", "blocks + raw write", "hooks, streamed", "hooks, kept, np.savez",
-    "nnsight cache", "transformer_lens run_with_cache", "forge capture", "forge extract folder",
-    "forge extract .npz",
+    "nnsight cache", "transformer_lens run_with_cache", "forge capture", "forge extract",
+    "forge extract, export .npz",
 )  # fmt: skip
-MIDDLE = ("nnsight stop", "transformer_lens run_with_cache", "forge capture", "forge extract folder")
+MIDDLE = ("nnsight stop", "transformer_lens run_with_cache", "forge capture", "forge extract")
 GROWING = (
     "hooks, kept, np.savez",
-    "forge extract folder",
-    "forge extract .safetensors",
-    "forge extract .npz",
+    "forge extract",
+    "forge extract, export .safetensors",
+    "forge extract, export .npz",
 )
 
 
@@ -266,7 +266,7 @@ def gates(runner: Runner, memory: Sequence[dict[str, Any]]) -> list[dict[str, An
     ours = [line for line in memory if line["tool"].startswith("forge")]
     extra = max(value for line in ours for name, value in line.items() if name.startswith("extra_mb"))
     slope = max(line["mb a further mb"] for line in ours)
-    all_sites, forward = ("all", "forge extract folder"), ("all", "forward")
+    all_sites, forward = ("all", "forge extract"), ("all", "forward")
     lines = [
         (
             "all sites / (forward + raw write), CPU",
@@ -278,7 +278,7 @@ def gates(runner: Runner, memory: Sequence[dict[str, Any]]) -> list[dict[str, An
             *runner.ratio(all_sites, ("all", "blocks + raw write")),
             1.10,
         ),
-        ("middle site / forward, CPU", *runner.ratio(("middle", "forge extract folder"), forward), 0.45),
+        ("middle site / forward, CPU", *runner.ratio(("middle", "forge extract"), forward), 0.45),
         ("extra peak memory, MB", extra, extra, 128),
         ("extra MB a further MB of payload", slope, slope, 0.05),
     ]

@@ -239,11 +239,11 @@ def forge_capture(model: torch.nn.Module, layers: Sequence[int]) -> Extract:
     return extract
 
 
-def forge_extract(form: str) -> Tool:
-    """`extract_representations` into this format."""
+def forge_extract(export: str = "") -> Tool:
+    """`extract_representations`; `export` into a file with this ending."""
 
     def tool(model: torch.nn.Module, layers: Sequence[int]) -> Extract:
-        from forge_interp import extract_representations
+        from forge_interp import ActivationStore, extract_representations
 
         def extract(batches: Sequence[torch.Tensor], folder: Path) -> None:
             folder.mkdir(parents=True)
@@ -252,10 +252,12 @@ def forge_extract(form: str) -> Tool:
                 model,
                 rows,
                 [f"{block(i)}:out" for i in layers],
-                out=folder / form,
+                out=folder / "acts",
                 batch_size=len(batches[0]),
                 progress=False,
             )
+            if export:
+                ActivationStore.open(folder / "acts").export(folder / f"exported{export}")
 
         return extract
 
@@ -272,10 +274,9 @@ TOOLS: dict[str, Tool] = {
     "nnsight stop": nnsight_stop,
     "transformer_lens run_with_cache": transformer_lens_cache,
     "forge capture": forge_capture,
-    "forge extract folder": forge_extract("acts"),
-    "forge extract .npz": forge_extract("acts.npz"),
-    "forge extract .safetensors": forge_extract("acts.safetensors"),
-    "forge extract .zarr": forge_extract("acts.zarr"),
+    "forge extract": forge_extract(),
+    "forge extract, export .npz": forge_extract(".npz"),
+    "forge extract, export .safetensors": forge_extract(".safetensors"),
 }
 
 

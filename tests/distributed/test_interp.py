@@ -10,7 +10,6 @@ from forge_interp.causal.path_patching import path_patching
 from forge_interp.errors import InterpError
 from forge_interp.hooks.capture import capture
 from forge_interp.hooks.edit import ablate, edit, patch, steer
-from forge_interp.weights import load_weights
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel import (
@@ -28,7 +27,6 @@ from forge_parallel import (
 from forge_parallel.mesh import Mesh
 from forge_parallel.tensor import local_part
 from forge_parallel.testing import run_ranks
-from safetensors.torch import save_file
 from torch import nn
 
 pytestmark = pytest.mark.dist
@@ -188,24 +186,6 @@ def edited_heads() -> str:
 def test_edit_of_heads_that_are_spread_over_ranks_is_refused():
     for message in run_ranks(edited_heads, 2):
         assert "only a part of it on this rank" in message
-
-
-def loaded(path: str, layout: str) -> dict[str, np.ndarray]:
-    """Logits of a split model whose own weights were lost."""
-    model, mesh = (tensor_parallel(), Mesh(torch.device("cpu"))) if layout == "tensor" else build({})
-    for parameter in model.parameters():
-        local_part(parameter.data).fill_(float("nan"))
-    load_weights(model, path)
-    return seen(model, mine(mesh), [":out"])
-
-
-@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
-def test_load_weights_fills_each_rank_s_part(single, tmp_path, layout):
-    model, _ = build(None)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    for rank, found in enumerate(run_ranks(loaded, 2, str(tmp_path), layout)):
-        rows = rows_of(rank, 2) if layout == "fsdp" else slice(None)
-        assert_near(found, {":out": single[":out"]}, rows)
 
 
 def trained(sizes: dict | None, options: dict, watch: bool) -> dict[str, np.ndarray]:

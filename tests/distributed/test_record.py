@@ -102,7 +102,7 @@ def job(tmp_path, text):
 
 
 def recorded(tmp_path: Path, name: str, step: int) -> ActivationStore:
-    return ActivationStore.open(tmp_path / name / "tiny" / "activations" / f"step-{step:08d}.npz")
+    return ActivationStore.open(tmp_path / name / "tiny" / "activations" / f"step-{step:08d}")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_record_changes_no_bit_of_sharded_training(tmp_path, job, world_size, ex
     assert found == expected
     assert len(expected[0][0]) == 5
     folder = tmp_path / "watched" / "tiny" / "activations"
-    assert sorted(path.name for path in folder.iterdir()) == [f"step-{n:08d}.npz" for n in (0, 2, 4, 5)]
+    assert sorted(path.name for path in folder.iterdir()) == [f"step-{n:08d}" for n in (0, 2, 4, 5)]
 
 
 def test_record_of_several_ranks_is_that_of_one(tmp_path, job):

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import random
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,20 +104,18 @@ def files(job) -> list[str]:
 
 
 def store(job, step: int) -> ActivationStore:
-    return ActivationStore.open(job.job.directory / "activations" / f"step-{step:08d}.npz")
+    return ActivationStore.open(job.job.directory / "activations" / f"step-{step:08d}")
 
 
 def test_record_writes_the_start_every_n_steps_and_the_end(job):
     tiny = job(HOOK)
     train(tiny)
-    assert files(tiny) == [f"step-{step:08d}.npz" for step in (0, 2, 4, 5)]
+    assert files(tiny) == [f"step-{step:08d}" for step in (0, 2, 4, 5)]
     opened = store(tiny, 2)
     assert list(opened) == SITES
     assert opened["layers.0:out"].shape == (3 * 16, 16)
     assert opened.sample_id.tolist() == [n for n in range(3) for _ in range(16)]
     assert opened.position.tolist() == list(range(16)) * 3
-    with np.load(opened.path) as plain:
-        np.testing.assert_array_equal(plain["layers.1:out"], opened["layers.1:out"].numpy())
     assert "interp/" not in (tiny.job.directory / "metrics.jsonl").read_text()
 
 
@@ -231,17 +230,19 @@ def test_record_goes_on_after_a_resume_and_overwrites_with_the_same_bytes(job):
     tiny = job(HOOK)
     train(tiny)
     folder = tiny.job.directory / "activations"
-    expected = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for step in (4, 5):
-        (folder / f"step-{step:08d}.npz").write_bytes(b"of an earlier attempt")
-    for step in (4, 99):
-        (folder / f"step-{step:08d}.npz.partial" / "rank-00000-of-00007").mkdir(parents=True)
+    expected = {path: path.read_bytes() for path in folder.rglob("*.*")}
+    shutil.rmtree(folder / "step-00000004")
+    (folder / "step-00000004").write_bytes(b"of an earlier attempt")
+    (folder / "step-00000005" / "index.json").unlink()
+    (folder / "step-00000005" / "part-00000.safetensors").write_bytes(b"of an earlier attempt")
+    (folder / "step-00000099").mkdir()
     newest = max((tiny.job.directory / "checkpoints").glob("step-*"))
     assert newest.name.endswith("5")
     newest.rename(newest.with_name("aside"))
     found, _ = train(tiny)
     assert len(found) == 5
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == expected
+    assert files(tiny) == [f"step-{step:08d}" for step in (0, 2, 4, 5)]
 
 
 @pytest.mark.parametrize(
@@ -267,21 +268,21 @@ def test_a_recording_that_cannot_be_written_ends_the_run_and_leaves_nothing_half
     extract = recorder.extract_representations
 
     def fills_the_disk(model, probe, sites, path, **rest):
-        if path.name != "step-00000004.npz":
+        if path.name != "step-00000004":
             return extract(model, probe, sites, path, **rest)
-        path.with_name(f"{path.name}.partial").mkdir()
+        path.mkdir()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     tiny = job(HOOK)
     with (
         monkeypatch.context() as patched,
-        pytest.raises(ConfigError, match=r"004\.npz cannot be written \(.*No space"),
+        pytest.raises(ConfigError, match=r"004 cannot be written \(.*No space"),
     ):
         patched.setattr(recorder, "extract_representations", fills_the_disk)
         train(tiny)
-    assert files(tiny) == ["step-00000000.npz", "step-00000002.npz"]
+    assert files(tiny) == ["step-00000000", "step-00000002"]
     train(tiny)
-    assert files(tiny) == [f"step-{step:08d}.npz" for step in (0, 2, 4, 5)]
+    assert files(tiny) == [f"step-{step:08d}" for step in (0, 2, 4, 5)]
 
 
 def test_record_logs_summaries_of_the_file(job):
@@ -330,10 +331,10 @@ def test_summary_says_what_it_can_about_odd_values():
     assert all(math.isnan(value) for value in summary(torch.tensor([[1.0, torch.inf]])).values())
 
 
-def test_pooled_record_in_another_dtype_and_format(job):
-    tiny = job(HOOK + 'pool = "last"\ndtype = "bfloat16"\nformat = "safetensors"\n')
+def test_pooled_record_in_another_dtype(job):
+    tiny = job(HOOK + 'pool = "last"\ndtype = "bfloat16"\n')
     train(tiny)
-    opened = ActivationStore.open(tiny.job.directory / "activations" / "step-00000005.safetensors")
+    opened = store(tiny, 5)
     assert opened["layers.0:out"].shape == (3, 16) and opened["layers.0:out"].dtype == torch.bfloat16
 
 

@@ -189,10 +189,8 @@ def test_extract_mixes_no_edited_rows_with_others(tmp_path: Path):
         extract(tmp_path / "a", model, interrupted())
     with pytest.raises(InterpError, match="model hooks: "):
         extract(tmp_path / "a", model, iter(IDS.split(2)))
-    with (
-        edit(model, {"0:out": steer(torch.full((4,), 2.0))}),
-        pytest.raises(InterpError, match="model hooks"),
-    ):
+    other = edit(model, {"0:out": steer(torch.full((4,), 2.0))})
+    with pytest.raises(InterpError, match="model hooks"), other:
         extract(tmp_path / "a", model, iter(IDS.split(2)))
     with edit(model, {"0:out": steer(torch.ones(4))}):
         rows = extract(tmp_path / "a", model, iter(IDS.split(2)))

@@ -14,7 +14,7 @@ def test_readme_example_runs_with_forge_interp_alone(tmp_path):
     script.write_text(_ALONE + block)
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "acts.npz").exists()
+    assert (tmp_path / "acts" / "index.json").exists()
 
 
 def test_readme_lists_every_public_name_and_no_other():

@@ -72,7 +72,6 @@ from forge_interp.plot import plot_attention as plot_attention
 from forge_interp.plot import plot_encoding as plot_encoding
 from forge_interp.plot import plot_probe as plot_probe
 from forge_interp.plot import plot_similarity as plot_similarity
-from forge_interp.weights import load_weights as load_weights
 
 __all__ = [
     "ActivationStore",
@@ -124,7 +123,6 @@ __all__ = [
     "induction_score",
     "lag_mass",
     "linear_cka",
-    "load_weights",
     "logit_lens",
     "mean_cca",
     "mutual_knn",

@@ -11,7 +11,7 @@ from forge_trainer.hooks.base import Hook, HookConfig, RunView, hooks
 
 @hooks.register("record")
 class RecordConfig(HookConfig):
-    """Writes activations to `<run>/activations/step-00000100.npz`, to be read by `forge_interp`.
+    """Writes activations to `<run>/activations/step-00000100`, to be read by `forge_interp.ActivationStore`.
 
     The untrained model is recorded as step 0. Training computes the same bits with and without this hook. A
     recording that cannot be written ends the run, as a checkpoint does; the run goes on from its last one.
@@ -22,10 +22,9 @@ class RecordConfig(HookConfig):
             the loss here, never all logits: record what it reads, `norm:out`.
         samples: sequences of the held-out text, evenly spaced; the same ones each time. All, if it has fewer.
         pool: how the tokens of a sequence become one row; without it there is a row a token.
-        dtype: of the numbers in the file; without it that of the model.
-        format: of the file.
+        dtype: of the numbers; without it that of the model.
         summaries: log RMS, largest magnitude and effective rank of each site under `interp/`, from up to 512
-            rows of the file.
+            rows of the recording.
         folder: where in the run directory the files go; another one for each hook of this type.
     """
 
@@ -34,7 +33,6 @@ class RecordConfig(HookConfig):
     samples: Annotated[int, Meta(ge=1)] = 8
     pool: Literal["mean", "last", "first", "max"] | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    format: Literal["npz", "safetensors"] = "npz"
     summaries: bool = False
     folder: Annotated[str, Meta(pattern="^[A-Za-z0-9_][A-Za-z0-9_-]*$")] = "activations"
 

@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from forge_interp import (
     effective_rank,
     extract_representations,
 )
-from forge_interp.extraction.merge import working_folder
+from forge_interp.extraction.folder import INDEX
 from torch import Tensor, nn
 
 from forge_trainer.hooks.base import Hook, RunView
@@ -53,15 +54,16 @@ class Recorder(Hook):
         self.every = config.every_steps
         self._config = config
         self._run = run
-        self._loss_fn = run.job.loss.build()
+        self._forward = partial(_forward, run.job.loss.build(), run.mesh.device)
         self._folder = run.directory / config.folder
         data = msgspec.structs.replace(run.job.data, validation_samples=config.samples)
         batches = build_loader(data, "validation", micro_batch=1)
         self._probe = [{k: v[0] for k, v in micro.inputs.items()} for batch in batches for micro in batch]
-        self._remove("step-*.partial")
-        trial = self._folder / f"trial.{config.format}"
+        unfinished = [path for path in self._folder.glob("step-*") if not (path / INDEX).exists()]
+        self._remove(*unfinished)
+        trial = self._folder / "trial"
         self._extract(trial, self._probe[: run.job.train.micro_batch])
-        self._remove(trial.name)
+        self._remove(trial)
         if run.progress.step == 0:
             self._extract(self._path(0), self._probe)
 
@@ -75,12 +77,12 @@ class Recorder(Hook):
             tracker.log({"step": progress.step, "tokens": progress.tokens} | found)
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step:08d}.{self._config.format}"
+        return self._folder / f"step-{step:08d}"
 
     def _extract(self, path: Path, probe: Sequence[Mapping[str, Tensor]]) -> None:
         """Write one recording in place of what an earlier attempt has left."""
         (model,), mesh = self._run.parts, self._run.mesh
-        self._remove(f"{path.name}*")
+        self._remove(path)
         if mesh.control_group is not None:
             torch.distributed.barrier(mesh.control_group)
         dtype = self._config.dtype
@@ -98,21 +100,23 @@ class Recorder(Hook):
                 rank=mesh.batch.rank,
                 world_size=mesh.batch.size,
                 group=mesh.control_group,
+                identity="recording",
+                resume=False,
                 progress=False,
             )
 
-    def _remove(self, pattern: str) -> None:
+    def _remove(self, *paths: Path) -> None:
         """Remove what a killed run has left; only the first rank does."""
         if self._run.env.rank != 0:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob(pattern):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for path in filter(Path.exists, paths):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _forward(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-        """The pass of an evaluation: the loss never holds all logits."""
-        device = self._run.mesh.device
-        return model(**{name: value.to(device) for name, value in batch.items()}, loss_fn=self._loss_fn)
+
+def _forward(loss_fn: Any, device: torch.device, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    """The pass of an evaluation: the loss never holds all logits."""
+    return model(**{name: value.to(device) for name, value in batch.items()}, loss_fn=loss_fn)
 
 
 @contextmanager
@@ -123,7 +127,7 @@ def _explained(path: Path) -> Iterator[None]:
     except InterpError as error:
         raise ConfigError(f"hooks of type record: {error}") from None
     except OSError as error:
-        shutil.rmtree(working_folder(path), ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
         raise ConfigError(
             f"hooks of type record: {path} cannot be written ({error}); expected room on that disk: make "
             "some, record less, or take the hook out; the same command continues from the last checkpoint"
