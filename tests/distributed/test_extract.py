@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations
-from forge_interp.extraction.fingerprint import model_fingerprint
+from forge_interp.extraction.identity import model_identity
 from forge_interp.extraction.processes import Processes
 from forge_interp.extraction.store import ActivationStore
 from forge_model import DecoderConfig, initialize
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.dist
 
 VOCAB, TOKENS, SAMPLES, BATCH = 67, 12, 11, 2
 SITES = ["layers.*:out", "layers.*.attention:attn.z", "layers.1.ffn:in", "head:out"]
-FORMATS = [".npz", ".safetensors", ".zarr", ""]
 
 
 def build(layout: str) -> nn.Module:
@@ -49,8 +48,8 @@ def dataset(samples: int = SAMPLES) -> list[dict[str, torch.Tensor]]:
     return [{"tokens": torch.randint(VOCAB, (TOKENS,), generator=generator)} for _ in range(samples)]
 
 
-def extract(folder: str, layout: str, suffix: str, samples: int = SAMPLES, **options) -> str:
-    out = f"{folder}/acts{suffix}"
+def extract(folder: str, layout: str, samples: int = SAMPLES, **options) -> str:
+    out = f"{folder}/acts"
     extract_representations(
         build(layout), dataset(samples), SITES, out, batch_size=BATCH, tokens="tokens", **options
     )
@@ -76,24 +75,23 @@ def assert_same_bits(found: str, expected: str):
         assert torch.equal(a[name], tensor), name
 
 
-def alone(folder: str, suffix: str, samples: int = SAMPLES) -> str:
+def alone(folder: str, samples: int = SAMPLES) -> str:
     """What one process writes that knows nothing of ranks."""
     dist.destroy_process_group()
     try:
-        return extract(folder, "plain", suffix, samples)
+        return extract(folder, "plain", samples)
     finally:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_extraction_by_ranks_that_each_hold_the_model_is_byte_identical(tmp_path, suffix):
+def test_extraction_by_ranks_that_each_hold_the_model_is_byte_identical(tmp_path):
     (tmp_path / "1").mkdir()
-    [expected] = run_ranks(alone, 1, str(tmp_path / "1"), suffix)
+    [expected] = run_ranks(alone, 1, str(tmp_path / "1"))
     assert ActivationStore.open(expected).rows == SAMPLES * TOKENS
     for world_size in (2, 4):
         folder = tmp_path / str(world_size)
         folder.mkdir()
-        found = run_ranks(extract, world_size, str(folder), "plain", suffix)
+        found = run_ranks(extract, world_size, str(folder), "plain")
         assert contents(found[0]) == contents(expected)
         assert [path.name for path in folder.iterdir()] == [Path(found[0]).name]
 
@@ -102,20 +100,20 @@ def test_extraction_by_ranks_that_each_hold_the_model_is_byte_identical(tmp_path
 def test_extraction_of_a_sharded_model_has_the_bits_of_one_process(tmp_path, world_size, samples):
     for name in ("one", "many"):
         (tmp_path / name).mkdir()
-    [expected] = run_ranks(alone, 1, str(tmp_path / "one"), ".npz", samples)
-    found = run_ranks(extract, world_size, str(tmp_path / "many"), "fsdp", ".npz", samples)
+    [expected] = run_ranks(alone, 1, str(tmp_path / "one"), samples)
+    found = run_ranks(extract, world_size, str(tmp_path / "many"), "fsdp", samples)
     assert_same_bits(found[0], expected)
     assert ActivationStore.open(found[0]).rows == samples * TOKENS
 
 
-def twice(folder: str) -> list[bytes]:
+def twice(folder: str) -> list[dict[str, bytes]]:
     """The bytes of a sharded extraction, and of a second one after a backward pass."""
     model = build("fsdp")
     found = []
     for name in ("first", "again"):
-        out = Path(folder) / f"{name}.npz"
+        out = Path(folder) / name
         extract_representations(model, dataset(), SITES, out, batch_size=BATCH, tokens="tokens")
-        found.append(out.read_bytes())
+        found.append(contents(str(out)))
         model(dataset()[0]["tokens"][None]).sum().backward()
         model.zero_grad()
     return found
@@ -126,32 +124,32 @@ def test_extraction_of_a_sharded_model_leaves_it_able_to_train(tmp_path):
         assert first == again
 
 
-def fingerprints(folder: str) -> list[dict]:
+def identities(folder: str) -> list[dict]:
     """Of the model whole, sharded, gathered by a forward pass, and with one weight changed."""
     model = build("fsdp")
-    found = [model_fingerprint(build("plain")), model_fingerprint(model)]
+    found = [model_identity(build("plain")), model_identity(model)]
     with torch.no_grad():
         model(dataset()[0]["tokens"][None])
-        found.append(model_fingerprint(model))
+        found.append(model_identity(model))
         out = extract_sharded(folder, model)
         last = next(
             p for name, p in model.named_parameters() if "layers.1" in name and p.ndim == 2
         ).to_local()
         if dist.get_rank() == dist.get_world_size() - 1:
             last[-1, -1] += 1
-    with pytest.raises(InterpError, match="model: "):
+    with pytest.raises(InterpError, match="model weights: "):
         extract_sharded(folder, model)
-    return [*found, model_fingerprint(model), ActivationStore.open(out).metadata["request"]["model"]]
+    return [*found, model_identity(model), ActivationStore.open(out).metadata["request"]["model"]]
 
 
 def extract_sharded(folder: str, model: nn.Module) -> str:
-    out = f"{folder}/acts.npz"
+    out = f"{folder}/acts"
     extract_representations(model, dataset(), SITES, out, batch_size=BATCH, tokens="tokens")
     return out
 
 
-def test_fingerprint_of_a_sharded_model_is_that_of_the_whole(tmp_path):
-    for whole, sharded, gathered, changed, written in run_ranks(fingerprints, 2, str(tmp_path)):
+def test_identity_of_a_sharded_model_is_that_of_the_whole(tmp_path):
+    for whole, sharded, gathered, changed, written in run_ranks(identities, 2, str(tmp_path)):
         assert whole == sharded == gathered == written
         assert whole["layout"] == changed["layout"] and whole["weights"] != changed["weights"]
 
@@ -161,13 +159,13 @@ def of_mixed_precision() -> bool:
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    before = model_fingerprint(model)
+    before = model_identity(model)
     with torch.no_grad():
         model(torch.zeros(2, 4))
-    return model_fingerprint(model) == before
+    return model_identity(model) == before
 
 
-def test_fingerprint_is_not_that_of_the_weights_that_a_pass_has_cast():
+def test_identity_is_not_that_of_the_weights_that_a_pass_has_cast():
     assert run_ranks(of_mixed_precision, 2) == [True, True]
 
 
@@ -182,12 +180,12 @@ def test_one_rank_of_those_that_wait_for_each_other_draws():
 
 
 def by_one_writer(folder: str) -> str:
-    return extract(folder, "tensor", ".npz", rank=0, world_size=1, writes=dist.get_rank() == 0)
+    return extract(folder, "tensor", rank=0, world_size=1, writes=dist.get_rank() == 0)
 
 
 def by_all(folder: str) -> str:
     try:
-        return extract(folder, "tensor", ".npz")
+        return extract(folder, "tensor")
     except InterpError as error:
         return str(error)
 
@@ -199,7 +197,7 @@ def test_extraction_of_a_tensor_parallel_model_wants_to_know_who_shares_batches(
 def test_extraction_of_a_tensor_parallel_model_is_written_once_and_whole(tmp_path):
     for name in ("one", "many"):
         (tmp_path / name).mkdir()
-    [expected] = run_ranks(alone, 1, str(tmp_path / "one"), ".npz")
+    [expected] = run_ranks(alone, 1, str(tmp_path / "one"))
     found = values(run_ranks(by_one_writer, 2, str(tmp_path / "many"))[0])
     for name, tensor in values(expected).items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
@@ -209,8 +207,8 @@ def half(folder: str, rank: int) -> bool:
     """One of two processes that know nothing of each other."""
     dist.destroy_process_group()
     try:
-        out = extract(folder, "plain", ".npz", rank=rank, world_size=2)
-        return Path(out).exists()
+        out = extract(folder, "plain", rank=rank, world_size=2)
+        return (Path(out) / "index.json").exists()
     finally:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -218,8 +216,8 @@ def half(folder: str, rank: int) -> bool:
 def test_shards_of_processes_without_a_group_become_the_same_file(tmp_path):
     for name in ("one", "many"):
         (tmp_path / name).mkdir()
-    [expected] = run_ranks(alone, 1, str(tmp_path / "one"), ".npz")
+    [expected] = run_ranks(alone, 1, str(tmp_path / "one"))
     [first] = run_ranks(half, 1, str(tmp_path / "many"), 1)
     [second] = run_ranks(half, 1, str(tmp_path / "many"), 0)
     assert (first, second) == (False, True)
-    assert contents(str(tmp_path / "many" / "acts.npz")) == contents(expected)
+    assert contents(str(tmp_path / "many" / "acts")) == contents(expected)

@@ -45,6 +45,8 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
     property: ("fget",),
 }
+_OF_FSDP = ("_fsdp", "_is_fsdp", "__composable_api_state_key")
+_VALUES = (*_PLAIN, Tensor, np.ndarray, Mapping, list, tuple, set, frozenset, FunctionType, MethodType)
 _SUM_WIDTH = 1024
 
 
@@ -56,7 +58,8 @@ def identity_of(
     Collective if the model is sharded; the same however it is. Every weight is read, on its device.
 
     Args:
-        model: any module. What its `forward` sets, such as counters and caches, does not count.
+        model: any module. What its `forward` assigns, such as counters, does not count, nor do
+            objects in attributes whose name begins with `_`: both are state of running, such as caches.
         functions: by what they are for, with all that they read.
         name: of what cannot be described.
         strict: whether to refuse what cannot be described, if `name` is None.
@@ -251,10 +254,14 @@ def _numerics() -> dict[str, Any]:
 
 
 def _settings(module: nn.Module, kind: type) -> list[tuple[str, Any]]:
-    """Plain attributes, but for those that a forward pass sets."""
+    """Attributes, but for those that a forward pass sets, marks of FSDP2, and private objects (caches)."""
     names = vars(module).keys() - _OF_EVERY_MODULE - _assigned_by_forward(kind)
-    held = ((name, vars(module)[name]) for name in sorted(names))
-    return [(name, value) for name, value in held if not _is_ours(value)]
+    held = [(name, vars(module)[name]) for name in sorted(names) if not name.startswith(_OF_FSDP)]
+    return [
+        (name, value)
+        for name, value in held
+        if not _is_ours(value) and (not name.startswith("_") or isinstance(value, _VALUES))
+    ]
 
 
 @functools.cache
@@ -265,7 +272,8 @@ def _assigned_by_forward(kind: type) -> frozenset[str]:
     todo = ["forward"]
     while todo:
         name = todo.pop()
-        code = getattr(inspect.unwrap(getattr(kind, name, None)), "__code__", None)
+        method: Any = getattr(kind, name, None)
+        code = getattr(inspect.unwrap(method), "__code__", None)
         if code is not None and name not in done:
             found |= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
             todo += code.co_names
@@ -276,9 +284,9 @@ def _assigned_by_forward(kind: type) -> frozenset[str]:
 def _hooks(module: nn.Module) -> Iterator[Any]:
     """What changes values on their way: `edit` by site and function, and hooks of others than torch."""
     for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
-        owner = getattr(hook, "__self__", None)
-        if hasattr(owner, "edits"):
-            yield from [(str(site), function) for site, function in owner.edits]
+        edits = getattr(getattr(hook, "__self__", None), "edits", None)
+        if edits is not None:
+            yield from [(str(site), function) for site, function in edits]
         elif not _is_ours(hook) and not (getattr(hook, "__module__", "") or "").startswith("torch."):
             yield hook
 

@@ -140,7 +140,8 @@ class PartWriter:
     def __init__(self, columns: tuple[Column, ...], folder: Path | None) -> None:
         self.columns = columns
         self.rows = self.batches = self._inputs = 0
-        self._spool = tempfile.SpooledTemporaryFile(_SPOOL_BYTES if folder else 0, dir=folder)  # noqa: SIM115
+        place, held_bytes = (str(folder), _SPOOL_BYTES) if folder else (None, 0)
+        self._spool = tempfile.SpooledTemporaryFile(held_bytes, dir=place)  # noqa: SIM115
         self._pieces: dict[str, list[tuple[int, int]]] = {}
         self._crcs: dict[str, int] = {}
         self._pending: dict[str, tuple[Column, int]] = {}

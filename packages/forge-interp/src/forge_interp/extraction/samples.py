@@ -109,7 +109,7 @@ class _Source:
         num_batches: None where it is not known.
     """
 
-    num_batches: int | None
+    num_batches: Any
 
     @property
     def batches_per_part(self) -> int:
