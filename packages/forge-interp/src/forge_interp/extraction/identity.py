@@ -183,7 +183,7 @@ class Describer:
                 (key, self(value, f"{kind.__qualname__}.{key}"))
                 for key, value in sorted(vars(base).items())
                 if isinstance(value, FunctionType | staticmethod | classmethod | property)
-                and not _is_of_library(inspect.unwrap(getattr(value, "fget", None) or value))
+                and not _is_of_library(getattr(value, "fget", None) or value)
             ]
             found += functions and [base.__qualname__, functions]
         self._is_in_class = before
@@ -318,8 +318,7 @@ def _is_fixed(value: Any) -> bool:
 
 
 def _is_of_library(function: Any) -> bool:
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return code is None or _is_library(code.co_filename)
 
 
