@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -247,6 +248,21 @@ def test_check_is_relative_to_the_size_of_the_values():
     call.check(tolerance=0.1)
 
 
+@pytest.mark.parametrize(("times", "passes"), [(0.95, True), (1.05, False), (2.0, False)])
+def test_check_allows_what_it_says_and_no_more(times, passes):
+    """(1e-5 + 16 eps max |score|) times the largest sum_s pattern_s |V_s|, at one head and query."""
+    query, key, value = (x.double() for x in random_qkv())
+    call = call_sdpa(query.float(), key.float(), value.float())
+    _, scores, pattern = defined(query, key, "none", {})
+    allowed = 1e-5 + 16 * torch.finfo(torch.float32).eps * scores[0, 1, 2].abs().max()
+    allowed *= (pattern[0, 1, 2] @ value[0, 1].abs()).max()
+    output = (pattern @ value).clone()
+    output[0, 1, 2, 3] += times * allowed
+    off = AttentionCall.of((call.query, call.key, call.value), {}, output.float())
+    with nullcontext() if passes else pytest.raises(InterpError, match="differs"):
+        off.check()
+
+
 def test_check_allows_the_rounding_of_large_scores():
     query, key, value = random_qkv((1, 2, 64, 64))
     call = call_sdpa(query * 10, key * 10, value)
@@ -360,3 +376,29 @@ def test_read_works_on_fake_tensors():
         assert call.read("pattern", BUDGET).shape == (2, 4, 7, 7)
         for name in ("entropy", "sink", "previous"):
             assert call.read(name, 0).shape == (2, 4, 7)
+
+
+def test_everything_read_of_one_call_takes_one_pass_over_its_scores(monkeypatch):
+    """Products of queries and keys, and of pattern and values for the check and its scale: three in all."""
+    from forge_interp import capture
+    from forge_interp.attention import call as module
+
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    products, grouped = [], module._grouped
+    monkeypatch.setattr(module, "_grouped", lambda *args: products.append(args) or grouped(*args))
+    names = ["raw", "scores", "pattern", "entropy", "sink", "previous"]
+    model, qkv = Attend(), random_qkv()
+    with capture(model, [f":attn.{name}" for name in names]) as acts:
+        model(*qkv)
+        assert len(products) == 3
+        model(*qkv)
+        assert len(products) == 4
+    for name in names:
+        with capture(model, f":attn.{name}") as alone:
+            model(*qkv)
+        for call in ("", "#1"):
+            together, single = acts[f":attn.{name}{call}"], alone[f":attn.{name}"]
+            torch.testing.assert_close(together, single, rtol=0, atol=0, equal_nan=True)

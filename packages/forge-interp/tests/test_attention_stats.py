@@ -10,8 +10,6 @@ from forge_interp.attention.call import AttentionCall
 from forge_interp.attention.statistics import (
     AttentionSummary,
     attention_statistics,
-    induction_score,
-    lag_mass,
 )
 from forge_interp.errors import InterpError
 from torch import Tensor
@@ -169,11 +167,15 @@ def test_attention_statistics_without_any_key_are_not_defined():
         assert found.shape == (2, 4, 3) and found.isnan().all(), name
 
 
+def statistic(call, name, tokens=None):
+    return attention_statistics(call, [name], tokens)[name]
+
+
 def test_lag_mass_is_the_induction_score_of_a_repeated_random_sequence():
     period = 6
     tokens = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:period].repeat(2)[None]
     call = random_call((1, 4, 12, 12), is_causal=True)
-    lag, induction = lag_mass(call, period - 1), induction_score(call, tokens)
+    lag, induction = statistic(call, f"lag.{period - 1}"), statistic(call, "induction", tokens)
     torch.testing.assert_close(induction[..., period:], lag[..., period:], rtol=0, atol=0)
     assert induction[..., :period].isnan().all()
 
@@ -183,7 +185,9 @@ def test_induction_score_of_a_head_that_copies_is_one():
     code = F.one_hot(tokens, 6).double()[:, None] * 100
     before = F.pad(code, (0, 0, 1, 0))[:, :, :-1]
     call = AttentionCall.of((code, before, code), {"is_causal": True}, code)
-    torch.testing.assert_close(induction_score(call, tokens)[0, 0, 4:], torch.ones(3, dtype=torch.float64))
+    torch.testing.assert_close(
+        statistic(call, "induction", tokens)[0, 0, 4:], torch.ones(3, dtype=torch.float64)
+    )
 
 
 def test_attention_statistics_of_many_bfloat16_tokens_equal_the_dense_definition():
@@ -239,7 +243,7 @@ def test_attention_statistics_refuse_missing_tokens_and_unknown_names():
     with pytest.raises(InterpError, match=r"tokens are missing; expected \[2, 12\]"):
         attention_statistics(call, ["induction"])
     with pytest.raises(InterpError, match=r"tokens are \[2, 11\]"):
-        induction_score(call, random_tokens(2, 11))
+        statistic(call, "induction", random_tokens(2, 11))
     for name in ("lag", "lag.-1", "lag.x", "mean", "entropy.1"):
         with pytest.raises(InterpError, match=f"no statistic '{name}'.*lag.K"):
             attention_statistics(call, [name])

@@ -118,6 +118,24 @@ def test_integrated_gradients_are_complete_in_the_limit():
     assert np.abs(plain.values - exact.values).max() > 1e-2  # one gradient is not enough on this net
 
 
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_integrated_gradients_are_exact_on_polynomials(steps):
+    """Gauss and Legendre's points integrate degree 2 steps - 1 exactly: each point and weight matters."""
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    clean, corrupted = torch.randn(2, 2, 3, 4, dtype=torch.float64, generator=torch.manual_seed(0)).unbind()
+    degree = 2 * steps
+
+    def power(x):
+        return (x**degree).sum()
+
+    for where in (None, "positions"):
+        table = attribution_patching(model, clean, corrupted, "0", power, steps=steps, where=where)
+        exact = activation_patching(model, clean, corrupted, "0", power, where=where)
+        np.testing.assert_allclose(table.values, exact.values, rtol=1e-12)
+    fewer = attribution_patching(model, clean, corrupted, "0", power, steps=steps - 1)
+    assert abs(fewer.residual.item()) > 1e-3
+
+
 def test_integrated_gradients_share_the_effect_of_a_site_among_its_places():
     model = Net(nn.Tanh)
     whole = attribution_patching(model, CLEAN, CORRUPTED, SITES, metric, steps=6)

@@ -19,7 +19,7 @@ def x():
 def test_interception_hands_over_attention_as_it_was_called_and_nothing_else(x):
     seen = []
 
-    def attend(attention, args, kwargs, rearranged):
+    def attend(attention, args, kwargs, lineage):
         seen.append((args, kwargs))
         return attention(*args, **kwargs) + 1
 
@@ -66,11 +66,11 @@ def test_one_thread_at_a_time_exchanges_the_name():
     layer, before = nn.MultiheadAttention(4, 1, batch_first=True).eval(), F.scaled_dot_product_attention
     second_is_inside, first_is_done = threading.Event(), threading.Event()
 
-    def first(attention, args, kwargs, rearranged):
+    def first(attention, args, kwargs, lineage):
         second_is_inside.wait(0.3)
         return attention(*args, **kwargs)
 
-    def second(attention, args, kwargs, rearranged):
+    def second(attention, args, kwargs, lineage):
         second_is_inside.set()
         first_is_done.wait(5)
         return attention(*args, **kwargs)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_interp.attention.heads import Rearrangements, canonical, pack, unpack
+from forge_interp.attention.lineage import Lineage, Softmax, canonical, pack, unpack
 from forge_interp.attention.placement import is_dtensor, local_parts, placed_like
-from forge_interp.attention.statistics import STATISTICS, Tile, attention_statistics, part
+from forge_interp.attention.statistics import STATISTICS, Tile, collecting, part
 from forge_interp.errors import InterpError
 
 TENSORS = ("q", "k", "v", "z")
@@ -45,8 +45,12 @@ class AttentionCall:
         grouped: whether K < N was announced (`enable_gqa`).
         output: [B, N, T, H'].
         edits: raw, scores or pattern [B, N, T, S] that took the place of the computed ones.
+        is_softmax: whether the model took the softmax itself: query and key are empty then, of head dim 0,
+            and the scores are among `edits`.
+        shape: of the output as the model goes on with it, if that is another.
         packed: K if the model called it with the query heads that share keys packed into queries of one head.
         repeats: how many times it had repeated keys, and values, for that call.
+        computed: what `compute` has left for `read`.
     """
 
     query: Tensor
@@ -59,8 +63,11 @@ class AttentionCall:
     grouped: bool
     output: Tensor
     edits: Mapping[str, Tensor] = field(default_factory=dict)
+    is_softmax: bool = False
+    shape: torch.Size | None = None
     packed: int | None = None
     repeats: tuple[int, int] = (1, 1)
+    computed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(
@@ -68,7 +75,7 @@ class AttentionCall:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         output: Tensor | None = None,
-        rearranged: Rearrangements | None = None,
+        lineage: Lineage | None = None,
     ) -> AttentionCall:
         """Read the arguments of `F.scaled_dot_product_attention`.
 
@@ -76,7 +83,7 @@ class AttentionCall:
             args: as it was called.
             kwargs: as it was called.
             output: what it returned; None before it ran, where `output` only tells the dtype.
-            rearranged: what the model had done to the heads before.
+            lineage: what the model had done to the heads before.
 
         Raises:
             InterpError: nested tensors, or another number of dimensions than three or four.
@@ -89,7 +96,7 @@ class AttentionCall:
             raise InterpError(
                 f"attention was called with queries {list(query.shape)}; expected 3 or 4 dimensions"
             )
-        heads = rearranged.of(query, key, given["value"]) if rearranged else {}
+        heads = lineage.of(query, key, given["value"]) if lineage else {}
         if heads:
             given = canonical(given, **heads)
             query, key, mask = given["query"], given["key"], given["attn_mask"]
@@ -111,14 +118,60 @@ class AttentionCall:
             **heads,
         )
 
+    @classmethod
+    def of_softmax(
+        cls,
+        softmax: Softmax,
+        weights: Tensor,
+        values: Tensor,
+        *,
+        output: Tensor | None = None,
+        lineage: Lineage | None = None,
+    ) -> AttentionCall:
+        """Read a product of weights, from a softmax of scores [B, N, T, S], with values.
+
+        Args:
+            softmax: where the weights come from.
+            weights: [B, N, T, S] or [B N, T, S].
+            values: [B, N, S, H'] or [B N, S, H'].
+            output: the product; None before it was computed.
+            lineage: what the model had done to the values before.
+        """
+        batch, heads, queries, keys = softmax.scores.shape
+        repeats = 1 if lineage is None else lineage.repeats(values)
+        value = values.reshape(batch, heads, keys, values.shape[-1])[:, ::repeats]
+        scores = softmax.scores
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+        shape = (*weights.shape[:-1], values.shape[-1])
+        empty = scores.new_empty(batch, heads, max(queries, keys), 0)
+        return cls(
+            query=empty[:, :, :queries],
+            key=empty[:, :, :keys],
+            value=value,
+            mask=scores > 0.9 * HIDES,
+            is_causal=False,
+            scale=1.0,
+            dropout=softmax.dropout,
+            grouped=False,
+            output=(values.new_empty(shape, device="meta") if output is None else output).reshape(
+                batch, heads, queries, -1
+            ),
+            edits={"scores": scores},
+            is_softmax=True,
+            shape=torch.Size(shape),
+            repeats=(1, repeats),
+        )
+
     @property
     def is_rearranged(self) -> bool:
         """Whether the model had rearranged heads for the call."""
-        return self.packed is not None or self.repeats != (1, 1)
+        return self.packed is not None or self.repeats != (1, 1) or self.is_softmax
 
     @property
     def returned(self) -> Tensor:
         """The output with its heads arranged as the model had arranged those of its queries."""
+        if self.shape is not None:
+            return self.output.reshape(self.shape)
         return self.output if self.packed is None else pack(self.output, self.packed)  # type: ignore[return-value]
 
     @property
@@ -144,17 +197,48 @@ class AttentionCall:
         Raises:
             InterpError: an unknown name, a tensor over the budget, dropout.
         """
+        self.check_known(name)
         if name in TENSORS:
             return {"q": self.query, "k": self.key, "v": self.value, "z": self.output}[name]
+        if name not in self.computed:
+            self.compute([name], max_bytes)
+        value = self.computed.pop(name)
+        value = value if self.query.dim() == 4 else value.squeeze(0)
+        return placed_like(value, self.query) if is_dtensor(self.query) else value
+
+    @torch.no_grad()
+    def compute(self, names: Sequence[str], max_bytes: int, check: bool = False) -> None:
+        """Compute what follows from scores in one pass over them, for `read` to hand out.
+
+        Args:
+            names: as `read` takes them.
+            max_bytes: as `read` takes it.
+            check: also do what `check` does.
+
+        Raises:
+            InterpError: as `read` and `check`.
+        """
         call = self.local()
-        with torch.no_grad():
+        wanted = [name for name in dict.fromkeys(names) if name not in TENSORS]
+        for name in wanted:
             if name in DENSE:
                 call._check_budget(name, max_bytes)
-                value = call._dense(name)
-            else:
-                value = attention_statistics(call, [name])[name]
-        value = value if self.query.dim() == 4 else value.squeeze(0)
-        return value if call is self else placed_like(value, self.query)
+        dense = {
+            name: torch.empty(call.grid, dtype=call.dtype, device=call.query.device)
+            for name in wanted
+            if name in DENSE
+        }
+        statistics, add = collecting(call, [name for name in wanted if name not in DENSE])
+        gate = _Gate(call) if check and not self.query.is_meta and call.key.shape[-2] else None
+        for tile in call.tiles():
+            for name, out in dense.items():
+                out[tile.batch, :, tile.queries] = getattr(tile, name)
+            add(tile)
+            if gate is not None:
+                gate.add(tile)
+        if gate is not None:
+            gate.verify()
+        self.computed.update(dense | statistics)
 
     def local(self) -> AttentionCall:
         """The sequences and heads of this rank where the call was given DTensors, else the call itself.
@@ -201,6 +285,7 @@ class AttentionCall:
         Raises:
             InterpError: dropout.
         """
+        self.check_known(name)
         whole = self.local()._whole(name)
         value = change(whole if self.query.dim() == 4 else whole.squeeze(0))
         later = DENSE[DENSE.index(name) + 1 :]
@@ -269,34 +354,14 @@ class AttentionCall:
         Raises:
             InterpError: they differ, so that scores and pattern are not what the model used; or dropout.
         """
-        eps, call = _product_eps(self.query), self.local()
-        if tolerance is None:
-            tolerance = max(TOLERANCES.get(self.output.dtype, 2e-2), 4 * eps)
-        ratio = worst = torch.zeros((), dtype=self.dtype, device=self.query.device)
+        call = self.local()
+        if self.query.is_meta or call.key.shape[-2] == 0:
+            return
+        gate = _Gate(call, tolerance)
         with torch.no_grad():
             for tile in call.tiles():
-                if self.query.is_meta or call.key.shape[-2] == 0:
-                    return
-                error, scale, size = call._compare(tile)
-                allowed = (tolerance + 16 * eps * size) * scale + torch.finfo(self.output.dtype).tiny
-                ratio = torch.maximum(ratio, (error / allowed).nan_to_num(torch.inf).max())
-                worst = torch.maximum(worst, error.max())
-        if not bool(ratio <= 1):
-            raise InterpError(
-                "softmax(scores) V differs from the output of F.scaled_dot_product_attention by "
-                f"{worst.item():.3g}, {ratio.item():.3g} times what {self.output.dtype} explains; "
-                f"expected equality: {_why(worst)}, so its scores and pattern "
-                "cannot be known; capture attn.q, attn.k, attn.v or attn.z"
-            )
-
-    def _compare(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """[b, N, t] each: error of pattern V, its sum of magnitudes, largest score; 0 for blind queries."""
-        values = self._used(self.value).expand(self.grid[0], -1, -1, -1)[tile.batch].to(self.dtype)
-        error = (_grouped(tile.pattern, values) - _four(self.output)[tile.batch, :, tile.queries]).abs()
-        blind = tile.hidden.all(-1)
-        scale = _grouped(tile.pattern, values.abs()).amax(-1)
-        size = tile.scores.masked_fill(tile.hidden, 0).abs().amax(-1)
-        return error.amax(-1).masked_fill(blind, 0), scale.masked_fill(blind, 0), size
+                gate.add(tile)
+        gate.verify()
 
     def _used(self, x: Tensor) -> Tensor:
         """[B, ...] in the dtype in which autocast hands it to the kernel."""
@@ -322,6 +387,15 @@ class AttentionCall:
             hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.query.device)
         return bias, blocked, hidden.expand(hidden.shape[0], hidden.shape[1], len(here), num_keys)
 
+    def check_known(self, name: str) -> None:
+        """Raise InterpError for what cannot be known of a softmax that the model takes itself."""
+        if self.is_softmax and name in ("q", "k", "raw"):
+            raise InterpError(
+                f"attn.{name} is not seen: the model takes the softmax of its scores itself; expected "
+                "scores, pattern, v, z or a statistic: capture the projections of the module, or call "
+                "model.set_attn_implementation('sdpa') where the model has that"
+            )
+
     def _check_budget(self, name: str, max_bytes: int) -> None:
         batch, heads, queries, keys = self.grid
         needed = batch * heads * queries * keys * self.dtype.itemsize
@@ -333,16 +407,54 @@ class AttentionCall:
                 "raise attention_bytes=, or select fewer sites, sequences or tokens"
             )
 
-    def _dense(self, name: str) -> Tensor:
-        """[B, N, T, S], filled tile by tile, so that nothing else is that large."""
-        out = torch.empty(self.grid, dtype=self.dtype, device=self.query.device)
-        for tile in self.tiles():
-            out[tile.batch, :, tile.queries] = getattr(tile, name)
-        return out
-
     def _whole(self, name: str) -> Tensor:
         """[B, N, T, S] at once, differentiable."""
         return getattr(next(self.tiles(2**62)), name)
+
+
+def product_with_values(
+    product: Callable[..., Tensor], weights: Tensor, values: Tensor, query: Tensor, *arguments: Any, **_: Any
+) -> Tensor:
+    """The model's product of its weights with other values: for attention in `AttentionCall.run`."""
+    value = arguments[1]
+    return product(weights, value.reshape(values.shape)).reshape(*query.shape[:3], -1)
+
+
+class _Gate:
+    """Compares pattern V with the output, tile by tile; see `AttentionCall.check`."""
+
+    def __init__(self, call: AttentionCall, tolerance: float | None = None) -> None:
+        self._call = call
+        self._eps = _product_eps(call.query)
+        if tolerance is None:
+            tolerance = max(TOLERANCES.get(call.output.dtype, 2e-2), 4 * self._eps)
+        self._tolerance = tolerance
+        self._ratio = self._worst = torch.zeros((), dtype=call.dtype, device=call.query.device)
+
+    def add(self, tile: Tile) -> None:
+        """Compare a part."""
+        call = self._call
+        values = call._used(call.value).expand(call.grid[0], -1, -1, -1)[tile.batch].to(call.dtype)
+        error = (_grouped(tile.pattern, values) - _four(call.output)[tile.batch, :, tile.queries]).abs()
+        blind = tile.hidden.all(-1)
+        scale = _grouped(tile.pattern, values.abs()).amax(-1)
+        size = tile.scores.masked_fill(tile.hidden, 0).abs().amax(-1)
+        tiny = torch.finfo(call.output.dtype).tiny
+        allowed = (self._tolerance + 16 * self._eps * size) * scale + tiny
+        ratio = (error.amax(-1) / allowed).masked_fill(blind, 0)
+        self._ratio = torch.maximum(self._ratio, ratio.nan_to_num(torch.inf).max())
+        self._worst = torch.maximum(self._worst, error.amax(-1).masked_fill(blind, 0).max())
+
+    def verify(self) -> None:
+        """Raise InterpError where they differ."""
+        if bool(self._ratio <= 1):
+            return
+        raise InterpError(
+            "softmax(scores) V differs from the output of F.scaled_dot_product_attention by "
+            f"{self._worst.item():.3g}, {self._ratio.item():.3g} times what {self._call.output.dtype} "
+            f"explains; expected equality: {_why(self._worst)}, so its scores and pattern "
+            "cannot be known; capture attn.q, attn.k, attn.v or attn.z"
+        )
 
 
 def _bind(

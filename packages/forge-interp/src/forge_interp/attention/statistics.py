@@ -118,38 +118,28 @@ def attention_statistics(
     Source: sink: Xiao et al. 2023, arXiv:2309.17453; induction: Olsson et al. 2022, arXiv:2209.11895.
     """
     call = call.local()
+    found, add = collecting(call, names, tokens)
+    with torch.no_grad():
+        for tile in call.tiles():
+            add(tile)
+    return found
+
+
+def collecting(
+    call: AttentionCall, names: Sequence[str], tokens: Tensor | None = None
+) -> tuple[dict[str, Tensor], Callable[[Tile], None]]:
+    """Statistics that are NaN as yet, and a function that takes the tiles of the call to fill them in."""
     batch, heads, queries, keys = call.grid
     places = {name: _places(call, name, tokens) for name in names if name != "entropy"}
     shape, like = (batch, heads, queries), {"dtype": call.dtype, "device": call.query.device}
     found = {name: torch.full(shape, torch.nan, **like) for name in names}
-    with torch.no_grad():
-        for tile in call.tiles():
-            for name in names if keys else ():
-                value = _entropy(tile) if name == "entropy" else _weight(tile, places[name](tile), name)
-                found[name][tile.batch, :, tile.queries] = value
-    return found
 
+    def add(tile: Tile) -> None:
+        for name in names if keys else ():
+            value = _entropy(tile) if name == "entropy" else _weight(tile, places[name](tile), name)
+            found[name][tile.batch, :, tile.queries] = value
 
-def induction_score(call: AttentionCall, tokens: Tensor) -> Tensor:
-    """[B, N, T] weight on the key after the latest earlier occurrence of the query's token.
-
-    Args:
-        call: of the attention.
-        tokens: [B, S] ids at the keys.
-
-    Raises:
-        InterpError: tokens of another shape, dropout.
-    """
-    return attention_statistics(call, ["induction"], tokens)["induction"]
-
-
-def lag_mass(call: AttentionCall, lag: int) -> Tensor:
-    """[B, N, T] weight on the key `lag` before the query's own; 0 is the own key.
-
-    Raises:
-        InterpError: a negative lag, dropout.
-    """
-    return attention_statistics(call, [f"lag.{lag}"])[f"lag.{lag}"]
+    return found, add
 
 
 class AttentionSummary:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_interp.attention.call import AttentionCall
+from forge_interp.attention.call import TENSORS, AttentionCall
 from forge_interp.errors import InterpError
 from forge_interp.hooks.boards import attached
 from forge_interp.hooks.interception import SDPA_ONLY
@@ -167,7 +167,8 @@ class Activations(Mapping[str, Tensor]):
             )
         shown = None
         if isinstance(value, AttentionCall):
-            shown = None if site.path[0] in ("k", "v") else value.query
+            query = value.edits["scores"] if value.is_softmax else value.query
+            shown = None if site.path[0] in ("k", "v") else query
             value = self._read(value, site)
         if self._grad:
             value, replacement = self._follow(value, module, site, tapped in self._optional)
@@ -197,8 +198,14 @@ class Activations(Mapping[str, Tensor]):
     def _read(self, call: AttentionCall, site: Site) -> Tensor:
         """One tensor of an attention call; the first of each site must reproduce the model's own output."""
         name = ".".join(site.path)
-        if name not in ("q", "k", "v", "z") and site.module in self._unchecked:
-            self._spread.together(call.check)
+        if name not in TENSORS and name not in call.computed:
+            check, number = site.module in self._unchecked, site.call or 0
+            names = [
+                ".".join(tap.site.path)
+                for tap in self._taps
+                if tap.is_on_attention and tap.site.module == site.module and tap.site.call in (None, number)
+            ]
+            self._spread.together(partial(call.compute, names, self._attention_bytes, check))
             self._unchecked.discard(site.module)
         return call.read(name, self._attention_bytes)
 

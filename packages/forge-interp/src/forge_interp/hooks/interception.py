@@ -12,40 +12,44 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from forge_interp.attention.heads import Rearrangements
+from forge_interp.attention.lineage import Lineage
 
 SDPA_ONLY = (
-    "F.scaled_dot_product_attention, where attention is seen: for a Hugging Face model call "
-    "model.set_attn_implementation('sdpa'), call nn.MultiheadAttention with need_weights=False (by default "
-    "it computes its own softmax); FlexAttention and models with soft-capped scores have no such path"
+    "F.scaled_dot_product_attention, where attention is seen, nor a softmax and its product with values: for "
+    "a Hugging Face model call model.set_attn_implementation('sdpa') or 'eager', call nn.MultiheadAttention "
+    "with need_weights=False (by default it computes its own softmax); FlexAttention has no such path"
 )
 
 
 class Interception(TorchFunctionMode):
-    """Hands each `F.scaled_dot_product_attention` of this thread to a function, while active.
+    """Hands each attention of this thread to a function, while active.
+
+    That is `F.scaled_dot_product_attention`, and products of a softmax over keys with values.
 
     `nn.MultiheadAttention` calls it inside a function that a mode sees as a whole; there the name is
     exchanged.
 
     Args:
-        attend: called with the true function, its args, its kwargs and what was done to the heads before (as
-            `rearranged`); what it returns is the result.
+        attend: called with the true function, its args, its kwargs and what was done to these before (as
+            `lineage`); what it returns is the result.
     """
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
         self._attend = attend
-        self._rearranged = Rearrangements()
+        self._lineage = Lineage()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
         if func is _SDPA:
-            return self._attend(_SDPA, args, kwargs or {}, self._rearranged)
+            return self._attend(_SDPA, args, kwargs or {}, self._lineage)
+        if self._lineage.weights(func, args) is not None:
+            return self._attend(func, args, kwargs or {}, self._lineage)
         if func is F.multi_head_attention_forward:
-            with _exchanged(partial(self._attend, rearranged=self._rearranged)):
+            with _exchanged(partial(self._attend, lineage=self._lineage)):
                 return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        self._rearranged.note(func, args, result)
+        self._lineage.note(func, args, kwargs or {}, result)
         return result
 
 

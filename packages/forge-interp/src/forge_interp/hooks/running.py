@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks  # type: ignore[import-not-found]
 
-from forge_interp.attention.call import AttentionCall
-from forge_interp.attention.heads import Rearrangements
+from forge_interp.attention.call import AttentionCall, product_with_values
+from forge_interp.attention.lineage import Lineage
 from forge_interp.hooks.interception import Interception, is_intercepted
 from forge_interp.hooks.sites import ATTENTION_TENSORS
 from forge_interp.hooks.taps import Phase, Tap, replaced
@@ -98,7 +98,7 @@ class Running(threading.local):
         attention: Callable[..., Tensor],
         args: tuple,
         kwargs: dict[str, Any],
-        rearranged: Rearrangements | None = None,
+        lineage: Lineage | None = None,
     ) -> Tensor:
         """Run one attention call through the taps; a call meanwhile is the same, seen by an outer `with`."""
         taps = [] if self._is_busy else self._listeners()
@@ -106,7 +106,7 @@ class Running(threading.local):
             return attention(*args, **kwargs)
         self._is_busy = True
         try:
-            return _serve(taps, attention, args, kwargs, rearranged)
+            return _serve(taps, attention, args, kwargs, lineage)
         finally:
             self._is_busy = False
 
@@ -140,23 +140,26 @@ def _serve(
     attention: Callable[..., Tensor],
     args: tuple,
     kwargs: dict[str, Any],
-    rearranged: Rearrangements | None,
+    lineage: Lineage | None,
 ) -> Tensor:
     edits = [tap for tap in taps if tap.phase is Phase.EDIT]
     early = [tap for tap in taps if tap.phase is Phase.BEFORE_EDITS]
-    call = AttentionCall.of(args, kwargs, rearranged=rearranged)
+    softmax = None if lineage is None else lineage.weights(attention, args)
+    if softmax is None:
+        call_of, run = partial(AttentionCall.of, args, kwargs, lineage=lineage), attention
+    else:
+        call_of = partial(AttentionCall.of_softmax, softmax, *args, lineage=lineage)
+        run = partial(product_with_values, attention, *args)
+    call = call_of()
     if not edits or early:
         # Gradients are those of the canonical tensors, so the model has to go on with these.
         follows = call.is_rearranged and any(x.requires_grad for x in (call.query, call.key, call.value))
-        if follows:
-            done = replace(call, output=call.run(attention))
-        else:
-            done = AttentionCall.of(args, kwargs, attention(*args, **kwargs), rearranged)
+        done = replace(call, output=call.run(run)) if follows else call_of(output=attention(*args, **kwargs))
         for tap in taps if not edits else early:
             tap.fire(tap.begin(), done)
         if not edits:
             return done.returned
-    return _edited(attention, call, edits, [tap for tap in taps if tap.phase is Phase.AFTER_EDITS])
+    return _edited(run, call, edits, [tap for tap in taps if tap.phase is Phase.AFTER_EDITS])
 
 
 def _edited(
@@ -166,6 +169,7 @@ def _edited(
     named = {name: [tap for tap in edits if tap.site.path == (name,)] for name in ATTENTION_TENSORS}
     for name, attribute in (("q", "query"), ("k", "key"), ("v", "value")):
         for tap in named[name]:
+            call.check_known(name)
             call = replace(call, **{attribute: replaced(tap, tap.begin(), getattr(call, attribute))})
     dense = [(name, tap) for name in ("raw", "scores", "pattern") for tap in named[name]]
     if not dense:

@@ -1,0 +1,147 @@
+"""What had a model done to tensors before it called attention, and where does it compute that itself?
+
+With fewer key and value heads than query heads, models repeat keys and values for all heads, or, for one new
+token, pack the query heads that share keys as so many queries of one head. Which of these was done cannot be
+told from the shapes of the call; it is told from the operations before it. A product whose left factor comes
+from a softmax [B, N, T, S] over keys is attention, too.
+
+Letters: B sequences, N query heads, K key and value heads, G = N / K, T queries, S keys, H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_RESHAPES = {
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in ("reshape", "flatten", "view")
+    if hasattr(owner, name)
+}
+_REPEATS = {torch.repeat_interleave, Tensor.repeat_interleave}
+_SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+_DROPOUT = {F.dropout, torch.dropout}
+_KEEPS = (
+    {Tensor.to, Tensor.type_as, Tensor.type, Tensor.half, Tensor.float, Tensor.contiguous}
+    | _RESHAPES
+    | _DROPOUT
+)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Where weights of attention come from.
+
+    Attributes:
+        scores: [B, N, T, S] what the softmax was taken of.
+        dropout: probability with which weights were dropped since.
+    """
+
+    scores: Tensor
+    dropout: float = 0.0
+
+
+class Lineage:
+    """What was done to tensors that are still alive, on one thread."""
+
+    def __init__(self) -> None:
+        self._repeats = WeakTensorKeyDictionary()
+        self._packed = WeakTensorKeyDictionary()
+        self._softmax = WeakTensorKeyDictionary()
+        self._flattened = WeakTensorKeyDictionary()
+
+    def weights(self, function: Callable[..., Any], args: tuple) -> Softmax | None:
+        """Where the left factor of a product comes from, if that is a softmax over keys."""
+        if function not in _PRODUCTS or len(args) != 2 or not isinstance(args[0], Tensor):
+            return None
+        found, values = self._softmax.get(args[0]), args[1]
+        if found is None or not isinstance(values, Tensor) or values.dim() not in (3, 4):
+            return None
+        batch, heads, queries, keys = found.scores.shape
+        fits = args[0].shape[-2:] == (queries, keys) and values.shape[-2] == keys
+        return found if fits and values.numel() == batch * heads * keys * values.shape[-1] else None
+
+    def note(self, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], result: Any) -> None:
+        """Look at an operation: are these weights, keys repeated for the heads, or query heads packed?"""
+        if function in _SOFTMAX:
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            scores = args[0] if args else kwargs["input"]
+            if dim in (-1, scores.dim() - 1) and not result.is_nested:
+                heads = scores.shape[:2] if scores.dim() == 4 else self._flattened.get(scores)
+                if heads is not None:
+                    self._softmax[result] = Softmax(scores.reshape(*heads, *scores.shape[-2:]))
+        elif function in _KEEPS and args and isinstance(args[0], Tensor) and args[0] in self._softmax:
+            before = self._softmax[args[0]]
+            dropout = _dropout(*args, **kwargs) if function in _DROPOUT else 0.0
+            self._softmax[result] = Softmax(before.scores, max(before.dropout, dropout))
+        if function in _RESHAPES:
+            self._note_reshape(args[0] if args else kwargs["input"], result)
+        elif function in _REPEATS and args and isinstance(result, Tensor) and result.dim() == 4:
+            x = args[0]
+            if x.dim() == 4 and x.shape[2:] == result.shape[2:] and 0 < x.shape[1] < result.shape[1]:
+                self._repeats[result] = result.shape[1] // x.shape[1]
+
+    def _note_reshape(self, x: Tensor, result: Tensor) -> None:
+        if not isinstance(result, Tensor):
+            return
+        if x.dim() == 4 and result.shape == (x.shape[0] * x.shape[1], *x.shape[2:]):
+            self._flattened[result] = x.shape[:2]
+        if result.dim() != 4:
+            return
+        batch, heads = result.shape[:2]
+        if x.dim() == 5 and x.shape[2] > 1 and x.stride(2) == 0:
+            if heads == x.shape[1] * x.shape[2] and result.shape == (batch, heads, *x.shape[3:]):
+                self._repeats[result] = x.shape[2]
+        elif x.dim() == 4 and x.shape[2] == 1 and result.shape[::3] == x.shape[::3] and heads < x.shape[1]:
+            self._packed[result] = x.shape[1]
+
+    def repeats(self, values: Tensor) -> int:
+        """How many times keys or values were repeated for the heads."""
+        return self._repeats.get(values, 1)
+
+    def of(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+        """What was done before a call, as the fields `packed` and `repeats` of its `AttentionCall`."""
+        if query.dim() != 4:
+            return {}
+        packed = self._packed.get(query)
+        is_packed = packed is not None and key.shape[1] == query.shape[1] < packed
+        repeats = (1, 1) if is_packed else (self._repeats.get(key, 1), self._repeats.get(value, 1))
+        return {"packed": query.shape[1] if is_packed else None, "repeats": repeats}
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **_: Any) -> float:
+    """The probability of a call of dropout: both functions of torch have these arguments in this order."""
+    return p if training else 0.0
+
+
+def unpack(x: Tensor | None, heads: int) -> Tensor | None:
+    """[B, K, G, ...] -> [B, N, 1, ...]; what is shared by all heads stays as it is."""
+    if x is None or x.dim() != 4 or x.shape[1] != heads:
+        return x
+    return x.reshape(x.shape[0], -1, 1, x.shape[-1])
+
+
+def pack(x: Tensor | None, heads: int) -> Tensor | None:
+    """[B, N, 1, ...] -> [B, K, G, ...]; what is shared by all heads stays as it is."""
+    if x is None or x.dim() != 4 or x.shape[1] == 1:
+        return x
+    return x.reshape(x.shape[0], heads, -1, x.shape[-1])
+
+
+def canonical(given: Mapping[str, Any], packed: int | None, repeats: tuple[int, int]) -> dict[str, Any]:
+    """The arguments of a call with queries [B, N, T, H], and keys and values [B, K, S, H]."""
+    changed = dict(given)
+    if packed is not None:
+        changed |= {"query": unpack(given["query"], packed), "attn_mask": unpack(given["attn_mask"], packed)}
+    for name, times in zip(("key", "value"), repeats, strict=True):
+        if times > 1:
+            changed[name] = given[name][:, ::times]
+    return changed
