@@ -105,9 +105,9 @@ def test_a_failing_multihead_attention_puts_the_name_back(x):
     assert not is_intercepted()
 
 
-class Softmax(nn.Module):
+class Einsum(nn.Module):
     def forward(self, x):
-        return (x @ x.mT).softmax(-1) @ x
+        return torch.einsum("bnts,bnsh->bnth", (x @ x.mT).softmax(-1), x)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ class Softmax(nn.Module):
     ],
 )
 def test_the_error_names_all_remedies_when_a_module_computes_its_own_softmax(look, x):
-    says = r"set_attn_implementation\('sdpa'\).*need_weights=False.*soft-capped"
-    model = Softmax()
+    says = r"set_attn_implementation\('sdpa'\).*need_weights=False.*FlexAttention"
+    model = Einsum()
     with pytest.raises(InterpError, match=says), look(model):
         model(x)
     layer = nn.MultiheadAttention(4, 1, batch_first=True)

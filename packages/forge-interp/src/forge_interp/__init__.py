@@ -70,18 +70,20 @@ from forge_interp.plot import plot_attention as plot_attention
 from forge_interp.plot import plot_encoding as plot_encoding
 from forge_interp.plot import plot_probe as plot_probe
 from forge_interp.plot import plot_similarity as plot_similarity
+from forge_interp.record import Recording as Recording
+from forge_interp.record import record as record
 
 __all__ = [
     "ActivationStore", "Activations", "AttentionCall", "AttentionSummary", "Ceiling", "EffectiveRank",
     "EncodingResult", "InterpError", "LayerSimilarity", "LensResult", "LogisticFit", "MinibatchCKA",
-    "Moments", "NormProfile", "PatchingTable", "ProbeCurve", "Profile", "RSAResult", "Report", "RidgeFit",
-    "TunedLens", "Unembedding", "ablate", "activation_patching", "attention_statistics",
-    "attribution_patching", "bootstrap_rsa", "canonical_correlations", "capture", "compare_layers",
-    "compare_rdms", "compute_rdm", "control_task", "crossnobis", "each_attention", "edit",
-    "effective_rank", "encode", "encode_layers", "evaluate_models", "extract_representations",
+    "Moments", "NormProfile", "PatchingTable", "ProbeCurve", "Profile", "RSAResult", "Recording",
+    "Report", "RidgeFit", "TunedLens", "Unembedding", "ablate", "activation_patching",
+    "attention_statistics", "attribution_patching", "bootstrap_rsa", "canonical_correlations", "capture",
+    "compare_layers", "compare_rdms", "compute_rdm", "control_task", "crossnobis", "each_attention",
+    "edit", "effective_rank", "encode", "encode_layers", "evaluate_models", "extract_representations",
     "finish_extraction", "fir_delays", "fit_logistic", "fit_ridge", "group_folds", "linear_cka",
     "logit_lens", "mean_cca", "mutual_knn", "noise_ceiling", "noise_precision", "patch", "path_patching",
     "plot_attention", "plot_encoding", "plot_probe", "plot_similarity", "probe_layers", "procrustes",
-    "pwcca", "read_lens", "repeat_ceiling", "resample", "resolve", "ridge_from_moments", "site_means",
-    "split_half_ceiling", "steer", "svcca",
+    "pwcca", "read_lens", "record", "repeat_ceiling", "resample", "resolve", "ridge_from_moments",
+    "site_means", "split_half_ceiling", "steer", "svcca",
 ]  # fmt: skip

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from forge_interp.errors import InterpError
 from forge_interp.hooks import values
@@ -23,6 +22,7 @@ from forge_interp.hooks.interception import Interception
 from forge_interp.hooks.running import Running
 from forge_interp.hooks.sites import Site
 from forge_interp.hooks.taps import Tap, show
+from forge_interp.hooks.torch_private import is_frame_compiled
 
 
 class _Board:
@@ -100,11 +100,12 @@ class _Board:
         return (call["args"], call["kwargs"]) if changed else None
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        shown = output
+        value = output
         for tap in self._on_output:
             number = _RUNNING.number(self, tap)
-            shown = show(tap, number, shown, lambda tap=tap: tap.site.path) if tap.wants(number) else shown
-        return None if shown is output else shown
+            if tap.wants(number):
+                value = show(tap, number, value, lambda tap=tap: tap.site.path)
+        return None if value is output else value
 
     def _left(self, module: nn.Module, args: tuple, output: Any) -> None:
         if missed := _RUNNING.leave(self):
@@ -193,7 +194,7 @@ class _Eagerly:
 
     def check(self) -> None:
         """A module is called: refuse it in code that is being compiled."""
-        if self._is_compiler_free and (torch.compiler.is_compiling() or get_eval_frame_callback()):
+        if self._is_compiler_free and (torch.compiler.is_compiling() or is_frame_compiled()):
             raise _compiled_inside()
 
     @property

@@ -20,6 +20,7 @@ from forge_interp.hooks.passes import Pass, Stop, passes_of
 from forge_interp.hooks.sharding import Spread, is_sharded
 from forge_interp.hooks.sites import Site, canonical, find_sites, named_modules
 from forge_interp.hooks.taps import Phase, Tap
+from forge_interp.hooks.torch_private import is_transformed
 
 Select = Callable[[Tensor], Tensor]
 Sink = Callable[[str, Tensor], None]
@@ -83,10 +84,12 @@ class Activations(Mapping[str, Tensor]):
         self._first: dict[str, int] = {}
         self._is_exact = False
         self._optional: set[str] = set()
+        self._objects: dict[int, str] = {}
         self._pass = Pass(self._begin_pass, self._end_pass, self._is_over)
         self._forget_model()
 
-    def __getitem__(self, site: str) -> Tensor:
+    def __getitem__(self, site: str | nn.Module) -> Tensor:
+        site = site if isinstance(site, str) else self._objects.get(id(site), "?")
         key = canonical(site)
         if key in self._values:
             self._offload.wait()
@@ -158,21 +161,20 @@ class Activations(Mapping[str, Tensor]):
     def _take(self, tapped: str, site: Site, module: nn.Module, value: Any) -> Tensor | None:
         """Keep a copy of a value; with gradients, what the model goes on with in its place."""
         key, replacement = str(site), None
-        given = value.output if isinstance(value, AttentionCall) else value
         self._seen.update(self._patterns[tapped])
-        if torch._C._functorch.is_functorch_wrapped_tensor(given):  # type: ignore[attr-defined]
+        if is_transformed(value.output if isinstance(value, AttentionCall) else value):
             raise InterpError(
                 f"site {str(site)!r} holds a tensor of torch.func, which means nothing outside; expected a "
                 "call of the model outside of vmap, grad and jvp"
             )
-        shown = None
+        followed = None
         if isinstance(value, AttentionCall):
             query = value.edits["scores"] if value.is_softmax else value.query
-            shown = None if site.path[0] in ("k", "v") else query
+            followed = None if site.path[0] in ("k", "v") else query
             value = self._read(value, site)
         if self._grad:
             value, replacement = self._follow(value, module, site, tapped in self._optional)
-        kept = self._spread.full(value.detach(), module, site, shown)
+        kept = self._spread.full(value.detach(), module, site, followed)
         if tapped in self._select:
             kept = self._select[tapped](kept)
         if not isinstance(kept, Tensor):
@@ -255,7 +257,7 @@ class Activations(Mapping[str, Tensor]):
 @contextmanager
 def capture(
     model: nn.Module,
-    sites: str | Iterable[str],
+    sites: str | nn.Module | Iterable[str | nn.Module],
     *,
     select: Select | Mapping[str, Select] | None = None,
     grad: bool = False,
@@ -274,7 +276,8 @@ def capture(
 
     Args:
         model: any module.
-        sites: `module[:part][#call]` with wildcards, see `forge_interp.hooks.sites`.
+        sites: `module[:part][#call]` with wildcards, see `forge_interp.hooks.sites`; a module object
+            stands for its output.
         select: applied to a value before it is copied, for all sites or by the pattern as given in `sites`.
         grad: also keep gradients, in `.gradients`, of whatever backward pass follows. The model goes on with
             copies of the values: what a module does to its input in place, its caller does not see then.
@@ -304,6 +307,7 @@ def capture(
     offload = Offload(device, max_inflight_bytes)
     acts = Activations(found, chosen, grad, stop, attention_bytes, offload, sink, Spread(model))
     modules = named_modules(model)
+    acts._objects = {id(module): name for name, module in modules.items()}
     exact = {str(site) for pattern in found for site in found[pattern] if Site.parse(pattern) == site}
     phase = Phase.BEFORE_EDITS if before_edits else Phase.AFTER_EDITS
     unique = {str(site): site for of_pattern in found.values() for site in of_pattern}

@@ -22,7 +22,7 @@ Edit = Callable[[Tensor], Tensor]
 
 
 @contextmanager
-def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
+def edit(model: nn.Module, edits: Mapping[str | nn.Module, Edit]) -> Iterator[None]:
     """Change values on their way; gradients flow through the edits.
 
     Edits of one site are made in the order given, those of an outer `with` first. A capture sees the edited
@@ -31,8 +31,8 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
 
     Args:
         model: any module.
-        edits: site to function; the function is given the value and returns one of the same shape and dtype,
-            without changing its argument in place.
+        edits: site, or module for its output, to function; the function is given the value and returns one
+            of the same shape and dtype, without changing its argument in place.
 
     A backward pass that recomputes parts (activation checkpointing) belongs inside the `with`, or they are
     recomputed without the edits.
@@ -42,6 +42,7 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
             dtype; the value is only a part of the whole because of tensor parallelism.
     """
     found = find_sites(model, edits)
+    edits = dict(zip(found, edits.values(), strict=True))
     for pattern in edits:
         site = Site.parse(pattern)
         if site.part == "attn" and ".".join(site.path) not in ATTENTION_TENSORS:

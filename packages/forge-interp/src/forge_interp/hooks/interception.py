@@ -10,9 +10,10 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from forge_interp.attention.lineage import Lineage
+from forge_interp.hooks.torch_private import function_modes
 
 SDPA_ONLY = (
     "F.scaled_dot_product_attention, where attention is seen, nor a softmax and its product with values: for "
@@ -55,7 +56,7 @@ class Interception(TorchFunctionMode):
 
 def is_intercepted() -> bool:
     """Whether an `Interception` is active on this thread."""
-    return any(isinstance(mode, Interception) for mode in _get_current_function_mode_stack())
+    return any(isinstance(mode, Interception) for mode in function_modes())
 
 
 _SDPA = F.scaled_dot_product_attention

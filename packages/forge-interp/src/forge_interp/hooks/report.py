@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from forge_interp.hooks.capture import capture
 from forge_interp.hooks.sites import find_sites
+from forge_interp.hooks.torch_private import fake_tensors
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,9 @@ def resolve(model: nn.Module, sites: str | Iterable[str], /, *args: Any, **kwarg
 
 def _dry_run(model: nn.Module, patterns: list[str], args: Any, kwargs: Any) -> tuple[dict, str | None]:
     """Shapes by key as far as the run came, and why it came no further."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_map_only
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_tensors()
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     state, args, kwargs = tree_map_only(Tensor, mode.from_tensor, (state, args, kwargs))
     acts: Mapping[str, Tensor] = {}

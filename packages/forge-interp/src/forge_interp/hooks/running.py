@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks  # type: ignore[import-not-found]
 
 from forge_interp.attention.call import AttentionCall, product_with_values
 from forge_interp.attention.lineage import Lineage
 from forge_interp.hooks.interception import Interception, is_intercepted
 from forge_interp.hooks.sites import ATTENTION_TENSORS
 from forge_interp.hooks.taps import Phase, Tap, replaced
+from forge_interp.hooks.torch_private import saved_tensors_hooks
 
 
 class HasAttentionTaps(Protocol):
@@ -132,7 +132,7 @@ class Running(threading.local):
 
 def _part_of_graph() -> tuple[bool, Any]:
     """What differs inside and outside of a checkpointed part: gradients are off, or saved otherwise."""
-    return torch.is_grad_enabled(), _top_saved_tensors_default_hooks(True)
+    return torch.is_grad_enabled(), saved_tensors_hooks()
 
 
 def _serve(

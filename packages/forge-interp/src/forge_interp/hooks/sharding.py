@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from forge_interp.attention.placement import is_dtensor
 from forge_interp.errors import InterpError
 from forge_interp.hooks.sites import Site, unwrapped
+from forge_interp.hooks.torch_private import fsdp_parameters, is_fake
 
 _SAMPLE = 4096  # elements of a value that ranks compare
 _TOLERANCE = 1e-2  # of the largest: kernels differ by less, other tokens or features by much more
@@ -82,21 +83,21 @@ class Spread:
         """Whether matrices of the model are split over ranks."""
         return bool(self._layouts)
 
-    def full(self, value: Tensor, module: nn.Module, site: Site, shown: Tensor | None = None) -> Tensor:
+    def full(self, value: Tensor, module: nn.Module, site: Site, followed: Tensor | None = None) -> Tensor:
         """The whole value of a site. Collective if the model is tensor parallel, else the value itself.
 
         Args:
             value: of any shape; what attention computed is [..., N, T, H], [..., N, T, S] or [..., N, T].
             module: whose site it is.
             site: where it was seen.
-            shown: the query, of a value of attention that follows from it; else the value itself is compared.
+            followed: the query, of a value of attention that follows from it; else the value is compared.
 
         Raises:
             InterpError: each rank has a part, and nothing says which; or heads are split unevenly.
         """
         if is_dtensor(value):
             return value.full_tensor()  # type: ignore[attr-defined]
-        split = self._split(value, module, site, shown)
+        split = self._split(value, module, site, followed)
         return value if split is None else split[0].gathered(value, *split[1:])
 
     def is_partial(self, value: Tensor, module: nn.Module, site: Site) -> bool:
@@ -119,15 +120,13 @@ class Spread:
             raise InterpError("another rank of tensor parallelism raised an InterpError, which says why")
 
     def _split(
-        self, value: Tensor, module: nn.Module, site: Site, shown: Tensor | None
+        self, value: Tensor, module: nn.Module, site: Site, followed: Tensor | None
     ) -> tuple[_Layout, int, int] | None:
         """The matrix that splits this value, the dimension of the value that it splits, and its full size."""
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        if not self._layouts or isinstance(value, FakeTensor):
+        if not self._layouts or is_fake(value):
             return None
         if site.part == "attn":
-            return self._split_heads(value, module, site, value if shown is None else shown)
+            return self._split_heads(value, module, site, value if followed is None else followed)
         module = unwrapped(module)
         layout = self._layouts.get(id(module)) if isinstance(module, nn.Linear) else None
         rows = {"out": 0, "in": 1, "kw": 1}[site.part]
@@ -143,7 +142,7 @@ class Spread:
         return None
 
     def _split_heads(
-        self, value: Tensor, module: nn.Module, site: Site, shown: Tensor
+        self, value: Tensor, module: nn.Module, site: Site, followed: Tensor
     ) -> tuple[_Layout, int, int] | None:
         name = site.path[0]
         dim = value.ndim - (3 if name in _DENSE else 2)
@@ -152,7 +151,7 @@ class Spread:
         if layout is None or dim < 0:
             return None
         key = f"{site.module}:attn.{name if name in ('k', 'v') else 'q'}"
-        if self._is_same(key, shown, unclear=False):
+        if self._is_same(key, followed, unclear=False):
             return None
         sizes = torch.tensor([value.shape[dim], -value.shape[dim]], dtype=torch.float32)
         least, most = (-self._reduce(-sizes, "MAX")[0].item(), self._reduce(sizes, "MAX")[0].item())
@@ -207,13 +206,9 @@ def _layouts(model: nn.Module) -> Iterator[tuple[nn.Module, _Layout]]:
     """The matrices that tensor parallelism splits, at rest too; what is split of experts is another thing."""
     of_fsdp: set[int] = set()
     for unit in filter(is_unit, model.modules()):
-        state: Any = unit._get_fsdp_state()  # type: ignore[operator]
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for parameter in (p for group in groups if group is not None for p in group.fsdp_params):
-            module = parameter._module_info.module
+        for module, spec in fsdp_parameters(unit):
             of_fsdp.add(id(module))
-            if parameter.is_dtensor:
-                spec = getattr(parameter, "_unsharded_dtensor_spec", None) or parameter._tp_spec
+            if spec is not None:
                 yield from _split_matrix(module, spec.mesh, spec.placements, spec.tensor_meta.shape)
     for module in model.modules():
         if id(module) not in of_fsdp:

@@ -121,7 +121,25 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def find_sites(model: nn.Module, patterns: Iterable[str]) -> dict[str, list[Site]]:
+def name_of(model: nn.Module, site: str | nn.Module) -> str:
+    """A site as text; a module object stands for its output.
+
+    Raises:
+        InterpError: the module is none of the model.
+    """
+    if isinstance(site, str):
+        return site
+    for name, module in named_modules(model).items():
+        if module is site or unwrapped(module) is site:
+            return f"{name}:out"
+    raise InterpError(
+        f"a {type(site).__name__} is no module of this {type(model).__name__}; expected one of it"
+    )
+
+
+def find_sites(
+    model: nn.Module, patterns: str | nn.Module | Iterable[str | nn.Module]
+) -> dict[str, list[Site]]:
     """The sites that each pattern names, in the order of the model.
 
     Raises:
@@ -129,7 +147,8 @@ def find_sites(model: nn.Module, patterns: Iterable[str]) -> dict[str, list[Site
     """
     modules = named_modules(model)
     found = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    alone = isinstance(patterns, str | nn.Module)
+    for pattern in (name_of(model, p) for p in ([patterns] if alone else patterns)):
         site = Site.parse(pattern)
         names = [site.module] if site.module in modules else []
         names = names or [name for name in modules if _fits(_parts(site.module), _parts(name))]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
 from forge_interp.hooks import values
 from forge_interp.hooks.sites import Site, unwrapped
+from forge_interp.hooks.torch_private import backward_number, is_recomputing
 
 
 class Phase(IntEnum):
@@ -52,7 +50,7 @@ class Tap:
     calls: int = 0
     skip: Callable[[Site, str], None] | None = None
     edit: Callable[[Tensor], Tensor] | None = None
-    _backward: int = field(default_factory=torch._C._current_graph_task_id)
+    _backward: int = field(default_factory=backward_number)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +67,7 @@ class Tap:
 
         That it does so from within a backward pass, begun since the tap was made.
         """
-        if torch._C._current_graph_task_id() not in (-1, self._backward) and is_recomputing():
+        if backward_number() not in (-1, self._backward) and is_recomputing():
             return None
         with self._lock:
             call, self.calls = self.calls, self.calls + 1
@@ -97,19 +95,6 @@ class Tap:
                 "tell which call that is; edit all calls, or switch checkpointing off"
             )
         return None if self.site.call else self.act(self.site.at(0), self.module, value)
-
-
-def is_recomputing() -> bool:
-    """Whether activation checkpointing of torch is what runs a module from within a backward pass.
-
-    A custom `autograd.Function` may call modules there, too, and these are calls as any other.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def show(tap: Tap, call: int | None, tree: Any, find: Callable[[], tuple[str, ...]]) -> Any:

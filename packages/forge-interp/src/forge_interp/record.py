@@ -1,0 +1,151 @@
+"""One call: run a model on inputs, and have everything that flowed through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_interp.errors import InterpError
+from forge_interp.hooks.capture import Select, capture
+from forge_interp.hooks.sites import canonical
+from forge_interp.model_inputs import Inputs, call_model
+
+
+@dataclass
+class Recording(Mapping[str, Tensor]):
+    """What flowed through a model; `print` it for a table, `pickle` it, look up a site under any spelling.
+
+    Attributes:
+        values_by_site: in the order in which they arose.
+        output: what the model returned.
+        skipped: sites that wildcards named and that hold no tensor, and why.
+    """
+
+    values_by_site: dict[str, Tensor]
+    output: Any
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, site: str) -> Tensor:
+        key = site if site in self.values_by_site else canonical(site)
+        if key not in self.values_by_site:
+            raise KeyError(f"{key}: not recorded; print the recording for what is")
+        return self.values_by_site[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_site)
+
+    def __len__(self) -> int:
+        return len(self.values_by_site)
+
+    def __repr__(self) -> str:
+        rows = [("site", "shape", "dtype")] + [
+            (site, str(list(value.shape)), str(value.dtype).removeprefix("torch."))
+            for site, value in self.items()
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+        ]
+        skipped = [f"skipped, no tensor: {', '.join(self.skipped)}"] if self.skipped else []
+        return "\n".join([line.rstrip() for line in lines] + skipped)
+
+    def renamed(self, names: Mapping[str, str]) -> Recording:
+        """The values that `names` knows, new name to site, under their new names; see `canonical_sites`."""
+        found = {name: self[site] for name, site in names.items() if canonical(site) in self.values_by_site}
+        return Recording(found, self.output, self.skipped)
+
+    @staticmethod
+    def concatenate(recordings: Sequence[Recording]) -> Recording:
+        """All samples of several recordings, dim 0 after dim 0; the outputs as a list.
+
+        Raises:
+            InterpError: they differ in their sites, or in shapes beyond dim 0.
+        """
+        sites = [list(recording) for recording in recordings]
+        if not sites or any(one != sites[0] for one in sites):
+            raise InterpError(
+                "recordings of different sites; expected at least one, and the same sites in each"
+            )
+        values = {}
+        for site in sites[0]:
+            parts = [recording[site] for recording in recordings]
+            shapes = {tuple(part.shape[1:]) for part in parts}
+            if len(shapes) > 1 or not parts[0].ndim:
+                raise InterpError(
+                    f"{site!r} has shapes {sorted(shapes)} beyond the batch; expected one: pad alike"
+                )
+            values[site] = torch.cat(parts)
+        return Recording(values, [recording.output for recording in recordings], recordings[0].skipped)
+
+    def to_xarray(self) -> Any:
+        """An `xarray.Dataset`, a variable a site; needs xarray. bfloat16 becomes float32, which holds it.
+
+        Dimensions that all values share are named alike: `batch` is dim 0, others `site.dim1`, ...
+        """
+        try:
+            import xarray
+        except ImportError as error:
+            raise InterpError(
+                "to_xarray needs xarray; install it: pip install 'forge-interp[tables]'"
+            ) from error
+        return xarray.Dataset(
+            {
+                site: (
+                    ["batch", *(f"{site}.dim{i}" for i in range(1, value.ndim))][: value.ndim],
+                    _numpy(value),
+                )
+                for site, value in self.items()
+            }
+        )
+
+    def to_dataframe(self) -> Any:
+        """A `pandas.DataFrame`, a row a number: site, dim0, dim1, ..., value; needs pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise InterpError(
+                "to_dataframe needs pandas; install it: pip install 'forge-interp[tables]'"
+            ) from error
+        frames = []
+        for site, value in self.items():
+            index = torch.cartesian_prod(*(torch.arange(size) for size in value.shape)).reshape(
+                -1, value.ndim
+            )
+            columns = {f"dim{i}": index[:, i].numpy() for i in range(value.ndim)}
+            frames.append(pandas.DataFrame({"site": site, **columns, "value": _numpy(value).reshape(-1)}))
+        return pandas.concat(frames, ignore_index=True)
+
+
+def record(
+    model: nn.Module,
+    inputs: Inputs,
+    sites: str | nn.Module | Iterable[str | nn.Module] = "**",
+    *,
+    select: Select | None = None,
+    device: torch.device | str | None = None,
+) -> Recording:
+    """Run a model on inputs, without gradients, and keep what flows through sites of it.
+
+    Args:
+        model: any module.
+        inputs: a tensor, a tuple of positional arguments, or a mapping of named ones.
+        sites: as for `capture`; by default the output of every module. Where wildcards name what holds no
+            tensor, such as an output of several, it is passed over and listed in `skipped`.
+        select: as for `capture`.
+        device: where the copies go, such as "cpu".
+
+    Raises:
+        InterpError: as `capture`.
+    """
+    with torch.no_grad(), capture(model, sites, select=select, device=device) as acts:
+        output = call_model(model, inputs)
+    return Recording(dict(acts), output, dict(acts.skipped))
+
+
+def _numpy(value: Tensor) -> Any:
+    value = value.detach().cpu()
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
