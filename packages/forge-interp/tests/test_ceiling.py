@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from forge_interp.analysis.ceiling import Ceiling, pearson, repeat_ceiling, split_half_ceiling
+from forge_interp.encoding_models.ceiling import Ceiling, pearson, repeat_ceiling, split_half_ceiling
 from forge_interp.errors import InterpError
 
 

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from forge_interp.analysis.ceiling import repeat_ceiling, split_half_ceiling
-from forge_interp.analysis.encoding import _band_candidates, encode, encode_layers
 from forge_interp.analysis.probe import group_folds
-from forge_interp.analysis.timing import fir_delays
+from forge_interp.encoding_models.ceiling import repeat_ceiling, split_half_ceiling
+from forge_interp.encoding_models.encode import _band_candidates, encode, encode_layers
+from forge_interp.encoding_models.timing import fir_delays
 from forge_interp.errors import InterpError
 
 RUNS = np.repeat(np.arange(5), 120)

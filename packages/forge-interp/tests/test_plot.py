@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.analysis.cka import LayerSimilarity
-from forge_interp.analysis.encoding import EncodingResult
 from forge_interp.analysis.probe import ProbeCurve
+from forge_interp.encoding_models.encode import EncodingResult
 from forge_interp.errors import InterpError
 from forge_interp.plot import plot_attention, plot_encoding, plot_probe, plot_similarity
 

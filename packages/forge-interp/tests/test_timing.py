@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 import torch
-from forge_interp.analysis import timing
-from forge_interp.analysis.timing import fir_delays, resample
+from forge_interp.encoding_models import timing
+from forge_interp.encoding_models.timing import fir_delays, resample
 from forge_interp.errors import InterpError
 
 

@@ -165,14 +165,22 @@ def test_streaming_statistics_equal_those_of_the_pattern(name, padded):
 
 
 @EVERY
-def test_attention_request_is_an_error_with_a_remedy_where_sdpa_is_not_called(name):
+def test_attention_that_a_model_computes_itself_equals_the_weights_that_it_returns(name):
     family, model = made(name, "eager")
-    globs = family.attention or [f"{tower.blocks}" for tower in family.towers]
+    inputs = family.inputs(False)
+    if name == "mamba":
+        says = r"scaled_dot_product_attention.*set_attn_implementation\('sdpa'\)"
+        with pytest.raises(InterpError, match=says), capture(model, "backbone.layers.*:attn.pattern"):
+            model(**inputs)
+        return
+    names = modules(model, *(family.attention or ("model.layers.*.self_attn",)))
     with (
-        pytest.raises(InterpError, match=r"scaled_dot_product_attention.*set_attn_implementation\('sdpa'\)"),
-        capture(model, [f"{glob}:attn.pattern" for glob in globs]),
+        hooked(model, names, lambda args, kwargs, output: output[-1]) as weights,
+        capture(model, [f"{module}:attn.pattern" for module in names]) as acts,
     ):
-        model(**family.inputs(False))
+        model(**inputs, output_attentions=True)
+    for module in names:
+        torch.testing.assert_close(acts[f"{module}:attn.pattern"], weights[module].float(), **TOLERANCE)
 
 
 @EVERY

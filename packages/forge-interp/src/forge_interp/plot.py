@@ -13,8 +13,8 @@ import numpy as np
 
 from forge_interp.analysis.arrays import Array, as_matrix
 from forge_interp.analysis.cka import LayerSimilarity
-from forge_interp.analysis.encoding import EncodingResult
 from forge_interp.analysis.probe import ProbeCurve
+from forge_interp.encoding_models.encode import EncodingResult
 from forge_interp.errors import InterpError
 
 if TYPE_CHECKING:

@@ -106,7 +106,7 @@ def fit_ridge(
     """Fit ridge regression; the penalty is chosen by exact leave-one-out error.
 
     Leave-one-out leaks between samples that are not independent (tokens of one sentence, scans of one run):
-    there use `forge_interp.analysis.probe` or `forge_interp.analysis.encoding`, which choose by groups.
+    there use `forge_interp.analysis.probe` or `forge_interp.encoding_models.encode`, which choose by groups.
 
     Args:
         x: [n, d] features. Not rescaled: z-score them if their units differ.

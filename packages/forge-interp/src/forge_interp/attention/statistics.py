@@ -42,7 +42,7 @@ class Tile:
     _edits: Mapping[str, Tensor]
 
     @cached_property
-    def own(self) -> Tensor:
+    def own_key(self) -> Tensor:
         """[b or 1, N or 1, t] int64: the key at each query's own position, in self-attention.
 
         Key t where there are as many keys as queries, or `is_causal`. Else, with keys of a cache before those
@@ -98,7 +98,7 @@ def attention_statistics(
     A value is NaN where it is not defined: the query sees no key at all; there is no such key, or the query
     may not see it (out of its window, of its document); for lag and induction also where the query may not
     see its own key (it is padding) or that earlier occurrence, and where the key after that is its own. So a
-    padded sequence has the values of the unpadded one. `Tile.own` says which key is a query's own; in
+    padded sequence has the values of the unpadded one. `Tile.own_key` says which key is a query's own; in
     cross-attention there is none, and lag and induction mean nothing.
 
     The first key of a sliding cache is no longer the first of the text.
@@ -260,7 +260,7 @@ def _weight(tile: Tile, place: Tensor, name: str) -> Tensor:
     """[b, N, t] weight on the key at `place` [b or 1, N or 1, t or 1]; NaN where that is not defined."""
     known = _sees(tile, place)
     if name != "sink":
-        known = known & _sees(tile, tile.own)
+        known = known & _sees(tile, tile.own_key)
     if name == "induction":
         known = known & _sees(tile, place - 1)
     index = place.clamp(0, tile.pattern.shape[-1] - 1).expand(tile.pattern.shape[:3])
@@ -283,7 +283,7 @@ def _places(call: AttentionCall, name: str, tokens: Tensor | None) -> Callable[[
         return lambda tile: part(first, tile.batch, tile.queries)
     kind, _, lag = name.partition(".")
     if name == "previous" or (kind == "lag" and lag.isdigit()):
-        return lambda tile: tile.own - int(lag or 1)
+        return lambda tile: tile.own_key - int(lag or 1)
     if name != "induction":
         raise InterpError(
             f"attention has no statistic {name!r}; expected {', '.join(STATISTICS)}, lag.K with K >= 0, or "
@@ -299,7 +299,7 @@ def _places(call: AttentionCall, name: str, tokens: Tensor | None) -> Callable[[
 
     def look_up(tile: Tile) -> Tensor:
         here = after[tile.batch]
-        own = tile.own.expand(here.shape[0], -1, -1)
+        own = tile.own_key.expand(here.shape[0], -1, -1)
         found = here.expand(-1, own.shape[1], -1).gather(-1, own.clamp(0, keys - 1))
         return found.masked_fill((own < 0) | (own >= keys), -1)
 

@@ -32,6 +32,7 @@ class _Board:
 
     Attributes:
         taps: all, in their order.
+        on_module: those that are shown calls of the module.
         on_attention: those that are shown calls of attention.
     """
 
@@ -79,16 +80,15 @@ class _Board:
     def _arrange(self, taps: list[Tap]) -> None:
         self.taps = sorted(taps, key=lambda t: t.phase)
         self.on_attention = [tap for tap in self.taps if tap.is_on_attention]
-        self._on_module = [tap for tap in self.taps if not tap.is_on_attention]
-        self._on_output = [tap for tap in self._on_module if tap.site.part == "out"]
-        self._on_input = [tap for tap in self._on_module if tap.site.part != "out"]
+        self.on_module = [tap for tap in self.taps if not tap.is_on_attention]
+        self._on_output = [tap for tap in self.on_module if tap.site.part == "out"]
+        self._on_input = [tap for tap in self.on_module if tap.site.part != "out"]
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if not self.taps:
             return None
         _EAGERLY.check()
-        numbers = {tap: tap.begin() for tap in self._on_module}
-        _RUNNING.enter(self, numbers)
+        numbers = _RUNNING.enter(self)
         if not self._on_input:
             return None
         call: dict[str, Any] = {"args": args, "kwargs": kwargs}

@@ -168,7 +168,7 @@ class MeanAblation:
         picked[_index(self.where)] = True
         if self.means is None:
             return torch.where(picked, self._mean(old, picked, site, attention_mask), old)
-        key = str((site or Site("")).at(0))
+        key = str((site or Site("")).numbered(0))
         if key not in self.means:
             raise InterpError(f"there is no mean for {key!r}, but {', '.join(self.means)}; see site_means")
         return torch.where(picked, self.means[key].to(old), old)

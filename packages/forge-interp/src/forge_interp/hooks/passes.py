@@ -49,12 +49,16 @@ class _Forward:
         update_wrapper(self, model.forward)
         self.passes: list[Pass] = []
         self._model = model
-        self._own = model.__dict__.get("forward")
+        self._instance_forward = model.__dict__.get("forward")
         self._forward: Callable[..., Any] = model.forward
         self._depth = _Depth()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return (getattr, (self._model, "forward")) if self._own is None else (partial, (self._own,))
+        return (
+            (getattr, (self._model, "forward"))
+            if self._instance_forward is None
+            else (partial, (self._instance_forward,))
+        )
 
     @property
     def is_running(self) -> bool:
@@ -79,10 +83,10 @@ class _Forward:
         self.passes.remove(one)
         if self.passes or self._model.__dict__.get("forward") is not self:
             return
-        if self._own is None:
+        if self._instance_forward is None:
             del self._model.forward
         else:
-            self._model.forward = self._own
+            self._model.forward = self._instance_forward
 
 
 class _Ends:

@@ -19,8 +19,13 @@ from forge_interp.hooks.taps import Phase, Tap, replaced
 from forge_interp.hooks.torch_private import saved_tensors_hooks
 
 
-class HasAttentionTaps(Protocol):
-    """A module's taps on attention."""
+class HasTaps(Protocol):
+    """A module's taps."""
+
+    @property
+    def on_module(self) -> Sequence[Tap]:
+        """Those that are shown calls of the module."""
+        ...
 
     @property
     def on_attention(self) -> Sequence[Tap]:
@@ -36,14 +41,14 @@ class _Call:
         taps: of the module.
         numbers: of this call, as each tap on the module itself counts.
         graph: whether it is in a checkpointed part, see `_part_of_graph`.
-        own: what intercepts attention for the time of this call.
+        interception: what intercepts attention for the time of this call.
         missed: edits of attention in a checkpointed part inside the module: that runs again without it.
     """
 
-    taps: HasAttentionTaps
+    taps: HasTaps
     numbers: dict[Tap, int | None]
     graph: Any
-    own: Interception | None
+    interception: Interception | None
     missed: list[Tap] = field(default_factory=list)
 
 
@@ -54,17 +59,22 @@ class Running(threading.local):
         self._calls: list[_Call] = []
         self._is_busy = False
 
-    def enter(self, taps: HasAttentionTaps, numbers: dict[Tap, int | None]) -> None:
-        """A module is called. In a backward pass and on other threads the `with` does not intercept."""
-        own = graph = None
+    def enter(self, taps: HasTaps) -> dict[Tap, int | None]:
+        """A module is called; number the call for each tap on it.
+
+        In a backward pass and on other threads the `with` does not intercept.
+        """
+        numbers = {tap: tap.begin() for tap in taps.on_module}
+        interception = graph = None
         if taps.on_attention:
             graph = _part_of_graph()
             if not is_intercepted():
-                own = Interception(self.attend)
-                own.__enter__()
-        self._calls.append(_Call(taps, numbers, graph, own))
+                interception = Interception(self.attend)
+                interception.__enter__()
+        self._calls.append(_Call(taps, numbers, graph, interception))
+        return numbers
 
-    def number(self, taps: HasAttentionTaps, tap: Tap) -> int | None:
+    def number(self, taps: HasTaps, tap: Tap) -> int | None:
         """Of the innermost call of a module; a tap that came meanwhile counts from here."""
         at = self._innermost(taps)
         numbers = {} if at is None else self._calls[at].numbers
@@ -72,7 +82,7 @@ class Running(threading.local):
             numbers[tap] = tap.begin()
         return numbers[tap]
 
-    def leave(self, taps: HasAttentionTaps) -> list[Tap]:
+    def leave(self, taps: HasTaps) -> list[Tap]:
         """A module is left, and with it those inside that an exception passed through.
 
         Returns:
@@ -83,12 +93,12 @@ class Running(threading.local):
             return []
         left = self._calls[at:]
         for call in reversed(left):
-            if call.own is not None:
-                call.own.__exit__(None, None, None)
+            if call.interception is not None:
+                call.interception.__exit__(None, None, None)
         del self._calls[at:]
         return left[0].missed
 
-    def forget(self, taps: HasAttentionTaps) -> None:
+    def forget(self, taps: HasTaps) -> None:
         """Nobody looks at a module any more, though it may still be running."""
         while self._innermost(taps) is not None:
             self.leave(taps)
@@ -110,7 +120,7 @@ class Running(threading.local):
         finally:
             self._is_busy = False
 
-    def _innermost(self, taps: HasAttentionTaps) -> int | None:
+    def _innermost(self, taps: HasTaps) -> int | None:
         for at in range(len(self._calls) - 1, -1, -1):
             if self._calls[at].taps is taps:
                 return at

@@ -133,7 +133,7 @@ class Spread:
         width = value.shape[-1] if value.ndim else 0
         if layout is not None and layout.dim == rows and width == layout.local_size() != layout.shape[rows]:
             return layout, value.ndim - 1, layout.shape[rows]
-        if not self._is_same(str(site.at(0)), value, unclear=True):
+        if not self._is_same(str(site.numbered(0)), value, unclear=True):
             raise InterpError(
                 f"site {str(site)!r}: ranks of tensor parallelism hold different values, parts of what is "
                 "split (a sequence, a vocabulary?); expected a whole value or a DTensor: name a site inside, "

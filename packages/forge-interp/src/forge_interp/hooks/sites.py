@@ -65,7 +65,7 @@ class Site:
             _check_attention(text, ".".join(path))
         return cls(module, kind, path, int(call) if call else None)
 
-    def at(self, call: int) -> Site:
+    def numbered(self, call: int) -> Site:
         """The same place at one call; the first is written without a number."""
         return self if self.call == (call or None) else replace(self, call=call or None)
 
@@ -92,7 +92,7 @@ def _check_attention(text: str, name: str) -> None:
 def canonical(text: str) -> str:
     """The key under which a site is stored: part written out, the first call without its number."""
     site = Site.parse(text)
-    return str(site.at(site.call or 0))
+    return str(site.numbered(site.call or 0))
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:

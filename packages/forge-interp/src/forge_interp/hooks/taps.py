@@ -83,7 +83,7 @@ class Tap:
             return self._repeat(value)
         if not self.wants(call):
             return None
-        return self.act(self.site.at(call), self.module, value)
+        return self.act(self.site.numbered(call), self.module, value)
 
     def _repeat(self, value: Any) -> Tensor | None:
         """Captures have seen it; edits are made again, or the gradient would be that of another function."""
@@ -94,7 +94,7 @@ class Tap:
                 f"edit of {str(self.site)!r}: activation checkpointing runs the module again and does not "
                 "tell which call that is; edit all calls, or switch checkpointing off"
             )
-        return None if self.site.call else self.act(self.site.at(0), self.module, value)
+        return None if self.site.call else self.act(self.site.numbered(0), self.module, value)
 
 
 def show(tap: Tap, call: int | None, tree: Any, find: Callable[[], tuple[str, ...]]) -> Any:
@@ -106,7 +106,7 @@ def show(tap: Tap, call: int | None, tree: Any, find: Callable[[], tuple[str, ..
         if tap.skip is None:
             raise
         if call is not None:
-            tap.skip(tap.site.at(call), str(error))
+            tap.skip(tap.site.numbered(call), str(error))
         return tree
     new = replaced(tap, call, value)
     return tree if new is value else values.write(tree, path, new)

@@ -42,7 +42,7 @@ def _spelled(site: Site, path: tuple[str, ...]) -> str:
 
 def write(tree: Any, path: tuple[str, ...], value: Tensor) -> Any:
     """The same tree with another tensor at that path; the given tree is not changed."""
-    keys = path if path else _first(tree)
+    keys = path or _first(tree)
     if not keys:
         return value
     key, rest = keys[0], keys[1:]

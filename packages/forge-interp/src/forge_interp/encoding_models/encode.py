@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from forge_interp.analysis.arrays import Array, Labels, as_matrix, check_alphas, check_finite, same_rows
-from forge_interp.analysis.ceiling import Ceiling, pearson
 from forge_interp.analysis.probe import Fold, group_folds, r_squared, z_score
 from forge_interp.analysis.ridge import DEFAULT_ALPHAS, RidgePath
-from forge_interp.analysis.timing import fir_delays, run_bounds
+from forge_interp.encoding_models.ceiling import Ceiling, pearson
+from forge_interp.encoding_models.timing import fir_delays, run_bounds
 from forge_interp.errors import InterpError
 
 
