@@ -381,14 +381,14 @@ def test_read_works_on_fake_tensors():
 def test_everything_read_of_one_call_takes_one_pass_over_its_scores(monkeypatch):
     """Products of queries and keys, and of pattern and values for the check and its scale: three in all."""
     from forge_interp import capture
-    from forge_interp.attention import call as module
+    from forge_interp.attention import products as module
 
     class Attend(torch.nn.Module):
         def forward(self, q, k, v):
             return F.scaled_dot_product_attention(q, k, v)
 
-    products, grouped = [], module._grouped
-    monkeypatch.setattr(module, "_grouped", lambda *args: products.append(args) or grouped(*args))
+    products, grouped = [], module.grouped
+    monkeypatch.setattr(module, "grouped", lambda *args: products.append(args) or grouped(*args))
     names = ["raw", "scores", "pattern", "entropy", "sink", "previous"]
     model, qkv = Attend(), random_qkv()
     with capture(model, [f":attn.{name}" for name in names]) as acts:

@@ -135,7 +135,9 @@ def test_gate_passes_under_autocast(name):
 def test_soft_capped_scores_are_those_after_the_cap():
     family = FAMILIES["gemma2"]()
     inputs, model = family.inputs(False), family.build("eager")
-    cap = model.config.attn_logit_softcapping = 0.5
+    cap = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = cap
     sites = [f"model.layers.*.self_attn:attn.{name}" for name in ("scores", "pattern")]
     with torch.no_grad(), capture(model, sites) as acts:
         weights = model(**inputs, output_attentions=True).attentions

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forge_interp import InterpError, capture, each_attention, edit
-from forge_interp.attention.call import _Gate
+from forge_interp.attention.products import Gate
 from torch import nn
 
 
@@ -139,8 +139,8 @@ def test_an_interruption_leaves_nothing_of_the_model(x):
 
 
 def test_the_gate_is_passed_once_by_each_module_where_it_is_needed(model, x, monkeypatch):
-    checked, true = [], _Gate.verify
-    monkeypatch.setattr(_Gate, "verify", lambda gate: [checked.append(gate), true(gate)][1])
+    checked, true = [], Gate.verify
+    monkeypatch.setattr(Gate, "verify", lambda gate: [checked.append(gate), true(gate)][1])
     with capture(model, ["*.attn:attn.pattern", "*.attn:attn.raw", "*.attn:attn.entropy"]):
         model(x)
         model(x)
@@ -150,7 +150,7 @@ def test_the_gate_is_passed_once_by_each_module_where_it_is_needed(model, x, mon
     with capture(model, ["*.attn:attn.q", "*.attn:attn.k", "*.attn:attn.v", "*.attn:attn.z"]):
         model(x)
     assert len(checked) == 2
-    monkeypatch.setattr(_Gate, "verify", fail)
+    monkeypatch.setattr(Gate, "verify", fail)
     for part in ("raw", "scores", "pattern", "entropy", "sink", "previous", "lag.2"):
         with pytest.raises(InterpError, match="gate"), capture(model, f"0.attn:attn.{part}"):
             model(x)

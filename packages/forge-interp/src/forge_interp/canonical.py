@@ -157,9 +157,10 @@ def _neurons(acts: Activations, block: str, before: Tensor, attention: list[str]
         return {"mlp.pre": why, "mlp.post": why}
     width = acts[f"{last}:in"].shape
     for site in sites:
-        given, made = acts[site], acts.get(site.removesuffix(":in") + ":out")
-        is_map = site.endswith(":in") and made is not None and given.shape == made.shape == width
-        if is_map and site != f"{last}:in" and not given.equal(made):
+        out = site.removesuffix(":in") + ":out"
+        if not site.endswith(":in") or out not in acts or site == f"{last}:in":
+            continue
+        if acts[site].shape == acts[out].shape == width and not acts[site].equal(acts[out]):
             return {"mlp.pre": site.removeprefix(block), "mlp.post": f"{last.removeprefix(block)}:in"}
     wide = [site for site in sites if site.endswith(":out") and acts[site].shape == width]
     pre = wide[0].removeprefix(block) if len(wide) == 1 else "- the activation function is no module"

@@ -87,7 +87,7 @@ class Recording(Mapping[str, Tensor]):
         Dimensions that all values share are named alike: `batch` is dim 0, others `site.dim1`, ...
         """
         try:
-            import xarray
+            import xarray  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise InterpError(
                 "to_xarray needs xarray; install it: pip install 'forge-interp[tables]'"

@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from forge_interp.attention.arguments import autocast_dtype, bind, causal_bias
 from forge_interp.attention.lineage import Lineage, Softmax, canonical, pack, unpack
 from forge_interp.attention.placement import is_dtensor, local_parts, placed_like
+from forge_interp.attention.products import Gate, four, grouped, raw_maker
 from forge_interp.attention.statistics import STATISTICS, Tile, collecting, part
 from forge_interp.errors import InterpError
 
@@ -27,7 +28,6 @@ DENSE = ("raw", "scores", "pattern")
 TILE_BYTES = 8 * 2**20
 HIDES = -1e4
 """What an added mask holds at most where it hides a key: exp(-1e4) is 0 in every dtype."""
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class AttentionCall:
         Raises:
             InterpError: nested tensors, or another number of dimensions than three or four.
         """
-        given = _bind(*args, **kwargs)
+        given = bind(*args, **kwargs)
         query, key, mask = given["query"], given["key"], given["attn_mask"]
         if query.is_nested or key.is_nested:
             raise InterpError("attention was called with nested tensors; expected padded ones: pad the batch")
@@ -104,7 +104,7 @@ class AttentionCall:
         is_causal, scale = bool(given["is_causal"]), given["scale"]
         biases = sys.modules.get("torch.nn.attention.bias")
         if biases is not None and isinstance(mask, biases.CausalBias):
-            is_causal, mask = _causal_bias(mask, query.device)
+            is_causal, mask = causal_bias(mask, query.device)
         return cls(
             query=query,
             key=key,
@@ -114,7 +114,7 @@ class AttentionCall:
             scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
             dropout=float(given["dropout_p"]),
             grouped=bool(given["enable_gqa"]),
-            output=query.to(_autocast_dtype(query)) if output is None else output,
+            output=query.to(autocast_dtype(query)) if output is None else output,
             **heads,
         )
 
@@ -131,8 +131,8 @@ class AttentionCall:
         """Read a product of weights, from a softmax of scores [B, N, T, S], with values.
 
         Args:
-            softmax: where the weights come from.
-            weights: [B, N, T, S] or [B N, T, S].
+            softmax: where the weights come from, [B, N, T, S] or [B N, T, S].
+            weights: those.
             values: [B, N, S, H'] or [B N, S, H'].
             output: the product; None before it was computed.
             lineage: what the model had done to the values before.
@@ -177,7 +177,7 @@ class AttentionCall:
     @property
     def grid(self) -> tuple[int, int, int, int]:
         """B, N, T, S."""
-        query, key = _four(self.query), _four(self.key)
+        query, key = four(self.query), four(self.key)
         batch, heads = (max(query.shape[i], key.shape[i]) for i in (0, 1))
         return batch, heads, query.shape[2], key.shape[2]
 
@@ -229,7 +229,7 @@ class AttentionCall:
             if name in DENSE
         }
         statistics, add = collecting(call, [name for name in wanted if name not in DENSE])
-        gate = _Gate(call) if check and not self.query.is_meta and call.key.shape[-2] else None
+        gate = Gate(call) if check and not self.query.is_meta and call.key.shape[-2] else None
         for tile in call.tiles():
             for name, out in dense.items():
                 out[tile.batch, :, tile.queries] = getattr(tile, name)
@@ -278,32 +278,20 @@ class AttentionCall:
     def edited(self, name: str, change: Callable[[Tensor], Tensor]) -> AttentionCall:
         """This call as if raw, scores or pattern had been another; its output follows. Dense, differentiable.
 
-        Args:
-            name: raw, scores or pattern.
-            change: of [B, N, T, S] in `dtype`.
-
-        Raises:
-            InterpError: dropout.
+        `name` is raw, scores or pattern; `change` is given [B, N, T, S] in `dtype`. Raises as `tiles`.
         """
         self.check_known(name)
         whole = self.local()._whole(name)
         value = change(whole if self.query.dim() == 4 else whole.squeeze(0))
         later = DENSE[DENSE.index(name) + 1 :]
         kept = {key: edit for key, edit in self.edits.items() if key not in later}
-        call = replace(self, edits={**kept, name: _four(value)})
-        values = call._used(self.value).to(self.dtype)
-        output = _grouped(call._whole("pattern"), values).to(self.output.dtype)
+        call = replace(self, edits={**kept, name: four(value)})
+        values = call.used(self.value).to(self.dtype)
+        output = grouped(call._whole("pattern"), values).to(self.output.dtype)
         return replace(call, output=output if self.query.dim() == 4 else output.squeeze(0))
 
     def tiles(self, max_bytes: int = TILE_BYTES) -> Iterator[Tile]:
-        """The scores, part by part.
-
-        Args:
-            max_bytes: of one [b, N, t, S]; at least one query is taken, so N S numbers.
-
-        Raises:
-            InterpError: dropout.
-        """
+        """The scores in parts [b, N, t, S] of `max_bytes`, at least one query; InterpError with dropout."""
         if self.dropout > 0:
             raise InterpError(
                 f"attention was called with dropout {self.dropout}, so its weights cannot be known; expected "
@@ -311,7 +299,7 @@ class AttentionCall:
             )
         batch, heads, num_queries, num_keys = self.grid
         aligned = self.is_causal or num_queries == num_keys
-        query, key = self._used(self.query).expand(batch, heads, -1, -1), self._used(self.key)
+        query, key = self.used(self.query).expand(batch, heads, -1, -1), self.used(self.key)
         key = key.expand(batch, -1, -1, -1)
         keys, last = key[:0], None
         for rows, queries in self.parts(max_bytes):
@@ -319,7 +307,7 @@ class AttentionCall:
                 keys, last = key[rows].to(self.dtype), rows
             bias, blocked, hidden = self._masks(rows, queries)
             edits = {name: edit[rows, :, queries] for name, edit in self.edits.items()}
-            make_raw = _raw_maker(query[rows, :, queries].to(self.dtype), keys, self.scale)
+            make_raw = raw_maker(query[rows, :, queries].to(self.dtype), keys, self.scale)
             yield Tile(rows, queries, hidden, aligned, make_raw, bias, blocked, edits)
 
     def parts(self, max_bytes: int = TILE_BYTES) -> Iterator[tuple[slice, slice]]:
@@ -357,15 +345,15 @@ class AttentionCall:
         call = self.local()
         if self.query.is_meta or call.key.shape[-2] == 0:
             return
-        gate = _Gate(call, tolerance)
+        gate = Gate(call, tolerance)
         with torch.no_grad():
             for tile in call.tiles():
                 gate.add(tile)
         gate.verify()
 
-    def _used(self, x: Tensor) -> Tensor:
+    def used(self, x: Tensor) -> Tensor:
         """[B, ...] in the dtype in which autocast hands it to the kernel."""
-        return _four(x).to(self.output.dtype)
+        return four(x).to(self.output.dtype)
 
     def _masks(self, rows: slice, queries: slice) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """What to add, where to put -inf, and what is hidden."""
@@ -375,7 +363,7 @@ class AttentionCall:
         blocked = (keys > here[:, None])[None, None] if self.is_causal else None
         bias, hidden = None, blocked
         if self.mask is not None:
-            mask = part(_four(self.mask), rows, queries)
+            mask = part(four(self.mask), rows, queries)
             if mask.dtype == torch.bool:
                 blocked = ~mask if blocked is None else blocked | ~mask
                 hidden = blocked
@@ -410,124 +398,3 @@ class AttentionCall:
     def _whole(self, name: str) -> Tensor:
         """[B, N, T, S] at once, differentiable."""
         return getattr(next(self.tiles(2**62)), name)
-
-
-def product_with_values(
-    product: Callable[..., Tensor], weights: Tensor, values: Tensor, query: Tensor, *arguments: Any, **_: Any
-) -> Tensor:
-    """The model's product of its weights with other values: for attention in `AttentionCall.run`."""
-    value = arguments[1]
-    return product(weights, value.reshape(values.shape)).reshape(*query.shape[:3], -1)
-
-
-class _Gate:
-    """Compares pattern V with the output, tile by tile; see `AttentionCall.check`."""
-
-    def __init__(self, call: AttentionCall, tolerance: float | None = None) -> None:
-        self._call = call
-        self._eps = _product_eps(call.query)
-        if tolerance is None:
-            tolerance = max(TOLERANCES.get(call.output.dtype, 2e-2), 4 * self._eps)
-        self._tolerance = tolerance
-        self._ratio = self._worst = torch.zeros((), dtype=call.dtype, device=call.query.device)
-
-    def add(self, tile: Tile) -> None:
-        """Compare a part."""
-        call = self._call
-        values = call._used(call.value).expand(call.grid[0], -1, -1, -1)[tile.batch].to(call.dtype)
-        error = (_grouped(tile.pattern, values) - _four(call.output)[tile.batch, :, tile.queries]).abs()
-        blind = tile.hidden.all(-1)
-        scale = _grouped(tile.pattern, values.abs()).amax(-1)
-        size = tile.scores.masked_fill(tile.hidden, 0).abs().amax(-1)
-        tiny = torch.finfo(call.output.dtype).tiny
-        allowed = (self._tolerance + 16 * self._eps * size) * scale + tiny
-        ratio = (error.amax(-1) / allowed).masked_fill(blind, 0)
-        self._ratio = torch.maximum(self._ratio, ratio.nan_to_num(torch.inf).max())
-        self._worst = torch.maximum(self._worst, error.amax(-1).masked_fill(blind, 0).max())
-
-    def verify(self) -> None:
-        """Raise InterpError where they differ."""
-        if bool(self._ratio <= 1):
-            return
-        raise InterpError(
-            "softmax(scores) V differs from the output of F.scaled_dot_product_attention by "
-            f"{self._worst.item():.3g}, {self._ratio.item():.3g} times what {self._call.output.dtype} "
-            f"explains; expected equality: {_why(self._worst)}, so its scores and pattern "
-            "cannot be known; capture attn.q, attn.k, attn.v or attn.z"
-        )
-
-
-def _bind(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> dict[str, Any]:
-    """The signature of `F.scaled_dot_product_attention`."""
-    return dict(locals())
-
-
-def _causal_bias(bias: Any, device: torch.device) -> tuple[bool, Tensor | None]:
-    """`is_causal` and [T, S] bool for what it cannot express, of a `torch.nn.attention.bias.CausalBias`.
-
-    To import its module would load the compiler; who has made one has done so.
-    """
-    if bias.variant.name == "UPPER_LEFT":
-        return True, None
-    shape = (bias.seq_len_q, bias.seq_len_kv)
-    return False, torch.ones(shape, dtype=torch.bool, device=device).tril(shape[1] - shape[0])
-
-
-def _four(x: Tensor) -> Tensor:
-    return x if x.dim() == 4 else x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
-
-
-def _why(error: Tensor) -> str:
-    """What keeps softmax(scores) V from being the output."""
-    if not bool(error.isfinite()):
-        return "numbers that are not finite take part in this attention"
-    return "something else takes part in this attention"
-
-
-def _raw_maker(query: Tensor, keys: Tensor, scale: float) -> Callable[[], Tensor]:
-    return lambda: _grouped(query, keys.transpose(-1, -2)) * scale
-
-
-def _grouped(left: Tensor, right: Tensor) -> Tensor:
-    """[b, N, t, x] times [b, K, x, y], head n with head n // (N / K); the smaller one is not copied."""
-    batch, heads, queries, _ = left.shape
-    folded = left.reshape(batch, right.shape[1], -1, left.shape[-1]) if heads != right.shape[1] else left
-    with _no_autocast(left):
-        return (folded @ right).reshape(batch, heads, queries, right.shape[-1])
-
-
-def _autocast_dtype(query: Tensor) -> torch.dtype:
-    """Of the output that the call will have."""
-    kind = query.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return query.dtype
-    return query.dtype if query.dtype == torch.float64 else torch.get_autocast_dtype(kind)
-
-
-@contextmanager
-def _no_autocast(x: Tensor) -> Iterator[None]:
-    """Products in the dtype of their factors."""
-    if not torch.amp.is_autocast_available(x.device.type):
-        yield
-        return
-    with torch.autocast(x.device.type, enabled=False):
-        yield
-
-
-def _product_eps(query: Tensor) -> float:
-    """Relative rounding of a matrix product that the user's precision settings allow."""
-    if query.dtype == torch.float64:
-        return torch.finfo(torch.float64).eps
-    backend: Any = torch.backends.cuda if query.is_cuda else torch.backends.mkldnn
-    return {"tf32": 2.0**-10, "bf16": 2.0**-7}.get(
-        backend.matmul.fp32_precision, torch.finfo(torch.float32).eps
-    )

@@ -105,7 +105,8 @@ class Lineage:
 
     def repeats(self, values: Tensor) -> int:
         """How many times keys or values were repeated for the heads."""
-        return self._repeats.get(values, 1)
+        times = self._repeats.get(values)
+        return 1 if times is None else times
 
     def of(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
         """What was done before a call, as the fields `packed` and `repeats` of its `AttentionCall`."""

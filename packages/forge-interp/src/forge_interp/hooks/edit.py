@@ -22,7 +22,7 @@ Edit = Callable[[Tensor], Tensor]
 
 
 @contextmanager
-def edit(model: nn.Module, edits: Mapping[str | nn.Module, Edit]) -> Iterator[None]:
+def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
     """Change values on their way; gradients flow through the edits.
 
     Edits of one site are made in the order given, those of an outer `with` first. A capture sees the edited

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from forge_interp.attention.call import AttentionCall, product_with_values
+from forge_interp.attention.arguments import product_with_values
+from forge_interp.attention.call import AttentionCall
 from forge_interp.attention.lineage import Lineage
 from forge_interp.hooks.interception import Interception, is_intercepted
 from forge_interp.hooks.sites import ATTENTION_TENSORS
