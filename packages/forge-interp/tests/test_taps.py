@@ -444,7 +444,7 @@ def test_modules_that_say_they_are_equal_are_told_apart(x):
 
 
 def test_a_scripted_module_is_refused_each_time_and_nothing_stays(model, x):
-    with pytest.warns(FutureWarning, match=r"torch\.jit"):
+    with pytest.warns((FutureWarning, DeprecationWarning), match=r"torch\.jit"):
         model[1] = torch.jit.script(nn.Sequential(nn.ReLU()))
     before = state(model)
     for _ in range(2):
