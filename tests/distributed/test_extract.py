@@ -154,6 +154,27 @@ def test_identity_of_a_sharded_model_is_that_of_the_whole(tmp_path):
         assert whole["layout"] == changed["layout"] and whole["weights"] != changed["weights"]
 
 
+def differing_on_one_rank(folder: str) -> str:
+    """What each rank says if only the first one finds parts of another call."""
+    model = build("fsdp")
+    out = Path(extract_sharded(folder, model))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (out / "index.json").unlink()
+        for number in range(3, 6):
+            (out / f"part-{number:05d}.safetensors").unlink()
+    dist.barrier()
+    with torch.no_grad():
+        next(model.parameters()).to_local().add_(1)
+    with pytest.raises(InterpError) as caught:
+        extract_sharded(folder, model)
+    return str(caught.value)
+
+
+def test_all_ranks_say_what_one_of_them_finds(tmp_path):
+    assert all("model weights: " in said for said in run_ranks(differing_on_one_rank, 2, str(tmp_path)))
+
+
 def of_mixed_precision() -> bool:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -257,7 +257,7 @@ def test_model_identity_sees_every_single_weight(dtype: torch.dtype):
     assert model_identity(model)["weights"] == before
 
 
-@pytest.mark.parametrize("rows", [(0, 1), (7, 900), (1022, 1023)])
+@pytest.mark.parametrize("rows", [(0, 1), (0, 2), (7, 900)])
 def test_model_identity_sees_the_order_of_rows_and_columns(rows: tuple[int, int]):
     first, second = rows
     for swap in (lambda w: w[[first, second]], lambda w: w[:, [first, second]]):

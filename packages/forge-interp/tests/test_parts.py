@@ -256,6 +256,13 @@ def test_parts_of_other_calls_do_not_become_one(tmp_path: Path):
     assert Parts(tmp_path, {}).finish(2)
 
 
+def test_parts_may_be_more_than_a_hundred_thousand(tmp_path: Path):
+    parts = Parts(tmp_path, {})
+    for number in (7, 123456):
+        write(tmp_path, {"x:out": torch.zeros(1)}).publish(parts.path(number), {})
+    assert sorted(parts.intact(0, None)) == [7, 123456]
+
+
 def test_as_bytes_leaves_the_storage_resizable():
     weights = torch.arange(4, dtype=torch.int16)
     data = as_bytes(weights)

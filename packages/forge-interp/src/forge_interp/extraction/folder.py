@@ -78,7 +78,7 @@ class Parts:
         return True
 
     def _numbers(self) -> set[int]:
-        return {int(path.name[5:10]) for path in self.folder.glob("part-*.safetensors")}
+        return {int(path.stem[5:]) for path in self.folder.glob("part-*.safetensors")}
 
 
 def missing_parts(folder: Path) -> list[int] | None:

@@ -86,13 +86,25 @@ class Processes:
             )
         return num_parts * self.rank // self.size, num_parts * (self.rank + 1) // self.size
 
-    def agree(self, written: Written) -> Written:
-        """Return what is written of this rank, as its writing process says. Collective if in step."""
+    def agree(self, find: Callable[[], Written]) -> Written:
+        """Return what is written of this rank, as its writing process finds. Collective if in step.
+
+        Raises:
+            InterpError: it is raised on all processes that are in step if `find` raised it on one.
+        """
         if not self.in_step:
-            return written
+            return find()
+        written, failure = {}, None
+        try:
+            written = find()
+        except InterpError as error:
+            failure = error
         states: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(states, (self.rank, self.writes, written), group=self.group)
-        found = [state for rank, writes, state in states if rank == self.rank and writes]
+        state = (self.rank, self.writes, written, failure and str(failure))
+        dist.all_gather_object(states, state, group=self.group)
+        if failed := [text for *_, text in states if text]:
+            raise failure or InterpError(failed[0])
+        found = [written for rank, writes, written, _ in states if rank == self.rank and writes]
         if len(found) != 1:
             raise InterpError(
                 f"{len(found)} processes write rank {self.rank}; expected one: give writes=False to others"

@@ -18,7 +18,7 @@ from forge_interp.errors import InterpError
 from forge_interp.extraction.feeding import Feeder, check_padding
 from forge_interp.extraction.folder import Parts
 from forge_interp.extraction.identity import is_distributed
-from forge_interp.extraction.parts import ROW_COLUMNS, Column, PartWriter
+from forge_interp.extraction.parts import ROW_COLUMNS, Column, Part, PartWriter
 from forge_interp.extraction.processes import Processes, Written
 from forge_interp.extraction.rows import RowMaker
 from forge_interp.extraction.samples import Batch, Names, ReadyBatches, Samples
@@ -94,9 +94,14 @@ class Share:
             everything = (0, None) if processes.group is not None else (start, stop)
             processes.together(lambda: parts.remove(*everything))
         index = parts.index
-        found = parts.intact(start, stop) if processes.writes else {}
+        found: dict[int, Part] = {}
+
+        def find() -> Written:
+            found.update(parts.intact(start, stop) if processes.writes else {})
+            return {number: (part.batches, part.inputs) for number, part in found.items()}
+
+        written = processes.agree(find)
         self._columns = next((part.columns for part in found.values()), ())
-        written = processes.agree({n: (part.batches, part.inputs) for n, part in found.items()})
         limit = num_parts if processes.size > 1 else None if index is None else len(index["parts"])
         self._parts = parts if processes.writes else None
         try:
