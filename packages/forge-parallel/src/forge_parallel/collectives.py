@@ -1,0 +1,80 @@
+"""Collectives that autograd goes through: each is the adjoint of another one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), dim, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _reduce_scatter(gradient, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gathered = functional.all_gather_tensor(gradient.contiguous(), ctx.dim, ctx.group)
+        return functional.wait_tensor(gathered), None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        total = functional.wait_tensor(functional.all_reduce(wide.contiguous(), "sum", ctx.group))
+        return total.to(gradient.dtype), None
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
+
+
+def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """The shards of all ranks along `dim`; the gradient is summed over ranks and cut again. Collective."""
+    return _AllGather.apply(x, dim, group)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's shard along `dim` of the sum over ranks; the gradient is gathered. Collective."""
+    return _ReduceScatter.apply(x, dim, group)
+
+
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over ranks, which all of them use alike; the gradient passes. Collective."""
+    return _AllReduce.apply(x, group)
+
+
+def copy_to_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The same values, of which ranks make different use; the gradient is summed in float32. Collective."""
+    return _Copy.apply(x, group)

@@ -1,0 +1,275 @@
+"""Tensor, sequence and loss parallelism: what each role of a plan becomes on a mesh axis.
+
+Modules compute on plain local tensors and say their collectives themselves; parameters are DTensors, so that
+FSDP2, checkpoints and norms know which part of the whole a rank holds. B batch, T tokens, D model dim, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from forge_parallel.collectives import all_gather, all_reduce, copy_to_ranks, reduce_scatter
+from forge_parallel.error import ParallelError
+from forge_parallel.match import find
+
+SEQUENCE = 1
+"""The dim of [B, T, D] that sequence parallelism cuts."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that share each matrix, and what passes between them.
+
+    Attributes:
+        mesh: of one dim.
+        sequence: whether the residual stream, and the norms on it, are cut over the tokens.
+    """
+
+    mesh: DeviceMesh
+    sequence: bool
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the axis."""
+        return self.mesh.get_group()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The residual stream [B, T or T/ranks, D] -> [B, T, D], of which each rank makes its own use."""
+        return all_gather(x, SEQUENCE, self.group) if self.sequence else copy_to_ranks(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The parts of a sum [B, T, D] -> the residual stream [B, T or T/ranks, D].
+
+        Raises:
+            ParallelError: the tokens cannot be cut evenly.
+        """
+        if not self.sequence:
+            return all_reduce(x, self.group)
+        if x.shape[SEQUENCE] % self.mesh.size():
+            raise ParallelError(
+                f"a sequence of {x.shape[SEQUENCE]} tokens cannot be cut over tp = {self.mesh.size()} ranks; "
+                "use a multiple, or set tensor_parallel.sequence = false"
+            )
+        return reduce_scatter(x, SEQUENCE, self.group)
+
+    def shared(self, values: Tensor) -> Tensor:
+        """A parameter that all ranks hold and apply to the residual stream."""
+        return copy_to_ranks(values, self.group) if self.sequence else values
+
+
+class _Role(nn.Module):
+    """A module whose forward sees local values of its parameters. Mixed into the class of the module."""
+
+    placements: ClassVar[Mapping[str, Placement]] = {}
+    axis: Axis
+
+    def local(self, name: str) -> Tensor:
+        """What `self.<name>` is in forward."""
+        return _values(self._parameters[name])
+
+
+def _values(parameter: Tensor | None) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class Gather(_Role):
+    """Takes the residual stream whole: as its first argument."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            return super().forward(self.axis.enter(args[0]), *args[1:], **kwargs)  # type: ignore[misc]
+        name, value = next(iter(kwargs.items()))
+        return super().forward(**{**kwargs, name: self.axis.enter(value)})  # type: ignore[misc]
+
+
+class Colwise(_Role):
+    """A linear layer that makes a part of its outputs."""
+
+    placements = {"weight": Shard(0), "bias": Shard(0)}
+
+
+class Rowwise(_Role):
+    """A linear layer that takes a part of its inputs; the bias is added once, after the sum."""
+
+    placements = {"weight": Shard(1), "bias": Replicate()}
+
+    def local(self, name: str) -> Tensor:
+        return super().local(name) if name == "weight" else None  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.axis.leave(super().forward(x))  # type: ignore[misc]
+        bias = self._parameters.get("bias")
+        return out if bias is None else out + self.axis.shared(_values(bias))
+
+
+class Norm(_Role):
+    """A norm on the residual stream."""
+
+    placements = {"weight": Replicate(), "bias": Replicate()}
+
+    def local(self, name: str) -> Tensor:
+        return self.axis.shared(super().local(name))
+
+
+class HeadNorm(_Role):
+    """A norm inside of attention, on the heads that a rank has."""
+
+    placements = {"weight": Replicate(), "bias": Replicate()}
+
+    def local(self, name: str) -> Tensor:
+        return copy_to_ranks(super().local(name), self.axis.group)
+
+
+class Embed(_Role):
+    """An embedding that knows a part of the vocabulary."""
+
+    placements = {"weight": Shard(0)}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = self.local("weight")
+        index = tokens - self.axis.mesh.get_local_rank() * len(weight)
+        known = (index >= 0) & (index < len(weight))
+        return self.axis.leave(F.embedding(index.where(known, 0), weight) * known[..., None])
+
+
+class Head(_Role):
+    """A head that makes the logits of a part of the vocabulary.
+
+    A module with an attribute `vocabulary` is given a `VocabularyShard`, and computes its loss from a part of
+    the logits; of any other module the logits are gathered.
+    """
+
+    placements = {"weight": Shard(0), "bias": Shard(0)}
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(self.axis.enter(hidden), *args, **kwargs)  # type: ignore[misc]
+        return out if hasattr(self, "vocabulary") else gather_logits(out, self.axis.group)
+
+
+class VocabularyShard:
+    """The part of the vocabulary that a head has, and the sums over the others. Collective.
+
+    Attributes:
+        first: the first id of this part.
+    """
+
+    def __init__(self, first: int, group: dist.ProcessGroup) -> None:
+        self.first = first
+        self._group = group
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum over the parts, in place."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Maximum over the parts, in place."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        return tensor
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """[..., V/ranks] -> [..., V]."""
+        return gather_logits(logits, self._group)
+
+
+class _GatherLogits(torch.autograd.Function):
+    """All ranks use the whole alike, so each keeps its own part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank, ctx.width = dist.get_rank(group), x.shape[-1]
+        return all_gather(x, x.ndim - 1, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.narrow(-1, ctx.rank * ctx.width, ctx.width), None
+
+
+def gather_logits(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[..., V/ranks] -> [..., V]. Collective."""
+    return _GatherLogits.apply(logits, group)
+
+
+ROLES: dict[str, type[_Role]] = {
+    "gather": Gather,
+    "colwise": Colwise,
+    "rowwise": Rowwise,
+    "norm": Norm,
+    "head_norm": HeadNorm,
+    "embed": Embed,
+    "head": Head,
+}
+
+
+def tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: DeviceMesh, sequence: bool) -> None:
+    """Give each module its role, in place. Names of parameters do not change.
+
+    Args:
+        model: on the meta device, or with equal values on all ranks.
+        roles: pattern -> role.
+        mesh: of one dim.
+        sequence: cut the residual stream over the tokens too.
+
+    Raises:
+        ParallelError: a pattern names nothing, a parameter cannot be cut evenly, or a parameter of the model
+            is in no module with a role.
+    """
+    axis = Axis(mesh, sequence)
+    cut: dict[int, nn.Parameter] = {}
+    for pattern, role in roles.items():
+        for name, module in find(model, pattern).items():
+            _distribute(name, module, ROLES[role].placements, mesh, cut)
+            module.__class__ = _with_role(type(module), ROLES[role], axis)
+            if hasattr(module, "vocabulary"):
+                first = mesh.get_local_rank() * (_values(module._parameters["weight"]).shape[0])
+                module.vocabulary = VocabularyShard(first, axis.group)  # type: ignore[assignment]
+    plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if plain:
+        raise ParallelError(f"no role under tensor parallelism for {', '.join(plain)}; name them in the plan")
+
+
+def _distribute(
+    name: str,
+    module: nn.Module,
+    placements: Mapping[str, Placement],
+    mesh: DeviceMesh,
+    cut: dict[int, nn.Parameter],
+) -> None:
+    for key, parameter in module._parameters.items():
+        if parameter is None or key not in placements:
+            continue
+        if id(parameter) not in cut:
+            placement = placements[key]
+            if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
+                raise ParallelError(
+                    f"dim {placement.dim} of {name}.{key} {tuple(parameter.shape)} cannot be cut over "
+                    f"tp = {mesh.size()} ranks; make it a multiple of {mesh.size()} or use fewer ranks"
+                )
+            shared = nn.Parameter(
+                distribute_tensor(parameter.detach(), mesh, [placement]), requires_grad=parameter.requires_grad
+            )
+            cut[id(parameter)] = cut[id(shared)] = shared
+        module._parameters[key] = cut[id(parameter)]
+
+
+@cache
+def _with_role(base: type[nn.Module], role: type[_Role], axis: Axis) -> type[nn.Module]:
+    """One class for all modules of a kind, so that compiled blocks share their code."""
+    views: dict[str, Any] = {key: _view(key) for key in role.placements}
+    return type(base.__name__, (role, base), {**views, "axis": axis, "__module__": base.__module__})
+
+
+def _view(name: str) -> Any:
+    return property(lambda self: self.local(name) if self._parameters.get(name) is not None else None)
