@@ -13,13 +13,14 @@ from forge_model.decoder_config import DecoderConfig, LayerConfig
 from forge_model.error import ModelError
 from forge_model.init import Init
 from forge_model.layers import Embedding
-from forge_model.loss import LossTerms
+from forge_model.loss import LossTerms, VocabularyShard
 from forge_model.mask import Attend, Mask, softmax_attention
 from forge_model.roles import Role, parameter_roles
 from forge_model.rope import Rope, RopeTables
 
-LossFn = Callable[[Tensor, Tensor, Tensor], LossTerms]
-"""(hidden [B, T, D], head weight [V, D], labels [B, T]) -> terms of the loss."""
+LossFn = Callable[..., LossTerms]
+"""(hidden [B, T, D], head weight [V, D], labels [B, T]) -> terms of the loss; where the head has a part of the
+vocabulary, its `VocabularyShard` comes last."""
 
 
 class Block(nn.Module):
@@ -39,9 +40,14 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits, or the loss: made in here, so that a weight gathered for this module serves both."""
+    """Logits, or the loss: made in here, so that a weight gathered for this module serves both.
+
+    Attributes:
+        vocabulary: which rows of the weight this process computes with; None means all.
+    """
 
     roles: ClassVar[dict[str, Role]] = {"weight": "head"}
+    vocabulary: VocabularyShard | None = None
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__()
@@ -50,10 +56,13 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor, labels: Tensor | None = None, loss_fn: LossFn | None = None) -> Any:
         """[B, T, D] -> [B, T, V], or what `loss_fn` returns when there are labels [B, T]."""
         if labels is None:
-            return nn.functional.linear(hidden, self.weight)
+            logits = nn.functional.linear(hidden, self.weight)
+            return logits if self.vocabulary is None else self.vocabulary.gather(logits)
         if loss_fn is None:
             raise ModelError("labels were given without a loss_fn; pass LossConfig().build()")
-        return loss_fn(hidden, self.weight, labels)
+        if self.vocabulary is None:
+            return loss_fn(hidden, self.weight, labels)
+        return loss_fn(hidden, self.weight, labels, self.vocabulary)
 
 
 class Decoder(nn.Module):
@@ -152,11 +161,14 @@ class Decoder(nn.Module):
             "blocks": "layers.*",
             "units": [] if tied else [unit for unit in units if unit],
             "tensor": {
+                "layers.*.attention": "gather",
+                "layers.*.ffn": "gather",
                 "layers.*.attention.w[qkv]": "colwise",
                 "layers.*.attention.wo": "rowwise",
                 "layers.*.ffn.w_down": "rowwise",
                 "layers.*.ffn.w_[gu]*": "colwise",
-                "layers.*.*norm": "norm",
+                "layers.*.attention_norm": "norm",
+                "layers.*.ffn_norm": "norm",
                 **{name: name for name in outside},
             },
             "attention": "layers.*.attention",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,28 @@ class LossTerms(NamedTuple):
     sums: dict[str, Sum]
 
 
+class VocabularyShard(Protocol):
+    """The part of the vocabulary that a head has, where others have the rest.
+
+    Attributes:
+        first: the first id of this part.
+    """
+
+    first: int
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum over the parts, in place."""
+        ...
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Maximum over the parts, in place."""
+        ...
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Logits of this part [..., V/parts] -> of the full vocabulary [..., V]."""
+        ...
+
+
 class Loss:
     """The loss of hidden states under a head.
 
@@ -43,13 +65,17 @@ class Loss:
         self.chunk_tokens = chunk_tokens
         self.z_loss_weight = z_loss_weight
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> LossTerms:
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard | None = None
+    ) -> LossTerms:
         """Loss of each position against its label.
 
         Args:
             hidden: [..., D].
-            weight: [V, D].
+            weight: [V, D], or the rows of this part of the vocabulary.
             labels: [...] int64, already shifted; negative is ignored. None valid gives zero, with a graph.
+            vocabulary: which part `weight` is; None means all. Collective over the parts otherwise: the loss
+                is that of the full vocabulary, the gradient of `hidden` only what this part adds to it.
         """
         chunk = self.chunk_tokens or max(1, labels.numel())
         total, cross_entropy, z_loss, count = _LinearCrossEntropy.apply(
@@ -59,6 +85,7 @@ class Loss:
             chunk,
             self.z_loss_weight,
             torch.is_grad_enabled(),
+            vocabulary,
         )
         return LossTerms(total, {"loss": Sum(cross_entropy, count), "z_loss": Sum(z_loss, count)})
 
@@ -73,7 +100,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, z_weight: float, training: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk: int,
+        z_weight: float,
+        training: bool,
+        vocabulary: VocabularyShard | None,
     ) -> Any:
         wide = torch.promote_types(weight.dtype, torch.float32)
         need_hidden, need_weight = (needed and training for needed in ctx.needs_input_grad[:2])
@@ -87,17 +121,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
             valid = (target >= 0).to(wide)
             target = target.clamp(min=0)[:, None]
             logits = torch.mm(h, weight.t(), out=buffer[: len(target)]).to(wide)
-            picked = logits.gather(1, target)[:, 0]
+            here: Tensor | float = 1.0
+            if vocabulary is not None:
+                target = target - vocabulary.first
+                here = ((target >= 0) & (target < len(weight))).to(wide)
+                target = target.clamp(0, len(weight) - 1)
+            picked = (logits.gather(1, target) * here)[:, 0]
             # log-sum-exp in place: no second buffer of the size of the logits
             top = logits.amax(1, keepdim=True)
+            if vocabulary is not None:
+                top = vocabulary.max_(top)
             normalizer = logits.sub_(top).exp_().sum(1, keepdim=True)
+            if vocabulary is not None:
+                normalizer, picked = vocabulary.sum_(torch.stack([normalizer[:, 0], picked])).unbind()
+                normalizer = normalizer[:, None]
             lse = (normalizer.log() + top)[:, 0]
             sums += torch.stack([((lse - picked) * valid).sum(), (lse.square() * valid).sum(), valid.sum()])
             if d_hidden is None and d_weight is None:
                 continue
             # d(lse - picked + z lse^2)/d logits = softmax (1 + 2 z lse) - onehot
             d_logits = logits.mul_(((1 + 2 * z_weight * lse) * valid)[:, None] / normalizer)
-            d_logits.scatter_add_(1, target, -valid[:, None])
+            d_logits.scatter_add_(1, target, -valid[:, None] * here)
             d_logits = d_logits.to(h.dtype)
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[rows])
@@ -116,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_hidden = (d_hidden * d_total).to(d_hidden.dtype)
         if d_weight is not None:
             d_weight = d_weight.mul_(d_total).to(ctx.weight_dtype)
-        return d_hidden, d_weight, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
