@@ -21,6 +21,7 @@ from forge_parallel.config import (
     MeshConfig,
     ParallelConfig,
     PrecisionConfig,
+    TensorParallelConfig,
 )
 from forge_resilience.config import ResilienceConfig
 
@@ -104,6 +105,7 @@ class Job(Config):
     step: StepConfig = TextStepConfig()
     eval: EvalConfig = EvalConfig()
     mesh: MeshConfig = MeshConfig()
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     fsdp: FSDPConfig = FSDPConfig()
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
@@ -117,6 +119,7 @@ class Job(Config):
     def parallel(self) -> ParallelConfig:
         """The sections that `parallelize` applies."""
         return ParallelConfig(
+            tensor_parallel=self.tensor_parallel,
             fsdp=self.fsdp,
             precision=self.precision,
             activation_checkpointing=self.activation_checkpointing,
@@ -169,12 +172,27 @@ def weights_are_of_the_model(job: JobConfig, model: ModelConfig, train: TrainCon
         require_weights_of(model, read_config(train.init_from), train.init_from)
 
 
+def tensor_parallel_divides(
+    model: ModelConfig, data: DataConfig, mesh: MeshConfig, tensor_parallel: TensorParallelConfig
+) -> None:
+    """Heads, widths, vocabulary and, where the residual stream is cut, sequences are cut evenly."""
+    sizes = model.tensor_sizes() | ({"data.max_tokens": data.max_tokens} if tensor_parallel.sequence else {})
+    uneven = [f"{name} = {size}" for name, size in sizes.items() if size % mesh.tp]
+    if uneven:
+        fitting = [n for n in range(1, mesh.tp) if not any(size % n for size in sizes.values())]
+        raise ValueError(
+            f"mesh.tp = {mesh.tp} does not divide {', '.join(uneven)}; "
+            f"of the smaller ones {', '.join(map(str, fitting))} would"
+        )
+
+
 checks: list[Callable[..., None]] = [
     sequences_fit_the_model,
     vocabulary_covers_the_tokenizer,
     batch_divides,
     warmup_fits,
     weights_are_of_the_model,
+    tensor_parallel_divides,
 ]
 
 

@@ -42,6 +42,10 @@ class AttentionConfig(Config):
         """Matmul FLOPs a token of a forward pass over sequences of `tokens`."""
         raise NotImplementedError
 
+    def tensor_sizes(self) -> dict[str, int]:
+        """The sizes, by key, that tensor parallelism must divide."""
+        return {}
+
 
 attentions = Registry("attention", AttentionConfig, default="gqa")
 
@@ -86,6 +90,10 @@ class GroupedQueryConfig(AttentionConfig):
     def kv_heads(self) -> int:
         """Key-value heads, the default resolved."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """See `AttentionConfig.tensor_sizes`."""
+        return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
 
     def rotary_dim(self, dim: int) -> int:
         """See `AttentionConfig.rotary_dim`."""

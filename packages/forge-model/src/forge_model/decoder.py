@@ -19,8 +19,8 @@ from forge_model.roles import Role, parameter_roles
 from forge_model.rope import Rope, RopeTables
 
 LossFn = Callable[..., LossTerms]
-"""(hidden [B, T, D], head weight [V, D], labels [B, T]) -> terms of the loss; where the head has a part of the
-vocabulary, its `VocabularyShard` comes last."""
+"""(hidden [B, T, D], head weight [V, D], labels [B, T]) -> terms of the loss; where the head has a part
+of the vocabulary, its `VocabularyShard` comes last."""
 
 
 class Block(nn.Module):
@@ -160,20 +160,26 @@ class Decoder(nn.Module):
         return {
             "blocks": "layers.*",
             "units": [] if tied else [unit for unit in units if unit],
-            "tensor": {
-                "layers.*.attention": "gather",
-                "layers.*.ffn": "gather",
-                "layers.*.attention.w[qkv]": "colwise",
-                "layers.*.attention.wo": "rowwise",
-                "layers.*.ffn.w_down": "rowwise",
-                "layers.*.ffn.w_[gu]*": "colwise",
-                "layers.*.attention_norm": "norm",
-                "layers.*.ffn_norm": "norm",
-                **{name: name for name in outside},
-            },
+            "tensor": self._tensor_roles() | {name: name for name in outside},
+            "divisible": self.config.tensor_sizes(),
             "attention": "layers.*.attention",
             "no_fp8": [name for name in outside if name == "head"],
         }
+
+    def _tensor_roles(self) -> dict[str, str]:
+        roles = {
+            "layers.*.attention": "gather",
+            "layers.*.ffn": "gather",
+            "layers.*.attention.w[qkv]": "colwise",
+            "layers.*.attention.wo": "rowwise",
+            "layers.*.attention.[qk]_norm": "head_norm",
+            "layers.*.ffn.w_[gu]*": "colwise",
+            "layers.*.ffn.w_down": "rowwise",
+            "layers.*.attention_norm": "norm",
+            "layers.*.ffn_norm": "norm",
+        }
+        normed = any(name.endswith("q_norm") for name, _ in self.named_modules())
+        return {pattern: role for pattern, role in roles.items() if normed or role != "head_norm"}
 
     def parameter_roles(self) -> dict[str, Role]:
         """What each parameter is for, by name."""

@@ -133,6 +133,17 @@ class DecoderConfig(ModelConfig):
 
         return Decoder(self)
 
+    def tensor_sizes(self) -> dict[str, int]:
+        """See `ModelConfig.tensor_sizes`."""
+        sizes = {"vocab_size": self.vocab_size}
+        for index in range(self.num_layers):
+            layer = self.layer(index)
+            heads = {f"attention.{key}": size for key, size in layer.attention.tensor_sizes().items()}
+            for key, size in (heads | {"ffn.dim": layer.ffn.hidden(self.dim)}).items():
+                same = sizes.setdefault(key, size) == size
+                sizes |= {} if same else {f"layer {index} {key}": size}
+        return sizes
+
     def flops_per_token(self, tokens: int, causal: bool = True) -> float:
         """See `ModelConfig.flops_per_token`."""
         layers = [self.layer(index) for index in range(self.num_layers)]

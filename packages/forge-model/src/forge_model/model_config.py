@@ -36,5 +36,9 @@ class ModelConfig(Config):
         """
         raise NotImplementedError
 
+    def tensor_sizes(self) -> dict[str, int]:
+        """The sizes, by key, that tensor parallelism must divide."""
+        return {}
+
 
 models = Registry("model", ModelConfig, default="decoder")

@@ -22,10 +22,11 @@ _APPLIED = "_forge_parallel_config"
 
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig | None = None) -> nn.Module:
-    """Make a model parallel in place: activation checkpointing -> compile -> FSDP2. Collective.
+    """Make a model parallel: tensor parallelism -> activation checkpointing -> compile -> FSDP2. Collective.
 
-    Each step wraps what the one before has made: the compiler sees the checkpointed forward, and the hooks of
-    FSDP2 stay outside of compiled code.
+    In place. Each step wraps what the one before has made: checkpointing repeats the collectives of tensor
+    parallelism, the compiler sees the checkpointed forward, and the hooks of FSDP2, which cuts what tensor
+    parallelism has left, stay outside of compiled code.
 
     Args:
         model: any module, best on the meta device; then call `materialize` and fill it.
@@ -53,6 +54,10 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
     units = find_units(model, plan, mesh)
     if config.precision.pure_bf16:
         _store_as(model, torch.bfloat16)
+    if mesh.tp is not None:
+        from forge_parallel.tensor_parallel import tensor_parallel
+
+        tensor_parallel(model, plan, mesh.tp, config.tensor_parallel)
     if config.activation_checkpointing.mode == "full":
         checkpoint_activations(units.block_modules)
     if config.compile.enabled:
@@ -86,8 +91,7 @@ def materialize(model: nn.Module, device: torch.device) -> nn.Module:
     model._apply(lambda tensor: _empty(tensor, device))
     for (first, name), *others in places.values():
         for module, alias in others:
-            if getattr(module, alias) is not getattr(first, name):
-                setattr(module, alias, getattr(first, name))
+            module._parameters[alias] = first._parameters[name]
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_floating_point():
             local_part(tensor).fill_(float("nan"))

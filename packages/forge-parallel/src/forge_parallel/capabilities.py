@@ -51,6 +51,13 @@ def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def functional(name: str) -> Callable[..., Any]:
+    """A traceable `all_gather` or `reduce_scatter`; 2.13 renamed `*_tensor` to `*_single`."""
+    from torch.distributed import _functional_collectives as collectives
+
+    return getattr(collectives, f"{name}_single", None) or getattr(collectives, f"{name}_tensor")
+
+
 def cuts(placement: Placement, dim: int) -> bool:
     """Whether a placement cuts a tensor dim. `is_shard` of 2.15 denies it for strided shards."""
     return getattr(placement, "dim", None) == dim

@@ -9,12 +9,14 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from forge_parallel import capabilities
+
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), dim, group))
+        return _all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -29,8 +31,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        gathered = functional.all_gather_tensor(gradient.contiguous(), ctx.dim, ctx.group)
-        return functional.wait_tensor(gathered), None, None
+        return _all_gather(gradient, ctx.dim, ctx.group), None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -57,7 +58,13 @@ class _Copy(torch.autograd.Function):
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
+    return functional.wait_tensor(
+        capabilities.functional("reduce_scatter")(x.contiguous(), "sum", dim, group)
+    )
+
+
+def _all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return functional.wait_tensor(capabilities.functional("all_gather")(x.contiguous(), dim, group))
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:

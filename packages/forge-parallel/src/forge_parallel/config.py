@@ -1,4 +1,4 @@
-"""What `[mesh]`, `[fsdp]`, `[precision]`, `[activation_checkpointing]`, `[compile]` hold; no torch."""
+"""What `[mesh]` and the sections of `ParallelConfig` hold. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ class MeshConfig(Config):
     Attributes:
         dp_replicate: copies of the model; gradients are summed over them (HSDP when above 1).
         dp_shard: ranks that share one copy (FSDP2); -1 takes all the ranks that are left.
+        tp: ranks that share each matrix (tensor parallelism); best within a node.
     """
 
     free_keys = (ALL_KEYS,)
 
     dp_replicate: Annotated[int, Meta(ge=1)] = 1
     dp_shard: Annotated[int, Meta(ge=-1)] = AUTO
+    tp: Annotated[int, Meta(ge=1)] = 1
 
     def __post_init__(self) -> None:
         if self.dp_shard == 0:
@@ -34,13 +36,14 @@ class MeshConfig(Config):
         Raises:
             ParallelError: the axes do not multiply to the number of ranks.
         """
-        shard = world_size // self.dp_replicate if self.dp_shard == AUTO else self.dp_shard
-        if shard * self.dp_replicate != world_size:
+        fixed = self.dp_replicate * self.tp
+        shard = world_size // fixed if self.dp_shard == AUTO else self.dp_shard
+        if shard * fixed != world_size or not shard:
             raise ParallelError(
                 f"{world_size} ranks cannot be laid out as dp_replicate = {self.dp_replicate} times "
-                f"dp_shard = {self.dp_shard}; the product must be {world_size}"
+                f"dp_shard = {self.dp_shard} times tp = {self.tp}; the product must be {world_size}"
             )
-        return {"dp_replicate": self.dp_replicate, "dp_shard": shard}
+        return {"dp_replicate": self.dp_replicate, "dp_shard": shard, "tp": self.tp}
 
 
 class FSDPConfig(Config):
@@ -93,6 +96,19 @@ class PrecisionConfig(Config):
         return self.compute_dtype(device_type) != "float32" and not self.pure_bf16
 
 
+class TensorParallelConfig(Config):
+    """How the ranks of `mesh.tp` share the work.
+
+    Attributes:
+        sequence: cut the residual stream, and the norms on it, over the tokens too (Korthikanti et al. 2022,
+            arXiv:2205.05198 section 4.2.2): the same traffic, less memory. Sequences must be multiples of tp.
+    """
+
+    free_keys = (ALL_KEYS,)
+
+    sequence: bool = True
+
+
 class ActivationCheckpointingConfig(Config):
     """Which activations are computed again in the backward pass instead of kept.
 
@@ -125,12 +141,14 @@ class ParallelConfig(Config):
     """What `parallelize` applies: the sections of a job, in one struct.
 
     Attributes:
-        fsdp: sharding.
+        tensor_parallel: sharing of matrices.
+        fsdp: sharding of parameters.
         precision: number formats.
         activation_checkpointing: which activations are computed again.
         compile: whether blocks are compiled.
     """
 
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     fsdp: FSDPConfig = FSDPConfig()
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()

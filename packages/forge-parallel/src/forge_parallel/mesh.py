@@ -60,6 +60,7 @@ class Mesh:
         stage: the ranks that hold the same part of the model: every copy and every shard of a parameter is
             among them. All ranks, as long as there is no pipeline.
         fsdp: what FSDP2 shards over, (replicate, shard) under HSDP; None in a lone process without a group.
+        tp: the ranks that share each matrix; None when there is one.
         control_group: a CPU group of its own for decisions and checkpoints, so that they never wait for, or
             block, the collectives of training; None in a lone process.
     """
@@ -69,6 +70,7 @@ class Mesh:
     loss: View = View()
     stage: View = View()
     fsdp: DeviceMesh | None = None
+    tp: DeviceMesh | None = None
     control_group: ProcessGroup | None = None
 
 
@@ -93,9 +95,12 @@ def build_mesh(config: MeshConfig, env: Env) -> Mesh:
     axes = [axis for axis in sizes if axis == "dp_shard" or sizes[axis] > 1]
     grid = init_device_mesh(env.device.type, tuple(sizes[a] for a in axes), mesh_dim_names=tuple(axes))
     data = _view(grid, DATA_AXES)
+    stage = _view(grid, tuple(axes))
+    fsdp = grid[tuple(axis for axis in DATA_AXES if axis in axes)]
+    tp = grid["tp"] if sizes["tp"] > 1 else None
     control_group = dist.new_group(backend="gloo")
     assert isinstance(control_group, dist.ProcessGroup), "every rank is a member"
-    return Mesh(env.device, data, data, data, grid, control_group)
+    return Mesh(env.device, data, data, stage, fsdp, tp, control_group)
 
 
 def _view(grid: DeviceMesh, axes: tuple[str, ...]) -> View:

@@ -11,7 +11,7 @@ from torch import nn
 from forge_parallel.error import ParallelError
 from forge_parallel.match import find
 
-Role = Literal["embed", "norm", "gather", "colwise", "rowwise", "head"]
+Role = Literal["embed", "norm", "head_norm", "gather", "colwise", "rowwise", "head"]
 
 
 class Plan(Config):
@@ -21,8 +21,9 @@ class Plan(Config):
         blocks: the repeated module that is checkpointed, compiled and sharded as one unit each.
         units: groups of further modules that are sharded as one unit each; what is in no unit belongs to the
             root. Modules that share a parameter must be in one unit.
-        tensor: the role of each linear, embedding and norm under tensor parallelism. Checked against the
-            model, and without effect: there is no tensor parallelism yet.
+        tensor: the role of each module that has parameters, and of those that take the residual stream, under
+            tensor parallelism; see `forge_parallel.tensor_parallel`.
+        divisible: sizes by name that tensor parallelism must divide, beside those of matrices: heads, say.
         attention: the attention modules. Checked against the model, and without effect yet.
         no_fp8: modules that stay out of 8-bit matmuls. Checked against the model, and without effect: there
             are none yet.
@@ -31,6 +32,7 @@ class Plan(Config):
     blocks: str
     units: list[list[str]] = []
     tensor: dict[str, Role] = {}
+    divisible: dict[str, int] = {}
     attention: str | None = None
     no_fp8: list[str] = []
 

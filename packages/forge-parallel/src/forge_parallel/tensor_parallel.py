@@ -7,7 +7,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from forge_parallel.collectives import all_gather, all_reduce, copy_to_ranks, reduce_scatter
+from forge_parallel.config import TensorParallelConfig
 from forge_parallel.error import ParallelError
 from forge_parallel.match import find
+from forge_parallel.plan import Plan
 
 SEQUENCE = 1
 """The dim of [B, T, D] that sequence parallelism cuts."""
@@ -70,10 +72,22 @@ class Axis:
 
 
 class _Role(nn.Module):
-    """A module whose forward sees local values of its parameters. Mixed into the class of the module."""
+    """A module whose forward sees local values of its parameters. Mixed into the class of the module.
+
+    Outside of forward, `module.weight` is the parameter, as FSDP2 and others expect.
+    """
 
     placements: ClassVar[Mapping[str, Placement]] = {}
     axis: Axis
+    in_forward = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module computes, of local values."""
+        self.in_forward = True
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.in_forward = False
 
     def local(self, name: str) -> Tensor:
         """What `self.<name>` is in forward."""
@@ -88,6 +102,7 @@ class Gather(_Role):
     """Takes the residual stream whole: as its first argument."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As before, on all tokens."""
         if args:
             return super().forward(self.axis.enter(args[0]), *args[1:], **kwargs)  # type: ignore[misc]
         name, value = next(iter(kwargs.items()))
@@ -106,10 +121,12 @@ class Rowwise(_Role):
     placements = {"weight": Shard(1), "bias": Replicate()}
 
     def local(self, name: str) -> Tensor:
+        """See `_Role.local`; no bias, which `forward` adds."""
         return super().local(name) if name == "weight" else None  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.axis.leave(super().forward(x))  # type: ignore[misc]
+        """[B, T, F/ranks] -> the residual stream."""
+        out = self.axis.leave(super().forward(x))
         bias = self._parameters.get("bias")
         return out if bias is None else out + self.axis.shared(_values(bias))
 
@@ -120,6 +137,7 @@ class Norm(_Role):
     placements = {"weight": Replicate(), "bias": Replicate()}
 
     def local(self, name: str) -> Tensor:
+        """See `_Role.local`."""
         return self.axis.shared(super().local(name))
 
 
@@ -129,6 +147,7 @@ class HeadNorm(_Role):
     placements = {"weight": Replicate(), "bias": Replicate()}
 
     def local(self, name: str) -> Tensor:
+        """See `_Role.local`."""
         return copy_to_ranks(super().local(name), self.axis.group)
 
 
@@ -138,6 +157,7 @@ class Embed(_Role):
     placements = {"weight": Shard(0)}
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> the residual stream."""
         weight = self.local("weight")
         index = tokens - self.axis.mesh.get_local_rank() * len(weight)
         known = (index >= 0) & (index < len(weight))
@@ -154,6 +174,7 @@ class Head(_Role):
     placements = {"weight": Shard(0), "bias": Shard(0)}
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The residual stream -> logits [B, T, V] or what the module makes of them."""
         out = super().forward(self.axis.enter(hidden), *args, **kwargs)  # type: ignore[misc]
         return out if hasattr(self, "vocabulary") else gather_logits(out, self.axis.group)
 
@@ -213,23 +234,29 @@ ROLES: dict[str, type[_Role]] = {
 }
 
 
-def tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: DeviceMesh, sequence: bool) -> None:
-    """Give each module its role, in place. Names of parameters do not change.
+def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: TensorParallelConfig) -> None:
+    """Give each module its role, in place. Names of parameters do not change. Collective.
 
     Args:
         model: on the meta device, or with equal values on all ranks.
-        roles: pattern -> role.
+        plan: `tensor` and `divisible` are used.
         mesh: of one dim.
-        sequence: cut the residual stream over the tokens too.
+        config: the section `[tensor_parallel]`.
 
     Raises:
-        ParallelError: a pattern names nothing, a parameter cannot be cut evenly, or a parameter of the model
-            is in no module with a role.
+        ParallelError: a pattern names nothing, something cannot be cut evenly, or a parameter of the model is
+            in no module with a role.
     """
-    axis = Axis(mesh, sequence)
+    for name, size in plan.divisible.items():
+        if size % mesh.size():
+            raise ParallelError(
+                f"{name} = {size} cannot be cut over tp = {mesh.size()} ranks; use a divisor of it"
+            )
+    axis = Axis(mesh, config.sequence)
     cut: dict[int, nn.Parameter] = {}
-    for pattern, role in roles.items():
+    for pattern, role in plan.tensor.items():
         for name, module in find(model, pattern).items():
+            _require_kind(name, module, role)
             _distribute(name, module, ROLES[role].placements, mesh, cut)
             module.__class__ = _with_role(type(module), ROLES[role], axis)
             if hasattr(module, "vocabulary"):
@@ -238,6 +265,14 @@ def tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: DeviceMesh
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
         raise ParallelError(f"no role under tensor parallelism for {', '.join(plain)}; name them in the plan")
+
+
+def _require_kind(name: str, module: nn.Module, role: str) -> None:
+    """Refuse modules whose forward does not do what the role assumes."""
+    if role in ("colwise", "rowwise") and not isinstance(module, nn.Linear):
+        raise ParallelError(f"{name} is a {type(module).__name__}; the role {role} is for nn.Linear")
+    if role == "embed" and (not isinstance(module, nn.Embedding) or module.padding_idx is not None):
+        raise ParallelError(f"{name} is {module}; the role embed is for nn.Embedding without padding_idx")
 
 
 def _distribute(
@@ -258,7 +293,8 @@ def _distribute(
                     f"tp = {mesh.size()} ranks; make it a multiple of {mesh.size()} or use fewer ranks"
                 )
             shared = nn.Parameter(
-                distribute_tensor(parameter.detach(), mesh, [placement]), requires_grad=parameter.requires_grad
+                distribute_tensor(parameter.detach(), mesh, [placement]),
+                requires_grad=parameter.requires_grad,
             )
             cut[id(parameter)] = cut[id(shared)] = shared
         module._parameters[key] = cut[id(parameter)]
@@ -272,4 +308,8 @@ def _with_role(base: type[nn.Module], role: type[_Role], axis: Axis) -> type[nn.
 
 
 def _view(name: str) -> Any:
-    return property(lambda self: self.local(name) if self._parameters.get(name) is not None else None)
+    def get(self: _Role) -> Any:
+        parameter = self._parameters.get(name)
+        return self.local(name) if self.in_forward and parameter is not None else parameter
+
+    return property(get)
