@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forge_config import ConfigError
 from forge_parallel.error import ParallelError
 from forge_trainer.job import load_job
 
@@ -92,3 +93,13 @@ def test_all_mistakes_are_reported_together_at_their_lines_and_before_torch(tmp_
         "bad:10: schedule.floor: given 2.0; expected number >= 0, <= 1",
         "bad:11: trane: unknown key 'trane'; did you mean 'train'?",
     }
+
+
+def test_tensor_parallelism_that_does_not_divide_the_model_is_refused_with_what_would():
+    run = ROOT / "configs" / "runs" / "debug.toml"
+    with pytest.raises(ConfigError) as refused:
+        load_job(run, ["--mesh.tp=4"])
+    assert "num_heads = 5, attention.num_kv_heads = 5" in str(refused.value) and "1 would" in str(
+        refused.value
+    )
+    assert load_job(run, ["--mesh.tp=5", "--data.max_tokens=250", "--model.ffn.dim=480"]).value.mesh.tp == 5

@@ -13,8 +13,9 @@ from forge_parallel.units import Units
 def shard(model: nn.Module, units: Units, root: DeviceMesh, compute: torch.dtype) -> None:
     """Shard in place: each unit over its mesh, and the rest as the root. Collective.
 
-    Gradients are summed, not averaged, over ranks: the loss is divided by the global count of valid
-    targets. A mesh of two axes replicates over the first and shards over the second (HSDP).
+    Gradients are summed, not averaged, over ranks, in float32 (float64 for a model in float64): the loss is
+    divided by the global count of valid targets. A mesh of two axes replicates over the first and shards over
+    the second (HSDP).
 
     Args:
         model: on any device, best meta.
@@ -22,9 +23,10 @@ def shard(model: nn.Module, units: Units, root: DeviceMesh, compute: torch.dtype
         root: the mesh of what is in no unit.
         compute: the format of matmuls and activations.
     """
+    stored = {parameter.dtype for parameter in model.parameters()}
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != torch.float32 else None,
-        reduce_dtype=torch.float32,
+        reduce_dtype=torch.float64 if torch.float64 in stored else torch.float32,
         cast_forward_inputs=False,
     )
     for unit in units.blocks:

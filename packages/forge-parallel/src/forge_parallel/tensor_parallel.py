@@ -35,17 +35,16 @@ class Axis:
     """The ranks that share each matrix, and what passes between them.
 
     Attributes:
-        mesh: of one dim.
+        rank: of this process among them.
+        size: how many they are.
+        group: their process group.
         sequence: whether the residual stream, and the norms on it, are cut over the tokens.
     """
 
-    mesh: DeviceMesh
+    rank: int
+    size: int
+    group: dist.ProcessGroup
     sequence: bool
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group of the axis."""
-        return self.mesh.get_group()
 
     def enter(self, x: Tensor) -> Tensor:
         """The residual stream [B, T or T/ranks, D] -> [B, T, D], of which each rank makes its own use."""
@@ -59,9 +58,9 @@ class Axis:
         """
         if not self.sequence:
             return all_reduce(x, self.group)
-        if x.shape[SEQUENCE] % self.mesh.size():
+        if x.shape[SEQUENCE] % self.size:
             raise ParallelError(
-                f"a sequence of {x.shape[SEQUENCE]} tokens cannot be cut over tp = {self.mesh.size()} ranks; "
+                f"a sequence of {x.shape[SEQUENCE]} tokens cannot be cut over tp = {self.size} ranks; "
                 "use a multiple, or set tensor_parallel.sequence = false"
             )
         return reduce_scatter(x, SEQUENCE, self.group)
@@ -78,7 +77,7 @@ class _Role(nn.Module):
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {}
-    axis: Axis
+    tensor_axis: Axis
     in_forward = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,9 +103,9 @@ class Gather(_Role):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before, on all tokens."""
         if args:
-            return super().forward(self.axis.enter(args[0]), *args[1:], **kwargs)  # type: ignore[misc]
+            return super().forward(self.tensor_axis.enter(args[0]), *args[1:], **kwargs)  # type: ignore[misc]
         name, value = next(iter(kwargs.items()))
-        return super().forward(**{**kwargs, name: self.axis.enter(value)})  # type: ignore[misc]
+        return super().forward(**{**kwargs, name: self.tensor_axis.enter(value)})  # type: ignore[misc]
 
 
 class Colwise(_Role):
@@ -126,9 +125,9 @@ class Rowwise(_Role):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, F/ranks] -> the residual stream."""
-        out = self.axis.leave(super().forward(x))
+        out = self.tensor_axis.leave(super().forward(x))
         bias = self._parameters.get("bias")
-        return out if bias is None else out + self.axis.shared(_values(bias))
+        return out if bias is None else out + self.tensor_axis.shared(_values(bias))
 
 
 class Norm(_Role):
@@ -138,7 +137,7 @@ class Norm(_Role):
 
     def local(self, name: str) -> Tensor:
         """See `_Role.local`."""
-        return self.axis.shared(super().local(name))
+        return self.tensor_axis.shared(super().local(name))
 
 
 class HeadNorm(_Role):
@@ -148,7 +147,7 @@ class HeadNorm(_Role):
 
     def local(self, name: str) -> Tensor:
         """See `_Role.local`."""
-        return copy_to_ranks(super().local(name), self.axis.group)
+        return copy_to_ranks(super().local(name), self.tensor_axis.group)
 
 
 class Embed(_Role):
@@ -159,9 +158,9 @@ class Embed(_Role):
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] -> the residual stream."""
         weight = self.local("weight")
-        index = tokens - self.axis.mesh.get_local_rank() * len(weight)
+        index = tokens - self.tensor_axis.rank * len(weight)
         known = (index >= 0) & (index < len(weight))
-        return self.axis.leave(F.embedding(index.where(known, 0), weight) * known[..., None])
+        return self.tensor_axis.leave(F.embedding(index.where(known, 0), weight) * known[..., None])
 
 
 class Head(_Role):
@@ -175,8 +174,8 @@ class Head(_Role):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The residual stream -> logits [B, T, V] or what the module makes of them."""
-        out = super().forward(self.axis.enter(hidden), *args, **kwargs)  # type: ignore[misc]
-        return out if hasattr(self, "vocabulary") else gather_logits(out, self.axis.group)
+        out = super().forward(self.tensor_axis.enter(hidden), *args, **kwargs)  # type: ignore[misc]
+        return out if hasattr(self, "vocabulary") else gather_logits(out, self.tensor_axis.group)
 
 
 class VocabularyShard:
@@ -252,15 +251,16 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
             raise ParallelError(
                 f"{name} = {size} cannot be cut over tp = {mesh.size()} ranks; use a divisor of it"
             )
-    axis = Axis(mesh, config.sequence)
+    axis = Axis(mesh.get_local_rank(), mesh.size(), mesh.get_group(), config.sequence)
     cut: dict[int, nn.Parameter] = {}
     for pattern, role in plan.tensor.items():
         for name, module in find(model, pattern).items():
             _require_kind(name, module, role)
             _distribute(name, module, ROLES[role].placements, mesh, cut)
-            module.__class__ = _with_role(type(module), ROLES[role], axis)
+            module.__class__ = _with_role(type(module), ROLES[role])
+            module.tensor_axis = axis  # type: ignore[assignment]
             if hasattr(module, "vocabulary"):
-                first = mesh.get_local_rank() * (_values(module._parameters["weight"]).shape[0])
+                first = axis.rank * (_values(module._parameters["weight"]).shape[0])
                 module.vocabulary = VocabularyShard(first, axis.group)  # type: ignore[assignment]
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
@@ -301,10 +301,10 @@ def _distribute(
 
 
 @cache
-def _with_role(base: type[nn.Module], role: type[_Role], axis: Axis) -> type[nn.Module]:
+def _with_role(base: type[nn.Module], role: type[_Role]) -> type[nn.Module]:
     """One class for all modules of a kind, so that compiled blocks share their code."""
-    views: dict[str, Any] = {key: _view(key) for key in role.placements}
-    return type(base.__name__, (role, base), {**views, "axis": axis, "__module__": base.__module__})
+    views = {key: _view(key) for key in role.placements}
+    return type(base.__name__, (role, base), {**views, "__module__": base.__module__})
 
 
 def _view(name: str) -> Any:

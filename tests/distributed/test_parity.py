@@ -1,0 +1,156 @@
+"""Ten steps under every layout against one process that shards nothing: losses, norms, weights."""
+
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from forge_data.loader import MicroBatch
+from forge_model import DecoderConfig, LossConfig, initialize
+from forge_model.attention_config import GroupedQueryConfig
+from forge_model.ffn_config import MLPConfig, SwiGLUConfig
+from forge_model.norm_config import LayerNormConfig
+from forge_parallel import (
+    Env,
+    Mesh,
+    MeshConfig,
+    ParallelConfig,
+    Plan,
+    build_mesh,
+    local_shard,
+    materialize,
+    parallelize,
+)
+from forge_parallel.config import ActivationCheckpointingConfig, CompileConfig, TensorParallelConfig
+from forge_parallel.testing import run_ranks
+from forge_trainer.optim import AdamWConfig, trainable
+from forge_trainer.schedule import CosineConfig
+from forge_trainer.steps.text import TextStep
+from forge_trainer.steps.update import Update
+
+VOCAB, TOKENS, GLOBAL, MICRO, STEPS = 68, 16, 16, 2, 10
+LAYOUTS = {
+    "fsdp2": (2, {}),
+    "tp2": (2, {"tp": 2}),
+    "fsdp2-tp2": (4, {"tp": 2}),
+    "hsdp2x2": (4, {"dp_replicate": 2}),
+    "replicate2-tp2": (4, {"dp_replicate": 2, "tp": 2}),
+    "tp4": (4, {"tp": 4}),
+    "hsdp2x2-tp2": (8, {"dp_replicate": 2, "tp": 2}),
+}
+PARTS = {"vocab_size": VOCAB, "dim": 32, "num_layers": 2, "max_tokens": TOKENS}
+HEADS = GroupedQueryConfig(num_heads=4, num_kv_heads=4)
+BIASED = GroupedQueryConfig(num_heads=4, num_kv_heads=4, bias=True, output_bias=True)
+WINDOWED = GroupedQueryConfig(num_heads=4, num_kv_heads=4, sliding_window=5, qk_norm=True)
+MODELS = {
+    "plain": DecoderConfig(**PARTS, attention=HEADS),
+    "biased": DecoderConfig(**PARTS, attention=BIASED, ffn=SwiGLUConfig(bias=True)),
+    "tied": DecoderConfig(**PARTS, attention=HEADS, tie_embeddings=True),
+    "windowed": DecoderConfig(**PARTS, attention=WINDOWED),
+    "layernorm": DecoderConfig(**PARTS, attention=HEADS, norm=LayerNormConfig(bias=True), ffn=MLPConfig()),
+}
+
+
+def batch(index: int, mesh: Mesh) -> list[MicroBatch]:
+    """This rank's part of a global batch of packed documents with unequal counts of valid targets."""
+    generator = torch.Generator().manual_seed(index)
+    rows = torch.randint(VOCAB, (GLOBAL, TOKENS + 1), generator=generator)
+    ends = torch.rand(GLOBAL, TOKENS + 1, generator=generator) < 0.2
+    doc_ids = ends.cumsum(1)
+    labels = rows[:, 1:].clone()
+    for row in range(GLOBAL):
+        labels[row, : row % (TOKENS + 1)] = -100
+    mine = torch.arange(GLOBAL).chunk(mesh.batch.size)[mesh.batch.rank]
+    return [
+        MicroBatch(
+            {"tokens": rows[part, :-1], "labels": labels[part], "doc_ids": doc_ids[part, :-1]},
+            {"targets": (labels[part] >= 0).sum()},
+        )
+        for part in mine.split(MICRO)
+    ]
+
+
+def trained(sizes: dict, name: str, dtype: str, parallel: ParallelConfig) -> dict[str, list]:
+    """Losses, norms, and the weights before and after."""
+    env = Env.detect()
+    mesh = build_mesh(MeshConfig(**sizes), env) if env.world_size > 1 else Mesh(env.device)
+    with torch.device("meta"):
+        model = MODELS[name].build().to(getattr(torch, dtype))
+    if env.world_size > 1:
+        parallelize(model, mesh, Plan.of(model), parallel)
+    materialize(model, mesh.device)
+    initialize(model, 3, local_shard)
+    before = full(model)
+    optimizer = AdamWConfig(lr=3e-3).build(trainable([model]))
+    factor = partial(CosineConfig(warmup_steps=2).factor, steps=20)
+    update = Update([model], optimizer, factor, 0.5, mesh)
+    step = TextStep(model, LossConfig(chunk_tokens=5, z_loss_weight=1e-3).build(), mesh, update=update)
+    outs = [step.train(batch(index, mesh), index) for index in range(STEPS)]
+    return {
+        "loss": [out.loss.item() for out in outs],
+        "norm": [out.grad_norm.item() for out in outs],
+        "before": before,
+        "after": full(model),
+    }
+
+
+def full(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter, put together from what each rank says it holds."""
+    shards = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
+    boxes = {name: (shard.values.clone(), shard.offsets) for name, shard in shards.items()}
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, boxes)
+    found = {name: torch.full(p.shape, torch.nan, dtype=p.dtype) for name, p in model.named_parameters()}
+    for name, (values, offsets) in (item for boxes in everyone for item in boxes.items()):
+        found[name][tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))] = values
+    return found
+
+
+@cache
+def single(name: str, dtype: str) -> dict[str, list]:
+    return run_ranks(trained, 1, {}, name, dtype, ParallelConfig())[0]
+
+
+def check(layout: str, name: str, dtype: str, parallel: ParallelConfig, loss: float, norm: float) -> None:
+    world_size, sizes = LAYOUTS[layout]
+    one = single(name, dtype)
+    assert min(one["norm"]) > 0.5, "clipping is active in every step"
+    for many in run_ranks(trained, world_size, sizes, name, dtype, parallel, timeout_s=120):
+        assert many["loss"] == pytest.approx(one["loss"], rel=loss)
+        assert many["norm"] == pytest.approx(one["norm"], rel=norm)
+        for key, value in one["before"].items():
+            assert torch.equal(many["before"][key], value), key
+        for key, value in one["after"].items():
+            assert (many["after"][key] - value).abs().max() <= norm * value.abs().max(), key
+
+
+def layouts(*names: str):
+    """The layouts, those of eight ranks marked slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if LAYOUTS[name][0] == 8 else []) for name in names]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", layouts(*LAYOUTS))
+def test_training_equals_one_process(layout):
+    check(layout, "plain", "float32", ParallelConfig(), loss=1e-5, norm=1e-4)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole-sequence"])
+@pytest.mark.parametrize("name", MODELS)
+def test_tensor_parallel_training_in_float64_equals_one_process(name, sequence):
+    parallel = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=sequence))
+    check("tp2", name, "float64", parallel, loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full")),
+        ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager")),
+    ],
+    ids=["checkpointed", "compiled"],
+)
+def test_sharded_tensor_parallel_training_in_float64_equals_one_process(parallel):
+    check("fsdp2-tp2", "plain", "float64", parallel, loss=1e-10, norm=1e-10)
