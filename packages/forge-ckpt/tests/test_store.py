@@ -109,7 +109,9 @@ def test_damaged_newest_is_put_aside_and_the_older_one_taken(tmp_path, name, how
         path.write_bytes((store.folder(1) / name).read_bytes())
     else:
         elsewhere = tmp_path / "elsewhere"
-        elsewhere.write_bytes(path.read_bytes()[:-1] + b"x")
+        # the data are intact there, but who prunes or copies the checkpoint does not take them along
+        intact = path.read_bytes()
+        elsewhere.write_bytes(intact[:-1] + b"x" if name == "manifest.json" else intact)
         path.unlink()
         path.symlink_to(elsewhere)
     into, found = resume(tmp_path)

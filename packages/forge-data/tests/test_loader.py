@@ -3,6 +3,7 @@ import itertools
 import pickle
 import random
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -198,6 +199,8 @@ def test_fingerprint_names_the_stream_and_nothing_else(config: DataConfig) -> No
 
     assert of(workers=2, validation_samples=3) == of()
     assert len({of(), of(seed=4), of(max_tokens=4), of(sources=config.sources[::-1])}) == 4
+    heavier = [config.sources[0], msgspec.structs.replace(config.sources[1], weight=0.8)]
+    assert of(sources=heavier) != of()
 
 
 def test_loader_refuses_a_checkpoint_made_on_other_data(config: DataConfig) -> None:

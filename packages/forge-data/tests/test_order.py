@@ -4,7 +4,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from forge_data.error import DataError
-from forge_data.order import MIX_BLOCK, Order, permute
+from forge_data.order import MIX_BLOCK, VERSION, Order, permute
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 1000, 4096, 65537])
@@ -35,6 +35,15 @@ def test_permute_is_uniform_and_without_memory(seed: int) -> None:
         chi2 = float(((counts - expected) ** 2 / expected).sum())
         # Between the 1e-5 tails of chi-squared with 81 to 99 degrees of freedom.
         assert 33 < chi2 < 165
+
+
+def test_order_is_the_one_of_its_version() -> None:
+    """Another order for the same seed would silently change runs that go on; it needs another `VERSION`."""
+    assert VERSION == 2
+    assert permute(np.arange(12), 1000, seed=7).tolist() == [674, 783, 253, 671, 499, 804, 594, 719, 831, 461, 157, 223]
+    source, sample = Order(3, [50, 70], [0.4, 0.6]).locate(np.arange(5000, 5008))
+    assert source.tolist() == [1, 0, 1, 0, 0, 0, 0, 0]
+    assert sample.tolist() == [15, 15, 19, 25, 24, 26, 46, 33]
 
 
 def test_permute_of_small_sizes_reaches_every_arrangement_evenly() -> None:

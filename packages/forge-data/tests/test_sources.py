@@ -1,6 +1,9 @@
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +100,25 @@ def test_source_is_built_once_when_several_processes_ask(folder: Path, tmp_path:
     assert [run.returncode for run in runs] == [0, 0, 0]
     assert len(digests) == 1
     assert sum(f.is_dir() for f in (tmp_path / "tokens").iterdir()) == 1
+
+
+def test_source_waits_for_the_process_that_builds_it(folder: Path, tmp_path: Path) -> None:
+    """The other holds the lock: nothing is built before it lets go, and then what it built is used."""
+    source = FilesConfig(paths=[str(folder)])
+    built = source.open("train", BytesConfig(), tmp_path / "other").folder
+    lock = tmp_path / "cache" / "tokens" / f"{built.name}.lock"
+    lock.parent.mkdir(parents=True)
+    with ThreadPoolExecutor(1) as pool, lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        found = pool.submit(source.open, "train", BytesConfig(), tmp_path / "cache")
+        with pytest.raises(TimeoutError):
+            found.result(timeout=0.5)
+        assert [f.name for f in lock.parent.iterdir()] == [lock.name]
+        shutil.copytree(built, lock.parent / built.name)
+        inode = (lock.parent / built.name / "tokens.bin").stat().st_ino
+        fcntl.flock(held, fcntl.LOCK_UN)
+        opened = found.result(timeout=60).folder
+    assert (opened / "tokens.bin").stat().st_ino == inode
 
 
 def test_tokens_refuses_a_store_of_another_tokenizer(make_store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,13 @@
+import contextlib
 import gzip
 import itertools
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +135,51 @@ def test_tokenize_refuses_a_folder_that_exists(corpus: Path, tmp_path: Path) -> 
     _run(corpus, tmp_path / "s")
     with pytest.raises(DataError, match="exists already"):
         _run(corpus, tmp_path / "s")
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from forge_data.tokenize import tokenize_files
+from forge_data.tokenizer import BytesConfig
+
+def stop(done, total):
+    print("going", flush=True)
+    time.sleep(600)
+
+files = sorted(Path(sys.argv[1]).glob("*.txt"))
+if __name__ == "__main__":
+    tokenize_files(files, Path(sys.argv[2]), BytesConfig(), root=Path("/"), workers=2, on_progress=stop)
+"""
+
+
+def _alive_with(word: str) -> set[int]:
+    """Processes whose environment names a word."""
+    found: set[int] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if word.encode() in (process / "environ").read_bytes():
+                found.add(int(process.name))
+    return found
+
+
+def test_killed_tokenize_leaves_no_processes(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for n in range(20):
+        (tmp_path / "texts" / f"{n}.txt").write_text("text")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, tmp_path / "script.py", tmp_path / "texts", tmp_path / "s"]
+    mark = f"FORGE_TEST={tmp_path}"
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=os.environ | dict([mark.split("=", 1)])
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"going\n"
+        assert len(_alive_with(mark)) >= 4  # itself, the fork server, two of the pool
+        process.kill()
+    end = time.monotonic() + 20
+    while (left := _alive_with(mark)) and time.monotonic() < end:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left

@@ -66,13 +66,17 @@ def test_close_ends_workers_at_once_and_may_be_called_again(loader: Loader) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_killed_worker_is_an_error_that_names_the_signal(loader: Loader, number: signal.Signals) -> None:
+def test_killed_worker_is_an_error_at_once_however_much_it_had_prepared(
+    loader: Loader, number: signal.Signals
+) -> None:
     loader.workers = 2
     items = iter(loader)
-    next(items)
-    loader._open[0].processes[1].send_signal(number)
+    _rows(items, 2)
+    killed = loader._open[0].processes[1]
+    killed.send_signal(number)
+    killed.wait()
     with pytest.raises(RuntimeError, match=number.name):
-        _rows(items, 1_000_000)
+        next(items)
     loader.close()
 
 

@@ -59,6 +59,9 @@ class Workers(Iterator[list[Arrays]]):
             DataError: what a worker read is damaged, or no longer there.
             RuntimeError: a worker died.
         """
+        # Pipes hold what was prepared ahead, perhaps for minutes: a death is seen at once, not at their end.
+        if died := next((p for p in self.processes if p.poll()), None):
+            raise RuntimeError(_how_it_ended(died))
         process = next(self._turns)
         try:
             found = pickle.load(cast(IO[bytes], process.stdout))
