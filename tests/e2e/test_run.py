@@ -195,3 +195,17 @@ def test_trackers_write_their_files(forge, tiny, tmp_path):
 def test_module_help_needs_no_torch():
     code = "import sys; import forge_trainer.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_run_with_relative_data_is_evaluated_and_goes_on_from_elsewhere(forge, tiny, tmp_path, text):
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir(), elsewhere.mkdir()
+    (here / "text").symlink_to(text)
+    path = tiny(steps=2)
+    path.write_text(path.read_text().replace(f'"{text}/*.py"', '"text/*.py"'))
+    forge("train", path, cwd=here)
+    run = tmp_path / "runs" / "tiny"
+    assert f'"{here}/text/*.py"' in (run / "config.toml").read_text()
+    assert "loss" in forge("eval", run, cwd=elsewhere).stdout
+    (elsewhere / "text").symlink_to(text)
+    forge("train", path, "--train.steps=3", "--change", cwd=elsewhere)

@@ -78,6 +78,21 @@ def test_find_files_names_what_is_missing(tmp_path: Path) -> None:
         find_files([str(tmp_path / "nowhere" / "*.txt")])
 
 
+def test_find_files_takes_the_folders_before_a_pattern_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A working directory with brackets becomes part of every relative pattern."""
+    deep = tmp_path / "a[b]*" / "deep"
+    deep.mkdir(parents=True)
+    for name in ("one.txt", "two.txt", "c.py"):
+        (deep / name).write_text("x")
+    expected = [deep / "one.txt", deep / "two.txt"]
+    for pattern in ("*.txt", "**/*.txt", "*/*.txt", "d[e]ep/[ot]*.txt"):
+        here = deep if pattern == "*.txt" else deep.parent
+        monkeypatch.chdir(here)
+        assert find_files([pattern]) == find_files([f"{here}/{pattern}"]) == expected
+
+
 def test_python_stdlib_holds_source_text_without_tests(tmp_path: Path) -> None:
     root, files = PythonStdlibConfig().root_and_files("train")
     names = [str(f.relative_to(root)) for f in files]

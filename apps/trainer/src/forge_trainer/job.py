@@ -4,11 +4,12 @@ Nothing here imports torch, so that a bad configuration is reported at once.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from forge_ckpt.config import CheckpointConfig
-from forge_config import ALL_KEYS, Config, Meta
+from forge_config import ALL_KEYS, Config, Meta, absolute
 from forge_config.load import Loaded, load
 from forge_data.config import DataConfig
 from forge_model.compare import require_weights_of
@@ -199,7 +200,10 @@ checks: list[Callable[..., None]] = [
 def load_job(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Job]:
     """Read a job from TOML and `--section.key=value` overrides.
 
+    The names of its data are made absolute here: what a run keeps means the same wherever it is opened.
+
     Raises:
         ConfigError: with every problem found, each with its place.
     """
-    return load(Job, path, overrides=overrides, checks=checks)
+    loaded = load(Job, path, overrides=overrides, checks=checks)
+    return replace(loaded, value=absolute(loaded.value, Path.cwd()))

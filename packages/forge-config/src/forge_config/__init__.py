@@ -1,5 +1,6 @@
 """Frozen, typed configuration from TOML, with every mistake reported at once."""
 
+from forge_config.absolute import absolute as absolute
 from forge_config.change import Judged as Judged
 from forge_config.change import MayChange as MayChange
 from forge_config.change import changeable as changeable
@@ -30,6 +31,7 @@ __all__ = [
     "MayChange",
     "Meta",
     "Registry",
+    "absolute",
     "changeable",
     "diff",
     "digest",

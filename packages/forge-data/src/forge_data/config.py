@@ -25,6 +25,7 @@ class DataConfig(Config):
     """
 
     free_keys = ("validation_samples", "workers", "cache_dir")
+    path_keys = ("cache_dir",)
 
     max_tokens: Annotated[int, Meta(ge=1)]
     sources: list[SourceConfig]

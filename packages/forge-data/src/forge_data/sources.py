@@ -152,6 +152,9 @@ class FilesConfig(TextSourceConfig):
         field: the key of the text in .jsonl and .parquet.
     """
 
+    # Where text lies may change: the fingerprint of the stream says whether it is the same text.
+    free_keys = path_keys = ("paths", "validation")
+
     paths: list[str]
     validation: list[str] | None = None
     field: str = "text"
@@ -184,7 +187,7 @@ def find_files(paths: list[str]) -> list[Path]:
     found: set[Path] = set()
     for path in paths:
         here: set[Path] = set()
-        for name in [path] if Path(path).exists() else glob.glob(path, recursive=True):
+        for name in [path] if Path(path).exists() else _matches(path):
             below = _walk(Path(name), lambda name: not name.startswith("."), {"__pycache__"})
             here |= {f.resolve() for f in ([Path(name)] if Path(name).is_file() else below)}
         if not here:
@@ -195,6 +198,16 @@ def find_files(paths: list[str]) -> list[Path]:
     return sorted(found)
 
 
+def _matches(pattern: str) -> list[str]:
+    """What a pattern stands for. The folders it begins with are taken as they are, brackets in them too."""
+    parts = Path(pattern).parts
+    start = Path()
+    while len(parts) > 1 and (start / parts[0]).is_dir():
+        start, parts = start / parts[0], parts[1:]
+    found = glob.glob(str(Path(*parts)), root_dir=start, recursive=True)
+    return [str(start / name) for name in found]
+
+
 @sources.register("tokens")
 class TokensConfig(SourceConfig):
     """A token store made by `forge-data tokenize`.
@@ -203,6 +216,8 @@ class TokensConfig(SourceConfig):
         path: the store with the training text.
         validation: the store with the held-out text; without it this source is not evaluated on.
     """
+
+    free_keys = path_keys = ("path", "validation")
 
     path: str
     validation: str | None = None

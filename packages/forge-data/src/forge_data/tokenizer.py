@@ -103,6 +103,8 @@ class HfTokenizerConfig(TokenizerConfig):
         eos: the token that ends a document.
     """
 
+    free_keys = path_keys = ("path",)
+
     path: str
     eos: str = "</s>"
 
