@@ -201,11 +201,11 @@ def test_run_with_relative_data_is_evaluated_and_goes_on_from_elsewhere(forge, t
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     here.mkdir(), elsewhere.mkdir()
     (here / "text").symlink_to(text)
-    path = tiny(steps=2)
+    path = tiny(steps=3)
     path.write_text(path.read_text().replace(f'"{text}/*.py"', '"text/*.py"'))
     forge("train", path, cwd=here)
     run = tmp_path / "runs" / "tiny"
     assert f'"{here}/text/*.py"' in (run / "config.toml").read_text()
     assert "loss" in forge("eval", run, cwd=elsewhere).stdout
     (elsewhere / "text").symlink_to(text)
-    forge("train", path, "--train.steps=3", "--change", cwd=elsewhere)
+    forge("train", path, "--train.steps=4", "--change", cwd=elsewhere)
