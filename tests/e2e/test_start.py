@@ -132,3 +132,16 @@ def test_run_tells_how_it_ended(forge, tiny, tmp_path):
     assert read_holder(run / "lease") is None
     assert forge.stop_at(path, ended["step"] + 3, signal.SIGKILL, 1) == -9
     assert not (run / "exit.json").exists()
+
+
+def test_run_goes_on_when_nothing_can_be_told(forge, tiny, tmp_path):
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(
+            forge.command("train", tiny(steps=3)), env=forge.environment, stdout=full, stderr=full
+        )
+        try:
+            assert process.wait(timeout=120) == 0
+        finally:
+            process.kill()
+            process.wait()
+    assert Store(tmp_path / "runs" / "tiny" / "checkpoints").steps() == [3]

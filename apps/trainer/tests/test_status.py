@@ -104,3 +104,19 @@ def test_job_of_a_directory_with_spaces_and_quotes_can_be_read(run):
 )
 def test_scaled_has_three_digits(number, text):
     assert scaled(number) == text
+
+
+def test_run_is_looked_at_from_anywhere_as_from_the_folder_it_was_started_in(
+    run, tmp_path, capsys, monkeypatch
+):
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "hooks_of_mine_at_home.py").touch()
+    (run / "config.toml").write_text('imports = ["hooks_of_mine_at_home"]\n' + CONFIG)
+    (run / "environment.json").write_text(json.dumps({"folder": str(home)}))
+    monkeypatch.chdir(tmp_path)
+    code, text = said(capsys, run.relative_to(tmp_path))
+    assert code == 0 and "step 25" in text
+    (run / "environment.json").write_text("[")
+    (run / "config.toml").write_text(CONFIG)
+    assert said(capsys, run.relative_to(tmp_path))[0] == 0

@@ -5,6 +5,8 @@ import sys
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.signals import Signals, Stopped
 
+from forge_trainer.say import say, settle
+
 
 def main() -> int:
     """Run one command; `forge train` handles signals from here to the end of the process.
@@ -27,10 +29,11 @@ def main() -> int:
         if not isinstance(error, Stopped) and not (signals.starting and signals.received):
             raise
         cause = signals.received.name if signals.received else "a signal to another rank"
-        sys.stderr.write(f"stopped by {cause} before the first step of this start; start it again\n")
+        say(f"stopped by {cause} before the first step of this start; start it again\n", sys.stderr)
         return ExitCode.PREEMPTED
     finally:
         signals.ignore()
+        settle()
 
 
 if __name__ == "__main__":

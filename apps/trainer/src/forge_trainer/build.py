@@ -32,6 +32,7 @@ from forge_trainer.job import Job
 from forge_trainer.loop import train
 from forge_trainer.optim import trainable
 from forge_trainer.progress import Progress, Stateful
+from forge_trainer.say import say
 from forge_trainer.steps.base import Step
 from forge_trainer.steps.update import Update
 from forge_trainer.track import Tracker
@@ -178,5 +179,5 @@ def build_hooks(run: Run, validation: Loader | None, finite: FiniteGuard) -> lis
     if validation is not None:
         hooks.append(Evaluate(job.eval.every_steps, run, validation))
     elif run.env.rank == 0:
-        sys.stderr.write("no source has text for validation: this run is not evaluated\n")
+        say("no source has text for validation: this run is not evaluated\n", sys.stderr)
     return hooks + [config.build(run) for config in job.hooks.values()]

@@ -75,10 +75,10 @@ class Claim:
             LockedError: on every rank, when another process holds the lease.
             ConfigError: on every rank, when the run meanwhile has a configuration that this one does not fit.
         """
-        error, self._epoch, self.changes = _from_first(self._take, group)
-        if error is not None:
-            raise error
         try:
+            error, self._epoch, self.changes = _from_first(self._take, group)
+            if error is not None:
+                raise error
             yield
         except BaseException as error:
             self.ended(_code(error), f"{type(error).__name__}: {error}")
@@ -91,7 +91,6 @@ class Claim:
             self._lease = take(self._files.lease)
             changes = recorded_changes(self.job, self._change)
             self._files.exit.unlink(missing_ok=True)
-            write_whole(self._files.environment, json.dumps(environment(), indent=2) + "\n")
             return None, self._lease.epoch, changes
         except OSError as error:
             failure: Exception = CheckpointError(f"{self.job.job.directory} cannot be written: {error}")
@@ -144,6 +143,7 @@ class Claim:
 
     def begin(self, step: int) -> None:
         """Make this configuration that of the run. History first: a crash in between repeats, not loses."""
+        write_whole(self._files.environment, json.dumps(environment(), indent=2) + "\n")
         append_history(self.job.job.directory, step, self.changes)
         write_config(self.job, self._imports)
 

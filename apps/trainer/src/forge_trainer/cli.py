@@ -4,6 +4,8 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import chdir
+from pathlib import Path
 
 from forge_ckpt.error import CheckpointError, LockedError
 from forge_config import ConfigError
@@ -55,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=int, default=0, help="0 is off")
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--min-p", type=float, default=0.0)
-    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--seed", type=_seed, default=0)
     evaluate = commands.add_parser("eval", help="the loss of a run on its held-out text")
     status = commands.add_parser("status", help="how far a run has come and what its next start will do")
     status.add_argument(
@@ -66,6 +68,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("directory", help="the run directory")
     export.add_argument("out", help="the folder to write; must not exist")
     return parser
+
+
+def _seed(text: str) -> int:
+    """A seed that random generators take."""
+    if not 0 <= int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"given {text}; expected 0 to 2^63 - 1")
+    return int(text)
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str], signals: Signals | None) -> ExitCode:
@@ -86,6 +95,18 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], signals: Signa
 
 
 def _look(options: argparse.Namespace) -> int:
+    from forge_trainer.run_dir import started_in
+
+    folder = started_in(Path(options.directory))
+    if folder.samefile("."):
+        return _look_here(options)
+    for name in {"directory", "out"} & vars(options).keys():
+        setattr(options, name, os.path.abspath(getattr(options, name)))
+    with chdir(folder):
+        return _look_here(options)
+
+
+def _look_here(options: argparse.Namespace) -> int:
     from forge_trainer.status import show_status
 
     if options.command == "status":

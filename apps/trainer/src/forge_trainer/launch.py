@@ -17,6 +17,7 @@ from forge_trainer.build import Run, build
 from forge_trainer.claim import USER_ERRORS, Claim
 from forge_trainer.clock import Clock
 from forge_trainer.job import Job
+from forge_trainer.say import say
 
 
 def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, change: bool = False) -> ExitCode:
@@ -42,18 +43,17 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
             if rank == 0:
                 run.hooks.append(claim.first_step())
                 run.guards.append(claim.verdict)
-                sys.stdout.write(announcement(run, claim.changes))
-                sys.stdout.flush()
+                say(announcement(run, claim.changes), sys.stdout)
             code, reason = _outcome(run, run.train(), claim)
             claim.ended(code, reason, run.progress.step)
     except LockedError as error:
-        sys.stderr.write(f"rank {rank}: {error}\n")
+        say(f"rank {rank}: {error}\n", sys.stderr)
         return ExitCode.LOCKED
     except USER_ERRORS as error:
-        sys.stderr.write(f"rank {rank}: {type(error).__name__}: {error}\n")
+        say(f"rank {rank}: {type(error).__name__}: {error}\n", sys.stderr)
         return ExitCode.CONFIG
     if rank == 0 and code is not ExitCode.DONE:
-        sys.stderr.write(f"{reason}\n")
+        say(f"{reason}\n", sys.stderr)
     return code
 
 

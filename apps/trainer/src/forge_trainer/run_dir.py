@@ -1,7 +1,7 @@
 """The directory of a run: what lies where, and whether the run may go on with a given job.
 
 config.toml       the resolved job; there once the run has taken a step
-environment.json  on what it was last started
+environment.json  on what it was last started, and from which folder; written like config.toml
 history.jsonl     each change of a key that may change as a recorded event: step, key, old, new, when
 metrics.jsonl     what was measured
 checkpoints/      see forge_ckpt.store
@@ -48,6 +48,15 @@ def read_job(directory: Path) -> Job:
     job = load_job(path).value
     place = msgspec.structs.replace(job.job, root=str(here.parent), name=here.name)
     return msgspec.structs.replace(job, job=place)
+
+
+def started_in(directory: Path) -> Path:
+    """The folder that relative paths and imports of a run count from: that of its start, if it is here."""
+    try:
+        folder = Path(json.loads(RunFiles(directory).environment.read_text())["folder"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return Path.cwd()
+    return folder if folder.is_dir() else Path.cwd()
 
 
 def recorded_changes(job: Job, allowed: bool) -> list[Change]:

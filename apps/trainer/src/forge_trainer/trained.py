@@ -13,6 +13,7 @@ from forge_ckpt.store import Store
 from forge_ckpt.weights import write_weights
 from forge_data.loader import build_loader
 from forge_model.config import DecoderConfig
+from forge_model.error import ModelError
 from forge_model.generate import Sampling, generate
 from forge_model.hf import config_to_hf, to_hf
 from forge_parallel.apply import materialize
@@ -61,7 +62,7 @@ def generate_text(options: argparse.Namespace) -> None:
     for prompt in options.prompt or [DEFAULT_PROMPT]:
         tokens = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.eos_id]
         generator = torch.Generator(next(model.parameters()).device).manual_seed(options.seed)
-        room = job.model.max_tokens - len(tokens)
+        new_tokens = min(options.max_new_tokens, room_for(len(tokens), job.model.max_tokens))
         shown = [tokens[:]]
         sys.stdout.write(tokenizer.decode(tokens))
 
@@ -74,9 +75,22 @@ def generate_text(options: argparse.Namespace) -> None:
                 sys.stdout.write(after.removeprefix(before.rstrip("\N{REPLACEMENT CHARACTER}")))
                 sys.stdout.flush()
 
-        new_tokens = min(options.max_new_tokens, room)
         generate(model, [tokens], new_tokens, sampling, [tokenizer.eos_id], generator, on_tokens=show)
         sys.stdout.write("\n")
+
+
+def room_for(prompt_tokens: int, max_tokens: int) -> int:
+    """How many tokens can follow a prompt.
+
+    Raises:
+        ModelError: none.
+    """
+    if prompt_tokens >= max_tokens:
+        raise ModelError(
+            f"given a prompt of {prompt_tokens} tokens, which leaves no room to write: expected fewer than "
+            f"model.max_tokens = {max_tokens}; shorten it"
+        )
+    return max_tokens - prompt_tokens
 
 
 def evaluate_run(options: argparse.Namespace) -> None:

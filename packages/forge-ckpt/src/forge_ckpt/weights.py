@@ -76,7 +76,7 @@ def write_weights(
         shard_bytes: files are at most about this large.
 
     Raises:
-        CheckpointError: the folder exists.
+        CheckpointError: the folder exists, or cannot be made.
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already; choose another folder")
@@ -89,7 +89,10 @@ def write_weights(
             filled = 0
         shards[-1][name] = tensor.detach().cpu().contiguous()
         filled += size
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
     names = [SINGLE] if len(shards) == 1 else [
         f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))
     ]  # fmt: skip
