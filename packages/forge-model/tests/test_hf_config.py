@@ -263,3 +263,28 @@ MODULES = "config families hf_config hf_rope compare decoder_config attention_co
 def test_configuration_imports_no_torch(module):
     code = f"import sys, forge_model.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"rope_theta": None},
+        {"rope_theta": -5.0},
+        {"rope_type": "linear", "factor": None},
+        {"rope_type": "linear", "factor": 0},
+        {"rope_type": "linear", "factor": -2.0},
+        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": None, "high_freq_factor": 4.0},
+        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 0, "high_freq_factor": 4.0},
+        YARN | {"factor": 0},
+        YARN | {"factor": float("nan")},
+        YARN | {"beta_fast": -1.0},
+        YARN | {"truncate": "no"},
+        YARN | {"attention_factor": 0},
+        YARN | {"rope_theta": 1.0},
+        YARN | {"original_max_position_embeddings": 16.5},
+    ],
+    ids=str,
+)
+def test_values_of_the_rope_table_outside_their_bounds_are_refused(table):
+    with pytest.raises(ModelError, match="rope"):
+        config_from_hf({"model_type": "llama"} | SHAPE | {"rope_scaling": table})

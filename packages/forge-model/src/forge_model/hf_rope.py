@@ -6,8 +6,10 @@ Source: `modeling_rope_utils.py` of `transformers` 5.23 (which keys are read, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import log
+from math import isfinite, log
 from typing import Any
+
+import msgspec
 
 from forge_model.rope_config import LinearRopeConfig, Llama3RopeConfig, RopeConfig, YarnRopeConfig
 
@@ -21,6 +23,12 @@ NEEDED: dict[str, set[str]] = {
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": {"factor"},
+}
+STRUCTS: dict[str, type[RopeConfig]] = {
+    "default": RopeConfig,
+    "linear": LinearRopeConfig,
+    "llama3": Llama3RopeConfig,
+    "yarn": YarnRopeConfig,
 }
 OPTIONAL: dict[str, set[str]] = {
     "llama3": {ORIGINAL},
@@ -65,37 +73,37 @@ def rope_problems(hf: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    return value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    )
 
 
 def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
-    """The rotary embedding of a `config.json` in which `rope_problems` finds nothing."""
+    """The rotary embedding of a `config.json` in which `rope_problems` finds nothing.
+
+    Raises:
+        ValueError: a number is outside of its bounds.
+    """
     given = _parameters(hf)
-    kind, theta = _kind(given), float(given["rope_theta"])
+    kind = _kind(given)
+    values = {"theta": given["rope_theta"]} | {name: given[name] for name in NEEDED[kind]}
     longest = hf["max_position_embeddings"]
     original = hf.get(ORIGINAL) or given.get(ORIGINAL) or longest
-    if kind == "linear":
-        return LinearRopeConfig(theta=theta, factor=given["factor"])
     if kind == "llama3":
-        return Llama3RopeConfig(
-            theta=theta,
-            factor=given["factor"],
-            low_freq_factor=given["low_freq_factor"],
-            high_freq_factor=given["high_freq_factor"],
-            original_max_tokens=original,
-        )
+        values["original_max_tokens"] = original
     if kind == "yarn":
-        factor = given["factor"] if given["factor"] is not None else longest / original
-        return YarnRopeConfig(
-            theta=theta,
-            factor=factor,
-            beta_fast=given.get("beta_fast") or 32.0,
-            beta_slow=given.get("beta_slow") or 1.0,
-            original_max_tokens=original,
-            truncate=given.get("truncate", True),
-            scale=_yarn_scale(given, factor),
-        )
-    return RopeConfig(theta=theta)
+        values["factor"] = factor = longest / original if given["factor"] is None else given["factor"]
+        values |= {
+            "beta_fast": given.get("beta_fast") or 32.0,
+            "beta_slow": given.get("beta_slow") or 1.0,
+            "original_max_tokens": original,
+            "truncate": given.get("truncate", True),
+            "scale": _yarn_scale(given, factor),
+        }
+    try:
+        return msgspec.convert(values, STRUCTS[kind])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the {kind} rope: {error}") from None
 
 
 def _yarn_scale(given: Mapping[str, Any], factor: float) -> float | None:

@@ -17,7 +17,7 @@ class RopeConfig(Config):
         theta: base of the geometric series of wavelengths.
     """
 
-    theta: Positive = 10000.0
+    theta: Annotated[float, Meta(gt=1)] = 10000.0
 
     def frequencies(self, dim: int) -> list[float]:
         """Radians a position, for each of dim/2 pairs."""
