@@ -178,3 +178,17 @@ def test_heads_of_every_layer_must_fit_the_width():
             num_layers=3,
             overrides=[LayerOverride(layers="2", attention=GroupedQueryConfig(num_heads=5))],
         )
+
+
+def test_given_positions_cost_no_copy_of_frequencies_to_the_device_each_forward(monkeypatch):
+    made = []
+    frequencies = RopeConfig.frequencies
+    monkeypatch.setattr(
+        RopeConfig, "frequencies", lambda rope, dim: made.append(rope) or frequencies(rope, dim)
+    )
+    model, tokens = build(uniform(0)), torch.randint(VOCAB, (2, 6))
+    with torch.inference_mode():
+        model(tokens, positions=torch.arange(6))
+    for positions in (torch.arange(6) + 1, torch.randint(20, (2, 6))):
+        model(tokens, positions=positions).sum().backward()
+    assert len(made) == 1

@@ -142,6 +142,37 @@ def test_parallelize_in_bf16_keeps_float32_masters_gradients_and_moments():
     assert run_ranks(dtypes_in_bf16, 2)[0] == wide | {"computed": ["torch.bfloat16"]}
 
 
+def wide_gradient() -> dict[str, list[float]]:
+    """The gradient norm of a float64 model; nothing on the way may be rounded to float32."""
+    env = Env.detect()
+    mesh = build_mesh(MeshConfig(), env) if env.world_size > 1 else Mesh(CPU)
+    torch.manual_seed(0)
+    model = parallelize(Net().double(), mesh, Plan.of(PLAN))
+    x = torch.randn(GLOBAL_BATCH, 5, dtype=torch.float64).chunk(env.world_size)[env.rank]
+    model(x).square().sum().backward()
+    return {"grad_norm": [global_norm(model.parameters(), mesh).item()]}
+
+
+@pytest.mark.dist
+def test_parallelize_keeps_the_precision_of_a_float64_model():
+    assert_matches_single(wide_gradient, 2, rtol={"grad_norm": 1e-13})
+
+
+def masters_of_a_bf16_model(options: dict) -> list[str]:
+    model = Net().to(torch.bfloat16)
+    parallelize(model, build_mesh(MeshConfig(), Env.detect()), Plan.of(PLAN), ParallelConfig(**options))
+    return sorted({str(parameter.dtype) for parameter in model.parameters()})
+
+
+@pytest.mark.dist
+def test_parallelize_gives_a_model_that_comes_in_bf16_float32_masters_unless_asked():
+    for compute in ("float32", "bfloat16"):
+        options = {"precision": PrecisionConfig(compute=compute)}
+        assert run_ranks(masters_of_a_bf16_model, 1, options) == [["torch.float32"]]
+    pure = {"precision": PrecisionConfig(pure_bf16=True)}
+    assert run_ranks(masters_of_a_bf16_model, 1, pure) == [["torch.bfloat16"]]
+
+
 def nan_on_one_rank() -> list[float]:
     env = Env.detect()
     mesh = build_mesh(MeshConfig(), env)

@@ -61,8 +61,7 @@ def initialize(model: nn.Module, seed: int, shard: Callable[[Tensor], Shard] = f
 
     Raises:
         ModelError: a parameter has no initial value, or something is left that is not finite (say a buffer
-        that
-            nobody wrote after the model left the meta device).
+            that nobody wrote after the model left the meta device).
     """
     rules: dict[str, Init] = model.initial_values()  # type: ignore[operator]
     for name, parameter in model.named_parameters():

@@ -93,9 +93,9 @@ class Loss:
 class _LinearCrossEntropy(torch.autograd.Function):
     """Head and loss in one, a chunk of tokens at a time; gradients are made while the logits are at hand.
 
-    The forward pass so does the three matmuls that a head costs anyway, and holds one chunk of logits.
-    Source of the
-    idea: Hsu et al. 2024, arXiv:2410.10989 section 3.2.
+    The forward pass does the three matmuls that a head costs anyway, and holds one chunk of logits.
+
+    Source of the idea: Hsu et al. 2024, arXiv:2410.10989 section 3.2.
     """
 
     @staticmethod

@@ -26,25 +26,33 @@ def rope_table(
         Two tensors, [T, H/2] or [B, 1, T, H/2].
     """
     frequencies = torch.tensor(config.frequencies(head_dim), dtype=dtype, device=positions.device)
-    angles = positions.to(dtype)[..., None] * frequencies
+    return _table(frequencies, config.attention_factor(), positions)
+
+
+def _table(frequencies: Tensor, factor: float, positions: Tensor) -> Rope:
+    angles = positions.to(frequencies.dtype)[..., None] * frequencies
     if angles.ndim == 3:
         angles = angles[:, None]
-    factor = config.attention_factor()
     return angles.cos() * factor, angles.sin() * factor
 
 
 class RopeTables:
-    """The tables of a model; those of positions 0, 1, 2, ... are kept for the next forward pass."""
+    """The tables of a model; those of positions 0, 1, 2, ... are kept for the next forward pass.
+
+    So are all frequencies: copying them to a GPU would make every forward pass wait for it.
+    """
 
     def __init__(self) -> None:
         self._kept: list[tuple[tuple[Any, ...], Rope]] = []
+        self._frequencies: dict[tuple[Any, ...], Tensor] = {}
 
     def __call__(
         self, config: RopeConfig, head_dim: int, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype
     ) -> Rope:
         """The table for `tokens` [B, T] at `positions` [T] or [B, T]; None counts from 0."""
+        frequencies = self._frequencies_of(config, head_dim, dtype, tokens.device)
         if positions is not None:
-            return rope_table(config, head_dim, positions, dtype)
+            return _table(frequencies, config.attention_factor(), positions)
         length, device = tokens.shape[1], tokens.device
         shared = (length, device, dtype)
         key = (*shared, head_dim, config)
@@ -53,10 +61,22 @@ class RopeTables:
                 return table
         # Made under inference mode, a kept table could not be used in training later.
         with torch.inference_mode(False):
-            table = rope_table(config, head_dim, torch.arange(length, device=device), dtype)
+            table = _table(frequencies, config.attention_factor(), torch.arange(length, device=device))
         if type(table[0]) is Tensor:  # no fake tensor of a dry run
             self._kept = [one for one in self._kept if one[0][:3] == shared] + [(key, table)]
         return table
+
+    def _frequencies_of(
+        self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        key = (config, head_dim, dtype, device)
+        if key in self._frequencies:
+            return self._frequencies[key]
+        with torch.inference_mode(False):
+            made = torch.tensor(config.frequencies(head_dim), dtype=dtype, device=device)
+        if type(made) is Tensor:
+            self._frequencies[key] = made
+        return made
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -52,8 +52,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
         )
     plan.check(model)
     units = find_units(model, plan, mesh)
-    if config.precision.pure_bf16:
-        _store_as(model, torch.bfloat16)
+    _set_masters(model, config.precision.pure_bf16)
     if mesh.tp is not None:
         from forge_parallel.tensor_parallel import tensor_parallel
 
@@ -71,11 +70,15 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
 
 
 @torch.no_grad()
-def _store_as(model: nn.Module, dtype: torch.dtype) -> None:
-    """Change the format of the parameters; buffers, such as tables of positions, keep theirs."""
+def _set_masters(model: nn.Module, pure_bf16: bool) -> None:
+    """Keep parameters in bfloat16, or in float32 at least; buffers, such as tables of positions, as they are.
+
+    A model from elsewhere may come in bfloat16, in which small updates would be rounded away.
+    """
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            parameter.data = parameter.data.to(torch.bfloat16 if pure_bf16 else wide)
 
 
 @torch.no_grad()

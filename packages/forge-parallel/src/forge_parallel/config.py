@@ -66,7 +66,8 @@ class PrecisionConfig(Config):
 
     Attributes:
         compute: of matmuls and activations; `auto` is bfloat16 on a GPU and float32 on a CPU. Master weights,
-            gradients being summed and optimizer moments are float32.
+            gradients being summed and optimizer moments are float32, also of a model that comes in bfloat16;
+            a float64 model stays float64, unless compute is bfloat16.
         pure_bf16: keep the master weights and moments in bfloat16 too. Half the memory, but small updates are
             rounded away: norm gains hardly move at ordinary learning rates. Not with compute = "float32".
     """

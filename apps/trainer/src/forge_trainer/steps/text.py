@@ -50,7 +50,8 @@ class TextStep:
     def _backward(self, batch: Batch) -> dict[str, Tensor]:
         """Accumulate gradients; returns means over the global batch."""
         targets = torch.stack([micro.statistics["targets"] for micro in batch]).sum().float()
-        targets = self.mesh.batch.sum_(targets.to(self.mesh.device)).clamp(min=1)
+        # A blocking copy would wait for the step before.
+        targets = self.mesh.batch.sum_(targets.to(self.mesh.device, non_blocking=True)).clamp(min=1)
         sums = Sums()
         for index, micro in enumerate(batch):
             set_sync(self.model, last=index == len(batch) - 1)
