@@ -1,9 +1,14 @@
+import multiprocessing
 import os
+import threading
 import time
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from forge_parallel import testing
 from forge_parallel.testing import RankError, assert_matches_single, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -82,3 +87,33 @@ def test_assert_matches_single_names_curve_rank_and_step():
     assert_matches_single(curve, 2, 1e-7, rtol={"loss": 1e-6})
     with pytest.raises(AssertionError, match="loss of rank 0 at step 1"):
         assert_matches_single(curve, 2, 1e-3, rtol={"loss": 1e-6})
+
+
+class LateProcess:
+    """A thread in place of a process; it starts a second late."""
+
+    def __init__(self, target, args, daemon) -> None:
+        pipe = Connection(os.dup(args[0].fileno()))  # the pool closes its own
+        self._serve = lambda: (time.sleep(1), target(pipe))
+
+    def start(self) -> None:
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def is_alive(self) -> bool:
+        return True
+
+    def kill(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
+def test_the_start_of_the_processes_does_not_count_as_time_of_the_job(monkeypatch):
+    monkeypatch.setattr(testing, "_work", lambda *job: "done")
+    pool = testing._Pool()
+    pool._context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=LateProcess)
+    try:
+        assert pool.run(place, 2, ("x",), timeout_s=0.5) == ["done", "done"]
+    finally:
+        pool.close()

@@ -25,6 +25,8 @@ PRELOAD = [
     "torch.distributed.checkpoint",
     "torch._dynamo",
 ]
+START_S = 300.0
+"""How long processes may take to start, which is mostly to load torch."""
 GRACE_S = 10.0
 """After one rank failed, how long the others may take to notice."""
 
@@ -46,7 +48,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         fn: a function of a module or test file, not nested; called as fn(*args) on every rank.
         world_size: number of ranks.
         args: must pickle, by names that can be imported: no classes of a test file.
-        timeout_s: for the whole job.
+        timeout_s: for the whole job, without the start of its processes.
 
     Returns:
         What each rank returned, by rank.
@@ -109,9 +111,9 @@ class _Pool:
         self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_s: float
     ) -> list[Any]:
         address = _address(fn)
-        self._grow(world_size)
-        workers = self._workers[:world_size]
         try:
+            self._grow(world_size)
+            workers = self._workers[:world_size]
             with tempfile.TemporaryDirectory() as folder:
                 for rank, (_, pipe) in enumerate(workers):
                     job = (address, args, rank, world_size, os.path.join(folder, "store"), timeout_s)
@@ -134,6 +136,7 @@ class _Pool:
             self.close()
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
+        started = len(self._workers)
         while len(self._workers) < world_size:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -144,6 +147,18 @@ class _Pool:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = before
+        self._await(self._workers[started:])
+
+    def _await(self, workers: Sequence[tuple[Any, Connection]]) -> None:
+        """Wait until processes can take a job, so that its time is not spent on their start."""
+        end = time.monotonic() + START_S
+        try:
+            for _, pipe in workers:
+                if not pipe.poll(max(0.0, end - time.monotonic())):
+                    raise RankError(f"a rank did not start within {START_S:.0f} s")
+                pipe.recv_bytes()
+        except (EOFError, ConnectionError):
+            raise RankError("a rank died at its start") from None
 
     def _collect(
         self, workers: Sequence[tuple[Any, Connection]], timeout_s: float
@@ -216,6 +231,7 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    pipe.send_bytes(b"ready")
     while True:
         try:
             job = pipe.recv_bytes()
