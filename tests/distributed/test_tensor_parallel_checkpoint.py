@@ -46,9 +46,11 @@ def round_trip(folder: str) -> None:
     optimizer.step()
     state = TrainState(model, optimizer)
     with pytest.raises(CheckpointError, match=r"DTensor.*local_shard="):
-        Store(Path(folder) / "refused", group=mesh.control_group).save(1, state.tensors(), {})
+        Store(Path(folder) / "refused", group=mesh.control_group).save(
+            1, state.capture(copy=False).tensors, {}
+        )
     store = Store(Path(folder), group=mesh.control_group, local_shard=shard)
-    store.save(1, state.tensors(), {})
+    store.save(1, state.capture(copy=False).tensors, {})
 
     plain, of_plain = trained()
     loaded = TrainState(plain, of_plain)
@@ -56,11 +58,11 @@ def round_trip(folder: str) -> None:
     again = cut(trained()[0])
     anew = TrainState(again, torch.optim.AdamW(again.parameters(), lr=0.1))
     assert store.resume(anew.targets) is not None
-    for name, tensor in state.tensors().items():
+    for name, tensor in state.capture(copy=False).tensors.items():
         values, offsets, _ = local_shard(tensor)
         box = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
-        assert torch.equal(values, loaded.tensors()[name].detach()[box]), name
-        assert torch.equal(values, local_shard(anew.tensors()[name]).values), name
+        assert torch.equal(values, loaded.capture(copy=False).tensors[name].detach()[box]), name
+        assert torch.equal(values, local_shard(anew.capture(copy=False).tensors[name]).values), name
 
 
 def test_checkpoint_under_fsdp_over_tensor_parallelism_loads_plain_and_sharded(tmp_path):

@@ -85,7 +85,11 @@ def test_a_checkpoint_needs_no_folder_of_initial_weights(tmp_path, pretrained):
     store = Store(job.job.directory / "checkpoints")
     state = TrainState(model, torch.optim.SGD(model.parameters()))
     assert resume_or_start(store, state, [model], job) == (Progress(), None)
-    store.save(3, state.tensors(), {"progress": {"step": 3, "samples": 6, "tokens": 12}, "data": "x"})
+    store.save(
+        3,
+        state.capture(copy=False).tensors,
+        {"progress": {"step": 3, "samples": 6, "tokens": 12}, "data": "x"},
+    )
     before = weights_of(model)
     (folder / "config.json").write_text(json.dumps({"model_type": "another"}))
     again = job_of(tmp_path, f'--train.init_from="{folder}"')
