@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forks import load
 
 TINY = """
 [job]
@@ -88,6 +89,11 @@ class Cli:
 
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
 
+    def __init__(self, forks, folder):
+        self._warm = load(str(Path(__file__).with_name("warm.py"))).command
+        self._forks = forks
+        self._folder = folder
+
     def command(self, *arguments, ranks=1):
         """The command line for this interpreter, under torchrun when there are several ranks."""
         if ranks == 1:
@@ -102,14 +108,22 @@ class Cli:
         return [*torchrun, "-m", "forge_trainer", *map(str, arguments)]
 
     def __call__(self, *arguments, ranks=1, check=True, timeout=240, cwd=None):
-        """Run it and return what it printed."""
-        line = self.command(*arguments, ranks=ranks)
-        done = subprocess.run(
-            line, capture_output=True, text=True, env=self.environment, timeout=timeout, cwd=cwd
-        )
+        """Run it and return what it printed; one rank starts warm."""
+        if ranks == 1:
+            done = self._start_warm(list(map(str, arguments)), str(cwd or os.getcwd()))
+        else:
+            line = self.command(*arguments, ranks=ranks)
+            done = subprocess.run(
+                line, capture_output=True, text=True, env=self.environment, timeout=timeout, cwd=cwd
+            )
         if check:
             assert done.returncode == 0, done.stdout + done.stderr
         return done
+
+    def _start_warm(self, arguments, cwd):
+        out, err = self._folder / "out", self._folder / "err"
+        code = self._forks.run(self._warm, arguments, dict(self.environment), cwd, str(out), str(err))
+        return subprocess.CompletedProcess(arguments, code, out.read_text(), err.read_text())
 
     def stop_at(self, path, step, how, ranks, *extra):
         """Start a run, signal all its processes once it has logged `step`, and return its exit code."""
@@ -137,7 +151,7 @@ class Cli:
             time.sleep(0.01)
 
 
-@pytest.fixture(scope="session")
-def forge():
+@pytest.fixture(scope="module")
+def forge(forks, tmp_path_factory):
     """Runs the real command."""
-    return Cli()
+    return Cli(forks, tmp_path_factory.mktemp("forge"))
