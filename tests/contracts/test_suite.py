@@ -69,7 +69,9 @@ def run_pytest(folder: Path, *options: str, **variables: str) -> tuple[int, str]
     (folder / "conftest.py").write_text(
         (ROOT / "conftest.py").read_text().replace("GRACE_S = 10.0", "GRACE_S = 0.2")
     )
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = -p xdist\nmarkers =\n    slow: takes long\n")
+    (folder / "pytest.ini").write_text(
+        f"[pytest]\npythonpath = {ROOT}/tests/shared\naddopts = -p xdist\nmarkers =\n    slow: takes long\n"
+    )
     (folder / "test_small.py").write_text(SMALL)
     clean = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     variables["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"

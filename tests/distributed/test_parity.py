@@ -28,7 +28,7 @@ from forge_trainer.schedule import CosineConfig
 from forge_trainer.steps.text import TextStep
 from forge_trainer.steps.update import Update
 
-VOCAB, TOKENS, GLOBAL, MICRO, STEPS = 68, 16, 16, 2, 10
+VOCAB, TOKENS, GLOBAL, STEPS = 68, 16, 16, 10
 LAYOUTS = {
     "fsdp2": (2, {}),
     "tp2": (2, {"tp": 2}),
@@ -52,7 +52,7 @@ MODELS = {
 
 
 def batch(index: int, mesh: Mesh) -> list[MicroBatch]:
-    """This rank's part of a global batch of packed documents with unequal counts of valid targets."""
+    """This rank's part, in two micro-batches, of packed documents with unequal counts of valid targets."""
     generator = torch.Generator().manual_seed(index)
     rows = torch.randint(VOCAB, (GLOBAL, TOKENS + 1), generator=generator)
     ends = torch.rand(GLOBAL, TOKENS + 1, generator=generator) < 0.2
@@ -66,7 +66,7 @@ def batch(index: int, mesh: Mesh) -> list[MicroBatch]:
             {"tokens": rows[part, :-1], "labels": labels[part], "doc_ids": doc_ids[part, :-1]},
             {"targets": (labels[part] >= 0).sum()},
         )
-        for part in mine.split(MICRO)
+        for part in mine.chunk(2)
     ]
 
 

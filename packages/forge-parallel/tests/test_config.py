@@ -5,7 +5,13 @@ from forge_parallel.error import ParallelError
 
 @pytest.mark.parametrize(
     ("config", "world_size", "sizes"),
-    [({}, 1, (1, 1)), ({}, 6, (1, 6)), ({"dp_replicate": 2}, 8, (2, 4)), ({"dp_shard": 4}, 4, (1, 4))],
+    [
+        ({}, 1, (1, 1, 1)),
+        ({}, 6, (1, 6, 1)),
+        ({"dp_replicate": 2}, 8, (2, 4, 1)),
+        ({"dp_shard": 4}, 4, (1, 4, 1)),
+        ({"dp_replicate": 2, "tp": 2}, 8, (2, 2, 2)),
+    ],
 )
 def test_mesh_config_gives_the_ranks_that_are_left_to_dp_shard(config, world_size, sizes):
     assert tuple(MeshConfig(**config).sizes(world_size).values()) == sizes

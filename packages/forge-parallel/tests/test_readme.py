@@ -13,7 +13,7 @@ def example() -> float:
     """The final loss of this rank's part in the example, whatever the number of ranks."""
     names: dict = {}
     source = BLOCKS[0].replace(
-        "with process_group(env, needed=precision.needs_group(env.device.type)):", "if True:"
+        "with process_group(env, needed=config.precision.needs_group(env.device.type)):", "if True:"
     )
     exec(compile(source, "README.md", "exec"), names)
     return names["norm"].item()
