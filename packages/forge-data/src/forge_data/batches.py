@@ -14,6 +14,8 @@ from forge_data.windows import IGNORE, Windows
 
 LOOKAHEAD = 4096
 """Samples located at once: far fewer and larger array operations."""
+READ_TOKENS = 1 << 15
+"""Tokens read at once, for the same reason; small enough to stay in the cache of the processor."""
 
 
 class Arrays(NamedTuple):
@@ -40,7 +42,13 @@ class Places(NamedTuple):
 
 
 class Batches:
-    """Item i is this rank's part of global batch i, as micro-batches. An item depends on i alone."""
+    """Item i is this rank's part of global batch i, as micro-batches. An item depends on i alone.
+
+    Attributes:
+        together: items that are read at once, when one of them is asked for.
+    """
+
+    together = 1
 
     def __init__(self, windows: dict[int, Windows], mask_documents: bool, micro_batch: int) -> None:
         self._windows = windows
@@ -58,18 +66,27 @@ class Batches:
         Raises:
             DataError: what is read is damaged, or no longer there.
         """
-        places = self.locate(index)
-        for windows in self._windows.values():
-            windows.store.require_files()
+        places, rows = self.locate(index), self.read(index)
         if len(places.source) <= self._micro_batch:
-            return [self._read(*places)]
+            return [self._cut(rows, *places)]
         cuts = [slice(c, c + self._micro_batch) for c in range(0, len(places.source), self._micro_batch)]
         return [
-            self._read(places.source[c], places.sample[c], places.overlap[c], places.is_plain) for c in cuts
+            self._cut(rows[c], places.source[c], places.sample[c], places.overlap[c], places.is_plain)
+            for c in cuts
         ]
 
-    def _read(self, source: np.ndarray, sample: np.ndarray, overlap: np.ndarray, is_plain: bool) -> Arrays:
-        rows = self._windows[int(source[0])].read(sample) if is_plain else self._mixed(source, sample)
+    def read(self, index: int) -> np.ndarray:
+        """[n, T + 1] int64: the tokens of item `index`.
+
+        Raises:
+            DataError: they are damaged, or no longer there.
+        """
+        places = self.locate(index)
+        return self._tokens(places.source, places.sample)
+
+    def _cut(
+        self, rows: np.ndarray, source: np.ndarray, sample: np.ndarray, overlap: np.ndarray, is_plain: bool
+    ) -> Arrays:
         inputs = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
         targets = len(rows) * self._max_tokens
         if not is_plain or self._mask_documents:
@@ -82,8 +99,13 @@ class Batches:
             targets -= np.count_nonzero(ignored)
         return Arrays(inputs, {"source": source.copy(), "targets": np.asarray(targets)})
 
-    def _mixed(self, source: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """[B, T + 1] int64 tokens of sequences of several sources; zeros where there is padding."""
+    def _tokens(self, source: np.ndarray, sample: np.ndarray) -> np.ndarray:
+        """[n, T + 1] int64 tokens of sequences; zeros where there is padding."""
+        for windows in self._windows.values():
+            windows.store.require_files()
+        only = self._windows.get(int(source[0]))
+        if only is not None and (source == source[0]).all():
+            return only.read(sample)
         rows = np.zeros((len(source), self._max_tokens + 1), dtype=np.int64)
         for number, windows in self._windows.items():
             here = np.flatnonzero(source == number)
@@ -129,9 +151,11 @@ class TrainBatches(Batches):
         self._share = global_batch // world_size
         self._first = first_sample + rank * self._share
         self._global_batch = global_batch
-        self._ahead = max(1, LOOKAHEAD // self._share)
-        self._chunk = -1
+        self.together = max(1, READ_TOKENS // (self._share * self._max_tokens))
+        self._ahead = -(-max(1, LOOKAHEAD // self._share) // self.together) * self.together
+        self._chunk = self._group = -1
         self._located: list[Places] = []
+        self._rows = np.empty((0, 0, 0), dtype=np.int64)
 
     def locate(self, index: int) -> Places:
         """See `Batches.locate`."""
@@ -139,6 +163,17 @@ class TrainBatches(Batches):
         if chunk != self._chunk:
             self._chunk, self._located = chunk, self._locate(chunk)
         return self._located[row]
+
+    def read(self, index: int) -> np.ndarray:
+        """See `Batches.read`; items that follow one another are read together."""
+        group, row = divmod(index, self.together)
+        if group != self._group:
+            items = [self.locate(group * self.together + n) for n in range(self.together)]
+            source = np.concatenate([places.source for places in items])
+            sample = np.concatenate([places.sample for places in items])
+            self._rows = self._tokens(source, sample).reshape(len(items), self._share, -1)
+            self._group = group
+        return self._rows[row]
 
     def _locate(self, chunk: int) -> list[Places]:
         items = np.arange(chunk * self._ahead, (chunk + 1) * self._ahead, dtype=np.int64)

@@ -53,12 +53,12 @@ def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
     half = U64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = U64((1 << int(half)) - 1)
     keys = _round_keys(seed)
-    value = index.astype(U64)
-    outside = np.ones(value.shape, dtype=bool)
-    while outside.any():
-        value[outside] = _feistel(value[outside], half, mask, keys)
-        outside = value >= U64(size)
-    return value.astype(np.int64)
+    value = _feistel(index.ravel().astype(U64), half, mask, keys)
+    outside = np.flatnonzero(value >= U64(size))
+    while len(outside):
+        value[outside] = moved = _feistel(value[outside], half, mask, keys)
+        outside = outside[moved >= U64(size)]
+    return value.astype(np.int64).reshape(index.shape)
 
 
 @lru_cache(maxsize=1024)
@@ -69,17 +69,23 @@ def _round_keys(seed: int) -> list[np.uint64]:
 def _feistel(value: np.ndarray, half: np.uint64, mask: np.uint64, keys: Sequence[np.uint64]) -> np.ndarray:
     left, right = value >> half, value & mask
     for round_key in keys:
-        left, right = right, left ^ (_mix(right, round_key) & mask)
+        mixed = _mix(right, round_key)
+        mixed &= mask
+        mixed ^= left
+        left, right = right, mixed
     return (left << half) | right
 
 
 def _mix(value: np.ndarray, round_key: np.uint64) -> np.ndarray:
     """The finalizer of splitmix64 (Steele et al. 2014)."""
-    with np.errstate(over="ignore"):
-        value = (value + round_key) * U64(0x9E3779B97F4A7C15)
-        value = (value ^ (value >> U64(30))) * U64(0xBF58476D1CE4E5B9)
-        value = (value ^ (value >> U64(27))) * U64(0x94D049BB133111EB)
-    return value ^ (value >> U64(31))
+    value = value + round_key
+    value *= U64(0x9E3779B97F4A7C15)
+    value ^= value >> U64(30)
+    value *= U64(0xBF58476D1CE4E5B9)
+    value ^= value >> U64(27)
+    value *= U64(0x94D049BB133111EB)
+    value ^= value >> U64(31)
+    return value
 
 
 class Order:

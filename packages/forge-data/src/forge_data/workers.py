@@ -37,7 +37,7 @@ Process = subprocess.Popen[bytes]
 
 
 class Workers(Iterator[list[Arrays]]):
-    """The items of an endless stream in order; process w of n prepares the items w, w + n, w + 2n, ...
+    """The items of an endless stream in order; processes take turns at as many as are read together.
 
     Args:
         batches: what item i is.
@@ -50,7 +50,8 @@ class Workers(Iterator[list[Arrays]]):
         """Ends the processes, at the latest at the end of this one."""
         for number, process in enumerate(self.processes):
             _tell(process, sys.path, (batches, number, count))
-        self._turns = itertools.cycle(self.processes)
+        turns = itertools.cycle(self.processes)
+        self._turns = (process for process in turns for _ in range(batches.together))
 
     def __next__(self) -> list[Arrays]:
         """The next item.
@@ -124,9 +125,10 @@ def serve() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     batches, first, step = cast(tuple[Batches, int, int], pickle.load(sys.stdin.buffer))
     try:
-        for index in itertools.count(first, step):
-            pickle.dump(batches[index], out, protocol=pickle.HIGHEST_PROTOCOL)
-            out.flush()
+        for turn in itertools.count(first, step):
+            for index in range(turn * batches.together, (turn + 1) * batches.together):
+                pickle.dump(batches[index], out, protocol=pickle.HIGHEST_PROTOCOL)
+                out.flush()
     except DataError as error:
         pickle.dump(error, out)
         out.flush()
