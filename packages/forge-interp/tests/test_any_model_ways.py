@@ -281,8 +281,19 @@ def test_attention_is_seen_by_whatever_name_it_is_called(call):
     torch.testing.assert_close(acts[":attn.pattern"], (q @ q.mT / D**0.5).softmax(-1))
 
 
-def written(q: Tensor) -> Tensor:
-    return (q @ q.mT).softmax(-1) @ q
+def test_attention_that_is_written_out_is_seen():
+    class Written(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return (q @ q.mT).softmax(-1) @ q
+
+    model, q = Written(), torch.randn(B, N, T, 16)
+    acts = seen(
+        model, lambda: model(q), [f":attn.{part}" for part in ("scores", "pattern", "v", "z", "entropy")]
+    )
+    pattern = (q @ q.mT).softmax(-1)
+    expected = {"scores": q @ q.mT, "pattern": pattern, "v": q, "z": pattern @ q}
+    expected["entropy"] = torch.special.entr(pattern).sum(-1)
+    assert_equal(acts, {f":attn.{part}": value for part, value in expected.items()}, rtol=1e-5, atol=1e-5)
 
 
 def flexible(q: Tensor) -> Tensor:
@@ -296,7 +307,7 @@ def below(q: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention")
-@pytest.mark.parametrize("attend", [written, flexible, below])
+@pytest.mark.parametrize("attend", [flexible, below])
 def test_attention_that_is_not_sdpa_is_an_error(attend):
     class Other(nn.Module):
         def forward(self, q: Tensor) -> Tensor:

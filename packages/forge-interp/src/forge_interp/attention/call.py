@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forge_interp.attention.arguments import autocast_dtype, bind, causal_bias
 from forge_interp.attention.lineage import Lineage, Softmax, canonical, pack, unpack
-from forge_interp.attention.placement import is_dtensor, local_parts, placed_like
+from forge_interp.attention.placement import is_dtensor, local_parts, placed_like, unrepeated
 from forge_interp.attention.products import Gate, four, grouped, raw_maker
 from forge_interp.attention.statistics import STATISTICS, Tile, collecting, part
 from forge_interp.errors import InterpError
@@ -139,7 +139,7 @@ class AttentionCall:
         """
         batch, heads, queries, keys = softmax.scores.shape
         repeats = 1 if lineage is None else lineage.repeats(values)
-        value = values.reshape(batch, heads, keys, values.shape[-1])[:, ::repeats]
+        value = unrepeated(values.reshape(batch, heads, keys, values.shape[-1]), repeats)
         scores = softmax.scores
         scores = scores if scores.dtype == torch.float64 else scores.float()
         shape = (*weights.shape[:-1], values.shape[-1])

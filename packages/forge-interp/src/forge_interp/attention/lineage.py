@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from forge_interp.attention.placement import unrepeated
+
 _RESHAPES = {
     getattr(owner, name)
     for owner in (torch, Tensor)
@@ -144,5 +146,5 @@ def canonical(given: Mapping[str, Any], packed: int | None, repeats: tuple[int, 
         changed |= {"query": unpack(given["query"], packed), "attn_mask": unpack(given["attn_mask"], packed)}
     for name, times in zip(("key", "value"), repeats, strict=True):
         if times > 1:
-            changed[name] = given[name][:, ::times]
+            changed[name] = unrepeated(given[name], times)
     return changed

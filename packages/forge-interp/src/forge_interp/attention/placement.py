@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -53,6 +54,15 @@ def _local_mask(mask: Any, query: Any) -> Tensor:
             for p in query.placements
         ]
     ).to_local()
+
+
+def unrepeated(x: Any, times: int) -> Any:
+    """[B, K, S, H], keys or values [B, K times, S, H] before each head was repeated; DTensors stay split."""
+    if is_dtensor(x):
+        shards = [i for i, p in enumerate(x.placements) if p.is_shard(1)]
+        if x.shape[1] // times % math.prod(x.device_mesh.size(i) for i in shards) == 0:
+            return x.unflatten(1, (-1, times))[:, :, 0]  # a slice with a step would gather the heads
+    return x[:, ::times]
 
 
 def placed_like(value: Tensor, query: Any) -> Tensor:
