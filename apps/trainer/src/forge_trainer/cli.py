@@ -102,6 +102,7 @@ def _look(options: argparse.Namespace) -> int:
         return _look_here(options)
     for name in {"directory", "out"} & vars(options).keys():
         setattr(options, name, os.path.abspath(getattr(options, name)))
+    sys.path.append(os.getcwd())  # parts of one's own are found from here as well
     with chdir(folder):
         return _look_here(options)
 
