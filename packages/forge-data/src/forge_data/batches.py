@@ -14,8 +14,8 @@ from forge_data.windows import IGNORE, Windows
 
 LOOKAHEAD = 4096
 """Samples located at once: far fewer and larger array operations."""
-READ_TOKENS = 1 << 15
-"""Tokens read at once, for the same reason; small enough to stay in the cache of the processor."""
+READ_TOKENS, READ_SEQUENCES = 1 << 15, 64
+"""What is read at once, for the same reason, at most; a file that shrinks meanwhile kills the process."""
 
 
 class Arrays(NamedTuple):
@@ -151,7 +151,8 @@ class TrainBatches(Batches):
         self._share = global_batch // world_size
         self._first = first_sample + rank * self._share
         self._global_batch = global_batch
-        self.together = max(1, READ_TOKENS // (self._share * self._max_tokens))
+        sequences = min(READ_TOKENS // self._max_tokens, READ_SEQUENCES)
+        self.together = max(1, sequences // self._share)
         self._ahead = -(-max(1, LOOKAHEAD // self._share) // self.together) * self.together
         self._chunk = self._group = -1
         self._located: list[Places] = []
