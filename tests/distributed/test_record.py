@@ -82,7 +82,8 @@ def trained(path: str) -> tuple[list[float], str]:
         run = build(load_job(path).value, stack)
         run.train()
     digest = hashlib.sha256()
-    for parameter in run.step.optimizer.param_groups[0]["params"]:
+    # not `run.parts`: after a forward pass FSDP2 may hold the whole root, in the format of the computation
+    for parameter in run.step.update.optimizer.param_groups[0]["params"]:
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         digest.update(whole.detach().contiguous().numpy().tobytes())
     lines = (run.directory / "metrics.jsonl").read_text().splitlines()
