@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from forge_ckpt import Store
+from forge_ckpt import Snapshot, Store
 from report import table, write
 
 TENSORS = 24
@@ -57,7 +57,7 @@ def main() -> None:
         for step in range(1, options.rounds + 1):
             store = Store(root / f"store{step}")
             seconds["torch.save"].append(timed(lambda: torch_save(state, root / "plain.pt")))
-            seconds["save"].append(timed(lambda store=store: store.save(1, state, {})))
+            seconds["save"].append(timed(lambda store=store: store.save(1, Snapshot(state))))
             seconds["torch.load"].append(timed(lambda: torch_load(state, root / "plain.pt")))
             seconds["load"].append(timed(lambda store=store: store.resume(lambda held: state)))
             shutil.rmtree(store.root)

@@ -130,7 +130,7 @@ def poisoned(where: str) -> list[bool]:
     step, model, optimizer, progress, mesh = build({})
     for index in range(3):
         progress.advance(step.train(batch(index, mesh), index))
-    state = TrainState(model, optimizer)
+    state = TrainState([model], optimizer)
     before = {key: local_part(value).clone() for key, value in state.capture(copy=False).tensors.items()}
     handles = []
     if mesh.batch.rank == mesh.batch.size - 1:
@@ -171,7 +171,7 @@ def saved(folder: str, sizes: dict, steps: int) -> list[float]:
     step, model, optimizer, progress, mesh = build(sizes)
     for index in range(steps):
         progress.advance(step.train(batch(index, mesh), index))
-    store(folder, mesh).save(steps, TrainState(model, optimizer).capture().tensors, {})
+    store(folder, mesh).save(steps, TrainState([model], optimizer).capture())
     return goes_on(step, progress, mesh, steps)
 
 
@@ -179,7 +179,7 @@ def loaded(folder: str, sizes: dict, steps: int) -> list[float]:
     step, model, optimizer, progress, mesh = build(sizes)
     for parameter in model.parameters():
         local_part(parameter).fill_(float("nan"))
-    found = store(folder, mesh).resume(TrainState(model, optimizer).targets)
+    found = store(folder, mesh).resume(TrainState([model], optimizer).targets)
     assert found is not None
     progress.step = found.step
     return goes_on(step, progress, mesh, steps)

@@ -44,19 +44,17 @@ def round_trip(folder: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 6)).square().sum().backward()
     optimizer.step()
-    state = TrainState(model, optimizer)
+    state = TrainState([model], optimizer)
     with pytest.raises(CheckpointError, match=r"DTensor.*local_shard="):
-        Store(Path(folder) / "refused", group=mesh.control_group).save(
-            1, state.capture(copy=False).tensors, {}
-        )
+        Store(Path(folder) / "refused", group=mesh.control_group).save(1, state.capture(copy=False))
     store = Store(Path(folder), group=mesh.control_group, local_shard=shard)
-    store.save(1, state.capture(copy=False).tensors, {})
+    store.save(1, state.capture(copy=False))
 
     plain, of_plain = trained()
-    loaded = TrainState(plain, of_plain)
+    loaded = TrainState([plain], of_plain)
     assert Store(Path(folder), group=mesh.control_group).resume(loaded.targets) is not None
     again = cut(trained()[0])
-    anew = TrainState(again, torch.optim.AdamW(again.parameters(), lr=0.1))
+    anew = TrainState([again], torch.optim.AdamW(again.parameters(), lr=0.1))
     assert store.resume(anew.targets) is not None
     for name, tensor in state.capture(copy=False).tensors.items():
         values, offsets, _ = local_shard(tensor)

@@ -54,6 +54,20 @@ def test_init_from_takes_the_weights_of_the_same_model(tmp_path, pretrained):
         assert torch.equal(value, weights_of(model)[name]), name
 
 
+def test_init_from_gives_each_part_its_own_tensors(tmp_path, pretrained):
+    folder, model = pretrained
+    job = job_of(tmp_path, f'--train.init_from="{folder}"')
+    parts = [job.model.build(), job.model.build()]
+    names = list(dict(parts[0].named_children()))
+    for part, others in zip(parts, (names[:1], names[1:]), strict=True):
+        for name in others:
+            setattr(part, name, None)
+    set_initial_weights(parts, job)
+    found = weights_of(parts[0]) | weights_of(parts[1])
+    assert found.keys() == weights_of(model).keys()
+    assert all(torch.equal(value, found[name]) for name, value in weights_of(model).items())
+
+
 @pytest.mark.parametrize("case", OTHER)
 def test_init_from_another_model_is_refused_when_the_job_is_read(tmp_path, pretrained, case):
     overrides, expected = OTHER[case]
@@ -83,13 +97,10 @@ def test_a_checkpoint_needs_no_folder_of_initial_weights(tmp_path, pretrained):
     job = job_of(tmp_path, f'--train.init_from="{folder}"')
     model = job.model.build()
     store = Store(job.job.directory / "checkpoints")
-    state = TrainState(model, torch.optim.SGD(model.parameters()))
+    state = TrainState([model], torch.optim.SGD(model.parameters()))
     assert resume_or_start(store, state, [model], job) == (Progress(), None, {})
-    store.save(
-        3,
-        state.capture(copy=False).tensors,
-        {"progress": {"step": 3, "samples": 6, "tokens": 12}, "data": "x"},
-    )
+    progress = {"step": 3, "samples": 6, "tokens": 12}
+    store.save(3, state.capture({"progress": progress, "data": "x"}, copy=False))
     before = weights_of(model)
     (folder / "config.json").write_text(json.dumps({"model_type": "another"}))
     again = job_of(tmp_path, f'--train.init_from="{folder}"')

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from forge_ckpt import CheckpointError, Store, TrainState, Weights, write_weights
+from forge_ckpt import CheckpointError, Snapshot, Store, TrainState, Weights, write_weights
 from forge_ckpt.cli import main
 from torch import nn
 
@@ -72,22 +72,22 @@ def test_train_state_resumes_bit_identical_at_every_midpoint(tmp_path, kind, mid
     train(whole, optimizer, 0, 6)
 
     first = OPTIMIZERS[kind](cut.parameters())
-    state = TrainState(cut, first)
+    state = TrainState([cut], first)
     train(cut, first, 0, middle)
     snapshot = state.capture({"note": 1})
-    Store(tmp_path).save(middle, snapshot.tensors, snapshot.meta)
+    Store(tmp_path).save(middle, snapshot)
 
     torch.manual_seed(9)
     fresh = Tied()
     # another order of parameters: state is found by name
     groups = [{"params": [p]} for p in reversed(list(fresh.parameters()))]
     second = OPTIMIZERS[kind](groups)
-    state = TrainState(fresh, second)
+    state = TrainState([fresh], second)
     found = Store(tmp_path).resume(state.targets)
     assert found is not None and found.meta["note"] == 1
-    state.restore(found.meta)
+    state.restore(found.values)
     train(fresh, second, middle, 6)
-    expected, now = TrainState(whole, optimizer).capture().tensors, state.capture().tensors
+    expected, now = TrainState([whole], optimizer).capture().tensors, state.capture().tensors
     assert now.keys() == expected.keys()
     for key, value in now.items():
         assert torch.equal(value, expected[key]), key
@@ -102,11 +102,11 @@ def test_train_state_resumes_bit_identical_at_every_midpoint(tmp_path, kind, mid
 def test_train_state_keeps_what_the_new_configuration_says_and_restores_what_has_moved(tmp_path):
     old, new = nn.Linear(2, 2), nn.Linear(2, 2)
     first = torch.optim.AdamW(old.parameters(), lr=0.01, betas=(0.9, 0.95), foreach=True)
-    state = TrainState(old, first)
+    state = TrainState([old], first)
     first.param_groups[0]["lr"] = 0.005
     snapshot = state.capture()
     second = torch.optim.AdamW(new.parameters(), lr=0.02, betas=(0.8, 0.95), fused=True)
-    TrainState(new, second).restore(snapshot.meta)
+    TrainState([new], second).restore(snapshot.values)
     group = second.param_groups[0]
     assert (group["lr"], group["betas"], group["foreach"], group["fused"]) == (0.005, (0.8, 0.95), None, True)
 
@@ -117,24 +117,30 @@ def test_train_state_of_an_optimizer_that_has_stepped_already_loses_nothing():
     train(model, optimizer, 0, 2)
     fresh = nn.Linear(6, 6)
     other = OPTIMIZERS["averaged"](fresh.parameters())
-    TrainState(fresh, other).restore(TrainState(model, optimizer).capture().meta)
+    TrainState([fresh], other).restore(TrainState([model], optimizer).capture().values)
     assert other.param_groups[0]["k"] == 2
 
 
 def test_train_state_refuses_groups_that_disagree():
     model, fresh = nn.Linear(6, 6), nn.Linear(6, 6)
     apart = OPTIMIZERS["averaged"]([{"params": [p]} for p in model.parameters()])
-    state = TrainState(model, apart)
+    state = TrainState([model], apart)
     apart.param_groups[0]["k"], apart.param_groups[1]["k"] = 3, 5
     snapshot = state.capture()
     with pytest.raises(CheckpointError, match=r"'k'.*3.*5.*weight.*bias"):
-        TrainState(fresh, OPTIMIZERS["averaged"](fresh.parameters())).restore(snapshot.meta)
+        TrainState([fresh], OPTIMIZERS["averaged"](fresh.parameters())).restore(snapshot.values)
+
+
+def test_train_state_refuses_two_parts_with_one_name():
+    parts = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    with pytest.raises(CheckpointError, match="bias, weight"):
+        TrainState(parts, torch.optim.SGD([p for part in parts for p in part.parameters()], lr=1))
 
 
 def test_train_state_refuses_what_is_no_number():
     model = nn.Linear(6, 6)
     optimizer = OPTIMIZERS["averaged"](model.parameters())
-    state = TrainState(model, optimizer)
+    state = TrainState([model], optimizer)
     optimizer.param_groups[0]["k"] = object()
     with pytest.raises(CheckpointError, match=r"'k' of Averaged.*object"):
         state.capture()
@@ -142,7 +148,7 @@ def test_train_state_refuses_what_is_no_number():
 
 def test_train_state_finds_buffers_that_were_bound_anew():
     model = Tied()
-    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1))
+    state = TrainState([model], torch.optim.SGD(model.parameters(), lr=1))
     model.norm.running_mean = torch.full((6,), 2.0)
     assert torch.equal(state.capture().tensors["model.norm.running_mean"], torch.full((6,), 2.0))
     state.targets({})["model.norm.running_mean"].fill_(3)
@@ -153,26 +159,26 @@ def test_train_state_finds_buffers_that_were_bound_anew():
 def test_snapshot_stays_when_training_goes_on(kind):
     model = Tied()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    state, meta = TrainState(model, optimizer), {"progress": {"step": 1}}
+    state, meta = TrainState([model], optimizer), {"progress": {"step": 1}}
     train(model, optimizer, 0, 1)
     snapshot = state.capture(meta)
-    before = copy.deepcopy((snapshot.tensors, snapshot.meta))
+    before = copy.deepcopy(snapshot)
     train(model, optimizer, 1, 3)
     meta["progress"]["step"] = 2
-    assert snapshot.meta == before[1]
+    assert snapshot.meta == before.meta
     for key, value in snapshot.tensors.items():
-        assert torch.equal(value, before[0][key]), key
+        assert torch.equal(value, before.tensors[key]), key
     assert state.capture(meta).meta["progress"]["step"] == 2
 
 
 def test_snapshot_that_is_not_copied_is_the_live_state():
     model = nn.Linear(2, 2)
-    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1))
+    state = TrainState([model], torch.optim.SGD(model.parameters(), lr=1))
     assert state.capture(copy=False).tensors["model.weight"] is model.weight
 
 
 def test_train_state_saves_shared_parameters_once_and_no_scratch():
-    keys = TrainState(Tied(), torch.optim.SGD([torch.zeros(1)], lr=1)).capture().tensors.keys()
+    keys = TrainState([Tied()], torch.optim.SGD([torch.zeros(1)], lr=1)).capture().tensors.keys()
     assert "model.inner.weight" in keys and "model.outer.weight" not in keys
     assert "model.norm.running_mean" in keys and "model.scratch" not in keys
 
@@ -181,10 +187,10 @@ def test_train_state_refuses_optimizer_state_of_a_parameter_there_is_not(tmp_pat
     model = Tied()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(model, optimizer, 0, 1)
-    Store(tmp_path).save(1, TrainState(model, optimizer).capture().tensors, {})
+    Store(tmp_path).save(1, TrainState([model], optimizer).capture())
     other = nn.Linear(6, 6)
-    state = TrainState(other, OPTIMIZERS["adamw"](other.parameters()))
-    with pytest.raises(CheckpointError, match="no parameter"):
+    state = TrainState([other], OPTIMIZERS["adamw"](other.parameters()))
+    with pytest.raises(CheckpointError, match=r"optimizer.exp_avg.inner.weight is not wanted"):
         Store(tmp_path).resume(state.targets)
 
 
@@ -210,7 +216,7 @@ def test_weights_with_a_lost_shard_are_refused(tmp_path):
 def test_cli_lists_verifies_and_prunes(tmp_path, capsys):
     store = Store(tmp_path, keep=9)
     for step in (1, 2, 3):
-        store.save(step, {"w": torch.ones(4)}, {})
+        store.save(step, Snapshot({"w": torch.ones(4)}))
     assert main(["ls", str(tmp_path)]) == 0
     assert main(["show", str(tmp_path)]) == 0
     assert "w  float32 [4]" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from forge_ckpt import CheckpointError, DamagedError, Store
+from forge_ckpt import CheckpointError, DamagedError, Snapshot, Store
 from forge_ckpt import manifest as manifests
 
 
@@ -38,7 +38,7 @@ def assert_holds(into: dict[str, torch.Tensor], step: int) -> None:
 def saved(root, *steps: int, **options) -> Store:
     store = Store(root, **options)
     for step in steps:
-        store.save(step, tensors(step), {"at": step})
+        store.save(step, Snapshot(tensors(step), {"at": step}))
     return store
 
 
@@ -56,14 +56,14 @@ def test_store_of_a_new_run_has_nothing_to_resume(tmp_path):
 def test_saving_a_step_twice_changes_nothing(tmp_path):
     store = saved(tmp_path, 5)
     before = {p.name: p.stat().st_mtime_ns for p in store.folder(5).iterdir()}
-    store.save(5, tensors(6), {})
+    store.save(5, Snapshot(tensors(6), {}))
     assert {p.name: p.stat().st_mtime_ns for p in store.folder(5).iterdir()} == before
 
 
 def test_saving_a_damaged_step_again_replaces_it(tmp_path):
     store = saved(tmp_path, 4, 5)
     (store.folder(5) / "rank-00000.bin").unlink()
-    store.save(5, tensors(5), {})
+    store.save(5, Snapshot(tensors(5), {}))
     store.verify(5)
 
 
@@ -191,7 +191,7 @@ def test_disk_that_is_full_is_an_error_and_leaves_the_older_one(tmp_path, monkey
     else:
         monkeypatch.setattr(os, failing, fail)
     with pytest.raises((CheckpointError, OSError), match="No space left"):
-        store.save(2, tensors(2), {})
+        store.save(2, Snapshot(tensors(2), {}))
     monkeypatch.undo()
     into, found = resume(tmp_path)
     assert found is not None and found.step == 1
@@ -203,7 +203,7 @@ def save_forever(root) -> None:
     step = max([0, *store.steps()])
     while True:
         step += 1
-        store.save(step, tensors(step), {"at": step})
+        store.save(step, Snapshot(tensors(step), {"at": step}))
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def build(
     parts = build_parts(job, mesh)
     with without_dynamo():
         optimizer = job.optimizer.build(trainable(parts))
-    state = TrainState(parts[0], optimizer)
+    state = TrainState(parts, optimizer)
     store = open_store(job, mesh)
     progress, fingerprint, counts = resume_or_start(store, state, parts, job)
 

@@ -8,7 +8,7 @@ from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_ckpt.weights import Weights
 from forge_model.compare import require_weights_of
-from forge_model.hf import from_hf
+from forge_model.hf import Renamed, from_hf
 from forge_model.init import initialize
 from forge_parallel.apply import load_full
 from forge_parallel.tensor import local_shard
@@ -21,6 +21,10 @@ from forge_trainer.progress import Progress, Stateful
 def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
     """Give every parameter a value: that of the seed, or that of `train.init_from`.
 
+    Args:
+        parts: of the model, those that this rank holds; each takes the tensors of its names.
+        job: of the run.
+
     Raises:
         ModelError: the weights are those of another model; lists every difference.
     """
@@ -31,7 +35,14 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
         weights = Weights(job.train.init_from)
         config = require_weights_of(job.model, weights.config(), job.train.init_from)
         theirs: Mapping[str, Tensor] = from_hf(weights, config)
-        load_full(part, theirs)
+        load_full(part, _of_part(theirs, part))
+
+
+def _of_part(tensors: Mapping[str, Tensor], part: nn.Module) -> Mapping[str, Tensor]:
+    """Those tensors that a part of the model has; each is still read when it is taken out."""
+    own = [*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)]
+    names = {name for name, _ in own}
+    return Renamed(tensors, {name: name for name in tensors if name in names})
 
 
 def resume_or_start(
@@ -46,7 +57,7 @@ def resume_or_start(
     if found is None:
         set_initial_weights(parts, job)
         return Progress(), None, {}
-    state.restore(found.meta)
+    state.restore(found.values)
     return Progress(**found.meta["progress"]), found.meta["data"], found.meta.get("counts", {})
 
 
@@ -59,6 +70,6 @@ def saver(
         counts = {name: counter.state() for name, counter in counters.items()}
         meta = {"progress": asdict(progress), "data": fingerprint, "counts": counts}
         snapshot = state.capture(meta, copy=False)  # training waits until it is written
-        store.save(progress.step, snapshot.tensors, snapshot.meta)
+        store.save(progress.step, snapshot)
 
     return save

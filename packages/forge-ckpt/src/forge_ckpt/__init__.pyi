@@ -4,7 +4,7 @@ from .error import DamagedError as DamagedError
 from .error import LockedError as LockedError
 from .lease import Lease as Lease
 from .manifest import Manifest as Manifest
-from .state import Snapshot as Snapshot
+from .manifest import Snapshot as Snapshot
 from .state import TrainState as TrainState
 from .state import model_tensors as model_tensors
 from .store import Store as Store

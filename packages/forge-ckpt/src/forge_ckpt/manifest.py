@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
@@ -13,9 +15,27 @@ from forge_config import Config
 
 from forge_ckpt.error import DamagedError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 FORMAT = 1
 NAME = "manifest.json"
 _FILE = re.compile(r"rank-\d{5}\.bin")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run at one moment, as far as this rank holds it.
+
+    Attributes:
+        tensors: whole or sharded, by name; ranks may hold different ones.
+        meta: everything else that is one for all ranks, as JSON; that of the first rank is saved.
+        values: plain values by name, as JSON; those of all ranks are put together.
+    """
+
+    tensors: Mapping[str, Tensor]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Chunk(Config):
@@ -60,7 +80,8 @@ class Manifest(Config):
         step: optimizer steps taken.
         world_size: ranks that wrote it.
         torch: version of torch.
-        meta: everything that is no tensor.
+        meta: everything that is no tensor and is one for all ranks.
+        values: plain values by name, of all ranks together.
         files: size of each file in bytes.
         tensors: each tensor by name.
     """
@@ -70,6 +91,7 @@ class Manifest(Config):
     world_size: int
     torch: str
     meta: dict[str, Any]
+    values: dict[str, Any]
     files: dict[str, int]
     tensors: dict[str, Entry]
 

@@ -41,6 +41,9 @@ class Shard(Protocol):
 LocalShard = Callable[[Tensor], Shard]
 """Which box of a tensor this rank holds."""
 
+NamedShard = Callable[[str, Tensor], Shard]
+"""Which box of the tensor of this name this rank holds."""
+
 
 class _Full(NamedTuple):
     values: Tensor
@@ -48,26 +51,23 @@ class _Full(NamedTuple):
     is_first_copy: bool
 
 
-def plain_tensors(rank: int) -> LocalShard:
-    """Every rank holds all of each tensor, and the first one writes it.
+def plain_shard(tensor: Tensor, is_first_copy: bool) -> Shard:
+    """All of a tensor, which every rank that has it holds.
 
-    The function that is returned raises CheckpointError for a DTensor.
+    Raises:
+        CheckpointError: it is a DTensor.
     """
-
-    def local_shard(tensor: Tensor) -> Shard:
-        if hasattr(tensor, "_local_tensor"):
-            raise CheckpointError(
-                f"a tensor of shape {tuple(tensor.shape)} is a DTensor; only plain tensors can be saved and "
-                "loaded unless the store knows who holds what: give Store(local_shard=...), say "
-                "functools.partial(forge_parallel.local_shard, mesh=mesh)"
-            )
-        return _Full(tensor.detach(), (0,) * tensor.ndim, rank == 0)
-
-    return local_shard
+    if hasattr(tensor, "_local_tensor"):
+        raise CheckpointError(
+            f"a tensor of shape {tuple(tensor.shape)} is a DTensor; only plain tensors can be saved and "
+            "loaded unless the store knows who holds what: give Store(local_shard=...), say "
+            "functools.partial(forge_parallel.local_shard, mesh=mesh)"
+        )
+    return _Full(tensor.detach(), (0,) * tensor.ndim, is_first_copy)
 
 
 def write_boxes(
-    file: BinaryIO, name: str, tensors: Mapping[str, Tensor], local_shard: LocalShard
+    file: BinaryIO, name: str, tensors: Mapping[str, Tensor], shard: NamedShard
 ) -> dict[str, Entry]:
     """Write this rank's boxes into one file, one after the other, aligned.
 
@@ -76,10 +76,10 @@ def write_boxes(
     """
     entries: dict[str, Entry] = {}
     for key, tensor in tensors.items():
-        shard = local_shard(tensor)
-        local, start = shard.values, shard.offsets
+        box = shard(key, tensor)
+        local, start = box.values, box.offsets
         chunks = []
-        if local.numel() and shard.is_first_copy:
+        if local.numel() and box.is_first_copy:
             offset = file.tell() + -file.tell() % ALIGNMENT
             file.write(b"\0" * (offset - file.tell()))
             data = local.cpu().contiguous().flatten().view(torch.uint8).numpy().data
@@ -92,29 +92,20 @@ def write_boxes(
     return entries
 
 
-def require_fit(manifest: Manifest, targets: Mapping[str, Tensor]) -> None:
-    """See that a checkpoint holds exactly the tensors that are wanted, in shape and dtype.
-
-    Raises:
-        CheckpointError: lists every name that does not fit.
-    """
+def misfits(manifest: Manifest, targets: Mapping[str, Tensor]) -> list[str]:
+    """What of the targets a checkpoint does not hold in their shape and dtype, one line each."""
     wrong = [f"{key} is not in the checkpoint" for key in targets.keys() - manifest.tensors.keys()]
-    wrong += [f"{key} is not wanted" for key in manifest.tensors.keys() - targets.keys()]
     for key in targets.keys() & manifest.tensors.keys():
         entry, target = manifest.tensors[key], targets[key]
         have = f"{entry.dtype} {entry.shape}"
         want = f"{str(target.dtype).removeprefix('torch.')} {list(target.shape)}"
         if have != want:
             wrong.append(f"{key} is {have}, wanted {want}")
-    if wrong:
-        shown = "\n".join(f"  {line}" for line in sorted(wrong)[:20])
-        raise CheckpointError(
-            f"step {manifest.step} does not fit this model and optimizer ({len(wrong)}):\n{shown}"
-        )
+    return wrong
 
 
 def stage(
-    folder: Path, manifest: Manifest, targets: Mapping[str, Tensor], local_shard: LocalShard
+    folder: Path, manifest: Manifest, targets: Mapping[str, Tensor], shard: NamedShard
 ) -> dict[str, Tensor]:
     """Read the local box of each target from disk, verified, without touching the target.
 
@@ -122,7 +113,7 @@ def stage(
         DamagedError: bytes that are needed are not those that were written.
     """
     return {
-        key: _assemble(folder, manifest.tensors[key], local_shard(target)) for key, target in targets.items()
+        key: _assemble(folder, manifest.tensors[key], shard(key, target)) for key, target in targets.items()
     }
 
 
@@ -143,7 +134,7 @@ def _assemble(folder: Path, entry: Entry, shard: Shard) -> Tensor:
 
 
 @torch.no_grad()
-def commit(staged: Mapping[str, Tensor], targets: Mapping[str, Tensor], local_shard: LocalShard) -> None:
+def commit(staged: Mapping[str, Tensor], targets: Mapping[str, Tensor], shard: NamedShard) -> None:
     """Copy staged boxes into their targets."""
     for key, target in targets.items():
-        local_shard(target).values.copy_(staged[key])
+        shard(key, target).values.copy_(staged[key])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,45 +10,44 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from forge_ckpt.error import CheckpointError
-from forge_ckpt.manifest import Entry
+from forge_ckpt.manifest import Entry, Snapshot
 from forge_ckpt.values import from_json, to_json
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
-VALUES = "optimizer"
-"""The key in the meta of a checkpoint for what an optimizer keeps beside tensors."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The state of a run at one moment.
-
-    Attributes:
-        tensors: by name.
-        meta: everything else, as JSON.
-    """
-
-    tensors: dict[str, Tensor]
-    meta: dict[str, Any]
+STATE = "state."
+GROUP = "group."
 
 
 class TrainState:
     """The state of a run: tensors `model.<name>` and `optimizer.<kind>.<name>`, and plain values.
 
-    Saved of the optimizer are the state of each parameter, and what has moved in the parameter groups since
-    they were made (a step count, a sum of weights): restored, the rest stays what the configuration says.
+    Plain values are `state.<kind>.<name>`, what the optimizer keeps of a parameter beside tensors, and
+    `group.<entry>.<name>`, what has moved in the group of a parameter since it was made (a step count, a sum
+    of weights): restored, the rest stays what the configuration says.
+
+    With a pipeline, each rank holds some parts of the model, and its state is that of these parts. A store
+    puts the states of all ranks together, so that other ranks may hold other parts when it is loaded.
 
     Make it before the first step, from an optimizer that is new.
 
     Args:
-        model: parameters and persistent buffers are saved; shared ones once.
+        parts: of the model, those that this rank holds; each with the names that its parameters have in the
+            whole model. Parameters and persistent buffers are saved; shared ones once.
         optimizer: with state that is tensors or plain values; parameters that it does not know are skipped.
+
+    Raises:
+        CheckpointError: a name is in two parts.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
         # Held from the start: while FSDP2 has gathered a module, the model shows other, temporary parameters.
-        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        self._model = model
+        self._names: dict[Tensor, str] = {}
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                self._names.setdefault(parameter, name)
+        self._parts = list(parts)
+        _require_distinct([*self._names.values(), *(name for p in parts for name in persistent_buffers(p))])
         self._optimizer = optimizer
         self._made_with = [_made_with(optimizer, group) for group in optimizer.param_groups]
 
@@ -67,37 +65,36 @@ class TrainState:
         tensors = self._tensors()
         if copy:
             tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
-        return Snapshot(tensors, _copied(meta or {}) | {VALUES: self._values()})
+        return Snapshot(tensors, _copied(meta or {}), self._values())
 
-    def restore(self, meta: Mapping[str, Any]) -> None:
+    def restore(self, values: Mapping[str, Any]) -> None:
         """Give the optimizer back what it kept beside tensors.
 
         Args:
-            meta: of the checkpoint whose tensors were loaded.
+            values: of the checkpoint whose tensors were loaded; those of parameters that this rank does not
+                hold are passed over.
 
         Raises:
             CheckpointError: parameters that share a group now come from groups that differ.
         """
-        values = meta.get(VALUES)
-        if values is None:
-            return
+        of_group: dict[str, dict[str, Any]] = {}
         parameters = {name: parameter for parameter, name in self._names.items()}
-        for key, value in values["state"].items():
-            kind, _, name = key.partition(".")
-            if name in parameters:
+        for key, value in values.items():
+            where, kind, name = key.split(".", 2)
+            if where + "." == GROUP:
+                of_group.setdefault(name, {})[kind] = value
+            elif name in parameters:
                 self._optimizer.state[parameters[name]][kind] = from_json(value)
         for group in self._optimizer.param_groups:
-            for key, value in _entries(values["groups"], self._names_in(group)).items():
+            for key, value in _entries(of_group, self._names_in(group)).items():
                 _set(group, key, from_json(value))
 
     def targets(self, held: Mapping[str, Entry]) -> dict[str, Tensor]:
         """The tensors to load a checkpoint into; optimizer state that does not exist yet is made.
 
         Args:
-            held: what the checkpoint holds.
-
-        Raises:
-            CheckpointError: it holds optimizer state of a parameter that there is not.
+            held: what the checkpoint holds; optimizer state of parameters that this rank does not have, or
+                does not train, is passed over.
         """
         parameters = {name: parameter for parameter, name in self._names.items()}
         groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
@@ -107,7 +104,7 @@ class TrainState:
             kind, _, name = key.removeprefix(OPTIMIZER).partition(".")
             parameter = parameters.get(name)
             if parameter is None or parameter not in groups:
-                raise CheckpointError(f"the checkpoint has {key}, and the optimizer has no parameter {name}")
+                continue
             if kind not in self._optimizer.state[parameter]:
                 self._optimizer.state[parameter][kind] = _blank(entry, parameter, groups[parameter])
         return self._tensors()
@@ -115,27 +112,20 @@ class TrainState:
     def _tensors(self) -> dict[str, Tensor]:
         """All tensors by name, not copied."""
         found = {MODEL + name: parameter for parameter, name in self._names.items()}
-        found |= {MODEL + name: buffer for name, buffer in persistent_buffers(self._model).items()}
+        for part in self._parts:
+            found |= {MODEL + name: buffer for name, buffer in persistent_buffers(part).items()}
         kept = self._kept()
         return found | {OPTIMIZER + key: value for key, value in kept.items() if isinstance(value, Tensor)}
 
     def _values(self) -> dict[str, Any]:
         """What the optimizer keeps beside tensors, as JSON."""
         owner = type(self._optimizer).__name__
-        state = {
-            key: to_json(value, f"{key!r} of {owner}")
-            for key, value in self._kept().items()
-            if not isinstance(value, Tensor)
-        }
-        groups: list[dict[str, Any]] = []
+        values = {STATE + key: value for key, value in self._kept().items() if not isinstance(value, Tensor)}
         for group, made_with in zip(self._optimizer.param_groups, self._made_with, strict=True):
-            moved = {
-                key: to_json(value, f"{key!r} of {owner}")
-                for key, value in group.items()
-                if key != "params" and not (key in made_with and _mark(value) == made_with[key])
-            }
-            groups.append({"parameters": self._names_in(group), "entries": moved})
-        return {"groups": groups, "state": state}
+            for key, value in group.items():
+                if key != "params" and not (key in made_with and _mark(value) == made_with[key]):
+                    values |= {f"{GROUP}{key}.{name}": value for name in self._names_in(group)}
+        return {key: to_json(value, f"{key.split('.')[1]!r} of {owner}") for key, value in values.items()}
 
     def _kept(self) -> dict[str, Any]:
         """The state of all parameters as `<kind>.<name>`."""
@@ -174,6 +164,16 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def _require_distinct(names: Sequence[str]) -> None:
+    """Raises CheckpointError if two tensors have one name."""
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise CheckpointError(
+            f"two parts of the model have {', '.join(twice[:5])}; expected parts whose names are those of "
+            "the whole model, each in one part"
+        )
+
+
 def _made_with(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a group before the first step; of an optimizer with state, what it had by default."""
     if not optimizer.state:
@@ -197,18 +197,20 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = value
 
 
-def _entries(groups: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
+def _entries(saved: Mapping[str, dict[str, Any]], names: list[str]) -> dict[str, Any]:
     """What the saved groups of these parameters hold; they must agree."""
-    sources = [group for group in groups if not set(names).isdisjoint(group["parameters"])]
-    for key in sorted({key for source in sources for key in source["entries"]}):
-        seen = {repr(source["entries"].get(key)): source["parameters"][0] for source in sources}
+    sources = {name: saved.get(name, {}) for name in names}
+    for key in sorted({key for entries in sources.values() for key in entries}):
+        seen: dict[str, str] = {}
+        for name, entries in sources.items():
+            seen.setdefault(repr(entries.get(key)), name)
         if len(seen) > 1:
             raise CheckpointError(
                 f"optimizer groups that were apart are one now, and {key!r} is {' and '.join(seen)} in "
                 f"those of {' and '.join(seen.values())}; keep parameters with different values in groups "
                 "of their own"
             )
-    return sources[0]["entries"] if sources else {}
+    return next(iter(sources.values()), {})
 
 
 def _copied(value: Any) -> Any:

@@ -14,21 +14,20 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from forge_ckpt import manifest as manifests
 from forge_ckpt.error import CheckpointError, DamagedError
-from forge_ckpt.manifest import Entry, Manifest
+from forge_ckpt.manifest import Entry, Manifest, Snapshot
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from forge_ckpt.shards import LocalShard
+    from forge_ckpt.shards import LocalShard, Shard
 
 log = logging.getLogger(__name__)
 
@@ -64,13 +63,7 @@ class Store:
             import torch.distributed as dist
 
             self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._given_local_shard = local_shard
-
-    @property
-    def _local_shard(self) -> LocalShard:
-        from forge_ckpt.shards import plain_tensors
-
-        return self._given_local_shard or plain_tensors(self._rank)
+        self._local_shard = local_shard
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -82,7 +75,7 @@ class Store:
             return []
         return sorted(int(m[1]) for entry in self.root.iterdir() if (m := _STEP.fullmatch(entry.name)))
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
+    def save(self, step: int, snapshot: Snapshot) -> None:
         """Write a checkpoint and remove those no longer kept. Collective.
 
         Does nothing if the step is there and intact already. A checkpoint that is there is never written
@@ -90,8 +83,8 @@ class Store:
 
         Args:
             step: optimizer steps taken.
-            tensors: whole or sharded, by name; the same names on all ranks.
-            meta: everything else, as JSON.
+            snapshot: what this rank holds. Ranks may hold different tensors and values (stages of a
+                pipeline); what has one name on several ranks must be the same there.
 
         Raises:
             CheckpointError: on every rank when any of them could not write; earlier checkpoints are
@@ -100,8 +93,9 @@ class Store:
         partial = self._from_first(lambda: self._begin(step))
         if partial is None:
             return
+        shard = self._shard(self._first_holders(snapshot.tensors))
         try:
-            mine: Any = self._write(partial, tensors)
+            mine: Any = (*self._write(partial, snapshot.tensors, shard), dict(snapshot.values))
         except Exception as error:  # the other ranks must hear of it, not wait for this one
             mine = f"{type(error).__name__}: {error}"
         everyone = self._gather(mine)
@@ -112,7 +106,20 @@ class Store:
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(f"step {step} could not be saved: {'; '.join(failures)}")
-        self._from_first(lambda: self._publish(step, partial, everyone, meta))
+        self._from_first(lambda: self._publish(step, partial, everyone, dict(snapshot.meta)))
+
+    def _shard(self, mine: Collection[str] = ()) -> Callable[[str, Tensor], Shard]:
+        """Which box this rank holds of a tensor; `mine` are the plain ones that it writes."""
+        from forge_ckpt.shards import plain_shard
+
+        given = self._local_shard
+        return lambda key, tensor: given(tensor) if given else plain_shard(tensor, key in mine)
+
+    def _first_holders(self, keys: Collection[str]) -> set[str]:
+        """Those of the keys that no rank before this one has; without meaning if `local_shard` decides."""
+        if self._local_shard is not None:
+            return set()
+        return set(keys).difference(*self._gather(sorted(keys))[: self._rank])
 
     def _begin(self, step: int) -> Path | None:
         """A new folder to write into, or None when the step is there already."""
@@ -129,13 +136,15 @@ class Store:
         partial.mkdir()
         return partial
 
-    def _write(self, partial: Path, tensors: Mapping[str, Tensor]) -> tuple[str, int, dict[str, Entry]]:
+    def _write(
+        self, partial: Path, tensors: Mapping[str, Tensor], shard: Callable[[str, Tensor], Shard]
+    ) -> tuple[str, int, dict[str, Entry]]:
         """Write this rank's file; returns its name, its size and what it holds."""
         from forge_ckpt.shards import write_boxes
 
         name = f"rank-{self._rank:05d}.bin"
         with (partial / name).open("wb") as file:
-            entries = write_boxes(file, name, tensors, self._local_shard)
+            entries = write_boxes(file, name, tensors, shard)
             file.flush()
             os.fsync(file.fileno())
             size = file.tell()
@@ -145,18 +154,30 @@ class Store:
         import torch
 
         tensors: dict[str, Entry] = {}
-        for _, _, entries in everyone:
+        values: dict[str, Any] = {}
+        for rank, (_, _, entries, own) in enumerate(everyone):
             for key, entry in entries.items():
-                known = tensors.get(key)
-                chunks = [*(known.chunks if known else ()), *entry.chunks]
-                tensors[key] = Entry(dtype=entry.dtype, shape=entry.shape, chunks=chunks)
+                known = tensors.setdefault(key, Entry(dtype=entry.dtype, shape=entry.shape, chunks=[]))
+                if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                    raise CheckpointError(
+                        f"{key} is {entry.dtype} {entry.shape} on rank {rank}, and {known.dtype} "
+                        f"{known.shape} on one before; one name is one tensor on all ranks"
+                    )
+                known.chunks.extend(entry.chunks)
+            for key, value in own.items():
+                if values.setdefault(key, value) != value:
+                    raise CheckpointError(
+                        f"{key} is {value!r} on rank {rank}, and {values[key]!r} on one before; one name is "
+                        "one value on all ranks"
+                    )
         made = Manifest(
             format=manifests.FORMAT,
             step=step,
             world_size=self._world_size,
             torch=str(torch.__version__),
             meta=meta,
-            files={name: size for name, size, _ in everyone},
+            values=values,
+            files={name: size for name, size, _, _ in everyone},
             tensors=tensors,
         )
         _write_durably(partial / manifests.NAME, manifests.encode(made))
@@ -188,20 +209,22 @@ class Store:
             Its manifest, or None if this run never had a checkpoint.
 
         Raises:
-            CheckpointError: it does not fit the targets; or there were checkpoints, and none of them is
-            intact.
+            CheckpointError: on every rank; the targets of some rank do not fit, or those of all ranks
+            together are not all that it holds; or there were checkpoints, and none of them is intact.
         """
         from forge_ckpt.shards import commit
 
         for step in self._from_first(lambda: self.steps()[::-1]):
             found = self._stage(step, targets)
-            failures = [text for text in self._gather(found if isinstance(found, str) else None) if text]
-            if not failures and not isinstance(found, str):
-                opened, staged, wanted = found
-                commit(staged, wanted, self._local_shard)
-                return opened
+            everyone: list[_Staged] = self._gather(found.told())
+            damaged = [one.damaged for one in everyone if one.damaged]
+            if not damaged:
+                _require_fit(step, everyone, sorted(found.opened.tensors) if found.opened else [])
+                assert found.opened is not None
+                commit(found.tensors, found.targets, self._shard())
+                return found.opened
             if self._rank == 0:
-                self._quarantine(step, failures[0])
+                self._quarantine(step, damaged[0])
         if (highest := self._from_first(self.progress)) >= 0:
             raise CheckpointError(
                 f"{self.root} once held step {highest}, and no intact checkpoint is left; look at it before "
@@ -209,19 +232,23 @@ class Store:
             )
         return None
 
-    def _stage(
-        self, step: int, targets: Callable[[Mapping[str, Entry]], Mapping[str, Tensor]]
-    ) -> tuple[Manifest, Mapping[str, Tensor], Mapping[str, Tensor]] | str:
-        """Read what this rank needs of a checkpoint, verified; or what is damaged, as text."""
-        from forge_ckpt.shards import require_fit, stage
+    def _stage(self, step: int, targets: Callable[[Mapping[str, Entry]], Mapping[str, Tensor]]) -> _Staged:
+        """Read what this rank needs of a checkpoint, verified."""
+        from forge_ckpt.shards import misfits, stage
 
         try:
             opened = manifests.read(self.folder(step))
             wanted = targets(opened.tensors)
-            require_fit(opened, wanted)
-            return opened, stage(self.folder(step), opened, wanted, self._local_shard), wanted
+            wrong = misfits(opened, wanted)
+            unwanted = [key not in wanted for key in sorted(opened.tensors)]
+            tensors = {} if wrong else stage(self.folder(step), opened, wanted, self._shard())
+            return _Staged(opened, tensors, wanted, wrong=wrong, unwanted=bytes(unwanted))
         except DamagedError as error:
-            return str(error)
+            return _Staged(damaged=str(error))
+        except CheckpointError as error:
+            return _Staged(wrong=[str(error)])
+        except Exception as error:  # the other ranks must hear of it, not wait for this one
+            return _Staged(wrong=[f"{type(error).__name__}: {error}"])
 
     def newest(self) -> Manifest:
         """The manifest of the newest checkpoint whose manifest and sizes are good; to look, not to resume.
@@ -243,13 +270,11 @@ class Store:
             CheckpointError: one is missing or has another shape or dtype.
             DamagedError: the bytes are not those that were written.
         """
-        from forge_ckpt.shards import commit, require_fit, stage
+        from forge_ckpt.shards import commit, misfits, stage
 
-        held = {key: opened.tensors[key] for key in targets if key in opened.tensors}
-        narrowed = msgspec.structs.replace(opened, tensors=held)
-        require_fit(narrowed, targets)
-        staged = stage(self.folder(opened.step), narrowed, targets, self._local_shard)
-        commit(staged, targets, self._local_shard)
+        _require_fit(opened.step, [_Staged(wrong=misfits(opened, targets))], [])
+        staged = stage(self.folder(opened.step), opened, targets, self._shard())
+        commit(staged, targets, self._shard())
 
     def verify(self, step: int) -> None:
         """Read a whole checkpoint and compare every byte.
@@ -316,6 +341,42 @@ class Store:
         if answer[1] is not None:
             raise CheckpointError(answer[1])
         return answer[0]
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """What a rank has read of a checkpoint, or why it could not.
+
+    Attributes:
+        opened: the manifest.
+        tensors: the boxes that this rank holds, by name.
+        targets: where they go.
+        damaged: what is damaged.
+        wrong: what does not fit the targets.
+        unwanted: one byte a tensor of the checkpoint in order of names, 1 where this rank does not want it.
+    """
+
+    opened: Manifest | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    targets: Mapping[str, Tensor] = field(default_factory=dict)
+    damaged: str = ""
+    wrong: Sequence[str] = ()
+    unwanted: bytes = b""
+
+    def told(self) -> _Staged:
+        """What the other ranks need to hear."""
+        return _Staged(damaged=self.damaged, wrong=self.wrong, unwanted=self.unwanted)
+
+
+def _require_fit(step: int, everyone: Sequence[_Staged], names: Sequence[str]) -> None:
+    """Raises CheckpointError if something does not fit some rank, or is wanted by none."""
+    wrong = {line for one in everyone for line in one.wrong}
+    unwanted = [one.unwanted for one in everyone if len(one.unwanted) == len(names)]
+    nobody = (all(column) for column in zip(*unwanted, strict=True))
+    wrong |= {f"{name} is not wanted" for name, no in zip(names, nobody, strict=False) if no}
+    if wrong:
+        shown = "\n".join(f"  {line}" for line in sorted(wrong)[:20])
+        raise CheckpointError(f"step {step} does not fit this model and optimizer ({len(wrong)}):\n{shown}")
 
 
 def _write_durably(path: Path, data: bytes) -> None:
