@@ -31,6 +31,7 @@ from forge_trainer.hooks.log import Log
 from forge_trainer.job import Job
 from forge_trainer.loop import train
 from forge_trainer.optim import trainable
+from forge_trainer.optim.groups import freeze
 from forge_trainer.progress import Progress, Stateful
 from forge_trainer.say import say
 from forge_trainer.steps.base import Step
@@ -113,7 +114,7 @@ def build(
 
     parts = build_parts(job, mesh)
     with without_dynamo():
-        optimizer = job.optimizer.build(trainable(parts))
+        optimizer = job.optimizer.build(trainable(parts), mesh)
     state = TrainState(parts, optimizer)
     store = open_store(job, mesh)
     progress, fingerprint, counts = resume_or_start(store, state, parts, job)
@@ -153,6 +154,7 @@ def build_parts(job: Job, mesh: Mesh) -> list[nn.Module]:
     """This rank's parts of the model, parallel and on its device, still without values. Collective."""
     with torch.device("meta"):
         model = job.model.build()
+    freeze(model, job.optimizer.groups)
     parallelize(model, mesh, Plan.of(model), job.parallel)
     return [materialize(model, mesh.device)]
 

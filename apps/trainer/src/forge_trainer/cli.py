@@ -27,9 +27,11 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
     """
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
-    if overrides and options.command != "train":
+    if overrides and options.command not in ("train", "plan"):
         parser.error(f"unknown arguments: {' '.join(overrides)}")
     try:
+        if options.command == "plan":
+            return _plan(options, overrides)
         return _train(options, overrides, signals) if options.command == "train" else _look(options)
     except LockedError as error:
         sys.stderr.write(f"{error}\n")
@@ -49,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--change", action="store_true", help="let the run go on with other values where that is recorded"
     )
+    plan = commands.add_parser("plan", help="what a run would do, without doing it", allow_abbrev=False)
+    plan.add_argument("config", help="a TOML file; keys are overridden with --section.key=value")
 
     generate = commands.add_parser("generate", help="let a run write on")
     generate.add_argument("--prompt", action="append", help="text to go on from; may be repeated")
@@ -62,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="how far a run has come and what its next start will do")
     status.add_argument(
         "--exit-code", action="store_true", help="print nothing; exit as the last start of the run did"
+    )
+    status.add_argument(
+        "--parameters", action="store_true", help="print how each parameter is trained, and the schedule"
     )
     export = commands.add_parser("export", help="write the weights of a run as Hugging Face safetensors")
     for command in (generate, evaluate, status, export):
@@ -92,6 +99,18 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], signals: Signa
 
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     return run_job(loaded, rank, signals, options.change)
+
+
+def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> ExitCode:
+    from forge_trainer.job import load_job
+
+    job = load_job(options.config, overrides).value
+
+    # torch is loaded here and not before
+    from forge_trainer.plan import plan_lines
+
+    sys.stdout.write("\n".join(plan_lines(job)) + "\n")
+    return ExitCode.DONE
 
 
 def _look(options: argparse.Namespace) -> int:

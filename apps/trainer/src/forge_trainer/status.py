@@ -21,11 +21,17 @@ def show_status(options: argparse.Namespace) -> int:
     """`forge status`: steps, last numbers, checkpoints, how it ended and what the next start will do.
 
     Returns:
-        0; with `--exit-code` the exit code of the last start, 1 if that was killed or still runs.
+        0; with `--exit-code` the exit code of the last start, 1 if that was killed or still runs. With
+        `--parameters` it says how each parameter is trained instead.
     """
     directory = Path(options.directory)
     if options.exit_code:
         return int((_ended(directory) or {}).get("code", ExitCode.FAILED))
+    if options.parameters:
+        from forge_trainer.plan import plan_lines
+
+        sys.stdout.write("\n".join(plan_lines(read_job(directory))) + "\n")
+        return ExitCode.DONE
     sys.stdout.write("\n".join(_lines(directory)) + "\n")
     return ExitCode.DONE
 

@@ -2,9 +2,10 @@
 
 from forge_trainer.optim.base import OptimizerConfig as OptimizerConfig
 from forge_trainer.optim.base import optimizers as optimizers
+from forge_trainer.optim.groups import GroupRule as GroupRule
 from forge_trainer.optim.parameters import NamedParameter as NamedParameter
 from forge_trainer.optim.parameters import trainable as trainable
 
 from forge_trainer.optim.adamw import AdamWConfig as AdamWConfig  # isort: skip
 
-__all__ = ["AdamWConfig", "NamedParameter", "OptimizerConfig", "optimizers", "trainable"]
+__all__ = ["AdamWConfig", "GroupRule", "NamedParameter", "OptimizerConfig", "optimizers", "trainable"]

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_config import Config, Meta, Registry
 
+from forge_trainer.optim.groups import GroupRule, Role, group
+
 if TYPE_CHECKING:
+    from forge_parallel.mesh import Mesh
     from torch.optim import Optimizer
 
     from forge_trainer.optim.parameters import NamedParameter
+
+Decay = Annotated[float, Meta(ge=0, lt=1)]
+"""Of a moment, per step."""
 
 
 class OptimizerConfig(Config):
@@ -18,15 +24,46 @@ class OptimizerConfig(Config):
 
     Attributes:
         lr: peak learning rate; the schedule multiplies it.
+        weight_decay: per step, times the learning rate.
+        no_decay: roles of parameters that do not decay: of `embedding head norm matrix bias router expert`.
+        groups: what is special about some parameters: factors, and steps in which they are frozen.
     """
 
-    recorded_keys = ("lr",)
+    recorded_keys = ("lr", "weight_decay", "no_decay", "groups")
 
     lr: Annotated[float, Meta(gt=0)] = 3e-4
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.1
+    no_decay: tuple[Role, ...] = ("norm", "bias")
+    groups: tuple[GroupRule, ...] = ()
 
-    def build(self, parameters: Sequence[NamedParameter]) -> Optimizer:
-        """An optimizer whose groups hold each of the parameters once, and carry `initial_lr`."""
+    def build(self, parameters: Sequence[NamedParameter], mesh: Mesh | None = None) -> Optimizer:
+        """An optimizer whose groups are those of `param_groups`. Collective.
+
+        Everything that moves is state of a parameter, not of a group: ranks may hold different parameters.
+
+        Args:
+            parameters: those that are trained, of the parts that this rank holds.
+            mesh: the grid of ranks; None in a lone process.
+        """
         raise NotImplementedError
+
+    def kind(self, parameter: NamedParameter) -> str:
+        """What is done with a parameter; those of different kinds are in different groups."""
+        return type(self).__name__.removesuffix("Config")
+
+    def options(self, kind: str) -> dict[str, Any]:
+        """Further entries of the groups of a kind; `lr` and `weight_decay` take the place of those of all."""
+        return {}
+
+    def param_groups(self, parameters: Sequence[NamedParameter]) -> list[dict[str, Any]]:
+        """Groups as torch wants them, each parameter in one."""
+        made = []
+        for kind, (lr, decay, frozen), members in group(parameters, self.groups, self.no_decay, self.kind):
+            entry = {"lr": self.lr, "weight_decay": self.weight_decay} | self.options(kind)
+            entry |= {"lr": entry["lr"] * lr, "weight_decay": entry["weight_decay"] * decay}
+            entry |= {"kind": kind, "initial_lr": entry["lr"], "frozen": [list(stage) for stage in frozen]}
+            made.append({"params": [(p.name, p.parameter) for p in members]} | entry)
+        return made
 
 
 optimizers = Registry("optimizer", OptimizerConfig, default="adamw")

@@ -11,6 +11,8 @@ from forge_parallel.mesh import Mesh
 from forge_resilience.finite import HeldBuffers, step_if_finite
 from torch import Tensor, nn
 
+from forge_trainer.optim.groups import drop_frozen_gradients
+
 
 class Updated(NamedTuple):
     """What an update tells.
@@ -60,6 +62,7 @@ class Update:
             loss: [] of the global batch.
             held: from `hold`.
         """
+        drop_frozen_gradients(self.optimizer, step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = global_norm(parameters, self.mesh)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
@@ -72,6 +75,7 @@ class Update:
         with without_dynamo():
             step_if_finite(self.optimizer, finite)
             self.optimizer.zero_grad()
+        self._reset_lr()
         for buffers in held:
             buffers.restore_unless(finite)
         return Updated(norm, finite, lr)
@@ -81,3 +85,8 @@ class Update:
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         return self.optimizer.param_groups[0]["lr"]
+
+    def _reset_lr(self) -> None:
+        """A function of the step, the learning rate is nothing that a checkpoint has to hold."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"]

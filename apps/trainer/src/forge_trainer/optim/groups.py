@@ -1,0 +1,204 @@
+"""Which parameters share a learning rate, a weight decay, and the steps in which they are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from forge_config import Config, ConfigError, Meta
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from forge_trainer.optim.parameters import NamedParameter
+
+Role = Literal["embedding", "head", "norm", "matrix", "bias", "router", "expert"]
+"""Those of `forge_model.roles`, which imports torch."""
+
+Stages = tuple[tuple[int, int | None], ...]
+"""Steps in which parameters are frozen: from the first number up to, without it, the second, or the end."""
+
+FOREVER: tuple[int, int | None] = (0, None)
+
+
+class GroupRule(Config):
+    """One entry of `[[optimizer.groups]]`: what is special about some parameters.
+
+    Every rule that names a parameter applies to it: factors multiply, frozen steps add up.
+
+    Attributes:
+        match: patterns of names; `*` stands for (part of) one component. That of a module means all that is
+            inside: `layers.0`, `layers.*.attention`. Every pattern must name something.
+        roles: only parameters of these roles; all, if there are none.
+        lr: factor on the learning rate.
+        decay: factor on the weight decay.
+        freeze_from: frozen from this step (counted from 0) on.
+        freeze_until: and trained again from this step on; absent means never. Parameters that are frozen from
+            0 on and never again trained have no optimizer state and no gradients; others do.
+    """
+
+    match: tuple[str, ...] = ()
+    roles: tuple[Role, ...] = ()
+    lr: Annotated[float, Meta(ge=0)] = 1.0
+    decay: Annotated[float, Meta(ge=0)] = 1.0
+    freeze_from: Annotated[int, Meta(ge=0)] | None = None
+    freeze_until: Annotated[int, Meta(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.match and not self.roles:
+            raise ValueError("a group names nothing; give match, roles, or both")
+        if self.freeze_until is not None and self.freeze_until <= (self.freeze_from or 0):
+            raise ValueError(
+                f"freeze_until = {self.freeze_until} is not after freeze_from = {self.freeze_from or 0}; "
+                "leave out freeze_until to freeze to the end"
+            )
+
+    @property
+    def stages(self) -> Stages:
+        """The steps in which this rule freezes."""
+        if self.freeze_from is None and self.freeze_until is None:
+            return ()
+        return ((self.freeze_from or 0, self.freeze_until),)
+
+    def names(self, name: str, role: str) -> bool:
+        """Whether it applies to a parameter."""
+        named = not self.match or any(_inside(pattern, name) for pattern in self.match)
+        return named and (not self.roles or role in self.roles)
+
+
+class Treatment(NamedTuple):
+    """What all rules together say of a parameter.
+
+    Attributes:
+        lr: factor on the learning rate.
+        decay: factor on the weight decay.
+        frozen: steps in which it is frozen, in order of their start.
+    """
+
+    lr: float = 1.0
+    decay: float = 1.0
+    frozen: Stages = ()
+
+
+class Group(NamedTuple):
+    """Parameters that are treated alike.
+
+    Attributes:
+        kind: what the optimizer calls them, such as the algorithm that it uses for them.
+        treatment: of all of them.
+        parameters: in the order of the model.
+    """
+
+    kind: str
+    treatment: Treatment
+    parameters: list[NamedParameter]
+
+
+def treatment(name: str, role: str, rules: Iterable[GroupRule], no_decay: Sequence[str] = ()) -> Treatment:
+    """What the rules say of one parameter; those of the roles `no_decay` do not decay whatever the rules."""
+    lr, decay, frozen = 1.0, 0.0 if role in no_decay else 1.0, set[tuple[int, int | None]]()
+    for rule in rules:
+        if rule.names(name, role):
+            lr, decay = lr * rule.lr, decay * rule.decay
+            frozen.update(rule.stages)
+    return Treatment(lr, decay, tuple(sorted(frozen, key=lambda stage: (stage[0], stage[1] or 0))))
+
+
+def group(
+    parameters: Iterable[NamedParameter],
+    rules: Sequence[GroupRule] = (),
+    no_decay: Sequence[str] = (),
+    kind: Any = lambda parameter: "",
+) -> list[Group]:
+    """Put every parameter into exactly one group; those that no rule names come first.
+
+    Args:
+        parameters: those that are trained.
+        rules: of the configuration.
+        no_decay: roles that do not decay.
+        kind: parameters of different kinds are in different groups.
+    """
+    found: dict[tuple[str, Treatment], list[NamedParameter]] = {}
+    for parameter in parameters:
+        treated = treatment(parameter.name, parameter.role, rules, no_decay)
+        found.setdefault((kind(parameter), treated), []).append(parameter)
+    groups = [Group(of, treated, members) for (of, treated), members in found.items()]
+    return sorted(
+        groups, key=lambda g: (g.treatment.lr != 1, bool(g.treatment.frozen), not g.treatment.decay)
+    )
+
+
+def is_frozen(stages: Stages, step: int) -> bool:
+    """Whether parameters of these stages are frozen in a step (from 0)."""
+    return any(start <= step and (end is None or step < end) for start, end in stages)
+
+
+def freeze(model: nn.Module, rules: Sequence[GroupRule]) -> None:
+    """Take gradients from what is never trained. Before the model is cut or made parallel.
+
+    Raises:
+        ConfigError: a pattern of a rule names no parameter, or nothing is left to train.
+    """
+    roles: dict[str, str] = model.parameter_roles()  # type: ignore[operator]
+    require_names(rules, roles)
+    for name, parameter in model.named_parameters():
+        if FOREVER in treatment(name, roles.get(name, ""), rules).frozen:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("optimizer.groups freezes every parameter; leave something to train")
+
+
+def require_names(rules: Sequence[GroupRule], names: Iterable[str]) -> None:
+    """See that every pattern names a parameter.
+
+    Raises:
+        ConfigError: one does not; lists the shapes of names that there are.
+    """
+    names = list(names)
+    for index, rule in enumerate(rules):
+        for pattern in rule.match:
+            if not any(_inside(pattern, name) for name in names):
+                kinds = ", ".join(dict.fromkeys(shape_of(name) for name in names))
+                raise ConfigError(
+                    f"optimizer.groups[{index}]: {pattern!r} names no parameter; the model has {kinds}"
+                )
+
+
+def drop_frozen_gradients(optimizer: Optimizer, step: int) -> None:
+    """Forget the gradients of parameters that are frozen in this step, so that nothing moves them."""
+    for entry in optimizer.param_groups:
+        if is_frozen(entry.get("frozen", ()), step):
+            for parameter in entry["params"]:
+                parameter.grad = None
+
+
+def shape_of(name: str) -> str:
+    """A name with its numbers as `*`."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def listed(names: Iterable[str]) -> list[str]:
+    """Names in few lines, those that differ in numbers in one: `layers.0-3,7.ffn.w_up.weight`."""
+    alike: dict[str, list[list[str]]] = {}
+    for name in names:
+        alike.setdefault(shape_of(name), []).append(name.split("."))
+    return [".".join(map(_ranges, zip(*members, strict=True))) for members in alike.values()]
+
+
+def _ranges(parts: tuple[str, ...]) -> str:
+    """Numbers as ranges; one word as it is."""
+    if not parts[0].isdigit():
+        return parts[0]
+    numbers = sorted({int(part) for part in parts})
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def _inside(pattern: str, name: str) -> bool:
+    """Whether a pattern names a parameter or a module around it."""
+    from forge_parallel.match import matches
+
+    depth = pattern.count(".") + 1
+    return matches(pattern, ".".join(name.split(".")[:depth]))

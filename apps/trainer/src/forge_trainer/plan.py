@@ -1,0 +1,47 @@
+"""How a run trains: which parameters by which rule, and how fast when. Builds the model without values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import prod
+
+import torch
+
+from forge_trainer.announce import scaled
+from forge_trainer.job import Job
+from forge_trainer.optim import trainable
+from forge_trainer.optim.groups import Stages, freeze, listed
+
+
+def plan_lines(job: Job) -> Iterator[str]:
+    """What `forge plan` and `forge status --parameters` print: every parameter is in exactly one line.
+
+    Raises:
+        ConfigError: the rules of the groups do not fit the model.
+    """
+    with torch.device("meta"):
+        model = job.model.build()
+    freeze(model, job.optimizer.groups)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    yield f"{job.job.name}: {len(shapes)} parameters, {scaled(_size(shapes.values()))}elements"
+    parameters = trainable([model])
+    for entry in job.optimizer.param_groups(parameters):
+        names = [name for name, _ in entry["params"]]
+        yield (
+            f"  {entry['kind']}  lr {entry['lr']:.3g}  decay {entry['weight_decay']:.3g}"
+            f"{_frozen(entry['frozen'])}  {len(names)} of {scaled(_size(shapes[n] for n in names))}elements"
+        )
+        yield from (f"    {line}" for line in listed(names))
+    never = shapes.keys() - {p.name for p in parameters}
+    if never:
+        yield f"  never trained  {len(never)} of {scaled(_size(shapes[n] for n in never))}elements"
+        yield from (f"    {line}" for line in listed(n for n in shapes if n in never))
+
+
+def _size(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(prod(shape) for shape in shapes)
+
+
+def _frozen(stages: Stages) -> str:
+    said = [f"from step {a} on" if b is None else f"in steps {a} to {b - 1}" for a, b in stages]
+    return f"  frozen {', '.join(said)}" if said else ""
