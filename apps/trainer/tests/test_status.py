@@ -120,3 +120,9 @@ def test_run_is_looked_at_from_anywhere_as_from_the_folder_it_was_started_in(
     (run / "environment.json").write_text("[")
     (run / "config.toml").write_text(CONFIG)
     assert said(capsys, run.relative_to(tmp_path))[0] == 0
+
+
+def test_status_tells_how_each_parameter_is_trained(run, capsys):
+    assert main(["status", str(run), "--parameters"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].startswith("  AdamW  lr 0.001  decay 0.1") and "    embed.weight" in said
