@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forge_ckpt.manifest import read_chunk
+import torch
 from forge_ckpt.store import Store
 
 
@@ -23,19 +23,12 @@ def losses(run: Path) -> list[float]:
 
 
 def state(run: Path) -> dict[str, bytes]:
-    """Every tensor of the newest checkpoint as bytes, put together from its chunks, and the progress."""
+    """Every tensor of the newest checkpoint as bytes, and the progress."""
     store = Store(run / "checkpoints")
     found = store.newest()
-    whole = {}
-    for key, entry in found.tensors.items():
-        array = np.zeros(entry.shape, dtype=np.uint32 if entry.dtype != "bfloat16" else np.uint16)
-        for chunk in entry.chunks:
-            here = tuple(slice(a, a + n) for a, n in zip(chunk.start, chunk.shape, strict=True))
-            array[here] = np.frombuffer(read_chunk(store.folder(found.step), chunk), array.dtype).reshape(
-                chunk.shape
-            )
-        whole[key] = array.tobytes()
-    return whole | {"meta": json.dumps(found.meta, sort_keys=True).encode()}
+    tensors = store.tensors(found.step)
+    whole = {key: tensor.flatten().view(torch.uint8).numpy().tobytes() for key, tensor in tensors.items()}
+    return whole | {"meta": json.dumps([found.meta, found.values], sort_keys=True).encode()}
 
 
 def test_run_learns_and_leaves_what_it_should(forge, tiny, tmp_path):

@@ -1,15 +1,19 @@
 """Where the weights of a run come from: another model's are refused, a checkpoint needs no other folder."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from forge_ckpt.error import CheckpointError
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_ckpt.weights import write_weights
 from forge_config import ConfigError
 from forge_model import ModelError, config_to_hf, initialize, to_hf
+from forge_parallel.mesh import Mesh
+from forge_trainer.build import open_store
 from forge_trainer.job import load_job
 from forge_trainer.progress import Progress
 from forge_trainer.weights import resume_or_start, set_initial_weights
@@ -111,3 +115,14 @@ def test_a_checkpoint_needs_no_folder_of_initial_weights(tmp_path, pretrained):
             parameter.zero_()
     assert resume_or_start(store, state, [model], again) == (Progress(3, 6, 12), "x", {})
     assert all(torch.equal(value, before[name]) for name, value in weights_of(model).items())
+
+
+@pytest.mark.parametrize("lost", ["", "checkpoints"])
+def test_run_whose_folder_vanished_does_not_start_at_step_0(tmp_path, lost):
+    job = job_of(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    state = TrainState([model], torch.optim.SGD(model.parameters()))
+    open_store(job, Mesh(torch.device("cpu"))).save(3, state.capture())
+    shutil.rmtree(job.job.directory / lost)
+    with pytest.raises(CheckpointError, match=r"once held step 3.*\.progress/debug"):
+        resume_or_start(open_store(job, Mesh(torch.device("cpu"))), state, [model], job)

@@ -33,6 +33,7 @@ from forge_trainer.loop import train
 from forge_trainer.optim import trainable
 from forge_trainer.optim.groups import freeze
 from forge_trainer.progress import Progress, Stateful
+from forge_trainer.run_dir import RunFiles
 from forge_trainer.say import say
 from forge_trainer.steps.base import Step
 from forge_trainer.steps.update import Update
@@ -161,13 +162,15 @@ def build_parts(job: Job, mesh: Mesh) -> list[nn.Module]:
 
 def open_store(job: Job, mesh: Mesh) -> Store:
     """The checkpoints of the run."""
-    config = job.checkpoint
+    config, files = job.checkpoint, RunFiles(job.job.directory)
     return Store(
-        job.job.directory / "checkpoints",
+        files.checkpoints,
         config.keep,
         config.keep_every_steps,
         mesh.control_group,
         partial(local_shard, mesh=mesh),
+        files.lease,
+        files.progress_marks,
     )
 
 

@@ -7,6 +7,8 @@ metrics.jsonl     what was measured
 checkpoints/      see forge_ckpt.store
 lease/            who writes here, see forge_ckpt.lease
 exit.json         how the last start ended
+PROGRESS          the highest step ever saved; also in checkpoints/, and in .progress/ beside the runs, so
+                  that a disk that is missing is not taken for a new run
 """
 
 import json
@@ -33,6 +35,7 @@ class RunFiles:
         self.checkpoints = directory / "checkpoints"
         self.lease = directory / "lease"
         self.exit = directory / "exit.json"
+        self.progress_marks = [directory / "PROGRESS", directory.parent / ".progress" / directory.name]
 
 
 def read_job(directory: Path) -> Job:

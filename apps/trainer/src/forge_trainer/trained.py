@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
-from forge_ckpt import manifest
-from forge_ckpt.error import CheckpointError, DamagedError
+from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError
 from forge_ckpt.state import model_tensors
 from forge_ckpt.store import Store
 from forge_ckpt.weights import write_weights
@@ -46,9 +45,9 @@ def load_model(job: Job) -> tuple[nn.Module, int]:
     store = Store(RunFiles(job.job.directory).checkpoints)
     for step in reversed(store.steps()):
         try:
-            store.load(manifest.read(store.folder(step)), model_tensors(model))
+            store.load(step, model_tensors(model))
             return model.eval(), step
-        except (DamagedError, OSError) as error:
+        except (DamagedError, UnreadableError) as error:
             log.warning("the checkpoint of step %d is passed over: %s", step, error)
     raise CheckpointError(f"there is no intact checkpoint in {store.root}")
 

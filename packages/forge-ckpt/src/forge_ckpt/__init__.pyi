@@ -2,6 +2,8 @@ from .config import CheckpointConfig as CheckpointConfig
 from .error import CheckpointError as CheckpointError
 from .error import DamagedError as DamagedError
 from .error import LockedError as LockedError
+from .error import UnreadableError as UnreadableError
+from .error import UnsupportedError as UnsupportedError
 from .lease import Lease as Lease
 from .manifest import Manifest as Manifest
 from .manifest import Snapshot as Snapshot
@@ -21,6 +23,8 @@ __all__ = [
     "Snapshot",
     "Store",
     "TrainState",
+    "UnreadableError",
+    "UnsupportedError",
     "Weights",
     "model_tensors",
     "write_weights",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge_ckpt import manifest as manifests
-from forge_ckpt.error import CheckpointError, DamagedError
+from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError, UnsupportedError
 from forge_ckpt.store import Store
 
 
@@ -43,10 +43,10 @@ def _ls(store: Store, options: argparse.Namespace) -> int:
     for step in store.steps():
         try:
             opened = manifests.read(store.folder(step))
-            size = sum(opened.files.values()) / 1e6
+            size = opened.num_bytes / 1e6
             line = f"{size:10,.1f} MB  {len(opened.tensors)} tensors  written by {opened.world_size} ranks"
-        except DamagedError as error:
-            line = f"damaged: {error}"
+        except CheckpointError as error:
+            line = f"{_kind(error)}: {error}"
         sys.stdout.write(f"{step:>9}  {line}\n")
     return 0
 
@@ -57,7 +57,9 @@ def _show(store: Store, options: argparse.Namespace) -> int:
         f"step {opened.step}, torch {opened.torch}, {opened.world_size} ranks, meta {opened.meta}\n"
     )
     for key, entry in opened.tensors.items():
-        sys.stdout.write(f"  {key}  {entry.dtype} {entry.shape} in {len(entry.chunks)} chunks\n")
+        sys.stdout.write(
+            f"  {key}  {entry.dtype} {list(entry.shape)} in {len(opened.layouts[entry.layout].ranks)} boxes\n"
+        )
     return 0
 
 
@@ -67,15 +69,20 @@ def _verify(store: Store, options: argparse.Namespace) -> int:
         try:
             store.verify(step)
             sys.stdout.write(f"{step:>9}  intact\n")
-        except DamagedError as error:
+        except CheckpointError as error:
             damaged += 1
-            sys.stdout.write(f"{step:>9}  damaged: {error}\n")
+            sys.stdout.write(f"{step:>9}  {_kind(error)}: {error}\n")
     return int(bool(damaged))
 
 
 def _prune(store: Store, options: argparse.Namespace) -> int:
     if options.keep < 1:
         raise CheckpointError(f"given --keep {options.keep}; at least one stays")
-    removed = store.prune()
+    removed = store.prune(verify=True)
     sys.stdout.write(f"removed {removed or 'nothing'}\n")
     return 0
+
+
+def _kind(error: CheckpointError) -> str:
+    kinds = {DamagedError: "damaged", UnreadableError: "unreadable", UnsupportedError: "unsupported"}
+    return kinds.get(type(error), "wrong")

@@ -1,12 +1,31 @@
 """The errors of this package."""
 
+from pathlib import Path
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be written, or does not fit what it is loaded into."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was written."""
+    """A checkpoint is not what was written: a digest differs, or a file is missing or too short.
+
+    Args:
+        path: the file.
+        what: is wrong with it.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path} {what}")
+        self.path = path
+
+
+class UnreadableError(CheckpointError):
+    """A checkpoint cannot be read now; whether it is damaged is not known."""
+
+
+class UnsupportedError(CheckpointError):
+    """A checkpoint is what was written, and this version cannot read it."""
 
 
 class LockedError(CheckpointError):

@@ -1,26 +1,51 @@
-"""What a checkpoint is made of: of every byte, where it belongs and what it must be. Imports no torch."""
+"""What a checkpoint is made of: of every byte, where it belongs and what it must be. Imports no torch.
+
+    manifest.json     the root: all tensors, who wrote which box of them, and of each file what it must be
+    rank-00000.json   the index of what a rank wrote: where each tensor starts, the digest of each block
+    rank-00000.bin    the values
+
+Both kinds of JSON begin with a line that holds the digest of the rest.
+"""
 
 from __future__ import annotations
 
-import re
+import os
+import stat
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import xxhash
-from forge_config import Config
 
-from forge_ckpt.error import DamagedError
+from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError, UnsupportedError
+from forge_ckpt.layout import Entry, Layout, Shape, require_cover
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
-_FILE = re.compile(r"rank-\d{5}\.bin")
+MAX_BYTES = 1 << 28
+"""No manifest or index is larger."""
+DIGEST_BYTES = 16
+
+ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(
+        ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1
+    ),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
+"""What a tensor may be, and the bytes of an element."""
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -38,119 +63,233 @@ class Snapshot:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Chunk(Config):
-    """A box of a tensor, in one piece of one file.
+class File(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank wrote.
 
     Attributes:
-        file: name of the file in the checkpoint.
-        offset: first byte.
-        num_bytes: how many.
-        start: index of its first element in the whole tensor.
-        shape: of the box.
-        digest: xxh3-128 of the bytes.
+        num_bytes: of its values.
+        index_bytes: of its index.
+        index_digest: xxh3-128 of its index.
     """
 
-    file: str
-    offset: int
     num_bytes: int
-    start: list[int]
-    shape: list[int]
-    digest: str
+    index_bytes: int
+    index_digest: str
 
 
-class Entry(Config):
-    """One tensor.
+class Index(msgspec.Struct, frozen=True):
+    """Where a rank wrote what.
 
     Attributes:
-        dtype: as torch names it, e.g. float32.
-        shape: of the whole.
-        chunks: boxes that together make it up.
+        block_bytes: size of the blocks of its file that have a digest; the last one may be shorter.
+        digests: xxh3-128 of each block, one after the other, base64.
+        offsets: of each tensor of which it wrote a box, the first byte.
     """
 
-    dtype: str
-    shape: list[int]
-    chunks: list[Chunk]
+    block_bytes: int
+    digests: str
+    offsets: dict[str, int]
+
+    def blocks(self) -> bytes:
+        """The digests of all blocks, `DIGEST_BYTES` each."""
+        return b64decode(self.digests, validate=True)
 
 
-class Manifest(Config):
+class Manifest(msgspec.Struct, frozen=True):
     """A checkpoint.
 
     Attributes:
-        format: version of this layout.
+        format: version of this layout of files.
         step: optimizer steps taken.
-        world_size: ranks that wrote it.
         torch: version of torch.
+        milestone: it is never pruned.
         meta: everything that is no tensor and is one for all ranks.
         values: plain values by name, of all ranks together.
-        files: size of each file in bytes.
+        files: what each rank wrote.
+        layouts: how tensors are cut.
         tensors: each tensor by name.
     """
 
     format: int
     step: int
-    world_size: int
     torch: str
+    milestone: bool
     meta: dict[str, Any]
     values: dict[str, Any]
-    files: dict[str, int]
+    files: list[File]
+    layouts: list[Layout]
     tensors: dict[str, Entry]
 
-    def __post_init__(self) -> None:
-        for name in self.files:
-            if not _FILE.fullmatch(name):
-                raise ValueError(f"file name {name!r} is not one we write")
-        for key, entry in self.tensors.items():
-            if sum(prod(chunk.shape) for chunk in entry.chunks) != prod(entry.shape):
-                raise ValueError(f"the chunks of {key} do not make up the tensor")
-            for chunk in entry.chunks:
-                if chunk.offset < 0 or chunk.offset + chunk.num_bytes > self.files.get(chunk.file, -1):
-                    raise ValueError(f"a chunk of {key} lies outside its file")
+    @property
+    def world_size(self) -> int:
+        """Ranks that wrote it."""
+        return len(self.files)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all values."""
+        return sum(file.num_bytes for file in self.files)
+
+    def check(self) -> None:
+        """See that it makes sense, so that nothing is read or made room for that is not there.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        for layout in self.layouts:
+            if layout.ranks != sorted(set(layout.ranks)) or not all(
+                0 <= rank < len(self.files) for rank in layout.ranks
+            ):
+                raise CheckpointError("a layout names ranks that did not write")
+        seen: set[tuple[int, Shape]] = set()
+        for name, entry in self.tensors.items():
+            size = ITEM_BYTES.get(entry.dtype)
+            if size is None or not 0 <= entry.layout < len(self.layouts) or min(entry.shape, default=0) < 0:
+                raise CheckpointError(f"{name} is {entry}")
+            if prod(entry.shape) * size > self.num_bytes:
+                raise CheckpointError(f"{name} has more bytes than there are")
+            if (entry.layout, entry.shape) not in seen:
+                seen.add((entry.layout, entry.shape))
+                require_cover(name, entry.shape, self.layouts[entry.layout])
 
 
-def encode(manifest: Manifest) -> bytes:
-    """The manifest with its own digest in the first line."""
-    body = msgspec.json.encode(manifest)
-    return xxhash.xxh3_128_hexdigest(body).encode() + b"\n" + body
+def values_name(rank: int) -> str:
+    """The file of the values that a rank wrote."""
+    return f"rank-{rank:05d}.bin"
+
+
+def index_name(rank: int) -> str:
+    """The file that says what is in them."""
+    return f"rank-{rank:05d}.json"
+
+
+def digest(data: bytes | bytearray | memoryview) -> bytes:
+    """Of a block: xxh3-128."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def encode(struct: Manifest | Index) -> bytes:
+    """As JSON, with its own digest in the first line."""
+    body = msgspec.json.encode(struct)
+    return digest(body).hex().encode() + b"\n" + body
+
+
+def encode_digests(digests: list[bytes]) -> str:
+    """As an index holds them."""
+    return b64encode(b"".join(digests)).decode()
 
 
 def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint, its digest and the sizes of all files compared.
 
+    Args:
+        folder: named after its step.
+
     Raises:
         DamagedError: names what is wrong.
+        UnreadableError: it cannot be read now.
+        UnsupportedError: it is whole, and written by another version or by somebody else.
     """
     path = folder / NAME
+    body = _checked(path)
+    if (version := _decode(path, body, _Version).format) != FORMAT:
+        raise UnsupportedError(
+            f"{path} has format {version}; this version reads format {FORMAT}: use the version of forge-ckpt "
+            "that wrote it, or move the folder away"
+        )
+    manifest = _decode(path, body, Manifest)
     try:
-        digest, _, body = path.read_bytes().partition(b"\n")
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from None
-    if xxhash.xxh3_128_hexdigest(body).encode() != digest:
-        raise DamagedError(f"{path} does not match its digest")
-    try:
-        manifest = msgspec.json.decode(body, type=Manifest)
-    except msgspec.MsgspecError as error:
-        raise DamagedError(f"{path} is not a manifest: {error}") from None
-    if manifest.format != FORMAT:
-        raise DamagedError(f"{path} has format {manifest.format}; this version reads format {FORMAT}")
-    for name, size in manifest.files.items():
-        file = folder / name
-        if not file.is_file() or file.is_symlink() or file.stat().st_size != size:
-            raise DamagedError(f"{file} is missing or has not the {size} bytes it should have")
+        manifest.check()
+    except CheckpointError as error:
+        raise UnsupportedError(f"{path} is not one that we write: {error}") from None
+    if folder.name != step_name(manifest.step):
+        raise DamagedError(folder, f"holds step {manifest.step}; somebody copied or renamed it")
+    for rank, file in enumerate(manifest.files):
+        require_size(folder / values_name(rank), file.num_bytes)
+        require_size(folder / index_name(rank), file.index_bytes)
     return manifest
 
 
-def read_chunk(folder: Path, chunk: Chunk) -> bytearray:
-    """The bytes of a chunk, compared with their digest.
+def step_name(step: int) -> str:
+    """The folder of a step."""
+    return f"step-{step:09d}"
+
+
+def read_index(folder: Path, manifest: Manifest, rank: int) -> Index:
+    """The index of what a rank wrote, compared with what the manifest says of it.
 
     Raises:
-        DamagedError: they differ.
+        DamagedError, UnreadableError, UnsupportedError: as for `read`.
     """
-    data = bytearray(chunk.num_bytes)
-    with (folder / chunk.file).open("rb", buffering=0) as file:
-        file.seek(chunk.offset)
-        view = memoryview(data)
-        while len(view) and (count := file.readinto(view)):
-            view = view[count:]
-    if xxhash.xxh3_128_hexdigest(data) != chunk.digest:
-        raise DamagedError(f"{folder / chunk.file} is damaged at byte {chunk.offset}")
+    path, file = folder / index_name(rank), manifest.files[rank]
+    data = read_file(path, file.index_bytes)
+    if digest(data).hex() != file.index_digest:
+        raise DamagedError(path, "is not the one that belongs to this checkpoint")
+    index = _decode(path, data.partition(b"\n")[2], Index)
+    if (
+        index.block_bytes < 64
+        or index.block_bytes % 64
+        or len(index.blocks()) != DIGEST_BYTES * -(-file.num_bytes // index.block_bytes)
+    ):
+        raise UnsupportedError(f"{path} has not one digest for each block")
+    return index
+
+
+def require_size(path: Path, num_bytes: int) -> None:
+    """See that a file is a plain file of this size.
+
+    Raises:
+        DamagedError: it is not.
+        UnreadableError: that cannot be told now.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        raise DamagedError(path, "is missing") from None
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be looked at: {error}") from None
+    if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
+        raise DamagedError(path, f"is not a file of the {num_bytes} bytes that it should have")
+
+
+def read_file(path: Path, num_bytes: int | None = None) -> bytes:
+    """All of a plain file that is not too large.
+
+    Raises:
+        DamagedError: it is missing, is no plain file, or has not `num_bytes`.
+        UnreadableError: it cannot be read now.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+                raise DamagedError(path, f"is no file of at most {MAX_BYTES} bytes")
+            data = file.read(MAX_BYTES)
+    except FileNotFoundError:
+        raise DamagedError(path, "is missing") from None
+    except OSError as error:
+        if path.is_symlink():
+            raise DamagedError(path, "is a link; expected a file") from None
+        raise UnreadableError(f"{path} cannot be read: {error}") from None
+    if num_bytes is not None and len(data) != num_bytes:
+        raise DamagedError(path, f"has {len(data)} bytes, not {num_bytes}")
     return data
+
+
+class _Version(msgspec.Struct):
+    format: int
+
+
+def _checked(path: Path) -> bytes:
+    told, _, body = read_file(path).partition(b"\n")
+    if digest(body).hex().encode() != told:
+        raise DamagedError(path, "does not match its digest")
+    return body
+
+
+def _decode(path: Path, body: bytes, kind: type[S]) -> S:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise UnsupportedError(f"{path} is whole, and not one that this version reads: {error}") from None

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from forge_ckpt.error import CheckpointError
-from forge_ckpt.manifest import Entry, Snapshot
+from forge_ckpt.layout import Entry
+from forge_ckpt.manifest import Snapshot
 from forge_ckpt.values import from_json, to_json
 
 MODEL = "model."
@@ -222,7 +223,7 @@ def _copied(value: Any) -> Any:
 def _blank(entry: Entry, parameter: Tensor, group: dict[str, object]) -> Tensor:
     """A tensor for optimizer state: laid out like its parameter if it has its shape, else plain."""
     dtype = getattr(torch, entry.dtype)
-    if list(parameter.shape) == entry.shape:
+    if tuple(parameter.shape) == entry.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     on_device = bool(group.get("fused") or group.get("capturable"))
     return torch.zeros(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")

@@ -1,37 +1,32 @@
-"""The checkpoints of a run: written beside, published by one rename, found again by verification.
-
-    checkpoints/step-000001000/{manifest.json, rank-00000.bin, ...}
-    checkpoints/PROGRESS            the highest step ever published
-
-What starts with a dot is not a checkpoint: `.tmp-` is being written or was left by a crash, `.bad-` was found
-damaged, `.trash-` is being deleted.
-"""
+"""The checkpoints of a run: written beside, published by one rename, found again by verification."""
 
 from __future__ import annotations
 
 import logging
 import os
-import re
-import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_ckpt import manifest as manifests
-from forge_ckpt.error import CheckpointError, DamagedError
-from forge_ckpt.manifest import Entry, Manifest, Snapshot
+from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError, UnsupportedError
+from forge_ckpt.folders import Folders, write_durably
+from forge_ckpt.layout import Entry, Part, merge, part_of
+from forge_ckpt.manifest import File, Manifest, Snapshot
+from forge_ckpt.ranks import Held, Ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from forge_ckpt.shards import LocalShard, Shard
+    from forge_ckpt.shards import LocalShard, NamedShard
 
 log = logging.getLogger(__name__)
 
-_STEP = re.compile(r"step-(\d{9,})")
+Targets = Callable[[Mapping[str, Entry]], Mapping[str, "Tensor"]]
+"""Given what a checkpoint holds, the tensors to load it into."""
 
 
 class Store:
@@ -43,7 +38,10 @@ class Store:
         keep_every_steps: checkpoints at multiples of this stay for good; 0 keeps none.
         group: a CPU group for nothing else, so that it never waits for training; None in a lone process.
         local_shard: which part of a tensor this rank holds, `functools.partial(forge_parallel.local_shard,
-            mesh=mesh)` for sharded models; without it, every tensor is plain and the same on all ranks.
+            mesh=mesh)` for sharded models; without it, every tensor is plain and the same on all ranks that
+            have it, which share the writing.
+        lease: the folder of the lease of the run; who no longer holds it does not publish.
+        marks: files outside of `root` that remember that there were checkpoints.
     """
 
     def __init__(
@@ -53,27 +51,28 @@ class Store:
         keep_every_steps: int = 0,
         group: ProcessGroup | None = None,
         local_shard: LocalShard | None = None,
+        lease: Path | None = None,
+        marks: Sequence[Path] = (),
     ) -> None:
         self.root = Path(root)
         self.keep = keep
         self.keep_every_steps = keep_every_steps
-        self._group = group
-        self._rank, self._world_size = 0, 1
-        if group is not None:
-            import torch.distributed as dist
-
-            self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._folders = Folders(self.root, lease, marks)
+        self._ranks = Ranks(group)
         self._local_shard = local_shard
+        self._passed_over: set[int] = set()
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
-        return self.root / f"step-{step:09d}"
+        return self._folders.of(step)
 
     def steps(self) -> list[int]:
         """The steps that there are checkpoints of, oldest first; not verified."""
-        if not self.root.is_dir():
-            return []
-        return sorted(int(m[1]) for entry in self.root.iterdir() if (m := _STEP.fullmatch(entry.name)))
+        return self._folders.steps()
+
+    def progress(self) -> int:
+        """The highest step ever published, even if its checkpoint is gone; -1 when there was none."""
+        return self._folders.progress()
 
     def save(self, step: int, snapshot: Snapshot) -> None:
         """Write a checkpoint and remove those no longer kept. Collective.
@@ -90,117 +89,106 @@ class Store:
             CheckpointError: on every rank when any of them could not write; earlier checkpoints are
             untouched.
         """
-        partial = self._from_first(lambda: self._begin(step))
-        if partial is None:
-            return
-        shard = self._shard(self._first_holders(snapshot.tensors))
+        ranks, partial = self._ranks, None
         try:
-            mine: Any = (*self._write(partial, snapshot.tensors, shard), dict(snapshot.values))
-        except Exception as error:  # the other ranks must hear of it, not wait for this one
-            mine = f"{type(error).__name__}: {error}"
-        everyone = self._gather(mine)
-        failures = [
-            f"rank {rank}: {answer}" for rank, answer in enumerate(everyone) if isinstance(answer, str)
-        ]
-        if failures:
-            if self._rank == 0:
+            partial = ranks.from_first(lambda: self._begin(step))
+            if partial is None:
+                return
+            self._write_all(step, partial, snapshot)
+        except CheckpointError as error:
+            if ranks.rank == 0 and partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(f"step {step} could not be saved: {'; '.join(failures)}")
-        self._from_first(lambda: self._publish(step, partial, everyone, dict(snapshot.meta)))
-
-    def _shard(self, mine: Collection[str] = ()) -> Callable[[str, Tensor], Shard]:
-        """Which box this rank holds of a tensor; `mine` are the plain ones that it writes."""
-        from forge_ckpt.shards import plain_shard
-
-        given = self._local_shard
-        return lambda key, tensor: given(tensor) if given else plain_shard(tensor, key in mine)
-
-    def _first_holders(self, keys: Collection[str]) -> set[str]:
-        """Those of the keys that no rank before this one has; without meaning if `local_shard` decides."""
-        if self._local_shard is not None:
-            return set()
-        return set(keys).difference(*self._gather(sorted(keys))[: self._rank])
+            raise CheckpointError(f"step {step} could not be saved: {error}") from None
+        if ranks.rank == 0:
+            try:
+                self.prune()
+            except OSError as error:
+                log.warning("step %d is saved, but older ones could not be removed: %s", step, error)
 
     def _begin(self, step: int) -> Path | None:
         """A new folder to write into, or None when the step is there already."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        for stale in [*self.root.glob(".tmp-*"), *self.root.glob(".trash-*")]:
-            shutil.rmtree(stale, ignore_errors=True) if stale.is_dir() else stale.unlink()
         if self.folder(step).exists():
             try:
-                manifests.read(self.folder(step))
-                return None
+                if step not in self._passed_over:
+                    manifests.read(self.folder(step))
+                    return None
+                self._folders.put_aside(step, "old", "it was passed over, and is written again")
             except DamagedError as error:
-                self._quarantine(step, error)
-        partial = self.root / f".tmp-{step:09d}-{secrets.token_hex(4)}"
-        partial.mkdir()
-        return partial
+                self._folders.put_aside(step, "bad", error)
+        return self._folders.begin(step)
 
-    def _write(
-        self, partial: Path, tensors: Mapping[str, Tensor], shard: Callable[[str, Tensor], Shard]
-    ) -> tuple[str, int, dict[str, Entry]]:
-        """Write this rank's file; returns its name, its size and what it holds."""
+    def _write_all(self, step: int, partial: Path, snapshot: Snapshot) -> None:
+        from forge_ckpt.shards import describe
+
+        ranks = self._ranks
+        tensors = ranks.each(lambda: describe(snapshot.tensors))
+        held, held_of = ranks.held(tensors, snapshot.values)
+        shard = self._writer(held, held_of)
+        written = ranks.each(lambda: self._write(partial, snapshot.tensors, shard))
+        everyone = ranks.to_first(written)
+
+        def publish() -> None:
+            import torch
+
+            entries, layouts = merge([one.tensors for one in held], held_of, [part for _, part in everyone])
+            every = self.keep_every_steps
+            made = Manifest(
+                format=manifests.FORMAT,
+                step=step,
+                torch=str(torch.__version__),
+                milestone=bool(every) and step % every == 0,
+                meta=dict(snapshot.meta),
+                values=_merged([one.values for one in held]),
+                files=[file for file, _ in everyone],
+                layouts=layouts,
+                tensors=entries,
+            )
+            self._folders.publish(partial, made)
+
+        ranks.from_first(publish)
+
+    def _writer(self, held: list[Held], held_of: list[int]) -> NamedShard:
+        """Which box of a tensor this rank writes; ranks that hold the same plain tensor share the writing."""
+        from zlib import crc32
+
+        from forge_ckpt.shards import plain_shard
+
+        if (given := self._local_shard) is not None:
+            return lambda key, tensor: given(tensor)
+
+        def shard(key: str, tensor: Tensor) -> Any:
+            holders = [rank for rank, which in enumerate(held_of) if key in held[which].tensors]
+            return plain_shard(tensor, holders[crc32(key.encode()) % len(holders)] == self._ranks.rank)
+
+        return shard
+
+    def _reader(self) -> NamedShard:
+        """Which box of a tensor this rank holds."""
+        from forge_ckpt.shards import plain_shard
+
+        given = self._local_shard
+        return lambda key, tensor: given(tensor) if given else plain_shard(tensor, True)
+
+    def _write(self, partial: Path, tensors: Mapping[str, Tensor], shard: NamedShard) -> tuple[File, Part]:
+        """Write this rank's values and their index; returns what they are and what is in them."""
         from forge_ckpt.shards import write_boxes
 
-        name = f"rank-{self._rank:05d}.bin"
-        with (partial / name).open("wb") as file:
-            entries = write_boxes(file, name, tensors, shard)
+        rank = self._ranks.rank
+        with (partial / manifests.values_name(rank)).open("wb") as file:
+            index, num_bytes, boxes = write_boxes(file, tensors, shard)
             file.flush()
             os.fsync(file.fileno())
-            size = file.tell()
-        return name, size, entries
+        data = manifests.encode(index)
+        write_durably(partial / manifests.index_name(rank), data)
+        digest = manifests.digest(data).hex()
+        return File(num_bytes, len(data), digest), part_of(sorted(tensors), boxes)
 
-    def _publish(self, step: int, partial: Path, everyone: list[Any], meta: dict[str, Any]) -> None:
-        import torch
-
-        tensors: dict[str, Entry] = {}
-        values: dict[str, Any] = {}
-        for rank, (_, _, entries, own) in enumerate(everyone):
-            for key, entry in entries.items():
-                known = tensors.setdefault(key, Entry(dtype=entry.dtype, shape=entry.shape, chunks=[]))
-                if (known.dtype, known.shape) != (entry.dtype, entry.shape):
-                    raise CheckpointError(
-                        f"{key} is {entry.dtype} {entry.shape} on rank {rank}, and {known.dtype} "
-                        f"{known.shape} on one before; one name is one tensor on all ranks"
-                    )
-                known.chunks.extend(entry.chunks)
-            for key, value in own.items():
-                if values.setdefault(key, value) != value:
-                    raise CheckpointError(
-                        f"{key} is {value!r} on rank {rank}, and {values[key]!r} on one before; one name is "
-                        "one value on all ranks"
-                    )
-        made = Manifest(
-            format=manifests.FORMAT,
-            step=step,
-            world_size=self._world_size,
-            torch=str(torch.__version__),
-            meta=meta,
-            values=values,
-            files={name: size for name, size, _, _ in everyone},
-            tensors=tensors,
-        )
-        _write_durably(partial / manifests.NAME, manifests.encode(made))
-        _sync_folder(partial)
-        os.rename(partial, self.folder(step))
-        _sync_folder(self.root)
-        progress = self.root / f".tmp-progress-{secrets.token_hex(4)}"
-        _write_durably(progress, str(max(step, self.progress())).encode())
-        os.replace(progress, self.root / "PROGRESS")
-        self.prune()
-
-    def progress(self) -> int:
-        """The highest step ever published, even if its checkpoint is gone; -1 when there was none."""
-        try:
-            return int((self.root / "PROGRESS").read_text())
-        except (FileNotFoundError, ValueError):
-            return -1
-
-    def resume(self, targets: Callable[[Mapping[str, Entry]], Mapping[str, Tensor]]) -> Manifest | None:
+    def resume(self, targets: Targets) -> Manifest | None:
         """Load the newest intact checkpoint, in place. Collective.
 
-        Every rank verifies the bytes it needs before any live tensor changes. What is damaged on any rank
-        is put aside as `.bad-...` by all, and the next older one is tried.
+        Every rank verifies the bytes it needs before any live tensor changes. What any rank finds damaged or
+        unreadable is passed over by all, and the next older one is tried; it is put aside as `.bad-...` if
+        the first rank finds the damage too.
 
         Args:
             targets: given what a checkpoint holds, the tensors to load it into.
@@ -210,29 +198,31 @@ class Store:
 
         Raises:
             CheckpointError: on every rank; the targets of some rank do not fit, or those of all ranks
-            together are not all that it holds; or there were checkpoints, and none of them is intact.
+            together are not all that it holds; it was written by another version; or there were checkpoints,
+            and none of them is intact.
         """
         from forge_ckpt.shards import commit
 
-        for step in self._from_first(lambda: self.steps()[::-1]):
+        for step in self._ranks.from_first(lambda: self.steps()[::-1]):
             found = self._stage(step, targets)
-            everyone: list[_Staged] = self._gather(found.told())
-            damaged = [one.damaged for one in everyone if one.damaged]
-            if not damaged:
+            everyone = self._ranks.gather(found.told())
+            if not any(one.damaged or one.unreadable for one in everyone):
                 _require_fit(step, everyone, sorted(found.opened.tensors) if found.opened else [])
                 assert found.opened is not None
-                commit(found.tensors, found.targets, self._shard())
+                commit(found.tensors, found.targets, self._reader())
                 return found.opened
-            if self._rank == 0:
-                self._quarantine(step, damaged[0])
-        if (highest := self._from_first(self.progress)) >= 0:
+            self._ranks.from_first(lambda step=step, everyone=everyone: self._pass_over(step, everyone))
+            self._passed_over.add(step)
+        if (highest := self._ranks.from_first(self.progress)) >= 0:
+            marks = ", ".join(map(str, self._folders.marks()))
             raise CheckpointError(
-                f"{self.root} once held step {highest}, and no intact checkpoint is left; look at it before "
-                "starting anew (a run that starts again at step 0 needs another name)"
+                f"{self.root} once held step {highest}, and no intact checkpoint is left; is the disk there? "
+                "Look before starting anew. A run that starts again at step 0 needs another name, or "
+                f"{marks} removed"
             )
         return None
 
-    def _stage(self, step: int, targets: Callable[[Mapping[str, Entry]], Mapping[str, Tensor]]) -> _Staged:
+    def _stage(self, step: int, targets: Targets) -> _Staged:
         """Read what this rank needs of a checkpoint, verified."""
         from forge_ckpt.shards import misfits, stage
 
@@ -240,15 +230,26 @@ class Store:
             opened = manifests.read(self.folder(step))
             wanted = targets(opened.tensors)
             wrong = misfits(opened, wanted)
-            unwanted = [key not in wanted for key in sorted(opened.tensors)]
-            tensors = {} if wrong else stage(self.folder(step), opened, wanted, self._shard())
-            return _Staged(opened, tensors, wanted, wrong=wrong, unwanted=bytes(unwanted))
+            unwanted = bytes(key not in wanted for key in sorted(opened.tensors))
+            tensors = {} if wrong else stage(self.folder(step), opened, wanted, self._reader())
+            return _Staged(opened, tensors, wanted, wrong=wrong, unwanted=unwanted)
         except DamagedError as error:
-            return _Staged(damaged=str(error))
-        except CheckpointError as error:
+            return _Staged(damaged=str(error), file=error.path.name)
+        except UnreadableError as error:
+            return _Staged(unreadable=str(error))
+        except UnsupportedError as error:
             return _Staged(wrong=[str(error)])
         except Exception as error:  # the other ranks must hear of it, not wait for this one
             return _Staged(wrong=[f"{type(error).__name__}: {error}"])
+
+    def _pass_over(self, step: int, everyone: Sequence[_Staged]) -> None:
+        names = [one.file for one in everyone if one.file]
+        proof = self._folders.confirm(step, names) if names else None
+        if proof is not None:
+            self._folders.put_aside(step, "bad", proof)
+        else:
+            reason = next(one.damaged or one.unreadable for one in everyone if one.damaged or one.unreadable)
+            log.warning("step %d is passed over and left where it is: %s", step, reason)
 
     def newest(self) -> Manifest:
         """The manifest of the newest checkpoint whose manifest and sizes are good; to look, not to resume.
@@ -259,88 +260,59 @@ class Store:
         for step in reversed(self.steps()):
             try:
                 return manifests.read(self.folder(step))
-            except DamagedError as error:
+            except CheckpointError as error:
                 log.warning("step %d is passed over: %s", step, error)
         raise CheckpointError(f"there is no intact checkpoint in {self.root}")
 
-    def load(self, opened: Manifest, targets: Mapping[str, Tensor]) -> None:
+    def load(self, step: int, targets: Mapping[str, Tensor]) -> Manifest:
         """Load some tensors of a checkpoint, in place, verified.
 
         Raises:
             CheckpointError: one is missing or has another shape or dtype.
-            DamagedError: the bytes are not those that were written.
+            DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.
         """
         from forge_ckpt.shards import commit, misfits, stage
 
-        _require_fit(opened.step, [_Staged(wrong=misfits(opened, targets))], [])
-        staged = stage(self.folder(opened.step), opened, targets, self._shard())
-        commit(staged, targets, self._shard())
+        opened = manifests.read(self.folder(step))
+        _require_fit(step, [_Staged(wrong=misfits(opened, targets))], [])
+        staged = stage(self.folder(step), opened, targets, self._reader())
+        commit(staged, targets, self._reader())
+        return opened
 
-    def verify(self, step: int) -> None:
+    def tensors(self, step: int) -> dict[str, Tensor]:
+        """All tensors of a checkpoint, whole, verified; as much memory as it has bytes.
+
+        Raises:
+            DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.
+        """
+        import torch
+
+        opened = manifests.read(self.folder(step))
+        targets = {
+            key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            for key, entry in opened.tensors.items()
+        }
+        self.load(step, targets)
+        return targets
+
+    def verify(self, step: int) -> Manifest:
         """Read a whole checkpoint and compare every byte.
 
         Raises:
-            DamagedError: names file and place.
+            DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.
         """
-        opened = manifests.read(self.folder(step))
-        for entry in opened.tensors.values():
-            for chunk in entry.chunks:
-                manifests.read_chunk(self.folder(step), chunk)
+        return self._folders.verify(step)
 
-    def prune(self) -> list[int]:
-        """Remove what is no longer kept; the newest checkpoint that is intact always stays.
+    def prune(self, verify: bool = False) -> list[int]:
+        """Remove what is no longer kept; the newest checkpoint that is intact and milestones always stay.
+
+        Args:
+            verify: whether intact means that every byte was read, not only manifests, indices and sizes.
 
         Returns:
             The steps removed.
         """
-        steps = self.steps()
-        intact = next((s for s in reversed(steps) if self._looks_intact(s)), None)
-        if intact is None:
-            return []
-        every = self.keep_every_steps
-        going = [s for s in steps[: -self.keep] if s != intact and not (every and s % every == 0)]
-        for step in going:
-            trash = self.root / f".trash-{step:09d}-{secrets.token_hex(4)}"
-            os.rename(self.folder(step), trash)
-            shutil.rmtree(trash, ignore_errors=True)
-        return going
-
-    def _looks_intact(self, step: int) -> bool:
-        try:
-            manifests.read(self.folder(step))
-        except DamagedError:
-            return False
-        return True
-
-    def _quarantine(self, step: int, reason: object) -> None:
-        log.warning("step %d is put aside: %s", step, reason)
-        os.rename(self.folder(step), self.root / f".bad-{step:09d}-{secrets.token_hex(4)}")
-
-    def _gather(self, value: Any) -> list[Any]:
-        if self._group is None:
-            return [value]
-        import torch.distributed as dist
-
-        values: list[Any] = [None] * self._world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
-    def _from_first(self, work: Callable[[], Any]) -> Any:
-        """What the first rank finds, on every rank; file systems may show others something else."""
-        if self._group is None:
-            return work()
-        import torch.distributed as dist
-
-        answer: list[Any] = [None, None]
-        if self._rank == 0:
-            try:
-                answer[0] = work()
-            except Exception as error:  # every rank must hear of it, not wait for this one
-                answer[1] = f"{type(error).__name__}: {error}"
-        dist.broadcast_object_list(answer, src=dist.get_global_rank(self._group, 0), group=self._group)
-        if answer[1] is not None:
-            raise CheckpointError(answer[1])
-        return answer[0]
+        return self._folders.prune(self.keep, self.keep_every_steps, verify)
 
 
 @dataclass(frozen=True)
@@ -352,7 +324,9 @@ class _Staged:
         tensors: the boxes that this rank holds, by name.
         targets: where they go.
         damaged: what is damaged.
-        wrong: what does not fit the targets.
+        file: the name of the file that is.
+        unreadable: what cannot be read now.
+        wrong: what does not fit the targets, or this version.
         unwanted: one byte a tensor of the checkpoint in order of names, 1 where this rank does not want it.
     """
 
@@ -360,12 +334,20 @@ class _Staged:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     targets: Mapping[str, Tensor] = field(default_factory=dict)
     damaged: str = ""
+    file: str = ""
+    unreadable: str = ""
     wrong: Sequence[str] = ()
     unwanted: bytes = b""
 
     def told(self) -> _Staged:
         """What the other ranks need to hear."""
-        return _Staged(damaged=self.damaged, wrong=self.wrong, unwanted=self.unwanted)
+        return _Staged(
+            damaged=self.damaged,
+            file=self.file,
+            unreadable=self.unreadable,
+            wrong=self.wrong,
+            unwanted=self.unwanted,
+        )
 
 
 def _require_fit(step: int, everyone: Sequence[_Staged], names: Sequence[str]) -> None:
@@ -379,16 +361,14 @@ def _require_fit(step: int, everyone: Sequence[_Staged], names: Sequence[str]) -
         raise CheckpointError(f"step {step} does not fit this model and optimizer ({len(wrong)}):\n{shown}")
 
 
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Values of all ranks together. Raises CheckpointError if two of one name differ."""
+    merged: dict[str, Any] = {}
+    for one in values:
+        for key, value in one.items():
+            if merged.setdefault(key, value) != value:
+                raise CheckpointError(
+                    f"{key} is {value!r} on one rank, and {merged[key]!r} on another; one name is one "
+                    "value on all ranks"
+                )
+    return merged

@@ -1,0 +1,255 @@
+"""The folder of all checkpoints of a run on one disk, as its first rank sees it. Imports no torch.
+
+    checkpoints/step-000001000/     see `manifest`
+    checkpoints/PROGRESS            the highest step ever published
+
+What starts with a dot is not a checkpoint: `.tmp-` is being written or was left by a crash, `.bad-` was found
+damaged, `.old-` could not be read and was written again, `.trash-` is being deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from forge_ckpt import manifest as manifests
+from forge_ckpt.error import CheckpointError, DamagedError
+from forge_ckpt.lease import newest_epoch
+from forge_ckpt.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+PROGRESS = "PROGRESS"
+_STEP = re.compile(r"step-(\d{9,})")
+_TMP = re.compile(r"\.tmp-(\d+)-.*")
+
+
+class Folders:
+    """Begins, publishes, lists, puts aside and removes checkpoints.
+
+    Args:
+        root: the folder.
+        lease: the folder of the lease of the run, if there is one: who no longer holds it does not publish.
+        marks: more files that remember the highest step, outside of the folder.
+    """
+
+    def __init__(self, root: Path, lease: Path | None = None, marks: Sequence[Path] = ()) -> None:
+        self.root = root
+        self._lease = lease
+        self._marks = [root / PROGRESS, *marks]
+        self._epoch: int | None = None
+
+    def of(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self.root / manifests.step_name(step)
+
+    def steps(self) -> list[int]:
+        """The steps that there are checkpoints of, oldest first; not verified."""
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
+
+    def begin(self, step: int) -> Path:
+        """A new folder to write a step into, beside where it will be.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.sweep()
+        partial = self.root / f".tmp-{self._own_epoch()}-{step:09d}-{secrets.token_hex(4)}"
+        partial.mkdir()
+        return partial
+
+    def publish(self, partial: Path, manifest: Manifest) -> None:
+        """Make a folder whose files are all written and flushed a checkpoint.
+
+        Raises:
+            CheckpointError: another process writes to the run now.
+            OSError: it could not be published; nothing is there.
+        """
+        data = manifests.encode(manifest)
+        write_durably(partial / manifests.NAME, data)
+        sync_folder(partial)
+        if self._lease is not None and (newest := newest_epoch(self._lease)) != self._own_epoch():
+            raise CheckpointError(
+                f"another process took over {self.root.parent} (start {newest}, this is {self._own_epoch()})"
+            )
+        target = self.of(manifest.step)
+        try:
+            os.rename(partial, target)
+        except FileNotFoundError:
+            # NFS may repeat a request that had succeeded.
+            if manifests.read_file(target / manifests.NAME) != data:
+                raise
+        self._after_commit(manifest.step)
+
+    def _after_commit(self, step: int) -> None:
+        """What follows is worth a warning, and no reason to call the save failed."""
+        for work in (lambda: sync_folder(self.root), lambda: self._mark(step)):
+            try:
+                work()
+            except OSError as error:
+                log.warning("step %d is saved, but: %s", step, error)
+
+    def _mark(self, step: int) -> None:
+        highest = str(max(step, self.progress())).encode()
+        for path in self._marks:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+            try:
+                write_durably(partial, highest)
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def progress(self) -> int:
+        """The highest step ever published, even if its checkpoint is gone; -1 when there was none.
+
+        A file that says so and cannot be understood counts as step 0: there was something.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return max(step for path in self._marks for step in [_marked(path)])
+
+    def marks(self) -> list[Path]:
+        """The files that say that there was a checkpoint."""
+        return [path for path in self._marks if path.exists()]
+
+    def put_aside(self, step: int, kind: str, reason: object) -> None:
+        """Rename the checkpoint of a step to `.bad-` or `.old-`, so that it is none any more."""
+        log.warning("step %d is put aside: %s", step, reason)
+        os.rename(self.of(step), self.root / f".{kind}-{step:09d}-{secrets.token_hex(4)}")
+
+    def sweep(self) -> None:
+        """Remove what a crash has left. Never what a later start of the run is writing."""
+        for name in os.listdir(self.root):
+            match = _TMP.fullmatch(name)
+            if match and int(match[1]) <= self._own_epoch():
+                self._remove(self.root / name)
+            elif name.startswith(".trash-"):
+                shutil.rmtree(self.root / name, ignore_errors=True)
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint."""
+        self._remove(self.of(step))
+
+    def _remove(self, path: Path) -> None:
+        """By a name that nobody else uses: a folder that is published meanwhile is not emptied."""
+        trash = self.root / f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}"
+        try:
+            os.rename(path, trash)
+        except FileNotFoundError:
+            return  # published, or removed by somebody else
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def prune(self, keep: int, every: int, verify: bool) -> list[int]:
+        """Remove what is no longer kept; the newest checkpoint that is intact and milestones always stay.
+
+        Args:
+            keep: newest checkpoints that stay.
+            every: milestones are the multiples of this; 0 for none but those that were saved as such.
+            verify: whether intact means that every byte was read and compared, or only manifests and sizes.
+
+        Returns:
+            The steps removed.
+        """
+        steps = self.steps()
+        if len(steps) <= keep:
+            return []
+        intact = next((step for step in reversed(steps) if self._is_intact(step, verify)), None)
+        if intact is None:
+            return []
+        going = [s for s in steps[:-keep] if s != intact and not (every and s % every == 0)]
+        going = [step for step in going if not self._is_milestone(step)]
+        for step in going:
+            self.remove(step)
+        return going
+
+    def verify(self, step: int) -> Manifest:
+        """Read a whole checkpoint and compare every byte.
+
+        Raises:
+            DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.
+        """
+        from forge_ckpt.shards import verify_file
+
+        opened = manifests.read(self.of(step))
+        for rank in range(opened.world_size):
+            verify_file(self.of(step), opened, rank)
+        return opened
+
+    def confirm(self, step: int, names: Sequence[str]) -> str | None:
+        """What is damaged of some files of a checkpoint, as seen from here; None when nothing is."""
+        from forge_ckpt.shards import verify_file
+
+        try:
+            opened = manifests.read(self.of(step))
+            ranks = {int(match[1]) for name in names if (match := re.fullmatch(r"rank-(\d+)\..*", name))}
+            for rank in sorted(ranks):
+                verify_file(self.of(step), opened, rank)
+        except DamagedError as error:
+            return str(error)
+        except CheckpointError:
+            pass
+        return None
+
+    def _is_intact(self, step: int, verify: bool) -> bool:
+        try:
+            if verify:
+                self.verify(step)
+            else:
+                opened = manifests.read(self.of(step))
+                for rank in range(opened.world_size):
+                    manifests.read_index(self.of(step), opened, rank)
+        except CheckpointError as error:
+            log.warning("step %d does not count as a checkpoint to keep: %s", step, error)
+            return False
+        return True
+
+    def _is_milestone(self, step: int) -> bool:
+        try:
+            return manifests.read(self.of(step)).milestone
+        except DamagedError:
+            return False
+        except CheckpointError:
+            return True  # it may be one
+
+    def _own_epoch(self) -> int:
+        if self._epoch is None:
+            self._epoch = newest_epoch(self._lease) if self._lease is not None else 0
+        return self._epoch
+
+
+def _marked(path: Path) -> int:
+    try:
+        return max(0, int(path.read_bytes()))
+    except FileNotFoundError:
+        return -1
+    except ValueError:
+        return 0
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file and see it on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """See the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
