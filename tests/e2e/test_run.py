@@ -202,3 +202,25 @@ def test_run_with_relative_data_is_evaluated_and_goes_on_from_elsewhere(forge, t
     assert "loss" in forge("eval", run, cwd=elsewhere).stdout
     (elsewhere / "text").symlink_to(text)
     forge("train", path, "--train.steps=4", "--change", cwd=elsewhere)
+
+
+def test_branch_decays_from_a_checkpoint_of_another_run(forge, tiny, tmp_path):
+    base = tiny(steps=12)
+    constant = ("--schedule.type=wsd", "--schedule.decay_steps=0")
+    forge("train", base, *constant)
+    run, new = tmp_path / "runs" / "tiny", tmp_path / "branches" / "decayed"
+    flags = ("--train.steps=13", "--schedule.decay_steps=4")
+    refused = forge("branch", run, new, "--step=5", *flags, check=False)
+    assert refused.returncode == 78 and "it has 9, 12" in refused.stderr and not new.exists()
+    refused = forge("branch", run, new, "--step=9", "--model.dim=64", check=False)
+    assert refused.returncode == 78 and "model.dim: 32 -> 64" in refused.stderr
+    forge("branch", run, new, "--step=9", *flags)
+    forge("train", new / "config.toml")
+    decay = [1 - (i / 4) ** 0.5 for i in range(4)]
+    assert [r["lr"] for r in records(new) if "loss" in r] == pytest.approx([0.01 * d for d in decay])
+    assert "schedule.decay_steps: 0 -> 4 at step 9" in forge("status", new).stdout
+    assert forge("branch", run, new, check=False).returncode == 78
+    # the base as if it had been meant to end there
+    whole = tiny(steps=13, name="whole.toml", root=tmp_path / "whole")
+    forge("train", whole, "--schedule.type=wsd", "--schedule.decay_steps=4")
+    assert losses(new) == losses(tmp_path / "whole" / "tiny")[9:]

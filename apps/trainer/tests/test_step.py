@@ -9,7 +9,6 @@ from forge_data.loader import MicroBatch
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel.mesh import Mesh
-from forge_trainer.schedule import ConstantConfig, CosineConfig, LinearConfig
 from forge_trainer.steps.text import TextStep
 from forge_trainer.steps.update import Update
 
@@ -47,16 +46,3 @@ def test_step_moves_by_the_clipped_gradient_of_the_mean_loss(clip_norm):
     assert (out.samples, out.tokens, out.lr) == (4, 32, LR * 0.5)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs - LR * 0.5 * theirs.grad)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        (ConstantConfig(warmup_steps=3), [0.25, 0.5, 0.75, 1.0, 1.0]),
-        (LinearConfig(floor=0.2), [1.0, 0.8, 0.6, 0.4]),
-        (CosineConfig(floor=0.0), [1.0, 0.8535534, 0.5, 0.1464466]),
-    ],
-)
-def test_schedule_is_this_function_of_the_step(schedule, expected):
-    steps = 4 if len(expected) == 4 else 8
-    assert [schedule.factor(s, steps) for s in range(len(expected))] == pytest.approx(expected)

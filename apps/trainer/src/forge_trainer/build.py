@@ -131,7 +131,7 @@ def build(
     stack.callback(loader.close)
     loader.require(fingerprint)
 
-    factor = partial(job.schedule.factor, steps=job.train.steps)
+    factor = partial(job.schedule.factor, steps=job.train.steps, step_tokens=job.step_tokens)
     update = Update(parts, optimizer, factor, job.train.clip_norm, mesh)
     step = job.step.build(parts, job.loss.build(), mesh, seed=job.job.seed, update=update)
     trackers = open_trackers(job, progress.step, stack) if env.rank == 0 else []

@@ -27,11 +27,13 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
     """
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
-    if overrides and options.command not in ("train", "plan"):
+    if overrides and options.command not in ("train", "plan", "branch"):
         parser.error(f"unknown arguments: {' '.join(overrides)}")
     try:
         if options.command == "plan":
             return _plan(options, overrides)
+        if options.command == "branch":
+            return _branch(options, overrides)
         return _train(options, overrides, signals) if options.command == "train" else _look(options)
     except LockedError as error:
         sys.stderr.write(f"{error}\n")
@@ -71,8 +73,13 @@ def _parser() -> argparse.ArgumentParser:
         "--parameters", action="store_true", help="print how each parameter is trained, and the schedule"
     )
     export = commands.add_parser("export", help="write the weights of a run as Hugging Face safetensors")
-    for command in (generate, evaluate, status, export):
+    branch = commands.add_parser(
+        "branch", help="a new run that goes on from a checkpoint of another", allow_abbrev=False
+    )
+    for command in (generate, evaluate, status, export, branch):
         command.add_argument("directory", help="the run directory")
+    branch.add_argument("out", help="the directory of the new run; keys are overridden as in train")
+    branch.add_argument("--step", type=int, help="of the checkpoint; the newest if absent")
     export.add_argument("out", help="the folder to write; must not exist")
     return parser
 
@@ -110,6 +117,13 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> ExitCode:
     from forge_trainer.plan import plan_lines
 
     sys.stdout.write("\n".join(plan_lines(job)) + "\n")
+    return ExitCode.DONE
+
+
+def _branch(options: argparse.Namespace, overrides: Sequence[str]) -> ExitCode:
+    from forge_trainer.branch import branch_run
+
+    branch_run(options, overrides)
     return ExitCode.DONE
 
 

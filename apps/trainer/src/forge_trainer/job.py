@@ -117,6 +117,11 @@ class Job(Config):
     hooks: dict[str, HookConfig] = {}
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.train.global_batch * self.data.max_tokens
+
+    @property
     def parallel(self) -> ParallelConfig:
         """The sections that `parallelize` applies."""
         return ParallelConfig(
@@ -156,11 +161,12 @@ def batch_divides(train: TrainConfig) -> None:
         )
 
 
-def warmup_fits(schedule: ScheduleConfig, train: TrainConfig) -> None:
+def warmup_fits(schedule: ScheduleConfig, train: TrainConfig, data: DataConfig) -> None:
     """The warm-up ends before the run does."""
-    if schedule.warmup_steps >= train.steps:
+    warmup = schedule.warmup(train.steps, train.global_batch * data.max_tokens)
+    if warmup >= train.steps:
         raise ValueError(
-            f"schedule.warmup_steps = {schedule.warmup_steps} is not below train.steps = {train.steps}; "
+            f"the warm-up of {warmup} steps (schedule.warmup_*) is not below train.steps = {train.steps}; "
             "shorten the warm-up or train longer"
         )
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from math import prod
 
 import torch
+from forge_config.registry import type_name
 
 from forge_trainer.announce import scaled
 from forge_trainer.job import Job
 from forge_trainer.optim import trainable
 from forge_trainer.optim.groups import Stages, freeze, listed
+from forge_trainer.schedule.draw import draw
 
 
 def plan_lines(job: Job) -> Iterator[str]:
@@ -36,6 +39,10 @@ def plan_lines(job: Job) -> Iterator[str]:
     if never:
         yield f"  never trained  {len(never)} of {scaled(_size(shapes[n] for n in never))}elements"
         yield from (f"    {line}" for line in listed(n for n in shapes if n in never))
+
+    schedule, steps = job.schedule, job.train.steps
+    yield f"  {type_name(type(schedule))} schedule, times the learning rates above, by step"
+    yield from draw(partial(schedule.factor, steps=steps, step_tokens=job.step_tokens), steps)
 
 
 def _size(shapes: Iterable[tuple[int, ...]]) -> int:

@@ -1,11 +1,10 @@
 """Cosine decay (Loshchilov & Hutter 2017, arXiv:1608.03983 eq. 5, one cycle)."""
 
-import math
 from typing import Annotated
 
 from forge_config import Meta
 
-from forge_trainer.schedule.base import ScheduleConfig, schedules
+from forge_trainer.schedule.base import ScheduleConfig, cosine, schedules
 
 
 @schedules.register("cosine")
@@ -20,4 +19,4 @@ class CosineConfig(ScheduleConfig):
 
     def decay(self, progress: float) -> float:
         """See `ScheduleConfig.decay`."""
-        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        return self.floor + (1 - self.floor) * cosine(progress)

@@ -1,0 +1,57 @@
+"""A new run that goes on from a checkpoint of another one, with other values where a run may change them."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from forge_ckpt.store import Store
+from forge_config import Change, ConfigError, MayChange, judge, to_toml
+
+from forge_trainer.job import load_job
+from forge_trainer.run_dir import RunFiles, append_history, read_job
+
+
+def branch_run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """`forge branch`: make the directory of the new run; `forge train` on its `config.toml` starts it.
+
+    Raises:
+        ConfigError: the new run exists, a key may not change, or the old run has no such checkpoint.
+    """
+    old, new = Path(options.directory), Path(options.out)
+    if new.exists():
+        raise ConfigError(f"{new} exists; choose another folder for the new run")
+    place = [f'--job.name="{new.name}"', f'--job.root="{new.resolve().parent}"']
+    loaded = load_job(RunFiles(old).config, [*overrides, *place])
+    judged = judge(read_job(old), loaded.value)
+    never = [str(one.change) for one in judged if one.may is MayChange.NEVER]
+    if never:
+        raise ConfigError(f"a branch of {old} cannot change {'; '.join(never)}: start a new run for that")
+    step = _step(Store(RunFiles(old).checkpoints), options.step, old)
+    partial = new.with_name(f".{new.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    folder = Store(RunFiles(old).checkpoints).folder(step)
+    shutil.copytree(folder, RunFiles(partial).checkpoints / folder.name)
+    if RunFiles(old).environment.exists():
+        shutil.copy(RunFiles(old).environment, RunFiles(partial).environment)
+    RunFiles(partial).config.write_text(to_toml(loaded.value, imports=loaded.imports))
+    recorded = [one.change for one in judged if one.may is MayChange.RECORDED]
+    append_history(partial, step, [Change("job", str(old.resolve()), str(new.resolve())), *recorded])
+    partial.replace(new)
+    sys.stdout.write(f"{new} goes on from step {step} of {old}: forge train {RunFiles(new).config}\n")
+
+
+def _step(store: Store, wanted: int | None, old: Path) -> int:
+    """The checkpoint to branch from.
+
+    Raises:
+        ConfigError: the run has none, or not this one.
+    """
+    steps = store.steps()
+    if not steps or (wanted is not None and wanted not in steps):
+        has = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(f"{old} has no checkpoint of step {wanted or 'any'}; it has {has}")
+    return steps[-1] if wanted is None else wanted

@@ -1,0 +1,34 @@
+"""Inverse square root of the step (Vaswani et al. 2017, arXiv:1706.03762 eq. 3)."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from forge_config import Meta
+
+from forge_trainer.schedule.base import ScheduleConfig, schedules
+
+
+@schedules.register("inverse-sqrt")
+class InverseSqrtConfig(ScheduleConfig):
+    """sqrt(timescale / (timescale + steps since the warm-up)); does not depend on the length of the run.
+
+    Attributes:
+        timescale_steps: after so many further steps the factor is sqrt(1/2); absent means the length of the
+            warm-up, as in the source.
+    """
+
+    timescale_steps: Annotated[int, Meta(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.timescale_steps is None and not (
+            self.warmup_steps or self.warmup_tokens or self.warmup_fraction
+        ):
+            raise ValueError("there is neither a warm-up nor timescale_steps to scale the decay; give one")
+
+    def after(self, step: int, steps: int, warmup: int) -> float:
+        """See `ScheduleConfig.after`."""
+        scale = self.timescale_steps or max(1, warmup)
+        return math.sqrt(scale / (scale + step - warmup))

@@ -1,0 +1,17 @@
+"""No schedule at all."""
+
+from forge_trainer.schedule.base import ScheduleConfig, schedules
+
+
+@schedules.register("none")
+class NoneConfig(ScheduleConfig):
+    """The peak learning rate in every step; takes no warm-up (see `constant`)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_steps or self.warmup_tokens or self.warmup_fraction:
+            raise ValueError('type = "none" has no warm-up; use type = "constant"')
+
+    def decay(self, progress: float) -> float:
+        """See `ScheduleConfig.decay`."""
+        return 1.0

@@ -1,0 +1,45 @@
+"""Warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395 eq. 1)."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from forge_config import Meta
+
+from forge_trainer.schedule.base import ScheduleConfig, cosine, schedules
+
+SHAPES = {
+    "cosine": cosine,
+    "linear": lambda progress: 1 - progress,
+    "1-sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+
+
+@schedules.register("wsd")
+class WSDConfig(ScheduleConfig):
+    """The peak for most of the run, then a decay that ends with it.
+
+    As long as the peak lasts, nothing depends on the length of the run: it can go on, or `forge branch` can
+    take a checkpoint of it and decay from there.
+
+    Attributes:
+        decay_steps: length of the decay; absent means `decay_fraction` of all steps.
+        decay_fraction: see there.
+        shape: of the decay; `1-sqrt` is that of Hägele et al. 2024, arXiv:2405.18392 eq. 1.
+        floor: the last factor, as a fraction of the peak.
+    """
+
+    decay_steps: Annotated[int, Meta(ge=0)] | None = None
+    decay_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.2
+    shape: Literal["cosine", "linear", "1-sqrt"] = "1-sqrt"
+    floor: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+    def after(self, step: int, steps: int, warmup: int) -> float:
+        """See `ScheduleConfig.after`."""
+        wanted = math.ceil(self.decay_fraction * steps) if self.decay_steps is None else self.decay_steps
+        length = min(wanted, steps - warmup)
+        progress = (step - (steps - length)) / max(1, length)
+        return (
+            1.0 if progress <= 0 else self.floor + (1 - self.floor) * SHAPES[self.shape](min(1.0, progress))
+        )
