@@ -10,7 +10,14 @@ from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.attention_config import GroupedQueryConfig
 from forge_parallel import Env, Mesh, MeshConfig, Plan, build_mesh, local_shard, materialize, parallelize
 from forge_parallel.testing import run_ranks
-from forge_trainer.optim import AdamWConfig, GroupRule, OptimizerConfig, trainable
+from forge_trainer.optim import (
+    AdamWConfig,
+    GroupRule,
+    LionConfig,
+    OptimizerConfig,
+    ScheduleFreeAdamWConfig,
+    trainable,
+)
 from forge_trainer.optim.groups import freeze
 from forge_trainer.steps.text import TextStep
 from forge_trainer.steps.update import Update
@@ -30,7 +37,11 @@ RULES = (
     GroupRule(match=("layers.0.attention",), freeze_until=2),
     GroupRule(match=("layers.1.ffn",), lr=0.5, decay=2.0),
 )
-OPTIMIZERS: dict[str, OptimizerConfig] = {"adamw-frozen": AdamWConfig(lr=0.01, groups=RULES)}
+OPTIMIZERS: dict[str, OptimizerConfig] = {
+    "adamw-frozen": AdamWConfig(lr=0.01, groups=RULES),
+    "lion": LionConfig(lr=0.01),
+    "schedule-free": ScheduleFreeAdamWConfig(lr=0.01),
+}
 
 
 def batch(index: int, mesh: Mesh) -> list[MicroBatch]:

@@ -204,6 +204,7 @@ def test_run_with_relative_data_is_evaluated_and_goes_on_from_elsewhere(forge, t
     forge("train", path, "--train.steps=4", "--change", cwd=elsewhere)
 
 
+@pytest.mark.slow
 def test_branch_decays_from_a_checkpoint_of_another_run(forge, tiny, tmp_path):
     base = tiny(steps=12)
     constant = ("--schedule.type=wsd", "--schedule.decay_steps=0")
@@ -224,3 +225,17 @@ def test_branch_decays_from_a_checkpoint_of_another_run(forge, tiny, tmp_path):
     whole = tiny(steps=13, name="whole.toml", root=tmp_path / "whole")
     forge("train", whole, "--schedule.type=wsd", "--schedule.decay_steps=4")
     assert losses(new) == losses(tmp_path / "whole" / "tiny")[9:]
+
+
+@pytest.mark.slow
+def test_averaged_weights_are_evaluated_and_exported_alike(forge, tiny, tmp_path):
+    path = tiny(steps=6)
+    forge("train", path, "--optimizer.type=schedule-free-adamw", "--schedule.type=none")
+    run = tmp_path / "runs" / "tiny"
+    evaluated = records(run)[-1]["eval/loss"]
+    assert f"loss {evaluated:.4f}" in forge("eval", run).stdout
+    forge("export", run, tmp_path / "hf")
+    start = tiny(steps=1, name="start.toml", root=tmp_path / "start")
+    from_average = ("--optimizer.lr=1e-30", "--schedule.type=none", f'--train.init_from="{tmp_path / "hf"}"')
+    forge("train", start, *from_average)
+    assert records(tmp_path / "start" / "tiny")[-1]["eval/loss"] == pytest.approx(evaluated, rel=1e-6)

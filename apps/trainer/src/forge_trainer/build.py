@@ -31,6 +31,7 @@ from forge_trainer.hooks.log import Log
 from forge_trainer.job import Job
 from forge_trainer.loop import train
 from forge_trainer.optim import trainable
+from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.optim.groups import freeze
 from forge_trainer.progress import Progress, Stateful
 from forge_trainer.run_dir import RunFiles
@@ -142,7 +143,8 @@ def build(
     directory = job.job.directory
     run = Run(job, directory, env, mesh, parts, step, loader, progress, [], guards, save, trackers, clock)
     validation = data("validation") if job.data.has_validation() else None
-    run.hooks.extend(build_hooks(run, validation, finite))
+    weights = partial(evaluation_weights, job.optimizer, optimizer)
+    run.hooks.extend(build_hooks(run, validation, finite, weights))
     counters |= {hook.span: hook for hook in run.hooks if isinstance(hook, Log)}
     for name in counters.keys() & counts.keys():
         counters[name].load_state(counts[name])
@@ -174,7 +176,12 @@ def open_store(job: Job, mesh: Mesh) -> Store:
     )
 
 
-def build_hooks(run: Run, validation: Loader | None, finite: FiniteGuard) -> list[Hook]:
+def build_hooks(
+    run: Run,
+    validation: Loader | None,
+    finite: FiniteGuard,
+    weights: Callable[[], AbstractContextManager[None]],
+) -> list[Hook]:
     """Logging (first rank only), evaluation if there is text for it, the hooks of the user. Collective."""
     job = run.job
     hooks: list[Hook] = [CountFinite(finite)]
@@ -182,7 +189,7 @@ def build_hooks(run: Run, validation: Loader | None, finite: FiniteGuard) -> lis
         flops = job.model.flops_per_token(job.data.max_tokens)
         hooks.append(Log(job.train.log_every_steps, run, flops, finite.skipped))
     if validation is not None:
-        hooks.append(Evaluate(job.eval.every_steps, run, validation))
+        hooks.append(Evaluate(job.eval.every_steps, run, validation, weights))
     elif run.env.rank == 0:
         say("no source has text for validation: this run is not evaluated\n", sys.stderr)
     return hooks + [config.build(run) for config in job.hooks.values()]

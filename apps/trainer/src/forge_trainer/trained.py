@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import torch
+from forge_ckpt import manifest
 from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError
-from forge_ckpt.state import model_tensors
+from forge_ckpt.state import OPTIMIZER, model_tensors
 from forge_ckpt.store import Store
 from forge_ckpt.weights import write_weights
 from forge_data.loader import build_loader
@@ -17,9 +18,10 @@ from forge_model.generate import Sampling, generate
 from forge_model.hf import config_to_hf, to_hf
 from forge_parallel.apply import materialize
 from forge_parallel.mesh import Mesh
-from torch import nn
+from torch import Tensor, nn
 
 from forge_trainer.job import Job
+from forge_trainer.optim import OptimizerConfig
 from forge_trainer.run_dir import RunFiles, read_job
 
 log = logging.getLogger(__name__)
@@ -45,11 +47,28 @@ def load_model(job: Job) -> tuple[nn.Module, int]:
     store = Store(RunFiles(job.job.directory).checkpoints)
     for step in reversed(store.steps()):
         try:
-            store.load(step, model_tensors(model))
+            _load(store, step, model, job.optimizer)
             return model.eval(), step
         except (DamagedError, UnreadableError) as error:
             log.warning("the checkpoint of step %d is passed over: %s", step, error)
     raise CheckpointError(f"there is no intact checkpoint in {store.root}")
+
+
+@torch.no_grad()
+def _load(store: Store, step: int, model: nn.Module, optimizer: OptimizerConfig) -> None:
+    """Read the weights to evaluate, which may need state of the optimizer."""
+    opened, targets = manifest.read(store.folder(step)), model_tensors(model)
+    averages: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        keys = {kind: f"{OPTIMIZER}{kind}.{name}" for kind in optimizer.averages}
+        if keys and all(key in opened.tensors for key in keys.values()):
+            dtypes = {kind: getattr(torch, opened.tensors[key].dtype) for kind, key in keys.items()}
+            averages[name] = {kind: torch.empty_like(parameter, dtype=dtypes[kind]) for kind in keys}
+            targets |= {key: averages[name][kind] for kind, key in keys.items()}
+    store.load(step, targets)
+    for name, state in averages.items():
+        parameter = model.get_parameter(name)
+        parameter.copy_(optimizer.evaluated(parameter, state))
 
 
 def generate_text(options: argparse.Namespace) -> None:

@@ -7,5 +7,16 @@ from forge_trainer.optim.parameters import NamedParameter as NamedParameter
 from forge_trainer.optim.parameters import trainable as trainable
 
 from forge_trainer.optim.adamw import AdamWConfig as AdamWConfig  # isort: skip
+from forge_trainer.optim.lion import LionConfig as LionConfig  # isort: skip
+from forge_trainer.optim.schedule_free import ScheduleFreeAdamWConfig as ScheduleFreeAdamWConfig  # isort: skip
 
-__all__ = ["AdamWConfig", "GroupRule", "NamedParameter", "OptimizerConfig", "optimizers", "trainable"]
+__all__ = [
+    "AdamWConfig",
+    "GroupRule",
+    "LionConfig",
+    "NamedParameter",
+    "OptimizerConfig",
+    "ScheduleFreeAdamWConfig",
+    "optimizers",
+    "trainable",
+]

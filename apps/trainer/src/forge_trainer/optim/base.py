@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forge_config import Config, Meta, Registry
 
@@ -11,6 +11,7 @@ from forge_trainer.optim.groups import GroupRule, Role, group
 
 if TYPE_CHECKING:
     from forge_parallel.mesh import Mesh
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from forge_trainer.optim.parameters import NamedParameter
@@ -31,6 +32,9 @@ class OptimizerConfig(Config):
 
     recorded_keys = ("lr", "weight_decay", "no_decay", "groups")
 
+    averages: ClassVar[tuple[str, ...]] = ()
+    """State of the optimizer that evaluation needs beside the weights; see `evaluated`."""
+
     lr: Annotated[float, Meta(gt=0)] = 3e-4
     weight_decay: Annotated[float, Meta(ge=0)] = 0.1
     no_decay: tuple[Role, ...] = ("norm", "bias")
@@ -46,6 +50,15 @@ class OptimizerConfig(Config):
             mesh: the grid of ranks; None in a lone process.
         """
         raise NotImplementedError
+
+    def evaluated(self, value: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """The weights to evaluate and to export, where they are others than those that are trained.
+
+        Args:
+            value: a parameter, or this rank's part of it.
+            state: of the optimizer, of the names `averages`, in the same part.
+        """
+        return value
 
     def kind(self, parameter: NamedParameter) -> str:
         """What is done with a parameter; those of different kinds are in different groups."""

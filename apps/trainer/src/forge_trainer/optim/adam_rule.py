@@ -1,0 +1,50 @@
+"""The step of AdamW on what a rank holds, for groups and number formats that torch's own does not take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_trainer.optim.held import Held, foreach
+
+
+def adamw_step(
+    held: Held,
+    group: Mapping[str, Any],
+    betas: tuple[float, float],
+    eps: float,
+    moments: torch.dtype | None = None,
+    rounded: Callable[[int, Tensor], Tensor] | None = None,
+) -> None:
+    """Decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101 algorithm 2), as in torch.
+
+    Args:
+        held: what this rank holds.
+        group: its entries.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        moments: the dtype both are kept in; None for that of the parameters, at least float32.
+        rounded: see `Held.put_values`.
+    """
+    lr, (beta1, beta2) = group["lr"], betas
+    first = foreach("lerp", held.state("exp_avg", moments), held.grads, 1 - beta1)
+    second = foreach("mul", held.state("exp_avg_sq", moments), beta2)
+    foreach("addcmul_", second, held.grads, held.grads, 1 - beta2)
+    steps = held.steps.double()
+    roots = foreach("div", foreach("sqrt", second), _scalars(held, (1 - beta2**steps).sqrt()))
+    foreach("add_", roots, eps)
+    direction = foreach("div", first, roots)
+    foreach("mul_", direction, _scalars(held, -lr / (1 - beta1**steps)))
+    values = foreach("mul", held.values, 1 - lr * group["weight_decay"])
+    foreach("add_", values, direction)
+    held.put("exp_avg", first)
+    held.put("exp_avg_sq", second)
+    held.put_values(values, rounded)
+
+
+def _scalars(held: Held, numbers: Tensor) -> list[Tensor]:
+    """One number a parameter, in its dtype."""
+    return [number.to(wide) for number, wide in zip(numbers.unbind(), held.wide, strict=True)]

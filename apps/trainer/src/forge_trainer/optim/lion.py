@@ -1,0 +1,48 @@
+"""Lion (Chen et al. 2023, arXiv:2302.06675 algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from forge_config import Meta
+
+from forge_trainer.optim.base import Decay, OptimizerConfig, optimizers
+
+if TYPE_CHECKING:
+    from forge_parallel.mesh import Mesh
+    from torch.optim import Optimizer
+
+    from forge_trainer.optim.held import Held
+    from forge_trainer.optim.parameters import NamedParameter
+
+
+@optimizers.register("lion")
+class LionConfig(OptimizerConfig):
+    """The sign of an average of gradients; one moment. Wants a third to a tenth of the rate of AdamW.
+
+    Attributes:
+        betas: of the average that is used, and of the one that is kept.
+    """
+
+    recorded_keys = ("betas",)
+
+    lr: Annotated[float, Meta(gt=0)] = 1e-4
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
+
+    def build(self, parameters: Sequence[NamedParameter], mesh: Mesh | None = None) -> Optimizer:
+        """See `OptimizerConfig.build`."""
+        from forge_trainer.optim.held import HeldOptimizer
+
+        return HeldOptimizer(self.param_groups(parameters), {"Lion": self._step})
+
+    def _step(self, held: Held, group: Mapping[str, Any]) -> None:
+        from forge_trainer.optim.held import foreach
+
+        lr, (beta1, beta2) = group["lr"], self.betas
+        average = held.state("exp_avg")
+        direction = foreach("sign", foreach("lerp", average, held.grads, 1 - beta1))
+        values = foreach("mul", held.values, 1 - lr * group["weight_decay"])
+        foreach("add_", values, foreach("mul", direction, -lr))
+        held.put("exp_avg", foreach("lerp", average, held.grads, 1 - beta2))
+        held.put_values(values)

@@ -1,0 +1,84 @@
+"""Schedule-Free AdamW (Defazio et al. 2024, arXiv:2405.15682), as the package schedulefree has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from forge_config import Meta
+
+from forge_trainer.optim.base import Decay, OptimizerConfig, optimizers
+
+if TYPE_CHECKING:
+    from forge_parallel.mesh import Mesh
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from forge_trainer.optim.held import Held
+    from forge_trainer.optim.parameters import NamedParameter
+
+
+@optimizers.register("schedule-free-adamw")
+class ScheduleFreeAdamWConfig(OptimizerConfig):
+    """Averages the weights instead of decaying the learning rate; give it a constant schedule with warm-up.
+
+    The model trains at `y`, between the fast weights `z` and their average `x`. Evaluation, `forge eval`,
+    `generate` and `export` use `x`; a checkpoint holds `y` and `z`.
+
+    Attributes:
+        betas: how far `y` is towards `x`, and the decay rate of the second moment.
+        eps: added to the root of the second moment.
+        weight_power: the average weighs steps by the largest learning rate so far to this power.
+        step_power: and by their number to this power.
+    """
+
+    recorded_keys = ("eps", "weight_power", "step_power")
+
+    lr: Annotated[float, Meta(gt=0)] = 1e-3
+    betas: tuple[Annotated[float, Meta(gt=0, lt=1)], Decay] = (0.9, 0.95)
+    eps: Annotated[float, Meta(gt=0)] = 1e-8
+    weight_power: Annotated[float, Meta(ge=0)] = 2.0
+    step_power: Annotated[float, Meta(ge=0)] = 0.0
+
+    averages: ClassVar[tuple[str, ...]] = ("z",)
+
+    def build(self, parameters: Sequence[NamedParameter], mesh: Mesh | None = None) -> Optimizer:
+        """See `OptimizerConfig.build`."""
+        from forge_trainer.optim.held import HeldOptimizer
+
+        return HeldOptimizer(self.param_groups(parameters), {"ScheduleFreeAdamW": self._step})
+
+    def _step(self, held: Held, group: Mapping[str, Any]) -> None:
+        import torch
+
+        from forge_trainer.optim.held import foreach
+
+        lr, (beta1, beta2) = group["lr"], self.betas
+        fast = held.state("z", start=held.values)
+        second = foreach("mul", held.state("exp_avg_sq"), beta2)
+        foreach("addcmul_", second, held.grads, held.grads, 1 - beta2)
+        largest = held.scalars("lr_max").clamp(min=lr)
+        weight = held.steps.double() ** self.step_power * largest**self.weight_power
+        total = held.scalars("weight_sum") + weight
+        share = torch.where(total > 0, weight / total, 0.0)
+
+        roots = foreach("sqrt", foreach("div", second, self._of(held, 1 - beta2 ** held.steps.double())))
+        foreach("add_", roots, self.eps)
+        direction = foreach("div", held.grads, roots)
+        foreach("add_", direction, foreach("mul", held.values, group["weight_decay"]))
+        shares = self._of(held, share)
+        values = foreach("add", held.values, foreach("mul", foreach("sub", fast, held.values), shares))
+        foreach("add_", values, foreach("mul", direction, self._of(held, lr * (beta1 * (1 - share) - 1))))
+        held.put("z", foreach("sub", fast, foreach("mul", direction, lr)))
+        held.put("exp_avg_sq", second)
+        held.put("lr_max", largest.unbind())
+        held.put("weight_sum", total.unbind())
+        held.put_values(values)
+
+    @staticmethod
+    def _of(held: Held, numbers: Tensor) -> list[Tensor]:
+        return [number.to(wide) for number, wide in zip(numbers.unbind(), held.wide, strict=True)]
+
+    def evaluated(self, value: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """See `OptimizerConfig.evaluated`."""
+        return value.lerp(state["z"].to(value.dtype), 1 - 1 / self.betas[0])
