@@ -21,7 +21,12 @@ from forge_parallel import (
     materialize,
     parallelize,
 )
-from forge_parallel.config import ActivationCheckpointingConfig, CompileConfig, TensorParallelConfig
+from forge_parallel.config import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    ContextParallelConfig,
+    TensorParallelConfig,
+)
 from forge_parallel.testing import run_ranks
 from forge_trainer.optim import AdamWConfig, trainable
 from forge_trainer.schedule import CosineConfig
@@ -36,6 +41,12 @@ LAYOUTS = {
     "hsdp2x2": (4, {"dp_replicate": 2}),
     "replicate2-tp2": (4, {"dp_replicate": 2, "tp": 2}),
     "tp4": (4, {"tp": 4}),
+    "cp2": (2, {"cp": 2}),
+    "cp4": (4, {"cp": 4}),
+    "fsdp2-cp2": (4, {"cp": 2}),
+    "replicate2-cp2": (4, {"dp_replicate": 2, "cp": 2}),
+    "cp2-tp2": (4, {"cp": 2, "tp": 2}),
+    "fsdp2-cp2-tp2": (8, {"cp": 2, "tp": 2}),
     "hsdp2x2-tp2": (8, {"dp_replicate": 2, "tp": 2}),
 }
 PARTS = {"vocab_size": VOCAB, "dim": 32, "num_layers": 2, "max_tokens": TOKENS}
@@ -141,6 +152,14 @@ def test_training_equals_one_process(layout):
 def test_tensor_parallel_training_in_float64_equals_one_process(name, sequence):
     parallel = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=sequence))
     check("tp2", name, "float64", parallel, loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+@pytest.mark.parametrize("name", MODELS)
+def test_context_parallel_training_in_float64_equals_one_process(name, method):
+    parallel = ParallelConfig(context_parallel=ContextParallelConfig(method=method))
+    check("cp2", name, "float64", parallel, loss=1e-10, norm=1e-10)
 
 
 @pytest.mark.dist

@@ -18,6 +18,7 @@ from forge_model.hf_config import read_config
 from forge_parallel.config import (
     ActivationCheckpointingConfig,
     CompileConfig,
+    ContextParallelConfig,
     FSDPConfig,
     MeshConfig,
     ParallelConfig,
@@ -107,6 +108,7 @@ class Job(Config):
     eval: EvalConfig = EvalConfig()
     mesh: MeshConfig = MeshConfig()
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    context_parallel: ContextParallelConfig = ContextParallelConfig()
     fsdp: FSDPConfig = FSDPConfig()
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
@@ -126,6 +128,7 @@ class Job(Config):
         """The sections that `parallelize` applies."""
         return ParallelConfig(
             tensor_parallel=self.tensor_parallel,
+            context_parallel=self.context_parallel,
             fsdp=self.fsdp,
             precision=self.precision,
             activation_checkpointing=self.activation_checkpointing,
@@ -179,18 +182,27 @@ def weights_are_of_the_model(job: JobConfig, model: ModelConfig, train: TrainCon
         require_weights_of(model, read_config(train.init_from), train.init_from)
 
 
-def tensor_parallel_divides(
-    model: ModelConfig, data: DataConfig, mesh: MeshConfig, tensor_parallel: TensorParallelConfig
+def axes_divide_the_model(
+    model: ModelConfig,
+    data: DataConfig,
+    mesh: MeshConfig,
+    tensor_parallel: TensorParallelConfig,
+    context_parallel: ContextParallelConfig,
 ) -> None:
-    """Heads, widths, vocabulary and, where the residual stream is cut, sequences are cut evenly."""
-    sizes = model.tensor_sizes() | ({"data.max_tokens": data.max_tokens} if tensor_parallel.sequence else {})
-    uneven = [f"{name} = {size}" for name, size in sizes.items() if size % mesh.tp]
+    """Heads, widths, vocabulary and sequences are cut evenly over the ranks that share them."""
+    sizes, tp, cp = model.tensor_sizes(), mesh.tp, mesh.cp
+    needed = [(name, size, tp, "mesh.tp") for name, size in sizes.items()]
+    if cp > 1 and context_parallel.method == "ulysses":
+        heads = {name: size for name, size in sizes.items() if name.endswith("num_heads")}
+        needed += [(name, size, tp * cp, "mesh.tp times mesh.cp") for name, size in heads.items()]
+    pieces = cp * context_parallel.pieces if cp > 1 else 1
+    cuts = pieces * (tp if tensor_parallel.sequence else 1)
+    needed.append(("data.max_tokens", data.max_tokens, cuts, "the parts of a sequence"))
+    uneven = [f"{name} = {size} is no multiple of {n} ({what})" for name, size, n, what in needed if size % n]
     if uneven:
-        fitting = [n for n in range(1, mesh.tp) if not any(size % n for size in sizes.values())]
-        raise ValueError(
-            f"mesh.tp = {mesh.tp} does not divide {', '.join(uneven)}; "
-            f"of the smaller ones {', '.join(map(str, fitting))} would"
-        )
+        fitting = [str(n) for n in range(1, tp) if not any(size % n for size in sizes.values())]
+        hint = f"; of smaller mesh.tp {', '.join(fitting)} would divide the model" if fitting else ""
+        raise ValueError(f"mesh.tp = {tp}, mesh.cp = {cp}: {'; '.join(uneven)}{hint}")
 
 
 checks: list[Callable[..., None]] = [
@@ -199,7 +211,7 @@ checks: list[Callable[..., None]] = [
     batch_divides,
     warmup_fits,
     weights_are_of_the_model,
-    tensor_parallel_divides,
+    axes_divide_the_model,
 ]
 
 

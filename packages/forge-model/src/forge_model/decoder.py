@@ -163,6 +163,7 @@ class Decoder(nn.Module):
             "tensor": self._tensor_roles() | {name: name for name in outside},
             "divisible": self.config.tensor_sizes(),
             "attention": "layers.*.attention",
+            "sequence_inputs": ["tokens", "labels", "doc_ids", "positions"],
             "no_fp8": [name for name in outside if name == "head"],
         }
 

@@ -28,7 +28,7 @@ class Mask:
     Attributes:
         tokens: T.
         device: where attention runs.
-        doc_ids: [B, T] integer; a token sees only tokens of its own id. Not together with a cache.
+        doc_ids: [B, S] integer, of all keys; a token sees only tokens of its own id.
         cached: keys before the first query.
         padding: [B] integer; so many tokens at the left of each row are padding.
     """
@@ -80,40 +80,50 @@ def flex_blocks(mask: Mask, window: int | None) -> Any:
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    assert mask.padding is None and not mask.cached
+    assert mask.padding is None
+    before = mask.cached
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return mask.sees(row, query, key, window)
+        return mask.sees(row, query + before, key, window)
 
-    first = torch.arange(0, mask.tokens, BLOCK, device=mask.device)
-    last = (first + BLOCK - 1).clamp(max=mask.tokens - 1)
-    some = (first <= last[:, None])[None]
-    every = (last <= first[:, None])[None]
+    keys, queries = _Blocks(0, before + mask.tokens, mask), _Blocks(before, mask.tokens, mask)
+    some = (keys.first <= queries.last[:, None])[None]
+    every = (keys.last <= queries.first[:, None])[None]
     if window is not None:
-        some = some & (last > first[:, None] - window)
-        every = every & (first > last[:, None] - window)
+        some = some & (keys.last > queries.first[:, None] - window)
+        every = every & (keys.first > queries.last[:, None] - window)
     if mask.doc_ids is not None:
-        low, high = _ranges(mask.doc_ids)
-        some = some & (low[:, None] <= high[:, :, None]) & (high[:, None] >= low[:, :, None])
-        every = every & (low == high)[:, None] & (low[:, None] == low[:, :, None])
-        every = every & (high[:, None] == high[:, :, None])
+        (low, high), (own_low, own_high) = keys.documents(), queries.documents()
+        some = some & (low[:, None] <= own_high[:, :, None]) & (high[:, None] >= own_low[:, :, None])
+        every = every & (low == high)[:, None] & (low[:, None] == own_low[:, :, None])
+        every = every & (high[:, None] == own_high[:, :, None])
     # as torch does, a block that is cut off at the end is never called full
-    complete = first + BLOCK <= mask.tokens
-    every = every & complete & complete[:, None]
+    every = every & keys.complete & queries.complete[:, None]
     return BlockMask.from_kv_blocks(
         *_listed(some & ~every),
         *_listed(every),
         BLOCK_SIZE=BLOCK,
         mask_mod=visible,
-        seq_lengths=(mask.tokens, mask.tokens),
+        seq_lengths=(mask.tokens, before + mask.tokens),
     )
 
 
-def _ranges(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, T] -> the least and the greatest id in each block, [B, T/BLOCK]."""
-    short = -doc_ids.shape[1] % BLOCK
-    blocks = torch.cat([doc_ids, doc_ids[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, BLOCK))
-    return blocks.amin(-1), blocks.amax(-1)
+class _Blocks:
+    """Blocks of tokens of a mask, from the token `start` on: their first and last token, [blocks]."""
+
+    def __init__(self, start: int, tokens: int, mask: Mask) -> None:
+        self.first = torch.arange(0, tokens, BLOCK, device=mask.device) + start
+        self.last = (self.first + BLOCK - 1).clamp(max=start + tokens - 1)
+        self.complete = self.first + BLOCK <= start + tokens
+        self._doc_ids = None if mask.doc_ids is None else mask.doc_ids[:, start:]
+
+    def documents(self) -> tuple[Tensor, Tensor]:
+        """The least and the greatest id in each block, [B, blocks]."""
+        assert self._doc_ids is not None
+        short = -self._doc_ids.shape[1] % BLOCK
+        padded = torch.cat([self._doc_ids, self._doc_ids[:, -1:].expand(-1, short)], 1)
+        blocks = padded.unflatten(1, (-1, BLOCK))
+        return blocks.amin(-1), blocks.amax(-1)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +165,8 @@ class SoftmaxAttention:
         """None for plain causal attention, a block mask of FlexAttention, or [B or 1, 1, T, S] bool."""
         if mask.is_plain_causal(window):
             return None
-        if mask.device.type == "cuda" and mask.padding is None and not mask.cached:
+        # one query after a cache of keys needs no blocks
+        if mask.device.type == "cuda" and mask.padding is None and (not mask.cached or mask.tokens >= BLOCK):
             return flex_blocks(mask, window)
         return mask.dense(window)
 

@@ -22,11 +22,11 @@ _APPLIED = "_forge_parallel_config"
 
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig | None = None) -> nn.Module:
-    """Make a model parallel: tensor parallelism -> activation checkpointing -> compile -> FSDP2. Collective.
+    """Make a model parallel: TP -> CP -> activation checkpointing -> compile -> FSDP2. Collective.
 
     In place. Each step wraps what the one before has made: checkpointing repeats the collectives of tensor
-    parallelism, the compiler sees the checkpointed forward, and the hooks of FSDP2, which cuts what tensor
-    parallelism has left, stay outside of compiled code.
+    and context parallelism, the compiler sees the checkpointed forward, and the hooks of FSDP2, which cuts
+    what tensor parallelism has left, stay outside of compiled code.
 
     Args:
         model: any module, best on the meta device; then call `materialize` and fill it.
@@ -57,6 +57,10 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
         from forge_parallel.tensor_parallel import tensor_parallel
 
         tensor_parallel(model, plan, mesh.tp, config.tensor_parallel)
+    if mesh.context.size > 1:
+        from forge_parallel.context_parallel import context_parallel
+
+        context_parallel(model, plan, mesh.context, config.context_parallel)
     if config.activation_checkpointing.mode == "full":
         checkpoint_activations(units.block_modules)
     if config.compile.enabled:

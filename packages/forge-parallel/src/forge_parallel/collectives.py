@@ -14,13 +14,26 @@ from forge_parallel import capabilities
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, wide: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.wide = dim, group, wide
         return _all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _reduce_scatter(gradient, ctx.dim, ctx.group), None, None
+        summed = torch.promote_types(gradient.dtype, torch.float32) if ctx.wide else gradient.dtype
+        total = _reduce_scatter(gradient.to(summed), ctx.dim, ctx.group)
+        return total.to(gradient.dtype), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
+        ctx.cut, ctx.join, ctx.group = cut, join, group
+        return _all_to_all(x, cut, join, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _all_to_all(gradient, ctx.join, ctx.cut, ctx.group), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -67,9 +80,27 @@ def _all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return functional.wait_tensor(capabilities.functional("all_gather")(x.contiguous(), dim, group))
 
 
-def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The shards of all ranks along `dim`; the gradient is summed over ranks and cut again. Collective."""
-    return _AllGather.apply(x, dim, group)
+def _all_to_all(x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
+    parts = x.unflatten(cut, (group.size(), -1)).movedim(cut, 0).contiguous()
+    received = functional.wait_tensor(functional.all_to_all_single(parts, None, None, group))
+    return received.movedim(0, join).flatten(join, join + 1)
+
+
+def all_gather(x: Tensor, dim: int, group: ProcessGroup, wide: bool = False) -> Tensor:
+    """The shards of all ranks along `dim`; the gradient is summed over ranks and cut again. Collective.
+
+    Args:
+        x: this rank's shard.
+        dim: along which they are put together.
+        group: the ranks.
+        wide: sum the gradient in float32.
+    """
+    return _AllGather.apply(x, dim, group, wide)
+
+
+def all_to_all(x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
+    """Each rank's even part of dim `cut`, of what all ranks have along dim `join`. Collective."""
+    return _AllToAll.apply(x, cut, join, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:

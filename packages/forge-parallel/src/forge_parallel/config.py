@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Annotated, Literal
 
 from forge_config import ALL_KEYS, Config, Meta
@@ -15,15 +16,19 @@ class MeshConfig(Config):
     """How the ranks are laid out; the product of all axes is the number of ranks.
 
     Attributes:
+        pp: stages of the pipeline; each rank has the layers of one or several stages.
         dp_replicate: copies of the model; gradients are summed over them (HSDP when above 1).
         dp_shard: ranks that share one copy (FSDP2); -1 takes all the ranks that are left.
+        cp: ranks that share each sequence (context parallelism); FSDP2 shards over them too.
         tp: ranks that share each matrix (tensor parallelism); best within a node.
     """
 
     free_keys = (ALL_KEYS,)
 
+    pp: Annotated[int, Meta(ge=1)] = 1
     dp_replicate: Annotated[int, Meta(ge=1)] = 1
     dp_shard: Annotated[int, Meta(ge=-1)] = AUTO
+    cp: Annotated[int, Meta(ge=1)] = 1
     tp: Annotated[int, Meta(ge=1)] = 1
 
     def __post_init__(self) -> None:
@@ -31,19 +36,22 @@ class MeshConfig(Config):
             raise ValueError("dp_shard = 0; give -1 for all the ranks that are left, or at least 1")
 
     def sizes(self, world_size: int) -> dict[str, int]:
-        """The size of each axis for a number of ranks.
+        """The size of each axis for a number of ranks, the outermost first.
 
         Raises:
             ParallelError: the axes do not multiply to the number of ranks.
         """
-        fixed = self.dp_replicate * self.tp
+        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        fixed = prod(size for name, size in given.items() if name != "dp_shard")
         shard = world_size // fixed if self.dp_shard == AUTO else self.dp_shard
         if shard * fixed != world_size or not shard:
-            raise ParallelError(
-                f"{world_size} ranks cannot be laid out as dp_replicate = {self.dp_replicate} times "
-                f"dp_shard = {self.dp_shard} times tp = {self.tp}; the product must be {world_size}"
+            said = " times ".join(
+                f"{name} = {size}" for name, size in given.items() if size != 1 or name.startswith("dp_")
             )
-        return {"dp_replicate": self.dp_replicate, "dp_shard": shard, "tp": self.tp}
+            raise ParallelError(
+                f"{world_size} ranks cannot be laid out as {said}; the product must be {world_size}"
+            )
+        return given | {"dp_shard": shard}
 
 
 class FSDPConfig(Config):
@@ -110,6 +118,26 @@ class TensorParallelConfig(Config):
     sequence: bool = True
 
 
+class ContextParallelConfig(Config):
+    """How the ranks of `mesh.cp` share the attention of a sequence.
+
+    Attributes:
+        method: `gather`: each rank has the keys and values of the whole sequence and a part of the queries,
+            cut so that causal attention is the same work for all. `ulysses`: each rank has a part of the
+            heads, over the whole sequence (Jacobs et al. 2023, arXiv:2309.14509); heads must be multiples of
+            cp times tp.
+    """
+
+    free_keys = (ALL_KEYS,)
+
+    method: Literal["gather", "ulysses"] = "gather"
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces a rank sequences are cut."""
+        return 2 if self.method == "gather" else 1
+
+
 class ActivationCheckpointingConfig(Config):
     """Which activations are computed again in the backward pass instead of kept.
 
@@ -143,6 +171,7 @@ class ParallelConfig(Config):
 
     Attributes:
         tensor_parallel: sharing of matrices.
+        context_parallel: sharing of sequences.
         fsdp: sharding of parameters.
         precision: number formats.
         activation_checkpointing: which activations are computed again.
@@ -150,6 +179,7 @@ class ParallelConfig(Config):
     """
 
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    context_parallel: ContextParallelConfig = ContextParallelConfig()
     fsdp: FSDPConfig = FSDPConfig()
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 DATA_AXES = ("dp_replicate", "dp_shard")
 """The axes along which ranks read different data."""
 
+FSDP = "fsdp"
+"""The axis over which FSDP2 shards: `dp_shard` times `cp`, for ranks that see other tokens of one sequence
+need the same parameters."""
+
 
 @dataclass(frozen=True)
 class View:
@@ -56,9 +60,11 @@ class Mesh:
     Attributes:
         device: what this rank computes on.
         batch: the ranks that read different data; its rank says which part of a global batch is read here.
-        loss: the ranks over which losses and counts of targets are summed.
+        loss: the ranks that see different tokens: over them losses are summed.
         stage: the ranks that hold the same part of the model: every copy and every shard of a parameter is
             among them. All ranks, as long as there is no pipeline.
+        pipeline: the stages of the pipeline, in order.
+        context: the ranks that see different tokens of the same sequences.
         fsdp: what FSDP2 shards over, (replicate, shard) under HSDP; None in a lone process without a group.
         tp: the ranks that share each matrix; None when there is one.
         control_group: a CPU group of its own for decisions and checkpoints, so that they never wait for, or
@@ -69,6 +75,8 @@ class Mesh:
     batch: View = View()
     loss: View = View()
     stage: View = View()
+    pipeline: View = View()
+    context: View = View()
     fsdp: DeviceMesh | None = None
     tp: DeviceMesh | None = None
     control_group: ProcessGroup | None = None
@@ -92,19 +100,40 @@ def build_mesh(config: MeshConfig, env: Env) -> Mesh:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    axes = [axis for axis in sizes if axis == "dp_shard" or sizes[axis] > 1]
-    grid = init_device_mesh(env.device.type, tuple(sizes[a] for a in axes), mesh_dim_names=tuple(axes))
-    data = _view(grid, DATA_AXES)
-    stage = _view(grid, tuple(axes))
-    fsdp = grid[tuple(axis for axis in DATA_AXES if axis in axes)]
-    tp = grid["tp"] if sizes["tp"] > 1 else None
+    def grid(sizes: dict[str, int]) -> DeviceMesh:
+        axes = {name: size for name, size in sizes.items() if size > 1 or name == FSDP}
+        return init_device_mesh(env.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    # Two views of the same ranks: by what they hold of the model, and by what they read.
+    shards = sizes["dp_shard"] * sizes["cp"]
+    held = grid({"pp": sizes["pp"], "dp_replicate": sizes["dp_replicate"], FSDP: shards, "tp": sizes["tp"]})
+    read = grid(sizes) if sizes["cp"] > 1 else held
     control_group = dist.new_group(backend="gloo")
     assert isinstance(control_group, dist.ProcessGroup), "every rank is a member"
-    return Mesh(env.device, data, data, stage, fsdp, tp, control_group)
+    return Mesh(
+        env.device,
+        batch=_view(read, DATA_AXES if read is not held else ("dp_replicate", FSDP)),
+        loss=_view(held, ("dp_replicate", FSDP)),
+        stage=_view(held, ("dp_replicate", FSDP, "tp")),
+        pipeline=_view(held, ("pp",)),
+        context=_view(read, ("cp",)),
+        fsdp=_part(held, ("dp_replicate", FSDP)),
+        tp=_part(held, ("tp",)),
+        control_group=control_group,
+    )
+
+
+def _part(grid: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
+    """The part of the grid along some axes, of those of more than one rank; None if there are none."""
+    names = tuple(axis for axis in axes if axis in (grid.mesh_dim_names or ()))
+    return grid[names] if names else None
 
 
 def _view(grid: DeviceMesh, axes: tuple[str, ...]) -> View:
-    """The ranks along some axes of the grid; axes of size 1 are not in it."""
-    names = tuple(axis for axis in axes if axis in (grid.mesh_dim_names or ()))
-    along = grid[names[0]] if len(names) == 1 else capabilities.flatten(grid[names], "_".join(names))
+    """The ranks along some axes of the grid."""
+    part = _part(grid, axes)
+    if part is None:
+        return View()
+    names = part.mesh_dim_names or ()
+    along = part if len(names) == 1 else capabilities.flatten(part, "_".join(names))
     return View(along.get_local_rank(), along.size(), along.get_group())

@@ -24,7 +24,9 @@ class Plan(Config):
         tensor: the role of each module that has parameters, and of those that take the residual stream, under
             tensor parallelism; see `forge_parallel.tensor_parallel`.
         divisible: sizes by name that tensor parallelism must divide, beside those of matrices: heads, say.
-        attention: the attention modules. Checked against the model, and without effect yet.
+        attention: the attention modules; their attribute `attend` is replaced by context parallelism.
+        sequence_inputs: arguments of the model of the shape [B, T], which context parallelism cuts; the first
+            is always given. It adds `positions` [T] where they are missing.
         no_fp8: modules that stay out of 8-bit matmuls. Checked against the model, and without effect: there
             are none yet.
     """
@@ -34,6 +36,7 @@ class Plan(Config):
     tensor: dict[str, Role] = {}
     divisible: dict[str, int] = {}
     attention: str | None = None
+    sequence_inputs: list[str] = []
     no_fp8: list[str] = []
 
     @classmethod

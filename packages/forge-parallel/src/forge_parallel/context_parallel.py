@@ -1,0 +1,211 @@
+"""Context parallelism: each rank has a part of the tokens of every sequence, and attention sees all of them.
+
+The inputs of the model are cut as they enter it, so that data are read, and losses summed, as without it. Two
+ways to compute attention take the place of the attribute `attend` of the attention modules: one gathers keys
+and values, the other trades tokens for heads. B batch, T tokens, N query heads, K heads of keys and values, H
+head dim, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_parallel.collectives import all_gather, all_to_all
+from forge_parallel.config import ContextParallelConfig
+from forge_parallel.error import ParallelError
+from forge_parallel.match import find
+from forge_parallel.mesh import View
+from forge_parallel.plan import Plan
+
+TOKENS, HEADS = 2, 1
+"""Dims of queries, keys and values [B, N, T, H]."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which tokens of a sequence each rank has.
+
+    Attributes:
+        ranks: that share a sequence.
+        pieces: of each rank. With two, rank r has the r-th piece from the start and the r-th from the end, so
+            that under a causal mask all ranks have the same number of keys to look at.
+    """
+
+    ranks: View
+    pieces: int
+
+    def starts(self, rank: int) -> list[int]:
+        """Of the `pieces` x R equal pieces of a sequence, those of a rank."""
+        return [rank] if self.pieces == 1 else [rank, 2 * self.ranks.size - 1 - rank]
+
+    def width(self, tokens: int) -> int:
+        """Tokens of a piece of a sequence.
+
+        Raises:
+            ParallelError: it cannot be cut evenly.
+        """
+        parts = self.pieces * self.ranks.size
+        if tokens % parts:
+            raise ParallelError(
+                f"a sequence of {tokens} tokens cannot be cut into {parts} pieces, {self.pieces} for each of "
+                f"the cp = {self.ranks.size} ranks; use a multiple of {parts}"
+            )
+        return tokens // parts
+
+    def index(self, tokens: int, rank: int, device: torch.device) -> Tensor:
+        """[T/R] int64: which tokens of a sequence of T a rank has."""
+        width = self.width(tokens)
+        pieces = [torch.arange(width, device=device) + start * width for start in self.starts(rank)]
+        return torch.cat(pieces)
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        """What all ranks have along `dim`, in order of the sequence; the gradient is summed. Collective."""
+        gathered = all_gather(x, dim, self._group, wide=True)
+        if self.pieces == 1:
+            return gathered
+        pieces = gathered.unflatten(dim, (self.pieces * self.ranks.size, -1))
+        return pieces.index_select(dim, self._order.to(x.device)).flatten(dim, dim + 1)
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """Of the pieces of rank 0, rank 1, ...: which is the first of a sequence, the second, ..."""
+        return torch.tensor(
+            [start for rank in range(self.ranks.size) for start in self.starts(rank)]
+        ).argsort()
+
+    @property
+    def _group(self) -> Any:
+        return self.ranks.group
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What both kinds of attention over several ranks have.
+
+    Attributes:
+        inner: computes attention on one rank.
+        cut: which tokens are here.
+    """
+
+    inner: Any
+    cut: Cut
+
+    def whole(self, mask: Any) -> Any:
+        """The description of the mask of whole sequences, from that of the tokens of this rank.
+
+        Raises:
+            ParallelError: it has padding or a cache of keys.
+        """
+        if mask.cached or mask.padding is not None:
+            raise ParallelError(
+                "context parallelism is for training: it knows no padding and no cache of keys"
+            )
+        documents = None if mask.doc_ids is None else self.cut.whole(mask.doc_ids, 1)
+        return replace(mask, tokens=mask.tokens * self.cut.ranks.size, doc_ids=documents)
+
+
+class GatherKeys(_Shared):
+    """Keys and values of the whole sequence on each rank, for the queries of its own tokens."""
+
+    def resolve(self, mask: Any, window: int | None) -> list[Any]:
+        """What the inner attention makes of each piece: the last queries of a sequence that ends there."""
+        whole = self.whole(mask)
+        width = self.cut.width(whole.tokens)
+        resolved = []
+        for start in self.cut.starts(self.cut.ranks.rank):
+            end = (start + 1) * width
+            documents = None if whole.doc_ids is None else whole.doc_ids[:, :end]
+            piece = replace(whole, tokens=width, cached=start * width, doc_ids=documents)
+            resolved.append((end, self.inner.resolve(piece, window)))
+        return resolved
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, resolved: list[Any], scale: float | None = None
+    ) -> Tensor:
+        """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]."""
+        both = self.cut.whole(torch.cat([key, value], -1), TOKENS)
+        key, value = both.split([key.shape[-1], value.shape[-1]], -1)
+        outs = [
+            self.inner(piece, key[:, :, :end], value[:, :, :end], mask, scale)
+            for piece, (end, mask) in zip(query.chunk(self.cut.pieces, TOKENS), resolved, strict=True)
+        ]
+        return torch.cat(outs, TOKENS)
+
+
+class Ulysses(_Shared):
+    """The whole sequence on each rank, for a part of the heads."""
+
+    def resolve(self, mask: Any, window: int | None) -> Any:
+        """What the inner attention makes of the mask of whole sequences."""
+        return self.inner.resolve(self.whole(mask), window)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, resolved: Any, scale: float | None = None
+    ) -> Tensor:
+        """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]."""
+        ranks, group = self.cut.ranks.size, self.cut.ranks.group
+        heads, kv_heads = query.shape[HEADS], lcm(key.shape[HEADS], ranks)
+        if heads % kv_heads:
+            raise ParallelError(
+                f"{heads} query heads and {key.shape[HEADS]} heads of keys cannot be shared by cp = {ranks} "
+                'ranks; use context_parallel.method = "gather" or fewer ranks'
+            )
+        # heads of keys are repeated where there are fewer than ranks
+        key, value = (x.repeat_interleave(kv_heads // x.shape[HEADS], HEADS) for x in (key, value))
+        query, key, value = (all_to_all(x, HEADS, TOKENS, group) for x in (query, key, value))
+        return all_to_all(self.inner(query, key, value, resolved, scale), TOKENS, HEADS, group)
+
+
+METHODS: dict[str, type[_Shared]] = {"gather": GatherKeys, "ulysses": Ulysses}
+
+
+def context_parallel(model: nn.Module, plan: Plan, ranks: View, config: ContextParallelConfig) -> None:
+    """Cut the inputs of a model, and let its attention see what the other ranks have. In place.
+
+    What the model returns is of the tokens of this rank: losses are to be summed over `Mesh.loss`.
+
+    Args:
+        model: any module whose attention has an attribute `attend`, as in `forge_model.mask.Attend`.
+        plan: `attention` and `sequence_inputs` are used.
+        ranks: `Mesh.context`.
+        config: the section `[context_parallel]`.
+
+    Raises:
+        ParallelError: the plan names no attention or inputs, or attention that cannot be replaced.
+    """
+    if plan.attention is None or not plan.sequence_inputs:
+        raise ParallelError(
+            f"the plan of {type(model).__name__} has no `attention` or no `sequence_inputs`, which context "
+            "parallelism needs; use mesh.cp = 1"
+        )
+    method, cut = METHODS[config.method], Cut(ranks, config.pieces)
+    made: dict[Any, _Shared] = {}
+    for name, module in find(model, plan.attention).items():
+        if not hasattr(module, "attend"):
+            raise ParallelError(
+                f"{name}, a {type(module).__name__}, has no attribute `attend` that context parallelism "
+                "could replace; use mesh.cp = 1"
+            )
+        inner: Any = module.attend
+        module.attend = made.setdefault(inner, method(inner, cut))  # type: ignore[assignment]
+    model.register_forward_pre_hook(_cutter(cut, plan.sequence_inputs), with_kwargs=True)
+
+
+def _cutter(cut: Cut, names: list[str]) -> Callable[..., Any]:
+    """A hook that cuts the inputs [B, T] of a model, and says where the tokens were."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        tokens = given[names[0]]
+        index = cut.index(tokens.shape[1], cut.ranks.rank, tokens.device)
+        parts = {name: given[name][..., index] for name in names if given.get(name) is not None}
+        return (), {"positions": index} | given | parts
+
+    return hook
