@@ -95,11 +95,32 @@ def test_all_mistakes_are_reported_together_at_their_lines_and_before_torch(tmp_
     }
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--mesh.pp=2", "--model.tie_embeddings=true"], "untie them"),
+        (["--mesh.pp=64"], "64 stages need as many layers"),
+        (["--mesh.pp=2", "--pipeline.layers=[1,1]"], "do not add up to"),
+        (
+            ["--mesh.pp=2", "--pipeline.schedule=zbv_zero_bubble", "--compile.enabled=true"],
+            "cannot be compiled",
+        ),
+    ],
+)
+def test_pipeline_that_does_not_fit_the_model_is_refused(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        load_job(ROOT / "configs" / "runs" / "debug.toml", overrides)
+
+
 def test_tensor_parallelism_that_does_not_divide_the_model_is_refused_with_what_would():
     run = ROOT / "configs" / "runs" / "debug.toml"
     with pytest.raises(ConfigError) as refused:
         load_job(run, ["--mesh.tp=4"])
-    assert "num_heads = 5, attention.num_kv_heads = 5" in str(refused.value) and "1 would" in str(
-        refused.value
-    )
+    said = str(refused.value)
+    assert "attention.num_heads = 5 is no multiple of 4 (mesh.tp)" in said
+    assert "of smaller mesh.tp 1 would divide the model" in said
+    with pytest.raises(ConfigError, match="num_heads = 5 is no multiple of 2 .mesh.tp times mesh.cp"):
+        load_job(run, ["--mesh.cp=2", "--context_parallel.method=ulysses"])
+    with pytest.raises(ConfigError, match="max_tokens = 256 is no multiple of 6 .the parts of a sequence"):
+        load_job(run, ["--mesh.cp=3"])
     assert load_job(run, ["--mesh.tp=5", "--data.max_tokens=250", "--model.ffn.dim=480"]).value.mesh.tp == 5

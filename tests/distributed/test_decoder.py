@@ -54,7 +54,7 @@ def build(sizes: dict, tied: bool = False, checkpointing: str = "none", clip_nor
     optimizer = AdamWConfig(lr=1e-2).build(trainable([model]))
     factor = partial(CosineConfig(warmup_steps=2).factor, steps=20)
     update = Update([model], optimizer, factor, clip_norm, mesh)
-    step = TextStep(model, LossConfig(chunk_tokens=5, z_loss_weight=1e-3).build(), mesh, update=update)
+    step = TextStep([model], LossConfig(chunk_tokens=5, z_loss_weight=1e-3).build(), mesh, update=update)
     return step, model, optimizer, Progress(), mesh
 
 

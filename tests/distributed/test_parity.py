@@ -22,11 +22,14 @@ from forge_parallel import (
     parallelize,
 )
 from forge_parallel.config import (
+    PIPELINES,
     ActivationCheckpointingConfig,
     CompileConfig,
     ContextParallelConfig,
+    PipelineConfig,
     TensorParallelConfig,
 )
+from forge_parallel.stages import keep_stage, stages_of
 from forge_parallel.testing import run_ranks
 from forge_trainer.optim import AdamWConfig, trainable
 from forge_trainer.schedule import CosineConfig
@@ -45,6 +48,11 @@ LAYOUTS = {
     "cp4": (4, {"cp": 4}),
     "fsdp2-cp2": (4, {"cp": 2}),
     "replicate2-cp2": (4, {"dp_replicate": 2, "cp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "pp2-fsdp2": (4, {"pp": 2}),
+    "pp2-tp2": (4, {"pp": 2, "tp": 2}),
+    "pp2-cp2": (4, {"pp": 2, "cp": 2}),
+    "pp2-fsdp2-tp2": (8, {"pp": 2, "tp": 2}),
     "cp2-tp2": (4, {"cp": 2, "tp": 2}),
     "fsdp2-cp2-tp2": (8, {"cp": 2, "tp": 2}),
     "hsdp2x2-tp2": (8, {"dp_replicate": 2, "tp": 2}),
@@ -58,12 +66,14 @@ MODELS = {
     "biased": DecoderConfig(**PARTS, attention=BIASED, ffn=SwiGLUConfig(bias=True)),
     "tied": DecoderConfig(**PARTS, attention=HEADS, tie_embeddings=True),
     "windowed": DecoderConfig(**PARTS, attention=WINDOWED),
+    "deep": DecoderConfig(**PARTS | {"num_layers": 5}, attention=WINDOWED),
     "layernorm": DecoderConfig(**PARTS, attention=HEADS, norm=LayerNormConfig(bias=True), ffn=MLPConfig()),
 }
+FAMILIES = [name for name in MODELS if name != "deep"]
 
 
-def batch(index: int, mesh: Mesh) -> list[MicroBatch]:
-    """This rank's part, in two micro-batches, of packed documents with unequal counts of valid targets."""
+def batch(index: int, mesh: Mesh, micro_batches: int = 2) -> list[MicroBatch]:
+    """This rank's part, in some micro-batches, of packed documents with unequal counts of valid targets."""
     generator = torch.Generator().manual_seed(index)
     rows = torch.randint(VOCAB, (GLOBAL, TOKENS + 1), generator=generator)
     ends = torch.rand(GLOBAL, TOKENS + 1, generator=generator) < 0.2
@@ -77,7 +87,7 @@ def batch(index: int, mesh: Mesh) -> list[MicroBatch]:
             {"tokens": rows[part, :-1], "labels": labels[part], "doc_ids": doc_ids[part, :-1]},
             {"targets": (labels[part] >= 0).sum()},
         )
-        for part in mine.chunk(2)
+        for part in mine.chunk(micro_batches)
     ]
 
 
@@ -85,34 +95,41 @@ def trained(sizes: dict, name: str, dtype: str, parallel: ParallelConfig) -> dic
     """Losses, norms, and the weights before and after."""
     env = Env.detect()
     mesh = build_mesh(MeshConfig(**sizes), env) if env.world_size > 1 else Mesh(env.device)
-    with torch.device("meta"):
-        model = MODELS[name].build().to(getattr(torch, dtype))
-    if env.world_size > 1:
-        parallelize(model, mesh, Plan.of(model), parallel)
-    materialize(model, mesh.device)
-    initialize(model, 3, local_shard)
-    before = full(model)
-    optimizer = AdamWConfig(lr=3e-3).build(trainable([model]))
+    parts = []
+    for stage in stages_of(mesh.pipeline.rank, mesh.pipeline.size, parallel.pipeline):
+        with torch.device("meta"):
+            model = MODELS[name].build().to(getattr(torch, dtype))
+        keep_stage(model, Plan.of(model), stage, mesh.pipeline.size, parallel.pipeline)
+        if env.world_size > 1:
+            parallelize(model, mesh, Plan.of(model), parallel)
+        parts.append(materialize(model, mesh.device))
+        initialize(model, 3, local_shard)
+    before = full(parts)
+    optimizer = AdamWConfig(lr=3e-3).build(trainable(parts))
     factor = partial(CosineConfig(warmup_steps=2).factor, steps=20)
-    update = Update([model], optimizer, factor, 0.5, mesh)
-    step = TextStep(model, LossConfig(chunk_tokens=5, z_loss_weight=1e-3).build(), mesh, update=update)
-    outs = [step.train(batch(index, mesh), index) for index in range(STEPS)]
+    update = Update(parts, optimizer, factor, 0.5, mesh)
+    step = TextStep(parts, LossConfig(chunk_tokens=5, z_loss_weight=1e-3).build(), mesh, update=update)
+    count = 4 if name == "deep" else 2
+    outs = [step.train(batch(index, mesh, count), index) for index in range(STEPS)]
     return {
         "loss": [out.loss.item() for out in outs],
         "norm": [out.grad_norm.item() for out in outs],
         "before": before,
-        "after": full(model),
+        "validation": step.evaluate([batch(STEPS, mesh)])["loss"],
+        "after": full(parts),
     }
 
 
-def full(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def full(parts: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Every parameter, put together from what each rank says it holds."""
-    shards = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
-    boxes = {name: (shard.values.clone(), shard.offsets) for name, shard in shards.items()}
+    mine = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+    shards = {name: (parameter.shape, local_shard(parameter)) for name, parameter in mine.items()}
+    boxes = {name: (shape, shard.values.clone(), shard.offsets) for name, (shape, shard) in shards.items()}
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, boxes)
-    found = {name: torch.full(p.shape, torch.nan, dtype=p.dtype) for name, p in model.named_parameters()}
-    for name, (values, offsets) in (item for boxes in everyone for item in boxes.items()):
+    found: dict = {}
+    for name, (shape, values, offsets) in (item for boxes in everyone for item in boxes.items()):
+        found.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
         found[name][tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))] = values
     return found
 
@@ -129,6 +146,8 @@ def check(layout: str, name: str, dtype: str, parallel: ParallelConfig, loss: fl
     for many in run_ranks(trained, world_size, sizes, name, dtype, parallel, timeout_s=120):
         assert many["loss"] == pytest.approx(one["loss"], rel=loss)
         assert many["norm"] == pytest.approx(one["norm"], rel=norm)
+        assert many["validation"] == pytest.approx(one["validation"], rel=loss)
+        assert many["after"].keys() == one["after"].keys()
         for key, value in one["before"].items():
             assert torch.equal(many["before"][key], value), key
         for key, value in one["after"].items():
@@ -148,15 +167,22 @@ def test_training_equals_one_process(layout):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole-sequence"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_tensor_parallel_training_in_float64_equals_one_process(name, sequence):
     parallel = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=sequence))
     check("tp2", name, "float64", parallel, loss=1e-10, norm=1e-10)
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("schedule", PIPELINES)
+def test_pipelined_training_in_float64_equals_one_process(schedule):
+    parallel = ParallelConfig(pipeline=PipelineConfig(schedule=schedule))
+    check("pp2", "deep", "float64", parallel, loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_context_parallel_training_in_float64_equals_one_process(name, method):
     parallel = ParallelConfig(context_parallel=ContextParallelConfig(method=method))
     check("cp2", name, "float64", parallel, loss=1e-10, norm=1e-10)

@@ -32,7 +32,7 @@ def test_step_moves_by_the_clipped_gradient_of_the_mean_loss(clip_norm):
         group["initial_lr"] = LR
     mesh = Mesh(torch.device("cpu"))
     update = Update([model], optimizer, lambda step: 0.5, clip_norm, mesh)
-    step = TextStep(model, LossConfig(chunk_tokens=3).build(), mesh, update=update)
+    step = TextStep([model], LossConfig(chunk_tokens=3).build(), mesh, update=update)
     rows = torch.randint(19, (4, 9), generator=torch.Generator().manual_seed(0))
     labels = rows[:, 1:].clone()
     labels[0, :5] = -100

@@ -6,15 +6,17 @@ from forge_parallel.error import ParallelError
 @pytest.mark.parametrize(
     ("config", "world_size", "sizes"),
     [
-        ({}, 1, (1, 1, 1)),
-        ({}, 6, (1, 6, 1)),
-        ({"dp_replicate": 2}, 8, (2, 4, 1)),
-        ({"dp_shard": 4}, 4, (1, 4, 1)),
-        ({"dp_replicate": 2, "tp": 2}, 8, (2, 2, 2)),
+        ({}, 1, (1, 1, 1, 1, 1)),
+        ({}, 6, (1, 1, 6, 1, 1)),
+        ({"dp_replicate": 2}, 8, (1, 2, 4, 1, 1)),
+        ({"dp_shard": 4}, 4, (1, 1, 4, 1, 1)),
+        ({"dp_replicate": 2, "tp": 2}, 8, (1, 2, 2, 1, 2)),
+        ({"pp": 2, "cp": 3}, 12, (2, 1, 2, 3, 1)),
     ],
 )
 def test_mesh_config_gives_the_ranks_that_are_left_to_dp_shard(config, world_size, sizes):
-    assert tuple(MeshConfig(**config).sizes(world_size).values()) == sizes
+    found = MeshConfig(**config).sizes(world_size)
+    assert found == dict(zip(("pp", "dp_replicate", "dp_shard", "cp", "tp"), sizes, strict=True))
 
 
 @pytest.mark.parametrize("config", [{"dp_replicate": 3}, {"dp_shard": 2}, {"dp_replicate": 8}])

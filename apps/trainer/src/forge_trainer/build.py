@@ -16,6 +16,7 @@ from forge_parallel.capabilities import without_dynamo
 from forge_parallel.env import Env, process_group
 from forge_parallel.mesh import Mesh, build_mesh
 from forge_parallel.plan import Plan
+from forge_parallel.stages import keep_stage, stages_of
 from forge_parallel.tensor import local_shard
 from forge_resilience.finite import FiniteGuard
 from forge_resilience.signals import Signals
@@ -155,11 +156,15 @@ def build(
 
 def build_parts(job: Job, mesh: Mesh) -> list[nn.Module]:
     """This rank's parts of the model, parallel and on its device, still without values. Collective."""
-    with torch.device("meta"):
-        model = job.model.build()
-    freeze(model, job.optimizer.groups)
-    parallelize(model, mesh, Plan.of(model), job.parallel)
-    return [materialize(model, mesh.device)]
+    parts: list[nn.Module] = []
+    for stage in stages_of(mesh.pipeline.rank, mesh.pipeline.size, job.pipeline):
+        with torch.device("meta"):
+            model = job.model.build()
+        freeze(model, job.optimizer.groups)
+        keep_stage(model, Plan.of(model), stage, mesh.pipeline.size, job.pipeline)
+        parallelize(model, mesh, Plan.of(model), job.parallel)
+        parts.append(materialize(model, mesh.device))
+    return parts
 
 
 def open_store(job: Job, mesh: Mesh) -> Store:

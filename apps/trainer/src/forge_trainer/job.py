@@ -22,6 +22,7 @@ from forge_parallel.config import (
     FSDPConfig,
     MeshConfig,
     ParallelConfig,
+    PipelineConfig,
     PrecisionConfig,
     TensorParallelConfig,
 )
@@ -109,6 +110,7 @@ class Job(Config):
     mesh: MeshConfig = MeshConfig()
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     context_parallel: ContextParallelConfig = ContextParallelConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     fsdp: FSDPConfig = FSDPConfig()
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
@@ -129,6 +131,7 @@ class Job(Config):
         return ParallelConfig(
             tensor_parallel=self.tensor_parallel,
             context_parallel=self.context_parallel,
+            pipeline=self.pipeline,
             fsdp=self.fsdp,
             precision=self.precision,
             activation_checkpointing=self.activation_checkpointing,
@@ -205,6 +208,29 @@ def axes_divide_the_model(
         raise ValueError(f"mesh.tp = {tp}, mesh.cp = {cp}: {'; '.join(uneven)}{hint}")
 
 
+def stages_fit_the_model(
+    model: ModelConfig, mesh: MeshConfig, pipeline: PipelineConfig, compile: CompileConfig
+) -> None:
+    """The model can be cut into the stages of the pipeline."""
+    if mesh.pp == 1:
+        return
+    count = mesh.pp * pipeline.held()
+    if pipeline.layers and len(pipeline.layers) != count:
+        raise ValueError(
+            f"pipeline.layers names {len(pipeline.layers)} stages; mesh.pp = {mesh.pp} with "
+            f'schedule = "{pipeline.schedule}" has {count}'
+        )
+    if pipeline.splits_backward and compile.enabled:
+        raise ValueError(
+            f'pipeline.schedule = "{pipeline.schedule}" takes the backward pass in two, which cannot be compiled; '
+            "set compile.enabled = false or choose another schedule"
+        )
+    try:
+        model.require_stages(pipeline.layers or [0] * count)
+    except ValueError as error:
+        raise ValueError(f"mesh.pp = {mesh.pp}: {error}; or set mesh.pp = 1") from None
+
+
 checks: list[Callable[..., None]] = [
     sequences_fit_the_model,
     vocabulary_covers_the_tokenizer,
@@ -212,6 +238,7 @@ checks: list[Callable[..., None]] = [
     warmup_fits,
     weights_are_of_the_model,
     axes_divide_the_model,
+    stages_fit_the_model,
 ]
 
 

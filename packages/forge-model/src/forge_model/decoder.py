@@ -156,11 +156,12 @@ class Decoder(nn.Module):
         """What may be done to this model in parallel, as plain data; see `forge_parallel.plan`."""
         outside = [name for name in ("embed", "norm", "head") if getattr(self, name) is not None]
         units = [[name for name in names if name in outside] for names in (["embed"], ["norm", "head"])]
-        tied = self.config.tie_embeddings
+        tied, width = self.config.tie_embeddings, self.config.dim
         return {
             "blocks": "layers.*",
             "units": [] if tied else [unit for unit in units if unit],
             "tensor": self._tensor_roles() | {name: name for name in outside},
+            "stages": {"first": ["embed"], "last": ["norm", "head"], "hidden": "hidden", "dim": width},
             "divisible": self.config.tensor_sizes(),
             "attention": "layers.*.attention",
             "sequence_inputs": ["tokens", "labels", "doc_ids", "positions"],

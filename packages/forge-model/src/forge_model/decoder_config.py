@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_config import Config, Meta
@@ -143,6 +144,20 @@ class DecoderConfig(ModelConfig):
                 same = sizes.setdefault(key, size) == size
                 sizes |= {} if same else {f"layer {index} {key}": size}
         return sizes
+
+    def require_stages(self, layers: Sequence[int]) -> None:
+        """See `ModelConfig.require_stages`."""
+        if self.tie_embeddings:
+            raise ValueError(
+                "the embedding on the first stage and the head on the last are one parameter, which two stages "
+                "cannot share; untie them (model.tie_embeddings = false)"
+            )
+        if len(layers) > self.num_layers:
+            raise ValueError(
+                f"{len(layers)} stages need as many layers; model.num_layers = {self.num_layers}"
+            )
+        if all(layers) and sum(layers) != self.num_layers:
+            raise ValueError(f"{list(layers)} do not add up to model.num_layers = {self.num_layers}")
 
     def flops_per_token(self, tokens: int, causal: bool = True) -> float:
         """See `ModelConfig.flops_per_token`."""

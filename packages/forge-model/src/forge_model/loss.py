@@ -159,7 +159,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if d_hidden is not None:
             d_hidden = (d_hidden * d_total).to(d_hidden.dtype)
         if d_weight is not None:
-            d_weight = d_weight.mul_(d_total).to(ctx.weight_dtype)
+            # in place, unless another backward pass may come, as in pipelines without bubbles
+            again = torch._C._autograd._get_current_graph_task_keep_graph()
+            d_weight = (d_weight * d_total if again else d_weight.mul_(d_total)).to(ctx.weight_dtype)
         return d_hidden, d_weight, None, None, None, None, None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from forge_config import Config, Meta, Registry
@@ -39,6 +40,17 @@ class ModelConfig(Config):
     def tensor_sizes(self) -> dict[str, int]:
         """The sizes, by key, that tensor parallelism must divide."""
         return {}
+
+    def require_stages(self, layers: Sequence[int]) -> None:
+        """See that the model can be cut into the stages of a pipeline.
+
+        Args:
+            layers: how many each stage is to have; 0 where that is not said.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        raise ValueError(f"a {type(self).__name__} cannot be cut into stages")
 
 
 models = Registry("model", ModelConfig, default="decoder")

@@ -68,7 +68,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
     if mesh.fsdp is not None:
         from forge_parallel.fsdp import shard
 
-        shard(model, units, mesh.fsdp, getattr(torch, compute))
+        # in a pipeline, many micro-batches pass before the first comes back
+        shard(model, units, mesh.fsdp, getattr(torch, compute), again=mesh.pipeline.size == 1)
     setattr(model, _APPLIED, config)
     return model
 
@@ -146,6 +147,11 @@ def load_full(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
+def applied(model: nn.Module) -> ParallelConfig:
+    """What `parallelize` has applied to a model."""
+    return getattr(model, _APPLIED, ParallelConfig())
+
+
 def set_sync(model: nn.Module, last: bool) -> None:
     """Say before each micro-batch whether it is the last of a step, so that gradients are summed over ranks.
 
@@ -153,7 +159,6 @@ def set_sync(model: nn.Module, last: bool) -> None:
     model that is not sharded.
     """
     if hasattr(model, "set_requires_gradient_sync"):
-        config: ParallelConfig = getattr(model, _APPLIED, ParallelConfig())
-        reduce = last or config.fsdp.reduce_gradients == "every_micro_batch"
+        reduce = last or applied(model).fsdp.reduce_gradients == "every_micro_batch"
         model.set_requires_gradient_sync(reduce)  # type: ignore[operator]
         model.set_is_last_backward(reduce)  # type: ignore[operator]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,21 @@ def cuts(placement: Placement, dim: int) -> bool:
 def split_factor(placement: Placement) -> int:
     """Into how many chunks a dim was cut before this placement cut it; 1 for all but strided shards."""
     return getattr(placement, "split_factor", 1)
+
+
+def run_schedule(schedule: Any, micro_batches: list[dict[str, Any]]) -> None:
+    """Run a pipeline schedule on keyword arguments that are cut into micro-batches already.
+
+    2.11 to 2.14 can only cut them themselves; what their `step` does beside is done here.
+    """
+    targets = [None] * len(micro_batches)
+    if "kwarg_mbs" in inspect.signature(schedule.step).parameters:
+        schedule.step(kwarg_mbs=micro_batches, target_mbs=targets, return_outputs=False)
+        return
+    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+        stage.has_backward = True
+        stage.clear_runtime_states()
+    schedule._step_microbatches(kwarg_mbs=micro_batches, target_mbs=targets)
 
 
 class _StandIn(ModuleType):

@@ -138,6 +138,55 @@ class ContextParallelConfig(Config):
         return 2 if self.method == "gather" else 1
 
 
+PIPELINES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "zbv_zero_bubble": "ZBVZeroBubble",
+    "dualpipe_v": "DualPipeV",
+}
+"""Each schedule and its name in `torch.distributed.pipelining`."""
+
+
+class PipelineConfig(Config):
+    """How the ranks of `mesh.pp` share the layers.
+
+    Attributes:
+        schedule: the order of forward and backward passes: `gpipe` (Huang et al. 2019, arXiv:1811.06965) and
+            `1f1b` (Narayanan et al. 2019, arXiv:1806.03377) with one stage a rank, `interleaved_1f1b`
+            (Narayanan et al. 2021, arXiv:2104.04473) and `interleaved_zero_bubble` (Qi et al. 2023,
+            arXiv:2401.10241) with several, `zbv_zero_bubble` and `dualpipe_v` (DeepSeek-AI 2024,
+            arXiv:2412.19437) with two, of which the last stage is on the first rank.
+        stages_per_rank: of the interleaved schedules.
+        layers: how many layers each stage has; empty cuts them so that the most costly stage costs least.
+    """
+
+    free_keys = (ALL_KEYS,)
+
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
+    ] = "1f1b"
+    stages_per_rank: Annotated[int, Meta(ge=2)] = 2
+    layers: list[Annotated[int, Meta(ge=1)]] = []
+
+    @property
+    def is_v(self) -> bool:
+        """Whether the stages go down the ranks and up again."""
+        return self.schedule in ("zbv_zero_bubble", "dualpipe_v")
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are made apart."""
+        return "zero_bubble" in self.schedule or self.is_v
+
+    def held(self) -> int:
+        """Stages of each rank."""
+        if self.is_v:
+            return 2
+        return self.stages_per_rank if self.schedule.startswith("interleaved") else 1
+
+
 class ActivationCheckpointingConfig(Config):
     """Which activations are computed again in the backward pass instead of kept.
 
@@ -172,6 +221,7 @@ class ParallelConfig(Config):
     Attributes:
         tensor_parallel: sharing of matrices.
         context_parallel: sharing of sequences.
+        pipeline: sharing of layers.
         fsdp: sharding of parameters.
         precision: number formats.
         activation_checkpointing: which activations are computed again.
@@ -180,6 +230,7 @@ class ParallelConfig(Config):
 
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     context_parallel: ContextParallelConfig = ContextParallelConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     fsdp: FSDPConfig = FSDPConfig()
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from forge_parallel.units import Units
 
 
-def shard(model: nn.Module, units: Units, root: DeviceMesh, compute: torch.dtype) -> None:
+def shard(model: nn.Module, units: Units, root: DeviceMesh, compute: torch.dtype, again: bool = True) -> None:
     """Shard in place: each unit over its mesh, and the rest as the root. Collective.
 
     Gradients are summed, not averaged, over ranks, in float32 (float64 for a model in float64): the loss is
@@ -22,6 +22,7 @@ def shard(model: nn.Module, units: Units, root: DeviceMesh, compute: torch.dtype
         units: from `find_units`.
         root: the mesh of what is in no unit.
         compute: the format of matmuls and activations.
+        again: free the parameters of a unit after its forward pass, and gather them again for the backward.
     """
     stored = {parameter.dtype for parameter in model.parameters()}
     policy = MixedPrecisionPolicy(
@@ -30,11 +31,11 @@ def shard(model: nn.Module, units: Units, root: DeviceMesh, compute: torch.dtype
         cast_forward_inputs=False,
     )
     for unit in units.blocks:
-        fully_shard(unit.modules[0], mesh=unit.mesh, mp_policy=policy)
+        fully_shard(unit.modules[0], mesh=unit.mesh, mp_policy=policy, reshard_after_forward=again)
     for unit in units.groups:
         # The last group runs last and its backward starts at once: gathering it again would be for nothing.
-        again = unit is not units.groups[-1]
-        fully_shard(unit.modules, mesh=unit.mesh, mp_policy=policy, reshard_after_forward=again)
+        free = again and unit is not units.groups[-1]
+        fully_shard(unit.modules, mesh=unit.mesh, mp_policy=policy, reshard_after_forward=free)
     fully_shard(model, mesh=root, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -42,7 +42,7 @@ def global_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
         square = torch.nn.utils.get_total_norm(counted).square().to(dtype)
     else:
         square = torch.zeros((), dtype=dtype, device=mesh.device)
-    return mesh.stage.sum_(square).sqrt()
+    return mesh.pipeline.sum_(mesh.stage.sum_(square)).sqrt()
 
 
 @torch.no_grad()

@@ -14,6 +14,25 @@ from forge_parallel.match import find
 Role = Literal["embed", "norm", "head_norm", "gather", "colwise", "rowwise", "head"]
 
 
+class StagePlan(Config):
+    """How a model is cut into stages of a pipeline.
+
+    Attributes:
+        first: modules that only the first stage has.
+        last: modules that only the last stage has.
+        hidden: the argument of the model by which a later stage is given the hidden state [B, T, D].
+        dim: D.
+        pass_through: modules of other stages become ones that return their first argument, for models that
+            call them anyway; otherwise they become None, and blocks are deleted.
+    """
+
+    first: list[str]
+    last: list[str]
+    hidden: str
+    dim: int
+    pass_through: bool = False
+
+
 class Plan(Config):
     """What a model allows. Patterns are dotted names in which `*` stands for one component.
 
@@ -27,6 +46,7 @@ class Plan(Config):
         attention: the attention modules; their attribute `attend` is replaced by context parallelism.
         sequence_inputs: arguments of the model of the shape [B, T], which context parallelism cuts; the first
             is always given. It adds `positions` [T] where they are missing.
+        stages: how a pipeline cuts it; None if it cannot.
         no_fp8: modules that stay out of 8-bit matmuls. Checked against the model, and without effect: there
             are none yet.
     """
@@ -37,6 +57,7 @@ class Plan(Config):
     divisible: dict[str, int] = {}
     attention: str | None = None
     sequence_inputs: list[str] = []
+    stages: StagePlan | None = None
     no_fp8: list[str] = []
 
     @classmethod

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @steps.register("text")
 class TextStepConfig(StepConfig):
-    """Next-token training of a model in one part."""
+    """Next-token training."""
 
     def build(
         self,
@@ -30,5 +30,4 @@ class TextStepConfig(StepConfig):
         """See `StepConfig.build`."""
         from forge_trainer.steps.text import TextStep
 
-        (model,) = parts
-        return TextStep(model, loss_fn, mesh, seed, update)
+        return TextStep(parts, loss_fn, mesh, seed, update)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 from forge_model.loss import Sum
-from forge_parallel.mesh import View
+from forge_parallel.mesh import Mesh
 from torch import Tensor
 
 
@@ -26,8 +26,30 @@ class Sums:
             pair = torch.stack([value.detach().to(dtype), count.detach().to(dtype)])
             self._pairs[name] = self._pairs[name] + pair if name in self._pairs else pair
 
-    def totals(self, view: View) -> dict[str, Sum]:
-        """Each name over all ranks of `view`. Collective; every rank has added the same names."""
-        names = sorted(self._pairs)
-        values, counts = view.sum_(torch.stack([self._pairs[name] for name in names])).unbind(1)
-        return {name: Sum(values[i], counts[i]) for i, name in enumerate(names)}
+    def names(self, mesh: Mesh) -> dict[str, torch.dtype]:
+        """The names, and formats, that any stage of the pipeline adds. Collective."""
+        mine = {name: pair.dtype for name, pair in self._pairs.items()}
+        if mesh.pipeline.size == 1:
+            return mine
+        import torch.distributed as dist
+
+        everyone: list[dict[str, torch.dtype]] = [{}] * dist.get_world_size(mesh.control_group)
+        dist.all_gather_object(everyone, mine, group=mesh.control_group)
+        return {name: dtype for names in everyone for name, dtype in names.items()}
+
+    def totals(self, mesh: Mesh, names: Mapping[str, torch.dtype]) -> dict[str, Sum]:
+        """Each name over all ranks. Collective.
+
+        Args:
+            mesh: the grid of ranks.
+            names: all that there are, on every rank; what was never added here counts as zero.
+        """
+        ordered = sorted(names)
+        pairs = [
+            self._pairs[name]
+            if name in self._pairs
+            else torch.zeros(2, dtype=self._dtype or names[name], device=mesh.device)
+            for name in ordered
+        ]
+        values, counts = mesh.pipeline.sum_(mesh.loss.sum_(torch.stack(pairs))).unbind(1)
+        return {name: Sum(values[i], counts[i]) for i, name in enumerate(ordered)}

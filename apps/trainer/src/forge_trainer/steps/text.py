@@ -1,17 +1,17 @@
-"""Next-token training and evaluation of a model in one part."""
+"""Next-token training and evaluation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from forge_data.loader import MicroBatch
-from forge_model.loss import LossTerms
-from forge_parallel.apply import set_sync
+from forge_model.loss import LossTerms, Sum
 from forge_parallel.mesh import Mesh
+from forge_parallel.runner import Inputs, build_runner
 from torch import Tensor, nn
 
 from forge_trainer.randomness import seed_step
@@ -29,11 +29,15 @@ class TextStep:
     they do not depend on how the batch is cut into ranks and micro-batches.
     """
 
-    model: nn.Module
+    parts: Sequence[nn.Module]
     loss_fn: Callable[..., Any]
     mesh: Mesh
     seed: int = 0
     update: Update | None = None
+
+    def __post_init__(self) -> None:
+        self._runner = build_runner(self.parts, self.mesh)
+        self._names: dict[str, torch.dtype] | None = None
 
     def train(self, batch: Batch, step: int) -> StepOutput:
         """See `Step.train`."""
@@ -53,23 +57,30 @@ class TextStep:
         # A blocking copy would wait for the step before.
         targets = self.mesh.batch.sum_(targets.to(self.mesh.device, non_blocking=True)).clamp(min=1)
         sums = Sums()
-        for index, micro in enumerate(batch):
-            set_sync(self.model, last=index == len(batch) - 1)
-            terms = self._forward(micro)
-            (terms.total / targets).backward()
+
+        def finish(terms: LossTerms) -> Tensor:
             sums.add(terms.sums)
-        totals = sums.totals(self.mesh.loss)
+            return terms.total / targets
+
+        self._runner.backward([self._inputs(micro) for micro in batch], finish)
+        totals = self._totals(sums)
         return {name: value / count.clamp(min=1) for name, (value, count) in totals.items()}
 
-    def _forward(self, micro: MicroBatch) -> LossTerms:
-        return self.model(**micro.to(self.mesh.device).inputs, loss_fn=self.loss_fn)
+    def _totals(self, sums: Sums) -> dict[str, Sum]:
+        if self._names is None:
+            self._names = sums.names(self.mesh)
+        return sums.totals(self.mesh, self._names)
+
+    def _inputs(self, micro: MicroBatch) -> Inputs:
+        return micro.to(self.mesh.device).inputs | {"loss_fn": self.loss_fn}
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """See `Step.evaluate`; adds `perplexity`. NaN when no target is valid."""
         sums = Sums(torch.float64)
-        with evaluating(self.model):
+        with evaluating(*self.parts):
             for micro in (micro for batch in batches for micro in batch):
-                sums.add(self._forward(micro).sums)
-        value, count = sums.totals(self.mesh.loss)["loss"]
+                terms = self._runner.forward(self._inputs(micro))
+                sums.add(terms.sums if terms is not None else {})
+        value, count = self._totals(sums)["loss"]
         loss = (value / count).item()
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}

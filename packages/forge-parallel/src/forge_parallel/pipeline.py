@@ -1,0 +1,137 @@
+"""Pipeline parallelism: the stages of a model on several ranks, run by `torch.distributed.pipelining`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from forge_parallel import capabilities
+from forge_parallel.config import PIPELINES, ParallelConfig
+from forge_parallel.error import ParallelError
+from forge_parallel.mesh import Mesh
+from forge_parallel.plan import Plan
+from forge_parallel.runner import Inputs
+from forge_parallel.stages import rank_of, stages_of
+
+
+class Pipeline:
+    """The stages that this rank has; see `forge_parallel.runner.Runner`.
+
+    Args:
+        parts: of `stages_of(...)`, made parallel.
+        mesh: the grid of ranks.
+        config: that was applied to them.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], mesh: Mesh, config: ParallelConfig) -> None:
+        self._parts, self._mesh, self._config = list(parts), mesh, config
+        self._ranks = mesh.pipeline
+        self._stages = stages_of(self._ranks.rank, self._ranks.size, config.pipeline)
+        self._last = self._ranks.size * config.pipeline.held() - 1
+        self._plan = Plan.of(parts[0])
+        self._schedules: dict[tuple[int, ...], Any] = {}
+        self._finish: Callable[[Any], Any] = _unchanged
+        for stage, part in zip(self._stages, self._parts, strict=True):
+            part.register_forward_pre_hook(self._name_hidden, prepend=True, with_kwargs=True)
+            if stage == self._last:
+                part.register_forward_hook(lambda _module, _args, out: self._finish(out))
+
+    def backward(self, micro_batches: Sequence[Inputs], finish: Callable[[Any], Tensor]) -> None:
+        """See `Runner.backward`.
+
+        Raises:
+            ParallelError: the micro-batches differ in shape, or the schedule cannot take so many.
+        """
+        shapes = {tuple(inputs[self._plan.sequence_inputs[0]].shape) for inputs in micro_batches}
+        if len(shapes) > 1:
+            raise ParallelError(
+                f"micro-batches of the shapes {sorted(shapes)}: a pipeline needs equal ones; make the share "
+                "of a rank in train.global_batch a multiple of train.micro_batch"
+            )
+        key = (len(micro_batches), *shapes.pop())
+        if key not in self._schedules:
+            self._schedules[key] = self._schedule(*key)
+        self._finish = finish
+        try:
+            capabilities.run_schedule(self._schedules[key], [dict(inputs) for inputs in micro_batches])
+        finally:
+            self._finish = _unchanged
+
+    def forward(self, inputs: Inputs) -> Any:
+        """See `Runner.forward`. The stages run one after the other."""
+        ranks, config, out = self._ranks, self._config.pipeline, None
+        batch, tokens = inputs[self._plan.sequence_inputs[0]].shape
+        for stage, part in zip(self._stages, self._parts, strict=True):
+            args: tuple[Tensor, ...] = ()
+            if stage > 0:
+                source = rank_of(stage - 1, ranks.size, config)
+                args = (out if source == ranks.rank else self._receive(source, batch, tokens),)
+            out = part(*args, **inputs)
+            if stage == self._last:
+                return out
+            target = rank_of(stage + 1, ranks.size, config)
+            if target != ranks.rank:
+                dist.send(out.contiguous(), group=ranks.group, group_dst=target)
+        return None
+
+    def _receive(self, source: int, batch: int, tokens: int) -> Tensor:
+        hidden = torch.empty_like(self._hidden(batch, tokens), device=self._mesh.device)
+        dist.recv(hidden, group=self._ranks.group, group_src=source)
+        return hidden
+
+    def _name_hidden(self, _: nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> tuple[tuple[()], Inputs]:
+        """The hidden state comes as the only positional argument."""
+        assert self._plan.stages is not None
+        return (), kwargs | ({self._plan.stages.hidden: args[0]} if args else {})
+
+    def _hidden(self, batch: int, tokens: int) -> Tensor:
+        """A hidden state on the meta device, as it passes from stage to stage."""
+        assert self._plan.stages is not None
+        cuts = self._mesh.context.size
+        if self._mesh.tp is not None and self._config.tensor_parallel.sequence:
+            cuts *= self._mesh.tp.size()
+        kept = next(self._parts[0].parameters()).dtype
+        compute = self._config.precision.compute_dtype(self._mesh.device.type)
+        dtype = kept if compute == "float32" else getattr(torch, compute)
+        return torch.empty(
+            batch, tokens // cuts, self._plan.stages.dim, dtype=dtype, device="meta", requires_grad=True
+        )
+
+    def _schedule(self, count: int, batch: int, tokens: int) -> Any:
+        """The schedule of so many micro-batches [batch, tokens]."""
+        hidden, name = self._hidden(batch, tokens), self._config.pipeline.schedule
+        stages = [
+            PipelineStage(
+                part,
+                stage,
+                self._last + 1,
+                self._mesh.device,
+                input_args=() if stage == 0 else (hidden,),
+                output_args=(hidden.sum(),) if stage == self._last else (hidden,),
+                group=self._ranks.group,
+            )
+            for stage, part in zip(self._stages, self._parts, strict=True)
+        ]
+        kind = get_schedule_class(PIPELINES[name])
+        try:
+            return kind(
+                stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
+                n_microbatches=count,
+                loss_fn=lambda output, _: output,
+                scale_grads=False,
+            )
+        except ValueError as error:
+            raise ParallelError(
+                f'pipeline.schedule = "{name}" on mesh.pp = {self._ranks.size} cannot take {count} '
+                f"micro-batches a step: {error}"
+            ) from None
+
+
+def _unchanged(out: Any) -> Any:
+    return out

@@ -1,0 +1,144 @@
+"""Cutting a model into the stages of a pipeline: which rank has which, and what each keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from forge_parallel.config import PipelineConfig
+from forge_parallel.error import ParallelError
+from forge_parallel.match import find
+from forge_parallel.plan import Plan, StagePlan
+
+
+def stages_of(rank: int, ranks: int, config: PipelineConfig) -> list[int]:
+    """The stages that a rank of the pipeline has; `[0]` of one without pipeline."""
+    if ranks == 1:
+        return [0]
+    if config.is_v:
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank + turn * ranks for turn in range(config.held())]
+
+
+def rank_of(stage: int, ranks: int, config: PipelineConfig) -> int:
+    """The rank of the pipeline that has a stage."""
+    return 2 * ranks - 1 - stage if config.is_v and stage >= ranks else stage % ranks
+
+
+def keep_stage(model: nn.Module, plan: Plan, stage: int, ranks: int, config: PipelineConfig) -> None:
+    """Take from a model what other stages have, in place. Names do not change.
+
+    Args:
+        model: whole, best on the meta device.
+        plan: of the whole model; `blocks` and `stages` are used.
+        stage: which to keep.
+        ranks: of the pipeline; one keeps everything.
+        config: the section `[pipeline]`.
+
+    Raises:
+        ParallelError: the model cannot be cut, has fewer blocks than there are stages, or shares a parameter
+            between stages; or `pipeline.layers` does not fit.
+    """
+    if ranks == 1:
+        return
+    if plan.stages is None:
+        raise ParallelError(
+            f"the plan of {type(model).__name__} does not say how to cut it (`stages`); use mesh.pp = 1"
+        )
+    count = ranks * config.held()
+    blocks = find(model, plan.blocks)
+    owners: dict[str, int] = {}
+    lengths = config.layers or balanced(*_costs(model, blocks, plan.stages), count)
+    _require_lengths(lengths, len(blocks), count)
+    ends = [index for index, length in enumerate(lengths) for _ in range(length)]
+    owners |= dict(zip(blocks, ends, strict=True))
+    owners |= {name: 0 for name in plan.stages.first} | {name: count - 1 for name in plan.stages.last}
+    _refuse_ties(model, owners)
+    for name, owner in owners.items():
+        if owner != stage:
+            _remove(model, name, plan.stages.pass_through)
+
+
+def _require_lengths(lengths: Sequence[int], blocks: int, stages: int) -> None:
+    if len(lengths) != stages or sum(lengths) != blocks:
+        raise ParallelError(
+            f"pipeline.layers = {list(lengths)} is not a number for each of {stages} stages that add up to "
+            f"the {blocks} layers of the model"
+        )
+
+
+def _refuse_ties(model: nn.Module, owners: dict[str, int]) -> None:
+    seen: dict[int, tuple[str, int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stage = next((owner for key, owner in owners.items() if f"{name}.".startswith(f"{key}.")), None)
+        if stage is None:
+            raise ParallelError(f"the plan does not say which stage has {name}; name its module in `stages`")
+        first, where = seen.setdefault(id(parameter), (name, stage))
+        if where != stage:
+            raise ParallelError(
+                f"{first} (stage {where}) and {name} (stage {stage}) are one parameter, which two stages "
+                "cannot share; untie them (model.tie_embeddings = false) or use mesh.pp = 1"
+            )
+
+
+def _costs(model: nn.Module, blocks: dict[str, nn.Module], stages: StagePlan) -> tuple[list[int], int]:
+    """FLOPs a token, in units of 6, of the matrices of each block and of the last modules."""
+
+    def cost(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
+
+    return [cost(block) for block in blocks.values()], sum(
+        cost(model.get_submodule(name)) for name in stages.last
+    )
+
+
+def balanced(costs: Sequence[int], last: int, stages: int) -> list[int]:
+    """How many blocks each stage gets, so that the most costly stage costs as little as possible.
+
+    Args:
+        costs: of each block.
+        last: what the last stage costs beside.
+        stages: how many, each with a block at least.
+
+    Raises:
+        ParallelError: there are fewer blocks than stages.
+    """
+    if len(costs) < stages:
+        raise ParallelError(
+            f"{len(costs)} layers cannot be cut into {stages} stages; use fewer ranks in mesh.pp or fewer "
+            "stages_per_rank"
+        )
+
+    @cache
+    def best(start: int, left: int) -> tuple[int, tuple[int, ...]]:
+        if left == 1:
+            return sum(costs[start:]) + last, (len(costs) - start,)
+        options = []
+        for end in range(start + 1, len(costs) - left + 2):
+            rest, lengths = best(end, left - 1)
+            options.append((max(sum(costs[start:end]), rest), (end - start, *lengths)))
+        return min(options)
+
+    return list(best(0, stages)[1])
+
+
+class PassThrough(nn.Module):
+    """Stands where another stage has a module."""
+
+    def forward(self, x: Any, *_: Any, **__: Any) -> Any:
+        """The first argument."""
+        return x
+
+
+def _remove(model: nn.Module, name: str, pass_through: bool) -> None:
+    path, _, key = name.rpartition(".")
+    parent = model.get_submodule(path)
+    if pass_through:
+        setattr(parent, key, PassThrough())
+    elif isinstance(parent, nn.ModuleDict):
+        del parent[key]
+    else:
+        setattr(parent, key, None)
