@@ -19,6 +19,7 @@ from forge_parallel.config import (
     ActivationCheckpointingConfig,
     CompileConfig,
     ContextParallelConfig,
+    FP8Config,
     FSDPConfig,
     MeshConfig,
     ParallelConfig,
@@ -113,6 +114,7 @@ class Job(Config):
     pipeline: PipelineConfig = PipelineConfig()
     fsdp: FSDPConfig = FSDPConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    fp8: FP8Config = FP8Config()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     compile: CompileConfig = CompileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -134,6 +136,7 @@ class Job(Config):
             pipeline=self.pipeline,
             fsdp=self.fsdp,
             precision=self.precision,
+            fp8=self.fp8,
             activation_checkpointing=self.activation_checkpointing,
             compile=self.compile,
         )
@@ -222,13 +225,20 @@ def stages_fit_the_model(
         )
     if pipeline.splits_backward and compile.enabled:
         raise ValueError(
-            f'pipeline.schedule = "{pipeline.schedule}" takes the backward pass in two, which cannot be compiled; '
-            "set compile.enabled = false or choose another schedule"
+            f'pipeline.schedule = "{pipeline.schedule}" takes the backward pass in two, which cannot be '
+            "compiled; set compile.enabled = false or choose another schedule"
         )
     try:
         model.require_stages(pipeline.layers or [0] * count)
     except ValueError as error:
         raise ValueError(f"mesh.pp = {mesh.pp}: {error}; or set mesh.pp = 1") from None
+
+
+def recomputation_fits_the_compiler(
+    fp8: FP8Config, activation_checkpointing: ActivationCheckpointingConfig, compile: CompileConfig
+) -> None:
+    """What is compiled, and what cannot be."""
+    ParallelConfig(fp8=fp8, activation_checkpointing=activation_checkpointing, compile=compile)
 
 
 checks: list[Callable[..., None]] = [
@@ -239,6 +249,7 @@ checks: list[Callable[..., None]] = [
     weights_are_of_the_model,
     axes_divide_the_model,
     stages_fit_the_model,
+    recomputation_fits_the_compiler,
 ]
 
 

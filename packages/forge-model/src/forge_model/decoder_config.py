@@ -149,8 +149,8 @@ class DecoderConfig(ModelConfig):
         """See `ModelConfig.require_stages`."""
         if self.tie_embeddings:
             raise ValueError(
-                "the embedding on the first stage and the head on the last are one parameter, which two stages "
-                "cannot share; untie them (model.tie_embeddings = false)"
+                "the embedding on the first stage and the head on the last are one parameter, which two "
+                "stages cannot share; untie them (model.tie_embeddings = false)"
             )
         if len(layers) > self.num_layers:
             raise ValueError(

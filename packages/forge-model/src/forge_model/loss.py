@@ -160,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_hidden = (d_hidden * d_total).to(d_hidden.dtype)
         if d_weight is not None:
             # in place, unless another backward pass may come, as in pipelines without bubbles
-            again = torch._C._autograd._get_current_graph_task_keep_graph()
+            again = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
             d_weight = (d_weight * d_total if again else d_weight.mul_(d_total)).to(ctx.weight_dtype)
         return d_hidden, d_weight, None, None, None, None, None
 

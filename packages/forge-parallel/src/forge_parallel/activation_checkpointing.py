@@ -1,27 +1,90 @@
-"""Which activations are computed again in the backward pass instead of kept."""
+"""Which activations are computed again in the backward pass, or moved to the host, instead of kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from forge_parallel.config import ActivationCheckpointingConfig
+from forge_parallel.tensor import local_part
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
-    """Keep only the inputs of each block and run its forward again in the backward pass, in place.
+def checkpoint_activations(blocks: Iterable[nn.Module], config: ActivationCheckpointingConfig) -> None:
+    """Treat the activations of blocks as the section `[activation_checkpointing]` says, in place.
 
     Names of parameters do not change, unlike with torch's wrapper module.
     """
-    for block in blocks:
-        block.forward = _checkpointed(block.forward)
+    if config.mode == "budget":
+        import torch._functorch.config as functorch
+
+        functorch.activation_memory_budget = config.budget
+    if config.mode in ("none", "budget"):
+        return
+    every = config.every if config.mode == "every" else 1
+    for index, block in enumerate(blocks):
+        if config.mode == "offload":
+            block.forward = _offloaded(block)
+        elif index % every == 0:
+            block.forward = _checkpointed(block.forward, config.mode == "selective")
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    from torch.utils.checkpoint import checkpoint
+def _checkpointed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
 
     # A function of its own, not a partial: the compiler needs a frame to look into.
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+    return run
+
+
+def _policy(_: Any, op: Any, *__: Any, **___: Any) -> Any:
+    """Keep what is dear to compute or to communicate."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return CheckpointPolicy.MUST_SAVE if op in _dear() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def _dear() -> set[Any]:
+    aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+    attention = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    return {
+        *(getattr(aten, name).default for name in ("mm", "addmm", "bmm", "_scaled_mm")),
+        *(getattr(aten, f"_scaled_dot_product_{name}").default for name in attention),
+        *(getattr(collectives, name).default for name in ("all_reduce", "all_to_all_single")),
+        *(getattr(collectives, name).default for name in ("all_gather_into_tensor", "reduce_scatter_tensor")),
+        torch.ops.higher_order.flex_attention,
+    }
+
+
+def _offloaded(block: nn.Module) -> Callable[..., Any]:
+    """Keep what a block saves for its backward pass on the host, all but its parameters."""
+    forward = block.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        own = {local_part(p).untyped_storage().data_ptr() for p in block.parameters()}
+
+        def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
+            if tensor.untyped_storage().data_ptr() in own:
+                return None, tensor
+            on_gpu = tensor.is_cuda
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=on_gpu)
+            # copies to and from pinned memory stay in the order of the stream
+            return tensor.device, kept.copy_(tensor, non_blocking=on_gpu)
+
+        def unpack(packed: tuple[torch.device | None, Tensor]) -> Tensor:
+            device, tensor = packed
+            return tensor if device is None else tensor.to(device, non_blocking=True)
+
+        with saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
 
     return run

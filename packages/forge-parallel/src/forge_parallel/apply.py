@@ -22,11 +22,11 @@ _APPLIED = "_forge_parallel_config"
 
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig | None = None) -> nn.Module:
-    """Make a model parallel: TP -> CP -> activation checkpointing -> compile -> FSDP2. Collective.
+    """Make a model parallel: FP8 -> TP -> CP -> activation checkpointing -> compile -> FSDP2. Collective.
 
-    In place. Each step wraps what the one before has made: checkpointing repeats the collectives of tensor
-    and context parallelism, the compiler sees the checkpointed forward, and the hooks of FSDP2, which cuts
-    what tensor parallelism has left, stay outside of compiled code.
+    In place. Each step wraps what the one before has made: 8-bit layers are cut like others, checkpointing
+    repeats the collectives of tensor and context parallelism, the compiler sees the checkpointed forward, and
+    the hooks of FSDP2, which cuts what tensor parallelism has left, stay outside of compiled code.
 
     Args:
         model: any module, best on the meta device; then call `materialize` and fill it.
@@ -53,6 +53,10 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
     plan.check(model)
     units = find_units(model, plan, mesh)
     _set_masters(model, config.precision.pure_bf16)
+    if config.fp8.recipe != "none":
+        from forge_parallel.fp8 import use_fp8
+
+        use_fp8(model, plan, config.fp8, mesh.device)
     if mesh.tp is not None:
         from forge_parallel.tensor_parallel import tensor_parallel
 
@@ -61,8 +65,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
         from forge_parallel.context_parallel import context_parallel
 
         context_parallel(model, plan, mesh.context, config.context_parallel)
-    if config.activation_checkpointing.mode == "full":
-        checkpoint_activations(units.block_modules)
+    checkpoint_activations(units.block_modules, config.activation_checkpointing)
     if config.compile.enabled:
         compile_blocks(units.block_modules, config.compile)
     if mesh.fsdp is not None:

@@ -187,16 +187,42 @@ class PipelineConfig(Config):
         return self.stages_per_rank if self.schedule.startswith("interleaved") else 1
 
 
+class FP8Config(Config):
+    """Matmuls of linear layers in 8-bit floats, by torchao; weights and checkpoints stay as they are.
+
+    Attributes:
+        recipe: `none`; one scale a tensor (`tensorwise`), one a row and column (`rowwise`), or that with the
+            gradient of the weight in high precision (`rowwise_with_gw_hp`).
+        exclude: layers that stay out, as dotted names in which `*` stands for one component.
+        min_size: layers with fewer inputs or outputs stay out, for they would become slower. Layers whose
+            sizes are no multiples of 16 always do.
+        emulate: round to 8 bits and compute in high precision, for tests on machines that cannot.
+    """
+
+    recorded_keys = (ALL_KEYS,)
+
+    recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    exclude: list[str] = []
+    min_size: Annotated[int, Meta(ge=16)] = 1024
+    emulate: bool = False
+
+
 class ActivationCheckpointingConfig(Config):
     """Which activations are computed again in the backward pass instead of kept.
 
     Attributes:
-        mode: `none` keeps all; `full` keeps only the input of each block.
+        mode: `none` keeps all; `full` keeps only the input of each block; `every` does so with every
+            `every`-th block; `selective` keeps what matmuls, attention and collectives make, and computes the
+            rest again; `offload` keeps all of each block on the host; `budget` lets the compiler choose.
+        every: 2 recomputes half of the blocks.
+        budget: of `budget`: the share of activations that is kept, from 0 (`full`) to 1 (`none`).
     """
 
     free_keys = (ALL_KEYS,)
 
-    mode: Literal["none", "full"] = "none"
+    mode: Literal["none", "full", "every", "selective", "offload", "budget"] = "none"
+    every: Annotated[int, Meta(ge=1)] = 2
+    budget: Annotated[float, Meta(ge=0, le=1)] = 0.5
 
 
 class CompileConfig(Config):
@@ -224,6 +250,7 @@ class ParallelConfig(Config):
         pipeline: sharing of layers.
         fsdp: sharding of parameters.
         precision: number formats.
+        fp8: matmuls in 8-bit floats.
         activation_checkpointing: which activations are computed again.
         compile: whether blocks are compiled.
     """
@@ -233,5 +260,15 @@ class ParallelConfig(Config):
     pipeline: PipelineConfig = PipelineConfig()
     fsdp: FSDPConfig = FSDPConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    fp8: FP8Config = FP8Config()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     compile: CompileConfig = CompileConfig()
+
+    def __post_init__(self) -> None:
+        mode = self.activation_checkpointing.mode
+        if mode == "budget" and not self.compile.enabled:
+            raise ValueError('activation_checkpointing.mode = "budget" needs compile.enabled = true')
+        if mode == "offload" and self.compile.enabled:
+            raise ValueError('activation_checkpointing.mode = "offload" needs compile.enabled = false')
+        if self.fp8.emulate and self.compile.enabled:
+            raise ValueError("fp8.emulate = true needs compile.enabled = false")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from forge_parallel.collectives import all_gather, all_to_all
 from forge_parallel.config import ContextParallelConfig
@@ -67,7 +68,7 @@ class Cut:
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
         """What all ranks have along `dim`, in order of the sequence; the gradient is summed. Collective."""
-        gathered = all_gather(x, dim, self._group, wide=True)
+        gathered = all_gather(x, dim, self.group, wide=True)
         if self.pieces == 1:
             return gathered
         pieces = gathered.unflatten(dim, (self.pieces * self.ranks.size, -1))
@@ -81,7 +82,9 @@ class Cut:
         ).argsort()
 
     @property
-    def _group(self) -> Any:
+    def group(self) -> ProcessGroup:
+        """Of the ranks."""
+        assert self.ranks.group is not None, "a sequence is cut over several ranks"
         return self.ranks.group
 
 
@@ -150,7 +153,7 @@ class Ulysses(_Shared):
         self, query: Tensor, key: Tensor, value: Tensor, resolved: Any, scale: float | None = None
     ) -> Tensor:
         """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]."""
-        ranks, group = self.cut.ranks.size, self.cut.ranks.group
+        ranks, group = self.cut.ranks.size, self.cut.group
         heads, kv_heads = query.shape[HEADS], lcm(key.shape[HEADS], ranks)
         if heads % kv_heads:
             raise ParallelError(

@@ -68,7 +68,7 @@ class Pipeline:
         ranks, config, out = self._ranks, self._config.pipeline, None
         batch, tokens = inputs[self._plan.sequence_inputs[0]].shape
         for stage, part in zip(self._stages, self._parts, strict=True):
-            args: tuple[Tensor, ...] = ()
+            args: tuple[Any, ...] = ()
             if stage > 0:
                 source = rank_of(stage - 1, ranks.size, config)
                 args = (out if source == ranks.rank else self._receive(source, batch, tokens),)

@@ -47,8 +47,7 @@ class Plan(Config):
         sequence_inputs: arguments of the model of the shape [B, T], which context parallelism cuts; the first
             is always given. It adds `positions` [T] where they are missing.
         stages: how a pipeline cuts it; None if it cannot.
-        no_fp8: modules that stay out of 8-bit matmuls. Checked against the model, and without effect: there
-            are none yet.
+        no_fp8: linear layers that stay out of 8-bit matmuls.
     """
 
     blocks: str

@@ -41,13 +41,14 @@ class RecordConfig(HookConfig):
 
         Raises:
             ConfigError: a site names nothing in the model (lists near misses) or cannot be recorded or
-                written; two hooks write to one folder; or the run is tensor parallel.
+                written; two hooks write to one folder; or ranks share tokens, layers or matrices.
         """
-        if run.mesh.tp is not None:
-            raise ConfigError(
-                f"mesh.tp = {run.mesh.tp.size()} with a hook of type record: each rank would see a part of "
-                "the activations; record the checkpoints of this run afterwards, in one process"
-            )
+        for axis in ("tp", "cp", "pp"):
+            if (size := getattr(run.job.mesh, axis)) > 1:
+                raise ConfigError(
+                    f"mesh.{axis} = {size} with a hook of type record: each rank would see a part of the "
+                    "activations; record the checkpoints of this run afterwards, in one process"
+                )
         alike = [c for c in run.job.hooks.values() if isinstance(c, RecordConfig) and c.folder == self.folder]
         if len(alike) > 1:
             raise ConfigError(

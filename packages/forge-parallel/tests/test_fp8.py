@@ -1,0 +1,53 @@
+import pytest
+import torch
+from forge_parallel.config import FP8Config
+from forge_parallel.error import ParallelError
+from forge_parallel.fp8 import use_fp8
+from forge_parallel.plan import Plan
+from torch import nn
+
+CPU = torch.device("cpu")
+PLAN = Plan.of({"blocks": "layers.*", "no_fp8": ["head"]})
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.odd, self.small, self.head = nn.Linear(64, 72), nn.Linear(72, 32), nn.Linear(64, 64)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_eight_bits_are_used_where_allowed_and_stay_near_full_precision(recipe):
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(32, 64)
+    exact, names = model(x), list(model.state_dict())
+    wanted = torch.autograd.grad(exact.square().mean(), model.layers[0].weight)[0]
+    chosen = use_fp8(
+        model, PLAN, FP8Config(recipe=recipe, min_size=64, emulate=True, exclude=["layers.2"]), CPU
+    )
+    assert chosen == ["layers.0", "layers.1"]
+    assert list(model.state_dict()) == names
+    rough = model(x)
+    assert not torch.equal(rough, exact)
+    assert (rough - exact).norm() < 0.05 * exact.norm()
+    found = torch.autograd.grad(rough.square().mean(), model.layers[0].weight)[0]
+    assert found.dtype == torch.float32 and (found - wanted).norm() < 0.15 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (FP8Config(recipe="rowwise", min_size=64), "compute capability 8.9"),
+        (FP8Config(recipe="rowwise", emulate=True), "fits no layer"),
+        (FP8Config(recipe="rowwise", emulate=True, min_size=64, exclude=["layer.*"]), "names no module"),
+    ],
+)
+def test_eight_bits_are_refused(config, said):
+    with pytest.raises(ParallelError, match=said):
+        use_fp8(Net(), PLAN, config, CPU)
