@@ -2,13 +2,22 @@
 
 import pytest
 import torch
-from forge_parallel.apply import load_full, materialize, parallelize, set_sync
-from forge_parallel.config import ActivationCheckpointingConfig, CompileConfig, MeshConfig, ParallelConfig
+from forge_parallel.apply import load_full, materialize, parallelize
+from forge_parallel.config import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    MeshConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TensorParallelConfig,
+)
 from forge_parallel.env import Env
 from forge_parallel.error import ParallelError
 from forge_parallel.grads import clip_, global_norm
 from forge_parallel.mesh import Mesh, build_mesh
 from forge_parallel.plan import Plan
+from forge_parallel.runner import build_runner
+from forge_parallel.stages import keep_stage, stages_of
 from forge_parallel.testing import assert_matches_single
 
 pytest.importorskip("transformers")
@@ -19,13 +28,29 @@ PLAN = {
     "units": [["model.embed_tokens"], ["model.norm", "lm_head"]],
     "attention": "model.layers.*.self_attn",
     "tensor": {
+        "model.embed_tokens": "embed",
+        "model.layers.*.self_attn": "gather",
         "model.layers.*.self_attn.[qkv]_proj": "colwise",
         "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp": "gather",
+        "model.layers.*.mlp.[gu]*_proj": "colwise",
         "model.layers.*.mlp.down_proj": "rowwise",
+        "model.layers.*.*_layernorm": "norm",
+        "model.norm": "norm",
+        "lm_head": "head",
+    },
+    "sequence_inputs": ["input_ids"],
+    "stages": {
+        "first": ["model.embed_tokens"],
+        "last": ["model.norm", "lm_head"],
+        "hidden": "inputs_embeds",
+        "instead_of": ["input_ids"],
+        "dim": 32,
+        "pass_through": True,
     },
 }
 TIED_PLAN = {**PLAN, "units": []}
-VOCABULARY, GLOBAL_BATCH, TOKENS, STEPS, CLIP = 61, 8, 12, 10, 0.5
+VOCABULARY, GLOBAL_BATCH, TOKENS, STEPS, CLIP = 62, 8, 12, 10, 0.5
 
 
 def llama(tied: bool):
@@ -50,37 +75,51 @@ def curves(sizes: dict, options: dict, tied: bool) -> dict[str, list[float]]:
     env = Env.detect()
     torch.manual_seed(0)
     model = llama(tied)
-    mesh = Mesh(torch.device("cpu"))
+    mesh, parts = Mesh(torch.device("cpu")), [model]
     if env.world_size > 1:
         weights = {name: t.clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
         mesh = build_mesh(MeshConfig(**sizes), env)
-        with torch.device("meta"):
-            model = llama(tied)
-        parallelize(model, mesh, Plan.of(TIED_PLAN if tied else PLAN), ParallelConfig(**options))
-        materialize(model, torch.device("cpu"))
-        load_full(model, weights)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        plan, config = Plan.of(TIED_PLAN if tied else PLAN), ParallelConfig(**options)
+        stages = stages_of(mesh.pipeline.rank, mesh.pipeline.size, config.pipeline)
+        parts = [part_of(tied, stage, mesh, plan, config, weights) for stage in stages]
+    runner = build_runner(parts, mesh, Plan.of(PLAN))
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     found = {"loss": [], "grad_norm": []}
     for _ in range(STEPS):
         tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, TOKENS + 1), generator=generator)
         mine = torch.arange(GLOBAL_BATCH).chunk(mesh.batch.size)[mesh.batch.rank]
         total = torch.zeros(())
-        for index, rows in enumerate(mine.chunk(2)):
-            set_sync(model, last=index == 1)
-            logits = model(input_ids=tokens[rows, :-1], use_cache=False).logits
-            targets = tokens[rows, 1:].flatten()
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
-            loss = loss / (GLOBAL_BATCH * TOKENS)
-            loss.backward()
-            total += loss.detach()
-        norm = global_norm(model.parameters(), mesh)
-        clip_(model.parameters(), CLIP, norm)
+        targets = (tokens[rows, 1:].flatten() for rows in mine.chunk(2))
+
+        def finish(out, targets=targets, total=total):
+            logits = out[0].flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, next(targets), reduction="sum")
+            total += loss.detach() / (GLOBAL_BATCH * TOKENS)
+            return loss / (GLOBAL_BATCH * TOKENS)
+
+        given = {"use_cache": False, "return_dict": False}
+        runner.backward([{"input_ids": tokens[rows, :-1], **given} for rows in mine.chunk(2)], finish)
+        norm = global_norm(parameters, mesh)
+        clip_(parameters, CLIP, norm)
         optimizer.step()
         optimizer.zero_grad()
-        found["loss"].append(mesh.loss.sum_(total).item())
+        found["loss"].append(mesh.pipeline.sum_(mesh.loss.sum_(total)).item())
         found["grad_norm"].append(norm.item())
     return found
+
+
+def part_of(tied, stage, mesh, plan, config, weights) -> torch.nn.Module:
+    """One stage of the model, or all of it."""
+    with torch.device("meta"):
+        part = llama(tied)
+    keep_stage(part, plan, stage, mesh.pipeline.size, config.pipeline)
+    parallelize(part, mesh, plan, config)
+    materialize(part, torch.device("cpu"))
+    own = {name for name, _ in [*part.named_parameters(remove_duplicate=False), *part.named_buffers()]}
+    load_full(part, {name: tensor for name, tensor in weights.items() if name in own})
+    return part
 
 
 EXACT = {"loss": 1e-5, "grad_norm": 1e-4}
@@ -93,6 +132,19 @@ EXACT = {"loss": 1e-5, "grad_norm": 1e-4}
 )
 def test_hf_llama_trains_like_one_process(world_size, sizes, tied):
     assert_matches_single(curves, world_size, sizes, {}, tied, rtol=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes"),
+    [(4, {"pp": 2, "tp": 2}), pytest.param(8, {"pp": 2, "tp": 2}, marks=pytest.mark.slow)],
+    ids=["pp-2-tp-2", "pp-2-fsdp-2-tp-2"],
+)
+def test_hf_llama_in_a_pipeline_with_tensor_parallelism_trains_like_one_process(world_size, sizes):
+    options = {
+        "tensor_parallel": TensorParallelConfig(sequence=False),
+        "pipeline": PipelineConfig(schedule="gpipe"),
+    }
+    assert_matches_single(curves, world_size, sizes, options, False, rtol=EXACT)
 
 
 def test_hf_llama_checkpointed_and_compiled_trains_like_one_process():

@@ -1,12 +1,21 @@
-"""Which modules a pattern names."""
+"""Which modules a pattern names, and what stands where a stage of a pipeline has none."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
 from forge_parallel.error import ParallelError
+
+
+class PassThrough(nn.Module):
+    """Stands where another stage has a module. No pattern names it."""
+
+    def forward(self, x: Any, *_: Any, **__: Any) -> Any:
+        """The first argument."""
+        return x
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -30,7 +39,7 @@ def find(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
         raise ParallelError(
             f"pattern {pattern!r} names no module of {type(model).__name__}; it has {', '.join(kinds)}"
         )
-    return found
+    return {name: module for name, module in found.items() if not isinstance(module, PassThrough)}
 
 
 def _without_numbers(name: str) -> str:

@@ -26,15 +26,16 @@ class Pipeline:
     Args:
         parts: of `stages_of(...)`, made parallel.
         mesh: the grid of ranks.
+        plan: of the model; `stages` and `sequence_inputs` are used.
         config: that was applied to them.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], mesh: Mesh, config: ParallelConfig) -> None:
+    def __init__(self, parts: Sequence[nn.Module], mesh: Mesh, plan: Plan, config: ParallelConfig) -> None:
         self._parts, self._mesh, self._config = list(parts), mesh, config
         self._ranks = mesh.pipeline
         self._stages = stages_of(self._ranks.rank, self._ranks.size, config.pipeline)
         self._last = self._ranks.size * config.pipeline.held() - 1
-        self._plan = Plan.of(parts[0])
+        self._plan = plan
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._finish: Callable[[Any], Any] = _unchanged
         for stage, part in zip(self._stages, self._parts, strict=True):
@@ -75,6 +76,7 @@ class Pipeline:
             out = part(*args, **inputs)
             if stage == self._last:
                 return out
+            out = out[0] if isinstance(out, tuple) else out
             target = rank_of(stage + 1, ranks.size, config)
             if target != ranks.rank:
                 dist.send(out.contiguous(), group=ranks.group, group_dst=target)
@@ -88,7 +90,10 @@ class Pipeline:
     def _name_hidden(self, _: nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> tuple[tuple[()], Inputs]:
         """The hidden state comes as the only positional argument."""
         assert self._plan.stages is not None
-        return (), kwargs | ({self._plan.stages.hidden: args[0]} if args else {})
+        if not args:
+            return (), kwargs
+        kept = {name: value for name, value in kwargs.items() if name not in self._plan.stages.instead_of}
+        return (), kept | {self._plan.stages.hidden: args[0]}
 
     def _hidden(self, batch: int, tokens: int) -> Tensor:
         """A hidden state on the meta device, as it passes from stage to stage."""

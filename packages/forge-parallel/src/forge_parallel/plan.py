@@ -21,6 +21,7 @@ class StagePlan(Config):
         first: modules that only the first stage has.
         last: modules that only the last stage has.
         hidden: the argument of the model by which a later stage is given the hidden state [B, T, D].
+        instead_of: arguments that a later stage is then not given.
         dim: D.
         pass_through: modules of other stages become ones that return their first argument, for models that
             call them anyway; otherwise they become None, and blocks are deleted.
@@ -30,6 +31,7 @@ class StagePlan(Config):
     last: list[str]
     hidden: str
     dim: int
+    instead_of: list[str] = []
     pass_through: bool = False
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from forge_parallel.apply import applied, set_sync
 from forge_parallel.mesh import Mesh
+from forge_parallel.plan import Plan
 
 Inputs = dict[str, Any]
 """The arguments of the model for one micro-batch."""
@@ -24,7 +25,7 @@ class Runner(Protocol):
         Args:
             micro_batches: the same number on every rank; in a pipeline, of equal shapes.
             finish: turns what the model returns for one of them into the [] that is differentiated; called
-                where the end of the model is.
+                in their order, where the end of the model is.
         """
         ...
 
@@ -50,16 +51,17 @@ class WholeModel:
         return self.model(**inputs)
 
 
-def build_runner(parts: Sequence[nn.Module], mesh: Mesh) -> Runner:
+def build_runner(parts: Sequence[nn.Module], mesh: Mesh, plan: Plan | None = None) -> Runner:
     """What runs the parts of a model that this rank has, after `parallelize`.
 
     Args:
         parts: of `stages_of(...)`, in this order.
         mesh: the grid of ranks.
+        plan: of the model; None for what it publishes.
     """
     if mesh.pipeline.size == 1:
         (model,) = parts
         return WholeModel(model)
     from forge_parallel.pipeline import Pipeline
 
-    return Pipeline(parts, mesh, applied(parts[0]))
+    return Pipeline(parts, mesh, plan or Plan.of(parts[0]), applied(parts[0]))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 from torch import nn
 
 from forge_parallel.config import PipelineConfig
 from forge_parallel.error import ParallelError
-from forge_parallel.match import find
+from forge_parallel.match import PassThrough, find
 from forge_parallel.plan import Plan, StagePlan
 
 
@@ -123,14 +122,6 @@ def balanced(costs: Sequence[int], last: int, stages: int) -> list[int]:
         return min(options)
 
     return list(best(0, stages)[1])
-
-
-class PassThrough(nn.Module):
-    """Stands where another stage has a module."""
-
-    def forward(self, x: Any, *_: Any, **__: Any) -> Any:
-        """The first argument."""
-        return x
 
 
 def _remove(model: nn.Module, name: str, pass_through: bool) -> None:

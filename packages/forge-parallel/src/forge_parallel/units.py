@@ -59,10 +59,11 @@ def find_units(model: nn.Module, plan: Plan, mesh: Mesh) -> Units:
         ParallelError: a pattern names nothing, a module is in two units, or two units share a parameter.
     """
     blocks = [Unit(f"block {name}", [module], mesh.fsdp) for name, module in find(model, plan.blocks).items()]
-    groups = [
-        Unit(f"unit {group}", [m for pattern in group for m in find(model, pattern).values()], mesh.fsdp)
+    named = {
+        f"unit {group}": [m for pattern in group for m in find(model, pattern).values()]
         for group in plan.units
-    ]
+    }
+    groups = [Unit(name, modules, mesh.fsdp) for name, modules in named.items() if modules]
     _refuse_ties(model, _owners([*blocks, *groups]))
     return Units(blocks, groups)
 
