@@ -14,8 +14,10 @@ from forge_trainer.optim import (
     AdamWConfig,
     GroupRule,
     LionConfig,
+    MuonConfig,
     OptimizerConfig,
     ScheduleFreeAdamWConfig,
+    exchange,
     trainable,
 )
 from forge_trainer.optim.groups import freeze
@@ -40,8 +42,12 @@ RULES = (
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "adamw-frozen": AdamWConfig(lr=0.01, groups=RULES),
     "lion": LionConfig(lr=0.01),
+    "muon": MuonConfig(lr=0.01, scale="original"),
     "schedule-free": ScheduleFreeAdamWConfig(lr=0.01),
 }
+
+
+QUICK = {*((name, "fsdp2") for name in OPTIMIZERS), ("muon", "tp2")}
 
 
 def batch(index: int, mesh: Mesh) -> list[MicroBatch]:
@@ -55,6 +61,7 @@ def batch(index: int, mesh: Mesh) -> list[MicroBatch]:
 def trained(sizes: dict, name: str) -> dict[str, torch.Tensor]:
     """Every weight after some steps, put together from what each rank holds."""
     env, config = Env.detect(), OPTIMIZERS[name]
+    exchange.BUCKET_ELEMENTS = 300
     mesh = build_mesh(MeshConfig(**sizes), env) if env.world_size > 1 else Mesh(env.device)
     with torch.device("meta"):
         model = MODEL.build().to(torch.float64)
@@ -88,9 +95,15 @@ def single(name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("fsdp2-tp2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_equals_one_process(layout, name):
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=[] if (name, layout) in QUICK else [pytest.mark.slow])
+        for name in OPTIMIZERS
+        for layout in LAYOUTS
+    ],
+)
+def test_optimizer_equals_one_process(name, layout):
     world_size, sizes = LAYOUTS[layout]
     one = single(name)
     for many in run_ranks(trained, world_size, sizes, name):

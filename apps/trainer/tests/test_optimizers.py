@@ -11,16 +11,20 @@ from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_parallel.mesh import Mesh
 from forge_resilience.finite import step_if_finite
+from forge_trainer.cli import main
 from forge_trainer.optim import (
     AdamWConfig,
     GroupRule,
     LionConfig,
+    MuonConfig,
     OptimizerConfig,
     ScheduleFreeAdamWConfig,
+    exchange,
     optimizers,
     trainable,
 )
 from forge_trainer.optim.averaged import evaluation_weights
+from forge_trainer.optim.newton_schulz import cost
 from forge_trainer.steps.update import Update
 from torch import nn
 
@@ -28,6 +32,7 @@ CPU = Mesh(torch.device("cpu"))
 OF: dict[str, OptimizerConfig] = {
     "adamw": AdamWConfig(lr=0.01),
     "lion": LionConfig(lr=0.01),
+    "muon": MuonConfig(lr=0.01, scale="original"),
     "schedule-free-adamw": ScheduleFreeAdamWConfig(lr=0.01),
 }
 
@@ -219,3 +224,119 @@ def test_optimizer_of_the_docs_page_works():
     take(model, made["SignSGDConfig"](lr=0.01).build(trainable([model])), range(1))
     for name, p in model.named_parameters():
         torch.testing.assert_close(p, before[name] - 0.01 * p.grad.sign())
+
+
+class Matrices(nn.Module):
+    """Matrices of many shapes, stacked ones among them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        shapes = [(8, 16), (16, 8), (8, 16), (8, 8), (1, 8), (8, 1), (3, 8, 16)]
+        for index, shape in enumerate(shapes):
+            value = torch.randn(shape, generator=generator, dtype=torch.float64)
+            setattr(self, f"m{index}", nn.Parameter(value.to(dtype)))
+
+    def parameter_roles(self):
+        return {name: "expert" if p.ndim == 3 else "matrix" for name, p in self.named_parameters()}
+
+
+def naive_muon(model: nn.Module, factor, steps: int) -> None:
+    """The formulas, matrix after matrix."""
+    momenta = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for step in range(steps):
+        give_gradients(model, step)
+        lr = 0.01 * (1 - step / 40)
+        for name, p in model.named_parameters():
+            momenta[name] = 0.95 * momenta[name] + 0.05 * p.grad
+            ahead = 0.05 * p.grad + 0.95 * momenta[name]
+            for matrix, value in zip(
+                ahead.view(-1, *p.shape[-2:]), p.data.view(-1, *p.shape[-2:]), strict=True
+            ):
+                x = matrix / matrix.norm()
+                for _ in range(5):
+                    x = 3.4445 * x - 4.775 * x @ x.mT @ x + 2.0315 * x @ x.mT @ x @ x.mT @ x
+                value.mul_(1 - lr * 0.1).sub_(x * lr * factor(*x.shape))
+
+
+FACTORS = {
+    "original": lambda a, b: max(1, a / b) ** 0.5,
+    "match-rms-adamw": lambda a, b: 0.2 * max(a, b) ** 0.5,
+    "spectral": lambda a, b: (a / b) ** 0.5,
+}
+
+
+@pytest.mark.parametrize("scale", FACTORS)
+def test_muon_equals_its_formulas(scale, monkeypatch):
+    monkeypatch.setattr(exchange, "BUCKET_ELEMENTS", 200)
+    model = Matrices(torch.float64)
+    reference = copy.deepcopy(model)
+    take(model, MuonConfig(lr=0.01, scale=scale).build(trainable([model])), range(20))
+    with torch.no_grad():
+        naive_muon(reference, FACTORS[scale], 20)
+    compare(model, reference, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("scale", "theirs"), [("original", "original"), ("match-rms-adamw", "match_rms_adamw")]
+)
+def test_muon_equals_torch_but_for_the_rounding_of_bfloat16(scale, theirs):
+    model = Matrices(torch.float32)
+    del model.m6  # torch knows no stacked matrices
+    reference = copy.deepcopy(model)
+    begun = weights(model)
+    config = MuonConfig(lr=0.01, scale=scale, compute="bfloat16", weight_decay=0.0)
+    take(model, config.build(trainable([model])), range(5))
+    take(
+        reference,
+        torch.optim.Muon(reference.parameters(), weight_decay=0.0, adjust_lr_fn=scale.replace("-", "_")),
+        range(5),
+    )
+    for (name, p), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        # products of bfloat16 are summed in another order in a batch: some 2^-8 of each update
+        assert (p - other).norm() < 0.02 * (p - begun[name]).norm(), name
+
+
+def test_muon_leaves_what_is_no_matrix_to_adamw_with_its_own_rate():
+    model = Model()
+    reference = copy.deepcopy(model)
+    config = MuonConfig(lr=0.05, adamw_lr=0.01, scale="spectral", roles=("matrix",))
+    take(model, config.build(trainable([model])), range(20))
+    take(reference, AdamWConfig(lr=0.01).build(trainable([reference])), range(20))
+    for name in ("gain", "embed"):
+        torch.testing.assert_close(
+            model.get_parameter(name), reference.get_parameter(name), rtol=1e-12, atol=1e-13
+        )
+
+
+def test_matrix_without_gradient_keeps_its_direction_at_zero():
+    model = Matrices(torch.float64)
+    optimizer = MuonConfig(lr=0.01, scale="original", weight_decay=0.0).build(trainable([model]))
+    before = weights(model)
+    give_gradients(model, 0)
+    model.m0.grad = None
+    optimizer.step()
+    assert torch.equal(model.m0, before["m0"]) and not torch.equal(model.m1, before["m1"])
+
+
+def test_owners_share_the_work_of_each_bucket_evenly():
+    shapes = [(16, 16)] * 6 + [(8, 16)] * 4
+    holdings = [
+        [exchange.Holding(exchange.Box((r * n // 4, 0), (n // 4, m)), True) for n, m in shapes]
+        for r in range(4)
+    ]
+    matrices = [exchange.Matrix(i, exchange.Box((0, 0), shape)) for i, shape in enumerate(shapes)]
+    (bucket,) = exchange._buckets(matrices, holdings, 4)
+    load = [sum(cost(*m.size) for m in bucket if m.owner == rank) for rank in range(4)]
+    assert max(load) <= 1.2 * sum(load) / 4
+
+
+def test_muon_without_a_scale_is_refused(capsys):
+    assert main(["plan", "configs/runs/debug.toml", "--optimizer.type=muon"]) == 78
+    assert "scale" in capsys.readouterr().err
+    assert (
+        main(["plan", "configs/runs/debug.toml", "--optimizer.type=muon", "--optimizer.scale=spectral"]) == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    muon = lines.index("    layers.0-3.ffn.w_up.weight")
+    assert lines[muon - 6].startswith("  Muon  lr") and "    embed.weight" in lines

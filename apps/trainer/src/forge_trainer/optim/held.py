@@ -87,7 +87,8 @@ class Held:
 
 
 Rule = Callable[[Held, Mapping[str, Any]], None]
-"""Takes a step of one group, whose entries it is given."""
+"""Takes a step of one group, whose entries it is given. With an attribute `together = True`, gradients that
+are missing count as zero, so that all ranks take it for the same parameters."""
 
 
 class HeldOptimizer(torch.optim.Optimizer):
@@ -117,8 +118,14 @@ class HeldOptimizer(torch.optim.Optimizer):
         """Take a step. Collective, if a rule is."""
         assert closure is None, "no closure is ever given"
         for group in self.param_groups:
-            if any(parameter.grad is not None for parameter in group["params"]):
-                self._rules[group["kind"]](Held(self, group), group)
+            missing = [parameter for parameter in group["params"] if parameter.grad is None]
+            if len(missing) == len(group["params"]):
+                continue
+            rule = self._rules[group["kind"]]
+            if getattr(rule, "together", False):
+                for parameter in missing:
+                    parameter.grad = torch.zeros_like(parameter)
+            rule(Held(self, group), group)
 
 
 def foreach(name: str, *arguments: Any) -> Any:
