@@ -59,8 +59,13 @@ class VerifiedFile:
             mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) if part.bytes else b""
         )
         self.values = np.frombuffer(self._memory, dtype)
-        self._seen = bytearray(len(self._digests))
+        self._forget()
         self._rows: tuple[int, np.ndarray] = (0, self.values)
+
+    def _forget(self) -> None:
+        """No block has been checked."""
+        self._seen = np.zeros(len(self._digests), dtype=np.bool_)
+        self._unseen = len(self._digests)
 
     def require_size(self) -> None:
         """See that the file still has its size: touching memory behind its end kills the process.
@@ -81,14 +86,22 @@ class VerifiedFile:
         Raises:
             DataError: a block that holds one of them is damaged.
         """
-        width = self.values.itemsize
-        for at in starts.tolist():
-            first, end = at * width // BLOCK_BYTES, ((at + length) * width - 1) // BLOCK_BYTES + 1
-            if 0 in self._seen[first:end]:
-                self._verify_blocks(first, end)
+        if self._unseen:
+            self._verify_rows(starts, length)
         if self._rows[0] != length:
             self._rows = length, sliding_window_view(self.values, length)
         return self._rows[1][starts]
+
+    def _verify_rows(self, starts: np.ndarray, length: int) -> None:
+        """Check the blocks below rows that no row has touched before; a row has at least its two ends."""
+        width = self.values.itemsize
+        first = starts * width // BLOCK_BYTES
+        last = ((starts + length) * width - 1) // BLOCK_BYTES
+        if length * width <= BLOCK_BYTES and self._seen[first].all() and self._seen[last].all():
+            return
+        for begin, end in zip(first.tolist(), (last + 1).tolist(), strict=True):
+            if not self._seen[begin:end].all():
+                self._verify_blocks(begin, end)
 
     def verify(self) -> None:
         """Compare all blocks with their digests, whether they were before or not.
@@ -97,18 +110,21 @@ class VerifiedFile:
             DataError: names the first block that is damaged.
         """
         self.require_size()
-        self._seen = bytearray(len(self._digests))
+        self._forget()
         self._verify_blocks(0, len(self._digests))
 
     def _verify_blocks(self, first: int, end: int) -> None:
         for block in range(first, min(end, len(self._digests))):
+            if self._seen[block]:
+                continue
             data = self._memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-            if not self._seen[block] and xxhash.xxh3_64_intdigest(data) != int(self._digests[block]):
+            if xxhash.xxh3_64_intdigest(data) != int(self._digests[block]):
                 raise DataError(
                     f"{self._path} is damaged in block {block} (bytes {block * BLOCK_BYTES} to "
                     f"{block * BLOCK_BYTES + len(data)}); copy it again or make the store anew"
                 )
-            self._seen[block] = 1
+            self._seen[block] = True
+            self._unseen -= 1
 
 
 def _open(path: Path) -> int:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from forge_data.batches import Arrays, Batches, TrainBatches, ValidationBatches
+from forge_data.batches import Batches, Group, TrainBatches, ValidationBatches
+from forge_data.concat import Concat
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.order import VERSION, Order
+from forge_data.packing import Packing
 from forge_data.sources import Split
 from forge_data.tokens import TokenStore
-from forge_data.windows import Windows
 from forge_data.workers import Workers
 
 
@@ -71,13 +73,13 @@ class Loader:
     Attributes:
         batches: what item i is.
         workers: processes that prepare items ahead; 0 prepares them when asked.
-        windows: the sequences of each source, by its place in the configuration.
+        packings: the sequences of each source, by its place in the configuration.
         fingerprint: names data and order; another fingerprint is another stream.
     """
 
     batches: Batches
     workers: int
-    windows: dict[int, Windows]
+    packings: dict[int, Packing]
     fingerprint: str
     _open: list[Workers] = field(default_factory=list[Workers], init=False, repr=False)
 
@@ -94,13 +96,19 @@ class Loader:
             )
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
+        for group in self._groups():
+            micro_batches = _tensors(group)
+            for start in range(0, len(micro_batches), self.batches.micro_batches):
+                yield micro_batches[start : start + self.batches.micro_batches]
+
+    def _groups(self) -> Iterator[Group]:
         if isinstance(self.batches, ValidationBatches):
-            return map(_tensors, map(self.batches.__getitem__, range(len(self.batches))))
+            return map(self.batches.group, range(len(self.batches)))
         if self.workers == 0:
-            return map(_tensors, map(self.batches.__getitem__, itertools.count()))
+            return map(self.batches.group, itertools.count())
         workers = Workers(self.batches, self.workers)
         self._open.append(workers)
-        return map(_tensors, workers)
+        return workers
 
     def close(self) -> None:
         """End all worker processes; iterators of this loader cannot be used any more."""
@@ -108,11 +116,23 @@ class Loader:
             self._open.pop().close()
 
 
-def _tensors(item: list[Arrays]) -> list[MicroBatch]:
+def _tensors(group: Group) -> list[MicroBatch]:
+    """The micro-batches of a group: views, cut by few calls."""
+    labels = group.rows[..., 1:] if group.labels is None else group.labels
+    inputs = {"tokens": group.rows[..., :-1], "labels": labels, **group.extra}
+    statistics = {"source": group.source, "targets": group.targets}
     return [
-        MicroBatch(*({name: torch.from_numpy(array) for name, array in part.items()} for part in arrays))
-        for arrays in item
+        MicroBatch(dict(zip(inputs, taken, strict=True)), dict(zip(statistics, counted, strict=True)))
+        for taken, counted in zip(_columns(inputs), _columns(statistics), strict=True)
     ]
+
+
+def _columns(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*map(_unbind, arrays.values()), strict=True)
+
+
+def _unbind(array: np.ndarray) -> Sequence[Tensor]:
+    return [torch.from_numpy(array[0, ...])] if len(array) == 1 else torch.from_numpy(array).unbind()
 
 
 def build_loader(
@@ -147,19 +167,19 @@ def build_loader(
     stores = open_stores(config, split)
     # The held-out text belongs to what a run is: its evaluations are to be compared.
     held_out = open_stores(config, "validation") if split == "train" and config.has_validation() else {}
-    windows = {n: Windows(store, config.max_tokens) for n, store in stores.items()}
+    packings: dict[int, Packing] = {
+        n: Concat(store, config.max_tokens, config.mask_documents) for n, store in stores.items()
+    }
     if split == "validation":
         batches: Batches = ValidationBatches(
-            windows, config.mask_documents, micro_batch, config.validation_samples, rank, world_size
+            packings, micro_batch, config.validation_samples, rank, world_size
         )
     else:
         _require_even(global_batch, micro_batch, world_size)
-        order = Order(config.seed, [len(w) for w in windows.values()], [s.weight for s in config.sources])
-        batches = TrainBatches(
-            windows, config.mask_documents, micro_batch, order, first_sample, global_batch, rank, world_size
-        )
+        order = Order(config.seed, [len(p) for p in packings.values()], [s.weight for s in config.sources])
+        batches = TrainBatches(packings, micro_batch, order, first_sample, global_batch, rank, world_size)
     workers = config.workers if split == "train" else 0
-    return Loader(batches, workers, windows, fingerprint(config, stores, held_out))
+    return Loader(batches, workers, packings, fingerprint(config, stores, held_out))
 
 
 def fingerprint(config: DataConfig, *splits: dict[int, TokenStore]) -> str:

@@ -1,8 +1,8 @@
 """Processes that prepare items ahead, and that never outlive or hold up the process they prepare them for.
 
-A worker writes its items into a pipe: the pipe bounds how far ahead it is, its end tells the reader that the
-worker died, and tells the worker that the reader did. It is a fresh interpreter without torch, no fork of a
-process with threads and a device.
+A worker writes its groups of items into a pipe: the pipe bounds how far ahead it is, its end tells the reader
+that the worker died, and tells the worker that the reader did. It is a fresh interpreter without torch, no
+fork of a process with threads and a device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator
 from typing import IO, cast
 
-from forge_data.batches import Arrays, Batches
+from forge_data.batches import Batches, Group
 from forge_data.error import DataError
 
 STEP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -36,11 +36,11 @@ _CODE = (
 Process = subprocess.Popen[bytes]
 
 
-class Workers(Iterator[list[Arrays]]):
-    """The items of an endless stream in order; processes take turns at as many as are read together.
+class Workers(Iterator[Group]):
+    """The groups of an endless stream in order; processes take turns.
 
     Args:
-        batches: what item i is.
+        batches: what group i is.
         count: processes, at least one.
     """
 
@@ -50,11 +50,10 @@ class Workers(Iterator[list[Arrays]]):
         """Ends the processes, at the latest at the end of this one."""
         for number, process in enumerate(self.processes):
             _tell(process, sys.path, (batches, number, count))
-        turns = itertools.cycle(self.processes)
-        self._turns = (process for process in turns for _ in range(batches.together))
+        self._turns = itertools.cycle(self.processes)
 
-    def __next__(self) -> list[Arrays]:
-        """The next item.
+    def __next__(self) -> Group:
+        """The next group.
 
         Raises:
             DataError: what a worker read is damaged, or no longer there.
@@ -118,17 +117,16 @@ def _how_it_ended(process: Process) -> str:
 
 
 def serve() -> None:
-    """What a worker does: write items to its standard output until nobody reads them."""
+    """What a worker does: write groups to its standard output until nobody reads them."""
     # nothing else may write into the pipe
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     batches, first, step = cast(tuple[Batches, int, int], pickle.load(sys.stdin.buffer))
     try:
-        for turn in itertools.count(first, step):
-            for index in range(turn * batches.together, (turn + 1) * batches.together):
-                pickle.dump(batches[index], out, protocol=pickle.HIGHEST_PROTOCOL)
-                out.flush()
+        for index in itertools.count(first, step):
+            pickle.dump(batches.group(index), out, protocol=pickle.HIGHEST_PROTOCOL)
+            out.flush()
     except DataError as error:
         pickle.dump(error, out)
         out.flush()
