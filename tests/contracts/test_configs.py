@@ -6,28 +6,36 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from forge_config import ConfigError
 from forge_parallel.error import ParallelError
 from forge_trainer.job import load_job
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 ROOT = Path(__file__).parents[2]
-RUNS = sorted(ROOT.glob("configs/runs/*.toml"))
-PARTS = sorted(path for kind in ("models", "data", "mesh") for path in ROOT.glob(f"configs/{kind}/*.toml"))
-
-
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_run_loads(path):
-    assert load_job(path).value.job.name
+PARTS = sorted(path for kind in ("models", "mesh") for path in ROOT.glob(f"configs/{kind}/*.toml"))
 
 
 @pytest.mark.parametrize("path", PARTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_part_loads_on_top_of_a_run(path, tmp_path):
     run = tmp_path / "run.toml"
-    run.write_text(f'extends = ["{ROOT}/configs/runs/debug.toml", "{path}"]\n[model]\nmax_tokens = 131072\n')
+    run.write_text(
+        f'extends = ["{ROOT}/configs/runs/debug.toml", "{path}"]\n'
+        "[model]\nmax_tokens = 131072\ndim = 128\nnum_layers = 8\ntie_embeddings = false\n"
+        "[model.attention]\nnum_heads = 8\nnum_kv_heads = 4\n"
+    )
     assert load_job(run).value
 
 
-WORLD_SIZES = {"auto": [1, 2, 4, 8], "hsdp-4gpu-nodes": [8]}
+WORLD_SIZES = {
+    "auto": [1, 2, 4, 8],
+    "hsdp-4gpu-nodes": [8],
+    "hsdp-8gpu-nodes": [16],
+    "tp4": [4, 8, 256],
+    "cp4": [4, 8, 256],
+    "pp4-tp4": [16, 256],
+}
 """For how many ranks each mesh is meant."""
 
 
@@ -38,11 +46,46 @@ def test_world_size_of_every_mesh_is_stated():
 @pytest.mark.parametrize(("mesh", "world_size"), [(m, n) for m, sizes in WORLD_SIZES.items() for n in sizes])
 def test_mesh_is_laid_out_for_its_world_size(mesh, world_size, tmp_path):
     run = tmp_path / "run.toml"
-    files = f'["{ROOT}/configs/runs/debug.toml", "{ROOT}/configs/mesh/{mesh}.toml"]'
-    run.write_text(f"extends = {files}\n[train]\nmicro_batch = 2\n")
+    run.write_text(
+        f'extends = ["{ROOT}/configs/runs/debug.toml", "{ROOT}/configs/mesh/{mesh}.toml"]\n'
+        "[train]\nmicro_batch = 2\nglobal_batch = 512\n[model]\nnum_layers = 8\n"
+        "[model.attention]\nnum_heads = 4\n"
+    )
     job = load_job(run).value
-    assert math.prod(job.mesh.sizes(world_size).values()) == world_size
-    assert job.train.global_batch % (job.train.micro_batch * world_size) == 0
+    sizes = job.mesh.sizes(world_size)
+    assert math.prod(sizes.values()) == world_size
+    assert job.train.global_batch % (job.train.micro_batch * sizes["dp_replicate"] * sizes["dp_shard"]) == 0
+
+
+RUNS = {
+    "debug": (1, 1.354e6),
+    "llama-125m": (4, 0.174e9),
+    "llama-1b": (16, 1.24e9),
+    "llama-8b": (256, 8.03e9),
+    "llama-70b": (64, 70.6e9),
+}
+"""Each run: a number of ranks it is meant for, and its parameters."""
+
+
+def test_parameters_of_every_run_are_stated():
+    assert {path.stem for path in ROOT.glob("configs/runs/*.toml")} == set(RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_run_loads_and_is_laid_out(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "llama3").mkdir(parents=True)
+    words = {"<|end_of_text|>": 0, "a": 1}
+    Tokenizer(WordLevel(words, unk_token="a")).save("data/llama3/tokenizer.json")
+    job = load_job(ROOT / "configs" / "runs" / f"{name}.toml").value
+    world_size, parameters = RUNS[name]
+    sizes = job.mesh.sizes(world_size)
+    share = job.train.global_batch // (sizes["dp_replicate"] * sizes["dp_shard"])
+    assert share % job.train.micro_batch == 0
+    assert share // job.train.micro_batch >= sizes["pp"] * job.pipeline.held() or sizes["pp"] == 1
+    with torch.device("meta"):
+        model = job.model.build()
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(parameters, rel=0.03)
 
 
 def test_mesh_for_nodes_is_refused_on_other_world_sizes(tmp_path):
@@ -71,6 +114,8 @@ LOAD = """
 import sys
 from forge_config import ConfigError
 from forge_trainer.job import load_job
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 try:
     load_job(sys.argv[1])
 except ConfigError as error:

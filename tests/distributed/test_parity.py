@@ -41,6 +41,7 @@ LAYOUTS = {
     "fsdp2": (2, {}),
     "tp2": (2, {"tp": 2}),
     "fsdp2-tp2": (4, {"tp": 2}),
+    "replicate2": (2, {"dp_replicate": 2}),
     "hsdp2x2": (4, {"dp_replicate": 2}),
     "replicate2-tp2": (4, {"dp_replicate": 2, "tp": 2}),
     "tp4": (4, {"tp": 4}),
@@ -50,6 +51,7 @@ LAYOUTS = {
     "replicate2-cp2": (4, {"dp_replicate": 2, "cp": 2}),
     "pp2": (2, {"pp": 2}),
     "pp2-fsdp2": (4, {"pp": 2}),
+    "pp2-replicate2": (4, {"pp": 2, "dp_replicate": 2}),
     "pp2-tp2": (4, {"pp": 2, "tp": 2}),
     "pp2-cp2": (4, {"pp": 2, "cp": 2}),
     "pp2-fsdp2-tp2": (8, {"pp": 2, "tp": 2}),
@@ -154,27 +156,37 @@ def check(layout: str, name: str, dtype: str, parallel: ParallelConfig, loss: fl
             assert (many["after"][key] - value).abs().max() <= norm * value.abs().max(), key
 
 
-def layouts(*names: str):
-    """The layouts, those of eight ranks marked slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if LAYOUTS[name][0] == 8 else []) for name in names]
+def slow(names, *fast: str):
+    """Parameters of a test, all but some marked slow."""
+    return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in names]
+
+
+SHORT = ("fsdp2", "hsdp2x2", "fsdp2-tp2", "fsdp2-cp2", "cp2-tp2", "pp2-fsdp2", "pp2-tp2", "pp2-cp2")
+"""What every run of the tests looks at; the others are slow."""
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", layouts(*LAYOUTS))
+@pytest.mark.parametrize("layout", slow(LAYOUTS, *SHORT))
 def test_training_equals_one_process(layout):
     check(layout, "plain", "float32", ParallelConfig(), loss=1e-5, norm=1e-4)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole-sequence"])
+@pytest.mark.parametrize("sequence", slow(["sequence", "whole-sequence"], "sequence"))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tensor_parallel_training_in_float64_equals_one_process(name, sequence):
-    parallel = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=sequence))
+    parallel = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=sequence == "sequence"))
     check("tp2", name, "float64", parallel, loss=1e-10, norm=1e-10)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("schedule", PIPELINES)
+def test_sharded_training_with_tied_embeddings_in_float64_equals_one_process():
+    parallel = ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
+    check("fsdp2", "tied", "float64", parallel, loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("schedule", slow(PIPELINES, "interleaved_1f1b", "zbv_zero_bubble"))
 def test_pipelined_training_in_float64_equals_one_process(schedule):
     parallel = ParallelConfig(pipeline=PipelineConfig(schedule=schedule))
     check("pp2", "deep", "float64", parallel, loss=1e-10, norm=1e-10)
@@ -182,7 +194,7 @@ def test_pipelined_training_in_float64_equals_one_process(schedule):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow(FAMILIES, "plain", "windowed"))
 def test_context_parallel_training_in_float64_equals_one_process(name, method):
     parallel = ParallelConfig(context_parallel=ContextParallelConfig(method=method))
     check("cp2", name, "float64", parallel, loss=1e-10, norm=1e-10)
@@ -192,10 +204,12 @@ def test_context_parallel_training_in_float64_equals_one_process(name, method):
 @pytest.mark.parametrize(
     "parallel",
     [
-        ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full")),
-        ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager")),
+        ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="selective")),
+        pytest.param(
+            ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager")), marks=pytest.mark.slow
+        ),
     ],
-    ids=["checkpointed", "compiled"],
+    ids=["selective", "compiled"],
 )
 def test_sharded_tensor_parallel_training_in_float64_equals_one_process(parallel):
     check("fsdp2-tp2", "plain", "float64", parallel, loss=1e-10, norm=1e-10)

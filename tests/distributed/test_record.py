@@ -108,7 +108,11 @@ def recorded(tmp_path: Path, name: str, step: int) -> ActivationStore:
 
 @pytest.mark.parametrize(
     ("world_size", "extra"),
-    [(2, "plain"), (4, "hsdp"), (2, "checkpointed"), (2, "compiled"), (2, "bf16")],
+    [
+        (2, "bf16"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, "plain"), (4, "hsdp")]),
+        *(pytest.param(2, name, marks=pytest.mark.slow) for name in ("checkpointed", "compiled")),
+    ],
 )
 def test_record_changes_no_bit_of_sharded_training(tmp_path, job, world_size, extra):
     expected = run_ranks(trained, world_size, job("plain", EXTRAS[extra]), timeout_s=120)

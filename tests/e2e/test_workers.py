@@ -36,7 +36,7 @@ class Harm(Hook):
     [
         ("raise", 1, "on purpose"),
         ("kill", 1, "killed by SIGKILL"),
-        pytest.param("raise", 2, "on purpose", marks=pytest.mark.dist),
+        pytest.param("raise", 2, "on purpose", marks=[pytest.mark.dist, pytest.mark.slow]),
         pytest.param("kill", 2, "killed by SIGKILL", marks=pytest.mark.dist),
     ],
 )

@@ -95,6 +95,7 @@ def test_parallelize_equals_one_process(world_size, sizes):
     assert_matches_single(curves, world_size, sizes, {}, rtol={"loss": 1e-5, "grad_norm": 1e-4})
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_parallelize_equals_one_process_when_checkpointed_and_compiled():
     options = {

@@ -1,12 +1,15 @@
 import sys
 from subprocess import run
 
+import pytest
+
 
 def script(text: str) -> None:
     done = run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_without_dynamo_gives_way_when_the_compiler_is_really_wanted():
     script("""
 import sys, torch
