@@ -304,6 +304,36 @@ def test_edits_of_heads_that_are_spread_are_refused(kind):
         assert all("only a part of it on this rank" in text for text in said.values())
 
 
+class OwnSoftmax(nn.Module):
+    def forward(self, x):
+        return (x @ x.mT).softmax(-1) @ x
+
+
+def softmax_of_dtensors() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, model, said = init_device_mesh("cpu", (2,)), OwnSoftmax(), []
+    for placement in (Replicate(), Shard(1)):
+        x = distribute_tensor(torch.randn(2, 4, 5, 3), mesh, [placement])
+        with torch.no_grad(), capture(model, [":attn.v", ":attn.z"]) as acts:
+            z = model(x).full_tensor()
+        assert z.equal(acts[":attn.z"]) and acts[":attn.v"].equal(x.full_tensor())
+        for look in (*(capture(model, f":attn.{name}") for name in ("scores", "pattern", "entropy")),
+                     edit(model, {":attn.pattern": ablate()})):  # fmt: skip
+            try:
+                with torch.no_grad(), look:
+                    model(x)
+            except InterpError as error:
+                said.append(str(error))
+    return said
+
+
+def test_softmax_of_dtensors_says_what_can_be_captured():
+    for said in run_ranks(softmax_of_dtensors, 2):
+        assert len(said) == 8 and all("capture attn.v or attn.z, which are gathered" in text for text in said)
+
+
 def split_both_ways() -> dict:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

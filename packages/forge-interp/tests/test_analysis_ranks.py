@@ -1,7 +1,5 @@
-"""Accumulators summed over two real gloo ranks equal one process; this file is also the ranks' script."""
+"""Accumulators summed over two real gloo ranks equal one process."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ from forge_interp.analysis.cca import pwcca
 from forge_interp.analysis.cka import MinibatchCKA, linear_cka
 from forge_interp.analysis.profile import Profile
 from forge_interp.analysis.ridge import ridge_from_moments
+from forks import Forks
 from torch import distributed
 
 pytestmark = pytest.mark.dist
@@ -47,11 +46,10 @@ def run_rank(rank: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     path = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, __file__]
-    ranks = [subprocess.Popen([*command, str(rank), str(path)]) for rank in range(2)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    ranks = [forks.start(run_rank, rank, path) for rank in range(2)]
+    assert [forks.wait(rank) for rank in ranks] == [0, 0]
     return path
 
 
@@ -80,7 +78,3 @@ def test_all_reduce_leaves_every_rank_with_the_same_numbers(folder):
         here, there = (torch.load(folder / f"{case}.{rank}.pt") for rank in range(2))
         for mine, theirs in zip(here, there, strict=True):
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
-if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), Path(sys.argv[2]))

@@ -381,7 +381,7 @@ def test_read_works_on_fake_tensors():
 def test_everything_read_of_one_call_takes_one_pass_over_its_scores(monkeypatch):
     """Products of queries and keys, and of pattern and values for the check and its scale: three in all."""
     from forge_interp import capture
-    from forge_interp.attention import products as module
+    from forge_interp.attention import tiles as module
 
     class Attend(torch.nn.Module):
         def forward(self, q, k, v):

@@ -12,8 +12,7 @@ import transformers
 from forge_interp.attention.call import AttentionCall
 from forge_interp.attention.statistics import AttentionSummary, attention_statistics
 from forge_interp.errors import InterpError
-from forge_interp.hooks.capture import capture
-from forge_interp.hooks.observe import each_attention
+from forge_interp.hooks.capture import capture, each_attention
 
 from .zoo import FAMILIES, WITH_SDPA
 

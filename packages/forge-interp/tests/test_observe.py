@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forge_interp import InterpError, capture, each_attention, edit
-from forge_interp.attention.products import Gate
+from forge_interp.attention.tiles import Gate
 from torch import nn
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-LAYERS, HEADS, TOKENS = 3, 4, 6
+LAYERS, HEADS, TOKENS = 3, 2, 6
 CLEAN = torch.tensor([[1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4]])
 CORRUPTED = torch.tensor([[1, 2, 13, 4, 15, 6], [9, 8, 7, 16, 5, 14]])
 

@@ -220,14 +220,12 @@ def test_selectivity_is_low_for_a_layer_that_only_knows_the_type_and_high_for_on
 @pytest.mark.parametrize("grouped", [False, True])
 def test_probe_layers_equals_a_nested_search_with_scikit_learn(grouped):
     linear = pytest.importorskip("sklearn.linear_model")
-    layers, _, sentences, _ = make_layers(150)
+    layers, _, sentences, _ = make_layers(60)
     random, alphas = np.random.default_rng(1), [0.1, 30.0, 1e4]
-    y = np.stack([layers["late"][:, 1] + random.normal(size=150), random.normal(size=150)], axis=1)
+    y = np.stack([layers["late"][:, 1] + random.normal(size=60), random.normal(size=60)], axis=1)
     found = probe_layers(layers, y, groups=sentences if grouped else None, alphas=alphas, num_folds=3, seed=2)
     for i, x in enumerate(layers.values()):
-        for fold, (train, test) in enumerate(
-            group_folds(sentences if grouped else np.arange(150), 3, seed=2)
-        ):
+        for fold, (train, test) in enumerate(group_folds(sentences if grouped else np.arange(60), 3, seed=2)):
             z = (x - x[train].mean(0)) / x[train].std(0)
             inner = (
                 group_folds(sentences[train], 3)
@@ -245,9 +243,9 @@ def test_probe_layers_equals_a_nested_search_with_scikit_learn(grouped):
 
 def test_logistic_probe_chooses_its_penalty_without_the_test_fold():
     layers, y, sentences, _ = make_layers(150)
-    options = {"kind": "logistic", "groups": sentences, "alphas": (0.1, 100.0), "num_folds": 3}
+    options = {"kind": "logistic", "groups": sentences, "alphas": (0.1, 100.0), "num_folds": 2}
     found = probe_layers(layers, y, **options)
-    for fold, (_, test) in enumerate(group_folds(sentences, 3)):
+    for fold, (_, test) in enumerate(group_folds(sentences, 2)):
         flipped = y.copy()
         flipped[test] = 1 - flipped[test]
         again = probe_layers(layers, flipped, **options)

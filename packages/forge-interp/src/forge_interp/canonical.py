@@ -4,8 +4,6 @@ One run of the model on example inputs shows it: nothing is guessed from names o
 there is reported. Letters: B batch, T tokens, D model dim, F width of the MLP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -13,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
-from forge_interp.hooks.capture import Activations, capture
-from forge_interp.hooks.observe import each_attention
+from forge_interp.hooks.capture import Activations, capture, each_attention
 from forge_interp.hooks.sites import named_modules
 from forge_interp.model_inputs import Inputs, call_model
 
@@ -61,12 +58,8 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
     mlp.post: what the last map from another width to D is given, outside of attention; mlp.pre: what the
     activation function is given there. Blocks of one class are mapped alike, by the first of them.
 
-    Args:
-        model: any module with blocks in a list.
-        inputs: a small batch, as for `record`; two runs for each class of blocks.
-
-    Raises:
-        InterpError: no list of blocks that ran.
+    `inputs` are a small batch, as for `record`; the model runs twice for each class of blocks. InterpError
+    where no list of blocks ran.
     """
     found = CanonicalSites()
     modules = named_modules(model)
@@ -82,15 +75,14 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
                 by_class[kind] = _map_block(model, inputs, f"{stack}.{index}".removeprefix("."))
             if by_class[kind]:
                 mapped.setdefault(stack, {})[index] = by_class[kind]
-    for stack, blocks in mapped.items():
-        for index, places in blocks.items():
-            prefix = f"{stack if len(mapped) > 1 else 'blocks'}.{index}"
-            for name in NAMES:
-                place = places[name]
-                if place.startswith("-"):
-                    found.missing[f"{prefix}.{name}"] = place[2:]
-                else:
-                    found.sites[f"{prefix}.{name}"] = f"{stack}.{index}".removeprefix(".") + place
+    for stack, index, places in ((s, i, p) for s, blocks in mapped.items() for i, p in blocks.items()):
+        block, prefix = f"{stack}.{index}".removeprefix("."), stack if len(mapped) > 1 else "blocks"
+        for name in NAMES:
+            place, key = places[name], f"{prefix}.{index}.{name}"
+            if place.startswith("-"):
+                found.missing[key] = place[2:]
+            else:
+                found.sites[key] = block + place
     if not found.sites:
         raise InterpError(
             f"{type(model).__name__} ran no list of blocks that keep the shape of their input; expected "

@@ -15,8 +15,7 @@ Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 def call_model(model: nn.Module, inputs: Inputs) -> Any:
     """Call `model` with a tensor, a tuple of positional arguments, or a mapping of named ones.
 
-    Raises:
-        InterpError: `inputs` is none of these.
+    Raises InterpError: `inputs` is none of these.
     """
     if isinstance(inputs, Tensor):
         return run_model(model, (inputs,), {})
@@ -44,11 +43,7 @@ def _takes_use_cache(model: nn.Module) -> bool:
 
 
 def output_logits(output: Any) -> Tensor:
-    """Return the logits of what a model returned: the tensor itself, `.logits`, or the first item.
-
-    Raises:
-        InterpError: there are none.
-    """
+    """Return the logits of what a model returned: itself, `.logits`, or the first item; else InterpError."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if isinstance(logits, tuple | list) and logits:
         logits = logits[0]

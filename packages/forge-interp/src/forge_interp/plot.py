@@ -1,7 +1,8 @@
 """What do the results look like?
 
-Each function draws one standard figure and returns it; nothing is shown or saved. Needs the extra:
-pip install 'forge-interp[plot]'.
+Each function draws one standard figure and returns it; nothing is shown or saved. ImportError without the
+extra: pip install 'forge-interp[plot]'. InterpError where there is nothing to draw, or what does not fit
+together.
 """
 
 from __future__ import annotations
@@ -25,14 +26,8 @@ if TYPE_CHECKING:
 def plot_similarity(similarity: LayerSimilarity, *, limits: tuple[float, float] | None = None) -> Figure:
     """Draw a layer by layer similarity matrix as a heat map; the first layer is at the lower left.
 
-    Args:
-        similarity: from `compare_layers`, `linear_cka` and the like.
-        limits: values at the ends of the colours; default 0 to 1, or the range of the values if they leave
-            it.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        InterpError: every value is NaN.
+    `limits` are the values at the ends of the colours; default 0 to 1, or the range of the values if they
+    leave it.
     """
     figure, axes = _figure()
     values = similarity.values
@@ -47,16 +42,10 @@ def plot_similarity(similarity: LayerSimilarity, *, limits: tuple[float, float] 
 
 
 def plot_attention(pattern: Array, *, tokens: Sequence[str] | None = None, title: str = "") -> Figure:
-    """Draw one head's attention pattern: a row per query, a column per key.
+    """Draw one head's attention pattern [queries, keys]: a row per query, a column per key.
 
-    Args:
-        pattern: [queries, keys] weights in [0, 1].
-        tokens: labels of the keys; of the queries too if they are as many.
-        title: e.g. the site and the head.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        InterpError: `tokens` are not as many as the keys.
+    `tokens` are labels of the keys; of the queries too if they are as many. `title` is e.g. the site and the
+    head.
     """
     weights = as_matrix(pattern, "pattern").cpu().numpy()
     figure, axes = _figure()
@@ -75,12 +64,7 @@ def plot_attention(pattern: Array, *, tokens: Sequence[str] | None = None, title
 def plot_probe(curves: Mapping[str, ProbeCurve] | ProbeCurve) -> Figure:
     """Draw probe scores over layers, mean and standard deviation over folds, control tasks dashed.
 
-    Args:
-        curves: one, or {label: curve} over the same layers and in the same unit.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        InterpError: the curves differ in layers or unit.
+    `curves` are one, or {label: curve} over the same layers and in the same unit.
     """
     named = {"probe": curves} if isinstance(curves, ProbeCurve) else curves
     kinds = {(curve.layers, curve.unit) for curve in named.values()}
@@ -101,17 +85,10 @@ def plot_probe(curves: Mapping[str, ProbeCurve] | ProbeCurve) -> Figure:
 
 
 def plot_encoding(results: Mapping[str, EncodingResult]) -> Figure:
-    """Draw encoding scores over layers: median and quartiles over targets.
+    """Draw scores over layers, {layer: result} of `encode_layers`: median and quartiles over targets.
 
     The score is the ceiling-normalized one where every result has it, else mean r; targets whose ceiling is
     below the threshold are left out.
-
-    Args:
-        results: {layer: result}, from `encode_layers`.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        InterpError: no result, or no target of a layer has a score.
     """
     if not results:
         raise InterpError("results is empty; expected at least one layer")

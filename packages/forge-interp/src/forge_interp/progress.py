@@ -13,13 +13,9 @@ _REDRAW_S = 0.1
 def progress(
     iterable: Iterable[Item], total: int | None = None, label: str = "", enabled: bool = True
 ) -> Iterator[Item]:
-    """Pass the items through and draw a bar on standard error, if that is a terminal.
+    """Pass the items through and draw a bar on standard error, if `enabled` and that is a terminal.
 
-    Args:
-        iterable: what to pass through.
-        total: how many items there are; None draws a count without a bar.
-        label: stands in front.
-        enabled: False draws nothing.
+    With `total` None, how many there are is not known, and a count is drawn; `label` stands in front.
     """
     if not enabled or sys.stderr is None or not sys.stderr.isatty():
         yield from iterable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -86,30 +87,15 @@ class Recording(Mapping[str, Tensor]):
 
         Dimensions that all values share are named alike: `batch` is dim 0, others `site.dim1`, ...
         """
-        try:
-            import xarray  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise InterpError(
-                "to_xarray needs xarray; install it: pip install 'forge-interp[tables]'"
-            ) from error
-        return xarray.Dataset(
-            {
-                site: (
-                    ["batch", *(f"{site}.dim{i}" for i in range(1, value.ndim))][: value.ndim],
-                    _numpy(value),
-                )
-                for site, value in self.items()
-            }
-        )
+        xarray = _table_package("xarray", "to_xarray")
+        dims = {
+            site: ["batch", *(f"{site}.dim{i}" for i in range(1, value.ndim))] for site, value in self.items()
+        }
+        return xarray.Dataset({s: (dims[s][: value.ndim], _numpy(value)) for s, value in self.items()})
 
     def to_dataframe(self) -> Any:
         """A `pandas.DataFrame`, a row a number: site, dim0, dim1, ..., value; needs pandas."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise InterpError(
-                "to_dataframe needs pandas; install it: pip install 'forge-interp[tables]'"
-            ) from error
+        pandas = _table_package("pandas", "to_dataframe")
         frames = []
         for site, value in self.items():
             index = torch.cartesian_prod(*(torch.arange(size) for size in value.shape)).reshape(
@@ -149,3 +135,11 @@ def record(
 def _numpy(value: Tensor) -> Any:
     value = value.detach().cpu()
     return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+
+
+def _table_package(name: str, method: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        text = f"{method} needs {name}; install it: pip install 'forge-interp[tables]'"
+        raise InterpError(text) from error

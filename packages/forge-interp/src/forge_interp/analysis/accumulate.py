@@ -86,10 +86,7 @@ class Moments:
         return moments
 
     def update(self, batch: Mapping[str, Array]) -> None:
-        """Add samples.
-
-        Args:
-            batch: [n, d] per block, all with the same rows; any float dtype, torch or numpy.
+        """Add samples, [n, d] per block, all with the same rows; any float dtype, torch or numpy.
 
         Raises:
             InterpError: blocks are missing or unknown, widths or row counts differ, or a value is NaN or
@@ -111,11 +108,7 @@ class Moments:
             self._add([matrix[start : start + step] for matrix in given.values()])
 
     def merge(self, other: "Moments") -> "Moments":
-        """Add the samples of `other` to this one, in place, and return this one.
-
-        Raises:
-            InterpError: `other` has other widths or pairs.
-        """
+        """Add the samples of `other`, of the same widths and pairs, to this one; return this one."""
         if other.widths != self.widths or other._pairs != self._pairs:
             raise InterpError(
                 f"cannot merge moments of {other.widths} into {self.widths}; expected equal widths and pairs"
@@ -133,8 +126,7 @@ class Moments:
     def all_reduce(self, add: Callable[[Tensor], object] | None = None) -> "Moments":
         """Replace the samples of this rank by those of all ranks, in place. Collective.
 
-        Args:
-            add: replaces a tensor by its sum over ranks, in place; default `torch.distributed.all_reduce`.
+        `add` replaces a tensor by its sum over ranks, in place; default `torch.distributed.all_reduce`.
         """
         add = torch.distributed.all_reduce if add is None else add
         total = torch.cat([self._count, self._sums + self._count * self._centre])
@@ -167,11 +159,7 @@ class Moments:
         return round(self._count.item())
 
     def mean(self, name: str) -> Tensor:
-        """Return the mean of a block, [d] float64.
-
-        Raises:
-            InterpError: no sample was given.
-        """
+        """Return the mean of a block, [d] float64; InterpError if no sample was given."""
         if self.count == 0:
             raise InterpError("0 samples were given; expected at least 1: call update() first")
         span = self._spans[name]
@@ -180,20 +168,13 @@ class Moments:
     def comoment(self, first: str, second: str) -> Tensor:
         """Return sum_i (x_i - mean x)(y_i - mean y)^T, [d_x, d_y] float64; divide by n - 1 for a covariance.
 
-        A copy: a later `update` does not change it.
-
-        Raises:
-            InterpError: the pair was left out by `between`, fewer than 2 samples were given, or squares
-                overflowed.
+        A copy: a later `update` does not change it. InterpError where the pair was left out by `between`,
+        fewer than 2 samples were given, or squares overflowed.
         """
         return self._centred(first, second).clone()
 
     def power(self, name: str) -> float:
-        """Return sum_i |x_i - mean x|^2, the trace of the co-moment; 0 if the block is constant to rounding.
-
-        Raises:
-            InterpError: as `comoment`.
-        """
+        """Return sum_i |x_i - mean x|^2, the trace of the co-moment; 0 if constant to rounding."""
         self._centre_exactly()
         power = self._power[self._index[name]].item()
         size = self._count.item() * self._centre[self._spans[name]].square().sum().item()

@@ -20,15 +20,9 @@ ROUNDING = 1e-13  # spread beside size below which float64 numbers are taken to 
 
 
 def as_matrix(values: Array, name: str, *, dtype: torch.dtype | None = torch.float64) -> Tensor:
-    """Give a detached [n, d] tensor; a vector [n] becomes [n, 1].
+    """Give a detached [n, d] tensor of an array [n] or [n, d], in `dtype` (None keeps that of `values`).
 
-    Args:
-        values: [n] or [n, d], torch or numpy, any real dtype.
-        name: how an error message calls it.
-        dtype: the dtype of the result; None keeps that of `values`.
-
-    Raises:
-        InterpError: more than two dimensions, or not real numbers.
+    Raises InterpError, which calls it `name`: more than two dimensions, or not real numbers.
     """
     tensor = as_real(values, name)
     if tensor.ndim not in (1, 2):
@@ -43,10 +37,8 @@ def as_matrix(values: Array, name: str, *, dtype: torch.dtype | None = torch.flo
 def as_real(values: Array, name: str) -> Tensor:
     """Give a detached tensor of any shape, which shares memory with `values` where that can be.
 
-    That holds for a read-only memory map too: no analysis writes to its input.
-
-    Raises:
-        InterpError: complex numbers, strings or objects.
+    That holds for a read-only memory map too: no analysis writes to its input. InterpError for complex
+    numbers, strings or objects.
     """
     array = values if isinstance(values, Tensor) else np.asarray(values)
     if array.is_complex() if isinstance(array, Tensor) else array.dtype.kind not in "biuf":
@@ -79,11 +71,7 @@ def centre(x: Tensor, dim: int = 0) -> Tensor:
 
 
 def same_rows(matrices: Mapping[str, Tensor]) -> int:
-    """Return the number of rows that all matrices share.
-
-    Raises:
-        InterpError: they differ, or there is no matrix.
-    """
+    """Return the number of rows that all matrices share; InterpError where they differ, or there is none."""
     rows = {name: matrix.shape[0] for name, matrix in matrices.items()}
     if len(set(rows.values())) != 1:
         raise InterpError(
@@ -104,8 +92,7 @@ def check_finite(values: Tensor, name: str) -> None:
 def copy_state(given: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
     """Copy the sums of an accumulator from `given` into the tensors of `mine`: all of them, or none.
 
-    Raises:
-        InterpError: a tensor is missing, or has another shape.
+    Raises InterpError: a tensor is missing, or has another shape.
     """
     for name, tensor in mine.items():
         if name not in given or given[name].shape != tensor.shape:

@@ -20,10 +20,11 @@ _RELATIVE_RANK = 1e-10
 def canonical_correlations(
     moments: Moments, first: str, second: str, *, keep: float = 1.0, ridge: float = 0.0
 ) -> np.ndarray:
-    """Canonical correlations of two layers, falling.
+    """Canonical correlations of two layers, falling: [min(k_x, k_y)] float64 in [0, 1].
 
     rho_i is the largest correlation between a linear combination of X and one of Y, uncorrelated with the
-    combinations before it: the singular values of Wx^T (Xc^T Yc) Wy, W whitening each side.
+    combinations before it: the singular values of Wx^T (Xc^T Yc) Wy, W whitening each side. Principal
+    components with less than 1e-10 of the variance of the first are taken for rounding and left out.
 
     Args:
         moments: the accumulated pairs.
@@ -32,10 +33,6 @@ def canonical_correlations(
         keep: the smallest share of variance, in (0, 1], that the kept principal components of each side
             explain.
         ridge: added to each eigenvalue of a covariance, relative to its largest; 0 is plain CCA.
-
-    Returns:
-        [min(k_x, k_y)] float64 in [0, 1]. Principal components with less than 1e-10 of the variance of the
-        first are taken for rounding and left out.
 
     Raises:
         InterpError: `keep` or `ridge` is out of range, or a layer never varies.
@@ -50,11 +47,7 @@ def mean_cca(moments: Moments, *, ridge: float = 0.0) -> LayerSimilarity:
     """Mean canonical correlation of every layer pair, over min(rank X, rank Y) directions.
 
     Does not change under invertible affine maps of either layer. It is 1 by construction once n - 1 <= d:
-    use it with n many times d, or give a ridge.
-
-    Args:
-        moments: the accumulated pairs.
-        ridge: see `canonical_correlations`.
+    use it with n many times d, or give a `ridge` (see `canonical_correlations`).
 
     Source: Raghu et al. 2017, arXiv:1706.05806 (the mean as a similarity); Kornblith et al. 2019,
     arXiv:1905.00414.
@@ -65,13 +58,8 @@ def mean_cca(moments: Moments, *, ridge: float = 0.0) -> LayerSimilarity:
 def svcca(moments: Moments, *, keep: float = 0.99, ridge: float = 0.0) -> LayerSimilarity:
     """SVCCA of every layer pair: mean canonical correlation of the leading principal components.
 
-    Each layer is first reduced to the components that explain `keep` of its variance.
-    Does not change under rotation and isotropic scaling of either layer.
-
-    Args:
-        moments: the accumulated pairs.
-        keep: share of variance, in (0, 1].
-        ridge: see `canonical_correlations`.
+    Each layer is first reduced to the components that explain `keep` of its variance, in (0, 1]. Does not
+    change under rotation and isotropic scaling of either layer. For `ridge` see `canonical_correlations`.
 
     Source: Raghu et al. 2017, arXiv:1706.05806.
     """
@@ -89,13 +77,8 @@ def pwcca(
 
     h_i is the i-th canonical variate of the row layer X and x_j its j-th centred feature: directions that
     carry much of X weigh more. So it is not symmetric, and changes under a rotation of X but under no
-    invertible affine map of Y.
-
-    Args:
-        moments: the accumulated pairs.
-        keep: share of variance kept first, in (0, 1].
-        ridge: see `canonical_correlations`.
-        rotations: of layers that were rotated before, [d, k]: their features are those times its transpose.
+    invertible affine map of Y. For `keep` and `ridge` see `canonical_correlations`; `rotations` are of layers
+    that were rotated before, [d, k]: their features are those times its transpose.
 
     Source: Morcos et al. 2018, arXiv:1806.05759.
     """
@@ -116,15 +99,12 @@ def procrustes(moments: Moments, *, form: str = "similarity") -> LayerSimilarity
 
     s = |Xc^T Yc|_* / (|Xc|_F |Yc|_F), the largest alignment by any rotation (nuclear norm). Does not change
     under rotation and isotropic scaling of either layer; layers of different width count as padded with
-    zeros.
+    zeros. InterpError for a layer that never varies.
 
     Args:
         moments: the accumulated pairs.
         form: "similarity" s in [0, 1]; "distance" 2 - 2 s = min_Q |X - Y Q|_F^2; "angle" arccos s, in
             radians, a metric.
-
-    Raises:
-        InterpError: another form, or a layer that never varies.
 
     Source: Ding et al. 2021, arXiv:2108.01661; angle: Williams et al. 2021, arXiv:2110.14739.
     """

@@ -50,23 +50,13 @@ def over_pairs(moments: Moments, measure: str, score: Callable[[str, str], float
 
 
 def linear_cka(moments: Moments, *, debiased: bool = True) -> LayerSimilarity:
-    """Linear CKA of every layer pair.
+    """Linear CKA of every layer pair: biased in [0, 1], debiased at most 1.
 
     Biased: |Xc^T Yc|_F^2 / (|Xc^T Xc|_F |Yc^T Yc|_F) with centred columns; exactly the Gram form. It tends
     to 1 for independent data when d is not small beside n. Debiased: each HSIC is the unbiased estimator
-    HSIC_1, whose expectation is 0 for independent data; it may be slightly negative and needs n >= 4. Both
-    are NaN for a layer that never varies; debiased too where HSIC_1(K, K) = 0: all samples are equally far
-    apart (one-hot, say), which tells nothing of their likeness.
-
-    Args:
-        moments: the accumulated pairs.
-        debiased: which of the two.
-
-    Returns:
-        Similarities: biased in [0, 1], debiased at most 1.
-
-    Raises:
-        InterpError: fewer than 2 samples (4 if debiased).
+    HSIC_1, whose expectation is 0 for independent data; it may be slightly negative and needs n >= 4 (biased:
+    2). Both are NaN for a layer that never varies; debiased too where HSIC_1(K, K) = 0: all samples are
+    equally far apart (one-hot, say), which tells nothing of their likeness.
 
     Source: Kornblith et al. 2019, arXiv:1905.00414; HSIC_1: Song et al. 2012, JMLR 13:1393.
     """
@@ -131,8 +121,7 @@ class MinibatchCKA:
     def update(self, batch: Mapping[str, Array]) -> None:
         """Add one batch, [n, d] per layer, n >= 4; its Gram matrices take 8 L n^2 bytes.
 
-        Raises:
-            InterpError: layers are missing, rows differ, n < 4, or a value is NaN or infinite.
+        InterpError where layers are missing, rows differ, n < 4, or a value is NaN or infinite.
         """
         missing = [name for name in self.names if name not in batch]
         if missing:
@@ -170,11 +159,7 @@ class MinibatchCKA:
         return self
 
     def result(self) -> LayerSimilarity:
-        """Return the similarities so far; NaN where a layer's summed HSIC with itself is 0.
-
-        Raises:
-            InterpError: no batch was given, or no layer varies in any.
-        """
+        """Return the similarities so far; NaN where a layer's summed HSIC with itself is 0."""
         own = self._sums.diagonal()
         if not own.any():
             raise InterpError("no batch in which a layer varies was given; expected update() before result()")

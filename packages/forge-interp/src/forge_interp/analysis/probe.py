@@ -138,14 +138,11 @@ def group_folds(groups: Labels, num_folds: int = 5, *, seed: int = 0) -> list[Fo
 
     Args:
         groups: [n] label of each sample's group; `range(n)` for plain k-fold.
-        num_folds: F, at most the number of groups.
+        num_folds: F, at least 2 and at most the number of groups.
         seed: of the order.
 
     Returns:
         F pairs (train, test) of sorted sample indices.
-
-    Raises:
-        InterpError: fewer groups than folds, or fewer than 2 folds.
     """
     names, inverse, counts = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
     if not 2 <= num_folds <= len(names):
@@ -171,11 +168,8 @@ def control_task(types: Labels, y: np.ndarray, *, seed: int = 0) -> np.ndarray:
 
     Args:
         types: [n] identity of each input, e.g. its token id.
-        y: [n] or [n, T] real targets, whose distribution is kept.
+        y: [n] or [n, T] real targets, whose distribution and shape are kept.
         seed: of the draw.
-
-    Returns:
-        Targets of the shape of `y`.
 
     Source: Hewitt and Liang 2019, arXiv:1909.03368.
     """

@@ -33,9 +33,6 @@ class EffectiveRank:
 def effective_rank(moments: Moments, name: str) -> EffectiveRank:
     """Effective rank of one layer from its accumulated moments; at most n - 1 directions can show.
 
-    Raises:
-        InterpError: the layer never varies, or was not accumulated.
-
     Source: entropy: Roy and Vetterli 2007, EUSIPCO 606; participation: Gao et al. 2017, bioRxiv 214262.
     """
     if moments.power(name) == 0:
@@ -107,8 +104,7 @@ class Profile:
     def update(self, batch: Mapping[str, Array]) -> None:
         """Add samples, [n, d] per layer; layers may have different n.
 
-        Raises:
-            InterpError: layers are missing or unknown, a width differs, or a value is not finite.
+        InterpError where layers are missing or unknown, a width differs, or a value is not finite.
         """
         if set(batch) != set(self.widths):
             raise InterpError(f"batch has layers {sorted(batch)}; expected {sorted(self.widths)}")
@@ -141,9 +137,8 @@ class Profile:
     ) -> "Profile":
         """Combine all ranks, in place. Collective.
 
-        Args:
-            add: replaces a tensor by its sum over ranks; default `torch.distributed.all_reduce`.
-            maximum: replaces a tensor by its maximum over ranks; default the same with `ReduceOp.MAX`.
+        `add` and `maximum` replace a tensor by its sum and maximum over ranks; default
+        `torch.distributed.all_reduce`.
         """
         dist = torch.distributed
         add = dist.all_reduce if add is None else add
@@ -186,11 +181,7 @@ class Profile:
         )
 
     def _add(self, name: str, x: Tensor) -> None:
-        """Add magnitudes `x` [n, d].
-
-        Sums are n, the norms and their squares around the centre; squares, fourth powers and outliers of each
-        feature.
-        """
+        """Add magnitudes [n, d]: n, norms, their squares; squares, fourth powers, outliers by feature."""
         squares = x.square()
         norms = squares.sum(1).sqrt()
         sums, centre = self._sums[name], self._centres[name]

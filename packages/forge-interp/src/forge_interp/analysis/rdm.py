@@ -17,7 +17,7 @@ METRICS = ("correlation", "cosine", "euclidean", "mahalanobis")
 def compute_rdm(
     responses: Array, *, metric: str = "correlation", precision: np.ndarray | None = None
 ) -> np.ndarray:
-    """Dissimilarities of all pairs of rows.
+    """Dissimilarities of all pairs of rows, [P] float64.
 
     correlation: 1 - Pearson r over channels. cosine: 1 - cosine. euclidean: squared distance / d.
     mahalanobis: (a - b)^T precision (a - b) / d. The first two have no units; the others have those of the
@@ -27,9 +27,6 @@ def compute_rdm(
         responses: [n, d], n >= 3, one row per condition.
         metric: one of the four.
         precision: [d, d] inverse noise covariance, for "mahalanobis" only; see `noise_precision`.
-
-    Returns:
-        [P] float64.
 
     Raises:
         InterpError: too few rows, a value that is not finite, a row without variance, or a metric and
@@ -58,24 +55,18 @@ def compute_rdm(
 def crossnobis(
     responses: Array, conditions: np.ndarray, folds: np.ndarray, *, precision: np.ndarray | None = None
 ) -> np.ndarray:
-    """Cross-validated squared Mahalanobis distance of all pairs of conditions.
+    """Cross-validated squared Mahalanobis distance of all pairs of conditions, [P] float64.
 
     mean over folds f of (a_f - b_f)^T precision (a_-f - b_-f) / d, where a_f is the mean response to
     condition a in fold f and a_-f the mean over the measurements outside f. Noise that is independent
     between folds adds nothing on average, so it is 0 (and may be negative) for two conditions that do not
-    differ.
+    differ. In units of the responses squared (none if whitened).
 
     Args:
         responses: [m, d].
         conditions: [m] labels; the RDM orders them as `np.unique` does.
         folds: [m] labels of independent measurements, e.g. runs; at least two, each with every condition.
         precision: [d, d] inverse noise covariance; default the identity.
-
-    Returns:
-        [P] float64, in units of the responses squared (none if whitened).
-
-    Raises:
-        InterpError: fewer than two folds, a condition missing from a fold, lengths that differ.
 
     Source: Walther et al. 2016, NeuroImage 137:188; Diedrichsen et al. 2020, arXiv:2007.02789.
     """
@@ -97,19 +88,12 @@ def crossnobis(
 
 
 def noise_precision(residuals: Array, *, dof: int | None = None) -> np.ndarray:
-    """Inverse of the noise covariance, its off-diagonal shrunk toward 0 by the optimal amount.
+    """Inverse of the noise covariance, its off-diagonal shrunk toward 0 by the optimal amount: [d, d].
 
     Args:
-        residuals: [m, d] measurements with the condition means removed, e.g. residuals of a first-level
-            model.
+        residuals: [m, d], m >= 3, measurements with the condition means removed; each channel varies.
         dof: degrees of freedom, at least 1: m minus the means removed; default m - 1. It scales the
             covariance and leaves the amount of shrinkage as it is.
-
-    Returns:
-        [d, d] float64, in inverse units of the residuals squared.
-
-    Raises:
-        InterpError: a channel never varies, or fewer than 3 rows.
 
     Source: Schaefer and Strimmer 2005, Stat. Appl. Genet. Mol. Biol. 4:32, target D; the shrinkage of
         rsatoolbox 0.3 differs by a share of about 1 / m.

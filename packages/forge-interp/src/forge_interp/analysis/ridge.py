@@ -46,16 +46,10 @@ class RidgeFit:
 
 
 class RidgePath:
-    """Ridge solutions for all penalties from one eigendecomposition of the smaller Gram matrix.
+    """Ridge solutions for all penalties from one eigendecomposition of the smaller Gram matrix of x [n, d].
 
     Where the variances of features differ by a factor above 1e9 it takes the singular values of the features
-    instead, which is slower (about twice) but does not lose the small ones.
-
-    Args:
-        x: [n, d] features, n >= 2, d >= 1.
-
-    Raises:
-        InterpError: a value is NaN or infinite, or there are fewer than 2 rows or no feature.
+    instead, which is slower (about twice) but does not lose the small ones. n >= 2, d >= 1, values finite.
     """
 
     def __init__(self, x: Array):
@@ -106,16 +100,13 @@ def fit_ridge(
     """Fit ridge regression; the penalty is chosen by exact leave-one-out error.
 
     Leave-one-out leaks between samples that are not independent (tokens of one sentence, scans of one run):
-    there use `forge_interp.analysis.probe` or `forge_interp.encoding_models.encode`, which choose by groups.
+    there use `probe_layers` or `encode`, which choose by groups.
 
     Args:
         x: [n, d] features. Not rescaled: z-score them if their units differ.
         y: [n] or [n, T] targets.
-        alphas: penalties to choose from.
+        alphas: penalties to choose from, positive.
         per_target: one penalty for each target, or one for all (least mean error).
-
-    Raises:
-        InterpError: rows differ, a value is not finite, or a penalty is not positive.
     """
     candidates = check_alphas(alphas)
     x, y = as_matrix(x, "x"), as_matrix(y, "y")
@@ -137,11 +128,7 @@ def fit_path(path: RidgePath, y: Tensor, alpha: Tensor, errors: Tensor | None = 
 def ridge_from_moments(moments: Moments, features: str, targets: str, alpha: float) -> RidgeFit:
     """Fit ridge regression from accumulated moments: one pass, data of any length, any number of ranks.
 
-    Args:
-        moments: holds the pair (features, targets).
-        features: the block X.
-        targets: the block Y.
-        alpha: the penalty, for all targets.
+    `moments` hold the pair of blocks (features, targets); `alpha` is the penalty for all targets.
     """
     (penalty,) = check_alphas([alpha])
     gram = moments.comoment(features, features)

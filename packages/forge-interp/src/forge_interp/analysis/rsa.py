@@ -33,23 +33,18 @@ class RSAResult:
 
 
 def compare_rdms(first: np.ndarray, second: np.ndarray, *, method: str = "spearman") -> np.ndarray:
-    """Similarity of every RDM of one set with every RDM of another.
+    """Similarity of every RDM of one set with every RDM of another, [A, B] float64 in [-1, 1].
 
     pearson, spearman (ties share their mean rank), kendall (tau-a: concordant minus discordant pairs over all
     pairs, so that a model which predicts ties does not gain) and cosine on the entries. whitened_cosine and
     whitened_pearson replace a^T b by a^T V^-1 b, V the covariance of squared distances estimated from the
-    same noisy patterns; whitened_cosine equals (biased) linear CKA for Euclidean RDMs.
+    same noisy patterns; whitened_cosine equals (biased) linear CKA for Euclidean RDMs. NaN where an RDM is
+    constant (or zero, for the cosines).
 
     Args:
         first: [P] or [A, P].
-        second: [P] or [B, P].
+        second: [P] or [B, P], finite values like the first.
         method: one of the six.
-
-    Returns:
-        [A, B] float64 in [-1, 1]; NaN where an RDM is constant (or zero, for the cosines).
-
-    Raises:
-        InterpError: an unknown method, lengths that differ, or a value that is not finite.
 
     Source: Nili et al. 2014, PLoS Comput. Biol. 10:e1003553 (tau-a); Diedrichsen et al. 2020,
         arXiv:2007.02789 (whitened).
@@ -60,21 +55,15 @@ def compare_rdms(first: np.ndarray, second: np.ndarray, *, method: str = "spearm
 
 
 def noise_ceiling(data: np.ndarray, *, method: str = "spearman") -> tuple[float, float]:
-    """Bounds on the similarity that the unknown true model would have with these subjects.
+    """Bounds (lower, upper) on the similarity that the unknown true model would have with these subjects.
 
     Upper: mean similarity of each subject with the mean RDM of all (which contains it). Lower: with the mean
     RDM of the others. RDMs are normalized as the method does (ranks, z-scores, or unit length) before the
-    mean.
+    mean. NaN for a single subject, or where an RDM is constant.
 
     Args:
         data: [S, P], one RDM per subject.
         method: as for `compare_rdms`.
-
-    Returns:
-        (lower, upper); NaN for S = 1, or where an RDM is constant.
-
-    Raises:
-        InterpError: an unknown method, or a value that is not finite.
 
     Source: Nili et al. 2014, PLoS Comput. Biol. 10:e1003553; as `rsatoolbox.inference.boot_noise_ceiling`
             (which pools RDMs without whitening under the whitened methods; here the mean is whitened too).
@@ -98,13 +87,7 @@ def noise_ceiling(data: np.ndarray, *, method: str = "spearman") -> tuple[float,
 def evaluate_models(
     models: Mapping[str, np.ndarray] | np.ndarray, data: np.ndarray, *, method: str = "spearman"
 ) -> RSAResult:
-    """Compare model RDMs (one per layer, say) with the RDMs of subjects.
-
-    Args:
-        models: [M, P], or {name: [P]}.
-        data: [S, P].
-        method: as for `compare_rdms`.
-    """
+    """Compare model RDMs, [M, P] or {name: [P]}, with those of subjects [S, P], as `compare_rdms` does."""
     names, stacked = _named(models)
     similarity = compare_rdms(stacked, data, method=method)
     return RSAResult(similarity, noise_ceiling(data, method=method), method, names)
@@ -119,29 +102,21 @@ def bootstrap_rsa(
     over: str = "both",
     seed: int = 0,
 ) -> np.ndarray:
-    """Bootstrap distribution of each model's mean similarity over subjects.
+    """Bootstrap distribution of each model's mean similarity over subjects, [R, M].
 
     Draws conditions and/or subjects with replacement; pairs of one condition with itself (dissimilarity 0 by
     construction) are left out, so the whitened methods, which need whole RDMs, cannot resample conditions.
     Resampling conditions counts the variance that noise of single pairs adds three times: intervals come out
-    wide, not narrow.
+    wide, not narrow. The standard deviation over the first axis is a standard error, quantiles an interval.
+    NaN for a draw of fewer than 3 distinct conditions, or in which an RDM is constant: use `np.nanstd`.
 
     Args:
         models: [M, P], or {name: [P]}.
-        data: [S, P].
+        data: [S, P]; at least two subjects, to resample them.
         method: as for `compare_rdms`.
         num_samples: R.
         over: "conditions", "subjects" or "both"; one alone generalizes to new ones of that kind only.
         seed: of the draws.
-
-    Returns:
-        [R, M]; the standard deviation over the first axis is a standard error, quantiles an interval. NaN
-            for a draw of fewer than 3 distinct conditions, or in which an RDM is constant: with few
-            conditions use `np.nanstd`.
-
-    Raises:
-        InterpError: an unknown `over` or `method`, conditions resampled under a whitened method, subjects
-            resampled where there is one, lengths that differ, or a value that is not finite.
 
     Source: Nili et al. 2014, PLoS Comput. Biol. 10:e1003553; Schuett et al. 2023, eLife 12:e82566.
     """

@@ -80,7 +80,7 @@ def _projected(x: Tensor, width: int, seed: int) -> Tensor:
 
 
 def mutual_knn(first: Array, second: Array, *, k: int = 10, metric: str = "cosine") -> float:
-    """Mutual k-nearest-neighbour overlap: the mean over samples of |N_X(i) & N_Y(i)| / k.
+    """Mutual k-nearest-neighbour overlap, a share: the mean over samples of |N_X(i) & N_Y(i)| / k.
 
     N_X(i) holds the k nearest other samples of i in X. Independent layers give about k / (n - 1). Takes
     O(n^2 d) time and 16 k n bytes beside one block of 1024 rows of distances. Which of equally near samples
@@ -90,14 +90,7 @@ def mutual_knn(first: Array, second: Array, *, k: int = 10, metric: str = "cosin
         first: [n, d].
         second: [n, d'], the same samples.
         k: neighbours, 1 <= k < n.
-        metric: "cosine" (as in the paper) or "euclidean".
-
-    Returns:
-        A share in [0, 1].
-
-    Raises:
-        InterpError: `k` or `metric` is out of range, rows differ, a value is not finite, or a row is 0 under
-            "cosine".
+        metric: "cosine" (as in the paper; no row may be 0) or "euclidean".
 
     Source: Huh et al. 2024, arXiv:2405.07987.
     """

@@ -1,4 +1,4 @@
-"""What did one call of scaled dot-product attention see, and is softmax(scores) V what it returned?
+"""What did one call of attention see, and is softmax(scores) V what it returned?
 
 Letters: B sequences, N query heads, K key and value heads, T queries, S keys, H head dim; b and t are parts
 of B and T. Query head n uses key and value head n // (N / K). A call with tensors of three dimensions is read
@@ -16,18 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_interp.attention.arguments import autocast_dtype, bind, causal_bias
-from forge_interp.attention.lineage import Lineage, Softmax, canonical, pack, unpack
+from forge_interp.attention.lineage import Lineage, Softmax, bind, canonical, pack, unpack
 from forge_interp.attention.placement import is_dtensor, local_parts, placed_like, unrepeated
-from forge_interp.attention.products import Gate, four, grouped, raw_maker
-from forge_interp.attention.statistics import STATISTICS, Tile, collecting, part
+from forge_interp.attention.statistics import STATISTICS, collecting
+from forge_interp.attention.tiles import HIDES, Gate, Tile, autocast_dtype, four, grouped
 from forge_interp.errors import InterpError
 
-TENSORS = ("q", "k", "v", "z")
+TENSORS = {"q": "query", "k": "key", "v": "value", "z": "output"}
 DENSE = ("raw", "scores", "pattern")
 TILE_BYTES = 8 * 2**20
-HIDES = -1e4
-"""What an added mask holds at most where it hides a key: exp(-1e4) is 0 in every dtype."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,19 +74,13 @@ class AttentionCall:
         output: Tensor | None = None,
         lineage: Lineage | None = None,
     ) -> AttentionCall:
-        """Read the arguments of `F.scaled_dot_product_attention`.
+        """Read the arguments of `F.scaled_dot_product_attention`, as it was called.
 
-        Args:
-            args: as it was called.
-            kwargs: as it was called.
-            output: what it returned; None before it ran, where `output` only tells the dtype.
-            lineage: what the model had done to the heads before.
-
-        Raises:
-            InterpError: nested tensors, or another number of dimensions than three or four.
+        `output` is what it returned; None before it ran: only its dtype is known then. `lineage` is what the
+        model had done to the heads before. InterpError for nested tensors, or other than 3 or 4 dimensions.
         """
         given = bind(*args, **kwargs)
-        query, key, mask = given["query"], given["key"], given["attn_mask"]
+        query, key = given["query"], given["key"]
         if query.is_nested or key.is_nested:
             raise InterpError("attention was called with nested tensors; expected padded ones: pad the batch")
         if query.dim() not in (3, 4):
@@ -99,18 +90,17 @@ class AttentionCall:
         heads = lineage.of(query, key, given["value"]) if lineage else {}
         if heads:
             given = canonical(given, **heads)
-            query, key, mask = given["query"], given["key"], given["attn_mask"]
             output = output if output is None or heads["packed"] is None else unpack(output, heads["packed"])
-        is_causal, scale = bool(given["is_causal"]), given["scale"]
-        biases = sys.modules.get("torch.nn.attention.bias")
+        query, mask, is_causal, scale = (given[k] for k in ("query", "attn_mask", "is_causal", "scale"))
+        biases = sys.modules.get("torch.nn.attention.bias")  # whose import would load the compiler
         if biases is not None and isinstance(mask, biases.CausalBias):
-            is_causal, mask = causal_bias(mask, query.device)
+            is_causal, mask = mask.variant.name == "UPPER_LEFT", _lower_right(mask, query.device)
         return cls(
             query=query,
-            key=key,
+            key=given["key"],
             value=given["value"],
             mask=mask,
-            is_causal=is_causal,
+            is_causal=bool(is_causal),
             scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
             dropout=float(given["dropout_p"]),
             grouped=bool(given["enable_gqa"]),
@@ -128,37 +118,30 @@ class AttentionCall:
         output: Tensor | None = None,
         lineage: Lineage | None = None,
     ) -> AttentionCall:
-        """Read a product of weights, from a softmax of scores [B, N, T, S], with values.
+        """Read a product of weights, from a softmax of scores [B, N, T, S] or [B N, T, S], with values.
 
-        Args:
-            softmax: where the weights come from, [B, N, T, S] or [B N, T, S].
-            weights: those.
-            values: [B, N, S, H'] or [B N, S, H'].
-            output: the product; None before it was computed.
-            lineage: what the model had done to the values before.
+        Values are [B, N, S, H'] or [B N, S, H']; `output` is the product, None before it was computed.
         """
         batch, heads, queries, keys = softmax.scores.shape
         repeats = 1 if lineage is None else lineage.repeats(values)
-        value = unrepeated(values.reshape(batch, heads, keys, values.shape[-1]), repeats)
         scores = softmax.scores
         scores = scores if scores.dtype == torch.float64 else scores.float()
-        shape = (*weights.shape[:-1], values.shape[-1])
+        shape = torch.Size((*weights.shape[:-1], values.shape[-1]))
+        output = values.new_empty(shape, device="meta") if output is None else output
         empty = scores.new_empty(batch, heads, max(queries, keys), 0)
         return cls(
             query=empty[:, :, :queries],
             key=empty[:, :, :keys],
-            value=value,
+            value=unrepeated(values.reshape(batch, heads, keys, values.shape[-1]), repeats),
             mask=scores > 0.9 * HIDES,
             is_causal=False,
             scale=1.0,
             dropout=softmax.dropout,
             grouped=False,
-            output=(values.new_empty(shape, device="meta") if output is None else output).reshape(
-                batch, heads, queries, -1
-            ),
+            output=output.reshape(batch, heads, queries, -1),
             edits={"scores": scores},
             is_softmax=True,
-            shape=torch.Size(shape),
+            shape=shape,
             repeats=(1, repeats),
         )
 
@@ -199,7 +182,7 @@ class AttentionCall:
         """
         self.check_known(name)
         if name in TENSORS:
-            return {"q": self.query, "k": self.key, "v": self.value, "z": self.output}[name]
+            return getattr(self, TENSORS[name])
         if name not in self.computed:
             self.compute([name], max_bytes)
         value = self.computed.pop(name)
@@ -207,30 +190,20 @@ class AttentionCall:
         return placed_like(value, self.query) if is_dtensor(self.query) else value
 
     @torch.no_grad()
-    def compute(self, names: Sequence[str], max_bytes: int, check: bool = False) -> None:
-        """Compute what follows from scores in one pass over them, for `read` to hand out.
-
-        Args:
-            names: as `read` takes them.
-            max_bytes: as `read` takes it.
-            check: also do what `check` does.
-
-        Raises:
-            InterpError: as `read` and `check`.
-        """
+    def compute(
+        self, names: Sequence[str], max_bytes: int, check: bool = False, tolerance: float | None = None
+    ) -> None:
+        """Compute what follows from scores in one pass over them, for `read` to hand out; raises as that."""
         call = self.local()
         wanted = [name for name in dict.fromkeys(names) if name not in TENSORS]
+        dense: dict[str, Tensor] = {}
         for name in wanted:
             if name in DENSE:
                 call._check_budget(name, max_bytes)
-        dense = {
-            name: torch.empty(call.grid, dtype=call.dtype, device=call.query.device)
-            for name in wanted
-            if name in DENSE
-        }
+                dense[name] = torch.empty(call.grid, dtype=call.dtype, device=call.query.device)
         statistics, add = collecting(call, [name for name in wanted if name not in DENSE])
-        gate = Gate(call) if check and not self.query.is_meta and call.key.shape[-2] else None
-        for tile in call.tiles():
+        gate = Gate(call, tolerance) if check and not self.query.is_meta and call.key.shape[-2] else None
+        for tile in call.tiles() if wanted or gate is not None else ():
             for name, out in dense.items():
                 out[tile.batch, :, tile.queries] = getattr(tile, name)
             add(tile)
@@ -240,15 +213,31 @@ class AttentionCall:
             gate.verify()
         self.computed.update(dense | statistics)
 
+    def check(self, tolerance: float | None = None) -> None:
+        """Compare softmax(scores) V with the output; both are streamed. Queries that see no key are left out.
+
+        Tensors without values, on the meta device, agree. The error of a head at a query may reach (tolerance
+        + 16 eps max |score|) times the largest of sum_s pattern_s |V_s| over H': the error that rounding of
+        V, weights and scores can make. The relative tolerance is by default that of the output's dtype
+        (float32: 1e-5, bfloat16: 2e-2; more where the user lets float32 products be computed in TF32 or
+        bfloat16). InterpError where they differ, so that scores and pattern are not what the model used; or
+        with dropout.
+        """
+        self.compute((), 0, check=True, tolerance=tolerance)
+
     def local(self) -> AttentionCall:
         """The sequences and heads of this rank where the call was given DTensors, else the call itself.
 
-        Raises:
-            InterpError: queries, keys or values of a sequence or a head are spread over ranks.
+        Raises InterpError: queries, keys or values of a sequence or a head are spread over ranks.
         """
         if not is_dtensor(self.query):
             return self
-        tensors = {"query": self.query, "key": self.key, "value": self.value, "output": self.output}
+        if self.is_softmax:
+            raise InterpError(
+                "the model takes a softmax of DTensors itself; expected F.scaled_dot_product_attention: call "
+                "model.set_attn_implementation('sdpa'), or capture attn.v or attn.z, which are gathered"
+            )
+        tensors = {name: getattr(self, name) for name in TENSORS.values()}
         return replace(self, **local_parts(tensors, self.mask))
 
     def run(self, attention: Callable[..., Tensor]) -> Tensor:
@@ -263,16 +252,8 @@ class AttentionCall:
         query, mask = self.query, self.mask
         if self.packed is not None:
             query, mask = pack(query, self.packed), pack(mask, self.packed)
-        output = attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout,
-            is_causal=self.is_causal,
-            scale=self.scale,
-            enable_gqa=self.grouped,
-        )
+        options = {"dropout_p": self.dropout, "is_causal": self.is_causal, "scale": self.scale}
+        output = attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped, **options)
         return output if self.packed is None else unpack(output, self.packed)  # type: ignore[return-value]
 
     def edited(self, name: str, change: Callable[[Tensor], Tensor]) -> AttentionCall:
@@ -291,89 +272,28 @@ class AttentionCall:
         return replace(call, output=output if self.query.dim() == 4 else output.squeeze(0))
 
     def tiles(self, max_bytes: int = TILE_BYTES) -> Iterator[Tile]:
-        """The scores in parts [b, N, t, S] of `max_bytes`, at least one query; InterpError with dropout."""
+        """The scores in parts [b, N, t, S] of `max_bytes`, at least one query; InterpError with dropout.
+
+        A part is several whole sequences, or some queries of one.
+        """
         if self.dropout > 0:
             raise InterpError(
                 f"attention was called with dropout {self.dropout}, so its weights cannot be known; expected "
                 "none: call model.eval()"
             )
-        batch, heads, num_queries, num_keys = self.grid
-        aligned = self.is_causal or num_queries == num_keys
-        query, key = self.used(self.query).expand(batch, heads, -1, -1), self.used(self.key)
-        key = key.expand(batch, -1, -1, -1)
-        keys, last = key[:0], None
-        for rows, queries in self.parts(max_bytes):
-            if rows != last:
-                keys, last = key[rows].to(self.dtype), rows
-            bias, blocked, hidden = self._masks(rows, queries)
-            edits = {name: edit[rows, :, queries] for name, edit in self.edits.items()}
-            make_raw = raw_maker(query[rows, :, queries].to(self.dtype), keys, self.scale)
-            yield Tile(rows, queries, hidden, aligned, make_raw, bias, blocked, edits)
-
-    def parts(self, max_bytes: int = TILE_BYTES) -> Iterator[tuple[slice, slice]]:
-        """Sequences and queries of each tile: several whole sequences, or some queries of one."""
         batch, heads, queries, keys = self.grid
         fit = max(1, max_bytes // max(1, heads * keys * self.dtype.itemsize))
         num_sequences, num_queries = max(1, fit // max(1, queries)), max(1, min(fit, queries))
-        for row in range(0, batch, num_sequences):
+        key = self.used(self.key).expand(batch, -1, -1, -1)
+        for first in range(0, batch, num_sequences):
+            rows = slice(first, first + num_sequences)
+            part = key[rows].to(self.dtype)
             for start in range(0, queries, num_queries):
-                yield slice(row, row + num_sequences), slice(start, start + num_queries)
-
-    def hidden(self, rows: slice, queries: slice) -> Tensor:
-        """[b or 1, N or 1, t, S] bool: what mask and causality hide.
-
-        A key counts as hidden where a bool mask is False, and where an added mask is at most `HIDES`: models
-        write -inf, the most negative number of the dtype, -1e9 or -1e4.
-        """
-        return self._masks(rows, queries)[2]
-
-    def check(self, tolerance: float | None = None) -> None:
-        """Compare softmax(scores) V with the output; both are streamed. Queries that see no key are left out.
-
-        Tensors without values, on the meta device, agree.
-
-        The error of a head at a query may reach (tolerance + 16 eps max |score|) times the largest of
-        sum_s pattern_s |V_s| over H': the error that rounding of V, weights and scores can make.
-
-        Args:
-            tolerance: relative; default by the dtype of the output (float32: 1e-5, bfloat16: 2e-2; more where
-                the user lets float32 products be computed in TF32 or bfloat16).
-
-        Raises:
-            InterpError: they differ, so that scores and pattern are not what the model used; or dropout.
-        """
-        call = self.local()
-        if self.query.is_meta or call.key.shape[-2] == 0:
-            return
-        gate = Gate(call, tolerance)
-        with torch.no_grad():
-            for tile in call.tiles():
-                gate.add(tile)
-        gate.verify()
+                yield Tile(self, rows, slice(start, start + num_queries), part)
 
     def used(self, x: Tensor) -> Tensor:
         """[B, ...] in the dtype in which autocast hands it to the kernel."""
         return four(x).to(self.output.dtype)
-
-    def _masks(self, rows: slice, queries: slice) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """What to add, where to put -inf, and what is hidden."""
-        _, _, num_queries, num_keys = self.grid
-        here = torch.arange(num_queries, device=self.query.device)[queries]
-        keys = torch.arange(num_keys, device=self.query.device)
-        blocked = (keys > here[:, None])[None, None] if self.is_causal else None
-        bias, hidden = None, blocked
-        if self.mask is not None:
-            mask = part(four(self.mask), rows, queries)
-            if mask.dtype == torch.bool:
-                blocked = ~mask if blocked is None else blocked | ~mask
-                hidden = blocked
-            else:
-                mask = mask if self.query.dtype == self.output.dtype else mask.to(self.output.dtype)
-                low = mask <= HIDES
-                bias, hidden = mask.to(self.dtype), low if blocked is None else blocked | low
-        if hidden is None:
-            hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.query.device)
-        return bias, blocked, hidden.expand(hidden.shape[0], hidden.shape[1], len(here), num_keys)
 
     def check_known(self, name: str) -> None:
         """Raise InterpError for what cannot be known of a softmax that the model takes itself."""
@@ -385,12 +305,11 @@ class AttentionCall:
             )
 
     def _check_budget(self, name: str, max_bytes: int) -> None:
-        batch, heads, queries, keys = self.grid
-        needed = batch * heads * queries * keys * self.dtype.itemsize
+        needed = math.prod(self.grid) * self.dtype.itemsize
         streamed = ", ".join(f"attn.{statistic}" for statistic in STATISTICS)
         if needed > max_bytes:
             raise InterpError(
-                f"attn.{name} [{batch}, {heads}, {queries}, {keys}] takes {needed:,} bytes; the budget is "
+                f"attn.{name} {list(self.grid)} takes {needed:,} bytes; the budget is "
                 f"{max_bytes:,}: capture statistics that never hold it ({streamed}), "
                 "raise attention_bytes=, or select fewer sites, sequences or tokens"
             )
@@ -398,3 +317,11 @@ class AttentionCall:
     def _whole(self, name: str) -> Tensor:
         """[B, N, T, S] at once, differentiable."""
         return getattr(next(self.tiles(2**62)), name)
+
+
+def _lower_right(bias: Any, device: torch.device) -> Tensor | None:
+    """[T, S] bool for what `is_causal` cannot express of a `CausalBias`."""
+    if bias.variant.name == "UPPER_LEFT":
+        return None
+    shape = (bias.seq_len_q, bias.seq_len_kv)
+    return torch.ones(shape, dtype=torch.bool, device=device).tril(shape[1] - shape[0])

@@ -8,8 +8,6 @@ from a softmax [B, N, T, S] over keys is attention, too.
 Letters: B sequences, N query heads, K key and value heads, G = N / K, T queries, S keys, H head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,12 +38,7 @@ _KEEPS = (
 
 @dataclass(frozen=True)
 class Softmax:
-    """Where weights of attention come from.
-
-    Attributes:
-        scores: [B, N, T, S] what the softmax was taken of.
-        dropout: probability with which weights were dropped since.
-    """
+    """Where weights of attention come from: of which scores [B, N, T, S]; dropout of weights since."""
 
     scores: Tensor
     dropout: float = 0.0
@@ -148,3 +141,25 @@ def canonical(given: Mapping[str, Any], packed: int | None, repeats: tuple[int, 
         if times > 1:
             changed[name] = unrepeated(given[name], times)
     return changed
+
+
+def bind(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> dict[str, Any]:
+    """The signature of `F.scaled_dot_product_attention`."""
+    return dict(locals())
+
+
+def product_with_values(
+    product: Callable[..., Tensor], weights: Tensor, values: Tensor, query: Tensor, *arguments: Any, **_: Any
+) -> Tensor:
+    """The model's product of its weights with other values: for attention in `AttentionCall.run`."""
+    value = arguments[1]
+    return product(weights, value.reshape(values.shape)).reshape(*query.shape[:3], -1)

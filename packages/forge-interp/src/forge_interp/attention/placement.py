@@ -1,7 +1,5 @@
 """Which sequences and heads of an attention call does this rank hold, where it was given DTensors?"""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping
@@ -20,14 +18,9 @@ def is_dtensor(x: Any) -> bool:
 
 
 def local_parts(tensors: Mapping[str, Any], mask: Any) -> dict[str, Any]:
-    """This rank's part of the tensors of a call by name, and of its mask.
+    """This rank's part of the tensors of a call by name, DTensors [B, N, T, H] or [N, T, H], and of its mask.
 
-    Args:
-        tensors: query, key, value and output, DTensors [B, N, T, H] or [N, T, H].
-        mask: broadcastable to [B, N, T, S], or None.
-
-    Raises:
-        InterpError: they are not placed alike, or tokens or head dims are spread over ranks.
+    Raises InterpError: they are not placed alike, or tokens or head dims are spread over ranks.
     """
     query = tensors["query"]
     if not all(is_dtensor(x) and x.placements == query.placements for x in tensors.values()) or any(

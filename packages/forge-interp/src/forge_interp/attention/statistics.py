@@ -5,81 +5,19 @@ Letters: B sequences, N query heads, T queries, S keys; b and t are parts of B a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from forge_interp.attention.tiles import Tile
 from forge_interp.errors import InterpError
 
 if TYPE_CHECKING:
     from forge_interp.attention.call import AttentionCall
 
 STATISTICS = ("entropy", "sink", "previous")
-
-
-@dataclass(frozen=True, eq=False)
-class Tile:
-    """All keys for some queries of some sequences; values in float32, or float64 for a float64 call.
-
-    Attributes:
-        batch: which sequences.
-        queries: which queries.
-        hidden: [b or 1, N or 1, t, S] bool, True where the mask hides the key from the query.
-        is_aligned: whether query t sits at key t.
-    """
-
-    batch: slice
-    queries: slice
-    hidden: Tensor
-    is_aligned: bool
-    _make_raw: Callable[[], Tensor]
-    _bias: Tensor | None
-    _blocked: Tensor | None
-    _edits: Mapping[str, Tensor]
-
-    @cached_property
-    def own_key(self) -> Tensor:
-        """[b or 1, N or 1, t] int64: the key at each query's own position, in self-attention.
-
-        Key t where there are as many keys as queries, or `is_causal`. Else, with keys of a cache before those
-        of the queries or empty slots behind them, the last key that the query may see; -1 where it sees none.
-        """
-        *_, queries, keys = self.hidden.shape
-        if self.is_aligned:
-            return torch.arange(queries, device=self.hidden.device)[None, None] + self.queries.start
-        last = keys - 1 - (~self.hidden).byte().flip(-1).argmax(-1)
-        return last.masked_fill(self.hidden.all(-1), -1)
-
-    @cached_property
-    def raw(self) -> Tensor:
-        """[b, N, t, S] q k^T * scale."""
-        return self._edits["raw"] if "raw" in self._edits else self._make_raw()
-
-    @cached_property
-    def scores(self) -> Tensor:
-        """[b, N, t, S] raw plus the mask; -inf where a bool mask or causality hides the key."""
-        if "scores" in self._edits:
-            return self._edits["scores"]
-        scores = self.raw if self._bias is None else self.raw + self._bias
-        return scores if self._blocked is None else scores.masked_fill(self._blocked, -torch.inf)
-
-    @cached_property
-    def pattern(self) -> Tensor:
-        """[b, N, t, S] softmax of the scores over keys; a row of zeros where all scores are -inf."""
-        if "pattern" in self._edits:
-            return self._edits["pattern"]
-        empty = (self.scores.detach() == -torch.inf).all(-1, keepdim=True)
-        return self.scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
-
-
-def part(x: Tensor, rows: slice, queries: slice) -> Tensor:
-    """Some sequences and queries of a tensor [B or 1, N or 1, T or 1, ...]."""
-    everything = slice(None)
-    return x[rows if x.shape[0] > 1 else everything, :, queries if x.shape[2] > 1 else everything]
 
 
 def attention_statistics(
@@ -89,7 +27,7 @@ def attention_statistics(
 
     entropy: -sum_s p_s ln p_s in nats; between 0 and ln of the number of visible keys.
     sink: weight on the first key that any query of the sequence may see in this call: key 0, or the first
-        token after left padding.
+        token after left padding. (The first key of a sliding cache is no longer the first of the text.)
     previous: lag.1.
     lag.K: weight on the key K before the query's own; with random tokens repeated with period P, lag.(P - 1)
         is the induction score.
@@ -100,8 +38,6 @@ def attention_statistics(
     see its own key (it is padding) or that earlier occurrence, and where the key after that is its own. So a
     padded sequence has the values of the unpadded one. `Tile.own_key` says which key is a query's own; in
     cross-attention there is none, and lag and induction mean nothing.
-
-    The first key of a sliding cache is no longer the first of the text.
 
     Args:
         call: of the attention.
@@ -169,9 +105,6 @@ class AttentionSummary:
             keep: [B, T] bool, False for queries to leave out: an attention mask, since models let padding see
                 tokens. Default: all.
             tokens: [B, S] for induction.
-
-        Raises:
-            InterpError: `keep` or `tokens` has another shape, the number of heads changed, dropout.
         """
         call = call.local()
         batch, _, queries, _ = call.grid
@@ -186,11 +119,7 @@ class AttentionSummary:
         self._add(site, torch.stack([total, counted.sum((1, 3), dtype=torch.float64)]))
 
     def merge(self, other: AttentionSummary) -> AttentionSummary:
-        """Add what `other` has seen, in place, and return this one.
-
-        Raises:
-            InterpError: `other` has other statistics, or sites with another number of heads.
-        """
+        """Add what `other`, of the same statistics, has seen, in place, and return this one."""
         if other.names != self.names:
             raise InterpError(f"cannot merge statistics {other.names} into {self.names}; expected the same")
         for site, sums in other._sums.items():
@@ -200,14 +129,9 @@ class AttentionSummary:
     def all_reduce(self, group: Any = None) -> AttentionSummary:
         """Replace what this rank has seen by what all ranks have, in place, and return this one. Collective.
 
-        Ranks may have seen different sites; the order is that of the first rank that saw each.
-
-        Args:
-            group: ranks that have seen other sequences, of the same heads: of a mesh with tensor parallelism
-                those of data parallelism. Default: all.
-
-        Raises:
-            InterpError: a rank has other statistics, or a site with another number of heads.
+        Ranks may have seen different sites; the order is that of the first rank that saw each. `group` are
+        the ranks that have seen other sequences, of the same heads: of a mesh with tensor parallelism those
+        of data parallelism. Default: all.
         """
         own = {site: sums.cpu() for site, sums in self._sums.items()}
         everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -226,11 +150,7 @@ class AttentionSummary:
         return self._stacked(name)[:, 1]
 
     def values(self, name: str) -> Tensor:
-        """[sites, N] float64: mean of a statistic; NaN for a head without any query.
-
-        Raises:
-            InterpError: another name, no update yet, or sites with different numbers of heads.
-        """
+        """[sites, N] float64: mean of a statistic; NaN for a head without any query."""
         sums = self._stacked(name)
         return sums[:, 0] / sums[:, 1]
 
@@ -280,7 +200,7 @@ def _places(call: AttentionCall, name: str, tokens: Tensor | None) -> Callable[[
     """Of a tile, [b or 1, N or 1, t or 1] int64: the key that a statistic looks at; negative for none."""
     if name == "sink":
         first = _first_visible(call)
-        return lambda tile: part(first, tile.batch, tile.queries)
+        return lambda tile: tile.part(first)
     kind, _, lag = name.partition(".")
     if name == "previous" or (kind == "lag" and lag.isdigit()):
         return lambda tile: tile.own_key - int(lag or 1)
@@ -321,8 +241,9 @@ def _first_visible(call: AttentionCall) -> Tensor:
     if call.mask is None:
         return torch.zeros(1, 1, 1, dtype=torch.int64, device=call.query.device)
     batch, _, _, keys = call.grid
-    heads = call.hidden(slice(0, 1), slice(0, 1)).shape[1]
-    seen = torch.zeros(batch, heads, keys, dtype=torch.bool, device=call.query.device)
-    for rows, queries in call.parts():
-        seen[rows] |= ~call.hidden(rows, queries).all(-2)
-    return seen.int().argmax(-1)[..., None]
+    seen: Tensor | None = None
+    for tile in call.tiles():
+        if seen is None:
+            seen = torch.zeros(batch, tile.hidden.shape[1], keys, dtype=torch.bool, device=call.query.device)
+        seen[tile.batch] |= ~tile.hidden.all(-2)
+    return torch.zeros(1, 1, 1, dtype=torch.int64) if seen is None else seen.int().argmax(-1)[..., None]

@@ -1,17 +1,19 @@
 """What would patching every place do, estimated from gradients?"""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
+from forge_interp.attention.call import AttentionCall
 from forge_interp.causal.patching import put, run_captured, same_shape, score_edited
-from forge_interp.causal.qk_fix import effects_through_attention, kept_calls, output_of
 from forge_interp.causal.table import Grid, Metric, PatchingTable, Where, at_call
 from forge_interp.errors import InterpError
+from forge_interp.hooks.capture import each_attention
 from forge_interp.hooks.edit import Edit, edit
 from forge_interp.model_inputs import Inputs, call_model
 from forge_interp.progress import progress as with_progress
@@ -50,24 +52,9 @@ def attribution_patching(
 
     Gradients of parameters are neither needed nor touched. Sums are in float64.
 
-    Args:
-        model: any module that autograd can go through.
-        clean: inputs as for `activation_patching`.
-        corrupted: inputs of the same shapes.
-        sites: sites and patterns of floating-point activations.
-        metric: what the model returns -> one number that autograd can go through.
-        where: as in `activation_patching`.
-        qk_fix: take the softmax of attn.q and attn.k sites exactly.
-        steps: number of gradients along the line; None for the one gradient at the corrupted end.
-        progress: with `steps`, draw a bar on standard error, if that is a terminal.
-
-    Returns:
-        `values` [sites, places ...] = corrupted + estimated effect, to be read like those of
-        `activation_patching`.
-
-    Raises:
-        InterpError: `steps` < 1 or together with `qk_fix`, a site that carries no gradient, or as
-            `activation_patching`.
+    Arguments, results (`values` = corrupted + estimated effect) and errors are those of
+    `activation_patching`; model and metric must be such that autograd can go through, sites hold
+    floating-point numbers, `steps` is positive and not together with `qk_fix`.
 
     Source: Nanda 2023, "Attribution patching"; Kramar et al. 2024, arXiv:2403.00745, sections 2 and 3 (AtP
     and the corrections of AtP*); Sundararajan et al. 2017, arXiv:1703.01365 eq. 1 and proposition 1
@@ -79,14 +66,13 @@ def attribution_patching(
     acts, clean_score = run_captured(model, clean, sites, metric)
     grid = Grid.over(acts, where)
     residual = None
+    run = _Run(model, corrupted, metric)
     if steps is None:
         fixed = [site for site in acts if qk_fix and site.partition("#")[0].endswith((":attn.q", ":attn.k"))]
-        effects, corrupted_score = _first_order(model, corrupted, acts, fixed, grid, metric)
+        effects, corrupted_score = _first_order(run, acts, fixed, grid)
     else:
         bar = with_progress(acts, len(acts), "integrated gradients", progress)
-        effects, corrupted_score, residual = _integrated(
-            model, corrupted, sites, acts, bar, grid, metric, steps
-        )
+        effects, corrupted_score, residual = _integrated(run, sites, acts, bar, grid, steps)
     return PatchingTable(
         corrupted_score + np.stack(effects),
         ("site", *grid.axes),
@@ -97,13 +83,17 @@ def attribution_patching(
     )
 
 
+@dataclass(frozen=True)
+class _Run:
+    """The corrupted run, to be differentiated."""
+
+    model: nn.Module
+    inputs: Inputs
+    metric: Metric
+
+
 def _first_order(
-    model: nn.Module,
-    corrupted: Inputs,
-    acts: Mapping[str, Tensor],
-    fixed: list[str],
-    grid: Grid,
-    metric: Metric,
+    run: _Run, acts: Mapping[str, Tensor], fixed: list[str], grid: Grid
 ) -> tuple[list[np.ndarray], float]:
     """The effects at each site from one gradient, and the corrupted metric."""
     base: dict[str, Tensor] = {}
@@ -116,50 +106,36 @@ def _first_order(
 
         return apply
 
-    edits = {site: probe(site) for site in [*acts, *map(output_of, fixed)]}
-    with kept_calls(model, fixed) as calls:
-        gradients, value = _differentiate(model, corrupted, edits, probes, metric)
+    edits = {site: probe(site) for site in [*acts, *map(_output_of, fixed)]}
+    with _kept_calls(run.model, fixed) as calls:
+        gradients, value = _differentiate(run, edits, probes)
     effects = []
     for site in acts:
         if site in fixed:
-            out = output_of(site)
-            effects.append(effects_through_attention(calls[out], site, acts[site], gradients[out], grid))
+            out = _output_of(site)
+            effects.append(_effects_through_attention(calls[out], site, acts[site], gradients[out], grid))
         else:
             effects.append(grid.sums(site, _product(site, acts[site], base[site], gradients[site])))
     return effects, value
 
 
 def _integrated(
-    model: nn.Module,
-    corrupted: Inputs,
-    sites: str | Iterable[str],
-    acts: Mapping[str, Tensor],
-    bar: Iterable[str],
-    grid: Grid,
-    metric: Metric,
-    steps: int,
+    run: _Run, sites: list[str], acts: Mapping[str, Tensor], bar: Iterable[str], grid: Grid, steps: int
 ) -> tuple[list[np.ndarray], float, np.ndarray]:
     """The effects at each site from gradients along the line, the corrupted metric, and what they miss."""
-    base, corrupted_score = run_captured(model, corrupted, sites, metric)
+    base, corrupted_score = run_captured(run.model, run.inputs, sites, run.metric)
     effects, residual = [], []
     for site in bar:
-        gradient = _mean_gradient(model, corrupted, site, acts[site], base[site], metric, steps)
+        gradient = _mean_gradient(run, site, acts[site], base[site], steps)
         product = _product(site, acts[site], base[site], gradient)
-        patched = score_edited(model, corrupted, {at_call(site): put(site, acts[site])}, metric)
+        edits = {at_call(site): put(site, acts[site])}
+        patched = score_edited(run.model, run.inputs, edits, run.metric)
         effects.append(grid.sums(site, product))
         residual.append(product.sum().item() - (patched - corrupted_score))
     return effects, corrupted_score, np.array(residual)
 
 
-def _mean_gradient(
-    model: nn.Module,
-    corrupted: Inputs,
-    site: str,
-    end: Tensor,
-    start: Tensor,
-    metric: Metric,
-    steps: int,
-) -> Tensor:
+def _mean_gradient(run: _Run, site: str, end: Tensor, start: Tensor, steps: int) -> Tensor:
     """The average over the line from `start` to `end` of the metric's gradient at one site."""
     nodes, weights = np.polynomial.legendre.leggauss(steps)
     mean, way = torch.zeros_like(start, dtype=torch.float64), _difference(site, end, start)
@@ -170,20 +146,20 @@ def _mean_gradient(
         def move(value: Tensor, point: Tensor = point, probe: Tensor = probes[site]) -> Tensor:
             return point + probe
 
-        gradients, _ = _differentiate(model, corrupted, {site: move}, probes, metric)
+        gradients, _ = _differentiate(run, {site: move}, probes)
         mean += float(weight) * gradients[site].double()
     return mean
 
 
 def _differentiate(
-    model: nn.Module, inputs: Inputs, edits: Mapping[str, Edit], probes: Mapping[str, Tensor], metric: Metric
+    run: _Run, edits: Mapping[str, Edit], probes: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], float]:
     """One run with edits that add probes, all zero: gradients with respect to the probes, and the metric.
 
     The backward pass runs before the edits end, because activation checkpointing repeats them.
     """
-    with torch.enable_grad(), edit(model, {at_call(site): apply for site, apply in edits.items()}):
-        value = metric(call_model(model, inputs))
+    with torch.enable_grad(), edit(run.model, {at_call(s): apply for s, apply in edits.items()}):
+        value = run.metric(call_model(run.model, run.inputs))
         if not isinstance(value, Tensor) or not value.requires_grad:
             raise InterpError(
                 f"the metric gave {_describe(value)}; expected a tensor with one number and a gradient: no "
@@ -225,3 +201,48 @@ def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
     return f"a {type(value).__name__}"
+
+
+def _output_of(site: str) -> str:
+    """The attn.z site of the call that an attn.q or attn.k site belongs to."""
+    return site.replace(":attn.q", ":attn.z").replace(":attn.k", ":attn.z")
+
+
+@contextmanager
+def _kept_calls(model: nn.Module, sites: Iterable[str]) -> Iterator[dict[str, AttentionCall]]:
+    """Copies of the attention calls that attn.* sites belong to, by attn.z site, made inside the `with`."""
+    calls: dict[str, AttentionCall] = {}
+    modules = {site.partition(":")[0] for site in sites}
+    if not modules:
+        yield calls
+        return
+
+    def keep(name: str, call: AttentionCall) -> None:
+        module, hash_, number = name.partition("#")
+        tensors = {field: getattr(call, field).detach().clone() for field in ("query", "key", "value")}
+        mask = None if call.mask is None else call.mask.detach().clone()
+        calls.setdefault(f"{module}:attn.z{hash_}{number}", replace(call, **tensors, mask=mask))
+
+    with each_attention(model, modules, keep):
+        yield calls
+
+
+@torch.no_grad()
+def _effects_through_attention(
+    call: AttentionCall, site: str, clean: Tensor, gradient: Tensor, grid: Grid
+) -> np.ndarray:
+    """First order in the output of one attention call of the corrupted run, exact up to there.
+
+    `clean` is the value of `site` (attn.q or attn.k of that call) in the clean run, `gradient` [B, N, T, H']
+    that of the metric with respect to the output of the call. Returns an effect for each place of `grid`.
+
+    Source: Kramar et al. 2024, arXiv:2403.00745 section 3.1 (there with the attention weights written out).
+    """
+    name = "query" if site.partition("#")[0].endswith(".q") else "key"
+    before = call.run(scaled_dot_product_attention).double()
+    effects = np.zeros(grid.shape)
+    for cell in grid.cells():
+        value = put(site, clean, grid.index(site, cell))(getattr(call, name))
+        after = replace(call, **{name: value}).run(scaled_dot_product_attention).double()
+        effects[cell] = ((after - before) * gradient.double()).sum().item()
+    return effects

@@ -3,8 +3,6 @@
 Patching puts an activation of the clean run into the corrupted run and looks at a metric.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -14,7 +12,8 @@ from torch import Tensor, nn
 from forge_interp.causal.table import Grid, Index, Metric, PatchingTable, Where, at_call, score
 from forge_interp.errors import InterpError
 from forge_interp.hooks.capture import capture
-from forge_interp.hooks.edit import Edit, edit, patch
+from forge_interp.hooks.edit import Edit, edit, mean_dims, patch, real_positions
+from forge_interp.hooks.sites import Site
 from forge_interp.model_inputs import Inputs, call_model
 from forge_interp.progress import progress as with_progress
 
@@ -47,7 +46,7 @@ def activation_patching(
         where: how to divide a site: None (whole), "positions" (dim 1; of attn.* sites dim 2), "heads" (dim 1,
             attn.* sites only), "neurons" (the last dim), several as ("heads", "positions"), or a mapping from
             labels to indices into the value.
-        progress: draw a bar on standard error, if that is a terminal.
+        progress: draw a bar on a terminal.
 
     Returns:
         `values` [sites] or [sites, places ...].
@@ -90,11 +89,7 @@ def score_edited(model: nn.Module, inputs: Inputs, edits: Mapping[str, Edit], me
 
 
 def put(site: str, value: Tensor, where: Index = ...) -> Edit:
-    """An edit that puts `value[where]` in place of `old[where]`.
-
-    Raises:
-        InterpError: at run time, when the old value has another shape.
-    """
+    """An edit that puts `value[where]` in place of `old[where]`; InterpError if that has another shape."""
 
     def apply(old: Tensor) -> Tensor:
         same_shape(site, value, old)
@@ -110,3 +105,42 @@ def same_shape(site: str, clean: Tensor, corrupted: Tensor) -> None:
             f"site {site!r} is {list(clean.shape)} in one run and {list(corrupted.shape)} in the other; "
             "expected the same: clean and corrupted inputs need equally many samples and tokens"
         )
+
+
+@torch.no_grad()
+def site_means(
+    model: nn.Module,
+    batches: Iterable[Inputs],
+    sites: str | Iterable[str],
+    *,
+    keep: Iterable[Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The mean of each site over batch and positions, of each channel and head apart: for `ablate("mean")`.
+
+    Args:
+        model: any module.
+        batches: inputs, one forward pass each.
+        sites: as for `capture`.
+        keep: for each batch [B, T], False or 0 for padding, which does not count.
+
+    Returns:
+        By site: [D] for values [B, T, D] of modules; [1, N, 1, H] of attention (q, k, v, z).
+    """
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
+    masks = iter(keep) if keep is not None else None
+    for inputs in batches:
+        mask = next(masks) if masks is not None else None
+        with capture(model, sites) as acts:
+            call_model(model, inputs)
+        for key, value in acts.items():
+            site = Site.parse(key)
+            dims = mean_dims(value, site)
+            weight = torch.ones_like(value, dtype=torch.float64)
+            if mask is not None:
+                weight *= real_positions(value, dims, mask, "keep")
+            is_attention = site.part == "attn"
+            total = (value * weight).sum(dims, keepdim=is_attention)
+            sums[key] = sums.get(key, 0) + total
+            counts[key] = counts.get(key, 0) + weight.sum(dims, keepdim=is_attention)
+    return {key: (total / counts[key]).to(acts[key].dtype) for key, total in sums.items()}

@@ -1,7 +1,5 @@
 """Which component talks to which, without anybody in between?"""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -64,7 +62,7 @@ def path_patching(
         where: how to divide the senders, as in `activation_patching`.
         receiver_where: an index into the receivers: only there they are patched; None for all of them.
         joint: patch all receivers at once in step 2, as Wang et al. do, instead of one after the other.
-        progress: draw a bar on standard error, if that is a terminal.
+        progress: draw a bar on a terminal.
 
     Returns:
         `values` [senders, places ..., receivers]; with `joint` the last axis has length 1.
@@ -90,7 +88,8 @@ def path_patching(
         edits = {at_call(site): patch(sent)} | {at_call(name): patch(base[name]) for name in held}
         received = _received(model, corrupted, edits, {name: base[name] for name in names["receivers"]})
         for column, group in enumerate(groups):
-            edits = {at_call(name): _patch_at(received[name], receiver_where) for name in group}
+            at = ... if receiver_where is None else receiver_where
+            edits = {at_call(name): patch(received[name][at], receiver_where) for name in group}
             values[(row, *cell, column)] = score_edited(model, corrupted, edits, metric)
     return PatchingTable(
         values,
@@ -179,7 +178,3 @@ def _received(
     with edit(model, {**edits, **own}):
         call_model(model, corrupted)
     return received
-
-
-def _patch_at(value: Tensor, where: Index) -> Edit:
-    return patch(value if where is None else value[where], where)

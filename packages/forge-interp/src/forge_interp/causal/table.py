@@ -35,8 +35,8 @@ class PatchingTable:
     """The metric at every place.
 
     Attributes:
-        values: [sites, ...] float64, the metric of the corrupted run with that place patched (measured, or by
-            attribution estimated).
+        values: [sites, ...] float64, the metric of the corrupted run with that place patched, or its
+            estimate.
         axes: what each axis is: "site", then "position", "head", "neuron", "place" or "receiver".
         labels: for each axis its labels.
         clean: the metric of the clean run.
@@ -61,8 +61,7 @@ class PatchingTable:
     def normalized(self) -> np.ndarray:
         """(values - corrupted) / (clean - corrupted): 0 is no effect, 1 brings the clean metric back.
 
-        Raises:
-            InterpError: the clean and the corrupted metric are equal.
+        InterpError where the clean and the corrupted metric are equal.
         """
         if self.clean == self.corrupted:
             raise InterpError(
@@ -74,51 +73,38 @@ class PatchingTable:
     def top(self, count: int = 10) -> list[tuple[tuple[str, ...], float]]:
         """The places with the largest absolute effect, the largest first: [(labels, effect)]."""
         order = np.argsort(-np.abs(self.effect), axis=None, kind="stable")[:count]
-        cells = [np.unravel_index(flat, self.values.shape) for flat in order]
+        cells = zip(*np.unravel_index(order, self.values.shape), strict=True)
         return [
-            (
-                tuple(names[i] for names, i in zip(self.labels, cell, strict=True)),
-                float(self.effect[tuple(cell)]),
-            )
+            (tuple(names[i] for names, i in zip(self.labels, cell, strict=True)), float(self.effect[cell]))
             for cell in cells
         ]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The places within each site.
+    """The places within each site: names of the axes after the first, which is the site, and their labels."""
 
-    Attributes:
-        axes: names of the axes after the first, which is the site.
-        labels: their labels.
-    """
-
-    axes: tuple[str, ...]
-    labels: tuple[tuple[str, ...], ...]
-    _indices: tuple[Index, ...] | None
-    _kinds: tuple[str, ...]
+    axes: tuple[str, ...] = ()
+    labels: tuple[tuple[str, ...], ...] = ()
+    _indices: tuple[Index, ...] | None = None
+    _kinds: tuple[str, ...] = ()
 
     @classmethod
     def over(cls, activations: Mapping[str, Tensor], where: Where) -> Grid:
         """Lay out `where` over captured activations.
 
-        Raises:
-            InterpError: an unknown axis, one given twice, a site that has none, or sites of different length.
+        Raises InterpError: an unknown axis, one given twice, a site that has none, sites of different length.
         """
         if where is None:
-            return cls((), (), None, ())
+            return cls()
         if isinstance(where, Mapping):
-            return cls(("place",), (tuple(map(str, where)),), tuple(where.values()), ())
+            return cls(("place",), (tuple(map(str, where)),), tuple(where.values()))
         kinds = (where,) if isinstance(where, str) else tuple(where)
         if len(set(kinds)) < len(kinds):
             raise InterpError(f"where is {where}; expected each axis once")
         sizes = [_size(kind, activations, 1 + len(kinds)) for kind in kinds]
-        return cls(
-            tuple(kind.removesuffix("s") for kind in kinds),
-            tuple(tuple(map(str, range(size))) for size in sizes),
-            None,
-            kinds,
-        )
+        axes = tuple(kind.removesuffix("s") for kind in kinds)
+        return cls(axes, tuple(tuple(map(str, range(size))) for size in sizes), None, kinds)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,7 +119,7 @@ class Grid:
         """The index of a place into the activation of a site."""
         if self._indices is not None:
             return self._indices[cell[0]]
-        dims = [_dim(kind, site) for kind in self._kinds]
+        dims = [_dim(kind, site)[0] for kind in self._kinds]
         numbers = dict(zip(dims, cell, strict=True))
         front = tuple(numbers.get(dim, slice(None)) for dim in range(max(dims, default=-1) + 1))
         return (*front, ..., numbers[-1]) if -1 in numbers else (*front, ...)
@@ -142,19 +128,14 @@ class Grid:
         """Add up an array of the shape of the site's activation over everything within each place."""
         if self._indices is not None:
             return np.array([values[index].sum().item() for index in self._indices])
-        dims = [_dim(kind, site) % values.ndim for kind in self._kinds]
+        dims = [_dim(kind, site)[0] % values.ndim for kind in self._kinds]
         others = [dim for dim in range(values.ndim) if dim not in dims]
         summed = values.sum(others) if others else values
-        order = [sorted(dims).index(dim) for dim in dims]
-        return summed.permute(order).cpu().numpy()
+        return summed.permute([sorted(dims).index(dim) for dim in dims]).cpu().numpy()
 
 
 def score(metric: Metric, output: Any) -> float:
-    """The metric as a number.
-
-    Raises:
-        InterpError: it is not a single number.
-    """
+    """The metric as a number; InterpError where it is not a single one."""
     value = metric(output)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise InterpError(
@@ -169,28 +150,26 @@ def at_call(site: str) -> str:
     return site if "#" in site else f"{site}#0"
 
 
-def _dim(kind: str, site: str) -> int:
+def _dim(kind: str, site: str) -> tuple[int, bool]:
+    """The dimension of one kind of places, and whether it is of attention."""
     if kind not in _DIMS:
         raise InterpError(f"where is {kind!r}; expected of {list(_DIMS)}, or a mapping of labels to indices")
-    owner = _owner(site)
-    if owner not in _DIMS[kind]:
+    is_attention = site.partition(":")[2].startswith("attn.")
+    dim = _DIMS[kind].get("attn" if is_attention else "module")
+    if dim is None:
         raise InterpError(
             f"site {site!r} has no axis of {kind}; expected sites such as 'layers.*.attention:attn.z', or "
             "where={label: index}"
         )
-    return _DIMS[kind][owner]
-
-
-def _owner(site: str) -> str:
-    return "attn" if site.partition(":")[2].startswith("attn.") else "module"
+    return dim, is_attention
 
 
 def _size(kind: str, activations: Mapping[str, Tensor], num_dims: int) -> int:
     """How many there are of one kind; values of modules need `num_dims` dimensions, those of attention 4."""
     sizes = {}
     for site, value in activations.items():
-        dim = _dim(kind, site)
-        if value.ndim < (4 if _owner(site) == "attn" else num_dims):
+        dim, is_attention = _dim(kind, site)
+        if value.ndim < (4 if is_attention else num_dims):
             raise InterpError(
                 f"site {site!r} has shape {tuple(value.shape)}; expected {kind} along dim {dim} of "
                 "[B, T, ..., D], or of [B, N, T, ...] of attention: give where={label: index}"

@@ -49,11 +49,7 @@ class Ceiling:
         return Ceiling(_prophecy(self.reliability, num_repeats / self.num_repeats), num_repeats, self.method)
 
     def normalize(self, r: np.ndarray, *, min_r: float = 0.1) -> np.ndarray:
-        """Divide correlations by the ceiling; NaN, never a division, where the ceiling is below `min_r`.
-
-        Args:
-            r: [..., T] Pearson correlations.
-            min_r: smallest ceiling, in units of r, that a score is divided by; > 0.
+        """Divide correlations [..., T] by the ceiling; NaN where that is below `min_r` > 0.
 
         Source: Schoppe et al. 2016, Front. Comput. Neurosci. 10:10 (CC_norm); Hsu et al. 2004, Network 15:91.
         """
@@ -70,15 +66,7 @@ def split_half_ceiling(repeats: Array, *, num_splits: int = 100, seed: int = 0) 
 
     Correlates the means of two disjoint sets of R // 2 repeats, averages over splits (all distinct ones if
     there are no more than `num_splits`, else random ones), and steps up to R repeats: m c / (1 + (m - 1) c),
-    m = R / (R // 2).
-
-    Args:
-        repeats: [R, n, T], R >= 2.
-        num_splits: most splits, at least 1.
-        seed: of random splits.
-
-    Raises:
-        InterpError: fewer than 2 repeats or 3 samples, no split, or a value that is not finite.
+    m = R / (R // 2). `repeats` are [R, n, T], R >= 2, n >= 3, finite.
 
     Source: Spearman 1910, Br. J. Psychol. 3:271; Brown 1910, ibid. 296.
     """
@@ -100,13 +88,8 @@ def repeat_ceiling(repeats: Array) -> Ceiling:
     """Reliability from signal power: what the mean over repeats keeps of the power of single repeats.
 
     P = variance over samples (n - 1); signal = (R P(mean of repeats) - mean of P(repeat)) / (R - 1);
-    reliability = signal / P(mean of repeats). A baseline that differs between repeats is not noise.
-
-    Args:
-        repeats: [R, n, T], R >= 2.
-
-    Raises:
-        InterpError: as `split_half_ceiling`.
+    reliability = signal / P(mean of repeats). A baseline that differs between repeats is not noise. `repeats`
+    are as for `split_half_ceiling`.
 
     Source: Sahani and Linden 2003, NeurIPS 15, eq. 1.
     """

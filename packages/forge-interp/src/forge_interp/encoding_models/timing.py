@@ -29,9 +29,6 @@ def fir_delays(x: Array, delays: Sequence[int], runs: Labels | None = None) -> T
     Returns:
         [n, L d] float64, all features of the first delay first.
 
-    Raises:
-        InterpError: no delays, or a run whose rows are not contiguous.
-
     Source: Huth et al. 2016, Nature 532:453 (methods).
     """
     x = as_matrix(x, "x")
@@ -69,24 +66,18 @@ def resample(
     method: str = "lanczos",
     lobes: int = 3,
 ) -> Tensor:
-    """Bring features of irregular events (tokens) to the times of scans.
+    """Bring features [m, d] of irregular events (tokens) to the times of scans: [n, d] float64.
 
     mean: each event belongs to the scan interval [at_i, at_(i+1)) it falls into (the last as long as the one
     before it); its features are averaged, and 0 where there is none. lanczos: a sum weighted by the low-pass
     kernel sinc(u) sinc(u / lobes), |u| < lobes, u = (at - time) / spacing of scans.
 
     Args:
-        x: [m, d] features of the events.
+        x: [m, d] features of the events, finite.
         times: [m] in seconds.
         at: [n] scan times in seconds, evenly spaced, rising.
         method: "mean" or "lanczos".
         lobes: of the kernel, at least 1.
-
-    Returns:
-        [n, d] float64.
-
-    Raises:
-        InterpError: uneven scan times, lengths that differ, another method, a value that is not finite.
 
     Source: Huth et al. 2016, Nature 532:453 (Lanczos, 3 lobes); kernel: Duchon 1979, J. Appl. Meteorol.
     18:1016.

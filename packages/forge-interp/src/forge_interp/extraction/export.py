@@ -19,7 +19,6 @@ from forge_interp.extraction.parts import (
     ROW_COLUMNS,
     Column,
     as_bytes,
-    blocks_of,
     replacing,
     write_safetensors,
 )
@@ -39,7 +38,7 @@ def _blocks(store: ActivationStore, column: Column) -> Iterator[Tensor]:
     if column.name in ROW_COLUMNS:
         yield getattr(store, column.name)
         return
-    for start, stop in blocks_of(column, store.rows):
+    for start, stop in column.blocks(store.rows):
         yield store.read(column.name, start, stop)
 
 
@@ -85,7 +84,7 @@ def _zarr(store: ActivationStore, path: Path) -> None:
     group.attrs["forge_interp"] = store.metadata
     for column in store.columns:
         kind = _as_numpy(torch.empty(0, dtype=column.dtype)).dtype
-        step = next(iter(blocks_of(column, store.rows)), (0, 1))[1]
+        step = next(iter(column.blocks(store.rows)), (0, 1))[1]
         array = group.create_array(
             _file_name(column),
             shape=(store.rows, *column.shape),

@@ -1,7 +1,5 @@
 """How are the activations of a whole dataset extracted?"""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,7 +11,7 @@ from torch import nn
 from forge_interp.errors import InterpError
 from forge_interp.extraction.export import ENDINGS
 from forge_interp.extraction.feeding import Feeder, Forward
-from forge_interp.extraction.folder import Parts, missing_parts
+from forge_interp.extraction.folder import Parts
 from forge_interp.extraction.identity import identity_of
 from forge_interp.extraction.parts import dtype_name
 from forge_interp.extraction.processes import Processes
@@ -138,10 +136,10 @@ def finish_extraction(out: str | Path) -> ActivationStore:
     Raises:
         InterpError: parts are missing; lists them.
     """
-    folder = Path(out)
-    if missing_parts(folder) == []:
-        Parts(folder, {}).finish(len(list(folder.glob("part-*.safetensors"))))
-    return ActivationStore.open(folder)
+    parts = Parts(Path(out), {})
+    if parts.missing() == []:
+        parts.finish(len(parts.numbers()))
+    return ActivationStore.open(out)
 
 
 def _folder(out: str | Path) -> Path:

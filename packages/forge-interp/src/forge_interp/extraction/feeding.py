@@ -1,7 +1,5 @@
 """How is a model given a batch, and does padding stay without effect?"""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,15 +16,10 @@ Forward = Callable[[nn.Module, Any], Any]
 
 
 class Feeder:
-    """Calls a model with batches.
+    """Calls a model with batches, or `forward` with the model and the inputs of a batch.
 
-    Of a mapping, the entries that `forward` names are passed; the ids go first if it does not name them. The
-    mask goes along whenever `forward` names it. Caches of keys and values are switched off.
-
-    Args:
-        model: what is called.
-        names: of the ids and the mask.
-        forward: called with the model and the inputs instead.
+    Of a mapping, the entries that the model's `forward` names are passed; the ids go first if it does not
+    name them. The mask goes along whenever `forward` names it. Caches of keys and values are switched off.
     """
 
     def __init__(self, model: nn.Module, names: Names, forward: Forward | None) -> None:
@@ -42,19 +35,14 @@ class Feeder:
         self._device = torch.device("cpu") if first is None else first.device
 
     def __call__(self, batch: Batch) -> None:
-        """Run the model on a batch.
-
-        Raises:
-            InterpError: it is not clear how.
-        """
+        """Run the model on a batch; InterpError where it is not clear how."""
         inputs = _to(batch.inputs, self._device)
         if self._forward is not None:
             self._forward(self._model, inputs)
-        elif isinstance(inputs, Tensor):
-            self._model(inputs, **self._options(set()))
-        elif isinstance(inputs, Mapping):
-            args, kwargs = self._arguments(inputs)
-            self._model(*args, **kwargs, **self._options(kwargs.keys()))
+        elif isinstance(inputs, Tensor | Mapping):
+            args, kwargs = ([inputs], {}) if isinstance(inputs, Tensor) else self._arguments(inputs)
+            options = {"use_cache": False} if "use_cache" in self._named - kwargs.keys() else {}
+            self._model(*args, **kwargs, **options)
         else:
             raise InterpError(
                 f"batch {batch.number} is a {type(inputs).__name__}; expected a tensor or a mapping: say "
@@ -71,11 +59,8 @@ class Feeder:
         numbers = {key: value for key, value in inputs.items() if _has_numbers(value)}
         if self._takes_any and not self._named:
             return [], numbers
-        kwargs = {
-            key: value
-            for key, value in numbers.items()
-            if key in self._named or (key == self._names.mask and self._takes_any)
-        }
+        wanted = self._named | ({self._names.mask} if self._takes_any else set())
+        kwargs = {key: value for key, value in numbers.items() if key in wanted}
         ids = self._names.tokens
         if ids in numbers and ids not in kwargs:
             return [numbers[ids]], kwargs
@@ -89,23 +74,12 @@ class Feeder:
             )
         return [], kwargs
 
-    def _options(self, given: Any) -> dict[str, Any]:
-        return {"use_cache": False} if "use_cache" in self._named - set(given) else {}
-
 
 def check_padding(batch: Batch, names: Names, rows_of: Callable[[Batch], Mapping[str, Tensor]]) -> bool:
     """Try on one sample whether padding changes the rows of a model that is given no mask.
 
-    Args:
-        batch: one with padding.
-        names: of the ids.
-        rows_of: runs the model; gives the rows of each site.
-
-    Returns:
-        Whether it was tried: some sample has both tokens and padding.
-
-    Raises:
-        InterpError: it does.
+    `rows_of` runs the model and gives the rows of each site. Returns whether it was tried: some sample has
+    both tokens and padding. Raises InterpError: it does.
     """
     assert batch.mask is not None and batch.tokens is not None
     counts = batch.mask.sum(1)
@@ -138,10 +112,9 @@ def _is_more_than_rounding(difference: Tensor, rows: Tensor) -> bool:
 
 
 def _has_numbers(value: Any) -> bool:
-    return isinstance(value, Tensor) or (
-        isinstance(value, Mapping | tuple)
-        and all(_has_numbers(v) for v in (value.values() if isinstance(value, Mapping) else value))
-    )
+    if isinstance(value, Mapping | tuple):
+        return all(map(_has_numbers, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, Tensor)
 
 
 def _to(inputs: Any, device: torch.device) -> Any:
@@ -149,6 +122,4 @@ def _to(inputs: Any, device: torch.device) -> Any:
         return inputs.to(device, non_blocking=True)
     if isinstance(inputs, Mapping):
         return {key: _to(value, device) for key, value in inputs.items()}
-    if isinstance(inputs, tuple):
-        return tuple(_to(value, device) for value in inputs)
-    return inputs
+    return tuple(_to(value, device) for value in inputs) if isinstance(inputs, tuple) else inputs

@@ -1,27 +1,20 @@
 """Which parts of an extraction are on disk, do they belong together, and is it whole?"""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.parts import ROW_COLUMNS, Column, Part, dtype_name, dump, replacing
+from forge_interp.extraction.parts import ROW_COLUMNS, Part, dtype_name, dump, replacing
 
 INDEX = "index.json"
 _FORMAT = 2
 
 
 class Parts:
-    """The parts of one extraction.
-
-    Args:
-        folder: of them.
-        request: what is asked.
-    """
+    """The parts of one extraction in a folder, made for one request."""
 
     def __init__(self, folder: Path, request: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -29,21 +22,35 @@ class Parts:
 
     @property
     def index(self) -> dict[str, Any] | None:
-        """Of the whole, if it is whole."""
-        return read_index(self.folder)
+        """What `index.json` says; None where there is none, as long as parts are missing.
+
+        Raises InterpError: it is damaged, or of another version.
+        """
+        path = self.folder / INDEX
+        try:
+            index = json.loads(path.read_text())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError:
+            raise InterpError(f"{path} is damaged; expected JSON: delete it and extract again") from None
+        if not isinstance(index, dict) or index.get("format") != _FORMAT:
+            raise InterpError(f"{path} is no index of format {_FORMAT}; expected what forge-interp wrote")
+        return index
 
     def path(self, number: int) -> Path:
         """Of a part."""
         return self.folder / f"part-{number:05d}.safetensors"
 
+    def numbers(self) -> list[int]:
+        """Of the parts that have a file."""
+        return sorted({int(path.stem[5:]) for path in self.folder.glob("part-*.safetensors")})
+
     def intact(self, start: int, stop: int | None) -> dict[int, Part]:
         """The parts [start, stop) that need not be written again; reads them.
 
-        Raises:
-            InterpError: they are of another call.
+        Raises InterpError: they are of another call.
         """
-        numbers = sorted(self._numbers())
-        mine = [number for number in numbers if start <= number and (stop is None or number < stop)]
+        mine = [number for number in self.numbers() if start <= number and (stop is None or number < stop)]
         found = {number: part for number in mine if (part := Part.read(self.path(number)))}
         for part in found.values():
             check_same(self.folder, part.request, self.request, {"versions"})
@@ -56,7 +63,7 @@ class Parts:
     def remove(self, start: int, stop: int | None) -> None:
         """Forget parts [start, stop), and those that are of other calls."""
         (self.folder / INDEX).unlink(missing_ok=True)
-        for number in self._numbers():
+        for number in self.numbers():
             part = Part.read(self.path(number))
             is_mine = start <= number and (stop is None or number < stop)
             if is_mine or part is None or part.request != self.request:
@@ -65,8 +72,7 @@ class Parts:
     def finish(self, total: int) -> bool:
         """Write the index if all parts are there; True once it is.
 
-        Raises:
-            InterpError: the parts do not belong together; lists the differences.
+        Raises InterpError: the parts do not belong together; lists the differences.
         """
         parts = [Part.read(self.path(number)) for number in range(total)]
         if self.index is None:
@@ -77,46 +83,21 @@ class Parts:
             left.unlink(missing_ok=True)
         return True
 
-    def _numbers(self) -> set[int]:
-        return {int(path.stem[5:]) for path in self.folder.glob("part-*.safetensors")}
+    def missing(self) -> list[int] | None:
+        """The parts that are not there yet; None where it is not known how many there are to be."""
+        present = {number: part for number in self.numbers() if (part := Part.read(self.path(number)))}
+        total = next((part.request["parts"] for part in present.values()), None)
+        return None if total is None else [number for number in range(total) if number not in present]
 
 
-def missing_parts(folder: Path) -> list[int] | None:
-    """The parts that are not there yet; None where it is not known how many there are to be."""
-    present = {path: Part.read(path) for path in folder.glob("part-*.safetensors")}
-    request = next((part.request for part in present.values() if part), None)
-    if request is None or request["parts"] is None:
-        return None
-    paths = {number: Parts(folder, request).path(number) for number in range(request["parts"])}
-    return [number for number, path in paths.items() if not present.get(path)]
-
-
-def read_index(folder: Path) -> dict[str, Any] | None:
-    """What `index.json` says; None where there is none.
-
-    Raises:
-        InterpError: it is damaged, or of another version.
-    """
-    path = folder / INDEX
-    try:
-        index = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError:
-        raise InterpError(f"{path} is damaged; expected JSON: delete it and extract again") from None
-    if not isinstance(index, dict) or index.get("format") != _FORMAT:
-        raise InterpError(f"{path} is no index of format {_FORMAT}; expected what forge-interp wrote")
-    return index
-
-
-def _write_index(folder: Path, parts: Sequence[Part]) -> None:
+def _write_index(folder: Path, parts: list[Part]) -> None:
     first = parts[0]
     for part in parts:
         check_same(part.path, part.request, first.request)
         if part.columns != first.columns:
             raise InterpError(
-                f"{part.path} holds {_list(part.columns)}, {first.path.name} holds {_list(first.columns)}; "
-                "expected the same: the processes ran other models or inputs; give resume=False"
+                f"{part.path} holds {_list(part)}, {first.path.name} holds {_list(first)}; expected the "
+                "same: the processes ran other models or inputs; give resume=False"
             )
     index = {
         "format": _FORMAT,
@@ -137,24 +118,21 @@ def check_same(
     place: Path, made: Mapping[str, Any], asked: Mapping[str, Any], but: Collection[str] = ()
 ) -> None:
     """Raise InterpError that lists the differences, unless `place` was made for the same request."""
-    differences = [
-        f"{name}: {_short(there)} there, {_short(here)} asked"
-        for key in sorted((made.keys() | asked.keys()) - set(but))
-        for name, there, here in _differences(key, made.get(key), asked.get(key))
-    ]
-    if differences:
+    made, asked = ({k: v for k, v in request.items() if k not in but} for request in (made, asked))
+    if differences := list(_differences("", made, asked)):
         raise InterpError(
             f"{place} was made by another extraction ({'; '.join(differences)}); expected the same: give "
             "another out, or resume=False to replace it"
         )
 
 
-def _differences(key: str, there: Any, here: Any) -> Iterator[tuple[str, Any, Any]]:
+def _differences(key: str, there: Any, here: Any) -> Iterator[str]:
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         for name in sorted(there.keys() | here.keys()):
-            yield from _differences(f"{key} {name}", there.get(name), here.get(name))
+            yield from _differences(f"{key} {name}".strip(), there.get(name), here.get(name))
     elif there != here:
-        yield key, there, here
+        texts = (text if len(text) <= 80 else f"{text[:77]}..." for text in map(dump, (there, here)))
+        yield "{}: {} there, {} asked".format(key, *texts)
 
 
 def _sync_names(folder: Path) -> None:
@@ -166,10 +144,5 @@ def _sync_names(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _short(value: Any) -> str:
-    text = dump(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _list(columns: Iterable[Column]) -> str:
-    return ", ".join(f"{c.name} {list(c.shape)} {dtype_name(c.dtype)}" for c in columns)
+def _list(part: Part) -> str:
+    return ", ".join(f"{c.name} {list(c.shape)} {dtype_name(c.dtype)}" for c in part.columns)

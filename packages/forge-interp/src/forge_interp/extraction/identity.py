@@ -53,19 +53,12 @@ _SUM_WIDTH = 1024
 def identity_of(
     model: nn.Module, functions: Mapping[str, Any], name: str | None, strict: bool
 ) -> dict[str, Any]:
-    """Describe a model, functions, and the settings of torch that their numbers depend on.
+    """Describe a model, functions with all that they read, and the settings of torch that numbers depend on.
 
-    Collective if the model is sharded; the same however it is. Every weight is read, on its device.
-
-    Args:
-        model: any module. What its `forward` assigns, such as counters, does not count, nor do
-            objects in attributes whose name begins with `_`: both are state of running, such as caches.
-        functions: by what they are for, with all that they read.
-        name: of what cannot be described.
-        strict: whether to refuse what cannot be described, if `name` is None.
-
-    Raises:
-        InterpError: something cannot be described, such as an open file; says where it is.
+    Collective if the model is sharded; the same however it is. Every weight is read, on its device. What the
+    model's `forward` assigns, such as counters, does not count, nor do objects in attributes whose name
+    begins with `_`: both are state of running, such as caches. What cannot be described, such as an open
+    file, is refused if `strict`, unless `name` stands for it; InterpError says where it is.
     """
     describe = Describer({id(module): name for name, module in _modules(model)})
     found = {
@@ -116,10 +109,7 @@ def is_distributed(model: nn.Module) -> bool:
 
 
 class Describer:
-    """Gives texts that are the same in every process for equal values.
-
-    Args:
-        modules: names of modules by id; they are described by these.
+    """Gives texts that are the same in every process for equal values; modules are described by their names.
 
     Attributes:
         unknown: where something was that cannot be described, and what.
@@ -234,20 +224,14 @@ def _parts_of_known(value: Any) -> Iterable[Any]:
         return [list(value.shape), str(value.dtype), items]
     if isinstance(value, CodeType):
         return [value.co_code, value.co_names, value.co_consts]
-    if isinstance(value, ModuleType):
-        return [value.__name__]
-    return [model_identity(value)]
+    return [value.__name__] if isinstance(value, ModuleType) else [model_identity(value)]
 
 
 def _numerics() -> dict[str, Any]:
     """Settings of torch that change numbers."""
-    autocast = {
-        kind: str(torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    }
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return {
-        "autocast": autocast,
+        "autocast": {kind: str(torch.get_autocast_dtype(kind)) for kind in kinds},
         "default_dtype": str(torch.get_default_dtype()),
         "matmul_precision": torch.get_float32_matmul_precision(),
     }

@@ -52,35 +52,23 @@ _TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class Column(NamedTuple):
-    """An array whose first axis is rows.
-
-    Attributes:
-        name: a site key, or one of `ROW_COLUMNS`.
-        dtype: of the values.
-        shape: of one row.
-    """
+    """An array whose first axis is rows: its name (a site key, or of `ROW_COLUMNS`), the shape of a row."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def blocks(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Cut rows into pieces of at most BLOCK_BYTES, or one row."""
+        step = max(1, BLOCK_BYTES // max(1, math.prod(self.shape) * self.dtype.itemsize))
+        return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 class Part(NamedTuple):
     """The header of a part on disk.
 
-    Attributes:
-        path: of the file.
-        columns: in the order in which the model computed them, the ids last.
-        rows: how many.
-        batches: how many.
-        inputs: CRC-32 of the inputs of its batches.
-        crcs: CRC-32 of each column.
-        request: what was asked.
+    `columns` are in the order in which the model computed them, the ids last; `inputs` is the CRC-32 of the
+    inputs of its batches, `crcs` that of each column, `request` what was asked.
     """
 
     path: Path
@@ -117,7 +105,7 @@ class Part(NamedTuple):
         with safe_open(self.path, "pt") as file:
             for column, expected in zip(self.columns, self.crcs, strict=True):
                 rows, crc = file.get_slice(column.name), 0
-                for start, stop in blocks_of(column, self.rows):
+                for start, stop in column.blocks(self.rows):
                     crc = zlib.crc32(as_bytes(rows[start:stop]), crc)
                 if crc != expected:
                     return False
@@ -130,11 +118,6 @@ class PartWriter:
     Args:
         columns: that each batch must have; none: those that the first one has.
         folder: where more rows wait than memory is meant to hold; None holds all of them.
-
-    Attributes:
-        columns: known from the first commit on.
-        rows: committed so far.
-        batches: committed so far, in number.
     """
 
     def __init__(self, columns: tuple[Column, ...], folder: Path | None) -> None:
@@ -149,8 +132,7 @@ class PartWriter:
     def write(self, name: str, values: Tensor) -> None:
         """Add rows [rows, ...] of the current batch to a column.
 
-        Raises:
-            InterpError: their dtype or the shape of a row is not that of the rows before, or not storable.
+        Raises InterpError: their dtype or the shape of a row is not that of the rows before, or not storable.
         """
         column = Column(name, values.dtype, tuple(values.shape[1:]))
         if values.dtype not in _TYPE_NAMES:
@@ -171,11 +153,7 @@ class PartWriter:
         self._spool.write(data)
 
     def commit(self, batch: Batch) -> None:
-        """End a batch.
-
-        Raises:
-            InterpError: columns are missing, or differ in their number of rows.
-        """
+        """End a batch. Raises InterpError: columns are missing, or differ in their number of rows."""
         if missing := [c.name for c in self.columns if c.name not in self._pending]:
             raise InterpError(
                 f"batch {batch.number} captured nothing at {', '.join(missing)}; expected the sites of the "
@@ -287,12 +265,6 @@ def as_bytes(values: Tensor) -> memoryview:
     buffer = (ctypes.c_ubyte * kept.nbytes).from_address(kept.data_ptr())
     buffer.keeps = kept  # type: ignore[attr-defined]
     return memoryview(buffer).cast("B")
-
-
-def blocks_of(column: Column, rows: int) -> Iterator[tuple[int, int]]:
-    """Cut rows into pieces of at most BLOCK_BYTES, or one row."""
-    step = max(1, BLOCK_BYTES // max(1, column.row_bytes))
-    return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def _crc_of(header: Mapping[str, Any], data: Mapping[str, Any]) -> int:

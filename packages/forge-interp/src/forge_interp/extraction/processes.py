@@ -24,8 +24,7 @@ class Processes:
     """This process among those that extract together.
 
     Attributes:
-        rank: whose share of the parts it takes.
-        size: how many shares there are.
+        rank: whose share of the parts it takes, of `size` shares.
         group: the processes that wait for each other; None when each works for itself.
         in_step: all of the group must run the model equally often, for they hold it together.
         writes: False where another process of the same rank writes the rows (tensor parallelism).
@@ -43,9 +42,8 @@ class Processes:
     ) -> Processes:
         """Fill in what was not given from `torch.distributed`.
 
-        Raises:
-            InterpError: only one of rank and world_size, a rank that is not below the world size, or neither
-                for a model that is tensor parallel.
+        Raises InterpError: only one of rank and world_size, a rank that is not below the world size, or
+        neither for a model that is tensor parallel.
         """
         if (rank is None) != (world_size is None):
             raise InterpError(f"rank is {rank} and world_size {world_size}; expected both or none")
@@ -74,8 +72,7 @@ class Processes:
     def share(self, num_parts: int | None) -> tuple[int, int | None]:
         """Return the first part of this process and the one behind its last; None: all there are.
 
-        Raises:
-            InterpError: several processes and an iterable without a length.
+        Raises InterpError: several processes and an iterable without a length.
         """
         if self.size == 1:
             return 0, None
@@ -89,8 +86,7 @@ class Processes:
     def agree(self, find: Callable[[], Written]) -> Written:
         """Return what is written of this rank, as its writing process finds. Collective if in step.
 
-        Raises:
-            InterpError: it is raised on all processes that are in step if `find` raised it on one.
+        Raises InterpError: it is raised on all processes that are in step if `find` raised it on one.
         """
         if not self.in_step:
             return find()
@@ -119,10 +115,13 @@ class Processes:
         if not self.in_step:
             yield from ((batch, True) for batch in mine)
             return
+        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
         last = None
         while True:
             batch = next(mine, None)
-            if not self._any(batch is not None):
+            any_left = torch.tensor(int(batch is not None), device=device)
+            dist.all_reduce(any_left, dist.ReduceOp.MAX, group=self.group)
+            if not any_left:
                 return
             last = batch or last or spare()
             yield last, batch is not None
@@ -130,8 +129,7 @@ class Processes:
     def together(self, act: Callable[[], object]) -> None:
         """Do something once, after all of the group have come here, and wait for it. Collective.
 
-        Raises:
-            InterpError: it failed on the process that did it.
+        Raises InterpError: it failed on the process that did it.
         """
         if self.group is None:
             act()
@@ -148,9 +146,3 @@ class Processes:
         dist.broadcast_object_list(outcome, src=first, group=self.group)
         if outcome[0] is not None:
             raise failure or InterpError(outcome[0])
-
-    def _any(self, value: bool) -> bool:
-        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-        flag = torch.tensor(int(value), device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
-        return bool(flag)

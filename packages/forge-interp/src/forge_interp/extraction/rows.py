@@ -3,10 +3,7 @@
 Letters: B samples, T tokens, P places that are no tokens (patches of an image), R rows.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,12 +16,7 @@ POOLS = ("mean", "last", "first", "max")
 
 
 class RowMaker:
-    """Turns the values of a batch into rows: one for each valid token, or one for each sample.
-
-    Args:
-        select: applied to a value first, by pattern.
-        pool: how the tokens of a sample become one row; None keeps them.
-        dtype: of the rows; None keeps that of the values.
+    """Turns the values of a batch into rows: one for each valid token, or with `pool` one for each sample.
 
     Attributes:
         square: values of this batch with as many tokens as samples, which may be in each other's place.
@@ -50,10 +42,8 @@ class RowMaker:
     def rows(self, pattern: str, value: Tensor) -> Tensor:
         """Turn what was captured at a site of `pattern` into rows [R, ...], on the same device.
 
-        Without a `select`, attention tensors [B, N, T, ...] are taken as [B, T, N, ...].
-
-        Raises:
-            InterpError: the value has no rows of samples or tokens, or other rows than the sites before.
+        Without a `select`, attention tensors [B, N, T, ...] are taken as [B, T, N, ...]. Raises InterpError:
+        the value has no rows of samples or tokens, or other rows than the sites before.
         """
         if pattern in self._select:
             value = self._select[pattern](value)
@@ -71,10 +61,6 @@ class RowMaker:
         else:
             self._settle(pattern, (batch.size,))
         return value if self._dtype is None else _cast(pattern, value, self._dtype)
-
-    def by_pattern(self, patterns: Iterable[str]) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Return `rows` for each pattern, as `capture` takes it for select."""
-        return {pattern: partial(self.rows, pattern) for pattern in patterns}
 
     def ids(self) -> dict[str, Tensor]:
         """Return sample_id, position and token_id [R] int64 of the rows of this batch."""
@@ -105,7 +91,12 @@ class RowMaker:
         """Rows of a value [B, T, ...]."""
         batch = self._current
         if callable(self._pool):
-            return self._pooled_by_caller(pattern, value)
+            pooled = self._pool(value, self._keep(tuple(value.shape[:2])).to(value.device))
+            if not isinstance(pooled, Tensor) or pooled.shape[:1] != (batch.size,):
+                shape = list(pooled.shape) if isinstance(pooled, Tensor) else type(pooled).__name__
+                raise InterpError(f"pool gave {shape} for {pattern}; expected [{batch.size} samples, ...]")
+            self._settle(pattern, (batch.size,))
+            return pooled
         if batch.tokens is not None and value.shape[:2] != batch.tokens.shape:
             raise InterpError(
                 f"{pattern} has a value {list(value.shape)} for tokens {list(batch.tokens.shape)}; expected "
@@ -136,17 +127,6 @@ class RowMaker:
             raise InterpError(f"sample {empty} has no valid token to pool; expected at least one: drop it")
         return pool_tokens(value, keep.to(value.device), str(self._pool))
 
-    def _pooled_by_caller(self, pattern: str, value: Tensor) -> Tensor:
-        assert callable(self._pool)
-        batch = self._current
-        keep = self._keep(tuple(value.shape[:2]))
-        pooled = self._pool(value, keep.to(value.device))
-        if not isinstance(pooled, Tensor) or pooled.shape[:1] != (batch.size,):
-            shape = list(pooled.shape) if isinstance(pooled, Tensor) else type(pooled).__name__
-            raise InterpError(f"pool gave {shape} for {pattern}; expected [{batch.size} samples, ...]")
-        self._settle(pattern, (batch.size,))
-        return pooled
-
     def _keep(self, layout: tuple[int, ...]) -> Tensor:
         """[B, T] bool, which tokens are valid."""
         mask = self._current.mask
@@ -172,10 +152,8 @@ class RowMaker:
 def pool_tokens(value: Tensor, keep: Tensor, how: str) -> Tensor:
     """Reduce [B, T, ...] to [B, ...] over the valid tokens; padding may be on either side.
 
-    Args:
-        value: [B, T, ...].
-        keep: [B, T] bool, at least one in each row.
-        how: mean (in float32 or wider, then back in the dtype of `value`), max, first, last.
+    `keep` is [B, T] bool, at least one in each row; `how` is mean (in float32 or wider, then back in that of
+    `value`), max, first or last.
     """
     if how in ("first", "last"):
         places = torch.arange(keep.shape[1], device=keep.device)

@@ -26,12 +26,9 @@ _MOST_PARTS = 1024
 
 @dataclass(frozen=True)
 class Names:
-    """What the entries of a batch are called.
+    """What the entries of a batch are called: ids [B, T] (None when no row is a token), and the mask.
 
-    Attributes:
-        tokens: ids [B, T]; None when no site has rows of tokens.
-        mask: [B, T], nonzero where there is a token and not padding.
-        pad_id: stands in `tokens` after the end of a shorter sample.
+    The mask [B, T] is nonzero where there is a token and no padding; `pad_id` stands in the padding of ids.
     """
 
     tokens: str | None = "input_ids"
@@ -41,13 +38,11 @@ class Names:
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs of one forward pass.
+    """Inputs of one forward pass: a tensor, a mapping or a tuple.
 
     Attributes:
         number: in the order of the dataset, from 0.
-        first: sample id of the first sample.
-        size: B.
-        inputs: a tensor, a mapping or a tuple.
+        first: sample id of the first of `size` samples.
         tokens: [B, T] ids, or None.
         mask: [B, T] bool, or None when there is no padding.
     """
@@ -61,11 +56,7 @@ class Batch:
 
     @classmethod
     def of(cls, inputs: Any, names: Names, number: int, first: int) -> Batch:
-        """Find ids, mask and size in the inputs.
-
-        Raises:
-            InterpError: there is no tensor [B, ...], or the mask is not like the ids.
-        """
+        """Find ids, mask and size in inputs; InterpError: no tensor [B, ...], or a mask unlike the ids."""
         if isinstance(inputs, list | tuple) and len(inputs) == 1:
             inputs = inputs[0]
         tokens = mask = None
@@ -105,8 +96,7 @@ class Batch:
 class _Source:
     """Something that has batches; several, a fixed number, become one part on disk.
 
-    Attributes:
-        num_batches: None where it is not known.
+    `num_batches` is None where it is not known.
     """
 
     num_batches: Any
@@ -123,16 +113,10 @@ class _Source:
 
 
 class Samples(_Source):
-    """Batches of a dataset whose samples can be asked for by number.
+    """Batches of a dataset whose samples can be asked for by number; InterpError if it is empty.
 
-    Args:
-        dataset: a sequence of samples: ids (tensor, array or list), or a mapping or tuple of tensors, arrays,
-            lists and numbers; a tensor [samples, ...]; or a mapping of such columns.
-        batch_size: B.
-        names: what the entries are called.
-
-    Raises:
-        InterpError: it is empty.
+    A sample is ids (tensor, array or list), or a mapping or tuple of tensors, arrays, lists and numbers. The
+    dataset may also be a tensor [samples, ...], or a mapping of such columns.
     """
 
     def __init__(self, dataset: Any, batch_size: int, names: Names) -> None:
@@ -165,15 +149,7 @@ class Samples(_Source):
 
 
 class ReadyBatches(_Source):
-    """Batches that an iterable gives, such as a DataLoader; it must give the same ones each time.
-
-    Args:
-        batches: of tensors, mappings or tuples.
-        names: what the entries are called.
-
-    Raises:
-        InterpError: it gives none.
-    """
+    """Batches that an iterable gives, such as a DataLoader; it must give the same ones each time."""
 
     def __init__(self, batches: Iterable[Any], names: Names) -> None:
         self._batches = batches
@@ -207,11 +183,7 @@ class ReadyBatches(_Source):
 
 
 def open_dataset(dataset: Any, batch_size: int, names: Names) -> Samples | ReadyBatches:
-    """Return the batches of samples, or of an iterable of ready batches.
-
-    Raises:
-        InterpError: it is neither.
-    """
+    """Return the batches of samples, or of an iterable of ready batches; InterpError for what is neither."""
     is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
     if not is_stream and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         if isinstance(dataset, str | bytes):
@@ -229,10 +201,7 @@ def collate(samples: Sequence[Any], names: Names) -> Any:
     """Stack samples; ids of different lengths are padded on the right, and then there is a mask.
 
     Entries as long as the ids of their sample are padded with them (labels with -100, all others with 0).
-    What holds no numbers stays a list.
-
-    Raises:
-        InterpError: the samples are of different shapes otherwise.
+    What holds no numbers stays a list. InterpError where shapes differ otherwise.
     """
     if isinstance(samples[0], Mapping):
         return _collate_mappings(samples, names)
@@ -345,11 +314,8 @@ def _checksum(inputs: Any, crc: int = 0) -> int:
 def _leaves(inputs: Any) -> Iterator[Tensor]:
     if isinstance(inputs, Tensor):
         yield inputs
-    elif isinstance(inputs, Mapping):
-        for key in sorted(inputs):
-            yield from _leaves(inputs[key])
-    elif isinstance(inputs, tuple):
-        for item in inputs:
+    elif isinstance(inputs, Mapping | tuple):
+        for item in inputs if isinstance(inputs, tuple) else (inputs[key] for key in sorted(inputs)):
             yield from _leaves(item)
 
 
@@ -357,15 +323,13 @@ def _cut(inputs: Any, size: int, samples: slice) -> Any:
     """Some samples of the inputs of a batch; None where a tensor in it is not [size, ...]."""
     if isinstance(inputs, Tensor):
         return inputs[samples] if inputs.ndim and len(inputs) == size else None
-    if isinstance(inputs, Mapping):
-        cut = {key: _cut(value, size, samples) for key, value in inputs.items()}
-        return cut if all(value is not None for value in cut.values()) else None
-    if isinstance(inputs, tuple):
-        cut = tuple(_cut(value, size, samples) for value in inputs)
-        return cut if all(value is not None for value in cut) else None
-    if isinstance(inputs, list) and len(inputs) == size:
-        return inputs[samples]
-    return None
+    if isinstance(inputs, Mapping | tuple):
+        values = inputs.values() if isinstance(inputs, Mapping) else inputs
+        cut = [_cut(value, size, samples) for value in values]
+        if any(value is None for value in cut):
+            return None
+        return dict(zip(inputs, cut, strict=True)) if isinstance(inputs, Mapping) else tuple(cut)
+    return inputs[samples] if isinstance(inputs, list) and len(inputs) == size else None
 
 
 def _size(inputs: Any, number: int) -> int:

@@ -5,10 +5,10 @@ more than one value of one site is in memory. From the second batch on the forwa
 site asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 
 import torch
@@ -27,68 +27,49 @@ from forge_interp.hooks.sharding import is_sharded
 from forge_interp.progress import progress as with_progress
 
 
+@dataclass(eq=False)
 class Share:
-    """What one process extracts.
+    """What one process extracts: its parts of the batches of `source`, with `sites` as patterns."""
 
-    Args:
-        model: any module.
-        sites: patterns.
-        source: of the batches.
-        rows: how values become rows.
-        feed: how the model is called.
-        names: what the entries of a batch are called.
-        processes: which parts are of this one.
-        progress: whether to draw a bar.
-        attention_bytes: the largest attention matrix to hold at once.
-    """
+    model: nn.Module
+    sites: list[str]
+    source: Samples | ReadyBatches
+    rows: RowMaker
+    feed: Feeder
+    names: Names
+    processes: Processes
+    progress: bool
+    attention_bytes: int
+    _parts: Parts | None = None
+    _writer: PartWriter | None = None
+    _columns: tuple[Column, ...] = ()
+    _num_batches: int = 0
+    _num_recorded: int = 0
+    _padding_checked: bool = False
+    _axes_checked: bool = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sites: list[str],
-        source: Samples | ReadyBatches,
-        rows: RowMaker,
-        feed: Feeder,
-        names: Names,
-        processes: Processes,
-        progress: bool,
-        attention_bytes: int,
-    ) -> None:
-        self._model, self._sites, self._source, self._rows = model, sites, source, rows
-        self._feed, self._names, self._processes = feed, names, processes
-        self._progress, self._attention_bytes = progress, attention_bytes
+    def __post_init__(self) -> None:
         self._deliver: Callable[[str, Tensor], None] = _ignore
-        self._parts: Parts | None = None
-        self._writer: PartWriter | None = None
-        self._columns: tuple[Column, ...] = ()
-        self._per_part = source.batches_per_part
-        self._num_batches = self._num_recorded = 0
-        self._padding_checked = self._axes_checked = False
+        self._per_part = self.source.batches_per_part
 
     def in_memory(self) -> dict[str, Tensor]:
-        """Extract all batches; returns all columns.
-
-        Raises:
-            InterpError: several processes share them.
-        """
-        if self._processes.size > 1:
-            raise InterpError(f"{self._processes.size} processes share an extraction; expected out, a folder")
+        """Extract all batches; returns all columns. Raises InterpError: several processes share them."""
+        if self.processes.size > 1:
+            raise InterpError(f"{self.processes.size} processes share an extraction; expected out, a folder")
         with closing(PartWriter((), None)) as self._writer:
-            self._extract(self._source.batches(0, None), self._source.num_batches)
+            self._extract(self.source.batches(0, None), self.source.num_batches)
             return self._writer.tensors()
 
     def to_disk(self, parts: Parts, resume: bool) -> tuple[bool, int]:
         """Write the parts of this share that are not there yet, and the index if no other part is missing.
 
-        Collective if there is a group.
+        Collective if there is a group. Raises InterpError: parts are of another call; or the batches are not
+        those of the parts.
 
         Returns:
             Whether all parts were there before, and how many batches were extracted now.
-
-        Raises:
-            InterpError: parts are of another call; or the batches are not those of the parts.
         """
-        processes, num_parts = self._processes, self._source.num_parts
+        processes, num_parts = self.processes, self.source.num_parts
         start, stop = processes.share(num_parts)
         if not resume:
             everything = (0, None) if processes.group is not None else (start, stop)
@@ -121,18 +102,18 @@ class Share:
 
     def _num_left(self, start: int, stop: int | None, written: Written) -> int | None:
         """How many batches of parts [start, stop) there are to extract, if that is known."""
-        if self._source.num_batches is None:
+        if self.source.num_batches is None:
             return None
-        last = self._source.num_batches if stop is None else stop * self._per_part
-        last = min(last, self._source.num_batches)
+        last = self.source.num_batches if stop is None else stop * self._per_part
+        last = min(last, self.source.num_batches)
         return last - start * self._per_part - sum(batches for batches, _ in written.values())
 
     def _batches(self, start: int, stop: int | None, limit: int | None, written: Written) -> Iterator[Batch]:
         """The batches of the parts [start, stop) that are not written; those that are must be the same."""
         seen: Written = {}
-        num_batches = self._source.num_batches
+        num_batches = self.source.num_batches
         last = None if stop is None or num_batches is None else min(stop * self._per_part, num_batches)
-        for batch in self._source.batches(start * self._per_part, last):
+        for batch in self.source.batches(start * self._per_part, last):
             part = batch.number // self._per_part
             self._num_batches = batch.number + 1
             if part in written:
@@ -149,11 +130,11 @@ class Share:
 
     def _extract(self, batches: Iterator[Batch], num_batches: int | None) -> None:
         """Extract batches. Collective if the model is shared."""
-        processes = self._processes
-        steps = processes.steps(batches, lambda: next(self._source.batches(0, 1)))
-        drawn = with_progress(steps, num_batches, "extract", self._progress and processes.shows_progress)
-        with _evaluating(self._model), torch.no_grad():
-            stops = self._feed.is_default and not processes.in_step and not is_sharded(self._model)
+        processes = self.processes
+        steps = processes.steps(batches, lambda: next(self.source.batches(0, 1)))
+        drawn = with_progress(steps, num_batches, "extract", self.progress and processes.shows_progress)
+        with _evaluating(self.model), torch.no_grad():
+            stops = self.feed.is_default and not processes.in_step and not is_sharded(self.model)
             if not self._columns:
                 self._run(islice(drawn, 1), stops=False)
             self._run(drawn, stops)
@@ -166,13 +147,13 @@ class Share:
         if one is None:
             return
         with capture(
-            self._model,
-            self._sites,
-            select=self._rows.by_pattern(self._sites),
+            self.model,
+            self.sites,
+            select={pattern: partial(self.rows.rows, pattern) for pattern in self.sites},
             stop=stops,
             device="cpu",
             sink=lambda key, rows: self._deliver(key, rows),
-            attention_bytes=self._attention_bytes,
+            attention_bytes=self.attention_bytes,
         ) as acts:
             if stops and self._columns:
                 acts.expect(c.name for c in self._columns if c.name not in ROW_COLUMNS)
@@ -192,7 +173,7 @@ class Share:
         self._forward(acts, batch, self._writer.write)
         if not acts.fired and not self._columns:
             return  # `capture` raises and says why
-        for name, values in self._rows.ids().items():
+        for name, values in self.rows.ids().items():
             self._writer.write(name, values)
         self._check_axes(acts, batch)
         self._writer.commit(batch)
@@ -208,16 +189,16 @@ class Share:
 
     def _forward(self, acts: Activations, batch: Batch, deliver: Callable[[str, Tensor], None]) -> None:
         acts.clear()
-        self._rows.start(batch)
+        self.rows.start(batch)
         self._deliver = deliver
-        self._feed(batch)
+        self.feed(batch)
         acts.wait()
 
     def _check_padding(self, acts: Activations, batch: Batch) -> None:
         """Once, if this process may run the model for itself."""
         if batch.mask is None or batch.tokens is None or self._padding_checked:
             return
-        if self._feed.passes_mask(batch) or is_distributed(self._model):
+        if self.feed.passes_mask(batch) or is_distributed(self.model):
             return
 
         def rows_of(sample: Batch) -> dict[str, Tensor]:
@@ -225,19 +206,18 @@ class Share:
             self._forward(acts, sample, lambda key, rows: found.update({key: rows.clone()}))
             return found
 
-        self._padding_checked = check_padding(batch, self._names, rows_of)
+        self._padding_checked = check_padding(batch, self.names, rows_of)
 
     def _check_axes(self, acts: Activations, batch: Batch) -> None:
         """With as many tokens as samples, run the batch again with a sample less: do they come first?
 
-        Raises:
-            InterpError: they do not; or this cannot be tried.
+        Raises InterpError: they do not; or this cannot be tried.
         """
-        if self._axes_checked or (self._rows.square and batch.size == 1):
+        if self._axes_checked or (self.rows.square and batch.size == 1):
             return
-        if self._rows.square:
-            fewer = batch.part(self._names, 0, batch.size - 1)
-            if fewer is None or is_distributed(self._model):
+        if self.rows.square:
+            fewer = batch.part(self.names, 0, batch.size - 1)
+            if fewer is None or is_distributed(self.model):
                 raise InterpError(
                     f"batch {batch.number} has as many samples as tokens ({batch.size}), so that it is "
                     "unknown which come first in the values; expected another number: give another batch_size"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forge_interp.errors import InterpError
 from forge_interp.extraction.export import export
-from forge_interp.extraction.folder import INDEX, Parts, missing_parts, read_index
+from forge_interp.extraction.folder import INDEX, Parts
 from forge_interp.extraction.parts import ROW_COLUMNS, Column
 from forge_interp.hooks.sites import canonical
 
@@ -36,6 +36,7 @@ class ActivationStore(Mapping[str, Tensor]):
 
     def __init__(self, path: str | Path | None) -> None:
         self.path = None if path is None else Path(path)
+        self._parts = Parts(self.path or Path(), {})
         self._held: dict[str, Tensor] = {}
 
     @classmethod
@@ -63,11 +64,11 @@ class ActivationStore(Mapping[str, Tensor]):
         if self.path is None:
             sites = [name for name in self._held if name not in ROW_COLUMNS]
             return {"sites": sites, "rows": len(next(iter(self._held.values())))}
-        index = read_index(self.path)
+        index = self._parts.index
         if index is None:
-            raise InterpError(_absent(self.path))
+            raise InterpError(_absent(self.path, self._parts))
         for number, part in enumerate(index["parts"]):
-            path = Parts(self.path, {}).path(number)
+            path = self._parts.path(number)
             if not path.is_file() or path.stat().st_size != part["bytes"]:
                 raise InterpError(f"{path} is missing or damaged: call the extraction again")
         return index
@@ -149,7 +150,7 @@ class ActivationStore(Mapping[str, Tensor]):
         while start < stop:
             before = self._ends[number - 1] if number else 0
             end = min(stop, self._ends[number])
-            with safe_open(Parts(self.path, {}).path(number), "pt") as file:
+            with safe_open(self._parts.path(number), "pt") as file:
                 pieces.append(file.get_slice(name)[start - before : end - before])
             start, number = end, number + 1
         if not pieces:
@@ -170,12 +171,12 @@ class ActivationStore(Mapping[str, Tensor]):
         return f"ActivationStore({str(self.path)!r})"
 
 
-def _absent(path: Path) -> str:
-    if path.is_file() or (path.is_dir() and not any(path.glob("part-*.safetensors"))):
+def _absent(path: Path, parts: Parts) -> str:
+    if path.is_file() or (path.is_dir() and not parts.numbers()):
         return f"{path} has no {INDEX}; expected a folder that extract_representations wrote"
     if not path.is_dir():
         return f"{path} does not exist; expected what extract_representations wrote"
-    missing = missing_parts(path)
+    missing = parts.missing()
     if missing == []:
         return f"{path} is not whole yet; all parts are there: call finish_extraction"
     some = "more parts" if missing is None else f"parts {', '.join(map(str, missing[:8]))}"

@@ -1,4 +1,4 @@
-"""How taps are attached to the modules of a model, and in which order they have their turns.
+"""How taps are attached to the modules of a model, and which calls of modules a thread is in the middle of.
 
 All taps on a module share one set of hooks, held by a board, so that the order is the same whoever came
 first: captures that want the value before edits, then edits, then all other captures.
@@ -10,35 +10,31 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from forge_interp.attention.lineage import Lineage
 from forge_interp.errors import InterpError
 from forge_interp.hooks import values
-from forge_interp.hooks.interception import Interception
-from forge_interp.hooks.running import Running
+from forge_interp.hooks.attend import Interception, is_intercepted, serve
 from forge_interp.hooks.sites import Site
-from forge_interp.hooks.taps import Tap, show
-from forge_interp.hooks.torch_private import is_frame_compiled
+from forge_interp.hooks.taps import Phase, Tap
+from forge_interp.hooks.torch_private import is_frame_compiled, saved_tensors_hooks
 
 
 class _Board:
-    """The taps of one module and the hooks that serve them.
+    """The taps of one module, in their order, and the hooks that serve them.
 
     A copy of a module takes copies of its hooks along, also through a pickle: those lead to an empty board.
-
-    Attributes:
-        taps: all, in their order.
-        on_module: those that are shown calls of the module.
-        on_attention: those that are shown calls of attention.
     """
 
     def __init__(self) -> None:
+        self.taps: list[Tap] = []
         self._handles: list[Any] = []
-        self._arrange([])
 
     def __reduce__(self) -> tuple[type[_Board], tuple[()]]:
         return _Board, ()
@@ -48,12 +44,13 @@ class _Board:
         """The edits of the module, in their order."""
         return [(tap.site, tap.edit) for tap in self.taps if tap.edit is not None]
 
-    def hang(self, module: nn.Module) -> None:
-        """Have the module call it.
+    @property
+    def on_module(self) -> list[Tap]:
+        """Those that are given what calls of the module take and return."""
+        return [tap for tap in self.taps if not tap.is_on_attention]
 
-        Raises:
-            InterpError: it cannot, for it is TorchScript.
-        """
+    def hang(self, module: nn.Module) -> None:
+        """Have the module call it; InterpError where it cannot, for it is TorchScript."""
         if isinstance(module, torch.jit.ScriptModule):
             raise InterpError(
                 f"{type(module).__name__} is TorchScript, whose modules call no hooks; give the model that "
@@ -65,73 +62,150 @@ class _Board:
             module.register_forward_hook(self._left, always_call=True),
         ]
 
-    def add(self, tap: Tap) -> None:
-        self._arrange([*self.taps, tap])
-
-    def remove(self, tap: Tap) -> bool:
-        """Whether that was the last one; the hooks are gone then."""
-        self._arrange([t for t in self.taps if t is not tap])
-        if not self.taps:
-            _RUNNING.forget(self)
-            for handle in self._handles:
-                handle.remove()
-        return not self.taps
-
-    def _arrange(self, taps: list[Tap]) -> None:
-        self.taps = sorted(taps, key=lambda t: t.phase)
-        self.on_attention = [tap for tap in self.taps if tap.is_on_attention]
-        self.on_module = [tap for tap in self.taps if not tap.is_on_attention]
-        self._on_output = [tap for tap in self.on_module if tap.site.part == "out"]
-        self._on_input = [tap for tap in self.on_module if tap.site.part != "out"]
+    def take_down(self) -> None:
+        """Have the module no longer call it, though it may still be running."""
+        while _RUNNING.innermost(self) is not None:
+            _RUNNING.leave(self)
+        for handle in self._handles:
+            handle.remove()
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if not self.taps:
             return None
         _EAGERLY.check()
-        numbers = _RUNNING.enter(self)
-        if not self._on_input:
-            return None
+        _RUNNING.enter(self)
         call: dict[str, Any] = {"args": args, "kwargs": kwargs}
-        for tap in self._on_input:
-            if tap.wants(numbers[tap]):
+        for tap in self.on_module:
+            if tap.site.part != "out":
                 find = partial(values.argument, module, call["args"], call["kwargs"], tap.site)
-                call = show(tap, numbers[tap], call, find)
+                call = tap.replaced_in(_RUNNING.number(self, tap), call, find)
         changed = call["args"] is not args or call["kwargs"] is not kwargs
         return (call["args"], call["kwargs"]) if changed else None
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> Any:
         value = output
-        for tap in self._on_output:
-            number = _RUNNING.number(self, tap)
-            if tap.wants(number):
-                value = show(tap, number, value, lambda tap=tap: tap.site.path)
+        for tap in self.on_module:
+            if tap.site.part == "out":
+                value = tap.replaced_in(_RUNNING.number(self, tap), value, lambda tap=tap: tap.site.path)
         return None if value is output else value
 
     def _left(self, module: nn.Module, args: tuple, output: Any) -> None:
         if missed := _RUNNING.leave(self):
-            _refuse_backward(missed[0], output)
+            for value in values.tensors(output):
+                if value.requires_grad:
+                    value.register_hook(partial(_refuse_backward, missed[0]))
 
 
-def _refuse_backward(tap: Tap, output: Any) -> None:
+def _refuse_backward(tap: Tap, gradient: Tensor) -> None:
     """A backward pass through this output would recompute attention without an edit that was made."""
+    raise InterpError(
+        f"edit of {str(tap.site)!r}: activation checkpointing (or no_grad) is inside that module: the edit "
+        "is not made again when attention is recomputed; name the module inside that is checkpointed, or "
+        "switch checkpointing off"
+    )
 
-    def refuse(gradient: Tensor) -> None:
-        raise InterpError(
-            f"edit of {str(tap.site)!r}: activation checkpointing (or no_grad) is inside that module: "
-            "the edit is not made again when attention is recomputed; name the module inside that is "
-            "checkpointed, or switch checkpointing off"
-        )
 
-    for value in values.tensors(output):
-        if value.requires_grad:
-            value.register_hook(refuse)
+@dataclass(eq=False)
+class _Call:
+    """A call of a module that has not ended.
+
+    Attributes:
+        board: of the module.
+        numbers: of this call, as each tap on the module itself counts.
+        graph: whether it is in a checkpointed part, see `_part_of_graph`.
+        interception: what intercepts attention for the time of this call.
+        missed: edits of attention in a checkpointed part inside the module: that runs again without it.
+    """
+
+    board: _Board
+    numbers: dict[Tap, int | None]
+    graph: Any = None
+    interception: Interception | None = None
+    missed: list[Tap] = field(default_factory=list)
+
+
+class _Running(threading.local):
+    """The calls of modules that a thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._is_busy = False
+
+    def enter(self, board: _Board) -> None:
+        """A module is called; number the call for each tap on it.
+
+        In a backward pass and on other threads the `with` does not intercept.
+        """
+        call = _Call(board, {tap: tap.begin() for tap in board.on_module})
+        if len(call.numbers) < len(board.taps):
+            call.graph = _part_of_graph()
+            if not is_intercepted():
+                call.interception = Interception(self.attend)
+                call.interception.__enter__()
+        self._calls.append(call)
+
+    def number(self, board: _Board, tap: Tap) -> int | None:
+        """Of the innermost call of a module; a tap that came meanwhile counts from here."""
+        at = self.innermost(board)
+        numbers = {} if at is None else self._calls[at].numbers
+        if tap not in numbers:
+            numbers[tap] = tap.begin()
+        return numbers[tap]
+
+    def leave(self, board: _Board) -> list[Tap]:
+        """A module is left, and with it those inside that an exception passed through.
+
+        Gives edits of attention that would be missed if it was recomputed.
+        """
+        at = self.innermost(board)
+        left = [] if at is None else self._calls[at:]
+        for call in reversed(left):
+            if call.interception is not None:
+                call.interception.__exit__(None, None, None)
+        del self._calls[len(self._calls) - len(left) :]
+        return left[0].missed if left else []
+
+    def innermost(self, board: _Board) -> int | None:
+        """Which call is the innermost of a module."""
+        places = reversed(range(len(self._calls)))
+        return next((at for at in places if self._calls[at].board is board), None)
+
+    def attend(
+        self, attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any], lineage: Lineage
+    ) -> Tensor:
+        """Run one attention call through the taps; a call meanwhile is the same, seen by an outer `with`."""
+        taps = [] if self._is_busy else self._listeners()
+        if not taps:
+            return attention(*args, **kwargs)
+        self._is_busy = True
+        try:
+            return serve(taps, attention, args, kwargs, lineage)
+        finally:
+            self._is_busy = False
+
+    def _listeners(self) -> list[Tap]:
+        """The taps of each owner's innermost running module."""
+        found: list[Tap] = []
+        here = _part_of_graph()
+        for call in reversed(self._calls):
+            served = {id(tap.owner) for tap in found}
+            new = [tap for tap in call.board.taps if tap.is_on_attention and id(tap.owner) not in served]
+            if call.graph != here:
+                call.missed += [tap for tap in new if tap.phase is Phase.EDIT]
+            found += new
+        return found
+
+
+def _part_of_graph() -> tuple[bool, Any]:
+    """What differs inside and outside of a checkpointed part: gradients are off, or saved otherwise."""
+    return torch.is_grad_enabled(), saved_tensors_hooks()
 
 
 # Hooks are state of modules that several contexts share, and their order must be agreed: so the boards are
 # shared, found by the id of the module, which their taps keep alive. Which calls are running is up to the
 # thread.
 _BOARDS: dict[int, _Board] = {}
-_RUNNING = Running()
+_RUNNING = _Running()
 _LOCK = threading.RLock()
 
 
@@ -150,17 +224,19 @@ def attached(taps: Sequence[Tap]) -> Iterator[None]:
 
 def _attach(tap: Tap) -> None:
     with _LOCK:
-        board = _BOARDS.get(id(tap.module))
-        if board is None:
-            board = _Board()
+        board = _BOARDS.get(id(tap.module)) or _Board()
+        if not board.taps:
             board.hang(tap.module)
             _BOARDS[id(tap.module)] = board
-        board.add(tap)
+        board.taps = sorted([*board.taps, tap], key=lambda t: t.phase)
 
 
 def _detach(tap: Tap) -> None:
     with _LOCK:
-        if _BOARDS[id(tap.module)].remove(tap):
+        board = _BOARDS[id(tap.module)]
+        board.taps = [t for t in board.taps if t is not tap]
+        if not board.taps:
+            board.take_down()
             del _BOARDS[id(tap.module)]
 
 

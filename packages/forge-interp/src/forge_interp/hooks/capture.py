@@ -1,9 +1,8 @@
 """What flowed through chosen sites of a model during the calls inside a `with`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 
 from forge_interp.attention.call import TENSORS, AttentionCall
 from forge_interp.errors import InterpError
+from forge_interp.hooks.attend import SDPA_ONLY
 from forge_interp.hooks.boards import attached
-from forge_interp.hooks.interception import SDPA_ONLY
 from forge_interp.hooks.offload import Offload
-from forge_interp.hooks.passes import Pass, Stop, passes_of
+from forge_interp.hooks.passes import Stop, passes_of
 from forge_interp.hooks.sharding import Spread, is_sharded
 from forge_interp.hooks.sites import Site, canonical, find_sites, named_modules
 from forge_interp.hooks.taps import Phase, Tap
@@ -24,6 +23,20 @@ from forge_interp.hooks.torch_private import is_transformed
 
 Select = Callable[[Tensor], Tensor]
 Sink = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `capture`."""
+
+    select: Mapping[str, Select]
+    grad: bool
+    before_edits: bool
+    stop: bool
+    sink: Sink | None
+    check: bool
+    attention_bytes: int
+    offload: Offload
 
 
 class _BySite(dict[str, Tensor]):
@@ -45,54 +58,39 @@ class Activations(Mapping[str, Tensor]):
             model goes on with it from that site; what else uses the same tensor does not count.
     """
 
-    def __init__(
-        self,
-        sites: dict[str, list[Site]],
-        select: Mapping[str, Select],
-        grad: bool,
-        stop: bool,
-        attention_bytes: int,
-        offload: Offload,
-        sink: Sink | None,
-        spread: Spread,
-    ) -> None:
+    def __init__(self, model: nn.Module, found: Mapping[str, list[Site]], options: _Options) -> None:
         self.gradients: dict[str, Tensor] = _BySite()
         self.skipped: dict[str, str] = {}
-        self._named = list(sites)
-        self._patterns: dict[str, list[str]] = {}
-        for pattern, found in sites.items():
-            for site in found:
-                self._patterns.setdefault(str(site), []).append(pattern)
-        self._select = {
-            name: select[chosen[0]]
-            for name, named_by in self._patterns.items()
-            if (chosen := [pattern for pattern in named_by if pattern in select])
-        }
-        self._grad = grad
-        self._stops = stop
-        self._attention_bytes = attention_bytes
-        self._offload = offload
-        self._sink = sink
-        self._spread = spread
+        self._options = options
         self._values: dict[str, Tensor] = {}
         self._fired: set[str] = set()
-        self._seen: set[str] = set()
-        self._unchecked: set[str] = set()
-        self._keys = frozenset(map(canonical, self._patterns))
-        self._awaited = frozenset(self._patterns)
-        self._remaining = set(self._awaited)
-        self._first: dict[str, int] = {}
-        self._is_exact = False
-        self._optional: set[str] = set()
-        self._objects: dict[int, str] = {}
-        self._pass = Pass(self._begin_pass, self._end_pass, self._is_over)
-        self._forget_model()
+        self._seen: set[str] = set()  # patterns
+        self._spread = Spread(model)
+        self._patterns: dict[str, list[str]] = {}
+        for pattern, sites in found.items():
+            for site in sites:
+                self._patterns.setdefault(str(site), []).append(pattern)
+        self._exact = {str(site) for p, sites in found.items() for site in sites if Site.parse(p) == site}
+        self._unchecked = {s.module for sites in found.values() for s in sites} if options.check else set()
+        modules = named_modules(model)
+        self._objects = {id(module): name for name, module in modules.items()}
+        self._is_in_pass: Callable[[nn.Module], bool] = lambda module: True
+        sites = {str(site): site for of_pattern in found.values() for site in of_pattern}
+        self._taps = [self._tap(name, site, modules[site.module]) for name, site in sites.items()]
+        self._keys = frozenset(map(canonical, sites))
+        self._awaited, self._is_exact = frozenset(sites), False
+        self.begin_pass()
+
+    def _tap(self, name: str, site: Site, module: nn.Module) -> Tap:
+        phase = Phase.BEFORE_EDITS if self._options.before_edits else Phase.AFTER_EDITS
+        skip = None if name in self._exact else partial(self._skip, name)
+        return Tap(site, module, partial(self._take, name), phase, self, skip)
 
     def __getitem__(self, site: str | nn.Module) -> Tensor:
         site = site if isinstance(site, str) else self._objects.get(id(site), "?")
         key = canonical(site)
         if key in self._values:
-            self._offload.wait()
+            self._options.offload.wait()
             return self._values[key]
         if key in self._keys:
             raise KeyError(f"{key}: named by the capture, but it has not run since the with began or clear()")
@@ -115,14 +113,14 @@ class Activations(Mapping[str, Tensor]):
 
     def wait(self) -> None:
         """Return when all values have arrived, and were given to the sink."""
-        self._offload.wait()
+        self._options.offload.wait()
 
     def clear(self) -> None:
         """Forget all values and count calls from 0 again, as between batches."""
         self._values, self.gradients, self._fired, self.skipped = {}, _BySite(), set(), {}
         for tap in self._taps:
             tap.calls = 0
-        self._begin_pass()
+        self.begin_pass()
 
     def expect(self, keys: Iterable[str]) -> None:
         """From now on each forward pass must give exactly these values, and stops after them if it may.
@@ -130,27 +128,28 @@ class Activations(Mapping[str, Tensor]):
         For a capture with `stop` or `sink`; call `clear()` before each pass. A pass that gives others, or not
         all, raises InterpError.
         """
-        if not self._stops and self._sink is None:
+        if not self._options.stop and self._options.sink is None:
             raise InterpError("expect() of a capture that keeps all; expected one with stop=True or a sink")
         self._awaited, self._is_exact = frozenset(canonical(key) for key in keys), True
-        self._begin_pass()
+        self.begin_pass()
 
     def _forget_model(self) -> None:
         """Values may be kept for longer than the model."""
-        self._taps: list[Tap] = []
-        self._is_in_pass: Callable[[nn.Module], bool] = lambda module: True
+        self._taps, self._is_in_pass = [], lambda module: True
 
-    def _begin_pass(self) -> None:
+    def begin_pass(self) -> None:
+        """A forward pass of the model begins."""
         self._remaining = set(self._awaited)
         self._first = {str(tap.site): tap.calls for tap in self._taps}
 
-    def _is_over(self) -> bool:
-        return self._stops and not self._remaining
+    def is_over(self) -> bool:
+        """Whether the rest of the pass is not wanted."""
+        return self._options.stop and not self._remaining
 
-    def _end_pass(self) -> None:
-        """Have all values delivered, and compare with what was expected."""
-        if self._sink is not None:
-            self._offload.wait()
+    def end_pass(self) -> None:
+        """It has ended: have all values delivered, and compare with what was expected."""
+        if self._options.sink is not None:
+            self.wait()
         if self._is_exact and self._fired != self._awaited:
             extra, missing = sorted(self._fired - self._awaited), sorted(self._awaited - self._fired)
             raise InterpError(
@@ -160,36 +159,35 @@ class Activations(Mapping[str, Tensor]):
 
     def _take(self, tapped: str, site: Site, module: nn.Module, value: Any) -> Tensor | None:
         """Keep a copy of a value; with gradients, what the model goes on with in its place."""
-        key, replacement = str(site), None
+        key, replacement, followed, options = str(site), None, None, self._options
         self._seen.update(self._patterns[tapped])
         if is_transformed(value.output if isinstance(value, AttentionCall) else value):
             raise InterpError(
-                f"site {str(site)!r} holds a tensor of torch.func, which means nothing outside; expected a "
-                "call of the model outside of vmap, grad and jvp"
+                f"site {key!r} holds a tensor of torch.func, which means nothing outside; expected a call of "
+                "the model outside of vmap, grad and jvp"
             )
-        followed = None
         if isinstance(value, AttentionCall):
             query = value.edits["scores"] if value.is_softmax else value.query
             followed = None if site.path[0] in ("k", "v") else query
             value = self._read(value, site)
-        if self._grad:
-            value, replacement = self._follow(value, module, site, tapped in self._optional)
+        if options.grad:
+            value, replacement = self._follow(value, module, site, tapped not in self._exact)
         kept = self._spread.full(value.detach(), module, site, followed)
-        if tapped in self._select:
-            kept = self._select[tapped](kept)
+        for pattern in [p for p in self._patterns[tapped] if p in options.select][:1]:
+            kept = options.select[pattern](kept)
         if not isinstance(kept, Tensor):
             raise InterpError(f"select of {key!r} gave {type(kept).__name__}, expected a tensor")
         self._fired.add(key)
-        if self._sink is None:
-            self._values[key] = self._offload.copy(kept)
+        if options.sink is None:
+            self._values[key] = options.offload.copy(kept)
         else:
-            self._offload.send(kept, partial(self._sink, key))
+            options.offload.send(kept, partial(options.sink, key))
         if self._is_exact:
             self._remaining.discard(key)
-        elif "#" in tapped or (site.call or 0) == self._first.get(tapped, 0):
+        elif "#" in tapped or (site.call or 0) == self._first[tapped]:  # a call inside it ends earlier
             self._remaining.discard(tapped)
-        if self._is_over() and self._is_in_pass(module):
-            raise Stop(self._pass)
+        if self.is_over() and self._is_in_pass(module):
+            raise Stop(self)
         return replacement
 
     def _skip(self, tapped: str, site: Site, reason: str) -> None:
@@ -207,9 +205,9 @@ class Activations(Mapping[str, Tensor]):
                 for tap in self._taps
                 if tap.is_on_attention and tap.site.module == site.module and tap.site.call in (None, number)
             ]
-            self._spread.together(partial(call.compute, names, self._attention_bytes, check))
+            self._spread.together(partial(call.compute, names, self._options.attention_bytes, check))
             self._unchecked.discard(site.module)
-        return call.read(name, self._attention_bytes)
+        return call.read(name, self._options.attention_bytes)
 
     def _follow(
         self, value: Tensor, module: nn.Module, site: Site, is_optional: bool
@@ -240,7 +238,8 @@ class Activations(Mapping[str, Tensor]):
         return value, None if is_attention else value
 
     def _verify(self) -> None:
-        missing = [p for p in self._named if p not in self._seen]
+        named = dict.fromkeys(pattern for patterns in self._patterns.values() for pattern in patterns)
+        missing = [pattern for pattern in named if pattern not in self._seen]
         if not missing:
             return
         attention = any(Site.parse(p).part == "attn" for p in missing)
@@ -286,8 +285,7 @@ def capture(
             if there was anything to leave out.
         device: where the copies go; with "cpu" from a GPU through pinned memory, without waiting.
         sink: given key and value in place of keeping it: on the same device the value itself, inside the
-            forward pass (copy or consume it there), else the copy once it has arrived, all by the end of the
-            forward pass.
+            forward pass (copy or consume it there), else the copy once it has arrived, all by its end.
         check_attention: at the first call of each module, softmax(scores) V must equal what the model
             computed, before raw, scores, pattern or a statistic is believed.
         attention_bytes: the largest attention matrix to hold at once.
@@ -305,41 +303,50 @@ def capture(
         raise InterpError(f"select for {sorted(unknown)}, expected patterns of the capture: {list(found)}")
     chosen = select if isinstance(select, Mapping) else dict.fromkeys(found, select) if select else {}
     offload = Offload(device, max_inflight_bytes)
-    acts = Activations(found, chosen, grad, stop, attention_bytes, offload, sink, Spread(model))
-    modules = named_modules(model)
-    acts._objects = {id(module): name for name, module in modules.items()}
-    exact = {str(site) for pattern in found for site in found[pattern] if Site.parse(pattern) == site}
-    phase = Phase.BEFORE_EDITS if before_edits else Phase.AFTER_EDITS
-    unique = {str(site): site for of_pattern in found.values() for site in of_pattern}
-    acts._taps = [
-        Tap(site, modules[site.module], partial(acts._take, name), phase, acts)
-        for name, site in unique.items()
-    ]
-    acts._optional = {str(tap.site) for tap in acts._taps} - exact
-    for tap in acts._taps:
-        if str(tap.site) in acts._optional:
-            tap.skip = partial(acts._skip, str(tap.site))
-    acts._unchecked = {site.module for site in unique.values()} if check_attention else set()
+    options = _Options(chosen, grad, before_edits, stop, sink, check_attention, attention_bytes, offload)
+    acts = Activations(model, found, options)
     with ExitStack() as stack:
         stack.callback(acts._forget_model)
         stack.enter_context(attached(acts._taps))
         if stop or sink is not None:
-            acts._is_in_pass = stack.enter_context(passes_of(modules[""], acts._pass))
-        stack.enter_context(_explained(model, acts))
-        yield acts
+            acts._is_in_pass = stack.enter_context(passes_of(named_modules(model)[""], acts))
+        try:
+            yield acts
+        except Stop as early:
+            if early.of is not acts:
+                raise
+            raise InterpError(
+                f"stop=True ends forward passes of the {type(model).__name__} given to capture, but only a "
+                "part of it was called: give that part to capture, or leave stop=True out"
+            ) from None
         offload.wait()
         acts._verify()
 
 
 @contextmanager
-def _explained(model: nn.Module, acts: Activations) -> Iterator[None]:
-    """Say what is wrong where `acts` stopped something else than a forward pass of the model."""
-    try:
+def each_attention(
+    model: nn.Module, modules: str | Iterable[str], look: Callable[[str, AttentionCall], None]
+) -> Iterator[None]:
+    """Give every call of scaled dot-product attention to a function, as edits left it; nothing is kept.
+
+    Args:
+        model: any module.
+        modules: names with wildcards, such as `**.self_attn`; of nested ones the innermost is told.
+        look: given the name of the module (`name#k` for its k-th call but the first) and the call, which
+            holds the model's own tensors: read what is needed, keep no reference.
+
+    Raises:
+        InterpError: a name fits no module, or no module called attention inside the `with`.
+    """
+    found, by_name = find_sites(model, modules), named_modules(model)
+    seen: set[str] = set()
+
+    def act(site: Site, module: nn.Module, call: AttentionCall) -> None:
+        seen.add(site.module)
+        look(str(site).replace(":attn", ""), call)
+
+    sites = {site.module: replace(site, part="attn", path=()) for of in found.values() for site in of}
+    with attached([Tap(site, by_name[name], act, Phase.AFTER_EDITS, seen) for name, site in sites.items()]):
         yield
-    except Stop as stop:
-        if stop.of is not acts._pass:
-            raise
-        raise InterpError(
-            f"stop=True ends forward passes of the {type(model).__name__} given to capture, but only a "
-            "part of it was called: give that part to capture, or leave stop=True out"
-        ) from None
+    if not seen:
+        raise InterpError(f"none of {', '.join(found)} called {SDPA_ONLY}")

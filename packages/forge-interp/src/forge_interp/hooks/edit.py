@@ -1,7 +1,5 @@
 """How what flows through a model is changed during the calls inside a `with`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,8 +10,8 @@ from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
 from forge_interp.hooks import values
+from forge_interp.hooks.attend import SDPA_ONLY
 from forge_interp.hooks.boards import attached
-from forge_interp.hooks.interception import SDPA_ONLY
 from forge_interp.hooks.sharding import Spread
 from forge_interp.hooks.sites import ATTENTION_TENSORS, Site, find_sites, named_modules
 from forge_interp.hooks.taps import Phase, Tap
@@ -27,15 +25,13 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
 
     Edits of one site are made in the order given, those of an outer `with` first. A capture sees the edited
     values unless it asks for those before. Attention can be edited at q, k, v, raw, scores, pattern and z;
-    with raw, scores or pattern the attention of that module is computed densely.
+    with raw, scores or pattern the attention of that module is computed densely. A backward pass that
+    recomputes parts (activation checkpointing) belongs inside the `with`, or they are recomputed without.
 
     Args:
         model: any module.
         edits: site, or module for its output, to function; the function is given the value and returns one
             of the same shape and dtype, without changing its argument in place.
-
-    A backward pass that recomputes parts (activation checkpointing) belongs inside the `with`, or they are
-    recomputed without the edits.
 
     Raises:
         InterpError: a site names no module, or was not reached inside the `with`; an edit changes shape or
@@ -94,11 +90,9 @@ def _attention_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> T
 
 
 def patch(value: Tensor | float, where: Any = None) -> Edit:
-    """Put a value in place of what is there.
+    """Put a value, a number or a tensor that broadcasts to `old[where]`, in place of what is there.
 
-    Args:
-        value: a number, or a tensor that broadcasts to `old[where]`.
-        where: an index or a tuple of indices, such as `(slice(None), -1)` for the last token; None for all.
+    `where` is an index or a tuple of indices, such as `(slice(None), -1)` for the last token; None for all.
     """
     return lambda old: _put(old, where, value)
 
@@ -131,10 +125,6 @@ def ablate(
         over: for `mean`, the dimensions to average over. Default: the first two of a module's value of up to
             three, [B, T, D]; 0 and 2 of attention's [B, N, T, H]. Images and other values have to say it.
         seed: for `resample`, of the order of the samples.
-
-    Raises:
-        InterpError: an unknown way, or an option of another; at run time, resampling a batch of one, a mask
-            that does not fit, a value whose channels are not known.
     """
     if how not in ("zero", "mean", "resample"):
         raise InterpError(f"ablate({how!r}), expected 'zero', 'mean' or 'resample'")
@@ -187,11 +177,7 @@ class MeanAblation:
 
 
 def mean_dims(value: Tensor, site: Site | None) -> tuple[int, ...]:
-    """The dimensions of batch and positions of a site's value.
-
-    Raises:
-        InterpError: that is not known.
-    """
+    """The dimensions of batch and positions of a site's value; InterpError where that is not known."""
     if site is not None and site.part == "attn":
         return (0,) if site.path[0] in ("raw", "scores", "pattern") else (0, 2)
     if value.ndim > 3:
@@ -203,11 +189,7 @@ def mean_dims(value: Tensor, site: Site | None) -> tuple[int, ...]:
 
 
 def real_positions(value: Tensor, dims: tuple[int, ...], mask: Tensor, name: str) -> Tensor:
-    """A mask [B, T], or of the last T of more, as bool that broadcasts to a value averaged over `dims`.
-
-    Raises:
-        InterpError: it does not fit.
-    """
+    """A mask [B, T], or of the last T of more, as bool that broadcasts to a value averaged over `dims`."""
     if value.ndim < 3:
         return torch.ones((), dtype=torch.bool, device=value.device)
     batch, positions = dims[0], dims[-1] if len(dims) > 1 else 2

@@ -11,15 +11,11 @@ from torch import Tensor
 
 
 class Offload:
-    """Copies values to a device.
+    """Copies values to a device; None leaves copies where the values are.
 
     From a GPU to the CPU the copy runs on a stream of its own, one for each GPU, into pinned memory. Once
     more than `max_inflight_bytes` are on their way, the next copy waits for the oldest, so that a fast model
     cannot fill the memory.
-
-    Args:
-        device: the target; None leaves copies where the values are.
-        max_inflight_bytes: how much may be on the way at once.
     """
 
     def __init__(self, device: torch.device | str | None, max_inflight_bytes: int) -> None:

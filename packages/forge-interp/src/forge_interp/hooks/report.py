@@ -1,7 +1,5 @@
 """What sites a pattern resolves to, and which shapes they would have, before any real computation."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,17 +41,10 @@ class Report:
 
 
 def resolve(model: nn.Module, sites: str | Iterable[str], /, *args: Any, **kwargs: Any) -> Report:
-    """Say what a capture of these sites would give.
+    """Say what a capture of these sites would give; InterpError where a pattern names no module.
 
-    Args:
-        model: any module.
-        sites: as for `capture`.
-        args: example arguments of the model; with any, a dry run on fake tensors finds the shapes: no
-            arithmetic, no memory, the model is left as it was.
-        kwargs: the same.
-
-    Raises:
-        InterpError: a pattern names no module.
+    With `args` or `kwargs`, example arguments of the model, a dry run on fake tensors finds the shapes: no
+    arithmetic, no memory, the model is left as it was.
     """
     patterns = [sites] if isinstance(sites, str) else list(sites)
     found = {p: [str(site) for site in of_pattern] for p, of_pattern in find_sites(model, patterns).items()}

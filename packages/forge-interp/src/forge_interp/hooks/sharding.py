@@ -1,7 +1,5 @@
 """What a value is in full when tensor parallelism holds only a part of it on this rank."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -62,15 +60,12 @@ class _Layout:
 
 
 class Spread:
-    """How the values of one model are spread over the ranks of tensor parallelism.
+    """How the values of one model, parallelized already, are spread over the ranks of tensor parallelism.
 
     DTensors say it. For plain tensors it follows from the module's own weights: the output of a column-split
     linear layer, the input of a row-split one. Attention is split by heads if its module has split weights
     and the ranks hold different ones. Any other plain tensor must be the same on all ranks, which the first
     at each site is held to.
-
-    Args:
-        model: the model that runs, parallelized already.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,14 +81,9 @@ class Spread:
     def full(self, value: Tensor, module: nn.Module, site: Site, followed: Tensor | None = None) -> Tensor:
         """The whole value of a site. Collective if the model is tensor parallel, else the value itself.
 
-        Args:
-            value: of any shape; what attention computed is [..., N, T, H], [..., N, T, S] or [..., N, T].
-            module: whose site it is.
-            site: where it was seen.
-            followed: the query, of a value of attention that follows from it; else the value is compared.
-
-        Raises:
-            InterpError: each rank has a part, and nothing says which; or heads are split unevenly.
+        What attention computed is [..., N, T, H], [..., N, T, S] or [..., N, T]; `followed` is the query, of
+        a value of attention that follows from it; else the value itself is compared. InterpError where each
+        rank has a part, and nothing says which; or heads are split unevenly.
         """
         if is_dtensor(value):
             return value.full_tensor()  # type: ignore[attr-defined]

@@ -46,11 +46,7 @@ class Site:
 
     @classmethod
     def parse(cls, text: str) -> Site:
-        """The site that a text names.
-
-        Raises:
-            InterpError: the text does not follow the grammar.
-        """
+        """The site that a text names; InterpError where it does not follow the grammar."""
         module, part, call = _SITE.fullmatch(text).groups()  # type: ignore[union-attr]
         if part is None and "#" in module:
             wrong = module.partition("#")[2]
@@ -122,11 +118,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def name_of(model: nn.Module, site: str | nn.Module) -> str:
-    """A site as text; a module object stands for its output.
-
-    Raises:
-        InterpError: the module is none of the model.
-    """
+    """A site as text; a module object stands for its output. InterpError if it is none of the model."""
     if isinstance(site, str):
         return site
     for name, module in named_modules(model).items():
@@ -142,8 +134,7 @@ def find_sites(
 ) -> dict[str, list[Site]]:
     """The sites that each pattern names, in the order of the model.
 
-    Raises:
-        InterpError: a pattern names no module; lists near misses.
+    Raises InterpError: a pattern names no module; lists near misses.
     """
     modules = named_modules(model)
     found = {}

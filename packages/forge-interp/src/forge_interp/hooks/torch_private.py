@@ -1,7 +1,5 @@
 """Every private name of torch that hooks need, and what is assumed where a version lacks it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +36,13 @@ def saved_tensors_hooks() -> Any:
     except ImportError:
         return None
     return _top_saved_tensors_default_hooks(True)
+
+
+def call_name(model: nn.Module) -> str:
+    """The attribute of a module that a call of it calls, hooks and all; `forward` where that is not known."""
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        return "_compiled_call_impl"
+    return "_call_impl" if hasattr(model, "_call_impl") else "forward"
 
 
 def is_transformed(value: Tensor) -> bool:

@@ -1,7 +1,5 @@
 """Where in nested arguments and outputs a tensor sits, and how to put another in its place."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Mapping
@@ -17,8 +15,7 @@ from forge_interp.hooks.sites import Site, spell, unwrapped
 def read(tree: Any, path: tuple[str, ...], site: Site) -> Tensor:
     """The tensor at a path of an output; without a path, the output or the first item of a tuple.
 
-    Raises:
-        InterpError: there is no tensor; lists the paths that lead to one.
+    Raises InterpError: there is no tensor; lists the paths that lead to one.
     """
     found = tree
     for key in path or _first(tree):
@@ -64,8 +61,7 @@ def tensors(tree: Any) -> list[Tensor]:
 def argument(module: nn.Module, args: tuple, kwargs: dict, site: Site) -> tuple[str, ...]:
     """Where a site's argument sits: ("args", "0", ...) or ("kwargs", name, ...) of a call.
 
-    Raises:
-        InterpError: the call has no such argument.
+    Raises InterpError: the call has no such argument.
     """
     if site.part == "kw":
         name, *rest = site.path

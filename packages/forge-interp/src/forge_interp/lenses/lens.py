@@ -4,8 +4,6 @@ The logit lens reads a hidden state x of any site with the model's own end: logi
 Letters: L sites, B batch, T tokens, D model dim, V vocabulary, k kept tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +77,7 @@ def logit_lens(
         model: any module that returns logits (a tensor, `.logits`, or a tuple that starts with them). Call
             `model.eval()` first, if it drops out.
         sites: where to read, such as "layers.*:out"; values [..., D] with leading axes as the logits'.
-        *args: positional inputs of the model.
+        *args: inputs of the model, and **kwargs.
         norm: name or function of the final norm; default: found, see `Unembedding`.
         head: name or function of the unembedding; default: found.
         targets: [...] integer, the token to rank at each position; negative ones are left out.
@@ -87,7 +85,7 @@ def logit_lens(
         keep_logits: also return all logits, L times [..., V].
         check: compare norm and head with the model's own logits.
         max_bytes: how much the distributions in work may take at once.
-        **kwargs: named inputs of the model.
+        **kwargs: see *args.
 
     Raises:
         InterpError: norm or head are not found or ambiguous or sharded; the check fails; a site has other
@@ -122,37 +120,34 @@ def read_lens(
     """Read given activations with a lens.
 
     Args:
-        activations: {site: [..., D]}, all with the same leading axes.
+        activations: {site: [..., D]}, all with the same leading axes; InterpError otherwise.
         decode: (site, hidden) -> logits; for the logit lens, `lambda site, x: unembedding(x)` with an
             `Unembedding`.
         final: [..., V], the model's own logits, for the divergence.
-        targets: as in `logit_lens`.
-        top_k: as in `logit_lens`.
-        keep_logits: as in `logit_lens`.
-        max_bytes: as in `logit_lens`.
-
-    Raises:
-        InterpError: shapes do not fit together, or there is no activation.
+        targets: as in `logit_lens`, like the options below.
+        top_k: likeliest tokens.
+        keep_logits: return them.
+        max_bytes: at once.
     """
     lead = _leading_axes(activations, final, targets)
-    wanted = _Wanted(final, targets, top_k, keep_logits, max_bytes)
+    final = None if final is None else final.flatten(0, -2)
+    targets = None if targets is None else targets.flatten()
     rows, logits = [], {}
     for site, hidden in activations.items():
-        kept, row = _read_site(lambda x, site=site: decode(site, x), hidden, wanted)
-        rows.append({name: value.unflatten(0, lead) for name, value in row.items()})
-        if kept is not None:
-            logits[site] = kept
-    stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    return LensResult(
-        sites=tuple(activations),
-        top_ids=stacked["top_ids"],
-        top_probs=stacked["top_probs"],
-        entropy=stacked["entropy"],
-        kl=stacked.get("kl"),
-        target_rank=stacked.get("target_rank"),
-        target_log_prob=stacked.get("target_log_prob"),
-        logits=logits if keep_logits else None,
-    )
+        flat = hidden.flatten(0, -2)
+        size = _rows_at_once(decode(site, flat[:1]), top_k, max_bytes)
+        if keep_logits:
+            logits[site] = decode(site, hidden)
+        pieces = []
+        for cut in (slice(start, start + size) for start in range(0, flat.shape[0], size)):
+            part = logits[site].flatten(0, -2)[cut] if keep_logits else decode(site, flat[cut])
+            wanted = (None if x is None else x[cut] for x in (final, targets))
+            pieces.append(_summarize(part, top_k, *wanted))
+        joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+        rows.append({name: value.unflatten(0, lead) for name, value in joined.items()})
+    found: dict[str, Any] = dict.fromkeys(("kl", "target_rank", "target_log_prob"))
+    found |= {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return LensResult(tuple(activations), **found, logits=logits if keep_logits else None)
 
 
 @torch.no_grad()
@@ -165,15 +160,7 @@ def run_with_final(
 ) -> tuple[Mapping[str, Tensor], Tensor]:
     """Run the model; give the activations of the sites and the model's own logits [..., V].
 
-    Args:
-        model: any module that returns logits.
-        sites: where to capture.
-        check: a norm and head to compare with the model's own logits, if they are modules of it.
-        args: positional inputs.
-        kwargs: named inputs.
-
-    Raises:
-        InterpError: `check` does not reproduce the logits.
+    Raises InterpError: the norm and head of `check` do not reproduce the logits (if they are modules of it).
     """
     end = None
     if check is not None:
@@ -198,9 +185,8 @@ def _check_end(given: Tensor, final: Tensor, unembedding: Unembedding) -> None:
     try:
         own = unembedding.head(given) if unembedding.norm_name is None else unembedding(given)
     except RuntimeError as error:
-        raise InterpError(
-            f"{names} do not fit together ({error}); expected the model's logits{remedy}"
-        ) from error
+        text = f"{names} do not fit together ({error}); expected the model's logits{remedy}"
+        raise InterpError(text) from error
     if own.shape != final.shape:
         raise InterpError(
             f"{names} give logits of shape {tuple(own.shape)}; expected {tuple(final.shape)}, "
@@ -233,34 +219,6 @@ def _leading_axes(
     return next(iter(shapes.values()))
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What to say about each site; the arguments of `read_lens`."""
-
-    final: Tensor | None
-    targets: Tensor | None
-    top_k: int
-    keep_logits: bool
-    max_bytes: int
-
-
-def _read_site(
-    decode: Callable[[Tensor], Tensor], hidden: Tensor, wanted: _Wanted
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Summaries of one site with the leading axes flattened, [rows, ...]; and all its logits if wanted."""
-    whole = decode(hidden) if wanted.keep_logits else None
-    flat = hidden.flatten(0, -2)
-    size = _rows_at_once(decode(flat[:1]), wanted.top_k, wanted.max_bytes)
-    pieces = []
-    for start in range(0, flat.shape[0], size):
-        cut = slice(start, start + size)
-        logits = decode(flat[cut]) if whole is None else whole.flatten(0, -2)[cut]
-        final = None if wanted.final is None else wanted.final.flatten(0, -2)[cut]
-        targets = None if wanted.targets is None else wanted.targets.flatten()[cut].to(logits.device)
-        pieces.append(_summarize(logits, wanted.top_k, final, targets))
-    return whole, {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-
-
 def _rows_at_once(logits: Tensor, top_k: int, max_bytes: int) -> int:
     vocabulary = logits.shape[-1]
     if not 1 <= top_k <= vocabulary:
@@ -281,6 +239,7 @@ def _summarize(logits: Tensor, top_k: int, final: Tensor | None, targets: Tensor
     if final is not None:
         found["kl"] = divergence(log_probs, final)
     if targets is not None:
+        targets = targets.to(logits.device)
         valid = targets >= 0
         index = targets.clamp_min(0).long()[:, None]
         own = log_probs.gather(1, index)

@@ -53,18 +53,7 @@ class TunedLens:
         head: Readout | None = None,
         check: bool = True,
     ) -> None:
-        """Prepare a lens; nothing is trained yet.
-
-        Args:
-            model: any module that returns logits.
-            sites: sites and patterns, such as "layers.*:out"; values [..., D], leading axes as the logits'.
-            norm: name or function of the final norm; default: found, see `Unembedding`.
-            head: name or function of the unembedding; default: found.
-            check: compare norm and head with the model's own logits in each run, as `logit_lens` does.
-
-        Raises:
-            InterpError: a site names nothing, or norm or head are not found, ambiguous or sharded.
-        """
+        """Prepare a lens; nothing is trained yet. Arguments and errors are those of `logit_lens`."""
         self.sites = (sites,) if isinstance(sites, str) else tuple(sites)
         find_sites(model, self.sites)
         self.translators: dict[str, tuple[Tensor, Tensor]] = {}
@@ -123,19 +112,19 @@ class TunedLens:
 
         Args:
             batches: inputs of the model, each a tensor, a tuple of positional arguments or a mapping; gone
-                through again when they end before `steps`.
+                through again when they end before `steps` (an iterator cannot be).
             steps: how many batches to take.
             lr: of the first step.
             mask: which positions count; default: "attention_mask" where a mapping has it, else all.
             max_bytes: how much the distributions in work may take at once.
-            progress: draw a bar on standard error, if that is a terminal.
+            progress: draw a bar on a terminal.
 
         Returns:
             [steps, L] the divergence before each step, in nats.
 
         Raises:
-            InterpError: too few batches (an iterator cannot be gone through again), batches that reach
-                different sites, `steps` < 1, a mask without a position, or as `logit_lens`.
+            InterpError: too few batches, batches that reach different sites, a mask without a position, or as
+                `logit_lens`.
         """
         if steps < 1:
             raise InterpError(f"steps is {steps}; expected a positive number")
@@ -189,14 +178,7 @@ class TunedLens:
         head: Readout | None = None,
         check: bool = True,
     ) -> TunedLens:
-        """Read a lens that `save` wrote, for the same model.
-
-        Args:
-            path: the safetensors file.
-            model: the model it was trained on.
-            norm: as when it was made.
-            head: as when it was made.
-            check: as when it was made.
+        """Read a lens that `save` wrote, for the same model and with the same options.
 
         Raises:
             InterpError: the file is no tuned lens, or the model lacks its sites.

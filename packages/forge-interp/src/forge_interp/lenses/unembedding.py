@@ -3,8 +3,6 @@
 Letters: D model dim, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -41,17 +39,10 @@ class Unembedding:
     """
 
     def __init__(self, model: nn.Module, norm: Readout | None = None, head: Readout | None = None) -> None:
-        """Find or take the two.
+        """Find or take the two, each by its name or as a function.
 
-        Args:
-            model: any module.
-            norm: the name of the final norm, or a function; `torch.nn.Identity()` for a model without one.
-                Default: found as above.
-            head: the name of the unembedding, or a function. Default: found as above.
-
-        Raises:
-            InterpError: nothing is found, several are found (all are listed), a name is unknown, or a weight
-                is sharded over a device mesh.
+        `norm=torch.nn.Identity()` is for a model without one. InterpError where nothing is found, several are
+        found (all are listed), a name is unknown, or a weight is sharded over a device mesh.
         """
         names = {id(module): name for name, module in named_modules(model).items()}
         self.head = _find_head(model) if head is None else _take(model, head, "head")

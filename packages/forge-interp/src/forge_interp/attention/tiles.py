@@ -1,0 +1,206 @@
+"""What are scores and pattern of an attention call, part by part, and do they explain its output?
+
+Letters: B sequences, N query heads, K key and value heads, T queries, S keys, H head dim; b and t are parts
+of B and T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forge_interp.errors import InterpError
+
+if TYPE_CHECKING:
+    from forge_interp.attention.call import AttentionCall
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+HIDES = -1e4
+"""What an added mask holds at most where it hides a key: exp(-1e4) is 0 in every dtype."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """All keys for some queries of some sequences; values in float32, or float64 for a float64 call.
+
+    Attributes:
+        call: of the attention.
+        batch: which sequences.
+        queries: which queries.
+        keys: [b, K, S, H] keys of these sequences, in the dtype of the values here.
+    """
+
+    call: AttentionCall
+    batch: slice
+    queries: slice
+    keys: Tensor | None = None
+
+    @cached_property
+    def _masks(self) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """What to add, where to put -inf, and what is hidden."""
+        call = self.call
+        _, _, num_queries, num_keys = call.grid
+        here = torch.arange(num_queries, device=call.query.device)[self.queries]
+        keys = torch.arange(num_keys, device=call.query.device)
+        blocked = (keys > here[:, None])[None, None] if call.is_causal else None
+        bias, hidden = None, blocked
+        if call.mask is not None:
+            mask = self.part(four(call.mask))
+            if mask.dtype == torch.bool:
+                hidden = blocked = ~mask if blocked is None else blocked | ~mask
+            else:
+                mask = mask if call.query.dtype == call.output.dtype else mask.to(call.output.dtype)
+                low = mask <= HIDES
+                bias, hidden = mask.to(call.dtype), low if blocked is None else blocked | low
+        if hidden is None:
+            hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=call.query.device)
+        return bias, blocked, hidden.expand(hidden.shape[0], hidden.shape[1], len(here), num_keys)
+
+    @property
+    def hidden(self) -> Tensor:
+        """[b or 1, N or 1, t, S] bool: what mask and causality hide.
+
+        A key counts as hidden where a bool mask is False, and where an added mask is at most `HIDES`: models
+        write -inf, the most negative number of the dtype, -1e9 or -1e4.
+        """
+        return self._masks[2]
+
+    @cached_property
+    def own_key(self) -> Tensor:
+        """[b or 1, N or 1, t] int64: the key at each query's own position, in self-attention.
+
+        Key t where there are as many keys as queries, or `is_causal`. Else, with keys of a cache before those
+        of the queries or empty slots behind them, the last key that the query may see; -1 where it sees none.
+        """
+        _, _, num_queries, num_keys = self.call.grid
+        if self.call.is_causal or num_queries == num_keys:
+            count = self.hidden.shape[2]
+            return torch.arange(count, device=self.hidden.device)[None, None] + self.queries.start
+        last = num_keys - 1 - (~self.hidden).byte().flip(-1).argmax(-1)
+        return last.masked_fill(self.hidden.all(-1), -1)
+
+    @cached_property
+    def raw(self) -> Tensor:
+        """[b, N, t, S] q k^T * scale."""
+        edit, call = self._edit("raw"), self.call
+        if edit is not None:
+            return edit
+        assert self.keys is not None
+        query = call.used(call.query).expand(*call.grid[:2], -1, -1)[self.batch, :, self.queries]
+        return grouped(query.to(call.dtype), self.keys.transpose(-1, -2)) * call.scale
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[b, N, t, S] raw plus the mask; -inf where a bool mask or causality hides the key."""
+        edit = self._edit("scores")
+        if edit is not None:
+            return edit
+        bias, blocked, _ = self._masks
+        scores = self.raw if bias is None else self.raw + bias
+        return scores if blocked is None else scores.masked_fill(blocked, -torch.inf)
+
+    @cached_property
+    def pattern(self) -> Tensor:
+        """[b, N, t, S] softmax of the scores over keys; a row of zeros where all scores are -inf."""
+        edit = self._edit("pattern")
+        if edit is not None:
+            return edit
+        empty = (self.scores.detach() == -torch.inf).all(-1, keepdim=True)
+        return self.scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+
+    def part(self, x: Tensor) -> Tensor:
+        """These sequences and queries of a tensor [B or 1, N or 1, T or 1, ...]."""
+        rows, queries = (
+            which if size > 1 else slice(None)
+            for which, size in ((self.batch, x.shape[0]), (self.queries, x.shape[2]))
+        )
+        return x[rows, :, queries]
+
+    def _edit(self, name: str) -> Tensor | None:
+        edit = self.call.edits.get(name)
+        return None if edit is None else edit[self.batch, :, self.queries]
+
+
+class Gate:
+    """Compares pattern V with the output, tile by tile; see `AttentionCall.check`."""
+
+    def __init__(self, call: AttentionCall, tolerance: float | None = None) -> None:
+        self._call = call
+        self._eps = product_eps(call.query)
+        if tolerance is None:
+            tolerance = max(TOLERANCES.get(call.output.dtype, 2e-2), 4 * self._eps)
+        self._tolerance = tolerance
+        self._ratio = self._worst = torch.zeros((), dtype=call.dtype, device=call.query.device)
+
+    def add(self, tile: Tile) -> None:
+        """Compare a part."""
+        call = self._call
+        values = call.used(call.value).expand(call.grid[0], -1, -1, -1)[tile.batch].to(call.dtype)
+        error = (grouped(tile.pattern, values) - four(call.output)[tile.batch, :, tile.queries]).abs()
+        blind = tile.hidden.all(-1)
+        scale = grouped(tile.pattern, values.abs()).amax(-1)
+        size = tile.scores.masked_fill(tile.hidden, 0).abs().amax(-1)
+        tiny = torch.finfo(call.output.dtype).tiny
+        allowed = (self._tolerance + 16 * self._eps * size) * scale + tiny
+        ratio = (error.amax(-1) / allowed).masked_fill(blind, 0)
+        self._ratio = torch.maximum(self._ratio, ratio.nan_to_num(torch.inf).max())
+        self._worst = torch.maximum(self._worst, error.amax(-1).masked_fill(blind, 0).max())
+
+    def verify(self) -> None:
+        """Raise InterpError where they differ."""
+        if bool(self._ratio <= 1):
+            return
+        is_finite = bool(self._worst.isfinite())
+        what = "something else takes" if is_finite else "numbers that are not finite take"
+        raise InterpError(
+            "softmax(scores) V differs from the output of F.scaled_dot_product_attention by "
+            f"{self._worst.item():.3g}, {self._ratio.item():.3g} times what {self._call.output.dtype} "
+            f"explains; expected equality: {what} part in this attention, so its scores and pattern "
+            "cannot be known; capture attn.q, attn.k, attn.v or attn.z"
+        )
+
+
+def four(x: Tensor) -> Tensor:
+    """The same with four dimensions, those in front of length one."""
+    return x if x.dim() == 4 else x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
+
+
+def grouped(left: Tensor, right: Tensor) -> Tensor:
+    """[b, N, t, x] times [b, K, x, y], head n with head n // (N / K); the smaller one is not copied."""
+    batch, heads, queries, _ = left.shape
+    folded = left.reshape(batch, right.shape[1], -1, left.shape[-1]) if heads != right.shape[1] else left
+    with _no_autocast(left):
+        return (folded @ right).reshape(batch, heads, queries, right.shape[-1])
+
+
+@contextmanager
+def _no_autocast(x: Tensor) -> Iterator[None]:
+    """Products in the dtype of their factors."""
+    if not torch.amp.is_autocast_available(x.device.type):
+        yield
+        return
+    with torch.autocast(x.device.type, enabled=False):
+        yield
+
+
+def autocast_dtype(query: Tensor) -> torch.dtype:
+    """Of the output that the call will have."""
+    kind = query.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return query.dtype
+    return query.dtype if query.dtype == torch.float64 else torch.get_autocast_dtype(kind)
+
+
+def product_eps(query: Tensor) -> float:
+    """Relative rounding of a matrix product that the user's precision settings allow."""
+    if query.dtype == torch.float64:
+        return torch.finfo(torch.float64).eps
+    backend: Any = torch.backends.cuda if query.is_cuda else torch.backends.mkldnn
+    eps = {"tf32": 2.0**-10, "bf16": 2.0**-7}
+    return eps.get(backend.matmul.fp32_precision, torch.finfo(torch.float32).eps)
