@@ -5,6 +5,7 @@ Letters: n samples, d features, T targets (regression) or labels, K classes, F f
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -236,9 +237,8 @@ def probe_layers(
             x_train, x_test = z_score(x[train], x[test])
             inner = None if members is None else members[train]
             for task, labels in enumerate(tasks):
-                scores[task, i, fold] = _FITS[kind](
-                    x_train, labels[train], x_test, labels[test], inner, candidates
-                )
+                split = _Split(x_train, labels[train], x_test, labels[test], inner, candidates)
+                scores[task, i, fold] = _FITS[kind](split)
     unit = "R2" if kind == "ridge" else "accuracy"
     return ProbeCurve(tuple(layers), scores[0], scores[1] if len(tasks) == 2 else None, unit)
 
@@ -256,15 +256,20 @@ def r_squared(y: Tensor, prediction: Tensor) -> Tensor:
     return 1 - (y - prediction).square().sum(0) / torch.where(total > 0, total, torch.nan)
 
 
-def _ridge_score(
-    x: Tensor,
-    y: np.ndarray,
-    x_test: Tensor,
-    y_test: np.ndarray,
-    groups: np.ndarray | None,
-    alphas: list[float],
-) -> float:
-    target, held_out = as_matrix(y, "y").to(x.device), as_matrix(y_test, "y").to(x.device)
+class _Split(NamedTuple):
+    """What a fold trains on and is scored on, with the groups of the training rows."""
+
+    x: Tensor
+    y: np.ndarray
+    x_test: Tensor
+    y_test: np.ndarray
+    groups: np.ndarray | None
+    alphas: list[float]
+
+
+def _ridge_score(split: _Split) -> float:
+    x, groups, alphas = split.x, split.groups, split.alphas
+    target, held_out = as_matrix(split.y, "y").to(x.device), as_matrix(split.y_test, "y").to(x.device)
     check_finite(target, "y")
     path = RidgePath(x)
     if groups is None:
@@ -276,7 +281,7 @@ def _ridge_score(
             guess = part.predict(x[test], part.project(fitted), alphas) + fitted.mean(0)
             errors += (guess - target[test]).square().sum(1)
     fit = fit_path(path, target, x.new_tensor(alphas)[errors.argmin(0)])
-    scores = r_squared(held_out, fit.predict(x_test))
+    scores = r_squared(held_out, fit.predict(split.x_test))
     if scores.isnan().any():
         constant = scores.isnan().nonzero()[:, 0].tolist()
         raise InterpError(
@@ -286,30 +291,24 @@ def _ridge_score(
     return scores.mean().item()
 
 
-def _logistic_score(
-    x: Tensor,
-    y: np.ndarray,
-    x_test: Tensor,
-    y_test: np.ndarray,
-    groups: np.ndarray | None,
-    alphas: list[float],
-) -> float:
+def _logistic_score(split: _Split) -> float:
+    x, y, alphas = split.x, split.y, split.alphas
     alpha = alphas[0]
     if len(alphas) > 1:
-        folds = list(_inner_folds(np.arange(len(y)) if groups is None else groups))
+        folds = list(_inner_folds(np.arange(len(y)) if split.groups is None else split.groups))
         hits = [
             sum((fit_logistic(x[a], y[a], alpha=alpha).predict(x[b]) == y[b]).sum() for a, b in folds)
             for alpha in alphas
         ]
         alpha = alphas[int(np.argmax(hits))]
-    return float((fit_logistic(x, y, alpha=alpha).predict(x_test) == y_test).mean())
+    return float((fit_logistic(x, y, alpha=alpha).predict(split.x_test) == split.y_test).mean())
 
 
 def _inner_folds(groups: np.ndarray) -> Iterator[Fold]:
     yield from group_folds(groups, min(3, max(2, len(np.unique(groups)))))
 
 
-_FITS: Mapping[str, Callable[..., float]] = {"ridge": _ridge_score, "logistic": _logistic_score}
+_FITS: Mapping[str, Callable[[_Split], float]] = {"ridge": _ridge_score, "logistic": _logistic_score}
 _ALPHAS: Mapping[str, Sequence[float]] = {
     "ridge": DEFAULT_ALPHAS,
     "logistic": (0.1, 1.0, 10.0, 100.0, 1000.0),

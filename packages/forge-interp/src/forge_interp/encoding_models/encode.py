@@ -4,7 +4,7 @@ Letters: n samples (scans, stimuli), d features, T targets (voxels, neurons), B 
 penalties, F outer folds.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,7 +189,8 @@ def _inner_errors(delayed: list[Tensor], y: Tensor, runs: np.ndarray, search: _S
     """[C, A, T] squared error summed over the inner test rows."""
     errors = y.new_zeros(len(search.weights), len(search.alphas), y.shape[1])
     folds = group_folds(runs, min(search.inner_folds, len(np.unique(runs))))
-    for c, x in enumerate(_weighted_all(delayed, search.weights)):
+    for c, weights in enumerate(search.weights):
+        x = _weighted(delayed, weights)
         for train, test in folds:
             path, mean = RidgePath(x[train]), y[train].mean(0)
             projected = path.project(y[train])
@@ -197,11 +198,6 @@ def _inner_errors(delayed: list[Tensor], y: Tensor, runs: np.ndarray, search: _S
                 guess = path.predict(x[test], projected, [alpha])[0] + mean
                 errors[c, a] += (guess - y[test]).square().sum(0)
     return errors
-
-
-def _weighted_all(delayed: list[Tensor], weights: np.ndarray) -> Iterator[Tensor]:
-    for candidate in weights:
-        yield _weighted(delayed, candidate)
 
 
 def _weighted(delayed: list[Tensor], weights: np.ndarray) -> Tensor:
