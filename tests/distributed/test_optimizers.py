@@ -71,7 +71,7 @@ def trained(sizes: dict, name: str) -> dict[str, torch.Tensor]:
     materialize(model, mesh.device)
     initialize(model, 3, local_shard)
     update = Update([model], config.build(trainable([model]), mesh), lambda step: 1 - step / 10, 0.5, mesh)
-    step = TextStep(model, LossConfig().build(), mesh, update=update)
+    step = TextStep([model], LossConfig().build(), mesh, update=update)
     for index in range(STEPS):
         step.train(batch(index, mesh), index)
     return full(model)

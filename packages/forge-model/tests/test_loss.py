@@ -1,7 +1,11 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_model import Loss
+from forge_model import Loss, ModelError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -27,6 +31,85 @@ def test_loss_and_gradients_equal_full_logits_in_float64(chunk, z_weight):
     ours = torch.autograd.grad(0.3 * terms.total, [hidden, weight])
     for a, b in zip(ours, torch.autograd.grad(0.3 * expected[0], [hidden, weight]), strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Parts:
+    """A part of the vocabulary among parts in threads: what collectives would do, with barriers."""
+
+    def __init__(self, first, rank, shared):
+        self.first, self.rank, self.shared = first, rank, shared
+
+    def _swap(self, tensor, reduce):
+        self.shared["given"][self.rank] = tensor.clone()
+        self.shared["barrier"].wait()
+        made = reduce(torch.stack(self.shared["given"]))
+        self.shared["barrier"].wait()
+        return tensor.copy_(made)
+
+    def sum_(self, tensor):
+        return self._swap(tensor, lambda all_: all_.sum(0))
+
+    def max_(self, tensor):
+        return self._swap(tensor, lambda all_: all_.amax(0))
+
+
+def smoothed(hidden, weight, labels, weights, z_weight, smoothing):
+    """The sum over targets of weight times smoothed cross entropy plus z-loss, from all logits."""
+    logits = (hidden @ weight.t()).flatten(0, -2)
+    each = F.cross_entropy(logits, labels.flatten(), reduction="none", label_smoothing=smoothing)
+    z_loss = logits.logsumexp(-1).square() * (labels.flatten() >= 0)
+    return ((each + z_weight * z_loss) * weights.flatten()).sum()
+
+
+def case():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 7, 16, dtype=torch.float64, generator=generator).requires_grad_()
+    weight = torch.randn(32, 16, dtype=torch.float64, generator=generator).requires_grad_()
+    labels = torch.randint(32, (3, 7), generator=generator)
+    labels[1, 2:5] = -100
+    return hidden, weight, labels, torch.rand(3, 7, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("z_weight", [0.0, 0.3])
+def test_smoothed_and_weighted_loss_equals_full_logits_in_float64(smoothing, weighted, z_weight):
+    hidden, weight, labels, weights = case()
+    given = weights if weighted else None
+    terms = Loss(4, z_weight, smoothing)(hidden, weight, labels, weights=given)
+    counted = weights if weighted else torch.ones_like(weights)
+    expected = smoothed(hidden, weight, labels, counted, z_weight, smoothing)
+    torch.testing.assert_close(terms.total, expected)
+    plain = smoothed(hidden, weight, labels, counted, 0.0, 0.0)
+    torch.testing.assert_close(terms.sums["loss"].value, plain.detach())
+    torch.testing.assert_close(terms.sums["loss"].count, counted[labels >= 0].sum())
+    ours = torch.autograd.grad(0.3 * terms.total, [hidden, weight])
+    for a, b in zip(ours, torch.autograd.grad(0.3 * expected, [hidden, weight]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_smoothed_loss_of_parts_of_the_vocabulary_equals_that_of_all():
+    hidden, weight, labels, weights = case()
+    expected = smoothed(hidden, weight, labels, weights, 0.3, 0.2)
+    d_hidden, d_weight = torch.autograd.grad(expected, [hidden, weight])
+    shared = {"given": [None, None], "barrier": threading.Barrier(2)}
+
+    def part(rank):
+        rows = weight.detach().chunk(2)[rank].clone().requires_grad_()
+        own = hidden.detach().clone().requires_grad_()
+        total = Loss(5, 0.3, 0.2)(own, rows, labels, Parts(16 * rank, rank, shared), weights).total
+        return total.detach(), *torch.autograd.grad(total, [own, rows])
+
+    with ThreadPoolExecutor(2) as pool:
+        (total, hidden0, rows0), (other, hidden1, rows1) = pool.map(part, range(2))
+    torch.testing.assert_close((total, other), (expected.detach(), expected.detach()))
+    torch.testing.assert_close(hidden0 + hidden1, d_hidden)
+    torch.testing.assert_close(torch.cat([rows0, rows1]), d_weight)
+
+
+def test_weights_of_another_shape_are_refused():
+    with pytest.raises(ModelError, match="one weight a label"):
+        Loss()(torch.ones(2, 3, 4), torch.ones(5, 4), torch.zeros(2, 3).long(), weights=torch.ones(3))
 
 
 def test_loss_of_huge_logits_is_finite():
@@ -95,3 +178,11 @@ class Operations(TorchDispatchMode):
         if isinstance(made, torch.Tensor):
             self.largest = max(self.largest, made.numel())
         return made
+
+
+def test_example_of_the_docs_page_runs():
+    page = Path(__file__).parents[3] / "docs" / "losses.md"
+    if not page.exists():
+        pytest.skip("tested without the repository around it")
+    exec(page.read_text().split("```python\n")[1].partition("```")[0], made := {})
+    assert torch.isfinite(made["mean"])

@@ -14,6 +14,7 @@ from forge_model.ffn_config import MLPConfig as MLPConfig
 from forge_model.ffn_config import SwiGLUConfig as SwiGLUConfig
 from forge_model.ffn_config import ffns as ffns
 from forge_model.loss_config import LossConfig as LossConfig
+from forge_model.loss_config import losses as losses
 from forge_model.model_config import ModelConfig as ModelConfig
 from forge_model.model_config import models as models
 from forge_model.norm_config import LayerNormConfig as LayerNormConfig
@@ -40,6 +41,7 @@ __all__ = [
     "SwiGLUConfig",
     "attentions",
     "ffns",
+    "losses",
     "models",
     "norms",
     "ropes",

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from forge_model.error import ModelError
+
 
 class Sum(NamedTuple):
     """A sum and what it is divided by for its mean, [] float32 (float64 if the model is), on the device.
@@ -22,9 +24,11 @@ class LossTerms(NamedTuple):
     """What a model returns when it is given labels.
 
     Attributes:
-        total: [] what is differentiated, a sum over the valid targets: cross entropy plus weighted z-loss.
-        sums: what is reported, by name, not weighted. Always has `loss` (cross entropy in nats) and `z_loss`
-            (the squared log-normalizers), both counted by valid targets. No gradient flows through them.
+        total: [] what is differentiated, a sum over the valid targets: cross entropy, smoothed where that is
+            asked for, plus weighted z-loss.
+        sums: what is reported, by name, without weights of terms. Always has `loss` (cross entropy in nats,
+            never smoothed) and `z_loss` (the squared log-normalizers), both counted by valid targets, or by
+            the sum of their weights. No gradient flows through them.
     """
 
     total: Tensor
@@ -59,14 +63,23 @@ class Loss:
     Args:
         chunk_tokens: logits are made for so many tokens at a time; 0 makes them all at once.
         z_loss_weight: weight of the squared log-normalizer.
+        label_smoothing: so much of the target is spread evenly over the vocabulary.
     """
 
-    def __init__(self, chunk_tokens: int = 1024, z_loss_weight: float = 0.0) -> None:
+    def __init__(
+        self, chunk_tokens: int = 1024, z_loss_weight: float = 0.0, label_smoothing: float = 0.0
+    ) -> None:
         self.chunk_tokens = chunk_tokens
         self.z_loss_weight = z_loss_weight
+        self.label_smoothing = label_smoothing
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocabulary: VocabularyShard | None = None,
+        weights: Tensor | None = None,
     ) -> LossTerms:
         """Loss of each position against its label.
 
@@ -76,18 +89,98 @@ class Loss:
             labels: [...] int64, already shifted; negative is ignored. None valid gives zero, with a graph.
             vocabulary: which part `weight` is; None means all. Collective over the parts otherwise: the loss
                 is that of the full vocabulary, the gradient of `hidden` only what this part adds to it.
+            weights: [...] how much each position counts, not negative; None counts every one once.
+
+        Raises:
+            ModelError: `weights` are not of the shape of `labels`.
         """
-        chunk = self.chunk_tokens or max(1, labels.numel())
-        total, cross_entropy, z_loss, count = _LinearCrossEntropy.apply(
-            hidden.flatten(0, -2),
-            weight,
-            labels.flatten(),
-            chunk,
+        if weights is not None and weights.shape != labels.shape:
+            raise ModelError(
+                f"given weights of shape {tuple(weights.shape)} for labels of shape {tuple(labels.shape)}; "
+                "give one weight a label"
+            )
+        options = _Options(
+            self.chunk_tokens or max(1, labels.numel()),
             self.z_loss_weight,
+            self.label_smoothing,
             torch.is_grad_enabled(),
             vocabulary,
         )
+        weights = None if weights is None else weights.flatten()
+        total, cross_entropy, z_loss, count = _LinearCrossEntropy.apply(
+            hidden.flatten(0, -2), weight, labels.flatten(), weights, options
+        )
         return LossTerms(total, {"loss": Sum(cross_entropy, count), "z_loss": Sum(z_loss, count)})
+
+
+class _Options(NamedTuple):
+    chunk: int
+    z_weight: float
+    smoothing: float
+    training: bool
+    vocabulary: VocabularyShard | None
+
+
+class _Chunk(NamedTuple):
+    """Some tokens, of which the logits have become exponentials.
+
+    Attributes:
+        exponentials: [n, V] of the logits less their maximum.
+        normalizer: [n, 1] their sums over the full vocabulary.
+        lse: [n] the logarithms of the sums of exponentials of the logits.
+        picked: [n] the logits of the targets.
+        even: [n] the means of the logits; zeros without label smoothing.
+        target: [n, 1] where the target is in this part of the vocabulary.
+        here: [n, 1] 1 where it is in this part at all, else 0.
+        entries: of the full vocabulary.
+    """
+
+    exponentials: Tensor
+    normalizer: Tensor
+    lse: Tensor
+    picked: Tensor
+    even: Tensor | float
+    target: Tensor
+    here: Tensor | float
+    entries: Tensor | int
+
+
+def _normalize(logits: Tensor, target: Tensor, options: _Options) -> _Chunk:
+    """Log-sum-exp in place: no second buffer of the size of the logits [n, V]. Collective over the parts."""
+    vocabulary, entries = options.vocabulary, logits.shape[1]
+    target = target.clamp(min=0)[:, None]
+    if vocabulary is None:
+        picked = logits.gather(1, target)[:, 0]
+        even = logits.mean(1) if options.smoothing else 0.0
+        top = logits.amax(1, keepdim=True)
+        normalizer = logits.sub_(top).exp_().sum(1, keepdim=True)
+        lse = (normalizer.log() + top)[:, 0]
+        return _Chunk(logits, normalizer, lse, picked, even, target, 1.0, entries)
+    target = target - vocabulary.first
+    here = ((target >= 0) & (target < entries)).to(logits.dtype)
+    target = target.clamp(0, entries - 1)
+    picked = (logits.gather(1, target) * here)[:, 0]
+    parts = [logits.sum(1), torch.full_like(picked, entries)] if options.smoothing else []
+    top = vocabulary.max_(logits.amax(1, keepdim=True))
+    parts = [logits.sub_(top).exp_().sum(1), picked, *parts]
+    normalizer, picked, *rest = vocabulary.sum_(torch.stack(parts)).unbind()
+    even = rest[0] / rest[1] if rest else 0.0
+    lse = normalizer.log() + top[:, 0]
+    number = rest[1][:, None] if rest else entries
+    return _Chunk(logits, normalizer[:, None], lse, picked, even, target, here, number)
+
+
+def _differentiate(made: _Chunk, counts: Tensor, options: _Options) -> Tensor:
+    """The gradient [n, V] of the loss by the logits, in place of the exponentials.
+
+    That of lse - picked + z lse^2 is softmax (1 + 2 z lse) - onehot; smoothing spreads some of the onehot.
+    """
+    scale = ((1 + 2 * options.z_weight * made.lse) * counts)[:, None] / made.normalizer
+    gradient = made.exponentials.mul_(scale)
+    if options.smoothing:
+        gradient.sub_(counts[:, None] * options.smoothing / made.entries)
+        counts = counts * (1 - options.smoothing)
+    return gradient.scatter_add_(1, made.target, -counts[:, None] * made.here)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -100,49 +193,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        chunk: int,
-        z_weight: float,
-        training: bool,
-        vocabulary: VocabularyShard | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, options: _Options
     ) -> Any:
         wide = torch.promote_types(weight.dtype, torch.float32)
-        need_hidden, need_weight = (needed and training for needed in ctx.needs_input_grad[:2])
+        need_hidden, need_weight = (needed and options.training for needed in ctx.needs_input_grad[:2])
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
         sums = torch.zeros(3, dtype=wide, device=hidden.device)
-        buffer = hidden.new_empty(min(chunk, len(labels)), len(weight))
-        for start in range(0, len(labels), chunk):
-            rows = slice(start, start + chunk)
+        smoothed = torch.zeros((), dtype=wide, device=hidden.device)
+        buffer = hidden.new_empty(min(options.chunk, len(labels)), len(weight))
+        for start in range(0, len(labels), options.chunk):
+            rows = slice(start, start + options.chunk)
             h, target = hidden[rows], labels[rows]
-            valid = (target >= 0).to(wide)
-            target = target.clamp(min=0)[:, None]
-            logits = torch.mm(h, weight.t(), out=buffer[: len(target)]).to(wide)
-            here: Tensor | float = 1.0
-            if vocabulary is not None:
-                target = target - vocabulary.first
-                here = ((target >= 0) & (target < len(weight))).to(wide)
-                target = target.clamp(0, len(weight) - 1)
-            picked = (logits.gather(1, target) * here)[:, 0]
-            # log-sum-exp in place: no second buffer of the size of the logits
-            top = logits.amax(1, keepdim=True)
-            if vocabulary is not None:
-                top = vocabulary.max_(top)
-            normalizer = logits.sub_(top).exp_().sum(1, keepdim=True)
-            if vocabulary is not None:
-                normalizer, picked = vocabulary.sum_(torch.stack([normalizer[:, 0], picked])).unbind()
-                normalizer = normalizer[:, None]
-            lse = (normalizer.log() + top)[:, 0]
-            sums += torch.stack([((lse - picked) * valid).sum(), (lse.square() * valid).sum(), valid.sum()])
+            counts = (target >= 0).to(wide)
+            if weights is not None:
+                counts = counts * weights[rows]
+            made = _normalize(torch.mm(h, weight.t(), out=buffer[: len(target)]).to(wide), target, options)
+            lse, picked = made.lse, made.picked
+            sums += torch.stack(
+                [((lse - picked) * counts).sum(), (lse.square() * counts).sum(), counts.sum()]
+            )
+            if options.smoothing:
+                smoothed += ((picked - made.even) * counts).sum() * options.smoothing
             if d_hidden is None and d_weight is None:
                 continue
-            # d(lse - picked + z lse^2)/d logits = softmax (1 + 2 z lse) - onehot
-            d_logits = logits.mul_(((1 + 2 * z_weight * lse) * valid)[:, None] / normalizer)
-            d_logits.scatter_add_(1, target, -valid[:, None] * here)
-            d_logits = d_logits.to(h.dtype)
+            d_logits = _differentiate(made, counts, options).to(h.dtype)
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[rows])
             if d_weight is not None:
@@ -151,7 +226,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.weight_dtype = weight.dtype
         cross_entropy, z_loss, count = sums.unbind()
         ctx.mark_non_differentiable(cross_entropy, z_loss, count)
-        return cross_entropy + z_weight * z_loss, cross_entropy, z_loss, count
+        return cross_entropy + smoothed + options.z_weight * z_loss, cross_entropy, z_loss, count
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor, *_: Tensor) -> Any:
@@ -162,7 +237,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # in place, unless another backward pass may come, as in pipelines without bubbles
             again = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
             d_weight = (d_weight * d_total if again else d_weight.mul_(d_total)).to(ctx.weight_dtype)
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
