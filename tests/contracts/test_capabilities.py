@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+from forge_parallel import MeshConfig
+
 ROOT = Path(__file__).parents[2]
 AXES = ("dp_shard", "dp_replicate", "tp", "cp", "pp")
 
@@ -16,7 +18,7 @@ def layouts() -> dict[str, dict[str, int]]:
     spec.loader.exec_module(module)
     found = {}
     for name, (ranks, sizes) in module.LAYOUTS.items():
-        whole = module.MeshConfig(**sizes).sizes(ranks)
+        whole = MeshConfig(**sizes).sizes(ranks)
         found[name] = {axis: size for axis, size in whole.items() if size > 1}
     return found
 

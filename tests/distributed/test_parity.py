@@ -1,25 +1,15 @@
 """Ten steps under every layout against one process that shards nothing: losses, norms, weights."""
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
-import torch.distributed as dist
-from forge_data.loader import MicroBatch
-from forge_model import DecoderConfig, LossConfig, initialize
+from forge_model import DecoderConfig
 from forge_model.attention_config import GroupedQueryConfig
 from forge_model.ffn_config import MLPConfig, SwiGLUConfig
 from forge_model.norm_config import LayerNormConfig
 from forge_parallel import (
-    Env,
-    Mesh,
-    MeshConfig,
     ParallelConfig,
-    Plan,
-    build_mesh,
-    local_shard,
-    materialize,
-    parallelize,
 )
 from forge_parallel.config import (
     PIPELINES,
@@ -29,14 +19,9 @@ from forge_parallel.config import (
     PipelineConfig,
     TensorParallelConfig,
 )
-from forge_parallel.stages import keep_stage, stages_of
 from forge_parallel.testing import run_ranks
-from forge_trainer.optim import AdamWConfig, trainable
-from forge_trainer.schedule import CosineConfig
-from forge_trainer.steps.text import TextStep
-from forge_trainer.steps.update import Update
+from parity import TOKENS, VOCAB, trained
 
-VOCAB, TOKENS, GLOBAL, STEPS = 68, 16, 16, 10
 LAYOUTS = {
     "fsdp2": (2, {}),
     "tp2": (2, {"tp": 2}),
@@ -74,78 +59,21 @@ MODELS = {
 FAMILIES = [name for name in MODELS if name != "deep"]
 
 
-def batch(index: int, mesh: Mesh, micro_batches: int = 2) -> list[MicroBatch]:
-    """This rank's part, in some micro-batches, of packed documents with unequal counts of valid targets."""
-    generator = torch.Generator().manual_seed(index)
-    rows = torch.randint(VOCAB, (GLOBAL, TOKENS + 1), generator=generator)
-    ends = torch.rand(GLOBAL, TOKENS + 1, generator=generator) < 0.2
-    doc_ids = ends.cumsum(1)
-    labels = rows[:, 1:].clone()
-    for row in range(GLOBAL):
-        labels[row, : row % (TOKENS + 1)] = -100
-    mine = torch.arange(GLOBAL).chunk(mesh.batch.size)[mesh.batch.rank]
-    return [
-        MicroBatch(
-            {"tokens": rows[part, :-1], "labels": labels[part], "doc_ids": doc_ids[part, :-1]},
-            {"targets": (labels[part] >= 0).sum()},
-        )
-        for part in mine.chunk(micro_batches)
-    ]
-
-
-def trained(sizes: dict, name: str, dtype: str, parallel: ParallelConfig) -> dict[str, list]:
-    """Losses, norms, and the weights before and after."""
-    env = Env.detect()
-    mesh = build_mesh(MeshConfig(**sizes), env) if env.world_size > 1 else Mesh(env.device)
-    parts = []
-    for stage in stages_of(mesh.pipeline.rank, mesh.pipeline.size, parallel.pipeline):
-        with torch.device("meta"):
-            model = MODELS[name].build().to(getattr(torch, dtype))
-        keep_stage(model, Plan.of(model), stage, mesh.pipeline.size, parallel.pipeline)
-        if env.world_size > 1:
-            parallelize(model, mesh, Plan.of(model), parallel)
-        parts.append(materialize(model, mesh.device))
-        initialize(model, 3, local_shard)
-    before = full(parts)
-    optimizer = AdamWConfig(lr=3e-3).build(trainable(parts))
-    factor = partial(CosineConfig(warmup_steps=2).factor, steps=20)
-    update = Update(parts, optimizer, factor, 0.5, mesh)
-    step = TextStep(parts, LossConfig(chunk_tokens=5, z_loss_weight=1e-3).build(), mesh, update=update)
-    count = 4 if name == "deep" else 2
-    outs = [step.train(batch(index, mesh, count), index) for index in range(STEPS)]
-    return {
-        "loss": [out.loss.item() for out in outs],
-        "norm": [out.grad_norm.item() for out in outs],
-        "before": before,
-        "validation": step.evaluate([batch(STEPS, mesh)])["loss"],
-        "after": full(parts),
-    }
-
-
-def full(parts: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Every parameter, put together from what each rank says it holds."""
-    mine = {name: parameter for part in parts for name, parameter in part.named_parameters()}
-    shards = {name: (parameter.shape, local_shard(parameter)) for name, parameter in mine.items()}
-    boxes = {name: (shape, shard.values.clone(), shard.offsets) for name, (shape, shard) in shards.items()}
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, boxes)
-    found: dict = {}
-    for name, (shape, values, offsets) in (item for boxes in everyone for item in boxes.items()):
-        found.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
-        found[name][tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))] = values
-    return found
+COUNTS = {"deep": 4}
+"""Micro-batches a step, where they are not two."""
 
 
 @cache
 def single(name: str, dtype: str) -> dict[str, list]:
-    return run_ranks(trained, 1, {}, name, dtype, ParallelConfig())[0]
+    return run_ranks(trained, 1, {}, MODELS[name], dtype, ParallelConfig(), COUNTS.get(name, 2))[0]
 
 
 def check(layout: str, name: str, dtype: str, parallel: ParallelConfig, loss: float, norm: float) -> None:
     world_size, sizes = LAYOUTS[layout]
     one = single(name, dtype)
     assert min(one["norm"]) > 0.5, "clipping is active in every step"
-    for many in run_ranks(trained, world_size, sizes, name, dtype, parallel, timeout_s=120):
+    parameters = (sizes, MODELS[name], dtype, parallel, COUNTS.get(name, 2))
+    for many in run_ranks(trained, world_size, *parameters, timeout_s=120):
         assert many["loss"] == pytest.approx(one["loss"], rel=loss)
         assert many["norm"] == pytest.approx(one["norm"], rel=norm)
         assert many["validation"] == pytest.approx(one["validation"], rel=loss)

@@ -5,7 +5,7 @@ import random
 import signal
 
 import pytest
-from test_run import losses, state
+from runs import losses, state
 
 TP = ("--mesh.tp=2", "--model.attention.num_kv_heads=2")
 LAYOUTS = {

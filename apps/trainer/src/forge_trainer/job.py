@@ -27,6 +27,7 @@ from forge_parallel.config import (
     PrecisionConfig,
     TensorParallelConfig,
 )
+from forge_parallel.error import ParallelError
 from forge_resilience.config import ResilienceConfig
 
 from forge_trainer.hooks import HookConfig
@@ -126,6 +127,23 @@ class Job(Config):
     def step_tokens(self) -> int:
         """Tokens of one optimizer step."""
         return self.train.global_batch * self.data.max_tokens
+
+    def require_layout(self, world_size: int) -> None:
+        """See that the ranks can be laid out and share the global batch.
+
+        Raises:
+            ParallelError: they cannot.
+        """
+        sizes = self.mesh.sizes(world_size)
+        readers = sizes["dp_replicate"] * sizes["dp_shard"]
+        share, rest = divmod(self.train.global_batch, readers)
+        if rest or (sizes["pp"] > 1 and share % self.train.micro_batch):
+            raise ParallelError(
+                f"train.global_batch = {self.train.global_batch} over {readers} ranks that read is no whole "
+                f"number of micro-batches of {self.train.micro_batch}; change one of them"
+            )
+        if sizes["pp"] > 1:
+            self.pipeline.require_micro_batches(share // self.train.micro_batch, sizes["pp"])
 
     @property
     def parallel(self) -> ParallelConfig:

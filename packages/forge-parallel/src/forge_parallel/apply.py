@@ -164,4 +164,3 @@ def set_sync(model: nn.Module, last: bool) -> None:
     if hasattr(model, "set_requires_gradient_sync"):
         reduce = last or applied(model).fsdp.reduce_gradients == "every_micro_batch"
         model.set_requires_gradient_sync(reduce)  # type: ignore[operator]
-        model.set_is_last_backward(reduce)  # type: ignore[operator]

@@ -180,6 +180,21 @@ class PipelineConfig(Config):
         """Whether gradients of inputs and of weights are made apart."""
         return "zero_bubble" in self.schedule or self.is_v
 
+    def require_micro_batches(self, count: int, ranks: int) -> None:
+        """See that the schedule can take so many micro-batches a step.
+
+        Raises:
+            ParallelError: it cannot; says how many it can.
+        """
+        least = {"1f1b": ranks, "dualpipe_v": 2 * ranks}.get(self.schedule, 1)
+        rounds = max(1, count // ranks) if self.schedule.startswith("interleaved") else 1
+        if count < least or count % rounds:
+            wanted = f"at least {least}" if count < least else f"a multiple of {ranks}"
+            raise ParallelError(
+                f'pipeline.schedule = "{self.schedule}" on mesh.pp = {ranks} cannot take {count} '
+                f"micro-batches a step on each rank; use {wanted}, by train.global_batch or train.micro_batch"
+            )
+
     def held(self) -> int:
         """Stages of each rank."""
         if self.is_v:

@@ -30,11 +30,10 @@ def shard(model: nn.Module, units: Units, root: DeviceMesh, compute: torch.dtype
         reduce_dtype=torch.float64 if torch.float64 in stored else torch.float32,
         cast_forward_inputs=False,
     )
-    for unit in units.blocks:
-        fully_shard(unit.modules[0], mesh=unit.mesh, mp_policy=policy, reshard_after_forward=again)
-    for unit in units.groups:
-        # The last group runs last and its backward starts at once: gathering it again would be for nothing.
-        free = again and unit is not units.groups[-1]
+    # What runs last is needed again at once in the backward pass: gathering it anew would be for nothing.
+    last = units.blocks[-1:] + units.groups[-1:]
+    for unit in [*units.blocks, *units.groups]:
+        free = again and unit not in last
         fully_shard(unit.modules, mesh=unit.mesh, mp_policy=policy, reshard_after_forward=free)
     fully_shard(model, mesh=root, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():

@@ -110,6 +110,7 @@ class Pipeline:
 
     def _schedule(self, count: int, batch: int, tokens: int) -> Any:
         """The schedule of so many micro-batches [batch, tokens]."""
+        self._config.pipeline.require_micro_batches(count, self._ranks.size)
         hidden, name = self._hidden(batch, tokens), self._config.pipeline.schedule
         stages = [
             PipelineStage(
@@ -124,18 +125,12 @@ class Pipeline:
             for stage, part in zip(self._stages, self._parts, strict=True)
         ]
         kind = get_schedule_class(PIPELINES[name])
-        try:
-            return kind(
-                stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
-                n_microbatches=count,
-                loss_fn=lambda output, _: output,
-                scale_grads=False,
-            )
-        except ValueError as error:
-            raise ParallelError(
-                f'pipeline.schedule = "{name}" on mesh.pp = {self._ranks.size} cannot take {count} '
-                f"micro-batches a step: {error}"
-            ) from None
+        return kind(
+            stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
+            n_microbatches=count,
+            loss_fn=lambda output, _: output,
+            scale_grads=False,
+        )
 
 
 def _unchanged(out: Any) -> Any:

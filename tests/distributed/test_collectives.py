@@ -1,0 +1,75 @@
+"""What a step says over the network, counted, is what theory says: the table in docs/parallel.md."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from forge_model import DecoderConfig, LossConfig, initialize
+from forge_model.attention_config import GroupedQueryConfig
+from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, local_shard, parallelize
+from forge_parallel.apply import materialize
+from forge_parallel.config import ContextParallelConfig, TensorParallelConfig
+from forge_parallel.runner import build_runner
+from forge_parallel.testing import run_ranks
+from torch.distributed.tensor.debug import CommDebugMode
+
+LAYERS, MICRO_BATCHES = 3, 2
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+def counted(sizes: dict, parallel: ParallelConfig) -> dict[str, int]:
+    """Collectives of the second step of a decoder, by kind."""
+    mesh = build_mesh(MeshConfig(**sizes), Env.detect())
+    attention = GroupedQueryConfig(num_heads=4, num_kv_heads=4)
+    config = DecoderConfig(vocab_size=64, dim=32, num_layers=LAYERS, max_tokens=16, attention=attention)
+    with torch.device("meta"):
+        model = config.build()
+    parallelize(model, mesh, Plan.of(model), parallel)
+    materialize(model, mesh.device)
+    initialize(model, 0, local_shard)
+    runner = build_runner([model], mesh)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    inputs = {"tokens": tokens, "labels": tokens, "loss_fn": LossConfig(chunk_tokens=0).build()}
+    for _ in range(2):
+        with CommDebugMode() as said:
+            runner.backward([inputs] * MICRO_BATCHES, lambda terms: terms.total)
+    found = dict.fromkeys(KINDS, 0)
+    for op, count in said.get_comm_counts().items():
+        found[next(kind for kind in KINDS if kind.replace("_", "") in str(op).replace("_", ""))] += count
+    return found
+
+
+ULYSSES = ParallelConfig(context_parallel=ContextParallelConfig(method="ulysses"))
+WHOLE = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=False))
+UNITS = LAYERS + 2  # blocks, embedding, norm with head
+# forward: each unit; backward: all but the last block and the head, which are still there
+FSDP = (MICRO_BATCHES * (UNITS + UNITS - 2), UNITS)
+CASES = {
+    "dp_shard": (2, {}, ParallelConfig(), (*FSDP, 0, 0)),
+    "dp_replicate": (2, {"dp_replicate": 2}, ParallelConfig(), (0, 0, UNITS, 0)),
+    "dp_replicate x dp_shard": (4, {"dp_replicate": 2}, ParallelConfig(), (*FSDP, UNITS, 0)),
+    # embedding, attention and feed-forward of each layer, head: one of each there and back; norms; loss
+    "tp": (
+        2,
+        {"tp": 2},
+        ParallelConfig(),
+        (*[MICRO_BATCHES * 2 * (2 * LAYERS + 1)] * 2, MICRO_BATCHES * (2 * LAYERS + 1 + 2), 0),
+    ),
+    "tp, sequence = false": (2, {"tp": 2}, WHOLE, (0, 0, MICRO_BATCHES * (4 * LAYERS + 4), 0)),
+    "cp": (2, {"cp": 2}, ParallelConfig(), (*(n + MICRO_BATCHES * LAYERS for n in FSDP), 0, 0)),
+    "cp, ulysses": (2, {"cp": 2}, ULYSSES, (*FSDP, 0, MICRO_BATCHES * LAYERS * 8)),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", CASES)
+def test_collectives_of_a_step_are_those_of_theory(name):
+    ranks, sizes, parallel, expected = CASES[name]
+    assert run_ranks(counted, ranks, sizes, parallel)[0] == dict(zip(KINDS, expected, strict=True))
+
+
+def test_table_in_the_docs_is_what_is_counted():
+    rows = [f"| `{name}` | {' | '.join(map(str, counts))} |" for name, (*_, counts) in CASES.items()]
+    assert "\n".join(rows) in (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(), "\n".join(
+        rows
+    )

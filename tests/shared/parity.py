@@ -1,0 +1,94 @@
+"""Training under a layout, for comparison with one process: losses, norms, weights."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from forge_data.loader import MicroBatch
+from forge_model import DecoderConfig, LossConfig, initialize
+from forge_parallel import (
+    Env,
+    Mesh,
+    MeshConfig,
+    ParallelConfig,
+    Plan,
+    build_mesh,
+    local_shard,
+    materialize,
+    parallelize,
+)
+from forge_parallel.stages import keep_stage, stages_of
+from forge_trainer.optim import AdamWConfig, trainable
+from forge_trainer.schedule import CosineConfig
+from forge_trainer.steps.text import TextStep
+from forge_trainer.steps.update import Update
+
+VOCAB, TOKENS, GLOBAL, STEPS = 68, 16, 16, 10
+
+
+def batch(index: int, mesh: Mesh, micro_batches: int = 2) -> list[MicroBatch]:
+    """This rank's part, in some micro-batches, of packed documents with unequal counts of valid targets."""
+    generator = torch.Generator().manual_seed(index)
+    rows = torch.randint(VOCAB, (GLOBAL, TOKENS + 1), generator=generator)
+    ends = torch.rand(GLOBAL, TOKENS + 1, generator=generator) < 0.2
+    doc_ids = ends.cumsum(1)
+    labels = rows[:, 1:].clone()
+    for row in range(GLOBAL):
+        labels[row, : row % (TOKENS + 1)] = -100
+    mine = torch.arange(GLOBAL).chunk(mesh.batch.size)[mesh.batch.rank]
+    return [
+        MicroBatch(
+            {"tokens": rows[part, :-1], "labels": labels[part], "doc_ids": doc_ids[part, :-1]},
+            {"targets": (labels[part] >= 0).sum()},
+        )
+        for part in mine.chunk(micro_batches)
+    ]
+
+
+def trained(
+    sizes: dict,
+    config: DecoderConfig,
+    dtype: str,
+    parallel: ParallelConfig,
+    micro_batches: int = 2,
+    steps: int = STEPS,
+) -> dict[str, list]:
+    """Losses, norms, and the weights before and after."""
+    env = Env.detect()
+    mesh = build_mesh(MeshConfig(**sizes), env) if env.world_size > 1 else Mesh(env.device)
+    parts = []
+    for stage in stages_of(mesh.pipeline.rank, mesh.pipeline.size, parallel.pipeline):
+        with torch.device("meta"):
+            model = config.build().to(getattr(torch, dtype))
+        keep_stage(model, Plan.of(model), stage, mesh.pipeline.size, parallel.pipeline)
+        if env.world_size > 1:
+            parallelize(model, mesh, Plan.of(model), parallel)
+        parts.append(materialize(model, mesh.device))
+        initialize(model, 3, local_shard)
+    before = full(parts)
+    optimizer = AdamWConfig(lr=3e-3).build(trainable(parts))
+    factor = partial(CosineConfig(warmup_steps=2).factor, steps=20)
+    update = Update(parts, optimizer, factor, 0.5, mesh)
+    step = TextStep(parts, LossConfig(chunk_tokens=5, z_loss_weight=1e-3).build(), mesh, update=update)
+    outs = [step.train(batch(index, mesh, micro_batches), index) for index in range(steps)]
+    return {
+        "loss": [out.loss.item() for out in outs],
+        "norm": [out.grad_norm.item() for out in outs],
+        "before": before,
+        "validation": step.evaluate([batch(STEPS, mesh)])["loss"],
+        "after": full(parts),
+    }
+
+
+def full(parts: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Every parameter, put together from what each rank says it holds."""
+    mine = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+    shards = {name: (parameter.shape, local_shard(parameter)) for name, parameter in mine.items()}
+    boxes = {name: (shape, shard.values.clone(), shard.offsets) for name, (shape, shard) in shards.items()}
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, boxes)
+    found: dict = {}
+    for name, (shape, values, offsets) in (item for boxes in everyone for item in boxes.items()):
+        found.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
+        found[name][tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))] = values
+    return found
