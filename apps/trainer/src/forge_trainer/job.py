@@ -198,6 +198,15 @@ def warmup_fits(schedule: ScheduleConfig, train: TrainConfig, data: DataConfig) 
         )
 
 
+def something_is_rounded(optimizer: OptimizerConfig, precision: PrecisionConfig) -> None:
+    """Only weights that are kept in bfloat16 are rounded."""
+    if getattr(optimizer, "rounding", "nearest") == "stochastic" and not precision.pure_bf16:
+        raise ValueError(
+            'optimizer.rounding = "stochastic" without precision.pure_bf16: weights are kept in float32, '
+            "where nothing is rounded away; set precision.pure_bf16 = true, or leave rounding out"
+        )
+
+
 def weights_are_of_the_model(job: JobConfig, model: ModelConfig, train: TrainConfig) -> None:
     """The weights that a run starts from belong to its model. A run with checkpoints needs them no more."""
     if train.init_from is None or (job.directory / "checkpoints").exists():
@@ -264,6 +273,7 @@ checks: list[Callable[..., None]] = [
     vocabulary_covers_the_tokenizer,
     batch_divides,
     warmup_fits,
+    something_is_rounded,
     weights_are_of_the_model,
     axes_divide_the_model,
     stages_fit_the_model,

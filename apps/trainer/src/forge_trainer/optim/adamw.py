@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_config import Meta
 
@@ -13,27 +13,54 @@ if TYPE_CHECKING:
     from forge_parallel.mesh import Mesh
     from torch.optim import Optimizer
 
+    from forge_trainer.optim.held import Held
     from forge_trainer.optim.parameters import NamedParameter
 
 
 @optimizers.register("adamw")
 class AdamWConfig(OptimizerConfig):
-    """torch's fused AdamW.
+    """torch's fused AdamW; a rule of ours for narrower moments and stochastic rounding.
 
     Attributes:
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
+        moments: number format that the moments are kept in; bfloat16 halves their memory. It cannot hold the
+            changes of a second moment whose decay rate is above 0.99, which is refused.
+        rounding: of weights that are kept in bfloat16 (`precision.pure_bf16`): `stochastic` keeps updates
+            that are too small for bfloat16, on average.
     """
 
-    recorded_keys = ("betas", "eps")
+    recorded_keys = ("betas", "eps", "rounding")
 
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: Annotated[float, Meta(gt=0)] = 1e-8
+    moments: Literal["float32", "bfloat16"] = "float32"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    def __post_init__(self) -> None:
+        if self.moments == "bfloat16" and max(self.betas) > 0.99:
+            raise ValueError(
+                f'betas = {list(self.betas)} with moments = "bfloat16": of a moment that changes by less '
+                "than 1 % a step, bfloat16 would round changes away; use decay rates up to 0.99, or float32"
+            )
 
     def build(self, parameters: Sequence[NamedParameter], mesh: Mesh | None = None) -> Optimizer:
         """See `OptimizerConfig.build`."""
         import torch
 
-        return torch.optim.AdamW(
-            self.param_groups(parameters), lr=self.lr, betas=self.betas, eps=self.eps, fused=True
-        )
+        groups = self.param_groups(parameters)
+        if self.moments == "float32" and self.rounding == "nearest":
+            return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+        from forge_trainer.optim.held import HeldOptimizer
+
+        return HeldOptimizer(groups, {"AdamW": self._step})
+
+    def _step(self, held: Held, group: Mapping[str, Any]) -> None:
+        import torch
+
+        from forge_trainer.optim.adam_rule import adamw_step
+        from forge_trainer.optim.rounding import StochasticRounding
+
+        moments = torch.bfloat16 if self.moments == "bfloat16" else None
+        rounded = StochasticRounding(held, group) if self.rounding == "stochastic" else None
+        adamw_step(held, group, self.betas, self.eps, moments, rounded)
