@@ -32,6 +32,8 @@ def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
     )
     yield f"  compute    {scaled(flops)}FLOPs in all, {scaled(flops / job.train.steps)}FLOPs a step"
     yield f"  layout     {_layout(run)}"
+    for line in run.loader.plan:
+        yield f"  data       {line}"
     yield f"  writes to  {run.directory}"
     for change in changes:
         yield f"  changes    {change}"

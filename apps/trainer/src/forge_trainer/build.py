@@ -130,12 +130,12 @@ def build(
         world_size=mesh.batch.size,
         micro_batch=job.train.micro_batch,
     )
-    loader = data("train", global_batch=job.train.global_batch, first_sample=progress.samples)
+    batch, steps = job.train.global_batch, job.train.steps
+    loader = data("train", global_batch=batch, first_sample=progress.samples, steps=steps)
     stack.callback(loader.close)
     loader.require(fingerprint)
 
-    factor = partial(job.schedule.factor, steps=job.train.steps, step_tokens=job.step_tokens)
-    update = Update(parts, optimizer, factor, job.train.clip_norm, mesh)
+    update = Update(parts, optimizer, job.lr_factor, job.train.clip_norm, mesh)
     step = job.step.build(parts, job.loss.build(), mesh, seed=job.job.seed, update=update)
     trackers = open_trackers(job, progress.step, stack) if env.rank == 0 else []
     guards, deadline, finite = build_guards(job, signals)

@@ -145,6 +145,12 @@ class Job(Config):
         if sizes["pp"] > 1:
             self.pipeline.require_micro_batches(share // self.train.micro_batch, sizes["pp"])
 
+    def lr_factor(self, step: int) -> float:
+        """What the peak learning rate is multiplied by: the schedule times the phase of the data."""
+        steps = self.train.steps
+        scale = self.data.lr_scale(step, steps, self.train.global_batch)
+        return self.schedule.factor(step, steps=steps, step_tokens=self.step_tokens) * scale
+
     @property
     def parallel(self) -> ParallelConfig:
         """The sections that `parallelize` applies."""

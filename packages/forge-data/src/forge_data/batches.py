@@ -95,7 +95,7 @@ class Batches:
         if len(read) == 1 and len(here[first := next(iter(read))]) == len(source):
             return read[first].tokens.astype(np.int64, copy=False), ignored, read[first].extra
         if len(padding := np.flatnonzero(source < 0)):
-            ignored.append(np.ix_(padding, np.arange(self._max_tokens)))
+            ignored.append((padding[:, None], np.arange(self._max_tokens)))
         rows = np.zeros((len(source), self._max_tokens + 1), dtype=np.int64)
         extra: dict[str, np.ndarray] = {}
         for number, part in read.items():

@@ -1,4 +1,4 @@
-"""The command `forge-data`: tokenize and inspect."""
+"""The command `forge-data`: tokenize, inspect and plan."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from forge_config import ConfigError
+from forge_config import Config, ConfigError, load
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -21,8 +23,12 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from forge_data.concat import Concat
+from forge_data.config import DataConfig
 from forge_data.error import DataError
+from forge_data.mixing import Run, build_order, plan_lines
 from forge_data.sources import find_files
+from forge_data.stores import open_stores
 from forge_data.tokenize import tokenize_files
 from forge_data.tokenizer import BytesConfig, HfTokenizerConfig, TokenizerConfig
 from forge_data.tokens import TokenStore
@@ -44,9 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     look.add_argument("--docs", type=int, default=2, help="documents to show")
     look.add_argument("--tokenizer", default="bytes")
     look.add_argument("--eos", default="</s>")
-    options = parser.parse_args(arguments)
+    ahead = commands.add_parser("plan", help="what a run will read, by phase and source")
+    ahead.add_argument("config", help="the TOML file of a run; keys are overridden with --section.key=value")
+    options, overrides = parser.parse_known_args(arguments)
+    if overrides and options.command != "plan":
+        parser.error(f"unknown arguments: {' '.join(overrides)}")
+    run = {"tokenize": _tokenize, "inspect": _inspect, "plan": partial(_plan, overrides=overrides)}
     try:
-        return _tokenize(options) if options.command == "tokenize" else _inspect(options)
+        return run[options.command](options)
     except (DataError, ConfigError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -124,6 +135,49 @@ def _inspect(options: argparse.Namespace) -> int:
         text = tokenizer.decode(store.read(np.asarray([start]), min(int(end) - start, 400))[0].tolist())
         sys.stdout.write(f"-- document {index}, {int(end) - start:,} tokens\n{text}\n")
         start = int(end)
+    return 0
+
+
+class _Job(Config):
+    """A run of which only `[data]` and `[train]` are looked at."""
+
+    data: DataConfig
+    train: dict[str, Any] = {}
+    job: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    schedule: dict[str, Any] = {}
+    loss: dict[str, Any] = {}
+    step: dict[str, Any] = {}
+    eval: dict[str, Any] = {}
+    mesh: dict[str, Any] = {}
+    tensor_parallel: dict[str, Any] = {}
+    context_parallel: dict[str, Any] = {}
+    pipeline: dict[str, Any] = {}
+    fsdp: dict[str, Any] = {}
+    precision: dict[str, Any] = {}
+    activation_checkpointing: dict[str, Any] = {}
+    compile: dict[str, Any] = {}
+    checkpoint: dict[str, Any] = {}
+    resilience: dict[str, Any] = {}
+    track: dict[str, Any] = {}
+    hooks: dict[str, Any] = {}
+
+
+def _run_of(path: str, overrides: Sequence[str]) -> tuple[DataConfig, Run]:
+    """The data of a run and how much it reads."""
+    job = load(_Job, path, overrides).value
+    missing = [f"train.{name}" for name in ("steps", "global_batch") if name not in job.train]
+    if missing:
+        raise DataError(f"{path} does not set {' and '.join(missing)}; a plan needs both")
+    return job.data, Run(int(job.train["global_batch"]), int(job.train["steps"]))
+
+
+def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    data, run = _run_of(options.config, overrides)
+    stores = open_stores(data, "train")
+    sizes = [len(Concat(store, data.max_tokens)) for store in stores.values()]
+    sys.stdout.write("\n".join(plan_lines(data, build_order(data, sizes, run), run)) + "\n")
     return 0
 
 

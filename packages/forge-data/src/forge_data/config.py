@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from forge_config import Config, Meta
 
+from forge_data.phases import PhaseConfig, lr_scale
 from forge_data.sources import SourceConfig
 from forge_data.tokenizer import BytesConfig, TokenizerConfig
 
@@ -21,6 +22,11 @@ class DataConfig(Config):
         mask_documents: keep attention and targets within documents; positions start anew in each.
         validation_samples: held-out sequences an evaluation reads, evenly spaced; 0 reads all.
         workers: processes that prepare batches; 0 prepares them in the training process.
+        phases: from which step on other weights hold.
+        temperature: multiplies each weight by the size of its source to the power of 1 / temperature: 1 reads
+            each source in proportion to its size, infinity all alike; absent leaves the weights as they are.
+        when_exhausted: what happens where a source has been read `max_epochs` times: an error before
+            training, or the others go on in proportion to their weights.
         cache_dir: where tokenized text is kept; absent means `$FORGE_CACHE` or `~/.cache/forge`.
     """
 
@@ -34,6 +40,9 @@ class DataConfig(Config):
     mask_documents: bool = False
     validation_samples: Annotated[int, Meta(ge=0)] = 256
     workers: Annotated[int, Meta(ge=0)] = 0
+    phases: list[PhaseConfig] = []
+    temperature: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    when_exhausted: Literal["error", "reweight"] = "error"
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -41,6 +50,21 @@ class DataConfig(Config):
             raise ValueError(
                 "sources is empty; name at least one, e.g. [[data.sources]] with type = 'python-stdlib'"
             )
+        names = self.source_names()
+        if len(set(names)) < len(names):
+            raise ValueError(f"the sources are named {', '.join(names)}; give each a name of its own")
+        if unknown := {name for phase in self.phases for name in phase.weights} - set(names):
+            raise ValueError(
+                f"phases name {', '.join(sorted(unknown))}; the sources are named {', '.join(names)}"
+            )
+
+    def source_names(self) -> list[str]:
+        """What each source is called."""
+        return [source.name or str(number) for number, source in enumerate(self.sources)]
+
+    def lr_scale(self, step: int, steps: int, global_batch: int) -> float:
+        """What phases multiply the learning rate of a step by; see `forge_data.phases.lr_scale`."""
+        return lr_scale(self.phases, step, steps, global_batch * self.max_tokens)
 
     def has_validation(self) -> bool:
         """Whether any source has text for validation."""

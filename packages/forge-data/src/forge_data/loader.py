@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +16,11 @@ from forge_data.batches import Batches, Group, TrainBatches, ValidationBatches
 from forge_data.concat import Concat
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.order import VERSION, Order
+from forge_data.mixing import Run, build_order, fingerprint_parts, plan_lines
+from forge_data.order import VERSION
 from forge_data.packing import Packing
 from forge_data.sources import Split
+from forge_data.stores import open_stores
 from forge_data.tokens import TokenStore
 from forge_data.workers import Workers
 
@@ -43,27 +43,6 @@ class MicroBatch(NamedTuple):
         return MicroBatch(*({k: v.to(device, non_blocking=True) for k, v in part.items()} for part in self))
 
 
-def cache_folder(config: DataConfig) -> Path:
-    """Where tokenized text is kept."""
-    named = config.cache_dir or os.environ.get("FORGE_CACHE")
-    return Path(named) if named else Path.home() / ".cache" / "forge"
-
-
-def open_stores(config: DataConfig, split: Split) -> dict[int, TokenStore]:
-    """The tokens of each source that has some for the split, by its place in the configuration.
-
-    Raises:
-        DataError: data are missing or damaged, or no source has validation data.
-    """
-    cache = cache_folder(config)
-    taken = [n for n, source in enumerate(config.sources) if split == "train" or source.has_validation()]
-    if not taken:
-        raise DataError(
-            "no source has text for validation; give one `held_out` above 0, or `validation` text of its own"
-        )
-    return {n: config.sources[n].open(split, config.tokenizer, cache) for n in taken}
-
-
 @dataclass
 class Loader:
     """Iterates over this rank's parts of the global batches, each a list of micro-batches.
@@ -75,12 +54,14 @@ class Loader:
         workers: processes that prepare items ahead; 0 prepares them when asked.
         packings: the sequences of each source, by its place in the configuration.
         fingerprint: names data and order; another fingerprint is another stream.
+        plan: what the run will read by phase and source, where its steps are known.
     """
 
     batches: Batches
     workers: int
     packings: dict[int, Packing]
     fingerprint: str
+    plan: list[str] = field(default_factory=list[str])
     _open: list[Workers] = field(default_factory=list[Workers], init=False, repr=False)
 
     def require(self, fingerprint: str | None) -> None:
@@ -144,6 +125,7 @@ def build_loader(
     micro_batch: int,
     global_batch: int = 0,
     first_sample: int = 0,
+    steps: int | None = None,
 ) -> Loader:
     """The loader of one rank.
 
@@ -155,6 +137,7 @@ def build_loader(
         micro_batch: sequences a rank holds at once.
         global_batch: sequences an optimizer step over all ranks; training only.
         first_sample: the global index to start at: samples consumed so far.
+        steps: of the whole run, where that is known: where phases begin, and whether the sources suffice.
 
     Raises:
         DataError: data are missing, or the global batch cannot be cut evenly.
@@ -170,24 +153,28 @@ def build_loader(
     packings: dict[int, Packing] = {
         n: Concat(store, config.max_tokens, config.mask_documents) for n, store in stores.items()
     }
+    named, planned = list[str](), list[str]()
     if split == "validation":
         batches: Batches = ValidationBatches(
             packings, micro_batch, config.validation_samples, rank, world_size
         )
     else:
         _require_even(global_batch, micro_batch, world_size)
-        order = Order(config.seed, [len(p) for p in packings.values()], [s.weight for s in config.sources])
+        run = Run(global_batch, steps)
+        order = build_order(config, [len(p) for p in packings.values()], run)
+        named, planned = fingerprint_parts(config, order), plan_lines(config, order, run)
         batches = TrainBatches(packings, micro_batch, order, first_sample, global_batch, rank, world_size)
     workers = config.workers if split == "train" else 0
-    return Loader(batches, workers, packings, fingerprint(config, stores, held_out))
+    return Loader(batches, workers, packings, fingerprint(config, named, stores, held_out), planned)
 
 
-def fingerprint(config: DataConfig, *splits: dict[int, TokenStore]) -> str:
+def fingerprint(config: DataConfig, named: Sequence[str], *splits: dict[int, TokenStore]) -> str:
     """Names a stream: the content of every source and split, the weights, the seed, how sequences are cut."""
     parts = [
         *(f"{n} {store.manifest.digest}" for stores in splits for n, store in stores.items()),
         *(repr(s.weight) for s in config.sources),
         repr((VERSION, config.seed, config.max_tokens, config.mask_documents)),
+        *named,
     ]
     return xxhash.xxh3_128_hexdigest("/".join(parts).encode())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
@@ -88,73 +89,69 @@ def _mix(value: np.ndarray, round_key: np.uint64) -> np.ndarray:
     return value
 
 
-class Order:
-    """The endless order of samples over weighted sources.
+class Mixture:
+    """Weighted sources, mixed for as long as asked.
 
     The first k blocks hold `floor(k * c[s+1]) - floor(k * c[s])` samples of source s, c being the exact
     running sum of shares times MIX_BLOCK: at every block boundary its count is within one sample of its
-    share, however far the run goes, and in between within one block. The cursor of a source is computed from
-    g, never stored.
+    share, however far the run goes, and in between within one block.
 
     Args:
-        seed: of the run.
-        sizes: samples in each source.
-        weights: share of each source, in any unit.
+        seed: of the order within blocks.
+        weights: share of each source, in any unit; 0 leaves a source out.
 
     Raises:
-        DataError: a source is empty, or its share is below 1 / MIX_BLOCK.
+        DataError: a share is below 1 / MIX_BLOCK.
     """
 
-    def __init__(self, seed: int, sizes: Sequence[int], weights: Sequence[float]) -> None:
+    def __init__(self, seed: int, weights: Sequence[Fraction]) -> None:
         self.seed = seed
-        self.sizes = [int(size) for size in sizes]
-        exact = [Fraction(str(weight)) for weight in weights]
-        for source, (size, weight) in enumerate(zip(self.sizes, exact, strict=True)):
-            if size < 1:
+        self.weights = list(weights)
+        for source, weight in enumerate(weights):
+            share = float(weight / sum(weights))
+            if 0 < weight * MIX_BLOCK < sum(weights):
                 raise DataError(
-                    f"source {source} has no sample; it needs more tokens than one sequence is long"
-                )
-            if weight * MIX_BLOCK < sum(exact):
-                raise DataError(
-                    f"source {source} has weight {float(weight):g}, {float(weight / sum(exact)):.2g} of all; "
+                    f"source {source} has weight {float(weight):g}, {share:.2g} of all; "
                     f"at least 1/{MIX_BLOCK} of all is needed: raise it or drop the source"
                 )
-        self._edges = [sum(exact[:n], Fraction(0)) / sum(exact) * MIX_BLOCK for n in range(len(exact) + 1)]
+        shares = [weight / sum(weights) * MIX_BLOCK for weight in weights]
+        self._edges = [sum(shares[:n], Fraction(0)) for n in range(len(shares) + 1)]
+        used = [source for source, weight in enumerate(weights) if weight]
+        self._only = used[0] if len(used) == 1 else None
 
     def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the samples with these global indices are.
-
-        Args:
-            index: [n] int64, from 0.
-
-        Returns:
-            Two [n] int64: the source, and the sample within it.
-        """
+        """Source of the draws `index`, [n] int64 from 0, and how many of it came before: two [n] int64."""
+        if self._only is not None:
+            return np.full_like(index, self._only), index.copy()
         source, cursor = np.zeros_like(index), index.copy()
-        if len(self.sizes) > 1:
-            block, slot = np.divmod(index, MIX_BLOCK)
-            for b in np.unique(block):
-                here = block == b
-                source[here], cursor[here] = self._mix(int(b), slot[here])
-        sample = np.empty_like(index)
-        for s, size in enumerate(self.sizes):
-            of_source = np.flatnonzero(source == s)
-            epoch, inside = np.divmod(cursor[of_source], size)
-            for e in np.unique(epoch):
-                here = epoch == e
-                sample[of_source[here]] = permute(inside[here], size, key(self.seed, "epoch", s, int(e)))
-        return source, sample
+        block, slot = np.divmod(index, MIX_BLOCK)
+        for b in np.unique(block):
+            here = block == b
+            source[here], cursor[here] = (part[slot[here]] for part in self._block(int(b)))
+        return source, cursor
 
-    def epochs(self, num_samples: int) -> list[float]:
-        """How often each source will have been read after so many samples."""
-        full = num_samples // MIX_BLOCK
-        used = np.diff([math.floor(full * edge) for edge in self._edges])
-        source, _ = self.locate(np.arange(full * MIX_BLOCK, num_samples, dtype=np.int64))
-        used = used + np.bincount(source, minlength=len(self.sizes))
-        return [float(n) / size for n, size in zip(used, self.sizes, strict=True)]
+    def counts(self, draws: int) -> np.ndarray:
+        """[sources] int64: how many of each are among the first `draws`."""
+        full = draws // MIX_BLOCK
+        source, _ = self.locate(np.arange(full * MIX_BLOCK, draws, dtype=np.int64))
+        return self._before(full) + np.bincount(source, minlength=len(self.weights))
 
-    def _mix(self, block: int, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source and cursor of slots of a block. Each source is read in the order of its cursors.
+    def draws_until(self, source: int, count: int) -> int:
+        """How many draws there are before `count` of a source have been drawn and one more would be."""
+        low, high = 0, 1
+        while self._before(high)[source] <= count:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._before(middle)[source] <= count else (low, middle)
+        drawn, cursor = self.locate(np.arange(low * MIX_BLOCK, (low + 1) * MIX_BLOCK, dtype=np.int64))
+        return low * MIX_BLOCK + int(np.flatnonzero((drawn == source) & (cursor == count))[0])
+
+    def _before(self, block: int) -> np.ndarray:
+        return np.diff([math.floor(block * edge) for edge in self._edges])
+
+    def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Source and cursor of all draws of a block. Each source is read in the order of its cursors.
 
         So no sample of an epoch is served before all of the epoch before were.
         """
@@ -165,5 +162,138 @@ class Order:
         source = np.searchsorted(starts, everyone, side="right") - 1
         place = np.empty_like(everyone)
         place[np.argsort(source, kind="stable")] = np.arange(MIX_BLOCK)
-        cursor = np.diff(before)[source] + place - starts[source]
-        return source[slot], cursor[slot]
+        return source, np.diff(before)[source] + place - starts[source]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Samples that are drawn from one mixture.
+
+    Attributes:
+        start: the global index of the first.
+        phase: the number of the phase it belongs to.
+        mixture: what they are drawn from.
+        cursors: how many samples of each source came before.
+        exhausted: the sources that may be drawn from no more.
+    """
+
+    start: int
+    phase: int
+    mixture: Mixture
+    cursors: np.ndarray
+    exhausted: frozenset[int]
+
+
+class Order:
+    """The order of samples over weighted sources, whose weights may change at given samples.
+
+    The cursor of a source is computed from g, never stored. It goes on where weights change, so that nothing
+    is left out or repeated there. A source that may be read only so often drops out of the mixture exactly
+    where it has been; the weights of the others stay in proportion.
+
+    Args:
+        seed: of the run.
+        sizes: samples in each source.
+        weights: share of each source, in any unit.
+        phases: from which sample on which other weights hold; the samples rise from above 0.
+        caps: how many samples of each source may be served in all; None for any number.
+
+    Attributes:
+        segments: where the mixture changes.
+        end: how many samples there are, where all sources run out; else None.
+
+    Raises:
+        DataError: a source is empty, or its share is below 1 / MIX_BLOCK.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        phases: Sequence[tuple[int, Sequence[float]]] = (),
+        caps: Sequence[int | None] | None = None,
+    ) -> None:
+        self.seed = seed
+        self.sizes = [int(size) for size in sizes]
+        for source, size in enumerate(self.sizes):
+            if size < 1:
+                raise DataError(
+                    f"source {source} has no sample; it needs more tokens than one sequence is long"
+                )
+        self._caps = list(caps or [None] * len(self.sizes))
+        self.end: int | None = None
+        self.segments: list[Segment] = []
+        plan = [(0, weights), *phases]
+        ends = [start for start, _ in phases]
+        for number, ((start, values), stop) in enumerate(zip(plan, [*ends, None], strict=True)):
+            self._add_phase(number, start, stop, [Fraction(str(value)) for value in values])
+        self._starts = np.asarray([segment.start for segment in self.segments])
+
+    def _add_phase(self, phase: int, start: int, stop: int | None, weights: Sequence[Fraction]) -> None:
+        """The segments of a phase: a new one each time a source has been read as often as it may be."""
+        cursors, gone = np.zeros(len(self.sizes), dtype=np.int64), frozenset[int]()
+        if self.segments:
+            last = self.segments[-1]
+            cursors, gone = last.cursors + last.mixture.counts(start - last.start), last.exhausted
+        while self.end is None:
+            left = [Fraction(0) if s in gone else weight for s, weight in enumerate(weights)]
+            if not any(left):
+                self.end = start
+                return
+            name = (self.seed, phase, len(self.segments)) if self.segments else (self.seed,)
+            mixture = Mixture(self.seed if len(name) == 1 else key("segment", *name), left)
+            self.segments.append(Segment(start, phase, mixture, cursors, gone))
+            out = [
+                (start + mixture.draws_until(s, cap - int(cursors[s])), s)
+                for s, cap in enumerate(self._caps)
+                if cap is not None and left[s]
+            ]
+            if not out or (stop is not None and min(out)[0] >= stop):
+                return
+            following, source = min(out)
+            cursors, gone = cursors + mixture.counts(following - start), gone | {source}
+            if following == start:
+                self.segments.pop()
+            start = following
+
+    def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the samples with these global indices are.
+
+        Args:
+            index: [n] int64, from 0.
+
+        Returns:
+            Two [n] int64: the source, and the sample within it.
+
+        Raises:
+            DataError: the sources have no such sample any more.
+        """
+        if self.end is not None and len(index) and int(index.max()) >= self.end:
+            raise DataError(
+                f"all sources have been read as often as max_epochs allows after {self.end} sequences; "
+                "raise max_epochs, add text, or train less"
+            )
+        source, cursor = np.empty_like(index), np.empty_like(index)
+        within = np.searchsorted(self._starts, index, side="right") - 1
+        for number in np.unique(within):
+            here, segment = np.flatnonzero(within == number), self.segments[number]
+            source[here], counted = segment.mixture.locate(index[here] - segment.start)
+            cursor[here] = counted + segment.cursors[source[here]]
+        sample = np.empty_like(index)
+        for s, size in enumerate(self.sizes):
+            of_source = np.flatnonzero(source == s)
+            epoch, inside = np.divmod(cursor[of_source], size)
+            for e in np.unique(epoch):
+                here = epoch == e
+                sample[of_source[here]] = permute(inside[here], size, key(self.seed, "epoch", s, int(e)))
+        return source, sample
+
+    def counts(self, num_samples: int) -> np.ndarray:
+        """[sources] int64: how many of each are among the first `num_samples`."""
+        segment = [one for one in self.segments if one.start <= num_samples][-1]
+        return segment.cursors + segment.mixture.counts(num_samples - segment.start)
+
+    def epochs(self, num_samples: int) -> list[float]:
+        """How often each source will have been read after so many samples."""
+        return [float(n) / size for n, size in zip(self.counts(num_samples), self.sizes, strict=True)]

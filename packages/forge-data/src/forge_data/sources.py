@@ -30,9 +30,13 @@ class SourceConfig(Config):
 
     Attributes:
         weight: share of the sequences, relative to the other sources.
+        name: what phases and plans call it; absent means its place, from 0.
+        max_epochs: how often it may be read; absent means any number of times.
     """
 
     weight: Annotated[float, Meta(gt=0, le=1e12)] = 1.0
+    name: str | None = None
+    max_epochs: Annotated[float, Meta(gt=0, le=1e12)] | None = None
 
     def has_validation(self) -> bool:
         """Whether there is text for validation; training needs none."""
@@ -129,6 +133,23 @@ class PythonStdlibConfig(TextSourceConfig):
         files = sorted(_walk(root, lambda name: name.endswith(".py"), _LEFT_OUT))
         if not files:
             raise DataError(f"{sys.executable} has no source files in {root}; use a source of type 'files'")
+        return root, files
+
+
+@sources.register("installed-docs")
+class InstalledDocsConfig(TextSourceConfig):
+    """The documentation that installed packages bring along: descriptions (METADATA), .md and .rst files.
+
+    Prose about code, offline, some megabytes; which packages are installed differs between machines.
+    """
+
+    def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
+        """See `TextSourceConfig.root_and_files`."""
+        root = Path(sysconfig.get_paths()["purelib"])
+        endings = (".md", ".rst", "METADATA")
+        files = sorted(_walk(root, lambda name: name.endswith(endings), {"test", "tests", "__pycache__"}))
+        if not files:
+            raise DataError(f"no package in {root} brings documentation; use a source of type 'files'")
         return root, files
 
 

@@ -1,0 +1,182 @@
+"""From a configuration to the order of samples, and what it will have served when. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from forge_data.config import DataConfig
+from forge_data.error import DataError
+from forge_data.order import Order
+
+
+class Run(NamedTuple):
+    """How much of the order a run reads.
+
+    Attributes:
+        global_batch: sequences a step.
+        steps: of the whole run.
+    """
+
+    global_batch: int
+    steps: int | None = None
+
+    def tokens(self, max_tokens: int) -> int:
+        """Tokens a step."""
+        return self.global_batch * max_tokens
+
+
+def phase_starts(config: DataConfig, run: Run) -> list[int]:
+    """The first step of each phase.
+
+    Raises:
+        DataError: they do not rise, or a fraction of an unknown number of steps is asked for.
+    """
+    if run.steps is None and any(phase.start_fraction is not None for phase in config.phases):
+        raise DataError("a phase with start_fraction needs to know the steps of the run; say `steps`")
+    starts = [p.first_step(run.steps or 0, run.tokens(config.max_tokens)) for p in config.phases]
+    if any(later <= before for before, later in zip([0, *starts], starts, strict=False)):
+        raise DataError(
+            f"the phases begin at steps {', '.join(map(str, starts))}; each must begin after step 0 and "
+            "after the one before: change their order or their starts"
+        )
+    return starts
+
+
+def build_order(config: DataConfig, sizes: Sequence[int], run: Run) -> Order:
+    """The order of samples of all sources.
+
+    Args:
+        config: the section `[data]`.
+        sizes: samples in each source.
+        run: how much of it is read.
+
+    Raises:
+        DataError: a source is empty or too rare, phases do not rise, or the run reads a source more often
+            than its `max_epochs`.
+    """
+    weights = [source.weight for source in config.sources]
+    if config.temperature is not None:
+        # Rounded, so that machines whose powers differ in the last bit agree on the order.
+        powers = (w * size ** (1 / config.temperature) for w, size in zip(weights, sizes, strict=True))
+        weights = [float(f"{value:.6g}") for value in powers]
+    names = config.source_names()
+    phases = [
+        (start * run.global_batch, [phase.weights.get(name, 0.0) for name in names])
+        for start, phase in zip(phase_starts(config, run), config.phases, strict=True)
+    ]
+    caps = [
+        None if source.max_epochs is None else int(source.max_epochs * size)
+        for source, size in zip(config.sources, sizes, strict=True)
+    ]
+    order = Order(config.seed, sizes, weights, phases, caps)
+    if config.when_exhausted == "error":
+        order.end = min([s.start for s in order.segments if s.exhausted] + [order.end or 1 << 62])
+        order.end = None if order.end == 1 << 62 else order.end
+    if order.end is not None and run.steps is not None and order.end < run.steps * run.global_batch:
+        raise DataError(_too_long(config, order, run))
+    return order
+
+
+def _too_long(config: DataConfig, order: Order, run: Run) -> str:
+    assert order.end is not None and run.steps is not None
+    last = order.end // run.global_batch
+    first = next((s for s in order.segments if s.start == order.end), None)
+    names = config.source_names()
+    gone = ", ".join(names[s] for s in sorted(first.exhausted)) if first else "all sources"
+    more = "" if config.when_exhausted == "reweight" else ", or set data.when_exhausted to 'reweight'"
+    return (
+        f"{gone} will have been read as often as max_epochs allows after step {last} of {run.steps}; "
+        f"set train.steps to at most {last}, raise max_epochs{more}"
+    )
+
+
+def fingerprint_parts(config: DataConfig, order: Order) -> list[str]:
+    """What of the mixture, beyond seed and weights, names the stream; nothing where nothing is asked for."""
+    parts: list[str] = []
+    if config.temperature is not None:
+        parts.append(f"temperature {config.temperature!r}")
+    starts = {segment.phase: segment.start for segment in reversed(order.segments)}
+    for number, phase in enumerate(config.phases, 1):
+        weights = [phase.weights.get(name, 0.0) for name in config.source_names()]
+        parts.append(f"phase {starts.get(number)} {weights!r}")
+    if any(source.max_epochs is not None for source in config.sources):
+        parts.append(f"max_epochs {[s.max_epochs for s in config.sources]!r} {config.when_exhausted}")
+    return parts
+
+
+class Planned(NamedTuple):
+    """What a source gives in a phase.
+
+    Attributes:
+        phase: its number; 0 is the start of the run.
+        first_step: of the phase.
+        source: the name of the source.
+        sequences: read in this phase.
+        tokens: read in this phase.
+        epochs: how often the source will have been read at the end of the phase, from the start of the run.
+        exhausted_at_step: where it runs out in this phase; None if it does not.
+    """
+
+    phase: int
+    first_step: int
+    source: str
+    sequences: int
+    tokens: int
+    epochs: float
+    exhausted_at_step: int | None
+
+
+def plan(config: DataConfig, order: Order, run: Run) -> list[Planned]:
+    """What a run will read, by phase and source. `run.steps` is known."""
+    assert run.steps is not None
+    steps = [step for step in (0, *phase_starts(config, run)) if step < run.steps]
+    found: list[Planned] = []
+    for number, (begin, end) in enumerate(zip(steps, [*steps[1:], run.steps], strict=True)):
+        before, after = (order.counts(step * run.global_batch) for step in (begin, end))
+        for source, name in enumerate(config.source_names()):
+            sequences = int(after[source] - before[source])
+            found.append(
+                Planned(
+                    number,
+                    begin,
+                    name,
+                    sequences,
+                    sequences * config.max_tokens,
+                    float(after[source]) / order.sizes[source],
+                    _exhausted(order, source, number, run),
+                )
+            )
+    return found
+
+
+def _exhausted(order: Order, source: int, phase: int, run: Run) -> int | None:
+    assert run.steps is not None
+    before: frozenset[int] = frozenset()
+    for segment in order.segments:
+        if segment.phase == phase and source in segment.exhausted - before:
+            step = segment.start // run.global_batch
+            return step if step < run.steps else None
+        before = segment.exhausted
+    return None
+
+
+def plan_lines(config: DataConfig, order: Order, run: Run) -> list[str]:
+    """The plan as lines of text; none where the steps of the run are not known."""
+    if run.steps is None:
+        return []
+    planned = plan(config, order, run)
+    lines: list[str] = []
+    for number in sorted({one.phase for one in planned}):
+        rows = [one for one in planned if one.phase == number]
+        total = sum(one.tokens for one in rows) or 1
+        scale = config.phases[number - 1].lr_scale if number else 1.0
+        rate = f", learning rate x {scale:g}" if scale != 1 else ""
+        lines.append(f"phase {number} from step {rows[0].first_step:,}: {total:,} tokens{rate}")
+        for one in rows:
+            ends = "" if one.exhausted_at_step is None else f", exhausted at step {one.exhausted_at_step:,}"
+            lines.append(
+                f"  source {one.source}: {one.tokens:,} tokens ({one.tokens / total:.1%}), "
+                f"{one.epochs:.3g} epochs by its end{ends}"
+            )
+    return lines

@@ -1,0 +1,32 @@
+"""Which token stores a configuration names. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from forge_data.config import DataConfig
+from forge_data.error import DataError
+from forge_data.sources import Split
+from forge_data.tokens import TokenStore
+
+
+def cache_folder(config: DataConfig) -> Path:
+    """Where tokenized text is kept."""
+    named = config.cache_dir or os.environ.get("FORGE_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "forge"
+
+
+def open_stores(config: DataConfig, split: Split) -> dict[int, TokenStore]:
+    """The tokens of each source that has some for the split, by its place in the configuration.
+
+    Raises:
+        DataError: data are missing or damaged, or no source has validation data.
+    """
+    cache = cache_folder(config)
+    taken = [n for n, source in enumerate(config.sources) if split == "train" or source.has_validation()]
+    if not taken:
+        raise DataError(
+            "no source has text for validation; give one `held_out` above 0, or `validation` text of its own"
+        )
+    return {n: config.sources[n].open(split, config.tokenizer, cache) for n in taken}
