@@ -1,4 +1,4 @@
-"""The command `forge-data`: tokenize, inspect and plan."""
+"""The command `forge-data`: tokenize, import, inspect and plan."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from rich.progress import (
 from forge_data.concat import Concat
 from forge_data.config import DataConfig
 from forge_data.error import DataError
+from forge_data.formats import RAW_DTYPES, import_tokens
 from forge_data.mixing import Run, build_order, plan_lines
 from forge_data.sources import find_files
 from forge_data.stores import open_stores
@@ -45,6 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make.add_argument("--eos", default="</s>", help="token of tokenizer.json that ends a document")
     make.add_argument("--field", default="text", help="key of the text in rows")
     make.add_argument("--workers", type=int, default=_cores(), help="processes")
+    bring = commands.add_parser("import", help="token files of other projects -> a token store")
+    bring.add_argument("paths", nargs="+", type=Path, help="Megatron .bin, nanoset .ds, .npy or raw files")
+    bring.add_argument("--out", type=Path, required=True, help="folder of the store; must not exist")
+    bring.add_argument(
+        "--tokenizer", default="bytes", help="that of the tokens: 'bytes', or a tokenizer.json"
+    )
+    bring.add_argument("--eos", default="</s>", help="token of tokenizer.json that ends a document")
+    bring.add_argument("--dtype", choices=RAW_DTYPES, help="of raw files, which do not say it themselves")
     look = commands.add_parser("inspect", help="what a store holds, and whether it is intact")
     look.add_argument("folder", type=Path)
     look.add_argument("--docs", type=int, default=2, help="documents to show")
@@ -55,7 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(arguments)
     if overrides and options.command != "plan":
         parser.error(f"unknown arguments: {' '.join(overrides)}")
-    run = {"tokenize": _tokenize, "inspect": _inspect, "plan": partial(_plan, overrides=overrides)}
+    run = {
+        "tokenize": _tokenize,
+        "import": _import,
+        "inspect": _inspect,
+        "plan": partial(_plan, overrides=overrides),
+    }
     try:
         return run[options.command](options)
     except (DataError, ConfigError) as error:
@@ -98,7 +112,16 @@ def _tokenize(options: argparse.Namespace) -> int:
             if console.is_terminal
             else _plain_progress(),
         )
-    sys.stdout.write(f"{options.out}: {len(store):,} tokens in {store.manifest.num_docs:,} documents\n")
+    return _told(options.out, store)
+
+
+def _import(options: argparse.Namespace) -> int:
+    store = import_tokens(options.paths, options.out, _tokenizer(options), options.dtype)
+    return _told(options.out, store)
+
+
+def _told(folder: Path, store: TokenStore) -> int:
+    sys.stdout.write(f"{folder}: {len(store):,} tokens in {store.manifest.num_docs:,} documents\n")
     return 0
 
 
