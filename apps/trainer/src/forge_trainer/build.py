@@ -192,8 +192,7 @@ def build_hooks(
     job = run.job
     hooks: list[Hook] = [CountFinite(finite)]
     if run.trackers:
-        flops = job.model.flops_per_token(job.data.max_tokens)
-        hooks.append(Log(job.train.log_every_steps, run, flops, finite.skipped))
+        hooks.append(Log(job.train.log_every_steps, run, finite.skipped))
     if validation is not None:
         hooks.append(Evaluate(job.eval.every_steps, run, validation, weights))
     elif run.env.rank == 0:

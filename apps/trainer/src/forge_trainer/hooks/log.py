@@ -3,19 +3,26 @@
 from collections.abc import Callable
 
 from forge_trainer.hooks.base import Hook, RunView
+from forge_trainer.hooks.figures import Figures
 from forge_trainer.progress import Progress
 from forge_trainer.steps.base import StepOutput
 
 
 class Log(Hook):
-    """Writes loss, gradient norm, learning rate, speed, steps skipped, and where the time of a step went."""
+    """Writes loss, gradient norm, learning rate, figures, steps skipped, and where the time of a step went.
+
+    Args:
+        every: distance in steps.
+        run: what is looked at.
+        skipped: how many steps of the run were not finite.
+    """
 
     span = "log"
 
-    def __init__(self, every: int, run: RunView, flops_per_token: float, skipped: Callable[[], int]) -> None:
+    def __init__(self, every: int, run: RunView, skipped: Callable[[], int]) -> None:
         self.every = every
         self._run = run
-        self._flops_per_token = flops_per_token
+        self._figures = Figures(run)
         self._step, self._tokens = run.progress.step, run.progress.tokens
         self._skipped = skipped
         self._skipped_before = 0
@@ -34,8 +41,7 @@ class Log(Hook):
             "loss": loss,
             "grad_norm": norm,
             "lr": out.lr,
-            "tokens_per_s": speed,
-            "model_tflops": speed * self._flops_per_token / 1e12,
+            **self._figures.of(speed),
             "skipped": self._skipped_before - before,
         }
         record |= {name: value.item() for name, value in out.metrics.items()}

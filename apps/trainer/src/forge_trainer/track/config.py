@@ -1,8 +1,10 @@
 """What `[track]` holds; `metrics.jsonl` and the console are always there."""
 
-from typing import Literal
+from __future__ import annotations
 
-from forge_config import ALL_KEYS, Config
+from typing import Annotated, Literal
+
+from forge_config import ALL_KEYS, Config, Meta
 
 
 class WandbConfig(Config):
@@ -24,10 +26,13 @@ class TrackConfig(Config):
 
     Attributes:
         tensorboard: write event files to `<run>/tensorboard`.
+        peak_tflops: dense peak of one device in the number format that is computed in, for MFU; absent means
+            that of a table of devices in bfloat16. A device that is not in it has no MFU, never a guess.
         wandb: report to Weights & Biases; a server that cannot be reached never hurts the run.
     """
 
     free_keys = (ALL_KEYS,)
 
     tensorboard: bool = False
+    peak_tflops: Annotated[float, Meta(gt=0)] | None = None
     wandb: WandbConfig | None = None

@@ -1,0 +1,83 @@
+"""How fast a run is, as figures that can be compared: by device, against its peak, in memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from forge_trainer.say import say
+
+if TYPE_CHECKING:
+    from forge_trainer.hooks.base import RunView
+
+PEAK_TFLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA H100 80GB HBM3": 989.0,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H200": 989.0,
+    "NVIDIA GH200 480GB": 989.0,
+}
+"""Dense bfloat16 with float32 sums, by the name that torch gives a device; from NVIDIA's data sheets."""
+
+KIB = 1 << 10
+GIB = 1 << 30
+
+
+class Figures:
+    """Turns tokens a second into figures.
+
+    Args:
+        run: what is looked at.
+    """
+
+    def __init__(self, run: RunView) -> None:
+        job = run.job
+        self._device = run.mesh.device
+        self._ranks = run.env.world_size
+        self._flops = job.model.flops_per_token(job.data.max_tokens)
+        self._flops_full = job.model.flops_per_token(job.data.max_tokens, causal=False)
+        compute = job.precision.compute_dtype(self._device.type)
+        self._peak = job.track.peak_tflops or _peak(self._device, compute)
+
+    def of(self, tokens_per_s: float) -> dict[str, float]:
+        """Figures by name, of the whole run but for `tokens_per_s_per_device`, `mfu*` and `memory_gib`."""
+        by_device = tokens_per_s / self._ranks
+        found = {
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_device": by_device,
+            "model_tflops": tokens_per_s * self._flops / 1e12,
+            "memory_gib": _memory_bytes(self._device) / GIB,
+        }
+        if self._peak is not None:
+            found["mfu"] = by_device * self._flops / 1e12 / self._peak
+            found["mfu_full_attention"] = by_device * self._flops_full / 1e12 / self._peak
+        return found
+
+
+def _peak(device: torch.device, compute: str) -> float | None:
+    """The peak of a device; None where it is not known, which is said once."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    if name in PEAK_TFLOPS and compute == "bfloat16":
+        return PEAK_TFLOPS[name]
+    say(
+        f"no MFU is logged: the peak of {name!r} in {compute} is not known; give track.peak_tflops\n",
+        sys.stderr,
+    )
+    return None
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """The most that this process has held so far: on a GPU in tensors, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * KIB
