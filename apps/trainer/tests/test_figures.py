@@ -23,11 +23,8 @@ def test_mfu_is_model_flops_of_a_device_over_its_peak():
     assert found["model_tflops"] == pytest.approx(1000 * job.model.flops_per_token(tokens) / 1e12)
     assert found["mfu"] == pytest.approx(500 * job.model.flops_per_token(tokens) / 0.5e12)
     full = job.model.flops_per_token(tokens, causal=False)
-    assert (
-        found["mfu_full_attention"] == pytest.approx(500 * full / 0.5e12)
-       
+    assert found["mfu_full_attention"] == pytest.approx(500 * full / 0.5e12)
     assert found["mfu_full_attention"] > found["mfu"]
-    )
     assert 0.01 < found["memory_gib"] < 100
 
 
