@@ -1,0 +1,133 @@
+"""Time of a training step on several gloo ranks beside one process, at equal work and equal cores.
+
+One process has all cores as threads; each of N ranks has its part of them. `ratio` is the time of the one
+process over that of the ranks, both the medians of turns taken one after the other: 1 would be no overhead.
+`communication` is the share of time that one rank spends in collectives, as the profiler of torch sees it,
+waiting included.
+
+Run alone on the machine: python benchmarks/parallel_overhead.py [--rounds 3] [--layouts fsdp2 tp2 ...]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+from forge_model import DecoderConfig, LossConfig, initialize
+from forge_model.config import GroupedQueryConfig
+from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, local_shard, process_group
+from forge_parallel.apply import materialize, parallelize
+from forge_parallel.runner import build_runner
+from forge_parallel.stages import keep_stage, stages_of
+from report import table, write
+
+LAYOUTS = {
+    "one": (1, {}),
+    "fsdp2": (2, {}),
+    "replicate2": (2, {"dp_replicate": 2}),
+    "tp2": (2, {"tp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "hsdp2x2": (4, {"dp_replicate": 2}),
+}
+DIM, LAYERS, TOKENS, BATCH, VOCAB = 512, 4, 512, 4, 8192
+
+
+def rank(layout: str, steps: int) -> None:
+    """One rank: prints the seconds of each step, and the share of communication."""
+    env = Env.detect()
+    with process_group(env):
+        mesh = build_mesh(MeshConfig(**LAYOUTS[layout][1]), env)
+        config = DecoderConfig(
+            vocab_size=VOCAB,
+            max_tokens=TOKENS,
+            dim=DIM,
+            num_layers=LAYERS,
+            attention=GroupedQueryConfig(num_heads=8, num_kv_heads=8),
+        )
+        parallel = ParallelConfig()
+        parts = []
+        for stage in stages_of(mesh.pipeline.rank, mesh.pipeline.size, parallel.pipeline):
+            with torch.device("meta"):
+                model = config.build()
+            keep_stage(model, Plan.of(model), stage, mesh.pipeline.size, parallel.pipeline)
+            parallelize(model, mesh, Plan.of(model), parallel)
+            initialize(materialize(model, mesh.device), 0, local_shard)
+            parts.append(model)
+        runner, loss = build_runner(parts, mesh), LossConfig().build()
+        optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], fused=True)
+        mine = torch.randint(VOCAB, (BATCH // mesh.batch.size, TOKENS))
+        inputs = [{"tokens": rows, "labels": rows, "loss_fn": loss} for rows in mine.chunk(2)]
+
+        def step() -> float:
+            start = time.perf_counter()
+            runner.backward(inputs, lambda terms: terms.total / (BATCH * TOKENS))
+            optimizer.step()
+            optimizer.zero_grad()
+            return time.perf_counter() - start
+
+        step()
+        seconds = [step() for _ in range(steps)]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            whole = step()
+        words = ("c10d", "gloo", "wait")
+        said = sum(e.self_cpu_time_total for e in profile.key_averages() if any(w in e.key for w in words))
+        if env.rank == 0:
+            print(json.dumps({"seconds": seconds, "communication": min(1.0, said / 1e6 / whole)}))
+
+
+def measure(layout: str, cores: int, steps: int) -> dict:
+    """Run a layout in processes of its own."""
+    ranks = LAYOUTS[layout][0]
+    launch = [sys.executable]
+    if ranks > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    line = [*launch, __file__, "--rank", layout, "--steps", str(steps)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
+    done = subprocess.run(line, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS)[1:], choices=list(LAYOUTS)[1:])
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        rank(options.rank, options.steps)
+        return
+    cores = len(os.sched_getaffinity(0))
+    rows = []
+    for layout in options.layouts:
+        alone, together, said = [], [], []
+        for _ in range(options.rounds):
+            alone += measure("one", cores, options.steps)["seconds"]
+            found = measure(layout, cores, options.steps)
+            together += found["seconds"]
+            said.append(found["communication"])
+        one, many = statistics.median(alone), statistics.median(together)
+        rows.append(
+            {
+                "layout": layout,
+                "one process s": round(one, 3),
+                "ranks s": round(many, 3),
+                "ratio": round(one / many, 3),
+                "communication": round(statistics.median(said), 3),
+            }
+        )
+    print(table(rows))
+    shape = {"dim": DIM, "layers": LAYERS, "tokens": TOKENS, "batch": BATCH, "vocabulary": VOCAB}
+    write("parallel_overhead", {"cores": cores, "shape": shape, "layouts": rows})
+
+
+if __name__ == "__main__":
+    main()
