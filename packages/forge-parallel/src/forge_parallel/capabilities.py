@@ -69,6 +69,15 @@ def split_factor(placement: Placement) -> int:
     return getattr(placement, "split_factor", 1)
 
 
+def splits_backward() -> bool:
+    """Whether pipelines can take the backward pass in two where a model has an autograd function of its own.
+
+    2.11 cannot; seen to work in 2.15.
+    """
+    version = tuple(int(part) for part in str(torch.__version__).split(".")[:2])
+    return version >= (2, 15)
+
+
 def run_schedule(schedule: Any, micro_batches: list[dict[str, Any]]) -> None:
     """Run a pipeline schedule on keyword arguments that are cut into micro-batches already.
 
@@ -81,6 +90,8 @@ def run_schedule(schedule: Any, micro_batches: list[dict[str, Any]]) -> None:
     for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
         stage.has_backward = True
         stage.clear_runtime_states()
+        # a rank of a V would greet itself, which gloo cannot
+        stage._get_init_p2p_neighbors_ops = list
     schedule._step_microbatches(kwarg_mbs=micro_batches, target_mbs=targets)
 
 

@@ -32,14 +32,20 @@ class Pipeline:
 
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh, plan: Plan, config: ParallelConfig) -> None:
         self._parts, self._mesh, self._config = list(parts), mesh, config
+        if config.pipeline.splits_backward and not capabilities.splits_backward():
+            raise ParallelError(
+                f'pipeline.schedule = "{config.pipeline.schedule}" needs torch 2.15, and this is '
+                f"{torch.__version__}; choose 1f1b, gpipe or interleaved_1f1b"
+            )
         self._ranks = mesh.pipeline
         self._stages = stages_of(self._ranks.rank, self._ranks.size, config.pipeline)
         self._last = self._ranks.size * config.pipeline.held() - 1
         self._plan = plan
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._finish: Callable[[Any], Any] = _unchanged
+        self._others: Inputs = {}
         for stage, part in zip(self._stages, self._parts, strict=True):
-            part.register_forward_pre_hook(self._name_hidden, prepend=True, with_kwargs=True)
+            part.register_forward_pre_hook(self._complete, prepend=True, with_kwargs=True)
             if stage == self._last:
                 part.register_forward_hook(lambda _module, _args, out: self._finish(out))
 
@@ -58,11 +64,14 @@ class Pipeline:
         key = (len(micro_batches), *shapes.pop())
         if key not in self._schedules:
             self._schedules[key] = self._schedule(*key)
+        # the schedules of torch take tensors only
+        self._others = {k: v for k, v in micro_batches[0].items() if not isinstance(v, Tensor)}
+        tensors = [{k: v for k, v in given.items() if isinstance(v, Tensor)} for given in micro_batches]
         self._finish = finish
         try:
-            capabilities.run_schedule(self._schedules[key], [dict(inputs) for inputs in micro_batches])
+            capabilities.run_schedule(self._schedules[key], tensors)
         finally:
-            self._finish = _unchanged
+            self._finish, self._others = _unchanged, {}
 
     def forward(self, inputs: Inputs) -> Any:
         """See `Runner.forward`. The stages run one after the other."""
@@ -87,9 +96,10 @@ class Pipeline:
         dist.recv(hidden, group=self._ranks.group, group_src=source)
         return hidden
 
-    def _name_hidden(self, _: nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> tuple[tuple[()], Inputs]:
-        """The hidden state comes as the only positional argument."""
+    def _complete(self, _: nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> tuple[tuple[()], Inputs]:
+        """Name the hidden state, which comes as the only positional argument; add what is no tensor."""
         assert self._plan.stages is not None
+        kwargs = kwargs | self._others
         if not args:
             return (), kwargs
         kept = {name: value for name, value in kwargs.items() if name not in self._plan.stages.instead_of}

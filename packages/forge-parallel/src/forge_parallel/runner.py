@@ -23,7 +23,8 @@ class Runner(Protocol):
         """Add up gradients over micro-batches, and sum them over ranks.
 
         Args:
-            micro_batches: the same number on every rank; in a pipeline, of equal shapes.
+            micro_batches: the same number on every rank; in a pipeline, of equal shapes, and what is no
+                tensor is that of the first.
             finish: turns what the model returns for one of them into the [] that is differentiated; called
                 in their order, where the end of the model is.
         """
