@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forge_ckpt import CheckpointError, Snapshot, Store, TrainState
+from forge_ckpt import CheckpointError, Saver, Snapshot, Store, TrainState
 from forge_parallel.testing import run_ranks
 from torch import nn
 
@@ -108,3 +108,34 @@ def refuse(folder: str) -> None:
 
 def test_parts_that_are_not_all_of_it_are_refused_on_all_ranks(tmp_path):
     run_ranks(refuse, 2, str(tmp_path))
+
+
+def beside(folder: str) -> None:
+    """Saves beside training, whose collectives run on another group; one rank fails to write once."""
+    rank, group = dist.get_rank(), dist.new_group(backend="gloo")
+    store = Store(Path(folder), keep=9, group=group)
+    parts, optimizer, state = made([2 * rank, 2 * rank + 1])
+    saver = Saver(store, state, asynchronous=True)
+    original = store._write
+
+    def fail(*_):
+        raise OSError("no room")
+
+    expected = {}
+    for step in range(1, 6):
+        train(parts, optimizer, step, step + 1)
+        store._write = fail if (step, rank) == (3, 1) else original
+        saver.save(step, {"step": step})
+        expected[step] = {key: value.clone() for key, value in state.capture().tensors.items()}
+        for _ in range(50):
+            dist.all_reduce(torch.ones(1))
+    saver.finish()
+    assert store.steps() == [1, 2, 4, 5] and saver.failures == 0
+    dist.barrier()
+    for step in store.steps():
+        saved = store.tensors(step)
+        assert all(torch.equal(saved[key], value) for key, value in expected[step].items())
+
+
+def test_saves_beside_training_do_not_meet_its_collectives(tmp_path):
+    run_ranks(beside, 2, str(tmp_path))

@@ -462,10 +462,6 @@ def test_any_box_of_any_layout_is_read_as_it_was(tmp_path, seed, monkeypatch):
         box = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
         into = torch.full(tuple(b - a for a, b in zip(low, high, strict=True)), 7.0)
         opened = manifests.read(store.folder(1))
-        staged = shards.stage(
-            store.folder(1),
-            opened,
-            {"w": into},
-            lambda key, tensor, low=low: shards.PlainShard(tensor, low, True),
-        )
+        wanted = shards.Box(into, low, True, opened.tensors["w"])
+        staged = shards.stage(store.folder(1), opened, {"w": wanted})
         assert torch.equal(staged["w"], value[box])

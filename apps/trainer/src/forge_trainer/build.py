@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from forge_ckpt.saver import Saver
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_data.loader import Loader, build_loader
@@ -18,11 +19,12 @@ from forge_parallel.mesh import Mesh, build_mesh
 from forge_parallel.plan import Plan
 from forge_parallel.stages import keep_stage, stages_of
 from forge_parallel.tensor import local_shard
+from forge_resilience.deadline import SAVE
 from forge_resilience.finite import FiniteGuard
 from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, new_group
 
 from forge_trainer.clock import Clock
 from forge_trainer.guards import CountFinite, Guard, build_guards
@@ -41,7 +43,7 @@ from forge_trainer.steps.base import Step
 from forge_trainer.steps.update import Update
 from forge_trainer.track import Tracker
 from forge_trainer.track.open import open_trackers
-from forge_trainer.weights import resume_or_start, saver
+from forge_trainer.weights import SaveRun, resume_or_start
 
 
 @dataclass
@@ -74,13 +76,13 @@ class Run:
     progress: Progress
     hooks: list[Hook]
     guards: list[Guard]
-    save: Callable[[Progress], None]
+    save: SaveRun
     trackers: list[Tracker]
     clock: Clock
 
     def train(self) -> Verdict:
         """Train to the end, or until a guard stops the run. Collective."""
-        return train(
+        verdict = train(
             self.step,
             iter(self.loader),
             self.progress,
@@ -91,6 +93,9 @@ class Run:
             self.save,
             self.clock,
         )
+        with self.clock.span("save"):
+            self.save.finish(self.progress.step, self.job.train.steps)
+        return verdict
 
 
 def build(
@@ -141,7 +146,10 @@ def build(
     guards, deadline, finite = build_guards(job, signals)
     clock.listeners.append(lambda name, s: deadline.observe(name, s) if name != "build" else None)
     counters: dict[str, Stateful] = {"finite": finite}
-    save = saver(store, state, loader.fingerprint, counters)
+    # twice: at a stop, one save may be in flight and the last one follows
+    saver = Saver(store, state, job.checkpoint.asynchronous, lambda s: deadline.observe(SAVE, 2 * s))
+    stack.callback(saver.close)
+    save = SaveRun(saver, loader.fingerprint, counters)
     directory = job.job.directory
     run = Run(job, directory, env, mesh, parts, step, loader, progress, [], guards, save, trackers, clock)
     validation = data("validation") if job.data.has_validation() else None
@@ -169,13 +177,15 @@ def build_parts(job: Job, mesh: Mesh) -> list[nn.Module]:
 
 
 def open_store(job: Job, mesh: Mesh) -> Store:
-    """The checkpoints of the run."""
+    """The checkpoints of the run, with a group of their own: they are written beside training. Collective."""
     config, files = job.checkpoint, RunFiles(job.job.directory)
+    group = new_group(backend="gloo") if mesh.control_group is not None else None
+    assert group is None or isinstance(group, ProcessGroup), "every rank is a member"
     return Store(
         files.checkpoints,
         config.keep,
         config.keep_every_steps,
-        mesh.control_group,
+        group,
         partial(local_shard, mesh=mesh),
         files.lease,
         files.progress_marks,

@@ -70,4 +70,5 @@ def _outcome(run: Run, verdict: Verdict, claim: Claim) -> tuple[ExitCode, str]:
         )
     if step >= job.train.steps:
         return ExitCode.DONE, "complete"
-    return ExitCode.PREEMPTED, f"stopped at step {step} with a checkpoint; the same command continues it"
+    saved = "with a checkpoint" if not run.save.failed else "WITHOUT a checkpoint, which could not be written"
+    return ExitCode.PREEMPTED, f"stopped at step {step} {saved}; the same command continues it"

@@ -1,9 +1,11 @@
 """Where the tensors of a run come from and go to: initial values, weights from elsewhere, checkpoints."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from forge_ckpt.error import CheckpointError
+from forge_ckpt.saver import Saver
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_ckpt.weights import Weights
@@ -61,15 +63,39 @@ def resume_or_start(
     return Progress(**found.meta["progress"]), found.meta["data"], found.meta.get("counts", {})
 
 
-def saver(
-    store: Store, state: TrainState, fingerprint: str, counters: Mapping[str, Stateful]
-) -> Callable[[Progress], None]:
-    """A function that saves; what `counters` holds by then is saved with the tensors."""
+class SaveRun:
+    """Saves the run; called after a step.
 
-    def save(progress: Progress) -> None:
-        counts = {name: counter.state() for name, counter in counters.items()}
-        meta = {"progress": asdict(progress), "data": fingerprint, "counts": counts}
-        snapshot = state.capture(meta, copy=False)  # training waits until it is written
-        store.save(progress.step, snapshot)
+    Args:
+        saver: writes.
+        fingerprint: of the data.
+        counters: what they hold when a save begins is saved with the tensors.
+    """
 
-    return save
+    def __init__(self, saver: Saver, fingerprint: str, counters: Mapping[str, Stateful]) -> None:
+        self._saver, self._fingerprint, self._counters = saver, fingerprint, counters
+
+    def __call__(self, progress: Progress) -> None:
+        """Save, or begin to. Collective.
+
+        Raises:
+            CheckpointError: three saves in a row have failed.
+        """
+        counts = {name: counter.state() for name, counter in self._counters.items()}
+        meta = {"progress": asdict(progress), "data": self._fingerprint, "counts": counts}
+        self._saver.save(progress.step, meta)
+
+    def finish(self, step: int, until: int) -> None:
+        """Wait for the last save as training ends. Collective.
+
+        Raises:
+            CheckpointError: the run is complete, and its last step could not be saved.
+        """
+        self._saver.finish()
+        if step >= until and self._saver.failures:
+            raise CheckpointError(f"the run is complete and its last step, {step}, is not saved (see above)")
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last save failed."""
+        return self._saver.failures > 0

@@ -7,6 +7,7 @@ from .error import UnsupportedError as UnsupportedError
 from .lease import Lease as Lease
 from .manifest import Manifest as Manifest
 from .manifest import Snapshot as Snapshot
+from .saver import Saver as Saver
 from .state import TrainState as TrainState
 from .state import model_tensors as model_tensors
 from .store import Store as Store
@@ -20,6 +21,7 @@ __all__ = [
     "Lease",
     "LockedError",
     "Manifest",
+    "Saver",
     "Snapshot",
     "Store",
     "TrainState",

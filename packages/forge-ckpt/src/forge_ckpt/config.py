@@ -10,6 +10,8 @@ class CheckpointConfig(Config):
 
     Attributes:
         every_steps: distance of checkpoints; the last step is always saved.
+        asynchronous: training waits only until its state is copied to host memory, and goes on while it is
+            written; where memory does not suffice for a copy, it waits, and says so.
         keep: newest checkpoints that stay; at least 2, so that there is one to fall back to.
         keep_every_steps: checkpoints at multiples of this stay for good; 0 keeps none.
     """
@@ -17,5 +19,6 @@ class CheckpointConfig(Config):
     free_keys = (ALL_KEYS,)
 
     every_steps: Annotated[int, Meta(ge=1)] = 1000
+    asynchronous: bool = True
     keep: Annotated[int, Meta(ge=2)] = 3
     keep_every_steps: Annotated[int, Meta(ge=0)] = 0

@@ -60,47 +60,71 @@ class Shard(Protocol):
 LocalShard = Callable[[Tensor], Shard]
 """Which box of a tensor this rank holds."""
 
-NamedShard = Callable[[str, Tensor], Shard]
-"""Which box of the tensor of this name this rank holds."""
 
+class Box(NamedTuple):
+    """The box of a tensor that this rank holds, and the tensor that it belongs to.
 
-class PlainShard(NamedTuple):
-    """All of a tensor, or a box that is known already; see `Shard`."""
+    Attributes:
+        values: what is held.
+        offsets: where in the full tensor it starts.
+        is_first_copy: whether this rank writes it; None if ranks that hold all of a plain tensor share that.
+        entry: dtype and shape of the full tensor.
+    """
 
     values: Tensor
     offsets: tuple[int, ...]
-    is_first_copy: bool
+    is_first_copy: bool | None
+    entry: Entry
 
 
-def plain_shard(tensor: Tensor, is_first_copy: bool) -> Shard:
-    """All of a tensor, which every rank that has it holds.
+def box_of(key: str, tensor: Tensor | Box, local_shard: LocalShard | None) -> Box:
+    """The box of a tensor that this rank holds.
 
     Raises:
-        CheckpointError: it is a DTensor.
+        CheckpointError: it has a dtype that is not saved; or it is a DTensor, and there is no `local_shard`.
     """
+    if isinstance(tensor, Box):
+        return tensor
+    entry = Entry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    if entry.dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{key} is {entry.dtype}; expected one of {', '.join(ITEM_BYTES)}")
+    if local_shard is not None:
+        shard = local_shard(tensor)
+        return Box(shard.values, tuple(shard.offsets), shard.is_first_copy, entry)
     if hasattr(tensor, "_local_tensor"):
         raise CheckpointError(
-            f"a tensor of shape {tuple(tensor.shape)} is a DTensor; only plain tensors can be saved and "
-            "loaded unless the store knows who holds what: give Store(local_shard=...), say "
+            f"{key} of shape {tuple(tensor.shape)} is a DTensor; only plain tensors can be saved and loaded "
+            "unless the store knows who holds what: give Store(local_shard=...), say "
             "functools.partial(forge_parallel.local_shard, mesh=mesh)"
         )
-    return PlainShard(tensor.detach(), (0,) * tensor.ndim, is_first_copy)
+    return Box(tensor.detach(), (0,) * tensor.ndim, None, entry)
 
 
-def describe(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
-    """Dtype and shape of each tensor.
+def copy_boxes(boxes: Mapping[str, Box], buffers: dict[str, Tensor]) -> dict[str, Box]:
+    """Copy to host memory what this rank may write; pinned if it comes from a GPU.
 
-    Raises:
-        CheckpointError: one has a dtype that is not saved.
+    Args:
+        boxes: by name.
+        buffers: of the copy before, which are taken again where they fit; kept up to date.
     """
-    found = {
-        key: Entry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for key, tensor in tensors.items()
-    }
-    for key, entry in found.items():
-        if entry.dtype not in ITEM_BYTES:
-            raise CheckpointError(f"{key} is {entry.dtype}; expected one of {', '.join(ITEM_BYTES)}")
-    return found
+    copied, waiting = {}, False
+    for key, box in boxes.items():
+        if box.is_first_copy is False:
+            copied[key] = box._replace(values=box.values.new_empty(0, device="cpu"))
+            continue
+        buffer = buffers.get(key)
+        if buffer is None or (buffer.shape, buffer.dtype) != (box.values.shape, box.values.dtype):
+            pinned = box.values.device.type == "cuda"
+            buffer = torch.empty(box.values.shape, dtype=box.values.dtype, pin_memory=pinned)
+            buffers[key] = buffer
+        waiting = waiting or box.values.device.type == "cuda"
+        buffer.copy_(box.values, non_blocking=True)
+        copied[key] = box._replace(values=buffer)
+    for gone in buffers.keys() - boxes.keys():
+        del buffers[gone]
+    if waiting:
+        torch.cuda.synchronize()
+    return copied
 
 
 class _Blocks:
@@ -133,34 +157,37 @@ class _Blocks:
 
 
 def write_boxes(
-    file: BinaryIO, tensors: Mapping[str, Tensor], shard: NamedShard
+    file: BinaryIO, boxes: Mapping[str, Box]
 ) -> tuple[Index, int, dict[str, tuple[Shape, Shape]]]:
-    """Write this rank's boxes into one file, one after the other, aligned.
+    """Write boxes into one file, one after the other, aligned.
+
+    Args:
+        file: new.
+        boxes: by name; those that are not the first copy are left out.
 
     Returns:
         The index, the size of the file, and start and extents of the box of each tensor written here.
     """
     blocks, offsets = _Blocks(file), {}
-    boxes: dict[str, tuple[Shape, Shape]] = {}
-    for key in sorted(tensors):
-        box = shard(key, tensors[key])
+    written: dict[str, tuple[Shape, Shape]] = {}
+    for key, box in sorted(boxes.items()):
         if not box.values.numel() or not box.is_first_copy:
             continue
         blocks.write(b"\0" * (-blocks.num_bytes % ALIGNMENT))
         offsets[key] = blocks.num_bytes
-        boxes[key] = (tuple(box.offsets), tuple(box.values.shape))
+        written[key] = box.offsets, tuple(box.values.shape)
         blocks.write(box.values.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     blocks.end_block()
-    return Index(BLOCK_BYTES, encode_digests(blocks.digests), offsets), blocks.num_bytes, boxes
+    return Index(BLOCK_BYTES, encode_digests(blocks.digests), offsets), blocks.num_bytes, written
 
 
-def misfits(manifest: Manifest, targets: Mapping[str, Tensor]) -> list[str]:
-    """What of the targets a checkpoint does not hold in their shape and dtype, one line each."""
-    wrong = [f"{key} is not in the checkpoint" for key in targets.keys() - manifest.tensors.keys()]
-    for key in targets.keys() & manifest.tensors.keys():
-        entry, target = manifest.tensors[key], targets[key]
-        have = f"{entry.dtype} {list(entry.shape)}"
-        want = f"{str(target.dtype).removeprefix('torch.')} {list(target.shape)}"
+def misfits(manifest: Manifest, boxes: Mapping[str, Box]) -> list[str]:
+    """Which tensors a checkpoint does not hold in their shape and dtype, one line each."""
+    wrong = [f"{key} is not in the checkpoint" for key in boxes.keys() - manifest.tensors.keys()]
+    for key in boxes.keys() & manifest.tensors.keys():
+        have, want = (
+            f"{entry.dtype} {list(entry.shape)}" for entry in (manifest.tensors[key], boxes[key].entry)
+        )
         if have != want:
             wrong.append(f"{key} is {have}, wanted {want}")
     return wrong
@@ -248,23 +275,21 @@ def _strides(size: Shape) -> Shape:
     return tuple(accumulate(size[:0:-1], lambda a, b: a * b, initial=1))[::-1] if size else ()
 
 
-def stage(
-    folder: Path, manifest: Manifest, targets: Mapping[str, Tensor], shard: NamedShard
-) -> dict[str, Tensor]:
-    """Read the local box of each target from disk, verified, without touching the target.
+def stage(folder: Path, manifest: Manifest, boxes: Mapping[str, Box]) -> dict[str, Tensor]:
+    """Read boxes from disk, verified, without touching their values.
 
     Raises:
         DamagedError: bytes that are needed are not those that were written.
         UnreadableError: they cannot be read now.
         UnsupportedError: an index is not one that we write.
     """
-    boxes = {key: shard(key, target) for key, target in targets.items()}
     staged = {key: torch.empty(box.values.shape, dtype=box.values.dtype) for key, box in boxes.items()}
-    wanted = {key: (tuple(box.offsets), tuple(box.values.shape)) for key, box in boxes.items()}
+    wanted = {key: (box.offsets, tuple(box.values.shape)) for key, box in boxes.items()}
     for rank, (index, pieces) in plan(folder, manifest, wanted).items():
-        for run, data in read_runs(folder / values_name(rank), index, manifest.files[rank].num_bytes, pieces):
-            for piece in run:
-                _place(piece, data, staged[piece.key], wanted[piece.key][0])
+        path, num_bytes = folder / values_name(rank), manifest.files[rank].num_bytes
+        for pieces_read, run in read_runs(path, index, num_bytes, pieces):
+            for piece in pieces_read:
+                _place(piece, run, staged[piece.key], wanted[piece.key][0])
     return staged
 
 
@@ -345,7 +370,7 @@ def verify_file(folder: Path, manifest: Manifest, rank: int) -> None:
 
 
 @torch.no_grad()
-def commit(staged: Mapping[str, Tensor], targets: Mapping[str, Tensor], shard: NamedShard) -> None:
-    """Copy staged boxes into their targets."""
-    for key, target in targets.items():
-        shard(key, target).values.copy_(staged[key])
+def commit(staged: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> None:
+    """Copy what was read into the boxes that it belongs to."""
+    for key, box in boxes.items():
+        box.values.copy_(staged[key])

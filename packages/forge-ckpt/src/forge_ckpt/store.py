@@ -6,9 +6,10 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from forge_ckpt import manifest as manifests
 from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError, UnsupportedError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from forge_ckpt.shards import LocalShard, NamedShard
+    from forge_ckpt.shards import Box, LocalShard
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,12 @@ class Store:
         self._ranks = Ranks(group)
         self._local_shard = local_shard
         self._passed_over: set[int] = set()
+        self._buffers: dict[str, Tensor] = {}
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first rank, or the only one."""
+        return self._ranks.rank == 0
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -118,13 +125,11 @@ class Store:
         return self._folders.begin(step)
 
     def _write_all(self, step: int, partial: Path, snapshot: Snapshot) -> None:
-        from forge_ckpt.shards import describe
-
         ranks = self._ranks
-        tensors = ranks.each(lambda: describe(snapshot.tensors))
-        held, held_of = ranks.held(tensors, snapshot.values)
-        shard = self._writer(held, held_of)
-        written = ranks.each(lambda: self._write(partial, snapshot.tensors, shard))
+        boxes = ranks.each(lambda: self._boxes(snapshot.tensors))
+        held, held_of = ranks.held({key: box.entry for key, box in boxes.items()}, snapshot.values)
+        self._share(boxes, held, held_of)
+        written = ranks.each(lambda: self._write(partial, boxes))
         everyone = ranks.to_first(written)
 
         def publish() -> None:
@@ -147,41 +152,48 @@ class Store:
 
         ranks.from_first(publish)
 
-    def _writer(self, held: list[Held], held_of: list[int]) -> NamedShard:
-        """Which box of a tensor this rank writes; ranks that hold the same plain tensor share the writing."""
-        from zlib import crc32
+    def _boxes(self, tensors: Mapping[str, Tensor | Box]) -> dict[str, Box]:
+        from forge_ckpt.shards import box_of
 
-        from forge_ckpt.shards import plain_shard
+        return {key: box_of(key, tensor, self._local_shard) for key, tensor in tensors.items()}
 
-        if (given := self._local_shard) is not None:
-            return lambda key, tensor: given(tensor)
+    def _share(self, boxes: dict[str, Box], held: list[Held], held_of: list[int]) -> None:
+        """Decide who writes the plain tensors that several ranks hold: each of them some."""
+        for key, box in boxes.items():
+            if box.is_first_copy is None:
+                holders = [rank for rank, which in enumerate(held_of) if key in held[which].tensors]
+                writer = holders[crc32(key.encode()) % len(holders)]
+                boxes[key] = box._replace(is_first_copy=writer == self._ranks.rank)
 
-        def shard(key: str, tensor: Tensor) -> Any:
-            holders = [rank for rank, which in enumerate(held_of) if key in held[which].tensors]
-            return plain_shard(tensor, holders[crc32(key.encode()) % len(holders)] == self._ranks.rank)
+    def staging_bytes(self, tensors: Mapping[str, Tensor]) -> int:
+        """Host memory that `staged` takes beyond what it has taken before."""
+        boxes = self._boxes(tensors)
+        sizes = (box.values.nbytes for box in boxes.values() if box.is_first_copy is not False)
+        return max(0, sum(sizes) - sum(buffer.nbytes for buffer in self._buffers.values()))
 
-        return shard
+    def staged(self, snapshot: Snapshot) -> Snapshot:
+        """A copy in host memory of what this rank may write, so that training may go on; waits for a GPU.
 
-    def _reader(self) -> NamedShard:
-        """Which box of a tensor this rank holds."""
-        from forge_ckpt.shards import plain_shard
+        The memory is used again by the next call: the save of this copy must have ended by then.
+        """
+        from forge_ckpt.shards import copy_boxes
 
-        given = self._local_shard
-        return lambda key, tensor: given(tensor) if given else plain_shard(tensor, True)
+        boxes: Mapping[str, Any] = copy_boxes(self._boxes(snapshot.tensors), self._buffers)
+        return replace(snapshot, tensors=boxes)
 
-    def _write(self, partial: Path, tensors: Mapping[str, Tensor], shard: NamedShard) -> tuple[File, Part]:
+    def _write(self, partial: Path, boxes: Mapping[str, Box]) -> tuple[File, Part]:
         """Write this rank's values and their index; returns what they are and what is in them."""
         from forge_ckpt.shards import write_boxes
 
         rank = self._ranks.rank
         with (partial / manifests.values_name(rank)).open("wb") as file:
-            index, num_bytes, boxes = write_boxes(file, tensors, shard)
+            index, num_bytes, written = write_boxes(file, boxes)
             file.flush()
             os.fsync(file.fileno())
         data = manifests.encode(index)
         write_durably(partial / manifests.index_name(rank), data)
         digest = manifests.digest(data).hex()
-        return File(num_bytes, len(data), digest), part_of(sorted(tensors), boxes)
+        return File(num_bytes, len(data), digest), part_of(sorted(boxes), written)
 
     def resume(self, targets: Targets) -> Manifest | None:
         """Load the newest intact checkpoint, in place. Collective.
@@ -209,7 +221,7 @@ class Store:
             if not any(one.damaged or one.unreadable for one in everyone):
                 _require_fit(step, everyone, sorted(found.opened.tensors) if found.opened else [])
                 assert found.opened is not None
-                commit(found.tensors, found.targets, self._reader())
+                commit(found.tensors, found.boxes)
                 return found.opened
             self._ranks.from_first(lambda step=step, everyone=everyone: self._pass_over(step, everyone))
             self._passed_over.add(step)
@@ -228,10 +240,10 @@ class Store:
 
         try:
             opened = manifests.read(self.folder(step))
-            wanted = targets(opened.tensors)
+            wanted = self._boxes(targets(opened.tensors))
             wrong = misfits(opened, wanted)
             unwanted = bytes(key not in wanted for key in sorted(opened.tensors))
-            tensors = {} if wrong else stage(self.folder(step), opened, wanted, self._reader())
+            tensors = {} if wrong else stage(self.folder(step), opened, wanted)
             return _Staged(opened, tensors, wanted, wrong=wrong, unwanted=unwanted)
         except DamagedError as error:
             return _Staged(damaged=str(error), file=error.path.name)
@@ -274,9 +286,9 @@ class Store:
         from forge_ckpt.shards import commit, misfits, stage
 
         opened = manifests.read(self.folder(step))
-        _require_fit(step, [_Staged(wrong=misfits(opened, targets))], [])
-        staged = stage(self.folder(step), opened, targets, self._reader())
-        commit(staged, targets, self._reader())
+        boxes = self._boxes(targets)
+        _require_fit(step, [_Staged(wrong=misfits(opened, boxes))], [])
+        commit(stage(self.folder(step), opened, boxes), boxes)
         return opened
 
     def tensors(self, step: int) -> dict[str, Tensor]:
@@ -321,8 +333,8 @@ class _Staged:
 
     Attributes:
         opened: the manifest.
-        tensors: the boxes that this rank holds, by name.
-        targets: where they go.
+        tensors: what this rank holds, by name.
+        boxes: where it goes.
         damaged: what is damaged.
         file: the name of the file that is.
         unreadable: what cannot be read now.
@@ -332,7 +344,7 @@ class _Staged:
 
     opened: Manifest | None = None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    targets: Mapping[str, Tensor] = field(default_factory=dict)
+    boxes: Mapping[str, Box] = field(default_factory=dict)
     damaged: str = ""
     file: str = ""
     unreadable: str = ""

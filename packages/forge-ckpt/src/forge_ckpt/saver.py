@@ -1,0 +1,153 @@
+"""When is a checkpoint written: while training waits, or beside it. A failed save is no failed run."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from forge_ckpt.error import CheckpointError
+from forge_ckpt.state import TrainState
+from forge_ckpt.store import Store
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""So many saves in a row may not fail."""
+
+RESERVE = 1.2
+"""So many times what a copy takes must be free, or there is none."""
+
+
+class Saver:
+    """Saves the state of a run, one save at a time. Used by all ranks of the store in the same order.
+
+    Beside training (`asynchronous`), training waits only until the state is copied to host memory. A thread
+    writes the copy: it goes on when the process is signalled, and ends with it.
+
+    Args:
+        store: its group is used by nothing else.
+        state: what is saved.
+        asynchronous: write beside training, where host memory suffices.
+        observe: told how many seconds an asynchronous save took.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        state: TrainState,
+        asynchronous: bool = False,
+        observe: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.saved_step: int | None = None
+        self.failures = 0
+        self._store, self._state, self._observe = store, state, observe
+        self._asynchronous = asynchronous
+        self._told = False
+        self._step = -1
+        self._error: Exception | None = None
+        self._seconds = 0.0
+        self._thread: threading.Thread | None = None
+
+    def save(self, step: int, meta: Mapping[str, Any]) -> None:
+        """Save the state as it is now. Collective.
+
+        Waits until the save before is published. Does not wait for this one if it is asynchronous.
+
+        Args:
+            step: optimizer steps taken.
+            meta: what else belongs to this moment, as JSON.
+
+        Raises:
+            CheckpointError: this is the third save in a row that failed; or the optimizer holds something
+                that cannot be saved.
+        """
+        self.finish()
+        start = time.monotonic()
+        snapshot = self._state.capture(meta, copy=False)
+        self._step = step
+        if self._fits(snapshot.tensors):
+            snapshot = self._store.staged(snapshot)
+            self._thread = threading.Thread(
+                target=self._write, args=(step, snapshot, start), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._write(step, snapshot, start)
+            self._judge()
+
+    def finish(self) -> None:
+        """Wait until the save in flight, if there is one, is published or has failed. Collective.
+
+        Raises:
+            CheckpointError: three saves in a row have failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._observe(self._seconds)
+            self._judge()
+
+    def close(self, timeout_s: float = 120.0) -> None:
+        """Wait for the save in flight as the process ends, whatever happened; raises nothing."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                log.warning(
+                    "the save of step %d is given up: it did not end in %.0f s", self._step, timeout_s
+                )
+            self._thread = None
+
+    def _write(self, step: int, snapshot: Any, start: float) -> None:
+        try:
+            self._store.save(step, snapshot)
+            self._error = None
+        except Exception as error:  # in a thread there is nobody above
+            self._error = error
+        self._seconds = time.monotonic() - start
+
+    def _judge(self) -> None:
+        if self._error is None:
+            self.saved_step, self.failures = self._step, 0
+            return
+        self.failures += 1
+        if self._store.first:
+            log.warning("%s (%d of %d failures in a row)", self._error, self.failures, MAX_FAILURES)
+        if self.failures >= MAX_FAILURES:
+            raise CheckpointError(
+                f"{self.failures} saves in a row have failed; the last: {self._error}. The newest checkpoint "
+                f"of this start is {self.saved_step if self.saved_step is not None else 'none'}"
+            )
+
+    def _fits(self, tensors: Mapping[str, Any]) -> bool:
+        """Whether to write beside training: this rank alone decides, as the collectives are the same."""
+        if not self._asynchronous:
+            return False
+        needed, free = RESERVE * self._store.staging_bytes(tensors), free_memory_bytes()
+        if free is not None and needed > free and not self._told:
+            self._told = True
+            log.warning(
+                "training waits for checkpoints: a copy of the state takes %.1f GB, and %.1f GB are free",
+                needed / 1e9,
+                free / 1e9,
+            )
+        return free is None or needed <= free
+
+
+def free_memory_bytes() -> int | None:
+    """Host memory that this process may still take: of the machine, or of its cgroup. None if not known."""
+    found = []
+    with suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):
+            found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return min(found, default=None)

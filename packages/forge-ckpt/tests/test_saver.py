@@ -1,0 +1,116 @@
+import errno
+import threading
+
+import pytest
+import torch
+from forge_ckpt import CheckpointError, Saver, Store, TrainState
+from forge_ckpt import saver as savers
+from torch import nn
+
+
+def made(root) -> tuple[nn.Module, torch.optim.Optimizer, Store, Saver]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    store = Store(root)
+    return model, optimizer, store, Saver(store, TrainState([model], optimizer), asynchronous=True)
+
+
+def step(model, optimizer) -> None:
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Held:
+    """Saves wait until they are released."""
+
+    def __init__(self, store, monkeypatch):
+        self.go, self.begun, original = threading.Event(), threading.Event(), store._write_all
+
+        def wait(*args):
+            self.begun.set()
+            assert self.go.wait(20)
+            original(*args)
+
+        monkeypatch.setattr(store, "_write_all", wait)
+
+
+def test_asynchronous_save_holds_the_moment_it_was_asked_for(tmp_path, monkeypatch):
+    model, optimizer, store, saver = made(tmp_path)
+    step(model, optimizer)
+    before = {key: value.clone() for key, value in TrainState([model], optimizer).capture().tensors.items()}
+    held, meta = Held(store, monkeypatch), {"progress": {"step": 1}}
+    saver.save(1, meta)
+    assert held.begun.wait(20)
+    meta["progress"]["step"] = 9
+    step(model, optimizer)
+    assert store.steps() == []
+    held.go.set()
+    saver.finish()
+    assert saver.saved_step == 1 and store.newest().meta == {"progress": {"step": 1}}
+    saved = store.tensors(1)
+    assert saved.keys() == before.keys()
+    assert all(torch.equal(saved[key], value) for key, value in before.items())
+
+
+def test_one_save_is_in_flight_and_the_next_waits_for_it(tmp_path, monkeypatch):
+    _, _, store, saver = made(tmp_path)
+    held = Held(store, monkeypatch)
+    saver.save(1, {})
+    later = threading.Thread(target=saver.save, args=(2, {}))
+    later.start()
+    later.join(0.2)
+    assert later.is_alive() and store.steps() == []
+    held.go.set()
+    later.join(20)
+    saver.finish()
+    assert store.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_failed_save_warns_and_the_third_in_a_row_stops(tmp_path, monkeypatch, caplog, asynchronous):
+    model, optimizer, store, _ = made(tmp_path)
+    saver = Saver(store, TrainState([model], optimizer), asynchronous)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(at: int) -> None:
+        monkeypatch.setattr("forge_ckpt.shards.write_boxes", full)
+        saver.save(at, {})
+        saver.finish()
+
+    fail(1)
+    fail(2)
+    assert "No space left" in caplog.text and "(2 of 3 failures in a row)" in caplog.text
+    monkeypatch.undo()
+    saver.save(3, {})
+    saver.finish()
+    assert saver.failures == 0 and store.steps() == [3]
+    fail(4)
+    fail(5)
+    with pytest.raises(CheckpointError, match=r"3 saves in a row.*No space left.*newest.*is 3"):
+        fail(6)
+    assert store.steps() == [3]
+
+
+def test_save_is_synchronous_where_memory_does_not_suffice(tmp_path, monkeypatch, caplog):
+    _, _, store, saver = made(tmp_path)
+    monkeypatch.setattr(savers, "free_memory_bytes", lambda: 40)
+    saver.save(1, {})
+    assert store.steps() == [1] and "training waits for checkpoints" in caplog.text
+    monkeypatch.setattr(savers, "free_memory_bytes", lambda: 10**6)
+    held = Held(store, monkeypatch)
+    saver.save(2, {})
+    assert held.begun.wait(20) and store.steps() == [1]
+    held.go.set()
+    saver.finish()
+    monkeypatch.setattr(savers, "free_memory_bytes", lambda: 0)
+    saver.save(3, {})  # the memory of the copy before is there already
+    saver.finish()
+    assert caplog.text.count("training waits") == 1
+
+
+def test_free_memory_is_known_here():
+    assert (savers.free_memory_bytes() or 0) > 1e6
