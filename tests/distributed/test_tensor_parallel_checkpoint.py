@@ -65,3 +65,31 @@ def round_trip(folder: str) -> None:
 
 def test_checkpoint_under_fsdp_over_tensor_parallelism_loads_plain_and_sharded(tmp_path):
     run_ranks(round_trip, 4, str(tmp_path), timeout_s=200)
+
+
+def replicated(folder: str) -> list[int]:
+    """Under HSDP; returns the bytes that each rank wrote."""
+    mesh = build_mesh(MeshConfig(dp_replicate=2, dp_shard=2), Env.detect())
+    from torch.distributed.fsdp import fully_shard
+
+    model = trained()[0]
+    fully_shard(model, mesh=mesh.fsdp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 6)).square().sum().backward()
+    optimizer.step()
+    state = TrainState([model], optimizer)
+    store = Store(Path(folder), group=mesh.control_group, local_shard=partial(local_shard, mesh=mesh))
+    store.save(1, state.capture(copy=False))
+    plain, of_plain = trained()
+    loaded = TrainState([plain], of_plain)
+    assert Store(Path(folder), group=mesh.control_group).resume(loaded.targets) is not None
+    for name, tensor in state.capture(copy=False).tensors.items():
+        values, offsets, _ = local_shard(tensor)
+        box = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+        assert torch.equal(values, loaded.capture(copy=False).tensors[name].detach()[box]), name
+    return [file.num_bytes for file in store.newest().files]
+
+
+def test_replicas_share_the_writing(tmp_path):
+    wrote = run_ranks(replicated, 4, str(tmp_path), timeout_s=200)[0]
+    assert all(0 < num_bytes < 0.4 * sum(wrote) for num_bytes in wrote)

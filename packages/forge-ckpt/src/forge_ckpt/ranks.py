@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
+from zlib import crc32
 
 import msgspec
+import numpy as np
 
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.layout import Entry
@@ -13,6 +15,8 @@ from forge_ckpt.manifest import digest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from forge_ckpt.shards import Box
 
 R = TypeVar("R")
 
@@ -105,6 +109,36 @@ class Ranks:
             data = self._broadcast([mine], digests.index(one))[0]
             found.append(msgspec.json.decode(data, type=Held))
         return found, [distinct.index(one) for one in digests]
+
+    def share(self, boxes: Mapping[str, Box], held: list[Held], held_of: list[int]) -> dict[str, Box]:
+        """Decide who writes what several ranks hold, so that each of them writes some. Collective.
+
+        Ranks that hold the same box of every tensor, as replicas do, share what any of them is to write; so
+        do all ranks that hold the same plain tensor where nobody says who is the first.
+
+        Returns:
+            The same boxes, with `is_first_copy` saying whether this rank writes them.
+        """
+        names = sorted(boxes)
+        places = [(boxes[name].offsets, tuple(boxes[name].values.shape)) for name in names]
+        first = np.packbits(np.array([boxes[name].is_first_copy is True for name in names], dtype=bool))
+        mine = (held_of[self.rank], digest(msgspec.json.encode(places)))
+        everyone = self.gather((mine, first.tobytes()))
+        alike = [rank for rank, (which, _) in enumerate(everyone) if which == mine]
+        due = np.bitwise_or.reduce([np.frombuffer(everyone[rank][1], np.uint8) for rank in alike])
+        writers: dict[str, int] = {}
+        bytes_of = dict.fromkeys(alike, 0)
+        due_of = dict(zip(names, np.unpackbits(due, count=len(names)), strict=True))
+        for name in sorted(names, key=lambda name: (-boxes[name].values.nbytes, name)):
+            holders = alike
+            if boxes[name].is_first_copy is None:
+                holders = [rank for rank, which in enumerate(held_of) if name in held[which].tensors]
+            if holders == alike and (due_of[name] or boxes[name].is_first_copy is None):
+                writers[name] = min(alike, key=lambda rank: (bytes_of[rank], rank))
+                bytes_of[writers[name]] += boxes[name].values.nbytes
+            elif holders != alike:
+                writers[name] = holders[crc32(name.encode()) % len(holders)]
+        return {key: box._replace(is_first_copy=writers.get(key) == self.rank) for key, box in boxes.items()}
 
     def _broadcast(self, values: list[Any], source: int) -> list[Any]:
         if self.group is None:

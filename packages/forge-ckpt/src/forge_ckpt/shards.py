@@ -101,7 +101,7 @@ def box_of(key: str, tensor: Tensor | Box, local_shard: LocalShard | None) -> Bo
 
 
 def copy_boxes(boxes: Mapping[str, Box], buffers: dict[str, Tensor]) -> dict[str, Box]:
-    """Copy to host memory what this rank may write; pinned if it comes from a GPU.
+    """Copy to host memory what this rank holds; pinned if it comes from a GPU.
 
     Args:
         boxes: by name.
@@ -109,9 +109,6 @@ def copy_boxes(boxes: Mapping[str, Box], buffers: dict[str, Tensor]) -> dict[str
     """
     copied, waiting = {}, False
     for key, box in boxes.items():
-        if box.is_first_copy is False:
-            copied[key] = box._replace(values=box.values.new_empty(0, device="cpu"))
-            continue
         buffer = buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype) != (box.values.shape, box.values.dtype):
             pinned = box.values.device.type == "cuda"

@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 from forge_ckpt import manifest as manifests
 from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError, UnsupportedError
 from forge_ckpt.folders import Folders, write_durably
 from forge_ckpt.layout import Entry, Part, merge, part_of
 from forge_ckpt.manifest import File, Manifest, Snapshot
-from forge_ckpt.ranks import Held, Ranks
+from forge_ckpt.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,7 +127,7 @@ class Store:
         ranks = self._ranks
         boxes = ranks.each(lambda: self._boxes(snapshot.tensors))
         held, held_of = ranks.held({key: box.entry for key, box in boxes.items()}, snapshot.values)
-        self._share(boxes, held, held_of)
+        boxes = ranks.share(boxes, held, held_of)
         written = ranks.each(lambda: self._write(partial, boxes))
         everyone = ranks.to_first(written)
 
@@ -157,22 +156,14 @@ class Store:
 
         return {key: box_of(key, tensor, self._local_shard) for key, tensor in tensors.items()}
 
-    def _share(self, boxes: dict[str, Box], held: list[Held], held_of: list[int]) -> None:
-        """Decide who writes the plain tensors that several ranks hold: each of them some."""
-        for key, box in boxes.items():
-            if box.is_first_copy is None:
-                holders = [rank for rank, which in enumerate(held_of) if key in held[which].tensors]
-                writer = holders[crc32(key.encode()) % len(holders)]
-                boxes[key] = box._replace(is_first_copy=writer == self._ranks.rank)
-
     def staging_bytes(self, tensors: Mapping[str, Tensor]) -> int:
         """Host memory that `staged` takes beyond what it has taken before."""
         boxes = self._boxes(tensors)
-        sizes = (box.values.nbytes for box in boxes.values() if box.is_first_copy is not False)
-        return max(0, sum(sizes) - sum(buffer.nbytes for buffer in self._buffers.values()))
+        taken = sum(buffer.nbytes for buffer in self._buffers.values())
+        return max(0, sum(box.values.nbytes for box in boxes.values()) - taken)
 
     def staged(self, snapshot: Snapshot) -> Snapshot:
-        """A copy in host memory of what this rank may write, so that training may go on; waits for a GPU.
+        """A copy in host memory of what this rank holds, so that training may go on; waits for a GPU.
 
         The memory is used again by the next call: the save of this copy must have ended by then.
         """
