@@ -1,4 +1,5 @@
 import copy
+import json
 import math
 
 import pytest
@@ -213,6 +214,62 @@ def test_weights_with_a_lost_shard_are_refused(tmp_path):
         Weights(tmp_path / "out")
 
 
+def test_weights_are_what_the_library_reads(tmp_path):
+    from safetensors.torch import load_file
+
+    tensors = {f"w{i}": torch.randn(3, 5).to(d) for i, d in enumerate([torch.float64, torch.bfloat16])}
+    tensors |= {"scalar": torch.tensor(3), "none": torch.zeros(0, 4), "t": torch.randn(4, 6).t()}
+    tensors |= {"yes": torch.tensor([True]), "eight": torch.randn(9).to(torch.float8_e4m3fn)}
+    write_weights(tmp_path / "out", tensors, {}, files={"more.txt": "text"})
+    assert (tmp_path / "out" / "more.txt").read_text() == "text"
+    read = load_file(tmp_path / "out" / "model.safetensors")
+    assert read.keys() == tensors.keys()
+    for key, value in tensors.items():
+        assert read[key].dtype == value.dtype and read[key].shape == value.shape
+        assert torch.equal(read[key].flatten().view(torch.uint8), value.flatten().view(torch.uint8)), key
+
+
+def test_weights_that_cannot_be_written_leave_nothing(tmp_path):
+    with pytest.raises(CheckpointError, match="complex64"):
+        write_weights(tmp_path / "out", {"w": torch.zeros(2, dtype=torch.complex64)}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_are_taken_out_one_by_one_and_go_file_by_file(tmp_path):
+    import weakref
+
+    class Counting(dict):
+        most = 0
+        alive = weakref.WeakSet()
+
+        def __getitem__(self, name):
+            tensor = torch.zeros(100)
+            self.alive.add(tensor)
+            Counting.most = max(Counting.most, len(self.alive))
+            return tensor
+
+    write_weights(tmp_path / "out", Counting(dict.fromkeys(map(str, range(20)))), {}, shard_bytes=1200)
+    assert Counting.most <= 4  # three a file, and one
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 7
+
+
+def test_cli_compares_and_exports(tmp_path, capsys):
+    store = Store(tmp_path / "ckpt", keep=9)
+    store.save(1, Snapshot({"model.w": torch.ones(4), "model.same": torch.zeros(2), "old": torch.ones(1)}))
+    store.save(2, Snapshot({"model.w": torch.tensor([1.0, 1, 3, 1]), "model.same": torch.zeros(2)}))
+    assert main(["diff", str(store.folder(1)), str(store.folder(2))]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "model.w  differs in 1 of 4 elements, by at most 2",
+        "old  is only in a",
+    ]
+    assert main(["diff", str(store.folder(1)), str(store.folder(1))]) == 0
+    assert main(["export", str(store.root), str(tmp_path / "out"), "--step", "1"]) == 0
+    weights = Weights(tmp_path / "out")
+    assert set(weights) == {"w", "same"} and torch.equal(weights["w"], torch.ones(4))
+    assert main(["show", str(store.root), "--step", "7"]) == 1
+    assert "step-000000007/manifest.json is missing" in capsys.readouterr().err
+
+
 def test_cli_lists_verifies_and_prunes(tmp_path, capsys):
     store = Store(tmp_path, keep=9)
     for step in (1, 2, 3):
@@ -223,6 +280,9 @@ def test_cli_lists_verifies_and_prunes(tmp_path, capsys):
     path = store.folder(2) / "rank-00000.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert main(["verify", str(tmp_path)]) == 1
-    assert "damaged" in capsys.readouterr().out
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in told] == ["intact", "damaged", "intact"]
+    assert main(["verify", str(tmp_path), "--step", "2", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["state"] == "damaged"
     assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
     assert store.steps() == [3]

@@ -100,6 +100,11 @@ def box_of(key: str, tensor: Tensor | Box, local_shard: LocalShard | None) -> Bo
     return Box(tensor.detach(), (0,) * tensor.ndim, None, entry)
 
 
+def empty(entry: Entry) -> Tensor:
+    """A tensor of this dtype and shape that takes no memory: it says what to read."""
+    return torch.empty((), dtype=getattr(torch, entry.dtype)).expand(entry.shape)
+
+
 def copy_boxes(boxes: Mapping[str, Box], buffers: dict[str, Tensor]) -> dict[str, Box]:
     """Copy to host memory what this rank holds; pinned if it comes from a GPU.
 

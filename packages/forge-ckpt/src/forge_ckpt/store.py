@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_ckpt import manifest as manifests
+from forge_ckpt.checkpointed import Checkpointed
 from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError, UnsupportedError
 from forge_ckpt.folders import Folders, write_durably
 from forge_ckpt.layout import Entry, Part, merge, part_of
@@ -77,7 +78,7 @@ class Store:
         return self._folders.steps()
 
     def progress(self) -> int:
-        """The highest step ever published, even if its checkpoint is gone; -1 when there was none."""
+        """The highest step ever published, even if its checkpoint is gone; -1 if there was none."""
         return self._folders.progress()
 
     def save(self, step: int, snapshot: Snapshot) -> None:
@@ -282,21 +283,13 @@ class Store:
         commit(stage(self.folder(step), opened, boxes), boxes)
         return opened
 
-    def tensors(self, step: int) -> dict[str, Tensor]:
-        """All tensors of a checkpoint, whole, verified; as much memory as it has bytes.
+    def tensors(self, step: int) -> Checkpointed:
+        """The tensors of a checkpoint by name, whole; each is read, verified, when it is asked for.
 
         Raises:
-            DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.
+            DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`; also when one is read.
         """
-        import torch
-
-        opened = manifests.read(self.folder(step))
-        targets = {
-            key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            for key, entry in opened.tensors.items()
-        }
-        self.load(step, targets)
-        return targets
+        return Checkpointed(self.folder(step))
 
     def verify(self, step: int) -> Manifest:
         """Read a whole checkpoint and compare every byte.

@@ -1,0 +1,44 @@
+"""What tensors does a checkpoint hold, whole, one by one? Imports torch when one is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_ckpt import manifest as manifests
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Checkpointed(Mapping[str, "Tensor"]):
+    """The tensors of a checkpoint by name, whole; each is read, verified, when it is asked for.
+
+    Args:
+        folder: of the checkpoint.
+        prefix: only names that begin with this, and without it.
+    """
+
+    def __init__(self, folder: Path, prefix: str = "") -> None:
+        self._folder, self._prefix = folder, prefix
+        self.manifest = manifests.read(folder)
+
+    def under(self, prefix: str) -> Checkpointed:
+        """Those whose names begin with a prefix, without it."""
+        return Checkpointed(self._folder, self._prefix + prefix)
+
+    def __getitem__(self, name: str) -> Tensor:
+        from forge_ckpt.shards import Box, empty, stage
+
+        name = self._prefix + name
+        entry = self.manifest.tensors[name]
+        box = Box(empty(entry), (0,) * len(entry.shape), None, entry)
+        return stage(self._folder, self.manifest, {name: box})[name]
+
+    def __iter__(self) -> Iterator[str]:
+        skip = len(self._prefix)
+        return (name[skip:] for name in self.manifest.tensors if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
