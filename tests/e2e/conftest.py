@@ -141,7 +141,7 @@ class Cli:
 
     @staticmethod
     def wait_for_step(metrics, step, process):
-        """Until a step is logged or the process ends."""
+        """Until a step is logged or the process ends; two minutes at most."""
         end = time.monotonic() + 120
         while time.monotonic() < end and process.poll() is None:
             if metrics.exists() and any(
@@ -149,6 +149,7 @@ class Cli:
             ):
                 return
             time.sleep(0.01)
+        assert process.poll() is not None, f"step {step} was not reached in two minutes"
 
 
 @pytest.fixture(scope="module")

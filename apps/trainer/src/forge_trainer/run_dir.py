@@ -103,8 +103,9 @@ def append_history(directory: Path, step: int, changes: Sequence[Change]) -> Non
     events = [{"step": step, "key": key, "old": old, "new": new, "when": ""} for key, old, new in changes]
     fresh = [event | {"when": now()} for event in events if known.get(event["key"]) != event]
     if fresh:
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")
         with path.open("a") as file:
-            file.writelines(json.dumps(event) + "\n" for event in fresh)
+            file.writelines(["\n"] * torn + [json.dumps(event) + "\n" for event in fresh])
 
 
 def read_history(directory: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,19 +77,22 @@ class Loader:
             )
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        for group in self._groups():
+        if isinstance(self.batches, ValidationBatches):
+            return self._items(map(self.batches.group, range(len(self.batches))))
+        if self.workers == 0:
+            return self._items(map(self.batches.group, itertools.count()))
+        workers = Workers(self.batches, self.workers)  # they start before the first item is asked for
+        self._open.append(workers)
+        return self._items(workers, workers.require_alive)
+
+    def _items(
+        self, groups: Iterator[Group], check: Callable[[], None] = lambda: None
+    ) -> Iterator[list[MicroBatch]]:
+        for group in groups:
             micro_batches = _tensors(group)
             for start in range(0, len(micro_batches), self.batches.micro_batches):
+                check()
                 yield micro_batches[start : start + self.batches.micro_batches]
-
-    def _groups(self) -> Iterator[Group]:
-        if isinstance(self.batches, ValidationBatches):
-            return map(self.batches.group, range(len(self.batches)))
-        if self.workers == 0:
-            return map(self.batches.group, itertools.count())
-        workers = Workers(self.batches, self.workers)
-        self._open.append(workers)
-        return workers
 
     def close(self) -> None:
         """End all worker processes; iterators of this loader cannot be used any more."""

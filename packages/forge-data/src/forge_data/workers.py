@@ -52,6 +52,15 @@ class Workers(Iterator[Group]):
             _tell(process, sys.path, (batches, number, count))
         self._turns = itertools.cycle(self.processes)
 
+    def require_alive(self) -> None:
+        """See at once that a worker died: pipes hold what was prepared ahead, perhaps for minutes.
+
+        Raises:
+            RuntimeError: one did.
+        """
+        if died := next((p for p in self.processes if p.poll()), None):
+            raise RuntimeError(_how_it_ended(died))
+
     def __next__(self) -> Group:
         """The next group.
 
@@ -59,9 +68,7 @@ class Workers(Iterator[Group]):
             DataError: what a worker read is damaged, or no longer there.
             RuntimeError: a worker died.
         """
-        # Pipes hold what was prepared ahead, perhaps for minutes: a death is seen at once, not at their end.
-        if died := next((p for p in self.processes if p.poll()), None):
-            raise RuntimeError(_how_it_ended(died))
+        self.require_alive()
         process = next(self._turns)
         try:
             found = pickle.load(cast(IO[bytes], process.stdout))
