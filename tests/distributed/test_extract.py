@@ -133,7 +133,7 @@ def identities(folder: str) -> list[dict]:
         found.append(model_identity(model))
         out = extract_sharded(folder, model)
         last = next(
-            p for name, p in model.named_parameters() if "layers.1" in name and p.ndim == 2
+            p for name, p in model.named_parameters() if "layers.0" in name and p.ndim == 2
         ).to_local()
         if dist.get_rank() == dist.get_world_size() - 1:
             last[-1, -1] += 1

@@ -129,8 +129,8 @@ def serve() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    batches, first, step = cast(tuple[Batches, int, int], pickle.load(sys.stdin.buffer))
     try:
+        batches, first, step = cast(tuple[Batches, int, int], pickle.load(sys.stdin.buffer))
         for index in itertools.count(first, step):
             pickle.dump(batches.group(index), out, protocol=pickle.HIGHEST_PROTOCOL)
             out.flush()
