@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from forge_resilience.signals import Signals, Stopped
+from forge_resilience.signals import Signals, Stopped, _Watch
 from forge_resilience.verdict import Verdict
 
 
@@ -119,3 +119,14 @@ def test_signals_ignored_at_the_end_do_not_change_the_exit_code():
         sys.exit(85)
     """)
     assert done.returncode == 85
+
+
+def test_watch_ends_whenever_a_signal_came_before():
+    for pause_s in (0.0, 0.001, 0.01):
+        for _ in range(20):
+            watch = _Watch()
+            os.write(watch._write, bytes([signal.SIGTERM]))
+            watch._ended.set()
+            time.sleep(pause_s)  # the thread may be anywhere
+            watch.end()
+            assert not watch._thread.is_alive()

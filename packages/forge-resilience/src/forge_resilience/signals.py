@@ -141,12 +141,16 @@ class _Watch:
         os.set_blocking(self._write, False)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-        threading.Thread(target=self._run, name="signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
         self._ended.set()
         signal.set_wakeup_fd(-1)
         os.write(self._write, b"\0")
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
 
     def _run(self) -> None:
         while not self._ended.is_set():
@@ -154,5 +158,3 @@ class _Watch:
                 sys.stderr.write("asked to stop during the start, and ended by force: it did not react\n")
                 sys.stderr.flush()
                 os._exit(ExitCode.PREEMPTED)
-        os.close(self._read)
-        os.close(self._write)
