@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import lcm
 from typing import Any
 
@@ -71,15 +70,9 @@ class Cut:
         gathered = all_gather(x, dim, self.group, wide=True)
         if self.pieces == 1:
             return gathered
-        pieces = gathered.unflatten(dim, (self.pieces * self.ranks.size, -1))
-        return pieces.index_select(dim, self._order.to(x.device)).flatten(dim, dim + 1)
-
-    @cached_property
-    def _order(self) -> Tensor:
-        """Of the pieces of rank 0, rank 1, ...: which is the first of a sequence, the second, ..."""
-        return torch.tensor(
-            [start for rank in range(self.ranks.size) for start in self.starts(rank)]
-        ).argsort()
+        held = [start for rank in range(self.ranks.size) for start in self.starts(rank)]
+        pieces = gathered.chunk(len(held), dim)
+        return torch.cat([pieces[held.index(n)] for n in range(len(held))], dim)
 
     @property
     def group(self) -> ProcessGroup:

@@ -49,12 +49,14 @@ def keep_stage(model: nn.Module, plan: Plan, stage: int, ranks: int, config: Pip
         )
     count = ranks * config.held()
     blocks = find(model, plan.blocks)
-    owners: dict[str, int] = {}
     lengths = config.layers or balanced(*_costs(model, blocks, plan.stages), count)
     _require_lengths(lengths, len(blocks), count)
     ends = [index for index, length in enumerate(lengths) for _ in range(length)]
-    owners |= dict(zip(blocks, ends, strict=True))
-    owners |= {name: 0 for name in plan.stages.first} | {name: count - 1 for name in plan.stages.last}
+    owners = (
+        dict(zip(blocks, ends, strict=True))
+        | {name: 0 for name in plan.stages.first}
+        | {name: count - 1 for name in plan.stages.last}
+    )
     _refuse_ties(model, owners)
     for name, owner in owners.items():
         if owner != stage:
