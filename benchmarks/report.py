@@ -14,12 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def write(name: str, results: Mapping[str, Any]) -> Path:
-    """Write `benchmarks/results/<name>.json`: the results, with commit, hardware, versions and command.
+def write(name: str, results: Mapping[str, Any], folder: Path | None = None) -> Path:
+    """Write `<folder>/<name>.json`: the results, with commit, hardware, versions and command.
 
     Args:
         name: of the benchmark.
         results: JSON data.
+        folder: absent means `benchmarks/results`.
 
     Returns:
         The file.
@@ -33,10 +34,10 @@ def write(name: str, results: Mapping[str, Any]) -> Path:
         "versions": versions(),
         "results": dict(results),
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    path = (folder or RESULTS) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"\nwritten to {path.relative_to(ROOT)}")
+    print(f"\nwritten to {os.path.relpath(path, ROOT)}")
     return path
 
 
@@ -53,7 +54,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def commit() -> str:
-    """The commit of the working tree, with a + when files differ from it."""
+    """The commit of the working tree, with a + when files differ from it; of a copy, FORGE_COMMIT."""
+    if given := os.environ.get("FORGE_COMMIT"):
+        return given
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")

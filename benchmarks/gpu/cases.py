@@ -1,0 +1,146 @@
+"""What `mfu.py` measures: models, the setting each starts from, the sweeps around it. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from forge_config import Config
+from forge_model.config import GroupedQueryConfig, ModelConfig, SwiGLUConfig
+from forge_model.decoder_config import DecoderConfig
+from forge_model.rope_config import RopeConfig
+from forge_parallel.config import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    FP8Config,
+    ParallelConfig,
+    PrecisionConfig,
+)
+
+VOCAB = 128256
+
+
+def _llama(dim: int, layers: int, heads: int, ffn: int, tied: bool) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=VOCAB,
+        max_tokens=1 << 17,
+        dim=dim,
+        num_layers=layers,
+        attention=GroupedQueryConfig(num_heads=heads, num_kv_heads=8),
+        ffn=SwiGLUConfig(dim=ffn),
+        rope=RopeConfig(theta=500000.0),
+        tie_embeddings=tied,
+    )
+
+
+MODELS: dict[str, DecoderConfig] = {
+    "1b": _llama(2048, 16, 32, 8192, True),
+    "3b": _llama(3072, 28, 24, 8192, True),
+    "8b": _llama(4096, 32, 32, 14336, False),
+    "tiny": DecoderConfig(vocab_size=256, max_tokens=512, dim=64, num_layers=2),
+}
+"""The shapes of Llama 3.2 1B and 3B and Llama 3 8B, and one for a test on a CPU."""
+
+
+class Case(Config):
+    """One setting of one model on one GPU.
+
+    Attributes:
+        model: of `MODELS`.
+        tokens: of a sequence.
+        micro_batch: sequences at once, one micro-batch a step.
+        recompute: `[activation_checkpointing] mode`; `every-2` and `budget-0.5` carry their number.
+        compile: whether blocks are compiled.
+        fp8: `[fp8] recipe`.
+        state: `float32`: weights, gradients and moments in float32 (16 bytes a parameter); `moments-bf16`:
+            the moments in bfloat16 (12 bytes); `bf16`: all in bfloat16 (8 bytes), as KempnerForge trains.
+        documents: tokens of a packed document on average; 0: each sequence is one, under a causal mask.
+    """
+
+    model: str
+    tokens: int = 4096
+    micro_batch: int = 1
+    recompute: str = "none"
+    compile: bool = True
+    fp8: str = "none"
+    state: Literal["float32", "moments-bf16", "bf16"] = "float32"
+    documents: int = 0
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return MODELS[self.model]
+
+    def parallel(self, device_type: str) -> ParallelConfig:
+        """What `parallelize` applies; 8 bits are emulated where there is no GPU."""
+        mode, _, number = self.recompute.partition("-")
+        options: dict[str, Any] = {"every": int(number)} if mode == "every" else {}
+        options |= {"budget": float(number)} if mode == "budget" else {}
+        emulate = device_type != "cuda" and self.fp8 != "none"
+        return ParallelConfig(
+            precision=PrecisionConfig(
+                compute="auto" if device_type == "cuda" or self.state == "bf16" else "float32",
+                pure_bf16=self.state == "bf16",
+            ),
+            fp8=FP8Config(recipe=self.fp8, min_size=16 if self.model == "tiny" else 1024, emulate=emulate),
+            activation_checkpointing=ActivationCheckpointingConfig(mode=mode, **options),
+            compile=CompileConfig(
+                enabled=self.compile and not emulate,
+                backend="inductor" if device_type == "cuda" else "aot_eager",
+            ),
+        )
+
+    def recomputed(self, causal: bool = True) -> float | None:
+        """FLOPs a token of matmuls and attention that are done twice; None where the compiler decides."""
+        config = self.config
+        assert isinstance(config, DecoderConfig)
+        head = 6.0 * config.dim * config.vocab_size
+        blocks = (config.flops_per_token(self.tokens, causal) - head) / 3
+        mode, _, number = self.recompute.partition("-")
+        if mode == "budget":
+            return None
+        if mode == "full":
+            return blocks
+        if mode == "every":
+            return blocks * -(-config.num_layers // int(number)) / config.num_layers
+        return 0.0  # `selective` repeats neither matmuls nor attention
+
+
+BASE = {
+    "1b": Case(model="1b", micro_batch=8),
+    "3b": Case(model="3b", micro_batch=4),
+    "8b": Case(model="8b", micro_batch=2, state="moments-bf16"),
+    "tiny": Case(model="tiny", tokens=64, micro_batch=2, compile=False),
+}
+"""The best guess for each model; the sweeps change one thing of it."""
+
+SWEEPS: dict[str, list[dict[str, Any]]] = {
+    "base": [{}],
+    "recompute": [{"recompute": mode} for mode in ("selective", "every-2", "full", "budget-0.5", "offload")],
+    "compile": [{"compile": False}],
+    "micro_batch": [{"micro_batch": size} for size in (1, 2, 4, 8, 16)],
+    "fp8": [{"fp8": recipe} for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")],
+    "state": [{"state": kind} for kind in ("float32", "moments-bf16", "bf16")],
+    "documents": [{"documents": 512}],
+    # what KempnerForge publishes: everything in bfloat16, full recomputation; and the same without it
+    "reference": [
+        {"state": "bf16", "recompute": mode, "micro_batch": size}
+        for mode, size in (("full", 4), ("selective", 4), ("none", 4), ("none", 2))
+    ],
+}
+
+
+def cases(models: list[str], sweeps: list[str]) -> list[Case]:
+    """Every setting once, in this order."""
+    found: list[Case] = []
+    for model in models:
+        base = BASE[model]
+        for change in (change for sweep in sweeps for change in SWEEPS[sweep]):
+            fields = {name: getattr(base, name) for name in Case.__struct_fields__} | change
+            if fields["recompute"] == "offload":
+                fields["compile"] = False
+            if fields["recompute"].startswith("budget") and not fields["compile"]:
+                continue
+            case = Case(**fields)
+            if case not in found:
+                found.append(case)
+    return found

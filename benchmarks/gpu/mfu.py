@@ -1,0 +1,236 @@
+"""Training steps of dense decoders on one GPU: tokens/s, MFU in both conventions, HFU, memory.
+
+Each setting runs in a process of its own: a real step of `forge train` (forward, chunked loss, backward,
+gradient norm, clipping, AdamW, the skip of steps that are not finite) on random tokens on the device. `mfu`
+counts the pairs of tokens that causal attention sees, `mfu_full_attention` all of them; both leave the input
+embedding out. `hfu` adds matmuls and attention that are computed twice. All are over the peak in bfloat16,
+for 8-bit matmuls too.
+
+Run on a GPU: python benchmarks/gpu/mfu.py [--models 1b 3b 8b] [--sweeps base recompute ...] [--out FILE]
+On a CPU, to see that it works: python benchmarks/gpu/mfu.py --tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cases import SWEEPS, Case, cases
+from report import RESULTS, ROOT, commit, table, write
+
+COLUMNS = ("model", "micro_batch", "recompute", "compile", "fp8", "state", "documents")
+GIB = 1 << 30
+PAGE, BEGIN, END = ROOT / "docs" / "speed.md", "<!-- table of mfu.py -->", "<!-- end of it -->"
+LATE, MEMORY = "not run: no time left", "out of memory"
+LEAST_S = 5
+"""No case is started with less time."""
+
+
+def measure(case: Case, steps: int, warmup: int) -> dict[str, float | str | None]:
+    """Train a model in this process; seconds are medians of steps, by device events where there is a GPU."""
+    import torch
+    from forge_model import LossConfig, initialize
+    from forge_parallel import Env, MeshConfig, Plan, build_mesh, local_shard, parallelize, process_group
+    from forge_parallel.apply import materialize
+    from forge_trainer.optim import AdamWConfig, trainable
+    from forge_trainer.steps.text import TextStep
+    from forge_trainer.steps.update import Update
+
+    env = Env.detect()
+    parallel = case.parallel(env.device.type)
+    with process_group(env, needed=parallel.precision.needs_group(env.device.type)):
+        mesh = build_mesh(MeshConfig(), env)
+        with torch.device("meta"):
+            model = case.config.build()
+        parallelize(model, mesh, Plan.of(model), parallel)
+        initialize(materialize(model, mesh.device), 0, local_shard)
+        moments = "bfloat16" if case.state == "moments-bf16" else "float32"
+        optimizer = AdamWConfig(lr=1e-4, betas=(0.9, 0.95), moments=moments).build(trainable([model]), mesh)
+        update = Update([model], optimizer, lambda step: 1.0, 1.0, mesh)
+        step = TextStep([model], LossConfig().build(), mesh, update=update)
+        batch = [_batch(case, mesh.device)]
+        start = time.perf_counter()
+        for index in range(warmup):
+            step.train(batch, index)
+        first = step.train(batch, warmup).loss.item()
+        warm_s = time.perf_counter() - start
+        seconds = [_timed(lambda: step.train(batch, warmup + 1), mesh.device) for _ in range(steps)]
+        last = step.train(batch, warmup + 2).loss.item()
+    if not last < first:
+        raise SystemExit(f"the loss on one batch did not fall: {first} -> {last}")
+    return _figures(case, statistics.median(seconds), mesh.device) | {
+        "warmup_s": warm_s,
+        "loss": last,
+        "spread": (max(seconds) - min(seconds)) / statistics.median(seconds),
+    }
+
+
+def _batch(case: Case, device: Any) -> Any:
+    """One micro-batch on the device, its count of targets on the host, as the loader gives it."""
+    import torch
+    from forge_data.loader import MicroBatch
+
+    generator = torch.Generator().manual_seed(0)
+    vocab, shape = case.config.vocab_size, (case.micro_batch, case.tokens)
+    rows = torch.randint(vocab, (shape[0], shape[1] + 1), generator=generator)
+    inputs = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    if case.documents:
+        starts = torch.rand(shape, generator=generator) < 1 / case.documents
+        starts[:, 0] = True
+        place = torch.arange(case.tokens).expand(shape)
+        inputs |= {
+            "doc_ids": starts.cumsum(1),
+            "positions": place - torch.where(starts, place, 0).cummax(1).values,
+        }
+    on_device = {name: value.contiguous().to(device) for name, value in inputs.items()}
+    return MicroBatch(on_device, {"targets": torch.tensor(case.micro_batch * case.tokens)})
+
+
+def _timed(step: Any, device: Any) -> float:
+    """Seconds of one step."""
+    import torch
+
+    if device.type != "cuda":
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def _figures(case: Case, step_s: float, device: Any) -> dict[str, float | str | None]:
+    import torch
+    from forge_trainer.hooks.figures import PEAK_TFLOPS
+
+    rate = case.micro_batch * case.tokens / step_s
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    peak = PEAK_TFLOPS.get(name)
+    flops, repeated = case.config.flops_per_token(case.tokens), case.recomputed()
+    every = case.config.flops_per_token(case.tokens, causal=False)
+    return {
+        "device": name,
+        "torch": str(torch.__version__),
+        "step_s": step_s,
+        "tokens_per_s": rate,
+        "model_tflops": rate * flops / 1e12,
+        "mfu": rate * flops / 1e12 / peak if peak else None,
+        "mfu_full_attention": rate * every / 1e12 / peak if peak else None,
+        "hfu": rate * (flops + repeated) / 1e12 / peak if peak and repeated is not None else None,
+        "memory_gib": torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None,
+    }
+
+
+def run(case: Case, steps: int, warmup: int, limit_s: float) -> dict[str, Any]:
+    """Measure in a process of its own; what went wrong is part of the result."""
+    line = [sys.executable, __file__, "--case", json.dumps(msgspec.to_builtins(case))]
+    line += ["--steps", str(steps), "--warmup", str(warmup)]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return refused(case, LATE)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        memory = any("OutOfMemoryError" in text for text in said)
+        return refused(case, MEMORY if memory else said[-1] if said else "died")
+    return refused(case, None) | json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def refused(case: Case, error: str | None) -> dict[str, Any]:
+    """A setting, and why it has no figures."""
+    setting = {name: getattr(case, name) for name in ("tokens", *COLUMNS)}
+    return setting if error is None else setting | {"error": error}
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the table."""
+    short = {name: row[name] for name in COLUMNS}
+    if "error" in row:
+        return short | {"tokens/s": row["error"]}
+    share = {name: "-" if row[name] is None else f"{100 * row[name]:.1f}" for name in ("mfu", "hfu")}
+    full = row["mfu_full_attention"]
+    memory = row["memory_gib"]
+    return short | {
+        "tokens/s": f"{row['tokens_per_s']:,.0f}",
+        "MFU %": share["mfu"],
+        "MFU % full attention": "-" if full is None else f"{100 * full:.1f}",
+        "HFU %": share["hfu"],
+        "GiB": "-" if memory is None else f"{memory:.1f}",
+        "step s": f"{row['step_s']:.3f}",
+        "warm-up s": f"{row['warmup_s']:.0f}",
+    }
+
+
+def caption(rows: list[dict[str, Any]]) -> str:
+    """What a table has to name."""
+    found = next((row for row in rows if "device" in row), {})
+    words = " ".join(["python", "benchmarks/gpu/mfu.py", *sys.argv[1:]])
+    return f"{found.get('device')}, torch {found.get('torch')}, commit {commit()}, `{words}`"
+
+
+def put_into_docs(text: str, page: Path = PAGE) -> None:
+    """Replace the table of docs/speed.md."""
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["1b", "3b", "8b"], choices=["1b", "3b", "8b"])
+    parser.add_argument("--sweeps", nargs="+", default=["base"], choices=[*SWEEPS, "all"])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--time-limit", type=float, default=540, help="seconds for all; the rest is left out")
+    parser.add_argument("--out", type=Path, help="folder of mfu.json and mfu.md; benchmarks/results")
+    parser.add_argument("--docs", action="store_true", help="only put the table of --out into docs/speed.md")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, two steps a case, on any device")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    found = parser.parse_args()
+    if found.tiny:
+        found.models, found.steps, found.warmup = ["tiny"], 2, 1
+    if "all" in found.sweeps:
+        found.sweeps = list(SWEEPS)
+    return found
+
+
+def main() -> None:
+    """Measure, print; write after every case, so that a command that is cut off leaves what it has."""
+    chosen = options()
+    if chosen.case:
+        case = msgspec.convert(json.loads(chosen.case), Case)
+        print(json.dumps(measure(case, chosen.steps, chosen.warmup)))
+        return
+    if chosen.docs:
+        put_into_docs(((chosen.out or RESULTS) / "mfu.md").read_text())
+        return
+    end, rows, text = time.monotonic() + chosen.time_limit, [], ""
+    for case in cases(chosen.models, chosen.sweeps):
+        left = end - time.monotonic()
+        rows.append(run(case, chosen.steps, chosen.warmup, left) if left > LEAST_S else refused(case, LATE))
+        print(json.dumps(rows[-1]), flush=True)
+        name = "mfu_tiny" if chosen.tiny else "mfu"
+        path = write(name, {"steps": chosen.steps, "cases": rows}, chosen.out)
+        text = f"{caption(rows)}\n\n{table([shown(row) for row in rows])}"
+        path.with_suffix(".md").write_text(text + "\n")
+    print(text)
+    if any(row.get("error", LATE) not in (LATE, MEMORY) for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Training on one GPU: beside the CPU in float32, compiled, in 8 bits, and never waiting for the device."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forge_data.loader import MicroBatch
+from forge_model import DecoderConfig, LossConfig, initialize
+from forge_model.attention_config import GroupedQueryConfig
+from forge_model.ffn_config import SwiGLUConfig
+from forge_parallel import (
+    Env,
+    MeshConfig,
+    ParallelConfig,
+    Plan,
+    build_mesh,
+    local_shard,
+    parallelize,
+    process_group,
+)
+from forge_parallel.apply import materialize
+from forge_parallel.config import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    FP8Config,
+    FSDPConfig,
+    PrecisionConfig,
+)
+from forge_trainer.optim import AdamWConfig, trainable
+from forge_trainer.schedule import CosineConfig
+from forge_trainer.steps.text import TextStep
+from forge_trainer.steps.update import Update
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+MODEL = DecoderConfig(
+    vocab_size=512,
+    dim=256,
+    num_layers=2,
+    max_tokens=256,
+    attention=GroupedQueryConfig(num_heads=4, num_kv_heads=2),
+    ffn=SwiGLUConfig(dim=512),
+)
+FLOAT32, PURE = PrecisionConfig(compute="float32"), PrecisionConfig(pure_bf16=True)
+COMPILED = CompileConfig(enabled=True)
+STEPS = 6
+
+
+def micro_batches(device: torch.device, packed: bool = True) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(2):
+        rows = torch.randint(MODEL.vocab_size, (2, 257), generator=generator)
+        inputs = {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+        if packed:
+            inputs["doc_ids"] = (torch.rand(2, 256, generator=generator) < 0.02).cumsum(1)
+        count = torch.tensor(inputs["labels"].numel())
+        found.append(MicroBatch({name: x.to(device) for name, x in inputs.items()}, {"targets": count}))
+    return found
+
+
+def steps(env: Env, parallel: ParallelConfig, optimizer: AdamWConfig | None = None) -> TextStep:
+    """A step on a fresh model; a process group must exist where the number format needs one."""
+    mesh = build_mesh(MeshConfig(), env)
+    with torch.device("meta"):
+        model = MODEL.build()
+    parallelize(model, mesh, Plan.of(model), parallel)
+    initialize(materialize(model, mesh.device), 0, local_shard)
+    built = (optimizer or AdamWConfig(lr=1e-3)).build(trainable([model]), mesh)
+    update = Update([model], built, partial(CosineConfig(warmup_steps=2).factor, steps=20), 1.0, mesh)
+    return TextStep([model], LossConfig().build(), mesh, update=update)
+
+
+def losses(parallel: ParallelConfig, device: torch.device = CUDA, packed: bool = True) -> list[float]:
+    env = Env(0, 0, 1, device, "none")
+    batch = micro_batches(device, packed)
+    with process_group(env, needed=parallel.precision.needs_group(device.type)):
+        step = steps(env, parallel)
+        return [step.train(batch, index).loss.item() for index in range(STEPS)]
+
+
+def recomputed(mode: Any, compile: CompileConfig) -> ParallelConfig:
+    return ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode=mode), compile=compile)
+
+
+@pytest.fixture(scope="module")
+def exact() -> list[float]:
+    """On the CPU, in float32."""
+    return losses(ParallelConfig(precision=FLOAT32), torch.device("cpu"))
+
+
+def test_float32_training_on_a_gpu_equals_that_on_a_cpu(exact):
+    assert losses(ParallelConfig(precision=FLOAT32)) == pytest.approx(exact, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(),
+        ParallelConfig(compile=COMPILED),
+        ParallelConfig(precision=PURE),
+        recomputed("full", COMPILED),
+        recomputed("selective", COMPILED),
+        recomputed("budget", COMPILED),
+        recomputed("offload", CompileConfig()),
+        ParallelConfig(fsdp=FSDPConfig(reduce_gradients="every_micro_batch")),
+    ],
+    ids=["bf16", "compiled", "pure-bf16", "full", "selective", "budget", "offload", "every-micro-batch"],
+)
+def test_bf16_training_stays_near_float32(parallel, exact):
+    found = losses(parallel)
+    assert found == pytest.approx(exact, rel=1e-2)
+    assert found[-1] < found[0] - 0.1
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_eight_bit_training_stays_near_float32(recipe, compiled, exact):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no 8-bit matmuls on this device")
+    fp8 = FP8Config(recipe=recipe, min_size=128)
+    found = losses(ParallelConfig(fp8=fp8, compile=CompileConfig(enabled=compiled)))
+    assert found != losses(ParallelConfig(compile=CompileConfig(enabled=compiled)))
+    assert found == pytest.approx(exact, rel=3e-2)
+    assert found[-1] < found[0] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("parallel", "optimizer"),
+    [
+        (ParallelConfig(), AdamWConfig(lr=1e-3)),
+        (ParallelConfig(compile=COMPILED), AdamWConfig(lr=1e-3)),
+        (
+            ParallelConfig(precision=PURE),
+            AdamWConfig(lr=1e-3, rounding="stochastic"),
+        ),
+        (ParallelConfig(), AdamWConfig(lr=1e-3, moments="bfloat16")),
+        (ParallelConfig(fp8=FP8Config(recipe="tensorwise", min_size=128)), AdamWConfig(lr=1e-3)),
+    ],
+    ids=["bf16", "compiled", "rounded", "narrow-moments", "fp8"],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
+def test_hot_step_never_waits_for_the_device(parallel, optimizer, packed):
+    env = Env(0, 0, 1, CUDA, "none")
+    host = [
+        MicroBatch(
+            {name: x.pin_memory() for name, x in micro.inputs.items()},
+            {name: x.pin_memory() for name, x in micro.statistics.items()},
+        )
+        for micro in micro_batches(torch.device("cpu"), packed)
+    ]
+    with process_group(env, needed=parallel.precision.needs_group("cuda")):
+        step = steps(env, parallel, optimizer)
+        for index in range(3):
+            step.train(host, index)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            outs = [step.train(host, index) for index in range(3, 6)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(out.finite.item() for out in outs)
+
+
+def test_benchmark_runs_on_this_device():
+    folder = Path(__file__).parents[2] / "benchmarks" / "gpu"
+    sys.path[:0] = [str(folder), str(folder.parent)]
+    try:
+        import mfu
+    finally:
+        del sys.path[:2]
+    case = mfu.Case(model="tiny", tokens=64, micro_batch=2, state="moments-bf16", documents=16)
+    found = mfu.measure(case, 2, 2)
+    assert found["memory_gib"] > 0 and found["tokens_per_s"] > 0
