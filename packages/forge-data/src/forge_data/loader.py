@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -103,16 +103,15 @@ class Loader:
 def _tensors(group: Group) -> list[MicroBatch]:
     """The micro-batches of a group: views, cut by few calls."""
     labels = group.rows[..., 1:] if group.labels is None else group.labels
-    inputs = {"tokens": group.rows[..., :-1], "labels": labels, **group.extra}
-    statistics = {"source": group.source, "targets": group.targets}
+    columns = map(_unbind, (group.rows[..., :-1], labels, group.source, group.targets))
+    others = zip(*map(_unbind, group.extra.values()), strict=True)
+    extra = [dict(zip(group.extra, arrays, strict=True)) for arrays in others]
     return [
-        MicroBatch(dict(zip(inputs, taken, strict=True)), dict(zip(statistics, counted, strict=True)))
-        for taken, counted in zip(_columns(inputs), _columns(statistics), strict=True)
+        MicroBatch({"tokens": tokens, "labels": targets, **more}, {"source": source, "targets": count})
+        for tokens, targets, source, count, more in zip(
+            *columns, extra or [{}] * len(group.rows), strict=True
+        )
     ]
-
-
-def _columns(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*map(_unbind, arrays.values()), strict=True)
 
 
 def _unbind(array: np.ndarray) -> Sequence[Tensor]:
