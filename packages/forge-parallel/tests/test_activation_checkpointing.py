@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from forge_parallel.activation_checkpointing import checkpoint_activations
 from forge_parallel.compile import compile_blocks
 from forge_parallel.config import ActivationCheckpointingConfig, CompileConfig
+from forge_parallel.mesh import Mesh
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
@@ -48,7 +49,7 @@ def test_compile_blocks_compiles_equal_blocks_once():
     x = torch.ones(2, 3)
     wanted = [block(x) for block in blocks]
     checkpoint_activations(blocks, ActivationCheckpointingConfig(mode="full"))
-    compile_blocks(blocks, CompileConfig(enabled=True, backend=counter))  # type: ignore[arg-type]
+    compile_blocks(blocks, CompileConfig(enabled=True, backend=counter), Mesh(torch.device("cpu")))  # type: ignore[arg-type]
     assert all(torch.equal(block(x), w) for block, w in zip(blocks, wanted, strict=True))
     assert counter.frame_count == 1
 

@@ -67,7 +67,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
         context_parallel(model, plan, mesh.context, config.context_parallel)
     checkpoint_activations(units.block_modules, config.activation_checkpointing)
     if config.compile.enabled:
-        compile_blocks(units.block_modules, config.compile)
+        compile_blocks(units.block_modules, config.compile, mesh)
     if mesh.fsdp is not None:
         from forge_parallel.fsdp import shard
 

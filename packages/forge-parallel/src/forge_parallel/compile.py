@@ -1,19 +1,68 @@
-"""Compilation of the repeated units of a model."""
+"""Compilation of the repeated units of a model, and where its results are kept."""
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from forge_parallel.config import CompileConfig
+from forge_parallel.mesh import Mesh
+
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
+def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig, mesh: Mesh) -> None:
     """Compile the forward of each block in place; blocks of one shape share one compilation.
 
     Only the forward: the hooks of FSDP2 stay outside of it and eager. Names of parameters do not change.
     """
+    if config.cache is not None:
+        keep_compiled(Path(config.cache), mesh)
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=config.backend, fullgraph=config.fullgraph)
+
+
+def keep_compiled(folder: Path, mesh: Mesh) -> None:
+    """Let the compiler keep what it makes in a folder, and look there first; it does so for this process.
+
+    Each rank of each layout has a folder of its own in it: the cache of torch 2.13 to 2.15 takes the code for
+    one shard of a DTensor for that of another, of another size. A folder that cannot be used is a warning.
+
+    Args:
+        folder: best on a disk that survives the job.
+        mesh: the grid of ranks.
+    """
+    shards = mesh.fsdp.shape if mesh.fsdp is not None else ()
+    layout = "-".join(map(str, (mesh.pipeline.size, mesh.context.size, *shards, mesh.stage.size)))
+    path = folder / layout / f"rank{mesh.pipeline.rank * mesh.stage.size + mesh.stage.rank}"
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = path.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise PermissionError(f"{path} can be written by others, and what is in it is run as code")
+        with open(path / f".{os.getpid()}", "wb"):
+            pass
+        (path / f".{os.getpid()}").unlink()
+    except OSError as error:
+        warnings.warn(f"compile.cache = {str(folder)!r} is not used: {error}", stacklevel=2)
+    else:
+        os.environ[FOLDER] = str(path)
+
+
+def cache_counts() -> dict[str, int]:
+    """Graphs that this process has found in the cache of the compiler, and those it had to compile.
+
+    Empty as long as nothing was compiled by the backend `inductor`.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    counted = {} if utils is None else utils.counters["inductor"]
+    kinds = {"hits": "fxgraph_cache_hit", "misses": "fxgraph_cache_miss"}
+    if not any(key in counted for key in kinds.values()):
+        return {}
+    return {f"compile_cache_{name}": counted.get(key, 0) for name, key in kinds.items()}

@@ -247,13 +247,17 @@ class CompileConfig(Config):
         enabled: compile the blocks.
         backend: of torch.compile.
         fullgraph: a block that cannot be one graph is an error; otherwise it is cut into several.
+        cache: a folder that keeps compiled code over restarts, for each rank and layout apart. What is in it
+            is run, so nobody else may write there. Absent: torch keeps it in a folder of the machine.
     """
 
     free_keys = (ALL_KEYS,)
+    path_keys = ("cache",)
 
     enabled: bool = False
     backend: str = "inductor"
     fullgraph: bool = True
+    cache: str | None = None
 
 
 class ParallelConfig(Config):

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from forge_parallel.compile import cache_counts
+
 from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.hooks.figures import Figures
 from forge_trainer.progress import Progress
@@ -42,6 +44,7 @@ class Log(Hook):
             "grad_norm": norm,
             "lr": out.lr,
             **self._figures.of(speed),
+            **cache_counts(),
             "skipped": self._skipped_before - before,
         }
         record |= {name: value.item() for name, value in out.metrics.items()}
