@@ -1,6 +1,7 @@
 """Training under a layout, for comparison with one process: losses, norms, weights."""
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from forge_trainer.optim import AdamWConfig, trainable
 from forge_trainer.schedule import CosineConfig
 from forge_trainer.steps.text import TextStep
 from forge_trainer.steps.update import Update
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 VOCAB, TOKENS, GLOBAL, STEPS = 68, 16, 16, 10
 
@@ -45,16 +48,20 @@ def batch(index: int, mesh: Mesh, micro_batches: int = 2) -> list[MicroBatch]:
     ]
 
 
-def trained(
-    sizes: dict,
-    config: DecoderConfig,
-    dtype: str,
-    parallel: ParallelConfig,
-    micro_batches: int = 2,
-    steps: int = STEPS,
-) -> dict[str, list]:
-    """Losses, norms, and the weights before and after."""
-    env = Env.detect()
+class Made(NamedTuple):
+    """A run under a layout, before its first step."""
+
+    parts: list[nn.Module]
+    optimizer: Optimizer
+    step: TextStep
+    mesh: Mesh
+
+
+def made(
+    sizes: dict, config: DecoderConfig, dtype: str, parallel: ParallelConfig | None = None, seed: int = 3
+) -> Made:
+    """A decoder with the weights of a seed; on one rank nothing is made parallel."""
+    env, parallel = Env.detect(), parallel or ParallelConfig()
     mesh = build_mesh(MeshConfig(**sizes), env) if env.world_size > 1 else Mesh(env.device)
     parts = []
     for stage in stages_of(mesh.pipeline.rank, mesh.pipeline.size, parallel.pipeline):
@@ -64,26 +71,43 @@ def trained(
         if env.world_size > 1:
             parallelize(model, mesh, Plan.of(model), parallel)
         parts.append(materialize(model, mesh.device))
-        initialize(model, 3, local_shard)
-    before = full(parts)
+        initialize(model, seed, local_shard)
     optimizer = AdamWConfig(lr=3e-3).build(trainable(parts))
     factor = partial(CosineConfig(warmup_steps=2).factor, steps=20)
     update = Update(parts, optimizer, factor, 0.5, mesh)
-    step = TextStep(parts, LossConfig(chunk_tokens=5, z_loss_weight=1e-3).build(), mesh, update=update)
+    loss = LossConfig(chunk_tokens=5, z_loss_weight=1e-3).build()
+    return Made(parts, optimizer, TextStep(parts, loss, mesh, update=update), mesh)
+
+
+def trained(
+    sizes: dict,
+    config: DecoderConfig,
+    dtype: str,
+    parallel: ParallelConfig,
+    micro_batches: int = 2,
+    steps: int = STEPS,
+) -> dict[str, list]:
+    """Losses, norms, and the weights before and after."""
+    parts, _, step, mesh = made(sizes, config, dtype, parallel)
+    before = full(parameters(parts))
     outs = [step.train(batch(index, mesh, micro_batches), index) for index in range(steps)]
     return {
         "loss": [out.loss.item() for out in outs],
         "norm": [out.grad_norm.item() for out in outs],
         "before": before,
         "validation": step.evaluate([batch(STEPS, mesh)])["loss"],
-        "after": full(parts),
+        "after": full(parameters(parts)),
     }
 
 
-def full(parts: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Every parameter, put together from what each rank says it holds."""
-    mine = {name: parameter for part in parts for name, parameter in part.named_parameters()}
-    shards = {name: (parameter.shape, local_shard(parameter)) for name, parameter in mine.items()}
+def parameters(parts: list[nn.Module]) -> dict[str, Tensor]:
+    """Those that this rank holds, by name."""
+    return {name: parameter for part in parts for name, parameter in part.named_parameters()}
+
+
+def full(mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every tensor, put together from what each rank says it holds."""
+    shards = {name: (tensor.shape, local_shard(tensor)) for name, tensor in mine.items()}
     boxes = {name: (shape, shard.values.clone(), shard.offsets) for name, (shape, shard) in shards.items()}
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, boxes)
