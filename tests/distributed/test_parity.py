@@ -6,8 +6,9 @@ import pytest
 import torch
 from forge_model import DecoderConfig
 from forge_model.attention_config import GroupedQueryConfig
-from forge_model.ffn_config import MLPConfig, SwiGLUConfig
-from forge_model.norm_config import LayerNormConfig
+from forge_model.decoder_config import LayerOverride
+from forge_model.ffn_config import GeGLUConfig, MLPConfig, SwiGLUConfig
+from forge_model.norm_config import LayerNormConfig, RMSNormConfig
 from forge_parallel import (
     ParallelConfig,
 )
@@ -49,6 +50,10 @@ PARTS = {"vocab_size": VOCAB, "dim": 32, "num_layers": 2, "max_tokens": TOKENS}
 HEADS = GroupedQueryConfig(num_heads=4, num_kv_heads=4)
 BIASED = GroupedQueryConfig(num_heads=4, num_kv_heads=4, bias=True, output_bias=True)
 WINDOWED = GroupedQueryConfig(num_heads=4, num_kv_heads=4, sliding_window=5, qk_norm=True)
+UNLIKE = GroupedQueryConfig(
+    num_heads=4, num_kv_heads=2, qk_norm=True, qk_norm_over="projection", scale=0.5, softcap=1.5, sinks=True
+)
+UNLIKE_LAST = GroupedQueryConfig(num_heads=4, num_kv_heads=4, qk_norm=True, softcap=2.0, sliding_window=5)
 MODELS = {
     "plain": DecoderConfig(**PARTS, attention=HEADS),
     "biased": DecoderConfig(**PARTS, attention=BIASED, ffn=SwiGLUConfig(bias=True)),
@@ -56,6 +61,15 @@ MODELS = {
     "windowed": DecoderConfig(**PARTS, attention=WINDOWED),
     "deep": DecoderConfig(**PARTS | {"num_layers": 5}, attention=WINDOWED),
     "layernorm": DecoderConfig(**PARTS, attention=HEADS, norm=LayerNormConfig(bias=True), ffn=MLPConfig()),
+    "capped": DecoderConfig(
+        **PARTS,
+        attention=UNLIKE,
+        ffn=GeGLUConfig(),
+        norm_order="sandwich",
+        embedding_scale=3.0,
+        logit_softcap=2.0,
+        overrides=[LayerOverride(layers="-1", attention=UNLIKE_LAST, norm=RMSNormConfig(zero_centered=True))],
+    ),
 }
 FAMILIES = [name for name in MODELS if name != "deep"]
 
@@ -125,7 +139,7 @@ def test_pipelined_training_in_float64_equals_one_process(schedule):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
-@pytest.mark.parametrize("name", slow(FAMILIES, "plain", "windowed"))
+@pytest.mark.parametrize("name", slow(FAMILIES, "plain", "windowed", "capped"))
 def test_context_parallel_training_in_float64_equals_one_process(name, method):
     parallel = ParallelConfig(context_parallel=ContextParallelConfig(method=method))
     check("cp2", name, "float64", parallel, loss=1e-10, norm=1e-10)

@@ -5,8 +5,17 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from forge_model import ModelError, config_from_hf, config_to_hf, from_hf, initialize, to_hf
-from forge_model.config import DecoderConfig, GroupedQueryConfig, SwiGLUConfig
+from forge_model import (
+    ModelError,
+    Sampling,
+    config_from_hf,
+    config_to_hf,
+    from_hf,
+    generate,
+    initialize,
+    to_hf,
+)
+from forge_model.config import DecoderConfig, GroupedQueryConfig, LayerOverride, SwiGLUConfig
 from torch.overrides import TorchFunctionMode
 
 transformers = pytest.importorskip("transformers")
@@ -25,6 +34,22 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 # the ramp from pair 13.5 down to 11: transformers lets it fall
 FALLING = YARN | {"rope_theta": 10.0, "original_max_position_embeddings": 32768}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+LAST_SLIDES = {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
+# embeddings are multiplied by sqrt(hidden_size), which transformers rounds to float32: 8 is exact
+GEMMA = {
+    "hidden_size": 64,
+    "head_dim": 12,
+    "query_pre_attn_scalar": 5,
+    "sliding_window": 7,
+    "num_hidden_layers": 3,
+    "attn_implementation": "eager",
+}
+CAPPED = {"final_logit_softcapping": 1.5, "tie_word_embeddings": False}
+UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "hidden_size": 144}
+GEMMA3_ROPE = {
+    "full_attention": LINEAR | {"rope_theta": 5e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
 CASES = {
     "llama": ("llama", {}),
     "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
@@ -55,6 +80,39 @@ CASES = {
         },
     ),
     "qwen3-tied": ("qwen3", {"head_dim": 20, "tie_word_embeddings": True}),
+    "qwen2": (
+        "qwen2",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 9} | LAST_SLIDES,
+    ),
+    "mistral": ("mistral", {"sliding_window": 11, "head_dim": 20}),
+    "mistral-tied": ("mistral", {"sliding_window": 11, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-biases-mha": (
+        "olmo2",
+        {"attention_bias": True, "num_key_value_heads": 4, "rope_parameters": YARN},
+    ),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}),
+    "gemma2-uncapped-odd": (
+        "gemma2",
+        GEMMA | UNCAPPED | {"num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
+    "gemma2-biases": ("gemma2", GEMMA | {"attention_bias": True, "layer_types": ["full_attention"] * 3}),
+    "gemma3": ("gemma3", GEMMA | {"num_hidden_layers": 7, "rope_parameters": GEMMA3_ROPE}),
+    "gemma3-capped": (
+        "gemma3",
+        GEMMA | {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2} | CAPPED,
+    ),
+}
+
+
+CLASSES = {
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "olmo2": "Olmo2Config",
+    "gemma2": "Gemma2Config",
+    "gemma3": "Gemma3TextConfig",
 }
 
 
@@ -79,10 +137,10 @@ def widened(dtype):
 
 def theirs(case, dtype):
     kind, options = CASES[case]
-    make = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[kind]
+    make = getattr(transformers, CLASSES[kind])
     shape = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "vocab_size": 97}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    config = make(**(shape | heads | options), attn_implementation="sdpa")
+    config = make(**({"attn_implementation": "sdpa"} | shape | heads | options))
     with widened(dtype):
         model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     with torch.no_grad():
@@ -129,6 +187,34 @@ def test_exported_weights_load_into_transformers_and_give_our_logits(case):
     assert config_from_hf({"model_type": model_type} | written) == config
 
 
+FAMILY_CASES = ["llama", "qwen2", "mistral", "olmo2", "gemma2", "gemma3-capped"]
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_generation_of_prompts_of_different_lengths_equals_full_forward_passes(case):
+    config = config_from_hf(theirs(case, torch.float64).config.to_dict())
+    ours = config.build()
+    initialize(ours, 1)
+    ours.double()
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [9]]
+    written = generate(ours, prompts, 12, Sampling(temperature=0))
+    for prompt, new in zip(prompts, written, strict=True):
+        logits = ours(torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == new
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_logits_at_other_positions_equal_those_of_transformers(case):
+    model = theirs(case, torch.float64)
+    config = config_from_hf(model.config.to_dict())
+    ours = config.build().double()
+    ours.load_state_dict(from_hf(model.state_dict(), config), strict=False)
+    tokens, positions = torch.randint(97, (1, 20)), torch.arange(5, 25)
+    with torch.no_grad(), Widened():
+        logits = model(tokens, position_ids=positions[None]).logits
+    assert (ours(tokens, positions=positions) - logits).abs().max() <= 1e-9
+
+
 def test_from_hf_lists_what_is_missing_and_what_is_left_over():
     model = theirs("llama", torch.float32)
     tensors = model.state_dict()
@@ -142,8 +228,9 @@ def test_from_hf_lists_what_is_missing_and_what_is_left_over():
 
 def test_to_hf_refuses_a_model_no_family_can_hold():
     attention = GroupedQueryConfig(num_heads=2, sliding_window=4)
-    config = DecoderConfig(vocab_size=8, dim=8, num_layers=1, attention=attention)
-    with pytest.raises(ModelError, match="full grouped-query"):
+    layers = [LayerOverride(layers="0", attention=GroupedQueryConfig(num_heads=2))]
+    config = DecoderConfig(vocab_size=8, dim=8, num_layers=2, attention=attention, overrides=layers)
+    with pytest.raises(ModelError, match=r"llama: attention.sliding_window: 4, there 'absent' \(layers 1"):
         config_to_hf(config)
 
 
@@ -152,7 +239,7 @@ def test_to_hf_refuses_biases_that_qwen3_does_not_have():
     config = DecoderConfig(
         vocab_size=8, dim=8, num_layers=1, attention=attention, ffn=SwiGLUConfig(bias=True)
     )
-    with pytest.raises(ModelError, match="Qwen3 has no biases"):
+    with pytest.raises(ModelError, match=r"qwen3: ffn\.bias: True, there False"):
         config_to_hf(config)
 
 

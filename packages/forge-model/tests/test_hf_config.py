@@ -19,10 +19,19 @@ from forge_model.config import (
     RopeConfig,
     SwiGLUConfig,
 )
-from forge_model.families import LLAMA, QWEN3
+from forge_model.families import FAMILIES
 from forge_model.rope_config import YarnRopeConfig
 
-CLASSES = {"llama": "LlamaConfig", "qwen3": "Qwen3Config"}
+CLASSES = {
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "olmo2": "Olmo2Config",
+    "gemma2": "Gemma2Config",
+    "gemma3_text": "Gemma3TextConfig",
+}
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 SHAPE = {
     "hidden_size": 48,
     "intermediate_size": 72,
@@ -38,7 +47,7 @@ def default_config(model_type: str):
     return getattr(pytest.importorskip("transformers"), CLASSES[model_type])
 
 
-@pytest.mark.parametrize("family", [LLAMA, QWEN3], ids=lambda family: family.model_type)
+@EVERY_FAMILY
 def test_defaults_are_those_of_transformers(family):
     fields = default_config(family.model_type).__dataclass_fields__
     assert {name: key.default for name, key in family.keys.items()} == {
@@ -46,7 +55,7 @@ def test_defaults_are_those_of_transformers(family):
     }
 
 
-@pytest.mark.parametrize("family", [LLAMA, QWEN3], ids=lambda family: family.model_type)
+@EVERY_FAMILY
 def test_every_key_alone_means_what_it_means_to_transformers(family):
     make = default_config(family.model_type)
     for left_out in [None, *SHAPE]:
@@ -60,11 +69,19 @@ def test_every_key_alone_means_what_it_means_to_transformers(family):
         assert ours.max_tokens == theirs.max_tokens
 
 
-@pytest.mark.parametrize("family", [LLAMA, QWEN3], ids=lambda family: family.model_type)
+@EVERY_FAMILY
 def test_a_config_of_defaults_is_read_as_transformers_reads_it(family):
     bare = config_from_hf({"model_type": family.model_type})
-    assert bare.norm.eps == 1e-6
+    assert bare.norm.eps == (1e-5 if family.model_type == "olmo2" else 1e-6)
     assert differences(bare, config_from_hf(default_config(family.model_type)().to_dict())) == []
+
+
+@pytest.mark.parametrize("name", [name for family in FAMILIES for name in family.presets])
+def test_every_preset_is_exported_as_what_it_is_called(name, tmp_path):
+    path = tmp_path / "model.toml"
+    path.write_text(f'[model]\npreset = "{name}"\n')
+    written = config_to_hf(load(Whole, path).value.model)
+    assert written["model_type"].removesuffix("_text") == name.split("-")[0]
 
 
 def test_qwen3_without_head_dim_has_heads_of_128():
@@ -140,12 +157,31 @@ def test_config_to_hf_invents_no_token_ids():
 @pytest.mark.parametrize(
     ("options", "needle"),
     [
-        ({"attention": GroupedQueryConfig(num_heads=2, sliding_window=4)}, "full grouped-query"),
-        ({"attention": GroupedQueryConfig(num_heads=2, bias=True)}, "all four"),
+        (
+            {
+                "attention": GroupedQueryConfig(num_heads=2, bias=True, sliding_window=4),
+                "norm_order": "sandwich",
+            },
+            "qwen2: norm_order: 'sandwich', there 'pre'",
+        ),
+        (
+            {"attention": GroupedQueryConfig(num_heads=2, output_bias=True)},
+            "attention.output_bias: True, there F",
+        ),
+        (
+            {"attention": GroupedQueryConfig(num_heads=2, softcap=5.0)},
+            "attention.softcap: 5.0, there 'absent'",
+        ),
         ({"ffn": MLPConfig()}, "swiglu"),
         ({"norm": LayerNormConfig()}, "rmsnorm"),
-        ({"overrides": [LayerOverride(layers="1", rope=RopeConfig(theta=5.0))]}, "differ in more"),
-        ({"overrides": [LayerOverride(layers=":", norm=RMSNormConfig(eps=0.1))]}, "another norm"),
+        (
+            {"overrides": [LayerOverride(layers="1", rope=RopeConfig(theta=5.0))]},
+            "rope.theta: 5.0, there 10000.0 .layers 1",
+        ),
+        (
+            {"overrides": [LayerOverride(layers=":", norm=RMSNormConfig(eps=0.1))]},
+            "norm.eps: 0.1, there 1e-05",
+        ),
         (
             {
                 "attention": GroupedQueryConfig(num_heads=2, qk_norm=True, sliding_window=4),
@@ -155,7 +191,7 @@ def test_config_to_hf_invents_no_token_ids():
                     )
                 ],
             },
-            "several lengths",
+            "sliding_window: 5, there 4 .layers 1",
         ),
     ],
 )

@@ -9,22 +9,24 @@ from forge_model import Loss, ModelError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def reference(hidden, weight, labels, z_weight):
+def reference(hidden, weight, labels, z_weight, softcap=None):
     logits = hidden @ weight.t()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     cross_entropy = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     z_loss = logits.logsumexp(-1).square()[labels >= 0].sum()
     return cross_entropy + z_weight * z_loss, cross_entropy, z_loss
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 4, 1000])
-@pytest.mark.parametrize("z_weight", [0.0, 0.3])
-def test_loss_and_gradients_equal_full_logits_in_float64(chunk, z_weight):
+@pytest.mark.parametrize(("z_weight", "softcap"), [(0.0, None), (0.3, None), (0.3, 1.7)])
+def test_loss_and_gradients_equal_full_logits_in_float64(chunk, z_weight, softcap):
     hidden = torch.randn(3, 7, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(33, 16, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(33, (3, 7))
     labels[1, 2:5] = -100
-    terms = Loss(chunk, z_weight)(hidden, weight, labels)
-    expected = reference(hidden, weight, labels, z_weight)
+    terms = Loss(chunk, z_weight)(hidden, weight, labels, softcap=softcap)
+    expected = reference(hidden, weight, labels, z_weight, softcap)
     given = [terms.total, terms.sums["loss"].value, terms.sums["z_loss"].value]
     for ours, theirs in zip(given, expected, strict=True):
         torch.testing.assert_close(ours, theirs)

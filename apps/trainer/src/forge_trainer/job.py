@@ -12,9 +12,8 @@ from forge_ckpt.config import CheckpointConfig
 from forge_config import ALL_KEYS, Config, Meta, absolute
 from forge_config.load import Loaded, load
 from forge_data.config import DataConfig
-from forge_model.compare import require_weights_of
 from forge_model.config import LossConfig, ModelConfig
-from forge_model.hf_config import read_config
+from forge_model.hf_config import read_config, require_weights_of
 from forge_parallel.config import (
     ActivationCheckpointingConfig,
     CompileConfig,
@@ -244,6 +243,14 @@ def axes_divide_the_model(
         raise ValueError(f"mesh.tp = {tp}, mesh.cp = {cp}: {'; '.join(uneven)}{hint}")
 
 
+def axes_compute_the_model(model: ModelConfig, mesh: MeshConfig) -> None:
+    """Ranks that share matrices or sequences compute what one process does."""
+    try:
+        model.require_axes(mesh.tp, mesh.cp)
+    except ValueError as error:
+        raise ValueError(f"mesh.tp = {mesh.tp}, mesh.cp = {mesh.cp}: {error}") from None
+
+
 def stages_fit_the_model(
     model: ModelConfig, mesh: MeshConfig, pipeline: PipelineConfig, compile: CompileConfig
 ) -> None:
@@ -282,6 +289,7 @@ checks: list[Callable[..., None]] = [
     something_is_rounded,
     weights_are_of_the_model,
     axes_divide_the_model,
+    axes_compute_the_model,
     stages_fit_the_model,
     recomputation_fits_the_compiler,
 ]

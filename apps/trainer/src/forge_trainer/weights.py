@@ -9,8 +9,8 @@ from forge_ckpt.saver import Saver
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_ckpt.weights import Weights
-from forge_model.compare import require_weights_of
 from forge_model.hf import Renamed, from_hf
+from forge_model.hf_config import require_weights_of
 from forge_model.init import initialize
 from forge_parallel.apply import load_full
 from forge_parallel.tensor import local_shard

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from forge_config import Config, Meta, Registry
 from msgspec.structs import replace
 
-from forge_model.norm_config import NormConfig
+from forge_model.norm_config import NormConfig, RMSNormConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
 Count = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Meta(gt=0)]
 
 
 class AttentionConfig(Config):
@@ -46,6 +47,9 @@ class AttentionConfig(Config):
         """The sizes, by key, that tensor parallelism must divide."""
         return {}
 
+    def require_axes(self, norm: NormConfig, tp: int, cp: int) -> None:
+        """See `ModelConfig.require_axes`; `norm` is that of the layer."""
+
 
 attentions = Registry("attention", AttentionConfig, default="gqa")
 
@@ -58,19 +62,29 @@ class GroupedQueryConfig(AttentionConfig):
         num_heads: query heads.
         num_kv_heads: key-value heads; absent means as many as query heads.
         head_dim: width of a head; absent means dim / num_heads.
-        qk_norm: normalize queries and keys of each head before the rotation (as Qwen3).
+        qk_norm: normalize queries and keys before the rotation.
+        qk_norm_over: what is normalized together: each head (as Qwen3), or all heads at once (as OLMo 2).
         bias: biases on the query, key and value projections.
         output_bias: bias on the output projection.
         sliding_window: a token sees at most so many tokens, itself included; absent means all.
+        scale: factor of the scores; absent means 1/sqrt(head_dim).
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv:2408.00118 section 2); absent
+            means they stay as they are. Costs speed: such scores have no fused kernel but FlexAttention.
+        sinks: every head has a learnt score for one more key that has no value, so that its weights may sum
+            to less than one (GPT-OSS, arXiv:2508.10925). Costs the same.
     """
 
     num_heads: Count = 8
     num_kv_heads: Count | None = None
     head_dim: Count | None = None
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"
     bias: bool = False
     output_bias: bool = False
     sliding_window: Count | None = None
+    scale: Positive | None = None
+    softcap: Positive | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.kv_heads:
@@ -95,13 +109,24 @@ class GroupedQueryConfig(AttentionConfig):
         """See `AttentionConfig.tensor_sizes`."""
         return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
 
+    def require_axes(self, norm: NormConfig, tp: int, cp: int) -> None:
+        """See `AttentionConfig.require_axes`."""
+        in_parts = isinstance(norm, RMSNormConfig) and not norm.zero_centered
+        if tp > 1 and self.qk_norm and self.qk_norm_over == "projection" and not in_parts:
+            raise ValueError(
+                'qk_norm_over = "projection" normalizes the heads of all ranks together, which only a plain '
+                "rmsnorm can do in parts; choose that norm, normalize each head, or set mesh.tp = 1"
+            )
+
     def rotary_dim(self, dim: int) -> int:
         """See `AttentionConfig.rotary_dim`."""
         return dim // self.num_heads if self.head_dim is None else self.head_dim
 
     def resolved(self, dim: int) -> AttentionConfig:
         """See `AttentionConfig.resolved`."""
-        return replace(self, num_kv_heads=self.kv_heads, head_dim=self.rotary_dim(dim))
+        head_dim = self.rotary_dim(dim)
+        scale = None if self.scale == head_dim**-0.5 else self.scale
+        return replace(self, num_kv_heads=self.kv_heads, head_dim=head_dim, scale=scale)
 
     def build(self, dim: int, norm: NormConfig) -> nn.Module:
         """See `AttentionConfig.build`."""

@@ -8,35 +8,17 @@ from typing import Any
 from forge_config import plain
 
 from forge_model.decoder_config import DecoderConfig
-from forge_model.error import ModelError
-from forge_model.hf_config import config_from_hf
-from forge_model.model_config import ModelConfig
 
-
-def require_weights_of(config: ModelConfig, hf: Mapping[str, Any], place: str) -> DecoderConfig:
-    """See that weights were made for this very model.
-
-    Args:
-        config: `[model]`.
-        hf: the `config.json` beside the weights.
-        place: where they lie, for the message.
-
-    Returns:
-        `config`.
-
-    Raises:
-        ModelError: they belong to another model; lists every difference.
-    """
-    if not isinstance(config, DecoderConfig):
-        raise ModelError(f"{place} holds weights of a decoder; [model] is a {type(config).__name__}")
-    found = differences(config, config_from_hf(hf))
-    if found:
-        listed = "".join(f"\n  {line}" for line in found)
-        raise ModelError(
-            f"{place} holds the weights of another model than [model] describes:{listed}\n"
-            f'Change these keys, or take them from there: model.from = "{place}".'
-        )
-    return config
+SHARED_KEYS = (
+    "vocab_size",
+    "dim",
+    "num_layers",
+    "tie_embeddings",
+    "norm_order",
+    "embedding_scale",
+    "logit_softcap",
+)
+"""Keys of a decoder that are no parts of its layers and change what it computes."""
 
 
 def differences(config: DecoderConfig, other: DecoderConfig) -> list[str]:
@@ -49,7 +31,7 @@ def differences(config: DecoderConfig, other: DecoderConfig) -> list[str]:
     """
     lines = [
         f"{key}: {getattr(config, key)!r}, there {getattr(other, key)!r}"
-        for key in ("vocab_size", "dim", "num_layers", "tie_embeddings")
+        for key in SHARED_KEYS
         if getattr(config, key) != getattr(other, key)
     ]
     lines += [f"norm.{line}" for line in _unlike(plain(config.norm), plain(other.norm))]

@@ -1,7 +1,8 @@
-"""The decoder: embedding, pre-norm blocks, norm, head. B batch, T tokens, D model dim, V vocabulary."""
+"""The decoder: embedding, blocks, norm, head. B batch, T tokens, D model dim, V vocabulary."""
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -20,23 +21,36 @@ from forge_model.rope import Rope, RopeTables
 
 LossFn = Callable[..., LossTerms]
 """(hidden [B, T, D], head weight [V, D], labels [B, T]) -> terms of the loss; where the head has a part
-of the vocabulary, its `VocabularyShard` comes last."""
+of the vocabulary, its `VocabularyShard` comes last. `softcap` is given by keyword where logits have one."""
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x))."""
+    """x + attention(norm(x)), then x + ffn(norm(x)); `norm_order` says where the norms are.
+
+    Attributes:
+        attention_norm: of what attention is given; None where that is not normalized.
+        attention_post_norm: of what it returns.
+        ffn_norm: of what the feed-forward is given.
+        ffn_post_norm: of what it returns.
+    """
 
     def __init__(self, config: LayerConfig, dim: int) -> None:
         super().__init__()
-        self.attention_norm = config.norm.build(dim)
+        before, after = config.norm_order != "reordered", config.norm_order != "pre"
+        self.attention_norm = config.norm.build(dim) if before else None
         self.attention = config.attention.build(dim, config.norm)
-        self.ffn_norm = config.norm.build(dim)
+        self.attention_post_norm = config.norm.build(dim) if after else None
+        self.ffn_norm = config.norm.build(dim) if before else None
         self.ffn = config.ffn.build(dim)
+        self.ffn_post_norm = config.norm.build(dim) if after else None
 
     def forward(self, x: Tensor, rope: Rope, mask: Any, cache: LayerCache | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D]; `mask` is what the attention of this block made of the description."""
-        x = x + self.attention(self.attention_norm(x), rope, mask, cache)
-        return x + self.ffn(self.ffn_norm(x))
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        attended = self.attention(normed, rope, mask, cache)
+        x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
+        fed = self.ffn(x if self.ffn_norm is None else self.ffn_norm(x))
+        return x + (fed if self.ffn_post_norm is None else self.ffn_post_norm(fed))
 
 
 class Head(nn.Module):
@@ -44,25 +58,30 @@ class Head(nn.Module):
 
     Attributes:
         vocabulary: which rows of the weight this process computes with; None means all.
+        softcap: logits become softcap * tanh(logit / softcap); None leaves them as they are.
     """
 
     roles: ClassVar[dict[str, Role]] = {"weight": "head"}
     vocabulary: VocabularyShard | None = None
 
-    def __init__(self, dim: int, vocab_size: int) -> None:
+    def __init__(self, dim: int, vocab_size: int, softcap: float | None = None) -> None:
         super().__init__()
+        self.softcap = softcap
         self.weight: nn.Parameter = nn.Parameter(torch.empty(vocab_size, dim))
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None, loss_fn: LossFn | None = None) -> Any:
         """[B, T, D] -> [B, T, V], or what `loss_fn` returns when there are labels [B, T]."""
         if labels is None:
             logits = nn.functional.linear(hidden, self.weight)
+            if self.softcap is not None:
+                logits = self.softcap * torch.tanh(logits / self.softcap)
             return logits if self.vocabulary is None else self.vocabulary.gather(logits)
         if loss_fn is None:
             raise ModelError("labels were given without a loss_fn; pass LossConfig().build()")
-        if self.vocabulary is None:
-            return loss_fn(hidden, self.weight, labels)
-        return loss_fn(hidden, self.weight, labels, self.vocabulary)
+        part = () if self.vocabulary is None else (self.vocabulary,)
+        # a loss that knows no soft cap is not given one, and otherwise fails: it would be another loss
+        options = {} if self.softcap is None else {"softcap": self.softcap}
+        return loss_fn(hidden, self.weight, labels, *part, **options)
 
 
 class Decoder(nn.Module):
@@ -91,7 +110,7 @@ class Decoder(nn.Module):
             {str(i): Block(config.layer(i), config.dim) for i in range(config.num_layers)}
         )
         self.norm = config.norm.build(config.dim)
-        self.head = Head(config.dim, config.vocab_size)
+        self.head = Head(config.dim, config.vocab_size, config.logit_softcap)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight  # type: ignore[assignment]
         self._layer_configs = {str(i): config.layer(i) for i in range(config.num_layers)}
@@ -128,9 +147,7 @@ class Decoder(nn.Module):
         if cache is not None and (doc_ids is not None or positions is not None):
             raise ModelError("a cache knows its positions and has one document a row; give no others with it")
         self._require_room(tokens.shape[1] + (0 if cache is None else cache.length))
-        x = self.embed(tokens) if self.embed is not None else hidden
-        if x is None:
-            raise ModelError("this part of the model has no embedding; pass hidden=[B, T, D]")
+        x = self._embedded(tokens, hidden)
         if cache is None:
             mask = Mask(tokens.shape[1], tokens.device, doc_ids)
         else:
@@ -140,6 +157,16 @@ class Decoder(nn.Module):
             rope, resolved = shared.of(self._layer_configs[name], block)
             x = block(x, rope, resolved, None if cache is None else cache.layers[int(name)])
         return self.read_out(x if last_logits is None else x[:, -last_logits:], labels, loss_fn)
+
+    def _embedded(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
+        """[B, T] -> [B, T, D], or what another stage has made of them."""
+        if self.embed is None:
+            if hidden is None:
+                raise ModelError("this part of the model has no embedding; pass hidden=[B, T, D]")
+            return hidden
+        x, scale = self.embed(tokens), self.config.embedding_scale
+        # rounded to the dtype of the model first, as Gemma was trained; made on the device, without a copy
+        return x if scale == 1 else x * torch.full((), scale, dtype=x.dtype, device=x.device)
 
     def read_out(self, x: Tensor, labels: Tensor | None = None, loss_fn: LossFn | None = None) -> Any:
         """Logits or loss of hidden states [B, T, D]; the hidden states themselves where there is no head."""
@@ -174,14 +201,22 @@ class Decoder(nn.Module):
             "layers.*.ffn": "gather",
             "layers.*.attention.w[qkv]": "colwise",
             "layers.*.attention.wo": "rowwise",
-            "layers.*.attention.[qk]_norm": "head_norm",
+            "layers.*.attention.sinks": "heads",
             "layers.*.ffn.w_[gu]*": "colwise",
             "layers.*.ffn.w_down": "rowwise",
             "layers.*.attention_norm": "norm",
+            "layers.*.attention_post_norm": "norm",
             "layers.*.ffn_norm": "norm",
+            "layers.*.ffn_post_norm": "norm",
         }
-        normed = any(name.endswith("q_norm") for name, _ in self.named_modules())
-        return {pattern: role for pattern, role in roles.items() if normed or role != "head_norm"}
+        over_head = {name: getattr(one.attention, "norm_heads", True) for name, one in self.layers.items()}
+        if all(over_head.values()):
+            roles["layers.*.attention.[qk]_norm"] = "head_norm"
+        else:
+            for name, over in over_head.items():
+                roles[f"layers.{name}.attention.[qk]_norm"] = "head_norm" if over else "cut_norm"
+        names = [name for name, _ in self.named_modules()]
+        return {pattern: role for pattern, role in roles.items() if fnmatch.filter(names, pattern)}
 
     def parameter_roles(self) -> dict[str, Role]:
         """What each parameter is for, by name."""
@@ -193,7 +228,8 @@ class Decoder(nn.Module):
 
     def _initial_value(self, name: str, role: Role) -> Init:
         if role in ("norm", "bias"):
-            return Init("constant", 1.0 if role == "norm" else 0.0)
+            module = self.get_submodule(name.rpartition(".")[0])
+            return Init("constant", getattr(module, "initial_weight", 1.0) if role == "norm" else 0.0)
         writes_residual = name.endswith(("wo.weight", "w_down.weight"))
         scale = (2 * self.config.num_layers) ** 0.5 if writes_residual else 1.0
         return Init("normal", self.config.init_std / scale)

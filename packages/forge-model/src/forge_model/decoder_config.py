@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_config import Config, Meta
 from msgspec import field
 
-from forge_model.attention_config import AttentionConfig, Count, GroupedQueryConfig
+from forge_model.attention_config import AttentionConfig, Count, GroupedQueryConfig, Positive
 from forge_model.ffn_config import FfnConfig, SwiGLUConfig
 from forge_model.model_config import ModelConfig, models
 from forge_model.norm_config import NormConfig, RMSNormConfig
@@ -17,7 +17,9 @@ from forge_model.rope_config import RopeConfig
 if TYPE_CHECKING:
     from torch import nn
 
-INDICES = r"^(-?\d+|(-?\d+)?:(-?\d+)?(:(-?\d+)?)?)$"
+INDEX = r"(-?\d+|(-?\d+)?:(-?\d+)?(:(-?\d+)?)?)"
+INDICES = rf"^{INDEX}(,{INDEX})*$"
+NormOrder = Literal["pre", "reordered", "sandwich"]
 
 
 class LayerConfig(Config):
@@ -27,13 +29,15 @@ class LayerConfig(Config):
     ffn: FfnConfig
     norm: NormConfig
     rope: RopeConfig
+    norm_order: NormOrder = "pre"
 
 
 class LayerOverride(Config):
     """Layers that differ from the others: `[[model.overrides]]`.
 
     Attributes:
-        layers: which ones: an index or a slice as in Python ("-1" is the last, "5::6" every sixth from 5 on).
+        layers: which ones: an index or a slice as in Python ("-1" is the last, "5::6" every sixth from 5 on),
+            or several with commas between ("0,3,8:10").
         attention: stands in for the attention of the model, all of it; absent means the same.
         ffn: stands in for the feed-forward of the model.
         norm: stands in for the norm of the model.
@@ -46,19 +50,25 @@ class LayerOverride(Config):
     norm: NormConfig | None = None
     rope: RopeConfig | None = None
 
-    def indices(self, num_layers: int) -> range:
-        """The layers of a model of `num_layers` that are meant; empty if there are none such."""
-        parts = [int(part) if part else None for part in self.layers.split(":")]
-        if len(parts) > 1:
-            return range(num_layers)[slice(*parts)]
-        index = parts[0]
-        assert index is not None
-        return range(num_layers)[index : index + 1 or None]
+    def indices(self, num_layers: int) -> list[int]:
+        """The layers of a model of `num_layers` that are meant; empty if one of its parts names none."""
+        parts = [_indices(part, num_layers) for part in self.layers.split(",")]
+        return [index for part in parts for index in part] if all(parts) else []
+
+
+def _indices(text: str, num_layers: int) -> range:
+    """The layers that one index or slice names."""
+    parts = [int(part) if part else None for part in text.split(":")]
+    if len(parts) > 1:
+        return range(num_layers)[slice(*parts)]
+    index = parts[0]
+    assert index is not None
+    return range(num_layers)[index : index + 1 or None]
 
 
 @models.register("decoder")
 class DecoderConfig(ModelConfig):
-    """A pre-norm decoder.
+    """A decoder.
 
     Attributes:
         preset: fills in all keys that are absent, e.g. `llama-1b`; see `forge_model.families`.
@@ -70,6 +80,11 @@ class DecoderConfig(ModelConfig):
             scaled by 1/sqrt(2 num_layers).
         attention: the attention of every layer that no override names; so are `ffn`, `norm` and `rope`.
         norm: of the layers, and of the last hidden state.
+        norm_order: where a layer has its norms: "pre": x + f(norm(x)); "reordered": x + norm(f(x)), as OLMo 2
+            (arXiv:2501.00656); "sandwich": x + norm(f(norm(x))), as Gemma 2 (arXiv:2408.00118).
+        embedding_scale: what embeddings are multiplied by; Gemma has sqrt(dim).
+        logit_softcap: logits become logit_softcap * tanh(logit / logit_softcap) (arXiv:2408.00118); absent
+            means they stay as they are.
         overrides: layers that differ; where two name a layer, the later one counts.
     """
 
@@ -83,6 +98,9 @@ class DecoderConfig(ModelConfig):
     ffn: FfnConfig = SwiGLUConfig()
     norm: NormConfig = RMSNormConfig()
     rope: RopeConfig = RopeConfig()
+    norm_order: NormOrder = "pre"
+    embedding_scale: Positive = 1.0
+    logit_softcap: Positive | None = None
     overrides: list[LayerOverride] = []
 
     @classmethod
@@ -125,7 +143,7 @@ class DecoderConfig(ModelConfig):
         parts: dict[str, Any] = {name: getattr(self, name) for name in LayerConfig.__struct_fields__}
         for override in self.overrides:
             if index in override.indices(self.num_layers):
-                parts |= {name: part for name in parts if (part := getattr(override, name)) is not None}
+                parts |= {name: part for name in parts if (part := getattr(override, name, None)) is not None}
         return LayerConfig(**parts)
 
     def build(self) -> nn.Module:
@@ -144,6 +162,15 @@ class DecoderConfig(ModelConfig):
                 same = sizes.setdefault(key, size) == size
                 sizes |= {} if same else {f"layer {index} {key}": size}
         return sizes
+
+    def require_axes(self, tp: int, cp: int) -> None:
+        """See `ModelConfig.require_axes`."""
+        for index in range(self.num_layers):
+            layer = self.layer(index)
+            try:
+                layer.attention.require_axes(layer.norm, tp, cp)
+            except ValueError as error:
+                raise ValueError(f"layer {index}: {error}") from None
 
     def require_stages(self, layers: Sequence[int]) -> None:
         """See `ModelConfig.require_stages`."""

@@ -17,18 +17,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class SwiGLU(nn.Module):
-    """w_down(silu(w_gate x) * w_up x). Source: Shazeer 2020, arXiv:2002.05202 eq. 6."""
+class GatedFfn(nn.Module):
+    """w_down(activation(w_gate x) * w_up x). Source: Shazeer 2020, arXiv:2002.05202 eq. 6."""
 
-    def __init__(self, dim: int, hidden: int, bias: bool) -> None:
+    def __init__(self, dim: int, hidden: int, activation: str, bias: bool) -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.w_gate = Linear(dim, hidden, bias=bias)
         self.w_up = Linear(dim, hidden, bias=bias)
         self.w_down = Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+        return self.w_down(self.activation(self.w_gate(x)) * self.w_up(x))
 
 
 class MLP(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from forge_config import Config, Meta, Registry
 from msgspec.structs import replace
@@ -48,19 +48,28 @@ ffns = Registry("ffn", FfnConfig, default="swiglu")
 class SwiGLUConfig(FfnConfig):
     """Gated feed-forward with SiLU (arXiv:2002.05202); default width 8/3 dim, rounded up to 64."""
 
+    activation: ClassVar[str] = "silu"
+
     def hidden(self, dim: int) -> int:
         """See `FfnConfig.hidden`."""
         return -(-8 * dim // 3 // 64) * 64 if self.dim is None else self.dim
 
     def build(self, dim: int) -> nn.Module:
         """See `FfnConfig.build`."""
-        from forge_model.ffn import SwiGLU
+        from forge_model.ffn import GatedFfn
 
-        return SwiGLU(dim, self.hidden(dim), self.bias)
+        return GatedFfn(dim, self.hidden(dim), self.activation, self.bias)
 
     def forward_flops(self, dim: int) -> float:
         """See `FfnConfig.forward_flops`."""
         return 6 * dim * self.hidden(dim)
+
+
+@ffns.register("geglu")
+class GeGLUConfig(SwiGLUConfig):
+    """Gated feed-forward with GELU by its tanh formula, as in Gemma (arXiv:2002.05202); width as `swiglu`."""
+
+    activation: ClassVar[str] = "gelu_tanh"
 
 
 @ffns.register("mlp")

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from forge_config import plain
 
-from forge_model.attention_config import GroupedQueryConfig
-from forge_model.decoder_config import DecoderConfig, LayerOverride
+from forge_model.compare import differences
+from forge_model.decoder_config import DecoderConfig
 from forge_model.error import ModelError
 from forge_model.families import FAMILIES, Family
-from forge_model.ffn_config import SwiGLUConfig
-from forge_model.hf_rope import ROPE_KEYS, rope_from_hf, rope_problems, rope_to_hf
-from forge_model.norm_config import RMSNormConfig
+from forge_model.hf_rope import ROPE_KEYS
+from forge_model.model_config import ModelConfig
 
 FIXED: dict[str, Any] = {
     "attention_dropout": 0,
-    "hidden_act": "silu",
     "is_encoder_decoder": False,
     "mlp_bias": False,
     "pretraining_tp": 1,
     "rope_interleaved": False,
+    "use_mrope": False,
 }
 """Keys that can be read with this value only, unless the family understands them."""
 
@@ -38,8 +36,10 @@ HARMLESS = frozenset(
         "_attn_implementation_autoset",
         "_flash_attn_2_enabled",
         "_name_or_path",
+        "_sliding_window_pattern",
         "architectures",
         "bos_token_id",
+        "cache_implementation",
         "chunk_size_feed_forward",
         "cls_token_id",
         "decoder_start_token_id",
@@ -73,8 +73,6 @@ HARMLESS = frozenset(
 )
 """Keys that change nothing of what a decoder computes."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     """The model that a `config.json` describes.
@@ -86,150 +84,65 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     if family is None:
         known = ", ".join(family.model_type for family in FAMILIES)
         raise ModelError(f"given model_type {hf.get('model_type')!r}; expected one of {known}")
-    full = {name: key.default for name, key in family.keys.items()} | dict(hf)
-    problems = [*_problems(hf, family)]
-    problems = problems or [*_layer_problems(full), *rope_problems(full)]
+    keys = family.keys | family.old_keys
+    full = {"rope_theta": family.theta} | {name: key.default for name, key in keys.items()} | dict(hf)
+    problems = [*_problems(hf, family)] or [*family.problems(full)]
     try:
         if not problems:
-            return _decoder(full, family)
+            return family.read(full)
     except ValueError as error:
         problems = [str(error)]
     raise ModelError(f"this config.json of a {family.model_type} cannot be read: {'; '.join(problems)}")
 
 
-def _decoder(full: Mapping[str, Any], family: Family) -> DecoderConfig:
-    attention = GroupedQueryConfig(
-        num_heads=full["num_attention_heads"],
-        num_kv_heads=full["num_key_value_heads"],
-        head_dim=full["head_dim"],
-        qk_norm=family.qk_norm,
-        bias=full["attention_bias"],
-        output_bias=full["attention_bias"],
-    )
-    return DecoderConfig(
-        vocab_size=full["vocab_size"],
-        max_tokens=full["max_position_embeddings"],
-        dim=full["hidden_size"],
-        num_layers=full["num_hidden_layers"],
-        tie_embeddings=full["tie_word_embeddings"],
-        init_std=full["initializer_range"],
-        attention=attention,
-        ffn=SwiGLUConfig(dim=full["intermediate_size"], bias=full.get("mlp_bias", False)),
-        norm=RMSNormConfig(eps=full["rms_norm_eps"]),
-        rope=rope_from_hf(full),
-        overrides=_sliding_layers(full, attention),
-    )
-
-
 def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
     """Keys that are not known, or have values that are not."""
+    keys, fixed = family.keys | family.old_keys, FIXED | family.fixed
     for name, value in hf.items():
-        key = family.keys.get(name)
+        key = keys.get(name)
         if key is not None:
             if not key.accepts(value):
                 yield f"{name} = {value!r}, expected {key.kind.__name__}"
-        elif name in FIXED:
-            if value not in (FIXED[name], None):
-                yield f"{name} = {value!r}, only {FIXED[name]!r} can be read"
+        elif name in fixed:
+            if value not in (fixed[name], None):
+                yield f"{name} = {value!r}, only {fixed[name]!r} can be read"
         elif value is not None and name not in HARMLESS and name not in ROPE_KEYS:
             yield f"{name} = {value!r} is not known"
 
 
-def _layer_types(full: Mapping[str, Any]) -> list[str]:
-    """The kind of attention of each layer, as `Qwen3Config` decides it."""
-    given = full.get("layer_types")
-    if given is not None:
-        return given
-    first = full["max_window_layers"] if _window(full) is not None else full["num_hidden_layers"]
-    return [SLIDING if index >= first else FULL for index in range(full["num_hidden_layers"])]
-
-
-def _window(full: Mapping[str, Any]) -> int | None:
-    return full["sliding_window"] if full.get("use_sliding_window") else None
-
-
-def _layer_problems(full: Mapping[str, Any]) -> Iterator[str]:
-    types = _layer_types(full)
-    if len(types) != full["num_hidden_layers"]:
-        yield f"layer_types names {len(types)} layers, num_hidden_layers = {full['num_hidden_layers']}"
-    unknown = sorted(set(types) - {FULL, SLIDING})
-    if unknown:
-        yield f"layer_types {unknown}, only {FULL} and {SLIDING} can be read"
-    if SLIDING in types and _window(full) is None:
-        yield f"layer_types has {SLIDING} without use_sliding_window and sliding_window"
-
-
-def _sliding_layers(full: Mapping[str, Any], attention: GroupedQueryConfig) -> list[LayerOverride]:
-    """One override for each run of layers with a window."""
-    window = _window(full)
-    if window is None:
-        return []
-    sliding = GroupedQueryConfig(
-        **{
-            name: getattr(attention, name) for name in attention.__struct_fields__ if name != "sliding_window"
-        },
-        sliding_window=window,
-    )
-    runs = [
-        (kind, [i for i, _ in run]) for kind, run in groupby(enumerate(_layer_types(full)), lambda e: e[1])
-    ]
-    return [
-        LayerOverride(layers=f"{run[0]}:{run[-1] + 1}", attention=sliding)
-        for kind, run in runs
-        if kind == SLIDING
-    ]
-
-
 def family_of(config: DecoderConfig) -> Family:
-    """The family whose checkpoints can hold this model.
+    """The family whose checkpoints can hold this model: the first whose `config.json` of it means the same.
 
     Raises:
-        ModelError: no family can; lists what stands in the way.
+        ModelError: no family can; says what the nearest one would make of it.
     """
-    obstacles = [*_foreign_parts(config)] or [*_foreign_layers(config)] or [*_foreign_options(config)]
-    if obstacles:
-        raise ModelError(f"no Hugging Face family can hold this model: {'; '.join(obstacles)}")
-    qk_norm = getattr(config.layer(0).attention, "qk_norm", False)
-    return next(family for family in FAMILIES if family.qk_norm == qk_norm)
+    return _held(config)[0]
 
 
-def _foreign_parts(config: DecoderConfig) -> Iterator[str]:
-    layers = [config.layer(index) for index in range(config.num_layers)]
-    if any(not isinstance(layer.attention, GroupedQueryConfig) for layer in layers):
-        yield "attention other than full grouped-query"
-    if any(not isinstance(layer.ffn, SwiGLUConfig) for layer in layers):
-        yield "a feed-forward other than swiglu"
-    if any(not isinstance(norm, RMSNormConfig) for norm in (config.norm, *(one.norm for one in layers))):
-        yield "a norm other than rmsnorm"
+def _held(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
+    """The family that can hold a model, and the keys of its `config.json`."""
+    obstacles: dict[str, tuple[int, list[str]]] = {}
+    for family in FAMILIES:
+        try:
+            keys = _keys(family, config)
+            found = differences(config, config_from_hf(keys))
+        except ModelError as error:
+            found = [str(error)]
+        else:
+            if not found:
+                return family, keys
+        obstacles.setdefault("; ".join(found), (len(found), []))[1].append(family.model_type)
+    fewest = min(count for count, _ in obstacles.values())
+    nearest = [f"\n  {', '.join(of)}: {what}" for what, (count, of) in obstacles.items() if count == fewest]
+    raise ModelError(f"no Hugging Face family can hold this model; what stands in the way:{''.join(nearest)}")
 
 
-def _foreign_layers(config: DecoderConfig) -> Iterator[str]:
-    layers = [config.layer(index) for index in range(config.num_layers)]
-    if any(_without_window(layer) != _without_window(layers[0]) for layer in layers):
-        yield "layers differ in more than their sliding_window"
-    if any(layer.norm != config.norm for layer in layers):
-        yield "the layers have another norm than the last hidden state"
-    if len({layer.attention.window for layer in layers} - {None}) > 1:
-        yield "windows of several lengths"
-
-
-def _foreign_options(config: DecoderConfig) -> Iterator[str]:
-    first = config.layer(0)
-    attention, ffn = first.attention, first.ffn
-    assert isinstance(attention, GroupedQueryConfig) and isinstance(ffn, SwiGLUConfig)
-    if attention.bias != attention.output_bias:
-        yield "Llama and Qwen3 have biases on all four attention projections or on none"
-    if attention.qk_norm and ffn.bias:
-        yield "Qwen3 has no biases in its feed-forward; set ffn.bias = false"
-    windows = [config.layer(index).attention.window for index in range(config.num_layers)]
-    if not attention.qk_norm and any(windows):
-        yield "Llama has full grouped-query attention only; leave out sliding_window"
-
-
-def _without_window(layer: Any) -> dict[str, Any]:
-    tree = plain(layer)
-    tree["attention"].pop("sliding_window", None)
-    return tree
+def _keys(family: Family, config: DecoderConfig) -> dict[str, Any]:
+    """The keys of a `config.json` that shape the model."""
+    known = {*family.keys, *family.old_keys, *ROPE_KEYS}
+    written = {name: value for name, value in family.write(config).items() if name in known}
+    fixed = {name: value for name, value in family.fixed.items() if value is not None}
+    return {"architectures": [family.architecture], "model_type": family.model_type, **written, **fixed}
 
 
 def config_to_hf(
@@ -251,41 +164,34 @@ def config_to_hf(
     Raises:
         ModelError: no family can hold it.
     """
-    family = family_of(config)
-    first = config.layer(0)
-    attention, ffn = first.attention, first.ffn
-    assert isinstance(attention, GroupedQueryConfig) and isinstance(ffn, SwiGLUConfig)
-    windows = [config.layer(index).attention.window for index in range(config.num_layers)]
-    window = next((one for one in windows if one is not None), None)
-    values = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": ffn.hidden(config.dim),
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.kv_heads,
-        "head_dim": attention.rotary_dim(config.dim),
-        "max_position_embeddings": config.max_tokens,
-        "initializer_range": config.init_std,
-        "rms_norm_eps": config.norm.eps,
-        "attention_bias": attention.bias,
-        "mlp_bias": ffn.bias,
-        "tie_word_embeddings": config.tie_embeddings,
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "layer_types": [FULL if one is None else SLIDING for one in windows],
-    }
-    return {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        **{name: value for name, value in values.items() if name in family.keys},
-        "hidden_act": "silu",
-        "rope_theta": first.rope.theta,
-        "rope_parameters": rope_to_hf(first.rope),
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
-        "pad_token_id": pad_token_id,
-    }
+    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    return _held(config)[1] | ids
+
+
+def require_weights_of(config: ModelConfig, hf: Mapping[str, Any], place: str) -> DecoderConfig:
+    """See that weights were made for this very model.
+
+    Args:
+        config: `[model]`.
+        hf: the `config.json` beside the weights.
+        place: where they lie, for the message.
+
+    Returns:
+        `config`.
+
+    Raises:
+        ModelError: they belong to another model; lists every difference.
+    """
+    if not isinstance(config, DecoderConfig):
+        raise ModelError(f"{place} holds weights of a decoder; [model] is a {type(config).__name__}")
+    found = differences(config, config_from_hf(hf))
+    if found:
+        listed = "".join(f"\n  {line}" for line in found)
+        raise ModelError(
+            f"{place} holds the weights of another model than [model] describes:{listed}\n"
+            f'Change these keys, or take them from there: model.from = "{place}".'
+        )
+    return config
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:

@@ -80,6 +80,7 @@ class Loss:
         labels: Tensor,
         vocabulary: VocabularyShard | None = None,
         weights: Tensor | None = None,
+        softcap: float | None = None,
     ) -> LossTerms:
         """Loss of each position against its label.
 
@@ -90,6 +91,7 @@ class Loss:
             vocabulary: which part `weight` is; None means all. Collective over the parts otherwise: the loss
                 is that of the full vocabulary, the gradient of `hidden` only what this part adds to it.
             weights: [...] how much each position counts, not negative; None counts every one once.
+            softcap: logits become softcap * tanh(logit / softcap) first; None leaves them as they are.
 
         Raises:
             ModelError: `weights` are not of the shape of `labels`.
@@ -105,6 +107,7 @@ class Loss:
             self.label_smoothing,
             torch.is_grad_enabled(),
             vocabulary,
+            softcap,
         )
         weights = None if weights is None else weights.flatten()
         total, cross_entropy, z_loss, count = _LinearCrossEntropy.apply(
@@ -119,6 +122,7 @@ class _Options(NamedTuple):
     smoothing: float
     training: bool
     vocabulary: VocabularyShard | None
+    softcap: float | None
 
 
 class _Chunk(NamedTuple):
@@ -143,6 +147,15 @@ class _Chunk(NamedTuple):
     target: Tensor
     here: Tensor | float
     entries: Tensor | int
+
+
+def _capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Soft-capped logits [n, V], and their derivative by the given ones: a second buffer."""
+    if softcap is None:
+        return logits, None
+    ratio = logits.div_(softcap).tanh_()
+    slope = 1 - ratio.square()
+    return ratio.mul_(softcap), slope
 
 
 def _normalize(logits: Tensor, target: Tensor, options: _Options) -> _Chunk:
@@ -208,7 +221,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             counts = (target >= 0).to(wide)
             if weights is not None:
                 counts = counts * weights[rows]
-            made = _normalize(torch.mm(h, weight.t(), out=buffer[: len(target)]).to(wide), target, options)
+            logits = torch.mm(h, weight.t(), out=buffer[: len(target)]).to(wide)
+            logits, slope = _capped(logits, options.softcap)
+            made = _normalize(logits, target, options)
             lse, picked = made.lse, made.picked
             sums += torch.stack(
                 [((lse - picked) * counts).sum(), (lse.square() * counts).sum(), counts.sum()]
@@ -217,7 +232,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 smoothed += ((picked - made.even) * counts).sum() * options.smoothing
             if d_hidden is None and d_weight is None:
                 continue
-            d_logits = _differentiate(made, counts, options).to(h.dtype)
+            d_logits = _differentiate(made, counts, options)
+            d_logits = (d_logits if slope is None else d_logits.mul_(slope)).to(h.dtype)
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[rows])
             if d_weight is not None:

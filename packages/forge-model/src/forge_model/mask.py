@@ -145,6 +145,10 @@ class Attend(Protocol):
     ) -> Tensor:
         """Softmax attention.
 
+        Modules that need more give it by keyword, and one that does not know these is an error:
+        `softcap` (float): scores become softcap * tanh(score / softcap); `sinks` [N]: the score of one more
+        key, which every query of a head sees and which has no value.
+
         Args:
             query: [B, N, T, H].
             key: [B, K, S, H], K divides N.
@@ -165,10 +169,7 @@ class SoftmaxAttention:
         """None for plain causal attention, a block mask of FlexAttention, or [B or 1, 1, T, S] bool."""
         if mask.is_plain_causal(window):
             return None
-        # one query after a cache of keys needs no blocks
-        if mask.device.type == "cuda" and mask.padding is None and (not mask.cached or mask.tokens >= BLOCK):
-            return flex_blocks(mask, window)
-        return mask.dense(window)
+        return flex_blocks(mask, window) if suits_flex(mask) else mask.dense(window)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, resolved: Any, scale: float | None = None
@@ -185,18 +186,27 @@ class SoftmaxAttention:
                 scale=scale,
                 enable_gqa=grouped,
             )
-        return _flex()(query, key, value, block_mask=resolved, scale=scale, enable_gqa=grouped)
+        return attend_flex(query, key, value, resolved, scale)
 
 
 softmax_attention: Attend = SoftmaxAttention()
 """The one that attention modules start with."""
 
 
-def _flex() -> Any:
+def suits_flex(mask: Mask) -> bool:
+    """Whether FlexAttention computes it: on CUDA, without padding, for more than a query after a cache."""
+    return mask.device.type == "cuda" and mask.padding is None and (not mask.cached or mask.tokens >= BLOCK)
+
+
+def attend_flex(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Any, scale: float | None, **options: Any
+) -> Any:
     """FlexAttention, compiled unless a block around it already is: eager, it holds all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    grouped = key.shape[1] != query.shape[1]
+    return flex(query, key, value, block_mask=blocks, scale=scale, enable_gqa=grouped, **options)
 
 
 @cache

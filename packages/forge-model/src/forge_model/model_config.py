@@ -41,6 +41,17 @@ class ModelConfig(Config):
         """The sizes, by key, that tensor parallelism must divide."""
         return {}
 
+    def require_axes(self, tp: int, cp: int) -> None:
+        """See that tensor and context parallelism compute what one process does.
+
+        Args:
+            tp: ranks that share matrices.
+            cp: ranks that share a sequence.
+
+        Raises:
+            ValueError: they do not.
+        """
+
     def require_stages(self, layers: Sequence[int]) -> None:
         """See that the model can be cut into the stages of a pipeline.
 

@@ -29,13 +29,23 @@ norms = Registry("norm", NormConfig, default="rmsnorm")
 
 @norms.register("rmsnorm")
 class RMSNormConfig(NormConfig):
-    """Root mean square norm with a gain (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    """Root mean square norm with a gain (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    Attributes:
+        zero_centered: the gain is 1 + weight, and the weight starts at 0 (as Gemma).
+    """
+
+    zero_centered: bool = False
 
     def build(self, dim: int) -> nn.Module:
         """See `NormConfig.build`."""
         from torch import nn
 
-        return nn.RMSNorm(dim, eps=self.eps)
+        if not self.zero_centered:
+            return nn.RMSNorm(dim, eps=self.eps)
+        from forge_model.layers import ZeroCenteredRMSNorm
+
+        return ZeroCenteredRMSNorm(dim, eps=self.eps)
 
 
 @norms.register("layernorm")

@@ -123,13 +123,19 @@ class GatherKeys(_Shared):
         return resolved
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, resolved: list[Any], scale: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        resolved: list[Any],
+        scale: float | None = None,
+        **options: Any,
     ) -> Tensor:
-        """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]."""
+        """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]; options go on."""
         both = self.cut.whole(torch.cat([key, value], -1), TOKENS)
         key, value = both.split([key.shape[-1], value.shape[-1]], -1)
         outs = [
-            self.inner(piece, key[:, :, :end], value[:, :, :end], mask, scale)
+            self.inner(piece, key[:, :, :end], value[:, :, :end], mask, scale, **options)
             for piece, (end, mask) in zip(query.chunk(self.cut.pieces, TOKENS), resolved, strict=True)
         ]
         return torch.cat(outs, TOKENS)
@@ -143,9 +149,19 @@ class Ulysses(_Shared):
         return self.inner.resolve(self.whole(mask), window)
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, resolved: Any, scale: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        resolved: Any,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
-        """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]."""
+        """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]; options go on.
+
+        `sinks` [N] are a number a head, of which this rank passes on those of its heads.
+        """
         ranks, group = self.cut.ranks.size, self.cut.group
         heads, kv_heads = query.shape[HEADS], lcm(key.shape[HEADS], ranks)
         if heads % kv_heads:
@@ -156,7 +172,9 @@ class Ulysses(_Shared):
         # heads of keys are repeated where there are fewer than ranks
         key, value = (x.repeat_interleave(kv_heads // x.shape[HEADS], HEADS) for x in (key, value))
         query, key, value = (all_to_all(x, HEADS, TOKENS, group) for x in (query, key, value))
-        return all_to_all(self.inner(query, key, value, resolved, scale), TOKENS, HEADS, group)
+        if sinks is not None:
+            options["sinks"] = sinks.chunk(ranks)[self.cut.ranks.rank]
+        return all_to_all(self.inner(query, key, value, resolved, scale, **options), TOKENS, HEADS, group)
 
 
 METHODS: dict[str, type[_Shared]] = {"gather": GatherKeys, "ulysses": Ulysses}

@@ -150,6 +150,27 @@ class HeadNorm(_Role):
         return copy_to_ranks(super().local(name), self.tensor_axis.group)
 
 
+class CutNorm(_Role):
+    """A root mean square norm over features of which each rank has a part, as those of all heads."""
+
+    placements = {"weight": Shard(0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., F/ranks] -> [..., F/ranks], as if computed over [..., F]."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        group, count = self.tensor_axis.group, x.shape[-1] * self.tensor_axis.size
+        squares = copy_to_ranks(all_reduce(wide.square().sum(-1, keepdim=True), group), group)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        normed = wide * torch.rsqrt(squares / count + eps)  # type: ignore[operator]
+        return (normed * self.local("weight").to(wide.dtype)).to(x.dtype)
+
+
+class Heads(_Role):
+    """A parameter [N] of which each rank has those of its heads."""
+
+    placements = {"weight": Shard(0)}
+
+
 class Embed(_Role):
     """An embedding that knows a part of the vocabulary."""
 
@@ -228,6 +249,8 @@ ROLES: dict[str, type[_Role]] = {
     "rowwise": Rowwise,
     "norm": Norm,
     "head_norm": HeadNorm,
+    "cut_norm": CutNorm,
+    "heads": Heads,
     "embed": Embed,
     "head": Head,
 }
@@ -271,6 +294,11 @@ def _require_kind(name: str, module: nn.Module, role: str) -> None:
     """Refuse modules whose forward does not do what the role assumes."""
     if role in ("colwise", "rowwise") and not isinstance(module, nn.Linear):
         raise ParallelError(f"{name} is a {type(module).__name__}; the role {role} is for nn.Linear")
+    if role == "cut_norm" and type(module) is not nn.RMSNorm:
+        raise ParallelError(
+            f"{name} is a {type(module).__name__} over all heads, of which each rank has some; only "
+            "nn.RMSNorm can be computed in parts: use mesh.tp = 1, normalize each head, or use an rmsnorm"
+        )
     if role == "embed" and (not isinstance(module, nn.Embedding) or module.padding_idx is not None):
         raise ParallelError(f"{name} is {module}; the role embed is for nn.Embedding without padding_idx")
 

@@ -4,10 +4,15 @@ from copy import deepcopy
 from typing import Any
 
 from forge_model.families.family import Family as Family
+from forge_model.families.gemma import GEMMA2 as GEMMA2
+from forge_model.families.gemma import GEMMA3 as GEMMA3
 from forge_model.families.llama import LLAMA as LLAMA
+from forge_model.families.mistral import MISTRAL as MISTRAL
+from forge_model.families.olmo import OLMO2 as OLMO2
+from forge_model.families.qwen import QWEN2 as QWEN2
 from forge_model.families.qwen import QWEN3 as QWEN3
 
-FAMILIES: tuple[Family, ...] = (QWEN3, LLAMA)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, QWEN2, MISTRAL, OLMO2, GEMMA2, GEMMA3)
 """Tried in this order when a model is exported; the first that can express it is taken."""
 
 
@@ -24,4 +29,15 @@ def preset(name: str) -> dict[str, Any]:
     raise ValueError(f"unknown preset {name!r}; known: {', '.join(known)}")
 
 
-__all__ = ["FAMILIES", "LLAMA", "QWEN3", "Family", "preset"]
+__all__ = [
+    "FAMILIES",
+    "GEMMA2",
+    "GEMMA3",
+    "LLAMA",
+    "MISTRAL",
+    "OLMO2",
+    "QWEN2",
+    "QWEN3",
+    "Family",
+    "preset",
+]

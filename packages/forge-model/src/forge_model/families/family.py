@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from forge_model.decoder_config import DecoderConfig
 
 LAYER_KEYS = {
     "attention_norm": "input_layernorm",
@@ -66,7 +70,13 @@ class Family:
         presets: keys of `[model]` by name.
         keys: of its `config.json`, those that shape the model.
         layer_keys: module names inside a block, ours to theirs.
-        qk_norm: whether queries and keys are normalized.
+        read: a `config.json` in which nothing is wrong, with all defaults, to the model.
+        write: a model to values of `keys` and `old_keys`, where the family can hold it; values of others are
+            left out.
+        problems: what cannot be followed of a `config.json` whose values have the right types.
+        old_keys: keys that the class of `transformers` reads beside its fields.
+        fixed: keys that can be read with this value only, and are written with it.
+        theta: of the rotary embedding where none is given.
     """
 
     model_type: str
@@ -74,7 +84,12 @@ class Family:
     presets: dict[str, dict[str, Any]]
     keys: dict[str, Key]
     layer_keys: dict[str, str]
-    qk_norm: bool
+    read: Callable[[Mapping[str, Any]], DecoderConfig]
+    write: Callable[[DecoderConfig], dict[str, Any]]
+    problems: Callable[[Mapping[str, Any]], Iterator[str]]
+    old_keys: dict[str, Key] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
+    theta: float = 10000.0
 
     def hf_key(self, name: str) -> str:
         """Their name of our parameter, e.g. layers.3.ffn.w_up.weight -> model.layers.3.mlp.up_proj.weight.

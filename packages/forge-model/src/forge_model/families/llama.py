@@ -1,6 +1,9 @@
 """Llama 2 and 3 (arXiv:2307.09288, arXiv:2407.21783)."""
 
+from forge_model.decoder_config import DecoderConfig
+from forge_model.families.dense import Full, attention, decoder, values
 from forge_model.families.family import LARGE, LAYER_KEYS, SHARED_KEYS, SMALL, Family, Key, presets
+from forge_model.hf_rope import rope_problems
 
 
 def _llama3_rope(factor: float) -> dict[str, object]:
@@ -23,4 +26,9 @@ _KEYS = SHARED_KEYS | {
     "mlp_bias": Key(bool, False),
 }
 
-LLAMA = Family("llama", "LlamaForCausalLM", _presets, _KEYS, LAYER_KEYS, qk_norm=False)
+
+def _read(full: Full) -> DecoderConfig:
+    return decoder(full, attention(full))
+
+
+LLAMA = Family("llama", "LlamaForCausalLM", _presets, _KEYS, LAYER_KEYS, _read, values, rope_problems)
