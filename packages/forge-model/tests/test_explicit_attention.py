@@ -64,6 +64,7 @@ def test_without_options_it_is_softmax_attention():
 
 
 @EVERY
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_gives_the_same(options, monkeypatch):
     from torch.nn.attention.flex_attention import flex_attention
 
