@@ -89,6 +89,16 @@ def test_qwen3_without_head_dim_has_heads_of_128():
     assert config.attention.rotary_dim(config.dim) == 128
 
 
+@pytest.mark.parametrize("window", [False, True])
+def test_qwen_without_a_layer_before_the_windows_is_read_as_transformers_reads_it(window):
+    given = SHAPE | {"max_window_layers": 0, "use_sliding_window": window, "sliding_window": 16}
+    theirs = default_config("qwen3")(**given, hidden_act="swish")
+    ours = config_from_hf({"model_type": "qwen3", "hidden_act": "swish"} | given)
+    assert differences(ours, config_from_hf(theirs.to_dict())) == []
+    windows = [ours.layer(index).attention.window for index in range(2)]
+    assert windows == [16 if kind == "sliding_attention" else None for kind in theirs.layer_types]
+
+
 @pytest.mark.parametrize(
     ("change", "needle"),
     [
@@ -111,6 +121,7 @@ def test_qwen3_without_head_dim_has_heads_of_128():
         ({"rms_norm_eps": None}, "rms_norm_eps = None, expected float"),
         ({"hidden_size": "48"}, "hidden_size = '48', expected int"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"model_type": "qwen3", "max_window_layers": -1}, "max_window_layers = -1"),
         ({"num_key_value_heads": 3}, "does not divide"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, expected bool"),
         ({"model_type": "qwen3", "mlp_bias": True}, "mlp_bias = True"),

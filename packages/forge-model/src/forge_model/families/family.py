@@ -32,19 +32,22 @@ class Key(NamedTuple):
         kind: type of its value; numbers are above zero.
         default: what its absence means.
         nullable: whether null is a value, not a mistake.
+        zero: whether the number may be zero.
     """
 
     kind: type
     default: Any
     nullable: bool = False
+    zero: bool = False
 
     def accepts(self, value: object) -> bool:
         """Whether a value can stand there."""
         if value is None:
             return self.nullable
         if self.kind in (int, float):
-            number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-            return number and (self.kind is float or isinstance(value, int))
+            if isinstance(value, bool) or not isinstance(value, int if self.kind is int else (int, float)):
+                return False
+            return value > 0 or (self.zero and value == 0)
         return isinstance(value, self.kind)
 
 

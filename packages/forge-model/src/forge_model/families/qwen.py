@@ -123,7 +123,7 @@ _KEYS = {name: key for name, key in SHARED_KEYS.items() if name != "attention_bi
     "max_position_embeddings": Key(int, 32768),
     "use_sliding_window": Key(bool, False),
     "sliding_window": Key(int, 4096, nullable=True),
-    "max_window_layers": Key(int, 28),
+    "max_window_layers": Key(int, 28, zero=True),
     "layer_types": Key(list, None, nullable=True),
 }
 
