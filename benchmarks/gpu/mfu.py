@@ -48,7 +48,7 @@ def measure(case: Case, steps: int, warmup: int) -> dict[str, float | str | None
 
     env = Env.detect()
     parallel = case.parallel(env.device.type)
-    with process_group(env, needed=parallel.precision.needs_group(env.device.type)):
+    with process_group(env, needed=parallel.needs_group(env.device.type)):
         mesh = build_mesh(MeshConfig(), env)
         with torch.device("meta"):
             model = case.config.build()

@@ -151,9 +151,13 @@ def test_all_mistakes_are_reported_together_at_their_lines_and_before_torch(tmp_
             ["--mesh.pp=2", "--pipeline.schedule=zbv_zero_bubble", "--compile.enabled=true"],
             "cannot be compiled",
         ),
+        (
+            ["--fsdp.offload=true", "--optimizer.type=muon", "--optimizer.scale=match-rms-adamw"],
+            "where muon has not been tried",
+        ),
     ],
 )
-def test_pipeline_that_does_not_fit_the_model_is_refused(overrides, said):
+def test_sections_that_do_not_fit_together_are_refused(overrides, said):
     with pytest.raises(ConfigError, match=said):
         load_job(ROOT / "configs" / "runs" / "debug.toml", overrides)
 

@@ -8,7 +8,7 @@ from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.attention_config import GroupedQueryConfig
 from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, local_shard, parallelize
 from forge_parallel.apply import materialize
-from forge_parallel.config import ContextParallelConfig, TensorParallelConfig
+from forge_parallel.config import ContextParallelConfig, FSDPConfig, TensorParallelConfig
 from forge_parallel.runner import build_runner
 from forge_parallel.testing import run_ranks
 from torch.distributed.tensor.debug import CommDebugMode
@@ -39,6 +39,8 @@ def counted(sizes: dict, parallel: ParallelConfig) -> dict[str, int]:
     return found
 
 
+EVERY = ParallelConfig(fsdp=FSDPConfig(reduce_gradients="every_micro_batch"))
+AHEAD = ParallelConfig(fsdp=FSDPConfig(prefetch=2, offload=True))
 ULYSSES = ParallelConfig(context_parallel=ContextParallelConfig(method="ulysses"))
 WHOLE = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=False))
 UNITS = LAYERS + 2  # blocks, embedding, norm with head
@@ -47,7 +49,15 @@ FSDP = (MICRO_BATCHES * (UNITS + UNITS - 2), UNITS)
 CASES = {
     "dp_shard": (2, {}, ParallelConfig(), (*FSDP, 0, 0)),
     "dp_replicate": (2, {"dp_replicate": 2}, ParallelConfig(), (0, 0, UNITS, 0)),
+    "dp_shard, prefetch, offload": (2, {}, AHEAD, (*FSDP, 0, 0)),
     "dp_replicate x dp_shard": (4, {"dp_replicate": 2}, ParallelConfig(), (*FSDP, UNITS, 0)),
+    # copies of the model are summed over once a step
+    "dp_replicate x dp_shard, every_micro_batch": (
+        4,
+        {"dp_replicate": 2},
+        EVERY,
+        (FSDP[0], MICRO_BATCHES * UNITS, UNITS, 0),
+    ),
     # embedding, attention and feed-forward of each layer, head: one of each there and back; norms; loss
     "tp": (
         2,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from forge_ckpt.state import TrainState
 from forge_data.loader import MicroBatch
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.attention_config import GroupedQueryConfig
@@ -77,7 +78,7 @@ def steps(env: Env, parallel: ParallelConfig, optimizer: AdamWConfig | None = No
 def losses(parallel: ParallelConfig, device: torch.device = CUDA, packed: bool = True) -> list[float]:
     env = Env(0, 0, 1, device, "none")
     batch = micro_batches(device, packed)
-    with process_group(env, needed=parallel.precision.needs_group(device.type)):
+    with process_group(env, needed=parallel.needs_group(device.type)):
         step = steps(env, parallel)
         return [step.train(batch, index).loss.item() for index in range(STEPS)]
 
@@ -107,13 +108,39 @@ def test_float32_training_on_a_gpu_equals_that_on_a_cpu(exact):
         recomputed("budget", COMPILED),
         recomputed("offload", CompileConfig()),
         ParallelConfig(fsdp=FSDPConfig(reduce_gradients="every_micro_batch")),
+        ParallelConfig(fsdp=FSDPConfig(offload=True, prefetch=1)),
+        ParallelConfig(fsdp=FSDPConfig(offload=True), precision=PURE, compile=COMPILED),
     ],
-    ids=["bf16", "compiled", "pure-bf16", "full", "selective", "budget", "offload", "every-micro-batch"],
+    ids=[
+        *("bf16", "compiled", "pure-bf16", "full", "selective", "budget", "activations-offloaded"),
+        *("every-micro-batch", "on-host", "pure-on-host"),
+    ],
 )
 def test_bf16_training_stays_near_float32(parallel, exact):
     found = losses(parallel)
     assert found == pytest.approx(exact, rel=1e-2)
     assert found[-1] < found[0] - 0.1
+
+
+def test_offload_keeps_weights_gradients_and_moments_on_the_host():
+    env, batch = Env(0, 0, 1, CUDA, "none"), micro_batches(CUDA)
+    found = {}
+    for offload in (False, True):
+        parallel = ParallelConfig(fsdp=FSDPConfig(offload=offload))
+        with process_group(env, needed=True):
+            step = steps(env, parallel)
+            for index in range(3):
+                out = step.train(batch, index)
+            (part,) = step.parts
+            assert step.update is not None
+            state = TrainState([part], step.update.optimizer).capture().tensors
+            where = {p.device.type for p in [*part.parameters(), *step.update.optimizer.state]}
+            moments = {s["exp_avg"].device.type for s in step.update.optimizer.state.values()}
+            assert where == moments == {"cpu" if offload else "cuda"}
+            assert out.grad_norm.device.type == "cuda"
+            found[offload] = (out.grad_norm.item(), state)
+    assert found[True][0] == pytest.approx(found[False][0], rel=1e-4)
+    assert found[True][1].keys() == found[False][1].keys()
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -152,7 +179,7 @@ def test_hot_step_never_waits_for_the_device(parallel, optimizer, packed):
         )
         for micro in micro_batches(torch.device("cpu"), packed)
     ]
-    with process_group(env, needed=parallel.precision.needs_group("cuda")):
+    with process_group(env, needed=parallel.needs_group("cuda")):
         step = steps(env, parallel, optimizer)
         for index in range(3):
             step.train(host, index)

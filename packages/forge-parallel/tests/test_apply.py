@@ -269,9 +269,16 @@ def test_reduce_gradients_every_micro_batch_holds_only_the_part_of_a_rank():
 
 
 @pytest.mark.dist
-def test_reduce_gradients_every_micro_batch_equals_one_process():
-    options = {"fsdp": FSDPConfig(reduce_gradients="every_micro_batch")}
-    found = run_ranks(curves, 4, {"dp_replicate": 2}, options, timeout_s=120)
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "fsdp"),
+    [
+        (4, {"dp_replicate": 2}, FSDPConfig(reduce_gradients="every_micro_batch")),
+        (2, {}, FSDPConfig(offload=True, prefetch=2)),
+    ],
+    ids=["reduced-every-micro-batch", "offloaded"],
+)
+def test_ways_of_fsdp_equal_one_process(ranks, sizes, fsdp):
+    found = run_ranks(curves, ranks, sizes, {"fsdp": fsdp}, timeout_s=120)
     plain = run_ranks(curves, 1, {}, {}, timeout_s=120)[0]
     for rank in found:
         assert rank["loss"] == pytest.approx(plain["loss"], rel=1e-5)

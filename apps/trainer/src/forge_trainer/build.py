@@ -117,7 +117,7 @@ def build(
     signals, clock = signals or stack.enter_context(Signals()), clock or Clock()
     env = Env.detect()
     job.require_layout(env.world_size)
-    stack.enter_context(process_group(env, needed=job.precision.needs_group(env.device.type)))
+    stack.enter_context(process_group(env, needed=job.parallel.needs_group(env.device.type)))
     mesh = build_mesh(job.mesh, env)
     stack.enter_context(hold(mesh.control_group))
 

@@ -30,7 +30,7 @@ from forge_parallel.error import ParallelError
 from forge_resilience.config import ResilienceConfig
 
 from forge_trainer.hooks import HookConfig
-from forge_trainer.optim import OptimizerConfig
+from forge_trainer.optim import MuonConfig, OptimizerConfig
 from forge_trainer.schedule import ScheduleConfig
 from forge_trainer.steps import StepConfig, TextStepConfig
 from forge_trainer.track import TrackConfig
@@ -274,6 +274,15 @@ def stages_fit_the_model(
         raise ValueError(f"mesh.pp = {mesh.pp}: {error}; or set mesh.pp = 1") from None
 
 
+def optimizer_can_run_on_the_host(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
+    """Muon sends matrices from rank to rank, which is not tried for weights on the host."""
+    if fsdp.offload and isinstance(optimizer, MuonConfig):
+        raise ValueError(
+            "fsdp.offload = true keeps weights on the host, where muon has not been tried; use another "
+            "optimizer, or fsdp.offload = false"
+        )
+
+
 def recomputation_fits_the_compiler(
     fp8: FP8Config, activation_checkpointing: ActivationCheckpointingConfig, compile: CompileConfig
 ) -> None:
@@ -291,6 +300,7 @@ checks: list[Callable[..., None]] = [
     axes_divide_the_model,
     axes_compute_the_model,
     stages_fit_the_model,
+    optimizer_can_run_on_the_host,
     recomputation_fits_the_compiler,
 ]
 

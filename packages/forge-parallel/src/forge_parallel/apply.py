@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +46,10 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
     compute = config.precision.compute_dtype(mesh.device.type)
     if hasattr(model, _APPLIED):
         raise ParallelError(f"{type(model).__name__} was parallelized before; build a new one")
-    if mesh.fsdp is None and config.precision.needs_group(mesh.device.type):
+    if mesh.fsdp is None and config.needs_group(mesh.device.type):
         raise ParallelError(
-            f"compute in {compute} keeps float32 masters in FSDP2, which needs a process group even for one "
-            "process: process_group(env, needed=True), then build_mesh"
+            f"compute in {compute} with float32 masters, and fsdp.offload, are done by FSDP2, which needs a "
+            "process group even for one process: process_group(env, needed=True), then build_mesh"
         )
     plan.check(model)
     units = find_units(model, plan, mesh)
@@ -72,7 +73,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
         from forge_parallel.fsdp import shard
 
         # in a pipeline, many micro-batches pass before the first comes back
-        shard(model, units, mesh.fsdp, getattr(torch, compute), again=mesh.pipeline.size == 1)
+        again = mesh.pipeline.size == 1
+        shard(model, units, mesh.fsdp, getattr(torch, compute), config.fsdp, again)
     setattr(model, _APPLIED, config)
     return model
 
@@ -93,13 +95,14 @@ def _set_masters(model: nn.Module, pure_bf16: bool) -> None:
 def materialize(model: nn.Module, device: torch.device) -> nn.Module:
     """Give a model on the meta device memory, poisoned with NaN so that nothing stays unset unseen.
 
-    Tied parameters stay tied.
+    Tied parameters stay tied. Under `[fsdp] offload` parameters are on the host, and buffers on the device.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places[id(parameter)].append((module, name))
-    model._apply(lambda tensor: _empty(tensor, device))
+    held = torch.device("cpu") if applied(model).fsdp.offload else device
+    model._apply(lambda x: _empty(x, held if isinstance(x, nn.Parameter) else device))
     for (first, name), *others in places.values():
         for module, alias in others:
             module._parameters[alias] = first._parameters[name]
@@ -158,9 +161,9 @@ def applied(model: nn.Module) -> ParallelConfig:
 def set_sync(model: nn.Module, last: bool) -> None:
     """Say before each micro-batch whether it is the last of a step, so that gradients are summed over ranks.
 
-    In the backward of the last one only, or of each, as `[fsdp] reduce_gradients` says. Without effect on a
-    model that is not sharded.
+    See `forge_parallel.fsdp.set_sync`. Without effect on a model that is not sharded.
     """
     if hasattr(model, "set_requires_gradient_sync"):
-        reduce = last or applied(model).fsdp.reduce_gradients == "every_micro_batch"
-        model.set_requires_gradient_sync(reduce)  # type: ignore[operator]
+        from forge_parallel import fsdp
+
+        fsdp.set_sync(cast(Any, model), last, applied(model).fsdp)

@@ -61,12 +61,19 @@ class FSDPConfig(Config):
         reduce_gradients: when the gradients of a step are summed over ranks. `last_micro_batch` communicates
             once a step, and holds the full gradients of the model in float32 on every rank between its
             micro-batches. `every_micro_batch` holds only this rank's part of them, and communicates once a
-            micro-batch: for models whose full gradients do not fit. The same without accumulation.
+            micro-batch (with copies of the model once a step): for models whose full gradients do not fit.
+            The same without accumulation.
+        offload: keep weights, gradients and moments in the memory of the host, where the optimizer runs; each
+            unit goes to the GPU when it is used. For models that fit no other way, for copying takes long.
+        prefetch: gather so many layers ahead, said from the host; 0 leaves it to FSDP2, which is one ahead as
+            long as the host is.
     """
 
     free_keys = (ALL_KEYS,)
 
     reduce_gradients: Literal["last_micro_batch", "every_micro_batch"] = "last_micro_batch"
+    offload: bool = False
+    prefetch: Annotated[int, Meta(ge=0)] = 0
 
 
 class PrecisionConfig(Config):
@@ -282,6 +289,10 @@ class ParallelConfig(Config):
     fp8: FP8Config = FP8Config()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     compile: CompileConfig = CompileConfig()
+
+    def needs_group(self, device_type: str) -> bool:
+        """Whether even a lone process needs FSDP2: for float32 masters, or to keep weights on the host."""
+        return self.precision.needs_group(device_type) or (self.fsdp.offload and device_type == "cuda")
 
     def __post_init__(self) -> None:
         mode = self.activation_checkpointing.mode

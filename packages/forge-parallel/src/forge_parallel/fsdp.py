@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
+from forge_parallel.config import FSDPConfig
 from forge_parallel.units import Units
 
 
-def shard(model: nn.Module, units: Units, root: DeviceMesh, compute: torch.dtype, again: bool = True) -> None:
+def shard(
+    model: nn.Module,
+    units: Units,
+    root: DeviceMesh,
+    compute: torch.dtype,
+    config: FSDPConfig,
+    again: bool = True,
+) -> None:
     """Shard in place: each unit over its mesh, and the rest as the root. Collective.
 
     Gradients are summed, not averaged, over ranks, in float32 (float64 for a model in float64): the loss is
@@ -22,6 +38,7 @@ def shard(model: nn.Module, units: Units, root: DeviceMesh, compute: torch.dtype
         units: from `find_units`.
         root: the mesh of what is in no unit.
         compute: the format of matmuls and activations.
+        config: the section `[fsdp]`.
         again: free the parameters of a unit after its forward pass, and gather them again for the backward.
     """
     stored = {parameter.dtype for parameter in model.parameters()}
@@ -30,14 +47,35 @@ def shard(model: nn.Module, units: Units, root: DeviceMesh, compute: torch.dtype
         reduce_dtype=torch.float64 if torch.float64 in stored else torch.float32,
         cast_forward_inputs=False,
     )
+    on_gpu = root.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.offload else OffloadPolicy()
+    options: Any = {"mp_policy": policy, "offload_policy": offload}
     # What runs last is needed again at once in the backward pass: gathering it anew would be for nothing.
     last = units.blocks[-1:] + units.groups[-1:]
     for unit in [*units.blocks, *units.groups]:
         free = again and unit not in last
-        fully_shard(unit.modules, mesh=unit.mesh, mp_policy=policy, reshard_after_forward=free)
-    fully_shard(model, mesh=root, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(unit.modules, mesh=unit.mesh, reshard_after_forward=free, **options)
+    fully_shard(model, mesh=root, reshard_after_forward=False, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # gloo cannot pre-multiply, and a plain sum is what is wanted everywhere
             module.set_force_sum_reduction_for_comms(True)
+    if config.prefetch:
+        _prefetch(units.block_modules, config.prefetch)
+
+
+def _prefetch(blocks: list[Any], ahead: int) -> None:
+    """Gather the next blocks when one begins, the ones before in the backward pass."""
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - ahead) : index][::-1])
+
+
+def set_sync(model: FSDPModule, last: bool, config: FSDPConfig) -> None:
+    """Say before each micro-batch whether it is the last of a step: with it gradients are summed over ranks.
+
+    Over the ranks that share a copy of the model with each one, if `[fsdp] reduce_gradients` says so.
+    """
+    model.set_requires_gradient_sync(last or config.reduce_gradients == "every_micro_batch")
+    model.set_requires_all_reduce(last)

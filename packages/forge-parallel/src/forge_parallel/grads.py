@@ -42,7 +42,7 @@ def global_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
         square = torch.nn.utils.get_total_norm(counted).square().to(dtype)
     else:
         square = torch.zeros((), dtype=dtype, device=mesh.device)
-    return mesh.pipeline.sum_(mesh.stage.sum_(square)).sqrt()
+    return mesh.pipeline.sum_(mesh.stage.sum_(square.to(mesh.device))).sqrt()
 
 
 @torch.no_grad()
@@ -57,4 +57,4 @@ def clip_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        capabilities.scale_(gradients, factor)
+        capabilities.scale_(gradients, factor.to(gradients[0].device))

@@ -73,7 +73,8 @@ class Update:
             if (prepare := getattr(part, "before_optimizer_step", None)) is not None:
                 prepare(self.mesh.loss.sum_)
         with without_dynamo():
-            step_if_finite(self.optimizer, finite)
+            # where the optimizer runs: on the host, if the weights are there
+            step_if_finite(self.optimizer, finite.to(parameters[0].device))
             self.optimizer.zero_grad()
         self._reset_lr()
         for buffers in held:
