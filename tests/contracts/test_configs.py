@@ -60,6 +60,7 @@ def test_mesh_is_laid_out_for_its_world_size(mesh, world_size, tmp_path):
 RUNS = {
     "debug": (1, 1.354e6),
     "mixture_debug": (1, 1.354e6),
+    "moe_debug": (1, 3.940e6),
     "llama-125m": (4, 0.174e9),
     "llama-1b": (16, 1.24e9),
     "llama-8b": (256, 8.03e9),

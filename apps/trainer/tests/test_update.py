@@ -35,7 +35,7 @@ def update(model) -> Update:
 def test_update_lets_the_model_act_once_before_the_optimizer(poison):
     model = Router()
     step = update(model)
-    held = step.hold()
+    held = step.begin(1)
     before = [p.clone() for p in model.parameters()]
     loss = model.gate(model.norm(torch.ones(1, 2) + torch.randn(1, 2))).sum() * (1 + poison)
     loss.backward()

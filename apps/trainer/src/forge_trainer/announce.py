@@ -21,11 +21,12 @@ def announcement(run: Run, changes: Sequence[Change]) -> str:
 
 def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
     job = run.job
-    parameters = _parameters(run)
+    parameters, active = _parameters(run)
+    of_which = "" if active == parameters else f", {scaled(active)}active"
     tokens = job.train.steps * job.train.global_batch * job.data.max_tokens
     flops = job.model.flops_per_token(job.data.max_tokens) * tokens
     yield f"{job.job.name}"
-    yield f"  model      {scaled(parameters)} parameters ({parameters:,})"
+    yield f"  model      {scaled(parameters)} parameters ({parameters:,}){of_which}"
     yield (
         f"  training   {job.train.steps:,} steps of {job.train.global_batch} x {job.data.max_tokens} tokens: "
         f"{scaled(tokens)} tokens, {tokens / parameters:.3g} a parameter"
@@ -46,10 +47,13 @@ def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
         yield f"  begins     at step 0, with {weights}"
 
 
-def _parameters(run: Run) -> int:
-    """Of the whole model, shared ones once."""
+def _parameters(run: Run) -> tuple[int, int]:
+    """Of the whole model, shared ones once; and those of them that a token uses."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in run.job.model.build().parameters())
+        model = run.job.model.build()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    active = getattr(model, "active_parameters", lambda: total)
+    return total, active()  # type: ignore[operator]
 
 
 def _layout(run: Run) -> str:

@@ -43,7 +43,8 @@ def load_model(job: Job) -> tuple[nn.Module, int]:
         model = job.model.build()
     materialize(model, device)
     if job.precision.pure_bf16:
-        model.to(torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
     store = Store(RunFiles(job.job.directory).checkpoints)
     for step in reversed(store.steps()):
         try:

@@ -17,16 +17,23 @@ from forge_model.loss_config import LossConfig as LossConfig
 from forge_model.loss_config import losses as losses
 from forge_model.model_config import ModelConfig as ModelConfig
 from forge_model.model_config import models as models
+from forge_model.moe_config import MoEConfig as MoEConfig
 from forge_model.norm_config import LayerNormConfig as LayerNormConfig
 from forge_model.norm_config import NormConfig as NormConfig
 from forge_model.norm_config import RMSNormConfig as RMSNormConfig
 from forge_model.norm_config import norms as norms
 from forge_model.rope_config import RopeConfig as RopeConfig
 from forge_model.rope_config import ropes as ropes
+from forge_model.router_config import ExpertChoiceConfig as ExpertChoiceConfig
+from forge_model.router_config import RouterConfig as RouterConfig
+from forge_model.router_config import SigmoidRouterConfig as SigmoidRouterConfig
+from forge_model.router_config import SoftmaxRouterConfig as SoftmaxRouterConfig
+from forge_model.router_config import routers as routers
 
 __all__ = [
     "AttentionConfig",
     "DecoderConfig",
+    "ExpertChoiceConfig",
     "FfnConfig",
     "GroupedQueryConfig",
     "LayerConfig",
@@ -34,10 +41,14 @@ __all__ = [
     "LayerOverride",
     "LossConfig",
     "MLPConfig",
+    "MoEConfig",
     "ModelConfig",
     "NormConfig",
     "RMSNormConfig",
     "RopeConfig",
+    "RouterConfig",
+    "SigmoidRouterConfig",
+    "SoftmaxRouterConfig",
     "SwiGLUConfig",
     "attentions",
     "ffns",
@@ -45,4 +56,5 @@ __all__ = [
     "models",
     "norms",
     "ropes",
+    "routers",
 ]

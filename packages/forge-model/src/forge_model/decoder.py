@@ -16,6 +16,7 @@ from forge_model.init import Init
 from forge_model.layers import Embedding
 from forge_model.loss import LossTerms, VocabularyShard
 from forge_model.mask import Attend, Mask, softmax_attention
+from forge_model.moe import learn_from_load, moe_layers
 from forge_model.roles import Role, parameter_roles
 from forge_model.rope import Rope, RopeTables
 
@@ -198,17 +199,18 @@ class Decoder(nn.Module):
     def _tensor_roles(self) -> dict[str, str]:
         roles = {
             "layers.*.attention": "gather",
-            "layers.*.ffn": "gather",
             "layers.*.attention.w[qkv]": "colwise",
             "layers.*.attention.wo": "rowwise",
             "layers.*.attention.sinks": "heads",
-            "layers.*.ffn.w_[gu]*": "colwise",
-            "layers.*.ffn.w_down": "rowwise",
             "layers.*.attention_norm": "norm",
             "layers.*.attention_post_norm": "norm",
             "layers.*.ffn_norm": "norm",
             "layers.*.ffn_post_norm": "norm",
         }
+        experts = {name.split(".")[1] for name in moe_layers(self)}
+        for layer in (name for name in self.layers if name not in experts) if experts else "*":
+            ffn = f"layers.{layer}.ffn"
+            roles |= {ffn: "gather", f"{ffn}.w_[gu]*": "colwise", f"{ffn}.w_down": "rowwise"}
         over_head = {name: getattr(one.attention, "norm_heads", True) for name, one in self.layers.items()}
         if all(over_head.values()):
             roles["layers.*.attention.[qk]_norm"] = "head_norm"
@@ -222,15 +224,31 @@ class Decoder(nn.Module):
         """What each parameter is for, by name."""
         return parameter_roles(self)
 
+    def before_micro_batches(self, tokens: int) -> None:
+        """Be told of how many tokens the next global batch is: what auxiliary losses are divided by."""
+        for layer in moe_layers(self).values():
+            layer.step_tokens = tokens
+
+    def before_optimizer_step(self, sum_: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Let routers learn from the load of a step; see `learn_from_load`. Collective."""
+        return learn_from_load(moe_layers(self), sum_)
+
+    def active_parameters(self) -> int:
+        """Parameters that a token uses: of the experts, as many as serve it."""
+        idle = sum(layer.idle_parameters() for layer in moe_layers(self).values())
+        return sum(parameter.numel() for parameter in self.parameters()) - idle
+
     def initial_values(self) -> dict[str, Init]:
-        """How each parameter starts, by name; follows from its role."""
-        return {name: self._initial_value(name, role) for name, role in self.parameter_roles().items()}
+        """How each parameter starts, by name, by its role; and biases by which routers select."""
+        values = {name: self._initial_value(name, role) for name, role in self.parameter_roles().items()}
+        biases = [name for name, _ in self.named_buffers() if name.endswith(".router.selection_bias")]
+        return values | dict.fromkeys(biases, Init("constant", 0.0))
 
     def _initial_value(self, name: str, role: Role) -> Init:
         if role in ("norm", "bias"):
             module = self.get_submodule(name.rpartition(".")[0])
             return Init("constant", getattr(module, "initial_weight", 1.0) if role == "norm" else 0.0)
-        writes_residual = name.endswith(("wo.weight", "w_down.weight"))
+        writes_residual = name.endswith(("wo.weight", "w_down.weight", "w_down"))
         scale = (2 * self.config.num_layers) ** 0.5 if writes_residual else 1.0
         return Init("normal", self.config.init_std / scale)
 

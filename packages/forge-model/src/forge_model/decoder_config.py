@@ -157,8 +157,9 @@ class DecoderConfig(ModelConfig):
         sizes = {"vocab_size": self.vocab_size}
         for index in range(self.num_layers):
             layer = self.layer(index)
-            heads = {f"attention.{key}": size for key, size in layer.attention.tensor_sizes().items()}
-            for key, size in (heads | {"ffn.dim": layer.ffn.hidden(self.dim)}).items():
+            parts = {"attention": layer.attention.tensor_sizes(), "ffn": layer.ffn.tensor_sizes(self.dim)}
+            named = {f"{part}.{key}": size for part, found in parts.items() for key, size in found.items()}
+            for key, size in named.items():
                 same = sizes.setdefault(key, size) == size
                 sizes |= {} if same else {f"layer {index} {key}": size}
         return sizes

@@ -36,6 +36,10 @@ class FfnConfig(Config):
         """The same with the default of the hidden width written out."""
         return replace(self, dim=self.hidden(dim))
 
+    def tensor_sizes(self, dim: int) -> dict[str, int]:
+        """The sizes, by key, that tensor parallelism must divide."""
+        return {"dim": self.hidden(dim)}
+
     def forward_flops(self, dim: int) -> float:
         """Matmul FLOPs a token of a forward pass."""
         raise NotImplementedError

@@ -51,7 +51,7 @@ def full_shard(parameter: Tensor) -> FullShard:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, shard: Callable[[Tensor], Shard] = full_shard) -> None:
-    """Give every parameter its initial value, in place.
+    """Give every parameter, and every buffer that has one, its initial value, in place.
 
     Args:
         model: has `initial_values()`; its parameters are on a real device, sharded or not.
@@ -69,6 +69,9 @@ def initialize(model: nn.Module, seed: int, shard: Callable[[Tensor], Shard] = f
             raise ModelError(f"{name} has no initial value; add it to {type(model).__name__}.initial_values")
         held = shard(parameter)
         _fill(held.values, held.offsets, tuple(parameter.shape), rules[name], f"{seed}/{name}")
+    for name, buffer in model.named_buffers():
+        if name in rules:
+            _fill(buffer, (0,) * buffer.ndim, tuple(buffer.shape), rules[name], f"{seed}/{name}")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         local = shard(tensor).values
         if local.is_floating_point() and not bool(local.isfinite().all()):

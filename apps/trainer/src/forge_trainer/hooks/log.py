@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 
+import torch
 from forge_parallel.compile import cache_counts
+from torch import Tensor
 
 from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.hooks.figures import Figures
@@ -47,7 +49,7 @@ class Log(Hook):
             **cache_counts(),
             "skipped": self._skipped_before - before,
         }
-        record |= {name: value.item() for name, value in out.metrics.items()}
+        record |= _on_host(out.metrics)
         record |= {f"time/{name}_s": seconds / steps for name, seconds in lap.items()}
         for tracker in self._run.trackers:
             tracker.log(record)
@@ -59,3 +61,11 @@ class Log(Hook):
     def load_state(self, state: dict[str, int]) -> None:
         """Go on from what `state` gave."""
         self._skipped_before = state["skipped"]
+
+
+def _on_host(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """All scalars in one copy from the device."""
+    if not metrics:
+        return {}
+    values = torch.stack([value.detach().double() for value in metrics.values()])
+    return dict(zip(metrics, values.tolist(), strict=True))

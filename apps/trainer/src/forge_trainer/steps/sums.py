@@ -44,6 +44,8 @@ class Sums:
             mesh: the grid of ranks.
             names: all that there are, on every rank; what was never added here counts as zero.
         """
+        if not names:
+            return {}
         ordered = sorted(names)
         pairs = [
             self._pairs[name]

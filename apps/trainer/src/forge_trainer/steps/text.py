@@ -38,18 +38,20 @@ class TextStep:
     def __post_init__(self) -> None:
         self._runner = build_runner(self.parts, self.mesh)
         self._names: dict[str, torch.dtype] | None = None
+        self._statistics: dict[str, torch.dtype] | None = None
 
     def train(self, batch: Batch, step: int) -> StepOutput:
         """See `Step.train`."""
         assert self.update is not None, "this step was built to evaluate only"
         seed_step(self.seed, step, self.mesh.batch.rank, self.mesh.device)
-        held = self.update.hold()
-        means = self._backward(batch)
-        loss = means.pop("loss")
-        norm, finite, lr = self.update(step, loss, held)
         samples = sum(len(micro.inputs["tokens"]) for micro in batch) * self.mesh.batch.size
         tokens = sum(micro.inputs["tokens"].numel() for micro in batch) * self.mesh.batch.size
-        return StepOutput(loss, norm, finite, lr, samples, tokens, means)
+        held = self.update.begin(tokens)
+        means = self._backward(batch)
+        loss = means.pop("loss")
+        norm, finite, lr, statistics = self.update(step, loss, held)
+        metrics = means | self._of_all_stages(statistics)
+        return StepOutput(loss, norm, finite, lr, samples, tokens, metrics)
 
     def _backward(self, batch: Batch) -> dict[str, Tensor]:
         """Accumulate gradients; returns means over the global batch."""
@@ -70,6 +72,17 @@ class TextStep:
         if self._names is None:
             self._names = sums.names(self.mesh)
         return sums.totals(self.mesh, self._names)
+
+    def _of_all_stages(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What every stage of the pipeline tells. Collective."""
+        if self.mesh.pipeline.size == 1:
+            return statistics
+        sums = Sums()
+        sums.add({name: Sum(value, torch.ones_like(value)) for name, value in statistics.items()})
+        if self._statistics is None:
+            self._statistics = sums.names(self.mesh)
+        totals = sums.totals(self.mesh, self._statistics)
+        return {name: value / count for name, (value, count) in totals.items()}
 
     def _inputs(self, micro: MicroBatch) -> Inputs:
         return micro.to(self.mesh.device).inputs | {"loss_fn": self.loss_fn}

@@ -21,11 +21,14 @@ class Updated(NamedTuple):
         grad_norm: [] float32, before clipping.
         finite: [] bool; when false, nothing was changed.
         lr: learning rate of the first parameter group.
+        statistics: [] each, by name: what the parts of the model on this rank tell of the step, the same on
+            all ranks that have these parts.
     """
 
     grad_norm: Tensor
     finite: Tensor
     lr: float
+    statistics: dict[str, Tensor]
 
 
 @dataclass
@@ -33,8 +36,10 @@ class Update:
     """Clips, sets the learning rate, takes the optimizer step and clears the gradients.
 
     A part of the model that has a method `before_optimizer_step(sum_)` is called first: it may change its
-    buffers, such as the bias of a router, from what it counted. `sum_` sums a tensor over all ranks that see
-    other tokens. Where the step is skipped, persistent buffers become what `hold` found.
+    buffers, such as the bias of a router, from what it counted, and may return statistics. `sum_` sums a
+    tensor over all ranks that see other tokens. Where the step is skipped, persistent buffers become what
+    `begin` found. One that has a method `before_micro_batches(tokens)` is told at the beginning how many
+    tokens the global batch has.
 
     Attributes:
         parts: of the model.
@@ -50,8 +55,11 @@ class Update:
     clip_norm: float
     mesh: Mesh
 
-    def hold(self) -> list[HeldBuffers]:
-        """Remember the buffers, before the first forward pass of a step."""
+    def begin(self, tokens: int) -> list[HeldBuffers]:
+        """Before the first forward pass of a step: tell the parts of its tokens, remember their buffers."""
+        for part in self.parts:
+            if (begin := getattr(part, "before_micro_batches", None)) is not None:
+                begin(tokens)
         return [HeldBuffers(part) for part in self.parts]
 
     def __call__(self, step: int, loss: Tensor, held: Sequence[HeldBuffers] = ()) -> Updated:
@@ -60,7 +68,7 @@ class Update:
         Args:
             step: from 0.
             loss: [] of the global batch.
-            held: from `hold`.
+            held: from `begin`.
         """
         drop_frozen_gradients(self.optimizer, step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -68,10 +76,10 @@ class Update:
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         if self.clip_norm:
             clip_(parameters, self.clip_norm, norm)
-        lr = self._set_lr(step)
+        lr, statistics = self._set_lr(step), {}
         for part in self.parts:
             if (prepare := getattr(part, "before_optimizer_step", None)) is not None:
-                prepare(self.mesh.loss.sum_)
+                statistics |= prepare(self.mesh.loss.sum_) or {}
         with without_dynamo():
             # where the optimizer runs: on the host, if the weights are there
             step_if_finite(self.optimizer, finite.to(parameters[0].device))
@@ -79,7 +87,7 @@ class Update:
         self._reset_lr()
         for buffers in held:
             buffers.restore_unless(finite)
-        return Updated(norm, finite, lr)
+        return Updated(norm, finite, lr, statistics)
 
     def _set_lr(self, step: int) -> float:
         factor = self.lr_factor(step)

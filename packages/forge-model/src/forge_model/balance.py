@@ -1,0 +1,133 @@
+"""Auxiliary losses of routers, and what is counted on the way. B batch, T tokens, E experts."""
+
+from __future__ import annotations
+
+from math import log
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+EXTRAS = ("balance", "z_loss", "dropped", "tokens")
+"""What is added up beside the counts of experts; each sum over tokens."""
+
+
+class Tally:
+    """Adds up, over the micro-batches of a step, what passed through a router.
+
+    It is given what there is to add when the gradient passes, which happens once for each micro-batch,
+    however often activations are computed again, and never in an evaluation.
+
+    Attributes:
+        sums: [E + len(EXTRAS)] float64, exact for counts; None before the first.
+    """
+
+    sums: Tensor | None = None
+
+    def add(self, values: Tensor) -> None:
+        """Add those of one micro-batch."""
+        self.sums = values if self.sums is None else self.sums + values
+
+    def take(self) -> Tensor | None:
+        """What was added up; begins anew."""
+        taken, self.sums = self.sums, None
+        return taken
+
+
+def tallied(out: Tensor, loss: Tensor, values: Tensor, tally: Tally) -> Tensor:
+    """`out` itself, whose backward pass adds the gradient of `loss` and fills the tally.
+
+    A loss that is made inside of a model then needs no way out, through blocks or stages of a pipeline.
+
+    Args:
+        out: any tensor on the way to the loss of the model.
+        loss: [] what is added to the loss that is differentiated.
+        values: for the tally.
+        tally: filled when the gradient passes.
+    """
+    return _Tallied.apply(out, loss, values, tally)
+
+
+class _Tallied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, loss: Tensor, values: Tensor, tally: Tally) -> Tensor:
+        ctx.values, ctx.tally, ctx.like = values, tally, (loss.dtype, loss.device)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.tally.add(ctx.values)
+        dtype, device = ctx.like
+        return gradient, torch.ones((), dtype=dtype, device=device), None, None
+
+
+def assigned(experts: Tensor, groups: int, num_experts: int) -> Tensor:
+    """How often each expert is chosen, in each group of tokens. Waits for no device.
+
+    Args:
+        experts: [R] int64, those of the first group first, equally many in each; E counts as none.
+        groups: of tokens.
+        num_experts: E.
+
+    Returns:
+        [groups, E] int64.
+    """
+    rows = torch.arange(groups, device=experts.device).repeat_interleave(
+        len(experts) // groups, output_size=len(experts)
+    )
+    counts = experts.new_zeros(groups * (num_experts + 1))
+    counts.scatter_add_(0, rows * (num_experts + 1) + experts, torch.ones_like(experts))
+    return counts.view(groups, num_experts + 1)[:, :num_experts]
+
+
+def balance_loss(affinities: Tensor, counts: Tensor) -> Tensor:
+    """E sum_i f_i P_i, 1 where the load is even: mean over groups of tokens.
+
+    f_i is the share of choices that fell on expert i, P_i the mean affinity to it, normalized to sum one over
+    the experts. For one group and one choice a token arXiv:2101.03961 eq. 4 to 6; for groups that are
+    sequences arXiv:2412.19437 eq. 17 to 20, with the choices as they were made, bias and groups included.
+
+    Args:
+        affinities: [groups, tokens, E], not negative.
+        counts: [groups, E], from `assigned`.
+    """
+    shares = counts.to(affinities.dtype) / counts.sum(1, keepdim=True).clamp(min=1)
+    normalized = affinities / affinities.sum(-1, keepdim=True)
+    return counts.shape[1] * (shares * normalized.mean(1)).sum(1).mean()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Mean of the squared log-normalizers of [N, E] logits (arXiv:2202.08906 eq. 5)."""
+    return logits.logsumexp(-1).square().mean()
+
+
+class Load(NamedTuple):
+    """What a step has counted at one router, over all ranks, on the device.
+
+    Attributes:
+        counts: [E] pairs of each expert, dropped ones included.
+        extras: [] by name of `EXTRAS`.
+    """
+
+    counts: Tensor
+    extras: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, sums: Tensor) -> Load:
+        """From the sums of a tally."""
+        experts = len(sums) - len(EXTRAS)
+        return cls(sums[:experts], dict(zip(EXTRAS, sums[experts:].unbind(), strict=True)))
+
+    def statistics(self) -> dict[str, Tensor]:
+        """[] each, by name: how even the load is (1 is even), and means over tokens."""
+        total, tokens = self.counts.sum().clamp(min=1), self.extras["tokens"].clamp(min=1)
+        shares = self.counts / total
+        entropy = -torch.xlogy(shares, shares).sum() / log(max(len(shares), 2))
+        return {
+            "load_max_over_mean": shares.max() * len(shares),
+            "load_entropy": entropy,
+            "dead_experts": (self.counts == 0).sum().to(shares.dtype),
+            "drop_rate": self.extras["dropped"] / total,
+            "balance_loss": self.extras["balance"] / tokens,
+            "router_z_loss": self.extras["z_loss"] / tokens,
+        }

@@ -1,0 +1,135 @@
+"""Many feed-forwards of one shape, each on its own rows. E experts, R rows, D model dim, F ffn dim."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_model.ffn import ACTIVATIONS
+from forge_model.roles import Role
+
+
+class Experts(nn.Module):
+    """Feed-forwards whose matrices are stacked: one parameter for each kind of matrix.
+
+    Attributes:
+        w_gate: [E, F, D]; None without gates.
+        w_up: [E, F, D].
+        w_down: [E, D, F].
+    """
+
+    roles: ClassVar[dict[str, Role]] = {
+        "w_gate": "expert",
+        "w_up": "expert",
+        "w_down": "expert",
+        "b_gate": "bias",
+        "b_up": "bias",
+        "b_down": "bias",
+    }
+
+    def __init__(
+        self, num_experts: int, dim: int, hidden: int, activation: str, gated: bool, bias: bool
+    ) -> None:
+        super().__init__()
+
+        def parameter(*shape: int, there: bool = True) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(num_experts, *shape)) if there else None
+
+        self.w_gate = parameter(hidden, dim, there=gated)
+        self.w_up = parameter(hidden, dim)
+        self.w_down = parameter(dim, hidden)
+        self.b_gate = parameter(hidden, there=gated and bias)
+        self.b_up = parameter(hidden, there=bias)
+        self.b_down = parameter(dim, there=bias)
+        self.activation = ACTIVATIONS[activation]
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """What each expert makes of its rows.
+
+        Args:
+            rows: [R, D], those of the first expert first.
+            ends: [E] int32, where the rows of each expert end; an expert may have none.
+
+        Returns:
+            [R, D]; rows after the last end mean nothing, and neither do their gradients.
+        """
+        assert self.w_up is not None and self.w_down is not None
+        up = self._projected(rows, self.w_up, self.b_up, ends)
+        if self.w_gate is None:
+            hidden = self.activation(up)
+        else:
+            hidden = self.activation(self._projected(rows, self.w_gate, self.b_gate, ends)) * up
+        return self._projected(hidden, self.w_down, self.b_down, ends)
+
+    def _projected(self, rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+        out = grouped_linear(rows, weight, ends)
+        if bias is None:
+            return out
+        places = torch.arange(len(rows), device=rows.device, dtype=ends.dtype)
+        # one more for the rows after the last end, whose gradients mean nothing
+        return out + F.pad(bias, (0, 0, 0, 1))[torch.searchsorted(ends, places, right=True)]
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Each row times the matrix of its group; nothing is padded.
+
+    By `torch._grouped_mm`, which does not wait for the device, where it runs for this device, dtype and these
+    sizes; otherwise group by group, which does.
+
+    Args:
+        rows: [R, I].
+        weight: [E, O, I].
+        ends: [E] int32, where the rows of each group end.
+
+    Returns:
+        [R, O]; values after the last end mean nothing, and neither do their gradients.
+    """
+    aligned = all(size * rows.element_size() % ALIGNMENT_BYTES == 0 for size in weight.shape[1:])
+    if aligned and len(rows) and _runs_grouped(rows.device.type, rows.dtype):
+        return torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)  # pyright: ignore
+    return _Grouped.apply(rows, weight, ends.tolist())
+
+
+ALIGNMENT_BYTES = 16
+"""Rows of matrices of `torch._grouped_mm` start at multiples of this."""
+
+
+@cache
+def _runs_grouped(device: str, dtype: torch.dtype) -> bool:
+    """Whether `torch._grouped_mm` runs forward and backward; asked once. float32 is not known before 2.14."""
+    try:
+        with torch.enable_grad():
+            rows = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
+            weight = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
+            ends = torch.tensor([8, 16], device=device, dtype=torch.int32)
+            torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends).sum().backward()  # pyright: ignore
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return True
+
+
+class _Grouped(torch.autograd.Function):
+    """One product a group, into the place where it belongs."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.ends = ends
+        out = rows.new_empty(len(rows), weight.shape[1])
+        for index, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+            torch.mm(rows[start:end], weight[index].t(), out=out[start:end])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        rows, weight = ctx.saved_tensors
+        of_rows, of_weight = torch.zeros_like(rows), torch.zeros_like(weight)
+        for index, (start, end) in enumerate(zip([0, *ctx.ends[:-1]], ctx.ends, strict=True)):
+            if end > start:
+                torch.mm(gradient[start:end], weight[index], out=of_rows[start:end])
+                torch.mm(gradient[start:end].t(), rows[start:end], out=of_weight[index])
+        return of_rows, of_weight, None

@@ -1,0 +1,89 @@
+"""What `[model.ffn]` holds with `type = "moe"`. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from forge_config import Meta
+
+from forge_model.ffn_config import Count, FfnConfig, SwiGLUConfig, ffns
+from forge_model.router_config import ExpertChoiceConfig, RouterConfig, SoftmaxRouterConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@ffns.register("moe")
+class MoEConfig(FfnConfig):
+    """Mixture of experts: each token is served by a few of many feed-forwards (arXiv:1701.06538 eq. 1).
+
+    Attributes:
+        dim: hidden width of one expert; absent means that of a dense layer divided by `top_k`, so that a
+            token costs about as much as in a dense layer.
+        bias: biases on the projections of the experts.
+        num_experts: that a router chooses from.
+        top_k: experts of a token (on average, where experts choose).
+        router: how they are brought together.
+        activation: the nonlinearity.
+        gated: an expert is w_down(activation(w_gate x) * w_up x); otherwise w_down(activation(w_up x)).
+        capacity_factor: an expert serves at most so many times its even share of the tokens that are routed
+            at once; it drops those that come last. Absent means that it drops none.
+        shared_experts: experts beside, each of the width `shared_dim`, that serve every token.
+        shared_dim: hidden width of each shared expert; absent means `dim`.
+        shared_gate: the shared experts are weighed by a sigmoid for each token (as Qwen2-MoE).
+    """
+
+    num_experts: Count = 8
+    top_k: Count = 2
+    router: RouterConfig = SoftmaxRouterConfig()
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"] = "silu"
+    gated: bool = True
+    capacity_factor: Annotated[float, Meta(gt=0)] | None = None
+    shared_experts: Annotated[int, Meta(ge=0)] = 0
+    shared_dim: Count | None = None
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k = {self.top_k} of num_experts = {self.num_experts}; choose no more than there are"
+            )
+        if self.capacity_factor is not None and isinstance(self.router, ExpertChoiceConfig):
+            raise ValueError(
+                "capacity_factor with an expert_choice router, whose experts all serve the same number of "
+                "tokens; leave it out"
+            )
+        if not self.shared_experts and (self.shared_gate or self.shared_dim is not None):
+            raise ValueError("shared_gate or shared_dim without shared_experts; give their number")
+        if self.shared_experts and self.gated and self.activation != "silu":
+            raise ValueError(
+                f'shared_experts with gated experts of activation = "{self.activation}"; gated shared '
+                'experts are SwiGLU: use activation = "silu", gated = false, or no shared experts'
+            )
+        self.router.require(self.num_experts, self.top_k)
+
+    def hidden(self, dim: int) -> int:
+        """See `FfnConfig.hidden`: of one expert."""
+        if self.dim is not None:
+            return self.dim
+        return -(-SwiGLUConfig().hidden(dim) // self.top_k // 8) * 8
+
+    def shared_hidden(self, dim: int) -> int:
+        """Hidden width of all shared experts together."""
+        return self.shared_experts * (self.shared_dim or self.hidden(dim))
+
+    def build(self, dim: int) -> nn.Module:
+        """See `FfnConfig.build`."""
+        from forge_model.moe import MoE
+
+        return MoE(self, dim)
+
+    def tensor_sizes(self, dim: int) -> dict[str, int]:
+        """See `FfnConfig.tensor_sizes`: experts are not cut."""
+        return {}
+
+    def forward_flops(self, dim: int) -> float:
+        """See `FfnConfig.forward_flops`: of what a token uses, with none dropped."""
+        matrices = 3 if self.gated else 2
+        width = self.top_k * self.hidden(dim) + self.shared_hidden(dim)
+        return 2 * dim * (self.num_experts + matrices * width + self.shared_gate)

@@ -1,0 +1,146 @@
+"""Who serves whom, and rows in the order of experts. N tokens, E experts, R pairs, K slots, D dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """Pairs of a token and an expert that serves it.
+
+    Attributes:
+        tokens: [R] int64.
+        experts: [R] int64; E for a pair that is dropped.
+        weights: [R] of what the expert makes; in the dtype of the router.
+        slots: with K > 0, the pairs of token t are t K to t K + K - 1; 0 for any order.
+        drops: whether pairs may be dropped.
+    """
+
+    tokens: Tensor
+    experts: Tensor
+    weights: Tensor
+    slots: int = 0
+    drops: bool = False
+
+
+class ByExpert(NamedTuple):
+    """Rows in the order of the experts that serve them.
+
+    Attributes:
+        rows: [R, D]; those that no expert serves come last.
+        ends: [E] int32, where the rows of each expert end.
+        order: [R] int64, the pair of each row.
+        inverse: [R] int64, the row of each pair.
+    """
+
+    rows: Tensor
+    ends: Tensor
+    order: Tensor
+    inverse: Tensor
+
+
+def one_per_slot(experts: Tensor, weights: Tensor) -> Routing:
+    """[N, K] experts and weights of each token."""
+    tokens, slots = experts.shape
+    index = torch.arange(tokens, device=experts.device).repeat_interleave(slots, output_size=tokens * slots)
+    return Routing(index, experts.flatten(), weights.flatten(), slots)
+
+
+def within_capacity(routing: Routing, num_experts: int, capacity: int) -> Routing:
+    """Drop the pairs of each expert that come after the first `capacity`: those of the last tokens.
+
+    A token thereby never loses its expert to a token that comes after it.
+    """
+    sorted_, order = routing.experts.sort(stable=True)
+    positions = torch.arange(len(order), device=order.device)
+    starts = torch.searchsorted(sorted_, torch.arange(num_experts, device=order.device))
+    kept = torch.empty_like(order, dtype=torch.bool)
+    kept[order] = positions - starts[sorted_] < capacity
+    return routing._replace(
+        experts=routing.experts.where(kept, num_experts),
+        weights=routing.weights.where(kept, 0),
+        drops=True,
+    )
+
+
+def by_expert(x: Tensor, routing: Routing, num_experts: int) -> ByExpert:
+    """Copy the rows of tokens [N, D] into the order of the experts. Waits for no device."""
+    sorted_, order = routing.experts.sort(stable=True)
+    places = torch.arange(len(order), device=x.device)
+    inverse = torch.empty_like(order)
+    inverse[order] = places
+    experts = torch.arange(num_experts, device=x.device)
+    ends = torch.searchsorted(sorted_, experts, right=True).int()
+    if routing.slots:
+        rows = _Take.apply(x, order // routing.slots, inverse, routing.slots)
+    else:
+        rows = x.index_select(0, routing.tokens[order])
+    return ByExpert(rows, ends, order, inverse)
+
+
+def counts_of(ends: Tensor) -> Tensor:
+    """[E] how many rows end where: those of each expert."""
+    return torch.diff(ends, prepend=ends.new_zeros(1))
+
+
+def combine(out: Tensor, sorted_: ByExpert, routing: Routing, tokens: int) -> Tensor:
+    """Sum what experts made of each token, weighted.
+
+    Args:
+        out: [R, D], in the order of `sorted_`.
+        sorted_: from `by_expert`.
+        routing: what it was made from.
+        tokens: N.
+
+    Returns:
+        [N, D].
+    """
+    if routing.slots:
+        weights = routing.weights.to(out.dtype).view(tokens, 1, routing.slots)
+        each = _Take.apply(out, sorted_.inverse, sorted_.order, 1)
+        return torch.bmm(weights, each.view(tokens, routing.slots, -1)).squeeze(1)
+    weighted = out * routing.weights.to(out.dtype)[sorted_.order, None]
+    return out.new_zeros(tokens, out.shape[1]).index_add(0, routing.tokens[sorted_.order], weighted)
+
+
+def serve(
+    experts: Callable[[Tensor, Tensor], Tensor], x: Tensor, routing: Routing, num_experts: int
+) -> Tensor:
+    """Let experts that are all here serve tokens.
+
+    Args:
+        experts: ([R, D] rows, [E] ends) -> [R, D]; see `Experts`.
+        x: [N, D].
+        routing: of these tokens.
+        num_experts: E.
+
+    Returns:
+        [N, D], weighted sums.
+    """
+    sorted_ = by_expert(x, routing, num_experts)
+    rows = sorted_.rows
+    if not routing.drops:
+        return combine(experts(rows, sorted_.ends), sorted_, routing, len(x))
+    served = torch.arange(len(rows), device=x.device)[:, None] < sorted_.ends[-1]
+    out = experts(rows.where(served, 0), sorted_.ends).where(served, 0)
+    return combine(out, sorted_, routing, len(x))
+
+
+class _Take(torch.autograd.Function):
+    """Rows by index, each `times` times. The gradient is taken back, not scattered: in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, times: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.times = times
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        back = gradient.index_select(0, inverse)
+        return back if ctx.times == 1 else back.unflatten(0, (-1, ctx.times)).sum(1), None, None, None
