@@ -106,7 +106,7 @@ def _runs_grouped(device: str, dtype: torch.dtype) -> bool:
             rows = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
             weight = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
             ends = torch.tensor([8, 16], device=device, dtype=torch.int32)
-            torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends).sum().backward()  # pyright: ignore
+            torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends).square().sum().backward()  # pyright: ignore
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
     return True
@@ -127,9 +127,11 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         rows, weight = ctx.saved_tensors
-        of_rows, of_weight = torch.zeros_like(rows), torch.zeros_like(weight)
+        of_rows, of_weight = torch.empty_like(rows), torch.empty_like(weight)
         for index, (start, end) in enumerate(zip([0, *ctx.ends[:-1]], ctx.ends, strict=True)):
             if end > start:
                 torch.mm(gradient[start:end], weight[index], out=of_rows[start:end])
                 torch.mm(gradient[start:end].t(), rows[start:end], out=of_weight[index])
+            else:
+                of_weight[index].zero_()
         return of_rows, of_weight, None

@@ -76,7 +76,7 @@ def by_expert(x: Tensor, routing: Routing, num_experts: int) -> ByExpert:
     experts = torch.arange(num_experts, device=x.device)
     ends = torch.searchsorted(sorted_, experts, right=True).int()
     if routing.slots:
-        rows = _Take.apply(x, order // routing.slots, inverse, routing.slots)
+        rows = _Take.apply(x, order, inverse, routing.slots)
     else:
         rows = x.index_select(0, routing.tokens[order])
     return ByExpert(rows, ends, order, inverse)
@@ -100,9 +100,8 @@ def combine(out: Tensor, sorted_: ByExpert, routing: Routing, tokens: int) -> Te
         [N, D].
     """
     if routing.slots:
-        weights = routing.weights.to(out.dtype).view(tokens, 1, routing.slots)
-        each = _Take.apply(out, sorted_.inverse, sorted_.order, 1)
-        return torch.bmm(weights, each.view(tokens, routing.slots, -1)).squeeze(1)
+        weights = routing.weights.to(out.dtype).view(tokens, routing.slots)
+        return _Combine.apply(out, weights, sorted_.order, sorted_.inverse)
     weighted = out * routing.weights.to(out.dtype)[sorted_.order, None]
     return out.new_zeros(tokens, out.shape[1]).index_add(0, routing.tokens[sorted_.order], weighted)
 
@@ -131,16 +130,48 @@ def serve(
 
 
 class _Take(torch.autograd.Function):
-    """Rows by index, each `times` times. The gradient is taken back, not scattered: in a fixed order."""
+    """Rows of tokens, one for each of their pairs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, times: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.times = times
-        return x.index_select(0, index)
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, slots: int) -> Tensor:
+        ctx.save_for_backward(inverse.view(-1, slots))
+        return x.index_select(0, order // slots)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (inverse,) = ctx.saved_tensors
-        back = gradient.index_select(0, inverse)
-        return back if ctx.times == 1 else back.unflatten(0, (-1, ctx.times)).sum(1), None, None, None
+        return _summed(gradient, ctx.saved_tensors[0]), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Weighted sums of the rows of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, inverse)
+        return _summed(rows, inverse.view_as(weights), weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        rows, weights, order, inverse = ctx.saved_tensors
+        through = gradient.index_select(0, order // weights.shape[1])
+        if rows.device.type == "cpu":
+            places = inverse.view_as(weights).unbind(1)
+            of_weights = torch.stack([(rows.index_select(0, p) * gradient).sum(1) for p in places], 1)
+        else:
+            of_weights = (rows * through).sum(1)[inverse].view_as(weights)
+        return through.mul_(weights.flatten()[order, None]), of_weights, None, None
+
+
+def _summed(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """[N, D]: the sum over k of weights[n, k] rows[places[n, k]], in a fixed order of k.
+
+    On a CPU slot by slot, which stays in its cache; elsewhere in few kernels.
+    """
+    if rows.device.type != "cpu":
+        each = rows.index_select(0, places.flatten()).unflatten(0, places.shape)
+        return each.sum(1) if weights is None else torch.bmm(weights.unsqueeze(1), each).squeeze(1)
+    total = rows.new_zeros(len(places), rows.shape[1])
+    for slot, index in enumerate(places.unbind(1)):
+        part = rows.index_select(0, index)
+        total = total.add_(part) if weights is None else total.addcmul_(part, weights[:, slot, None])
+    return total

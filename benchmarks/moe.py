@@ -1,0 +1,128 @@
+"""A layer of experts beside a dense layer of as many active FLOPs, and beside a plain loop over experts.
+
+Issue 9, done-when 6: at most 1.3 times the dense layer with 8 experts and 1.6 times with 64. Each side is
+forward and backward of one feed-forward in float32, losses of the router included; the sides take turns in one
+process. The dense layer is a SwiGLU as wide as the experts of a token together. The loop is that of
+`transformers` (`MixtralExperts`): for each expert, its tokens by index, a product, an addition by index.
+Tokens are routed as the router of random weights chooses (`learned`), and evenly (`forced`).
+
+Run: python benchmarks/moe.py [--threads 1] [--rounds 7]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from forge_model.config import MoEConfig, SigmoidRouterConfig, SwiGLUConfig
+from forge_model.moe import MoE
+from forge_model.routing import Routing, one_per_slot
+from report import table, write
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and its input."""
+
+    name: str
+    dim: int
+    hidden: int
+    num_experts: int
+    top_k: int
+    tokens: int
+    batch: int = 4
+
+
+CASES = [
+    Case("8 experts, top 2, dim 256", 256, 512, 8, 2, 512),
+    Case("64 experts, top 8, dim 256", 256, 128, 64, 8, 512),
+    Case("8 experts, top 2, dim 512", 512, 1024, 8, 2, 512),
+    Case("64 experts, top 8, dim 512", 512, 256, 64, 8, 512),
+]
+
+
+def forced(experts: object, x: Tensor, routing: Routing, num_experts: int) -> Tensor:
+    """The dispatch of the layer, each expert with as many tokens."""
+    from forge_model.routing import serve
+
+    even = torch.arange(len(routing.experts)) % num_experts
+    pairs = one_per_slot(even.view(len(x), -1), routing.weights.view(len(x), -1))
+    return serve(experts, x, pairs, num_experts)  # type: ignore[arg-type]
+
+
+def naive(experts: MoE, x: Tensor, routing: Routing, num_experts: int) -> Tensor:
+    """The same by a loop, as in `transformers`."""
+    made = experts.experts if isinstance(experts, MoE) else experts
+    out = torch.zeros_like(x)
+    chosen, weights = routing.experts.view(len(x), -1), routing.weights.view(len(x), -1)
+    mask = F.one_hot(chosen, num_experts).permute(2, 1, 0)
+    for index in mask.sum((-1, -2)).nonzero()[:, 0].tolist():
+        slot, token = torch.where(mask[index])
+        rows = x[token]
+        hidden = F.silu(rows @ made.w_gate[index].t()) * (rows @ made.w_up[index].t())
+        out.index_add_(0, token, hidden @ made.w_down[index].t() * weights[token, slot, None])
+    return out
+
+
+def sides(case: Case) -> dict[str, Callable[[], None]]:
+    """What takes turns."""
+    torch.manual_seed(0)
+    x = torch.randn(case.batch, case.tokens, case.dim, requires_grad=True)
+    gradient = torch.randn_like(x)
+    router = SigmoidRouterConfig(sequence_balance_weight=1e-4)
+    config = MoEConfig(num_experts=case.num_experts, top_k=case.top_k, dim=case.hidden, router=router)
+    dense = SwiGLUConfig(dim=case.hidden * case.top_k).build(case.dim)
+    layers = {"dense": dense, "learned": config.build(case.dim)}
+    layers |= {"forced": config.build(case.dim), "naive": config.build(case.dim)}
+    for layer in layers.values():
+        for tensor in [*layer.parameters(), *layer.buffers()]:
+            torch.nn.init.normal_(tensor, std=0.02)
+    layers["forced"].dispatch = forced
+    layers["naive"].dispatch = naive
+
+    def run(layer: torch.nn.Module) -> Callable[[], None]:
+        def step() -> None:
+            layer(x).backward(gradient)
+            x.grad = None
+            layer.zero_grad()
+
+        return step
+
+    return {name: run(layer) for name, layer in layers.items()}
+
+
+def measure(case: Case, rounds: int) -> dict[str, float | str]:
+    """Median milliseconds of each, and what they are times the dense layer."""
+    steps = sides(case)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    median = {name: statistics.median(taken) for name, taken in times.items()}
+    found: dict[str, float | str] = {"case": case.name} | {f"{n}_ms": ms for n, ms in median.items()}
+    return found | {f"{n}_of_dense": ms / median["dense"] for n, ms in median.items() if n != "dense"}
+
+
+def main() -> None:
+    """Measure every case and record them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = [measure(case, options.rounds) for case in CASES]
+    print(table(rows))
+    sizes = {case.name: vars(case) for case in CASES}
+    write("moe", {"threads": options.threads, "rounds": options.rounds, "sizes": sizes, "cases": rows})
+
+
+if __name__ == "__main__":
+    main()
