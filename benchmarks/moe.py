@@ -1,7 +1,7 @@
 """A layer of experts beside a dense layer of as many active FLOPs, and beside a plain loop over experts.
 
 Issue 9, done-when 6: at most 1.3 times the dense layer with 8 experts and 1.6 times with 64. Each side is
-forward and backward of one feed-forward in float32, losses of the router included; the sides take turns in one
+forward and backward of one feed-forward in float32, losses of the router included; sides take turns in one
 process. The dense layer is a SwiGLU as wide as the experts of a token together. The loop is that of
 `transformers` (`MixtralExperts`): for each expert, its tokens by index, a product, an addition by index.
 Tokens are routed as the router of random weights chooses (`learned`), and evenly (`forced`).
