@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,7 @@ class Claim:
             "when": now(),
             "host": who.host,
             "job": who.job,
+            "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
         }
 
     def is_held(self) -> bool:

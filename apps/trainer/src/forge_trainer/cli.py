@@ -27,13 +27,17 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
     """
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
-    if overrides and options.command not in ("train", "plan", "branch"):
+    if overrides and options.command not in ("train", "plan", "branch", "launch"):
         parser.error(f"unknown arguments: {' '.join(overrides)}")
     try:
         if options.command == "plan":
             return _plan(options, overrides)
         if options.command == "branch":
             return _branch(options, overrides)
+        if options.command == "launch":
+            return _launch(options, overrides)
+        if options.command == "after":
+            return _after(options)
         return _train(options, overrides, signals) if options.command == "train" else _look(options)
     except LockedError as error:
         sys.stderr.write(f"{error}\n")
@@ -56,6 +60,18 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="what a run would do, without doing it", allow_abbrev=False)
     plan.add_argument("config", help="a TOML file; keys are overridden with --section.key=value")
 
+    launch = commands.add_parser("launch", help="submit a run to SLURM", allow_abbrev=False)
+    launch.add_argument("config", help="a TOML file; keys are overridden with --section.key=value")
+    launch.add_argument("--cluster", required=True, help="a file like those in configs/clusters")
+    launch.add_argument("--nodes", type=int, help="as few as the mesh fits if absent")
+    launch.add_argument("--sweep", metavar="KEY=VALUE,...", help="one run for each value, as a job array")
+    launch.add_argument("--change", action="store_true", help="see forge train")
+    launch.add_argument("--dry-run", action="store_true", help="print the batch script instead")
+    after = commands.add_parser("after", help="called by the batch script: run the job again if that helps")
+    after.add_argument("--code", type=int, required=True, help="the exit code of the step")
+    after.add_argument("--chained", default="", help="the job that waits for this one")
+    after.add_argument("--never", action="store_true", help="do not put the job back into the queue")
+
     generate = commands.add_parser("generate", help="let a run write on")
     generate.add_argument("--prompt", action="append", help="text to go on from; may be repeated")
     generate.add_argument("--max-new-tokens", type=int, default=256)
@@ -76,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     branch = commands.add_parser(
         "branch", help="a new run that goes on from a checkpoint of another", allow_abbrev=False
     )
-    for command in (generate, evaluate, status, export, branch):
+    for command in (generate, evaluate, status, export, branch, after):
         command.add_argument("directory", help="the run directory")
     branch.add_argument("out", help="the directory of the new run; keys are overridden as in train")
     branch.add_argument("--step", type=int, help="of the checkpoint; the newest if absent")
@@ -125,6 +141,18 @@ def _branch(options: argparse.Namespace, overrides: Sequence[str]) -> ExitCode:
 
     branch_run(options, overrides)
     return ExitCode.DONE
+
+
+def _launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from forge_trainer.slurm.submit import launch
+
+    return launch(options, overrides)
+
+
+def _after(options: argparse.Namespace) -> int:
+    from forge_trainer.slurm.after import after_job
+
+    return after_job(options)
 
 
 def _look(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ metrics.jsonl     what was measured
 checkpoints/      see forge_ckpt.store
 lease/            who writes here, see forge_ckpt.lease
 exit.json         how the last start ended
+starts.jsonl      how each start in a job of SLURM ended, by its batch script
 PROGRESS          the highest step ever saved; also in checkpoints/, and in .progress/ beside the runs, so
                   that a disk that is missing is not taken for a new run
 """
@@ -35,6 +36,7 @@ class RunFiles:
         self.checkpoints = directory / "checkpoints"
         self.lease = directory / "lease"
         self.exit = directory / "exit.json"
+        self.starts = directory / "starts.jsonl"
         self.progress_marks = [directory / "PROGRESS", directory.parent / ".progress" / directory.name]
 
 
@@ -106,6 +108,15 @@ def append_history(directory: Path, step: int, changes: Sequence[Change]) -> Non
         torn = path.exists() and not path.read_bytes().endswith(b"\n")
         with path.open("a") as file:
             file.writelines(["\n"] * torn + [json.dumps(event) + "\n" for event in fresh])
+
+
+def read_ended(directory: Path) -> dict[str, Any] | None:
+    """What `exit.json` says; None while the run is on, or when it was killed."""
+    try:
+        ended = json.loads(RunFiles(directory).exit.read_text())
+    except (OSError, ValueError):
+        return None
+    return ended if isinstance(ended, dict) and isinstance(ended.get("code"), int) else None
 
 
 def read_history(directory: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """How far a run has come, from its files alone."""
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from forge_ckpt.lease import read_holder
 from forge_ckpt.store import Store
 from forge_resilience.exit_codes import ExitCode
 
-from forge_trainer.run_dir import RunFiles, read_history, read_job, read_lines
+from forge_trainer.run_dir import RunFiles, read_ended, read_history, read_job, read_lines
 from forge_trainer.track.console import duration
 
 
@@ -26,7 +25,7 @@ def show_status(options: argparse.Namespace) -> int:
     """
     directory = Path(options.directory)
     if options.exit_code:
-        return int((_ended(directory) or {}).get("code", ExitCode.FAILED))
+        return (read_ended(directory) or {}).get("code", ExitCode.FAILED)
     if options.parameters:
         from forge_trainer.plan import plan_lines
 
@@ -56,7 +55,7 @@ def _lines(directory: Path) -> Iterator[str]:
 
 
 def _state(directory: Path, steps: list[int], until: int) -> Iterator[str]:
-    holder, ended = read_holder(RunFiles(directory).lease), _ended(directory)
+    holder, ended = read_holder(RunFiles(directory).lease), read_ended(directory)
     if holder is not None and holder.is_alive() is not False:
         elsewhere = "" if holder.is_alive() else ", as far as can be told from here"
         yield f"  running       {holder}{elsewhere}"
@@ -69,14 +68,6 @@ def _state(directory: Path, steps: list[int], until: int) -> Iterator[str]:
         yield "  complete      starting it again does nothing"
     else:
         yield f"  not complete  the next start begins at step {steps[-1] if steps else 0}"
-
-
-def _ended(directory: Path) -> dict[str, Any] | None:
-    try:
-        ended = json.loads(RunFiles(directory).exit.read_text())
-    except (OSError, ValueError):
-        return None
-    return ended if isinstance(ended, dict) else None
 
 
 def _number(record: Mapping[str, Any], key: str, form: str = ".4f") -> str:

@@ -18,3 +18,5 @@ class ExitCode(IntEnum):
     """Stopped before its end, with a checkpoint or before its first step; start it again and it continues."""
     NOT_FINITE = 87
     """Too many steps in a row, or the last ones, had a non-finite loss or gradient; as a new start would."""
+    CRASH_LOOP = 89
+    """Several starts of a job in a row failed without a new checkpoint; it does not run again by itself."""

@@ -1,0 +1,115 @@
+"""What follows the end of a job: again, or not. Runs in the batch script, without torch."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from forge_ckpt.store import Store
+from forge_resilience.exit_codes import ExitCode
+
+from forge_trainer.run_dir import RunFiles, now, read_ended, read_lines
+
+FUTILE = 3
+"""So many starts in a row that failed without a new checkpoint end the chain."""
+
+FINAL = {ExitCode.DONE, ExitCode.CONFIG, ExitCode.NOT_FINITE}
+"""After these a new start would end the same way."""
+
+
+def after_job(options: argparse.Namespace) -> int:
+    """`forge after`: put the job back into the queue if that helps.
+
+    Returns:
+        0 when the run is complete or goes on; else the code that says why not.
+    """
+    directory = Path(options.directory)
+    code = _code(directory, options.code)
+    failures = _remember(directory, code)
+    if _cancelled():
+        return _stop(options, code, "cancelled")
+    if code in FINAL:
+        return _stop(options, code, "complete" if code == ExitCode.DONE else "a human must look at it")
+    if failures >= FUTILE:
+        return _stop(options, ExitCode.CRASH_LOOP, f"{failures} starts failed without a new checkpoint")
+    if options.never:
+        return _stop(options, code, "the cluster file says never again")
+    if options.chained:
+        return _say(ExitCode.DONE, f"exit code {code}; job {options.chained} goes on")
+    return _requeue(code)
+
+
+def _code(directory: Path, of_step: int) -> int:
+    """The exit code of the run if this start has left one: srun gives the highest of all ranks."""
+    ended = read_ended(directory)
+    this = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    if ended is None or (ended.get("job"), ended.get("restart")) != this:
+        return of_step
+    return int(ended["code"])
+
+
+def _remember(directory: Path, code: int) -> int:
+    """Add this end to `starts.jsonl`; how many failed in a row without getting further."""
+    path = RunFiles(directory).starts
+    steps = Store(RunFiles(directory).checkpoints).steps()
+    step = steps[-1] if steps else 0
+    failed = code not in (ExitCode.DONE, ExitCode.PREEMPTED)
+    earlier = read_lines(path, "step")
+    if failed:
+        futile = 1
+        for start in reversed(earlier):
+            if not start.get("failed") or start["step"] != step:
+                break
+            futile += 1
+    else:
+        futile = 0
+    line = {
+        "when": now(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        "nodes": os.environ.get("SLURM_JOB_NODELIST"),
+        "code": int(code),
+        "failed": failed,
+        "step": step,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    return futile
+
+
+def _cancelled() -> bool:
+    """Whether a user has cancelled this job; a batch job that SLURM does not know is none."""
+    told = _scontrol("show", "job", os.environ.get("SLURM_JOB_ID", ""))
+    return "JobState=CANCELLED" in told.stdout
+
+
+def _requeue(code: int) -> int:
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if "BatchFlag=1" not in _scontrol("show", "job", job).stdout:
+        return _say(code, f"exit code {code}; this is no batch job: start it again by hand")
+    told = _scontrol("requeue", job)
+    if told.returncode:
+        # In a preemption SLURM does it by itself, and refuses to do it twice.
+        return _say(code, f"exit code {code}; not put back into the queue: {told.stderr.strip()}")
+    return _say(ExitCode.DONE, f"exit code {code}; job {job} is back in the queue")
+
+
+def _stop(options: argparse.Namespace, code: int, why: str) -> int:
+    if options.chained:
+        subprocess.run(["scancel", options.chained], check=False)
+    return _say(code, f"exit code {code}: {why}; the job does not run again")
+
+
+def _say(code: int, text: str) -> int:
+    sys.stdout.write(f"[{now()}] {text}\n")
+    return code
+
+
+def _scontrol(*words: str) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return subprocess.CompletedProcess(words, 1, "", str(error))

@@ -1,0 +1,84 @@
+"""What a cluster file holds. Imports no torch."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from forge_config import Config, ConfigError, Meta, load
+
+
+class ClusterConfig(Config):
+    """Where a run is submitted, and what its ranks get there.
+
+    Attributes:
+        gpus_per_node: one rank each; 0 computes on CPUs.
+        ranks_per_node: of a cluster without GPUs.
+        cpus_per_rank: cores of each rank, also for the workers that read data.
+        memory: of a node, as `sbatch --mem` takes it, such as `200G`; empty for the default of the partition,
+            "0" for all of it.
+        time: the limit of one start, as `sbatch --time` takes it; a run of any length goes on after it.
+        partition: of the cluster; empty for its default, as the next four.
+        account: who pays.
+        qos: quality of service.
+        constraint: features that nodes must have.
+        reservation: nodes that are set aside.
+        options: any further option of sbatch, such as `--exclusive`.
+        setup: lines of bash before the run, such as `module load cuda`.
+        container: words before the command of each rank: `["apptainer", "exec", "--nv", "forge.sif"]`.
+        step_options: options of srun, such as `--container-image=forge.sqsh` of pyxis.
+        again: how the job runs again when it ends before the run does: `requeue` puts the same job back into
+            the queue; `chain` has the next job submitted at the start of each, for clusters that forbid
+            requeueing; `never` leaves it to the user.
+        warning_s: SLURM's signal so long before the time limit (it may come up to a minute earlier). The run
+            itself stops in time, as it has measured its saves; the signal is for a limit that was lowered.
+    """
+
+    gpus_per_node: Annotated[int, Meta(ge=0)] = 4
+    ranks_per_node: Annotated[int, Meta(ge=1)] = 1
+    cpus_per_rank: Annotated[int, Meta(ge=1)] = 4
+    memory: str = ""
+    time: str = "24:00:00"
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    options: list[str] = []
+    setup: list[str] = []
+    container: list[str] = []
+    step_options: list[str] = []
+    again: Literal["requeue", "chain", "never"] = "requeue"
+    warning_s: Annotated[int, Meta(ge=1)] = 120
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "time", "partition", "account", "qos", "constraint", "reservation"):
+            if any(letter.isspace() for letter in getattr(self, name)):
+                raise ValueError(f"{name} = {getattr(self, name)!r} has white space in it")
+        for option in [*self.options, *self.step_options]:
+            if not option.startswith("-") or "\n" in option:
+                raise ValueError(f"{option!r} is no option; each is one word that begins with -")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a node."""
+        return self.gpus_per_node or self.ranks_per_node
+
+
+class ClusterFile(Config):
+    """A file of `configs/clusters/`.
+
+    Attributes:
+        cluster: its only section.
+    """
+
+    cluster: ClusterConfig
+
+
+def load_cluster(path: Path | str) -> ClusterConfig:
+    """Read a cluster file.
+
+    Raises:
+        ConfigError: it cannot be read or used.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"{path} is no file; give one like configs/clusters/generic.toml with --cluster")
+    return load(ClusterFile, path).value.cluster

@@ -1,0 +1,113 @@
+"""The batch script of a run."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forge_trainer.slurm.config import ClusterConfig
+
+LOGS = "slurm"
+"""The folder of scripts and logs, beside the runs."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is submitted.
+
+    Attributes:
+        name: of the run.
+        root: the folder of runs, absolute.
+        folder: where the command is started, absolute.
+        command: of each rank, as words.
+        python: that calls `forge` after the end of a step.
+        cluster: where.
+        nodes: how many.
+        sweep: the overrides of each element of a job array; empty for a single run.
+    """
+
+    name: str
+    root: Path
+    folder: Path
+    command: Sequence[str]
+    python: str
+    cluster: ClusterConfig
+    nodes: int
+    sweep: Sequence[Sequence[str]] = field(default=())
+
+    @property
+    def script(self) -> Path:
+        """Where the batch script lies."""
+        return self.root / LOGS / f"{self.name}.sh"
+
+
+def batch_script(launch: Launch) -> str:
+    """The script, of fewer than 60 lines; it may be submitted any number of times."""
+    return "\n".join([*_options(launch), *_before(launch), *_run(launch), *_after(launch)]) + "\n"
+
+
+def _options(launch: Launch) -> Iterator[str]:
+    cluster = launch.cluster
+    named = {
+        "job-name": launch.name,
+        "nodes": launch.nodes,
+        "ntasks-per-node": cluster.ranks,
+        "gpus-per-node": cluster.gpus_per_node or "",
+        "cpus-per-task": cluster.cpus_per_rank,
+        "mem": cluster.memory,
+        "time": cluster.time,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "reservation": cluster.reservation,
+        "signal": f"B:USR1@{cluster.warning_s}",
+        "open-mode": "append",
+        "output": launch.root
+        / LOGS
+        / (f"{launch.name}-%A_%a.log" if launch.sweep else f"{launch.name}-%j.log"),
+        "array": f"0-{len(launch.sweep) - 1}" if launch.sweep else "",
+    }
+    yield "#!/bin/bash"
+    yield from (f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in named.items() if value != "")
+    yield f"#SBATCH --{'requeue' if cluster.again == 'requeue' else 'no-requeue'}"
+    yield from (f"#SBATCH {option}" for option in cluster.options)
+
+
+def _before(launch: Launch) -> Iterator[str]:
+    yield ""
+    yield f"cd {shlex.quote(str(launch.folder))} || exit 78"
+    yield from launch.cluster.setup
+    yield f"run={shlex.quote(str(launch.root / launch.name))}"
+    if launch.sweep:
+        yield "case $SLURM_ARRAY_TASK_ID in"
+        for index, overrides in enumerate(launch.sweep):
+            yield f"{index}) overrides=({shlex.join(overrides)}) ;;"
+        yield "esac"
+        yield "run=$run-$SLURM_ARRAY_TASK_ID"
+    if launch.cluster.again == "chain":
+        yield "# The next link waits until this one is gone; it is cancelled when the run is complete."
+        yield f"next=$(sbatch --parsable --dependency=singleton {shlex.quote(str(launch.script))})"
+
+
+def _run(launch: Launch) -> Iterator[str]:
+    overrides = ' --job.name="${run##*/}" "${overrides[@]}"' if launch.sweep else ""
+    step = shlex.join(["srun", "--kill-on-bad-exit=1", *launch.cluster.step_options, *launch.command])
+    yield "# A run stops in time by itself; this is for SLURM versions that do not say when the job ends."
+    yield 'end=$(date -d "$(squeue -h -j $SLURM_JOB_ID -o %e 2>/dev/null)" +%s 2>/dev/null)'
+    yield "export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-${end:-}}"
+    yield '[ -n "$SLURM_JOB_END_TIME" ] || unset SLURM_JOB_END_TIME'
+    yield ""
+    yield f"{step}{overrides} &"
+    yield "step=$!"
+    yield "# Warnings reach this shell only, and go on to all ranks, which save and leave with exit code 85."
+    yield "trap 'kill -USR1 $step' USR1"
+    yield "trap : TERM  # the ranks are told by SLURM"
+    yield "while wait $step; code=$?; kill -0 $step 2>/dev/null; do :; done"
+
+
+def _after(launch: Launch) -> Iterator[str]:
+    chained = ' --chained="$next"' if launch.cluster.again == "chain" else ""
+    never = " --never" if launch.cluster.again == "never" else ""
+    yield "# Says why it ended; runs the job again if that helps."
+    yield f'{shlex.quote(launch.python)} -m forge_trainer after "$run" --code=$code{chained}{never}'

@@ -1,0 +1,99 @@
+"""`forge launch`: check the job, write its batch script, submit it."""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+from forge_config import ConfigError
+from forge_parallel.error import ParallelError
+from forge_resilience.exit_codes import ExitCode
+
+from forge_trainer.job import Job, load_job
+from forge_trainer.run_dir import recorded_changes
+from forge_trainer.slurm.config import ClusterConfig, load_cluster
+from forge_trainer.slurm.script import Launch, batch_script
+
+
+def launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Submit a run, or print its script.
+
+    Raises:
+        ConfigError: the job or the cluster file cannot be used, the job does not fit the ranks, or SLURM
+            refuses it.
+    """
+    cluster = load_cluster(options.cluster)
+    job = load_job(options.config, overrides).value
+    nodes = options.nodes or _fewest_nodes(job, cluster)
+    sweep = [[text] for text in _sweep(options.sweep)]
+    for each in sweep or [[]]:
+        one = load_job(options.config, [*overrides, *each]).value
+        _require_layout(one, nodes * cluster.ranks)
+        if not sweep:
+            recorded_changes(one, options.change)
+    made = Launch(
+        name=job.job.name,
+        root=Path(job.job.root).absolute(),
+        folder=Path.cwd(),
+        command=[*cluster.container, *_command(options, overrides)],
+        python=sys.executable,
+        cluster=cluster,
+        nodes=nodes,
+        sweep=sweep,
+    )
+    text = batch_script(made)
+    if options.dry_run:
+        sys.stdout.write(text)
+        return ExitCode.DONE
+    return _submit(made, text)
+
+
+def _command(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
+    change = ["--change"] if options.change else []
+    return [sys.executable, "-m", "forge_trainer", "train", str(options.config), *change, *overrides]
+
+
+def _fewest_nodes(job: Job, cluster: ClusterConfig) -> int:
+    """So many that the axes of the mesh whose sizes are given fit."""
+    axes = (getattr(job.mesh, name) for name in job.mesh.__struct_fields__)
+    return -(-prod(size for size in axes if size > 0) // cluster.ranks)
+
+
+def _require_layout(job: Job, ranks: int) -> None:
+    try:
+        job.require_layout(ranks)
+    except ParallelError as error:
+        raise ConfigError(f"{ranks} ranks: {error}") from None
+
+
+def _sweep(text: str | None) -> list[str]:
+    """`optimizer.lr=1e-3,2e-3` as one override for each value."""
+    if text is None:
+        return []
+    key, equals, values = text.partition("=")
+    if not equals or not values:
+        raise ConfigError(f"--sweep={text}; expected section.key=value,value,...")
+    return [f"--{key.lstrip('-')}={value}" for value in values.split(",")]
+
+
+def _submit(made: Launch, text: str) -> int:
+    made.script.parent.mkdir(parents=True, exist_ok=True)
+    partial = made.script.with_suffix(f".{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(made.script)
+    try:
+        told = subprocess.run(
+            ["sbatch", "--parsable", str(made.script)], capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        raise ConfigError(f"sbatch cannot be started ({error}); is this a login node of a cluster?") from None
+    if told.returncode:
+        raise ConfigError(f"SLURM refuses {made.script}: {told.stderr.strip()}")
+    job = told.stdout.strip().partition(";")[0]
+    sys.stdout.write(f"job {job}: {made.nodes} nodes of {made.cluster.ranks} ranks, {made.script}\n")
+    sys.stdout.write(f"  log     {made.script.parent / made.name}-{job}{'_*' if made.sweep else ''}.log\n")
+    sys.stdout.write(f"  watch   forge status {made.root / made.name}{'-N' if made.sweep else ''}\n")
+    return ExitCode.DONE

@@ -1,0 +1,179 @@
+"""The batch script of a run, and what follows the end of a job; SLURM is played by scripts."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from forge_ckpt import Snapshot, Store
+from forge_config import ConfigError
+from forge_trainer.cli import main
+from forge_trainer.run_dir import RunFiles
+from forge_trainer.slurm.config import ClusterConfig, load_cluster
+
+ROOT = Path(__file__).parents[3]
+RUN = str(ROOT / "configs/runs/debug.toml")
+CLUSTERS = sorted(ROOT.glob("configs/clusters/*.toml"))
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A SLURM that notes its calls; the state of the job is what the file says."""
+    bin_folder, calls, state = tmp_path / "bin", tmp_path / "calls", tmp_path / "state"
+    bin_folder.mkdir()
+    state.write_text("JobState=RUNNING BatchFlag=1\n")
+    for name in ("sbatch", "scancel", "scontrol"):
+        tool = bin_folder / name
+        show = f'[ "$1" = show ] && cat {state} && exit 0\n' if name == "scontrol" else ""
+        tool.write_text(f"#!/bin/bash\n{show}echo {name} $* >> {calls}\n[ {name} != sbatch ] || echo 17\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+
+    class Slurm:
+        job_state = state
+
+        def calls(self) -> list[str]:
+            return calls.read_text().splitlines() if calls.exists() else []
+
+    return Slurm()
+
+
+def launch(tmp_path, cluster, *words) -> int:
+    return main(["launch", RUN, "--cluster", str(cluster), f"--job.root={tmp_path / 'runs'}", *words])
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("sweep", [[], ["--sweep=optimizer.lr=1e-3,2e-3"]], ids=["one", "sweep"])
+def test_script_is_short_and_bash_reads_it(cluster, sweep, tmp_path, capsys):
+    assert launch(tmp_path, cluster, "--nodes=2", *sweep, "--dry-run") == 0
+    script = capsys.readouterr().out
+    assert len(script.splitlines()) < 60
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert f"--ntasks-per-node={load_cluster(cluster).ranks}" in script and "#SBATCH --nodes=2\n" in script
+    assert not (tmp_path / "runs").exists()
+
+
+def cluster_file(tmp_path, text="") -> Path:
+    path = tmp_path / "cluster.toml"
+    path.write_text(f"[cluster]\ngpus_per_node = 0\nranks_per_node = 2\n{text}")
+    return path
+
+
+def test_launch_submits_the_script_and_says_where_it_logs(slurm, tmp_path, capsys):
+    assert launch(tmp_path, cluster_file(tmp_path), "--train.steps=30", "--job.name=a.b") == 0
+    script = tmp_path / "runs" / "slurm" / "a.b.sh"
+    assert slurm.calls() == [f"sbatch --parsable {script}"]
+    told = capsys.readouterr().out
+    assert "job 17: 1 nodes of 2 ranks" in told and f"{tmp_path}/runs/slurm/a.b-17.log" in told
+    step = next(line for line in script.read_text().splitlines() if line.startswith("srun"))
+    assert shlex.split(step)[-4:] == [
+        f"--job.root={tmp_path}/runs",
+        "--train.steps=30",
+        "--job.name=a.b",
+        "&",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes=3"], "6 ranks: .*global_batch = 16"),
+        (["--mesh.tp=4"], "mesh.tp = 4"),
+        (["--sweep=optimizer.lr"], "expected section.key=value,value"),
+        (["--sweep=optimizer.lr=1,-2"], "optimizer.lr"),
+        (["--train.stepss=3"], "stepss"),
+    ],
+)
+def test_what_cannot_run_is_not_submitted(words, said, slurm, tmp_path, capsys):
+    assert launch(tmp_path, cluster_file(tmp_path), *words) == 78
+    assert not slurm.calls()
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_nodes_are_as_few_as_the_mesh_needs(slurm, tmp_path, capsys):
+    assert launch(tmp_path, cluster_file(tmp_path), "--mesh.dp_replicate=4") == 0
+    assert "2 nodes of 2 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [('time = "1 day"\n', "white space"), ('options = ["exclusive"]\n', "no option")]
+)
+def test_cluster_file_that_breaks_the_script_is_refused(text, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        load_cluster(cluster_file(tmp_path, text))
+
+
+def test_cluster_file_that_is_missing_is_told(tmp_path, capsys):
+    assert launch(tmp_path, tmp_path / "no.toml", "--dry-run") == 78
+    assert "configs/clusters/generic.toml" in capsys.readouterr().err
+
+
+def after(run: Path, code: int, *words: str) -> int:
+    return main(["after", str(run), f"--code={code}", *words])
+
+
+def ended(run: Path, code: int, **other) -> None:
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "exit.json").write_text(json.dumps({"code": code, "job": "5", "restart": "0"} | other))
+
+
+@pytest.mark.parametrize(
+    ("code", "returned", "calls"),
+    [
+        (0, 0, []),
+        (78, 78, []),
+        (87, 87, []),
+        (85, 0, ["scontrol requeue 5"]),
+        (137, 0, ["scontrol requeue 5"]),
+    ],
+)
+def test_job_runs_again_where_that_helps(code, returned, calls, slurm, tmp_path):
+    assert after(tmp_path / "run", code) == returned
+    assert slurm.calls() == calls
+
+
+def test_exit_code_of_this_start_counts_more_than_that_of_a_rank_that_was_killed(slurm, tmp_path):
+    run = tmp_path / "run"
+    ended(run, 87)
+    assert after(run, 137) == 87
+    ended(run, 87, restart="1")
+    assert after(run, 137) == 0, "the one of another start does not"
+    ended(run, 85, job="4")
+    assert after(run, 78) == 78
+
+
+def test_cancelled_job_does_not_run_again(slurm, tmp_path):
+    slurm.job_state.write_text("JobState=CANCELLED BatchFlag=1\n")
+    assert after(tmp_path / "run", 85, "--chained=9") == 85
+    assert slurm.calls() == ["scancel 9"]
+
+
+def test_failing_without_progress_ends_after_three_starts(slurm, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert [after(run, code) for code in (1, 137, 1)] == [0, 0, 89]
+    assert "3 starts failed without a new checkpoint" in capsys.readouterr().out
+    assert slurm.calls() == ["scontrol requeue 5"] * 2
+    Store(RunFiles(run).checkpoints).save(10, Snapshot({"w": torch.zeros(1)}))
+    assert [after(run, code) for code in (1, 85, 1, 1, 1)] == [0, 0, 0, 0, 89]
+
+
+def test_chain_goes_on_by_itself_and_is_cut_when_the_run_is_complete(slurm, tmp_path):
+    assert after(tmp_path / "run", 85, "--chained=9") == 0 and slurm.calls() == []
+    assert after(tmp_path / "run", 0, "--chained=9") == 0 and slurm.calls() == ["scancel 9"]
+
+
+def test_never_and_interactive_allocations_do_not_requeue(slurm, tmp_path, capsys):
+    assert after(tmp_path / "run", 85, "--never") == 85
+    slurm.job_state.write_text("JobState=RUNNING BatchFlag=0\n")
+    assert after(tmp_path / "run", 85) == 85
+    assert slurm.calls() == [] and "start it again by hand" in capsys.readouterr().out
+
+
+def test_ranks_of_a_node_are_its_gpus_or_what_is_said():
+    assert ClusterConfig(gpus_per_node=8).ranks == 8
+    assert ClusterConfig(gpus_per_node=0, ranks_per_node=3).ranks == 3

@@ -1,0 +1,142 @@
+"""Runs on a real SLURM: preempted, killed, cancelled, failing, in chains and arrays."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from private_slurm import PrivateSlurm, missing
+from runs import losses, state
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = 60
+CLUSTER = """
+[cluster]
+gpus_per_node = 0
+ranks_per_node = 1
+cpus_per_rank = 1
+time = "{time}"
+partition = "{partition}"
+again = "{again}"
+container = {container}
+setup = ["export OMP_NUM_THREADS=1 MASTER_ADDR=127.0.0.1"]
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    if reason := missing():
+        pytest.skip(reason)
+    with PrivateSlurm(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "runs" / "tiny"
+
+
+@pytest.fixture
+def launch(slurm, tmp_path):
+    """Submits a job."""
+
+    def submit(job: Path, *flags, time="00:10:00", partition="low", again="requeue", container=()) -> None:
+        cluster = tmp_path / "cluster.toml"
+        cluster.write_text(
+            CLUSTER.format(time=time, partition=partition, again=again, container=json.dumps(container))
+        )
+        forge = (sys.executable, "-m", "forge_trainer", "launch")
+        slurm(*forge, job, "--cluster", cluster, "--nodes=2", *flags)
+
+    return submit
+
+
+@pytest.fixture
+def whole(forge, tiny, tmp_path):
+    """A run on two ranks that nothing happens to."""
+    forge("train", tiny(steps=STEPS, name="whole.toml", root=tmp_path / "whole"), ranks=2)
+    return tmp_path / "whole" / "tiny"
+
+
+def reached(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line).get("step", 0) for line in lines if line.endswith("}")), default=0)
+
+
+def starts(run: Path) -> list[dict]:
+    path = run / "starts.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def log(run: Path) -> str:
+    return "\n".join(path.read_text() for path in (run.parent / "slurm").glob("*.log"))
+
+
+def same(run: Path, other: Path) -> bool:
+    return state(run) == state(other) and losses(run) == losses(other)
+
+
+@pytest.mark.parametrize("partition", ["low", "grace"])
+def test_preempted_run_ends_bit_identical(slurm, tiny, run, launch, whole, partition):
+    launch(tiny(steps=STEPS), partition=partition)
+    slurm.wait(lambda: reached(run) >= 10, 180)
+    slurm("sbatch", "-p", "high", "-N2", "--wrap", "srun sleep 2", "-o", "/dev/null")
+    slurm.wait_until_empty(400)
+    assert same(run, whole), log(run)
+    assert starts(run)[-1]["code"] == 0 and starts(run)[-1]["restart"] == "1"
+
+
+def test_run_with_a_killed_rank_goes_on_and_ends_bit_identical(slurm, tiny, run, launch, whole):
+    launch(tiny(steps=STEPS))
+    slurm.wait(lambda: reached(run) >= 10, 180)
+    os.kill(a_rank(run), signal.SIGKILL)
+    slurm.wait_until_empty(400)
+    assert same(run, whole), log(run)
+    assert [start["failed"] for start in starts(run)] == [True, False]
+
+
+def a_rank(run: Path) -> int:
+    """A process that trains in this directory."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (folder / "cmdline").exists():
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            job = str(run.parent.parent / "tiny.toml").encode()
+            if b"train" in words and job in words and b"srun" not in words[0]:
+                return int(folder.name)
+    raise AssertionError("no rank")
+
+
+def test_time_limit_puts_the_run_back_and_scancel_ends_it(slurm, tiny, run, launch):
+    launch(tiny(steps=100_000), time="00:01:00")
+    slurm.wait(lambda: len(starts(run)) == 1, 180)
+    assert starts(run)[0]["code"] == 85 and starts(run)[0]["step"] > 0
+    first = starts(run)[0]["step"]
+    slurm.wait(lambda: reached(run) > first, 180)
+    slurm("scancel", "--name=tiny")
+    slurm.wait_until_empty(120)
+
+
+def test_failing_again_and_again_ends(slurm, tiny, run, launch):
+    launch(tiny(), container=["false"])
+    slurm.wait_until_empty(200)
+    assert [start["code"] for start in starts(run)] == [1, 1, 1]
+    assert "3 starts failed without a new checkpoint; the job does not run again" in log(run)
+
+
+def test_chain_goes_on_until_the_run_is_complete(slurm, tiny, run, launch):
+    launch(tiny(steps=STEPS), "--resilience.max_runtime_s=15", "--resilience.save_margin_s=1", again="chain")
+    slurm.wait_until_empty(600)
+    codes = [start["code"] for start in starts(run)]
+    assert codes[-1] == 0 and set(codes[:-1]) <= {85} and len({s["job"] for s in starts(run)}) == len(codes)
+
+
+def test_sweep_is_an_array_of_runs(slurm, tiny, run, launch):
+    launch(tiny(), "--sweep=optimizer.lr=1e-3,2e-3")
+    slurm.wait_until_empty(300)
+    runs = [run.with_name(f"tiny-{index}") for index in range(2)]
+    assert [starts(one)[-1]["code"] for one in runs] == [0, 0]
+    assert losses(runs[0])[0] == losses(runs[1])[0] and losses(runs[0]) != losses(runs[1])
