@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forge_model.balance import EXTRAS, Load, Tally, tallied
 from forge_model.experts import Experts
-from forge_model.ffn import MLP, SwiGLU
+from forge_model.ffn import MLP, GatedFfn
 from forge_model.roles import Role
 from forge_model.routing import Routing, serve, within_capacity
 
@@ -109,7 +109,7 @@ class SharedGate(nn.Module):
 def _shared(config: MoEConfig, dim: int) -> nn.Module:
     """All shared experts as one feed-forward: the sum of several is one of their widths together."""
     hidden = config.shared_hidden(dim)
-    return SwiGLU(dim, hidden, False) if config.gated else MLP(dim, hidden, config.activation, False)
+    return (GatedFfn if config.gated else MLP)(dim, hidden, config.activation, False)
 
 
 def _dropped(routing: Routing, num_experts: int) -> Tensor:

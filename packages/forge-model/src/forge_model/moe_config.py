@@ -55,11 +55,6 @@ class MoEConfig(FfnConfig):
             )
         if not self.shared_experts and (self.shared_gate or self.shared_dim is not None):
             raise ValueError("shared_gate or shared_dim without shared_experts; give their number")
-        if self.shared_experts and self.gated and self.activation != "silu":
-            raise ValueError(
-                f'shared_experts with gated experts of activation = "{self.activation}"; gated shared '
-                'experts are SwiGLU: use activation = "silu", gated = false, or no shared experts'
-            )
         self.router.require(self.num_experts, self.top_k)
 
     def hidden(self, dim: int) -> int:
