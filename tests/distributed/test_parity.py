@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from forge_model import DecoderConfig
-from forge_model.attention_config import GroupedQueryConfig
+from forge_model.attention_config import GroupedQueryConfig, LatentConfig
 from forge_model.decoder_config import LayerOverride
 from forge_model.ffn_config import GeGLUConfig, MLPConfig, SwiGLUConfig
 from forge_model.norm_config import LayerNormConfig, RMSNormConfig
@@ -54,6 +54,7 @@ UNLIKE = GroupedQueryConfig(
     num_heads=4, num_kv_heads=2, qk_norm=True, qk_norm_over="projection", scale=0.5, softcap=1.5, sinks=True
 )
 UNLIKE_LAST = GroupedQueryConfig(num_heads=4, num_kv_heads=4, qk_norm=True, softcap=2.0, sliding_window=5)
+LATENT = LatentConfig(num_heads=4, kv_rank=10, q_rank=14, nope_dim=6, rope_dim=8, value_dim=4, bias=True)
 MODELS = {
     "plain": DecoderConfig(**PARTS, attention=HEADS),
     "biased": DecoderConfig(**PARTS, attention=BIASED, ffn=SwiGLUConfig(bias=True)),
@@ -61,6 +62,7 @@ MODELS = {
     "windowed": DecoderConfig(**PARTS, attention=WINDOWED),
     "deep": DecoderConfig(**PARTS | {"num_layers": 5}, attention=WINDOWED),
     "layernorm": DecoderConfig(**PARTS, attention=HEADS, norm=LayerNormConfig(bias=True), ffn=MLPConfig()),
+    "latent": DecoderConfig(**PARTS, attention=LATENT),
     "capped": DecoderConfig(
         **PARTS,
         attention=UNLIKE,
@@ -139,7 +141,7 @@ def test_pipelined_training_in_float64_equals_one_process(schedule):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
-@pytest.mark.parametrize("name", slow(FAMILIES, "plain", "windowed", "capped"))
+@pytest.mark.parametrize("name", slow(FAMILIES, "plain", "windowed", "capped", "latent"))
 def test_context_parallel_training_in_float64_equals_one_process(name, method):
     parallel = ParallelConfig(context_parallel=ContextParallelConfig(method=method))
     check("cp2", name, "float64", parallel, loss=1e-10, norm=1e-10)

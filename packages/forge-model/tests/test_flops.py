@@ -2,7 +2,7 @@ import pytest
 import torch
 from forge_config import Config, load
 from forge_model import DecoderConfig, initialize
-from forge_model.config import GroupedQueryConfig, MLPConfig, ModelConfig, SwiGLUConfig
+from forge_model.config import GroupedQueryConfig, LatentConfig, MLPConfig, ModelConfig, SwiGLUConfig
 from forge_model.families import FAMILIES, preset
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,6 +22,21 @@ def test_flops_per_token_equal_those_torch_counts(ffn, heads):
         model(tokens).logsumexp(-1).sum().backward()
     counted = counter.get_total_flops() / tokens.numel()
     assert config.flops_per_token(T, causal=False) == pytest.approx(counted, rel=1e-6)
+
+
+@pytest.mark.parametrize("q_rank", [None, 24])
+def test_flops_of_latent_attention_equal_those_torch_counts(q_rank):
+    attention = LatentConfig(num_heads=3, kv_rank=20, q_rank=q_rank, nope_dim=10, rope_dim=6, value_dim=14)
+    config = DecoderConfig(vocab_size=200, dim=64, num_layers=2, max_tokens=T, attention=attention)
+    model = config.build()
+    initialize(model, 0)
+    tokens = torch.zeros(2, T, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens).logsumexp(-1).sum().backward()
+    counted = counter.get_total_flops() / tokens.numel()
+    assert config.flops_per_token(T, causal=False) == pytest.approx(counted, rel=1e-6)
+    gap = attention.forward_flops(64, T, False) - attention.forward_flops(64, T, True)
+    assert gap == pytest.approx(2 * 3 * (10 + 6 + 14) * (T - (T + 1) / 2))
 
 
 def test_causal_flops_count_the_visible_pairs():

@@ -34,6 +34,17 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 # the ramp from pair 13.5 down to 11: transformers lets it fall
 FALLING = YARN | {"rope_theta": 10.0, "original_max_position_embeddings": 32768}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+MLA = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 5,
+    "first_k_dense_replace": 9,
+    "num_mtp_layers": 0,
+}
 LAST_SLIDES = {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
 # embeddings are multiplied by sqrt(hidden_size), which transformers rounds to float32: 8 is exact
 GEMMA = {
@@ -91,6 +102,13 @@ CASES = {
         "olmo2",
         {"attention_bias": True, "num_key_value_heads": 4, "rope_parameters": YARN},
     ),
+    "deepseek_v3": ("deepseek_v3", MLA),
+    "deepseek_v3-plain-queries": ("deepseek_v3", MLA | {"q_lora_rank": None, "rope_interleave": False}),
+    "deepseek_v3-yarn": (
+        "deepseek_v3",
+        MLA | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}, "attention_bias": True},
+    ),
+    "deepseek_v3-one-mscale": ("deepseek_v3", MLA | {"rope_parameters": YARN | {"mscale_all_dim": 0.1}}),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}),
     "gemma2-uncapped-odd": (
         "gemma2",
@@ -106,6 +124,7 @@ CASES = {
 
 
 CLASSES = {
+    "deepseek_v3": "DeepseekV3Config",
     "llama": "LlamaConfig",
     "mistral": "MistralConfig",
     "qwen2": "Qwen2Config",
@@ -187,7 +206,16 @@ def test_exported_weights_load_into_transformers_and_give_our_logits(case):
     assert config_from_hf({"model_type": model_type} | written) == config
 
 
-FAMILY_CASES = ["llama", "qwen2", "mistral", "olmo2", "gemma2", "gemma3-capped"]
+FAMILY_CASES = [
+    "deepseek_v3",
+    "deepseek_v3-yarn",
+    "llama",
+    "qwen2",
+    "mistral",
+    "olmo2",
+    "gemma2",
+    "gemma3-capped",
+]
 
 
 @pytest.mark.parametrize("case", FAMILY_CASES)

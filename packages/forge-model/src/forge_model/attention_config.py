@@ -139,11 +139,80 @@ class GroupedQueryConfig(AttentionConfig):
         width = self.num_heads * self.rotary_dim(dim)
         kv_width = self.kv_heads * self.rotary_dim(dim)
         projections = 2 * dim * (2 * width + 2 * kv_width)
-        return projections + 4 * width * self._visible(tokens, causal)
+        return projections + 4 * width * visible(tokens, causal, self.sliding_window)
 
-    def _visible(self, tokens: int, causal: bool) -> float:
-        """Mean number of keys a query sees."""
-        if not causal:
-            return tokens
-        window = min(tokens, self.sliding_window or tokens)
-        return (window * (window + 1) / 2 + (tokens - window) * window) / tokens
+
+@attentions.register("mla")
+class LatentConfig(AttentionConfig):
+    """Multi-head latent attention (DeepSeek-V2 and V3, arXiv:2405.04434, arXiv:2412.19437 section 2.1.1).
+
+    Attributes:
+        num_heads: heads.
+        kv_rank: width of the latent of which keys and values are made; with `rope_dim`, what a cache keeps.
+        q_rank: width of the latent of which queries are made; absent means that they are not compressed.
+        nope_dim: width of the part of a query and key that has no position.
+        rope_dim: width of the part that is rotated; all heads share that of the key.
+        value_dim: width of a value.
+        bias: biases on the projections to the latents and on the output.
+        rope_pairs: neighbours are rotated together, as DeepSeek's weights are laid out; otherwise the halves.
+        scale: factor of the scores; absent means 1/sqrt(nope_dim + rope_dim).
+        latent_eps: of the norms of the latents.
+    """
+
+    num_heads: Count = 8
+    kv_rank: Count = 512
+    q_rank: Count | None = None
+    nope_dim: Count = 128
+    rope_dim: Count = 64
+    value_dim: Count = 128
+    bias: bool = False
+    rope_pairs: bool = True
+    scale: Positive | None = None
+    latent_eps: Positive = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim = {self.rope_dim} is odd; rotary embeddings rotate pairs")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query."""
+        return self.nope_dim + self.rope_dim
+
+    def latent_norm(self, norm: NormConfig) -> NormConfig:
+        """The norm of the latents, of the kind of the layer's."""
+        return replace(norm, eps=self.latent_eps)
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """See `AttentionConfig.tensor_sizes`."""
+        return {"num_heads": self.num_heads}
+
+    def rotary_dim(self, dim: int) -> int:
+        """See `AttentionConfig.rotary_dim`."""
+        return self.rope_dim
+
+    def resolved(self, dim: int) -> AttentionConfig:
+        """See `AttentionConfig.resolved`."""
+        return replace(self, scale=None) if self.scale == self.head_dim**-0.5 else self
+
+    def build(self, dim: int, norm: NormConfig) -> nn.Module:
+        """See `AttentionConfig.build`."""
+        from forge_model.latent_attention import LatentAttention
+
+        return LatentAttention(self, dim, norm)
+
+    def forward_flops(self, dim: int, tokens: int, causal: bool) -> float:
+        """See `AttentionConfig.forward_flops`; as in training, where nothing is absorbed."""
+        width, values = self.num_heads * self.head_dim, self.num_heads * self.value_dim
+        queries = dim * width if self.q_rank is None else self.q_rank * (dim + width)
+        keys = dim * (self.kv_rank + self.rope_dim)
+        keys += self.kv_rank * (self.num_heads * self.nope_dim + values)
+        return 2 * (queries + keys + values * dim) + 2 * (width + values) * visible(tokens, causal, None)
+
+
+def visible(tokens: int, causal: bool, window: int | None) -> float:
+    """Mean number of keys a query sees."""
+    if not causal:
+        return tokens
+    window = min(tokens, window or tokens)
+    return (window * (window + 1) / 2 + (tokens - window) * window) / tokens

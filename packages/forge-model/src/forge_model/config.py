@@ -5,6 +5,7 @@ Each struct is defined beside what it configures, in `<part>_config`.
 
 from forge_model.attention_config import AttentionConfig as AttentionConfig
 from forge_model.attention_config import GroupedQueryConfig as GroupedQueryConfig
+from forge_model.attention_config import LatentConfig as LatentConfig
 from forge_model.attention_config import attentions as attentions
 from forge_model.decoder_config import DecoderConfig as DecoderConfig
 from forge_model.decoder_config import LayerConfig as LayerConfig
@@ -36,6 +37,7 @@ __all__ = [
     "ExpertChoiceConfig",
     "FfnConfig",
     "GroupedQueryConfig",
+    "LatentConfig",
     "LayerConfig",
     "LayerNormConfig",
     "LayerOverride",

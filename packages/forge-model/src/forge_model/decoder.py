@@ -200,6 +200,9 @@ class Decoder(nn.Module):
         roles = {
             "layers.*.attention": "gather",
             "layers.*.attention.w[qkv]": "colwise",
+            "layers.*.attention.w*_up": "colwise",
+            "layers.*.attention.w*_down": "replicated",
+            "layers.*.attention.kv_norm": "replicated",
             "layers.*.attention.wo": "rowwise",
             "layers.*.attention.sinks": "heads",
             "layers.*.attention_norm": "norm",

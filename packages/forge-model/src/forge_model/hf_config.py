@@ -57,6 +57,7 @@ HARMLESS = frozenset(
         "model_type",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "pad_token_id",
         "problem_type",
         "return_dict",

@@ -79,6 +79,11 @@ class RopeTables:
         return made
 
 
+def pairs_to_halves(x: Tensor) -> Tensor:
+    """[..., H] with pairs (0, 1), (2, 3), ... side by side -> the same with their members in two halves."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the two halves of each head by position.
 

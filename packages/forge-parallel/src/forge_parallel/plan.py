@@ -11,7 +11,9 @@ from torch import nn
 from forge_parallel.error import ParallelError
 from forge_parallel.match import find
 
-Role = Literal["embed", "norm", "head_norm", "cut_norm", "heads", "gather", "colwise", "rowwise", "head"]
+Role = Literal[
+    "embed", "norm", "head_norm", "cut_norm", "heads", "replicated", "gather", "colwise", "rowwise", "head"
+]
 
 
 class StagePlan(Config):

@@ -140,8 +140,11 @@ class Norm(_Role):
         return self.tensor_axis.shared(super().local(name))
 
 
-class HeadNorm(_Role):
-    """A norm inside of attention, on the heads that a rank has."""
+class Replicated(_Role):
+    """A module inside of attention that all ranks hold, such as a norm of each head or a way to a latent.
+
+    Each rank makes its own use of what it computes, for its own heads.
+    """
 
     placements = {"weight": Replicate(), "bias": Replicate()}
 
@@ -248,7 +251,8 @@ ROLES: dict[str, type[_Role]] = {
     "colwise": Colwise,
     "rowwise": Rowwise,
     "norm": Norm,
-    "head_norm": HeadNorm,
+    "head_norm": Replicated,
+    "replicated": Replicated,
     "cut_norm": CutNorm,
     "heads": Heads,
     "embed": Embed,

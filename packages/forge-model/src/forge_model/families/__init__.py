@@ -3,6 +3,7 @@
 from copy import deepcopy
 from typing import Any
 
+from forge_model.families.deepseek import DEEPSEEK_V3 as DEEPSEEK_V3
 from forge_model.families.family import Family as Family
 from forge_model.families.gemma import GEMMA2 as GEMMA2
 from forge_model.families.gemma import GEMMA3 as GEMMA3
@@ -12,7 +13,7 @@ from forge_model.families.olmo import OLMO2 as OLMO2
 from forge_model.families.qwen import QWEN2 as QWEN2
 from forge_model.families.qwen import QWEN3 as QWEN3
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, QWEN2, MISTRAL, OLMO2, GEMMA2, GEMMA3)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, QWEN2, MISTRAL, OLMO2, GEMMA2, GEMMA3, DEEPSEEK_V3)
 """Tried in this order when a model is exported; the first that can express it is taken."""
 
 
@@ -30,6 +31,7 @@ def preset(name: str) -> dict[str, Any]:
 
 
 __all__ = [
+    "DEEPSEEK_V3",
     "FAMILIES",
     "GEMMA2",
     "GEMMA3",

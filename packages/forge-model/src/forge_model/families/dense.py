@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from forge_model.attention_config import GroupedQueryConfig
+from forge_model.attention_config import AttentionConfig, GroupedQueryConfig
 from forge_model.decoder_config import DecoderConfig, LayerOverride
 from forge_model.error import ModelError
 from forge_model.ffn_config import SwiGLUConfig
@@ -34,7 +34,7 @@ def attention(full: Full, **options: Any) -> GroupedQueryConfig:
     return GroupedQueryConfig(**(given | options))
 
 
-def decoder(full: Full, attention: GroupedQueryConfig, **options: Any) -> DecoderConfig:
+def decoder(full: Full, attention: AttentionConfig, **options: Any) -> DecoderConfig:
     """The model; `options` stand in for what the shared keys say."""
     given = {
         "vocab_size": full["vocab_size"],
@@ -99,14 +99,15 @@ def values(config: DecoderConfig) -> dict[str, Any]:
     Raises:
         ModelError: the first layer has parts of kinds that these keys cannot describe.
     """
-    found = outer_values(config)
-    first = config.layer(0)
-    ffn = first.ffn
+    return outer_values(config) | gated_values(config) | attention_values(config)
+
+
+def gated_values(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of a gated feed-forward."""
+    ffn = config.layer(0).ffn
     if not isinstance(ffn, SwiGLUConfig):
         raise ModelError("a feed-forward other than swiglu or geglu")
-    return (
-        found | attention_values(config) | {"intermediate_size": ffn.hidden(config.dim), "mlp_bias": ffn.bias}
-    )
+    return {"intermediate_size": ffn.hidden(config.dim), "mlp_bias": ffn.bias}
 
 
 def outer_values(config: DecoderConfig) -> dict[str, Any]:
