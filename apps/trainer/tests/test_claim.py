@@ -1,8 +1,11 @@
 """One start of a run: how it leaves the run directory when it ends early."""
 
+import errno
 import json
+import os
 
 import pytest
+from forge_ckpt.error import CheckpointError
 from forge_ckpt.lease import read_holder
 from forge_resilience.signals import Stopped
 from forge_trainer import claim
@@ -43,3 +46,19 @@ def test_start_that_is_signalled_right_after_it_took_the_lease_gives_it_back(tmp
         pass
     assert json.loads((tmp_path / "here" / "exit.json").read_text())["code"] == 85
     assert read_holder(tmp_path / "here" / "lease") is None
+
+
+def test_first_step_on_a_full_disk_is_an_error_that_says_so_and_leaves_no_half_file(tmp_path, monkeypatch):
+    (tmp_path / "job.toml").write_text(CONFIG.format(root=tmp_path))
+    begun = claim.Claim(load_job(tmp_path / "job.toml"))
+    (tmp_path / "here").mkdir()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        CheckpointError, match=r"here cannot be written: .*No space left on device; make room"
+    ):
+        begun.begin(0)
+    assert list((tmp_path / "here").iterdir()) == []

@@ -1,6 +1,7 @@
 """What `forge status` says of a run directory, and `forge train` before it begins."""
 
 import json
+import sys
 import time
 from dataclasses import asdict, replace
 
@@ -109,6 +110,7 @@ def test_scaled_has_three_digits(number, text):
 def test_run_is_looked_at_from_anywhere_as_from_the_folder_it_was_started_in(
     run, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setattr(sys, "path", [*sys.path])
     home = tmp_path / "home"
     home.mkdir()
     (home / "hooks_of_mine_at_home.py").touch()
@@ -117,6 +119,13 @@ def test_run_is_looked_at_from_anywhere_as_from_the_folder_it_was_started_in(
     monkeypatch.chdir(tmp_path)
     code, text = said(capsys, run.relative_to(tmp_path))
     assert code == 0 and "step 25" in text
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    (beside / "hooks_of_mine_beside_the_job.py").touch()
+    place = json.dumps({"folder": str(tmp_path), "config_folder": str(beside)})
+    (run / "environment.json").write_text(place)
+    (run / "config.toml").write_text('imports = ["hooks_of_mine_beside_the_job"]\n' + CONFIG)
+    assert said(capsys, run.relative_to(tmp_path))[0] == 0
     (run / "environment.json").write_text("[")
     (run / "config.toml").write_text(CONFIG)
     assert said(capsys, run.relative_to(tmp_path))[0] == 0

@@ -106,6 +106,21 @@ def test_wandb_lets_nothing_out(tmp_path, monkeypatch, caplog, breaks):
     assert caplog.text.count("the service is gone") == 1
 
 
+def test_wandb_tells_runs_of_one_name_apart_and_a_continued_one_keeps_its_id(tmp_path, monkeypatch):
+    ids = []
+    module = types.SimpleNamespace(init=lambda **given: ids.append(given["id"]), Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    from forge_trainer.track.wandb import Wandb
+
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        Wandb(WandbConfig(mode="offline"), tmp_path / place, "a_run", {})
+    (tmp_path / "here").rename(tmp_path / "moved")
+    Wandb(WandbConfig(mode="offline"), tmp_path / "moved", "a_run", {})
+    first, other, continued = ids
+    assert first.startswith("a_run-") and first == continued != other
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0 s"), (59.6, "1 min 0 s"), (4000, "1 h 6 min"), (200000, "2 d 7 h")]
 )

@@ -58,6 +58,12 @@ def test_init_from_takes_the_weights_of_the_same_model(tmp_path, pretrained):
         assert torch.equal(value, weights_of(model)[name]), name
 
 
+def test_init_from_is_kept_as_an_absolute_name(tmp_path, pretrained, monkeypatch):
+    monkeypatch.chdir(pretrained[0].parent)
+    job = job_of(tmp_path, f'--train.init_from="{pretrained[0].name}"')
+    assert job.train.init_from == str(pretrained[0])
+
+
 def test_init_from_gives_each_part_its_own_tensors(tmp_path, pretrained):
     folder, model = pretrained
     job = job_of(tmp_path, f'--train.init_from="{folder}"')

@@ -1,7 +1,7 @@
 import sys
 
 import pytest
-from forge_config import Config, Registry, to_toml
+from forge_config import Config, Registry, load, to_toml
 
 
 class Part(Config):
@@ -53,6 +53,18 @@ def test_imports_of_the_working_directory_join_the_registry(load_text, tmp_path,
     plug(tmp_path / "cwd", "plug_cwd", "cwd")
     monkeypatch.chdir(tmp_path / "cwd")
     assert load_text(Job, 'imports = ["plug_cwd"]\npart.type = "cwd"').value.part.n == 1
+
+
+def test_imports_are_looked_for_in_more_folders_last(tmp_path):
+    for folder, names in (("first", ["here"]), ("last", ["here", "there"])):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            plug(tmp_path / folder, f"plug_{name}", f"{name}-{folder}")
+    folders = [tmp_path / "first", tmp_path / "last"]
+    (tmp_path / "job.toml").write_text(
+        'imports = ["plug_here", "plug_there"]\nparts.a.type = "here-first"\nparts.b.type = "there-last"'
+    )
+    assert load(Job, tmp_path / "job.toml", import_folders=folders).value.parts["a"].n == 1
 
 
 def test_imports_of_all_layers_and_flags_are_made(load_text, tmp_path):

@@ -60,6 +60,7 @@ class Claim:
         self.job = loaded.value
         self.changes: list[Change] = []
         self._imports = loaded.imports
+        self._beside = loaded.files[-1].resolve().parent
         self._change = change
         self._files = RunFiles(self.job.job.directory)
         self._lease: Lease | None = None
@@ -144,10 +145,20 @@ class Claim:
         return Verdict.CONTINUE if self.is_held() else Verdict.ABORT
 
     def begin(self, step: int) -> None:
-        """Make this configuration that of the run. History first: a crash in between repeats, not loses."""
-        write_whole(self._files.environment, json.dumps(environment(), indent=2) + "\n")
-        append_history(self.job.job.directory, step, self.changes)
-        write_config(self.job, self._imports)
+        """Make this configuration that of the run. History first: a crash in between repeats, not loses.
+
+        Raises:
+            CheckpointError: the disk does not take it.
+        """
+        try:
+            found = json.dumps(environment(self._beside), indent=2)
+            write_whole(self._files.environment, found + "\n")
+            append_history(self.job.job.directory, step, self.changes)
+            write_config(self.job, self._imports)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.job.job.directory} cannot be written: {error}; make room, and start again"
+            ) from error
 
 
 class _FirstStep(Hook):

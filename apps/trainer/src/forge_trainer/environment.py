@@ -1,5 +1,6 @@
 """On what a run was started: what one needs to know to run it again."""
 
+import json
 import os
 import platform
 import subprocess
@@ -7,12 +8,20 @@ import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
+FILE = "environment.json"
+"""Where a run directory keeps it."""
 
-def environment() -> dict[str, object]:
-    """Machine, commit, versions, the command, the allocation."""
+
+def environment(beside: Path) -> dict[str, object]:
+    """Machine, commit, versions, the command, the allocation.
+
+    Args:
+        beside: the folder of the configuration, where modules that it imports may lie.
+    """
     return {
         "command": sys.argv,
         "folder": str(Path.cwd()),
+        "config_folder": str(beside),
         "commit": _commit(),
         "host": platform.node(),
         "platform": platform.platform(),
@@ -23,6 +32,15 @@ def environment() -> dict[str, object]:
         },
         "packages": dict(sorted((d.name, d.version) for d in distributions())),
     }
+
+
+def recorded_folder(directory: Path, key: str) -> Path | None:
+    """A folder that a run was last started with, by its key in `environment.json`; None if it is not here."""
+    try:
+        folder = Path(json.loads((directory / FILE).read_text())[key])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return folder if folder.is_dir() else None
 
 
 def _commit() -> str | None:

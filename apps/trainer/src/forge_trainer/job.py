@@ -29,6 +29,7 @@ from forge_parallel.config import (
 from forge_parallel.error import ParallelError
 from forge_resilience.config import ResilienceConfig
 
+from forge_trainer.environment import recorded_folder
 from forge_trainer.hooks import HookConfig
 from forge_trainer.optim import MuonConfig, OptimizerConfig
 from forge_trainer.schedule import ScheduleConfig
@@ -72,6 +73,7 @@ class TrainConfig(Config):
     """
 
     free_keys = ("micro_batch", "log_every_steps")
+    path_keys = ("init_from",)
     recorded_keys = ("steps", "clip_norm")
 
     steps: Annotated[int, Meta(ge=1)]
@@ -308,10 +310,13 @@ checks: list[Callable[..., None]] = [
 def load_job(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Job]:
     """Read a job from TOML and `--section.key=value` overrides.
 
-    The names of its data are made absolute here: what a run keeps means the same wherever it is opened.
+    The names of its files are made absolute here: what a run keeps means the same wherever it is opened. The
+    modules that the `config.toml` of a run imports are looked for where they were when it was started, too.
 
     Raises:
         ConfigError: with every problem found, each with its place.
     """
-    loaded = load(Job, path, overrides=overrides, checks=checks)
+    folders = [recorded_folder(Path(path).parent, key) for key in ("folder", "config_folder")]
+    import_folders = [folder for folder in folders if folder is not None]
+    loaded = load(Job, path, overrides=overrides, checks=checks, import_folders=import_folders)
     return replace(loaded, value=absolute(loaded.value, Path.cwd()))

@@ -44,6 +44,8 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
                 run.hooks.append(claim.first_step())
                 run.guards.append(claim.verdict)
                 say(announcement(run, claim.changes), sys.stdout)
+                if claim.changes and run.progress.step >= run.job.train.steps:
+                    claim.begin(run.progress.step)  # there is no step to do it
             code, reason = _outcome(run, run.train(), claim)
             claim.ended(code, reason, run.progress.step)
     except LockedError as error:

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from forge_ckpt.folders import write_durably
 from forge_config import Change, ConfigError, Judged, MayChange, judge, to_toml
 
+from forge_trainer.environment import FILE, recorded_folder
 from forge_trainer.job import Job, load_job
 
 
@@ -30,7 +32,7 @@ class RunFiles:
 
     def __init__(self, directory: Path) -> None:
         self.config = directory / "config.toml"
-        self.environment = directory / "environment.json"
+        self.environment = directory / FILE
         self.history = directory / "history.jsonl"
         self.metrics = directory / "metrics.jsonl"
         self.checkpoints = directory / "checkpoints"
@@ -57,11 +59,7 @@ def read_job(directory: Path) -> Job:
 
 def started_in(directory: Path) -> Path:
     """The folder that relative paths and imports of a run count from: that of its start, if it is here."""
-    try:
-        folder = Path(json.loads(RunFiles(directory).environment.read_text())["folder"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return Path.cwd()
-    return folder if folder.is_dir() else Path.cwd()
+    return recorded_folder(directory, "folder") or Path.cwd()
 
 
 def recorded_changes(job: Job, allowed: bool) -> list[Change]:
@@ -144,8 +142,11 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file that appears whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        write_durably(partial, text.encode())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def now() -> str:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forge_config.problem import Problems
 
 
-def import_modules(modules: Mapping[str, str], folder: Path, problems: Problems) -> None:
+def import_modules(modules: Mapping[str, str], folders: Sequence[Path], problems: Problems) -> None:
     """Import modules; one that fails is a problem.
 
     Args:
         modules: dotted names, and where the configuration names them.
-        folder: of the configuration. It and the working directory stay importable, after all other places,
-            because a plug may import its heavy half when it is built.
+        folders: of the configuration, the first one to look in first. They and the working directory stay
+            importable, after all other places, because a plug may import its heavy half when it is built.
         problems: takes what fails.
     """
     if not modules:
         return
-    for place in (str(Path.cwd()), str(folder.resolve())):
+    for place in (str(Path.cwd()), *(str(folder.resolve()) for folder in folders)):
         if place not in sys.path:
             sys.path.append(place)
     importlib.invalidate_caches()

@@ -43,7 +43,11 @@ class Loaded(Generic[T]):
 
 
 def load(
-    struct: type[T], path: Path | str, overrides: Sequence[str] = (), checks: Sequence[Check] = ()
+    struct: type[T],
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    checks: Sequence[Check] = (),
+    import_folders: Sequence[Path] = (),
 ) -> Loaded[T]:
     """Read a configuration.
 
@@ -52,6 +56,7 @@ def load(
         path: a TOML file. `extends` names files that it builds on, `imports` modules to import first.
         overrides: `--section.key=value`, the value in TOML; a bare word is a string.
         checks: each runs when all the sections that its parameters name are valid.
+        import_folders: where modules are looked for last, after the working directory and beside the file.
 
     Raises:
         ConfigError: with every problem found.
@@ -64,7 +69,7 @@ def load(
     flags, raw = parse(overrides, problems)
     layers = [*(layer for _, layer in chain.layers), flags]
     imports = _imports(layers, problems)
-    import_modules(imports, Path(path).parent, problems)
+    import_modules(imports, [Path(path).parent, *import_folders], problems)
     layer = _merged(layers, struct)
     origins.update(layer.origins)
     decoder = Decoder(problems, origins, raw, complete=chain.complete)

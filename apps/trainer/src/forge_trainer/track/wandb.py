@@ -1,9 +1,11 @@
 """Weights & Biases. Whatever goes wrong with it is a warning, never the end of a run."""
 
 import logging
+import secrets
 from pathlib import Path
 from typing import Any
 
+from forge_trainer.run_dir import write_whole
 from forge_trainer.track.base import Record
 from forge_trainer.track.config import WandbConfig
 
@@ -13,10 +15,13 @@ CONNECT_TIMEOUT_S = 20
 
 
 class Wandb:
-    """Reports to a server, or to files when there is none; a continued run keeps its id."""
+    """Reports to a server, or to files when there is none.
+
+    A continued run keeps its id, which lies in its directory (`wandb-id`): runs of one name do not meet.
+    """
 
     def __init__(self, config: WandbConfig, folder: Path, name: str, job: dict[str, Any]) -> None:
-        self._folder = folder
+        self._folder, self._id = folder, _id(folder, name)
         self._run = self._start(config, config.mode, name, job)
         if self._run is None and config.mode == "online":
             self._run = self._start(config, "offline", name, job)
@@ -29,7 +34,7 @@ class Wandb:
                 project=config.project,
                 entity=config.entity,
                 mode=mode,
-                id=name,
+                id=self._id,
                 name=name,
                 resume="allow",
                 dir=str(self._folder),
@@ -58,3 +63,11 @@ class Wandb:
             self._run.finish()
         except Exception as error:  # a tracker must not end a run
             log.warning("wandb could not end its run: %s", error)
+
+
+def _id(folder: Path, name: str) -> str:
+    """The id of a run, made when it is first asked for."""
+    path = folder / "wandb-id"
+    if not path.exists():
+        write_whole(path, f"{name}-{secrets.token_hex(4)}\n")
+    return path.read_text().strip()
