@@ -144,11 +144,14 @@ def test_offload_keeps_weights_gradients_and_moments_on_the_host():
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("gather", [False, True], ids=["", "gathered"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_eight_bit_training_stays_near_float32(recipe, compiled, exact):
+def test_eight_bit_training_stays_near_float32(recipe, gather, compiled, exact):
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no 8-bit matmuls on this device")
-    fp8 = FP8Config(recipe=recipe, min_size=128)
+    if gather and recipe != "tensorwise":
+        pytest.skip("weights are gathered with one scale a tensor only")
+    fp8 = FP8Config(recipe=recipe, min_size=128, gather=gather)
     found = losses(ParallelConfig(fp8=fp8, compile=CompileConfig(enabled=compiled)))
     assert found != losses(ParallelConfig(compile=CompileConfig(enabled=compiled)))
     assert found == pytest.approx(exact, rel=3e-2)

@@ -89,14 +89,15 @@ def trained(
 ) -> dict[str, list]:
     """Losses, norms, and the weights before and after."""
     parts, _, step, mesh = made(sizes, config, dtype, parallel)
-    before = full(parameters(parts))
+    held = parameters(parts)  # after an evaluation, modules show what FSDP2 has gathered
+    before = full(held)
     outs = [step.train(batch(index, mesh, micro_batches), index) for index in range(steps)]
     return {
         "loss": [out.loss.item() for out in outs],
         "norm": [out.grad_norm.item() for out in outs],
         "before": before,
         "validation": step.evaluate([batch(STEPS, mesh)])["loss"],
-        "after": full(parameters(parts)),
+        "after": full(held),
     }
 
 

@@ -1,5 +1,5 @@
 import pytest
-from forge_parallel.config import MeshConfig, PrecisionConfig
+from forge_parallel.config import FP8Config, FSDPConfig, MeshConfig, ParallelConfig, PrecisionConfig
 from forge_parallel.error import ParallelError
 
 
@@ -33,6 +33,14 @@ def test_mesh_config_refuses_zero():
 def test_precision_config_refuses_pure_bf16_with_float32_compute():
     with pytest.raises(ValueError, match="pure_bf16 = true, which computes in bfloat16"):
         PrecisionConfig(compute="float32", pure_bf16=True)
+
+
+def test_weights_are_gathered_in_8_bits_with_one_scale_a_tensor_and_not_from_the_host():
+    with pytest.raises(ValueError, match='gather = true with recipe = "rowwise"'):
+        FP8Config(recipe="rowwise", gather=True)
+    fp8 = FP8Config(recipe="tensorwise", gather=True)
+    with pytest.raises(ValueError, match=r"needs fsdp\.offload = false"):
+        ParallelConfig(fp8=fp8, fsdp=FSDPConfig(offload=True))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ from forge_parallel.units import find_units
 _APPLIED = "_forge_parallel_config"
 """The attribute of a model that holds the `ParallelConfig` that was applied to it."""
 
+_SCALES = "_forge_parallel_scales"
+"""The attribute of a model that holds the scales of weights that are gathered in 8 bits."""
+
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig | None = None) -> nn.Module:
     """Make a model parallel: FP8 -> TP -> CP -> activation checkpointing -> compile -> FSDP2. Collective.
@@ -75,6 +78,10 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
         # in a pipeline, many micro-batches pass before the first comes back
         again = mesh.pipeline.size == 1
         shard(model, units, mesh.fsdp, getattr(torch, compute), config.fsdp, again)
+        if config.fp8.gather:
+            from forge_parallel.fp8 import Scales
+
+            setattr(model, _SCALES, Scales(model, mesh.fsdp))
     setattr(model, _APPLIED, config)
     return model
 
@@ -167,3 +174,5 @@ def set_sync(model: nn.Module, last: bool) -> None:
         from forge_parallel import fsdp
 
         fsdp.set_sync(cast(Any, model), last, applied(model).fsdp)
+    if (scales := getattr(model, _SCALES, None)) is not None:
+        scales.last = last

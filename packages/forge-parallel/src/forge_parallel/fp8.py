@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from forge_parallel.config import FP8Config
 from forge_parallel.error import ParallelError
 from forge_parallel.match import find, matches
 from forge_parallel.plan import Plan
+from forge_parallel.tensor import is_dtensor
 
 MULTIPLE = 16
 """Sizes of 8-bit matmuls."""
@@ -46,8 +51,55 @@ def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, device: torch.devic
         )
     recipe = Float8LinearConfig.from_recipe_name(config.recipe)  # pyright: ignore[reportArgumentType]
     object.__setattr__(recipe, "emulate", config.emulate)
+    object.__setattr__(recipe, "enable_fsdp_float8_all_gather", config.gather)
     convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: name in chosen)
     return chosen
+
+
+class Scales:
+    """The scales of all weights that FSDP2 gathers in 8 bits, found by one maximum over ranks. Collective.
+
+    They are found before a forward pass of the model if weights may have changed since: in every one, unless
+    `last` says that more micro-batches of a step follow.
+
+    Args:
+        model: after FSDP2.
+        mesh: what it is sharded over; its last dim cuts the weights.
+
+    Attributes:
+        last: whether the next forward pass is the last one of a step.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        self.last = True
+        self._model, self._group = model, mesh.get_group(mesh.ndim - 1)
+        self._stale = True
+        # before that of FSDP2, which gathers
+        model.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    def _before_forward(self, model: nn.Module, _: Any) -> None:
+        if self._stale or not model.training:
+            self._find()
+        self._stale = self.last or not model.training
+
+    @torch.no_grad()
+    def _find(self) -> None:
+        from torchao.float8.float8_utils import amax_to_scale
+
+        weights = [x for p in self._model.parameters() if (x := _gathered_in_8_bits(p)) is not None]
+        if not weights:
+            return
+        values = [weight._tensor for weight in weights]
+        tops = torch.stack([x.abs().amax() if x.numel() else x.new_zeros(()) for x in values])
+        dist.all_reduce(tops, op=dist.ReduceOp.MAX, group=self._group)
+        for weight, scale in zip(weights, amax_to_scale(tops, weights[0]._dtype).unbind(), strict=True):
+            weight._precomputed_scale = scale
+
+
+def _gathered_in_8_bits(parameter: Tensor) -> Any:
+    """The part of a weight that this rank holds, in the class of torchao; None for other parameters."""
+    local = parameter._local_tensor if is_dtensor(parameter) else parameter  # type: ignore[attr-defined]
+    return local if hasattr(local, "_precomputed_scale") else None
 
 
 def _require_device(config: FP8Config, device: torch.device) -> None:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from forge_parallel.mesh import Mesh
 
 
+_WRAPPED = "_tensor"
+"""Where the tensors of torchao that change what FSDP2 gathers keep the values."""
+
+
 class LocalShard(NamedTuple):
     """The box of a tensor that a rank holds.
 
@@ -34,9 +38,13 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The values that this rank holds, sharing memory with the tensor."""
+    """The values that this rank holds, sharing memory with the tensor.
+
+    Of a weight that FSDP2 gathers in 8 bits, those in high precision.
+    """
     tensor = tensor.detach()
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    values = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return getattr(values, _WRAPPED, values)
 
 
 def local_shard(tensor: Tensor, mesh: Mesh | None = None) -> LocalShard:
