@@ -52,14 +52,16 @@ def start(tmp_path):
 def test_deadline_hears_of_all_that_comes_between_two_verdicts_and_of_saves(start, monkeypatch):
     heard = []
     monkeypatch.setattr(Deadline, "observe", lambda self, kind, seconds: heard.append(kind))
-    assert start("--eval.every_steps=2", "--checkpoint.asynchronous=false") == 0
+    assert start("--eval.every_steps=2") == 0
     assert {name: heard.count(name) for name in ("data", "step", "log", "evaluate")} == {
         "data": 4,
         "step": 4,
         "log": 6,
         "evaluate": 2,
     }
-    assert heard.count(SAVE) == 3 + 2  # the spans of the loop and of the end, and what each save says itself
+    assert (
+        heard.count(SAVE) == 3 + 2
+    )  # the spans of the loop and of the end, and what each save took beside training
     assert "build" not in heard
 
 
