@@ -15,7 +15,9 @@ from forge_model import (
     initialize,
     to_hf,
 )
+from forge_model.compare import differences
 from forge_model.config import DecoderConfig, GroupedQueryConfig, LayerOverride, SwiGLUConfig
+from forge_model.hf import tensors_of
 from torch.overrides import TorchFunctionMode
 
 transformers = pytest.importorskip("transformers")
@@ -45,6 +47,10 @@ MLA = {
     "first_k_dense_replace": 9,
     "num_mtp_layers": 0,
 }
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+FINE = EXPERTS | {"moe_intermediate_size": 20}
+DEEPSEEK = MLA | FINE | {"n_routed_experts": 6, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2}
+del DEEPSEEK["num_experts"]
 LAST_SLIDES = {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
 # embeddings are multiplied by sqrt(hidden_size), which transformers rounds to float32: 8 is exact
 GEMMA = {
@@ -109,6 +115,15 @@ CASES = {
         MLA | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}, "attention_bias": True},
     ),
     "deepseek_v3-one-mscale": ("deepseek_v3", MLA | {"rope_parameters": YARN | {"mscale_all_dim": 0.1}}),
+    "mixtral": ("mixtral", EXPERTS | {"sliding_window": 7}),
+    "qwen3_moe": ("qwen3_moe", FINE | {"norm_topk_prob": True, "head_dim": 12}),
+    "qwen3_moe-dense-layers": (
+        "qwen3_moe",
+        FINE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    "olmoe": ("olmoe", EXPERTS),
+    "deepseek_v3-experts": ("deepseek_v3", DEEPSEEK),
+    "deepseek_v3-two-shared": ("deepseek_v3", DEEPSEEK | {"n_shared_experts": 2, "first_k_dense_replace": 0}),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}),
     "gemma2-uncapped-odd": (
         "gemma2",
@@ -125,6 +140,9 @@ CASES = {
 
 CLASSES = {
     "deepseek_v3": "DeepseekV3Config",
+    "mixtral": "MixtralConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "olmoe": "OlmoeConfig",
     "llama": "LlamaConfig",
     "mistral": "MistralConfig",
     "qwen2": "Qwen2Config",
@@ -133,6 +151,9 @@ CLASSES = {
     "gemma2": "Gemma2Config",
     "gemma3": "Gemma3TextConfig",
 }
+
+
+EXPERTS_IN = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3")
 
 
 class Widened(TorchFunctionMode):
@@ -166,7 +187,29 @@ def theirs(case, dtype):
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
+            if parameter.ndim == 3 or name.endswith("gate.weight"):
+                parameter.normal_(0.0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     return model
+
+
+def tensors_on_disk(model):
+    """As `save_pretrained` names and cuts them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, model.state_dict())
+
+
+def loaded_by_transformers(written, tensors, folder):
+    """A model in float64 of our `config.json` and tensors."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    (folder / "config.json").write_text(json.dumps(written))
+    tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    options = {"dtype": torch.float64, "experts_implementation": "eager", "output_loading_info": True}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -175,7 +218,7 @@ def test_logits_equal_those_of_transformers(case, dtype):
     model = theirs(case, dtype)
     config = config_from_hf(model.config.to_dict())
     ours = config.build().to(dtype)
-    loaded = ours.load_state_dict(from_hf(model.state_dict(), config), strict=False)
+    loaded = ours.load_state_dict(from_hf(tensors_on_disk(model), config), strict=False)
     assert loaded.missing_keys == (["head.weight"] if config.tie_embeddings else [])
     tokens = torch.randint(97, (2, 50))
     with torch.no_grad(), widened(dtype):
@@ -184,7 +227,26 @@ def test_logits_equal_those_of_transformers(case, dtype):
     assert difference <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] in EXPERTS_IN])
+def test_exported_experts_load_into_transformers_and_give_our_logits(case, tmp_path):
+    config = config_from_hf(theirs(case, torch.float64).config.to_dict())
+    ours = config.build()
+    initialize(ours, 1)
+    ours.double()
+    written, tensors = config_to_hf(config), to_hf(tensors_of(ours), config)
+    with Widened():
+        model, info = loaded_by_transformers(written, tensors, tmp_path)
+        assert not any(info.values())
+        tokens = torch.randint(97, (2, 50))
+        with torch.no_grad():
+            logits = model.eval()(tokens).logits
+    assert (ours(tokens) - logits).abs().max() <= 1e-9
+    assert differences(config_from_hf(written), config) == []
+    back = from_hf(tensors, config)
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors_of(ours).items())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] not in EXPERTS_IN])
 def test_exported_weights_load_into_transformers_and_give_our_logits(case):
     config = config_from_hf(theirs(case, torch.float64).config.to_dict())
     ours = config.build()
@@ -207,6 +269,8 @@ def test_exported_weights_load_into_transformers_and_give_our_logits(case):
 
 
 FAMILY_CASES = [
+    "deepseek_v3-experts",
+    "qwen3_moe",
     "deepseek_v3",
     "deepseek_v3-yarn",
     "llama",
@@ -236,7 +300,7 @@ def test_logits_at_other_positions_equal_those_of_transformers(case):
     model = theirs(case, torch.float64)
     config = config_from_hf(model.config.to_dict())
     ours = config.build().double()
-    ours.load_state_dict(from_hf(model.state_dict(), config), strict=False)
+    ours.load_state_dict(from_hf(tensors_on_disk(model), config), strict=False)
     tokens, positions = torch.randint(97, (1, 20)), torch.arange(5, 25)
     with torch.no_grad(), Widened():
         logits = model(tokens, position_ids=positions[None]).logits

@@ -15,7 +15,7 @@ from forge_data.loader import build_loader
 from forge_model.config import DecoderConfig
 from forge_model.error import ModelError
 from forge_model.generate import Sampling, generate
-from forge_model.hf import config_to_hf, to_hf
+from forge_model.hf import config_to_hf, tensors_of, to_hf
 from forge_parallel.apply import materialize
 from forge_parallel.mesh import Mesh
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ def export_run(options: argparse.Namespace) -> None:
     job = read_job(Path(options.directory))
     model, step = load_model(job)
     assert isinstance(job.model, DecoderConfig)
-    tensors = to_hf(dict(model.named_parameters()), job.model)
+    tensors = to_hf(tensors_of(model), job.model)
     ids = {"bos_token_id": None, "eos_token_id": job.data.tokenizer.build().eos_id}
     folder = Path(options.out)
     write_weights(folder, tensors, config_to_hf(job.model) | ids)

@@ -20,6 +20,12 @@ SHARED_KEYS = (
 )
 """Keys of a decoder that are no parts of its layers and change what it computes."""
 
+TRAINING_KEYS = tuple(
+    f"ffn.router.{key}"
+    for key in ("z_loss_weight", "batch_balance_weight", "sequence_balance_weight", "bias_rate")
+)
+"""Keys of layers that change how they learn and not what they compute."""
+
 
 def differences(config: DecoderConfig, other: DecoderConfig) -> list[str]:
     """Where two models compute something else with the same weights, or have other weights.
@@ -56,7 +62,17 @@ def _resolved(config: DecoderConfig, index: int) -> dict[str, Any]:
         "norm": layer.norm,
         "rope": layer.rope,
     }
-    return {f"{part}.{key}": value for part, one in parts.items() for key, value in plain(one).items()}
+    flat = _flat({part: plain(one) for part, one in parts.items()})
+    return {key: value for key, value in flat.items() if not key.startswith(TRAINING_KEYS)}
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested tables as one, keys joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        below = _flat(value) if isinstance(value, Mapping) else {}
+        found |= {f"{key}.{inner}": one for inner, one in below.items()} or {key: value}
+    return found
 
 
 def _unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forge_model.decoder_config import DecoderConfig
 from forge_model.error import ModelError
@@ -11,11 +11,25 @@ from forge_model.hf_config import config_from_hf as config_from_hf
 from forge_model.hf_config import config_to_hf as config_to_hf
 from forge_model.hf_config import family_of
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 V = TypeVar("V")
 
 
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that a checkpoint has, tied ones once."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
 def to_hf(tensors: Mapping[str, V], config: DecoderConfig) -> dict[str, V]:
-    """Our parameters under their names; a tied head is left out, as `save_pretrained` does.
+    """Our tensors under their names; a tied head is left out, as `save_pretrained` does.
+
+    Stacked experts become one tensor each, sharing memory with them.
+
+    Args:
+        tensors: from `tensors_of`.
+        config: of the model.
 
     Raises:
         ModelError: a parameter has no counterpart.
@@ -25,10 +39,40 @@ def to_hf(tensors: Mapping[str, V], config: DecoderConfig) -> dict[str, V]:
         if config.tie_embeddings and name == "head.weight":
             continue
         try:
-            renamed[family.hf_key(name)] = tensor
+            key = family.hf_key(name)
         except KeyError:
             raise ModelError(f"{name} has no counterpart in a {family.model_type} checkpoint") from None
+        if "{}" in key:
+            renamed |= {key.format(index): one for index, one in enumerate(tensor)}  # type: ignore[arg-type]
+        else:
+            renamed[key] = tensor
     return renamed
+
+
+class Stacked(Mapping[str, Any]):
+    """The experts of a stacked parameter put together when it is asked for; all else as it is.
+
+    Args:
+        entries: tensors by their names.
+        experts: how many there are under a name with `{}` in it.
+    """
+
+    def __init__(self, entries: Mapping[str, Tensor], experts: Mapping[str, int]) -> None:
+        self._entries, self._experts = entries, experts
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._experts:
+            return self._entries[name]
+        import torch
+
+        return torch.stack([self._entries[name.format(index)] for index in range(self._experts[name])])
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._experts
+        yield from self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries) + len(self._experts)
 
 
 class Renamed(Mapping[str, V]):
@@ -57,14 +101,18 @@ def from_hf(tensors: Mapping[str, V], config: DecoderConfig) -> Mapping[str, V]:
     import torch
 
     with torch.device("meta"):
-        ours = list(dict(config.build().named_parameters()))
+        ours = tensors_of(config.build())
     family = family_of(config)
-    wanted = {family.hf_key(name): name for name in ours}
+    keys = {family.hf_key(name): name for name in ours}
+    experts = {key: len(ours[name]) for key, name in keys.items() if "{}" in key}
+    wanted = keys.keys() - experts.keys()
+    wanted |= {key.format(index) for key, number in experts.items() for index in range(number)}
     ignorable = {"lm_head.weight"} if config.tie_embeddings else set()
-    missing = sorted(wanted.keys() - tensors.keys())
-    extra = sorted(tensors.keys() - wanted.keys() - ignorable)
+    missing = sorted(wanted - tensors.keys())
+    extra = sorted(tensors.keys() - wanted - ignorable)
     if missing or extra:
         raise ModelError(
             f"not a checkpoint of this model: missing {missing or 'nothing'}, left over {extra or 'nothing'}"
         )
-    return Renamed(tensors, {name: key for key, name in wanted.items()})
+    whole = Stacked(tensors, experts) if experts else tensors  # type: ignore[arg-type]
+    return Renamed(whole, {name: key for key, name in keys.items()})  # type: ignore[arg-type]

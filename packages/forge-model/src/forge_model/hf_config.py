@@ -61,6 +61,7 @@ HARMLESS = frozenset(
         "pad_token_id",
         "problem_type",
         "return_dict",
+        "router_aux_loss_coef",
         "return_dict_in_generate",
         "sep_token_id",
         "task_specific_params",
@@ -88,15 +89,27 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     if family is None:
         known = ", ".join(family.model_type for family in FAMILIES)
         raise ModelError(f"given model_type {hf.get('model_type')!r}; expected one of {known}")
+    hf, problems = _unaliased(hf, family)
     keys = family.keys | family.old_keys
     full = {"rope_theta": family.theta} | {name: key.default for name, key in keys.items()} | dict(hf)
-    problems = [*_problems(hf, family)] or [*family.problems(full)]
+    problems += [*_problems(hf, family)]
+    problems = problems or [*family.problems(full)]
     try:
         if not problems:
             return family.read(full)
     except ValueError as error:
         problems = [str(error)]
     raise ModelError(f"this config.json of a {family.model_type} cannot be read: {'; '.join(problems)}")
+
+
+def _unaliased(hf: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """The keys by their own names, and those that contradict each other."""
+    given = {name: value for name, value in hf.items() if name not in family.aliases}
+    problems = []
+    for alias, name in family.aliases.items():
+        if alias in hf and given.setdefault(name, hf[alias]) != hf[alias]:
+            problems.append(f"{alias} = {hf[alias]!r} and {name} = {given[name]!r} mean the same")
+    return given, problems
 
 
 def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from forge_config import Meta
+from msgspec.structs import replace
 
 from forge_model.ffn_config import Count, FfnConfig, SwiGLUConfig, ffns
 from forge_model.router_config import ExpertChoiceConfig, RouterConfig, SoftmaxRouterConfig
@@ -62,6 +63,12 @@ class MoEConfig(FfnConfig):
         if self.dim is not None:
             return self.dim
         return -(-SwiGLUConfig().hidden(dim) // self.top_k // 8) * 8
+
+    def resolved(self, dim: int) -> FfnConfig:
+        """See `FfnConfig.resolved`."""
+        hidden = self.hidden(dim)
+        shared = (self.shared_dim or hidden) if self.shared_experts else None
+        return replace(self, dim=hidden, shared_dim=shared)
 
     def shared_hidden(self, dim: int) -> int:
         """Hidden width of all shared experts together."""

@@ -9,11 +9,26 @@ from forge_model.families.gemma import GEMMA2 as GEMMA2
 from forge_model.families.gemma import GEMMA3 as GEMMA3
 from forge_model.families.llama import LLAMA as LLAMA
 from forge_model.families.mistral import MISTRAL as MISTRAL
+from forge_model.families.moe import MIXTRAL as MIXTRAL
+from forge_model.families.moe import OLMOE as OLMOE
+from forge_model.families.moe import QWEN3_MOE as QWEN3_MOE
 from forge_model.families.olmo import OLMO2 as OLMO2
 from forge_model.families.qwen import QWEN2 as QWEN2
 from forge_model.families.qwen import QWEN3 as QWEN3
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, QWEN2, MISTRAL, OLMO2, GEMMA2, GEMMA3, DEEPSEEK_V3)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    QWEN3,
+    QWEN2,
+    MISTRAL,
+    OLMO2,
+    GEMMA2,
+    GEMMA3,
+    MIXTRAL,
+    QWEN3_MOE,
+    OLMOE,
+    DEEPSEEK_V3,
+)
 """Tried in this order when a model is exported; the first that can express it is taken."""
 
 
@@ -37,9 +52,12 @@ __all__ = [
     "GEMMA3",
     "LLAMA",
     "MISTRAL",
+    "MIXTRAL",
     "OLMO2",
+    "OLMOE",
     "QWEN2",
     "QWEN3",
+    "QWEN3_MOE",
     "Family",
     "preset",
 ]

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv:2412.19437): latent attention."""
+"""DeepSeek-V3 (arXiv:2412.19437): latent attention, fine-grained and shared experts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from forge_model.attention_config import LatentConfig
 from forge_model.decoder_config import DecoderConfig
 from forge_model.error import ModelError
 from forge_model.families.dense import Full, decoder, gated_values, outer_values
-from forge_model.families.family import LAYER_KEYS, SHARED_KEYS, Family, Key
+from forge_model.families.family import SHARED_KEYS, Family, Key
+from forge_model.families.moe import EXPERT_KEYS, MOE_LAYER_KEYS, dense_layers, parts_of
 from forge_model.hf_rope import rope_from_hf, rope_problems
+from forge_model.moe_config import MoEConfig
 from forge_model.rope_config import RopeConfig, YarnRopeConfig
+from forge_model.router_config import SigmoidRouterConfig
 
 _KEYS = SHARED_KEYS | {
     "vocab_size": Key(int, 129280),
@@ -28,9 +31,9 @@ _KEYS = SHARED_KEYS | {
     "v_head_dim": Key(int, 128),
     "qk_nope_head_dim": Key(int, 128),
     "rope_interleave": Key(bool, True),
-    "first_k_dense_replace": Key(int, 3),
+    "first_k_dense_replace": Key(int, 3, zero=True),
     "moe_intermediate_size": Key(int, 2048),
-    "n_shared_experts": Key(int, 1),
+    "n_shared_experts": Key(int, 1, zero=True),
     "n_routed_experts": Key(int, 256),
     "routed_scaling_factor": Key(float, 2.5),
     "n_group": Key(int, 8),
@@ -44,9 +47,10 @@ _OLD_KEYS = {
     "num_nextn_predict_layers": Key(int, 1, zero=True),
 }
 
-_LAYER_KEYS = {
-    name: key for name, key in LAYER_KEYS.items() if name not in ("attention.wk", "attention.wv")
-} | {
+_LAYER_KEYS = MOE_LAYER_KEYS | {
+    "ffn.shared.w_gate": "mlp.shared_experts.gate_proj",
+    "ffn.shared.w_up": "mlp.shared_experts.up_proj",
+    "ffn.shared.w_down": "mlp.shared_experts.down_proj",
     "attention.wq_down": "self_attn.q_a_proj",
     "attention.q_norm": "self_attn.q_a_layernorm",
     "attention.wq_up": "self_attn.q_b_proj",
@@ -58,8 +62,6 @@ _LAYER_KEYS = {
 
 def _problems(full: Full) -> Iterator[str]:
     yield from rope_problems(full)
-    if full["first_k_dense_replace"] < full["num_hidden_layers"]:
-        yield f"first_k_dense_replace = {full['first_k_dense_replace']}, layers with experts cannot be read"
     if full["num_nextn_predict_layers"]:
         yield f"num_nextn_predict_layers = {full['num_nextn_predict_layers']}, only 0 can be read"
     heads = full["num_key_value_heads"]
@@ -101,7 +103,28 @@ def _read(full: Full) -> DecoderConfig:
         rope_pairs=full["rope_interleave"],
         scale=_scale(width, rope, table.get("mscale_all_dim")),
     )
-    return decoder(full, attention, rope=rope)
+    dense, hidden = min(full["first_k_dense_replace"], full["num_hidden_layers"]), full["intermediate_size"]
+    if dense == full["num_hidden_layers"]:
+        return decoder(full, attention, rope=rope)
+    return decoder(
+        full, attention, rope=rope, ffn=_experts(full), overrides=dense_layers(range(dense), hidden)
+    )
+
+
+def _experts(full: Full) -> MoEConfig:
+    router = SigmoidRouterConfig(
+        normalize=full["norm_topk_prob"],
+        scale=full["routed_scaling_factor"],
+        groups=full["n_group"],
+        top_groups=full["topk_group"],
+    )
+    return MoEConfig(
+        dim=full["moe_intermediate_size"],
+        num_experts=full["n_routed_experts"],
+        top_k=full["num_experts_per_tok"],
+        router=router,
+        shared_experts=full["n_shared_experts"],
+    )
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
@@ -110,7 +133,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         raise ModelError("attention other than mla")
     found = (
         outer_values(config)
-        | gated_values(config)
+        | _ffn_values(config)
         | {
             "num_attention_heads": attention.num_heads,
             "num_key_value_heads": attention.num_heads,
@@ -121,13 +144,37 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
             "qk_nope_head_dim": attention.nope_dim,
             "rope_interleave": attention.rope_pairs,
             "attention_bias": attention.bias,
-            "first_k_dense_replace": config.num_layers,
             "num_nextn_predict_layers": 0,
         }
     )
     if attention.scale is not None and isinstance(rope, YarnRopeConfig):
         found["rope_parameters"]["mscale_all_dim"] = _all_dim(attention, rope)
     return found
+
+
+def _ffn_values(config: DecoderConfig) -> dict[str, Any]:
+    ffns = [config.layer(index).ffn for index in range(config.num_layers)]
+    if not any(isinstance(one, MoEConfig) for one in ffns):
+        return gated_values(config) | {"first_k_dense_replace": config.num_layers}
+    experts, dense, plain = parts_of(config)
+    router = experts.router
+    if not isinstance(router, SigmoidRouterConfig):
+        raise ModelError("a router other than sigmoid")
+    if dense != list(range(len(dense))):
+        raise ModelError(f"layers {dense} are dense, which are not the first ones")
+    hidden = experts.hidden(config.dim)
+    return {
+        "intermediate_size": hidden if plain is None else plain.hidden(config.dim),
+        "first_k_dense_replace": len(dense),
+        "moe_intermediate_size": hidden,
+        "n_shared_experts": experts.shared_experts,
+        "n_routed_experts": experts.num_experts,
+        "routed_scaling_factor": router.scale,
+        "n_group": router.groups,
+        "topk_group": router.top_groups,
+        "num_experts_per_tok": experts.top_k,
+        "norm_topk_prob": router.normalize,
+    }
 
 
 def _all_dim(attention: LatentConfig, rope: YarnRopeConfig) -> float:
@@ -138,14 +185,50 @@ def _all_dim(attention: LatentConfig, rope: YarnRopeConfig) -> float:
     return next((one for one in shorter if _scale(attention.head_dim, rope, one) == attention.scale), exact)
 
 
+_PRESETS: dict[str, dict[str, Any]] = {
+    "deepseek_v3-671b": {
+        "vocab_size": 129280,
+        "dim": 7168,
+        "num_layers": 61,
+        "max_tokens": 4096,
+        "norm": {"eps": 1e-6},
+        "attention": {
+            "type": "mla",
+            "num_heads": 128,
+            "kv_rank": 512,
+            "q_rank": 1536,
+            "nope_dim": 128,
+            "rope_dim": 64,
+            "value_dim": 128,
+        },
+        "ffn": {
+            "type": "moe",
+            "dim": 2048,
+            "num_experts": 256,
+            "top_k": 8,
+            "shared_experts": 1,
+            "router": {
+                "type": "sigmoid",
+                "scale": 2.5,
+                "groups": 8,
+                "top_groups": 4,
+                "sequence_balance_weight": 1e-4,
+            },
+        },
+        "overrides": [{"layers": "0:3", "ffn": {"type": "swiglu", "dim": 18432}}],
+    }
+}
+
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    {},
+    _PRESETS,
     _KEYS,
     _LAYER_KEYS,
     _read,
     _write,
     _problems,
     old_keys=_OLD_KEYS,
+    expert_keys=EXPERT_KEYS,
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 )

@@ -22,6 +22,9 @@ LAYER_KEYS = {
 }
 """Module names inside a block: ours, theirs."""
 
+LEAVES = {"selection_bias": "e_score_correction_bias"}
+"""Names of parameters and buffers that are called otherwise: ours, theirs."""
+
 OUTER_KEYS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
@@ -80,6 +83,8 @@ class Family:
         old_keys: keys that the class of `transformers` reads beside its fields.
         fixed: keys that can be read with this value only, and are written with it.
         theta: of the rotary embedding where none is given.
+        expert_keys: our stacked parameters, and what they are called in the part of each expert.
+        aliases: other names of keys.
     """
 
     model_type: str
@@ -93,18 +98,25 @@ class Family:
     old_keys: dict[str, Key] = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
     theta: float = 10000.0
+    expert_keys: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
 
     def hf_key(self, name: str) -> str:
         """Their name of our parameter, e.g. layers.3.ffn.w_up.weight -> model.layers.3.mlp.up_proj.weight.
+
+        That of a stacked parameter has `{}` where the number of the expert stands.
 
         Raises:
             KeyError: they have no such parameter.
         """
         module, _, leaf = name.rpartition(".")
-        if module.startswith("layers."):
-            _, index, inner = module.split(".", 2)
-            return f"model.layers.{index}.{self.layer_keys[inner]}.{leaf}"
-        return f"{OUTER_KEYS[module]}.{leaf}"
+        if not module.startswith("layers."):
+            return f"{OUTER_KEYS[module]}.{leaf}"
+        _, index, inner = module.split(".", 2)
+        place = f"model.layers.{index}.{self.layer_keys[inner]}"
+        if inner == "ffn.experts":
+            return f"{place}.{{}}.{self.expert_keys[leaf]}.weight"
+        return f"{place}.{LEAVES.get(leaf, leaf)}"
 
 
 SMALL: dict[str, dict[str, Any]] = {
