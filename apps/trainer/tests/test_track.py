@@ -52,6 +52,7 @@ def test_jsonl_survives_any_flipped_bit_and_sets_damaged_lines_aside(tmp_path):
         assert sorted(b"".join(kept + set_aside).replace(b"\n", b"")) == sorted(
             bytes(bad).replace(b"\n", b"")
         ), "nothing is lost"
+        assert all(type(step) is int for step in steps(path)), "what is kept can be read"
 
 
 def test_jsonl_drops_what_comes_after_the_step_resumed_from_and_a_torn_line(tmp_path):

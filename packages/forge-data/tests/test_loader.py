@@ -1,7 +1,9 @@
 import contextlib
 import itertools
+import os
 import pickle
 import random
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -119,6 +121,19 @@ def test_validation_marks_padding_as_of_no_source(config: DataConfig) -> None:
     ((micro,),) = build_loader(few, "validation", micro_batch=5)
     assert (micro.statistics["source"] < 0).tolist() == [False, False, False, True, True]
     assert int(micro.statistics["targets"]) == int((micro.inputs["labels"] >= 0).sum())
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_store_that_is_cut_off_while_it_is_read_is_an_error(config: DataConfig, split) -> None:
+    served = iter(build_loader(config, split, micro_batch=4, global_batch=4))
+    next(served)
+    source = config.sources[0]
+    assert isinstance(source, TokensConfig)
+    path = Path(source.path if split == "train" else str(source.validation))
+    os.truncate(path / "tokens.bin", 8)
+    with pytest.raises(DataError, match=r"tokens.bin has 8 bytes"):
+        for _ in itertools.islice(served, 1000):
+            pass
 
 
 def test_loader_keeps_weights(config: DataConfig) -> None:
