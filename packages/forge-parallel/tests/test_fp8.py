@@ -22,7 +22,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
 def test_eight_bits_are_used_where_allowed_and_stay_near_full_precision(recipe):
     torch.manual_seed(0)
     model, x = Net(), torch.randn(32, 64)
@@ -44,6 +44,7 @@ def test_eight_bits_are_used_where_allowed_and_stay_near_full_precision(recipe):
     ("config", "said"),
     [
         (FP8Config(recipe="rowwise", min_size=64), "compute capability 8.9"),
+        (FP8Config(recipe="mxfp8", min_size=64), r"compute capability 10.0 \(Blackwell\)"),
         (FP8Config(recipe="rowwise", emulate=True), "fits no layer"),
         (FP8Config(recipe="rowwise", emulate=True, min_size=64, exclude=["layer.*"]), "names no module"),
     ],

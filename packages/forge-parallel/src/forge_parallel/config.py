@@ -6,6 +6,7 @@ from math import prod
 from typing import Annotated, Literal
 
 from forge_config import ALL_KEYS, Config, Meta
+from msgspec import field
 
 from forge_parallel.error import ParallelError
 
@@ -118,11 +119,18 @@ class TensorParallelConfig(Config):
     Attributes:
         sequence: cut the residual stream, and the norms on it, over the tokens too (Korthikanti et al. 2022,
             arXiv:2205.05198 section 4.2.2): the same traffic, less memory. Sequences must be multiples of tp.
+        async: let the compiler cut matmuls and the gathers and sums around them into pieces that overlap. Of
+            compiled blocks, on GPUs that reach each other's memory (NVLink).
     """
 
     free_keys = (ALL_KEYS,)
 
     sequence: bool = True
+    async_: bool = field(default=False, name="async")
+
+    def __post_init__(self) -> None:
+        if self.async_ and not self.sequence:
+            raise ValueError("async = true needs sequence = true: sums for all ranks are not overlapped")
 
 
 class ContextParallelConfig(Config):
@@ -167,6 +175,8 @@ class PipelineConfig(Config):
             arXiv:2412.19437) with two, of which the last stage is on the first rank.
         stages_per_rank: of the interleaved schedules.
         layers: how many layers each stage has; empty cuts them so that the most costly stage costs least.
+        max_parameters: where `layers` is empty, no stage gets more than so many, embedding and head included:
+            16 bytes each with their gradients and moments in float32, shared by the ranks of a stage. 0: any.
     """
 
     free_keys = (ALL_KEYS,)
@@ -176,6 +186,7 @@ class PipelineConfig(Config):
     ] = "1f1b"
     stages_per_rank: Annotated[int, Meta(ge=2)] = 2
     layers: list[Annotated[int, Meta(ge=1)]] = []
+    max_parameters: Annotated[int, Meta(ge=0)] = 0
 
     @property
     def is_v(self) -> bool:
@@ -214,10 +225,11 @@ class FP8Config(Config):
 
     Attributes:
         recipe: `none`; one scale a tensor (`tensorwise`), one a row and column (`rowwise`), or that with the
-            gradient of the weight in high precision (`rowwise_with_gw_hp`).
+            gradient of the weight in high precision (`rowwise_with_gw_hp`); one for 32 numbers next to each
+            other, on GPUs from Blackwell on (`mxfp8`).
         exclude: layers that stay out, as dotted names in which `*` stands for one component.
         min_size: layers with fewer inputs or outputs stay out, for they would become slower. Layers whose
-            sizes are no multiples of 16 always do.
+            sizes are no multiples of 16 (`mxfp8`: 32) always do.
         gather: FSDP2 gathers weights in 8 bits too, with one scale a tensor that is found for all weights at
             once: of `tensorwise` only, half the traffic of bfloat16.
         emulate: round to 8 bits and compute in high precision, for tests on machines that cannot.
@@ -225,7 +237,7 @@ class FP8Config(Config):
 
     recorded_keys = (ALL_KEYS,)
 
-    recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "none"
     exclude: list[str] = []
     min_size: Annotated[int, Meta(ge=16)] = 1024
     gather: bool = False
@@ -310,6 +322,11 @@ class ParallelConfig(Config):
             raise ValueError('activation_checkpointing.mode = "budget" needs compile.enabled = true')
         if mode == "offload" and self.compile.enabled:
             raise ValueError('activation_checkpointing.mode = "offload" needs compile.enabled = false')
+        if self.tensor_parallel.async_ and not (self.compile.enabled and self.compile.backend == "inductor"):
+            raise ValueError(
+                "tensor_parallel.async = true is done by the compiler; set compile.enabled = true with "
+                'backend = "inductor", or async = false'
+            )
         if self.fp8.gather and self.fsdp.offload:
             raise ValueError("fp8.gather = true needs fsdp.offload = false: weights are rounded on the GPU")
         if self.fp8.emulate and self.compile.enabled:

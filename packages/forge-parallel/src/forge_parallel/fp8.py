@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from forge_parallel.match import find, matches
 from forge_parallel.plan import Plan
 from forge_parallel.tensor import is_dtensor
 
-MULTIPLE = 16
-"""Sizes of 8-bit matmuls."""
+MULTIPLES = {"mxfp8": 32}
+"""What sizes of 8-bit matmuls are multiples of, where it is not 16."""
+CAPABILITIES = {"mxfp8": ((10, 0), "Blackwell")}
+"""What a GPU needs, where it is not 8.9."""
 
 
 def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, device: torch.device) -> list[str]:
@@ -34,8 +37,6 @@ def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, device: torch.devic
     Raises:
         ParallelError: the device cannot, no layer is left, or a pattern names nothing.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
     _require_device(config, device)
     for pattern in config.exclude:
         find(model, pattern)
@@ -47,13 +48,42 @@ def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, device: torch.devic
     if not chosen:
         raise ParallelError(
             f'fp8.recipe = "{config.recipe}" fits no layer: all are excluded, smaller than fp8.min_size = '
-            f"{config.min_size}, or no multiple of {MULTIPLE}; change the limits or set the recipe to none"
+            f"{config.min_size}, or no multiple of {MULTIPLES.get(config.recipe, 16)}; change the limits or "
+            "set the recipe to none"
         )
+    convert = _to_mxfp8 if config.recipe == "mxfp8" else _to_float8
+    convert(model, chosen, config)
+    return chosen
+
+
+def _to_float8(model: nn.Module, chosen: list[str], config: FP8Config) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     recipe = Float8LinearConfig.from_recipe_name(config.recipe)  # pyright: ignore[reportArgumentType]
     object.__setattr__(recipe, "emulate", config.emulate)
     object.__setattr__(recipe, "enable_fsdp_float8_all_gather", config.gather)
     convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: name in chosen)
-    return chosen
+
+
+def _to_mxfp8(model: nn.Module, chosen: list[str], config: FP8Config) -> None:
+    """One power of two as scale for 32 numbers next to each other (OCP Microscaling Formats 1.0, 2023)."""
+    try:
+        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+    except ImportError as error:
+        raise ParallelError(f'fp8.recipe = "mxfp8" needs torchao 0.18: {error}; upgrade it') from None
+    kernels = KernelPreference.EMULATED if config.emulate else KernelPreference.AUTO
+    rounding = ScaleCalculationMode.RCEIL
+    for name in chosen:
+        layer: Any = model.get_submodule(name)
+        layer.__class__ = _with(MXFP8Linear, type(layer))
+        layer.kernel_preference, layer.scale_calculation_mode, layer.wgrad_with_hp = kernels, rounding, False
+
+
+@cache
+def _with(first: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    return type(base.__name__, (first, base), {"__module__": base.__module__})
 
 
 class Scales:
@@ -103,20 +133,21 @@ def _gathered_in_8_bits(parameter: Tensor) -> Any:
 
 
 def _require_device(config: FP8Config, device: torch.device) -> None:
-    if config.emulate or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)):
+    least, made = CAPABILITIES.get(config.recipe, ((8, 9), "Ada, Hopper"))
+    if config.emulate or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= least):
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     raise ParallelError(
-        f'fp8.recipe = "{config.recipe}" needs a GPU of compute capability 8.9 (Ada, Hopper) or newer, not '
-        f"{name}; set fp8.emulate = true to try it without speed, or fp8.recipe to none"
+        f'fp8.recipe = "{config.recipe}" needs a GPU of compute capability {least[0]}.{least[1]} ({made}) or '
+        f"newer, not {name}; set fp8.emulate = true to try it without speed, or fp8.recipe to none"
     )
 
 
 def _fits(name: str, layer: nn.Module, plan: Plan, config: FP8Config) -> bool:
     assert isinstance(layer, nn.Linear)
-    sizes = (layer.in_features, layer.out_features)
+    sizes, multiple = (layer.in_features, layer.out_features), MULTIPLES.get(config.recipe, 16)
     return (
         min(sizes) >= config.min_size
-        and not any(size % MULTIPLE for size in sizes)
+        and not any(size % multiple for size in sizes)
         and not any(matches(pattern, name) for pattern in (*plan.no_fp8, *config.exclude))
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from math import inf
 
 from torch import nn
 
@@ -49,7 +50,7 @@ def keep_stage(model: nn.Module, plan: Plan, stage: int, ranks: int, config: Pip
         )
     count = ranks * config.held()
     blocks = find(model, plan.blocks)
-    lengths = config.layers or balanced(*_costs(model, blocks, plan.stages), count)
+    lengths = config.layers or _cut(model, blocks, plan.stages, count, config.max_parameters)
     _require_lengths(lengths, len(blocks), count)
     ends = [index for index, length in enumerate(lengths) for _ in range(length)]
     owners = (
@@ -85,6 +86,21 @@ def _refuse_ties(model: nn.Module, owners: dict[str, int]) -> None:
             )
 
 
+def _cut(
+    model: nn.Module, blocks: dict[str, nn.Module], stages: StagePlan, count: int, max_parameters: int
+) -> list[int]:
+    """How many blocks each stage gets, by cost; of what is bound, parameters of all kinds count."""
+
+    def held(modules: Iterable[nn.Module]) -> int:
+        return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+    ends = [held(model.get_submodule(name) for name in names) for names in (stages.first, stages.last)]
+    sizes = [held([block]) for block in blocks.values()]
+    sizes[0] += ends[0]
+    sizes[-1] += ends[1]
+    return balanced(*_costs(model, blocks, stages), count, sizes, max_parameters)
+
+
 def _costs(model: nn.Module, blocks: dict[str, nn.Module], stages: StagePlan) -> tuple[list[int], int]:
     """FLOPs a token, in units of 6, of the matrices of each block and of the last modules."""
 
@@ -96,16 +112,20 @@ def _costs(model: nn.Module, blocks: dict[str, nn.Module], stages: StagePlan) ->
     )
 
 
-def balanced(costs: Sequence[int], last: int, stages: int) -> list[int]:
+def balanced(
+    costs: Sequence[int], last: int, stages: int, sizes: Sequence[int] = (), most: int = 0
+) -> list[int]:
     """How many blocks each stage gets, so that the most costly stage costs as little as possible.
 
     Args:
         costs: of each block.
         last: what the last stage costs beside.
         stages: how many, each with a block at least.
+        sizes: of each block, what is held beside with the first and the last.
+        most: what the sizes of a stage may add up to; 0 is no bound.
 
     Raises:
-        ParallelError: there are fewer blocks than stages.
+        ParallelError: there are fewer blocks than stages, or no cut keeps the bound.
     """
     if len(costs) < stages:
         raise ParallelError(
@@ -113,17 +133,34 @@ def balanced(costs: Sequence[int], last: int, stages: int) -> list[int]:
             "stages_per_rank"
         )
 
+    def fits(start: int, end: int) -> bool:
+        return not most or sum(sizes[start:end]) <= most
+
     @cache
-    def best(start: int, left: int) -> tuple[int, tuple[int, ...]]:
+    def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
         if left == 1:
-            return sum(costs[start:]) + last, (len(costs) - start,)
+            cost = sum(costs[start:]) + last if fits(start, len(costs)) else inf
+            return cost, (len(costs) - start,)
         options = []
         for end in range(start + 1, len(costs) - left + 2):
             rest, lengths = best(end, left - 1)
-            options.append((max(sum(costs[start:end]), rest), (end - start, *lengths)))
+            cost = max(sum(costs[start:end]), rest) if fits(start, end) else inf
+            options.append((cost, (end - start, *lengths)))
         return min(options)
 
-    return list(best(0, stages)[1])
+    cost, lengths = best(0, stages)
+    if cost == inf:
+        needed = max(map(sum, _parts(sizes, balanced(sizes, 0, stages))))
+        raise ParallelError(
+            f"pipeline.max_parameters = {most} cannot be kept by {stages} stages: the largest has {needed} "
+            "at best; raise it, or use more stages (mesh.pp, pipeline.stages_per_rank)"
+        )
+    return list(lengths)
+
+
+def _parts(values: Sequence[int], lengths: Sequence[int]) -> Iterator[Sequence[int]]:
+    rest = iter(values)
+    return ([next(rest) for _ in range(length)] for length in lengths)
 
 
 def _remove(model: nn.Module, name: str, pass_through: bool) -> None:

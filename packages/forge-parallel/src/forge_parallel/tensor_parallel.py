@@ -278,6 +278,8 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
             raise ParallelError(
                 f"{name} = {size} cannot be cut over tp = {mesh.size()} ranks; use a divisor of it"
             )
+    if config.async_:
+        _overlap(mesh)
     axis = Axis(mesh.get_local_rank(), mesh.size(), mesh.get_group(), config.sequence)
     cut: dict[int, nn.Parameter] = {}
     for pattern, role in plan.tensor.items():
@@ -292,6 +294,22 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
         raise ParallelError(f"no role under tensor parallelism for {', '.join(plain)}; name them in the plan")
+
+
+def _overlap(mesh: DeviceMesh) -> None:
+    """Let the compiler overlap matmuls with the collectives around them, in all that this process compiles.
+
+    Raises:
+        ParallelError: the ranks are no GPUs.
+    """
+    if mesh.device_type != "cuda":
+        raise ParallelError(
+            f"tensor_parallel.async = true needs GPUs that reach each other's memory, not a "
+            f"{mesh.device_type}; set it to false"
+        )
+    import torch._inductor.config as inductor
+
+    inductor._micro_pipeline_tp = True
 
 
 def _require_kind(name: str, module: nn.Module, role: str) -> None:

@@ -1,0 +1,70 @@
+from itertools import combinations, pairwise
+from types import SimpleNamespace
+
+import pytest
+from forge_parallel.config import CompileConfig, ParallelConfig, PipelineConfig, TensorParallelConfig
+from forge_parallel.error import ParallelError
+from forge_parallel.plan import Plan
+from forge_parallel.stages import balanced, keep_stage
+from forge_parallel.tensor_parallel import _overlap
+from torch import nn
+
+
+def every_cut(count: int, stages: int) -> list[list[int]]:
+    edges = ([0, *inner, count] for inner in combinations(range(1, count), stages - 1))
+    return [[b - a for a, b in pairwise(cut)] for cut in edges]
+
+
+def sums(values: list[int], cut: list[int]) -> list[int]:
+    return [sum(values[sum(cut[:i]) : sum(cut[: i + 1])]) for i in range(len(cut))]
+
+
+@pytest.mark.parametrize("most", [0, 12, 15, 19, 26])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_balanced_costs_least_of_all_cuts_that_keep_the_bound(stages, most):
+    costs, last, sizes = [3, 1, 4, 1, 5, 9, 2], 6, [9, 2, 6, 5, 3, 5, 8]
+
+    def cost(cut: list[int]) -> int:
+        found = sums(costs, cut)
+        return max([*found[:-1], found[-1] + last])
+
+    allowed = [cut for cut in every_cut(7, stages) if not most or max(sums(sizes, cut)) <= most]
+    if allowed:
+        assert cost(balanced(costs, last, stages, sizes, most)) == min(map(cost, allowed))
+        return
+    least = min(max(sums(sizes, cut)) for cut in every_cut(7, stages))
+    with pytest.raises(ParallelError, match=f"the largest has {least} at best"):
+        balanced(costs, last, stages, sizes, most)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 4)
+        self.layers = nn.ModuleDict({str(i): nn.Linear(4, 4, bias=False) for i in range(6)})
+        self.head = nn.Linear(4, 5, bias=False)
+
+
+def test_bound_counts_the_embedding():
+    plan = Plan.of(
+        {"blocks": "layers.*", "stages": {"first": ["embed"], "last": ["head"], "hidden": "x", "dim": 4}}
+    )
+    lengths = {}
+    for bound in (0, 440):
+        model = Net()
+        keep_stage(model, plan, 0, 2, PipelineConfig(max_parameters=bound))
+        lengths[bound] = len(model.layers)
+    assert lengths == {0: 4, 440: 2}
+    with pytest.raises(ParallelError, match="max_parameters = 400 cannot be kept by 2 stages"):
+        keep_stage(Net(), plan, 0, 2, PipelineConfig(max_parameters=400))
+
+
+def test_overlap_needs_gpus_the_compiler_and_sequences():
+    with pytest.raises(ParallelError, match="needs GPUs that reach each other's memory, not a cpu"):
+        _overlap(SimpleNamespace(device_type="cpu"))  # type: ignore[arg-type]
+    overlapped = TensorParallelConfig(async_=True)
+    with pytest.raises(ValueError, match="sequence = true"):
+        TensorParallelConfig(async_=True, sequence=False)
+    with pytest.raises(ValueError, match="done by the compiler"):
+        ParallelConfig(tensor_parallel=overlapped)
+    ParallelConfig(tensor_parallel=overlapped, compile=CompileConfig(enabled=True))
