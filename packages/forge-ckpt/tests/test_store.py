@@ -3,6 +3,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,6 +193,30 @@ def test_disk_that_is_full_is_an_error_and_leaves_the_older_one(tmp_path, monkey
     assert_holds(into, 1)
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="tells what is flushed by /proc")
+def test_all_is_on_the_disk_before_the_rename_and_the_rename_before_it_is_told(tmp_path, monkeypatch):
+    events, sync, rename = [], os.fsync, os.rename
+
+    def flushed(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    def renamed(source, target):
+        events.append("renamed")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    saved(tmp_path, 1)
+    at = events.index("renamed")
+    before, after = events[:at], events[at + 1 :]
+    partial = before[-1]
+    assert partial.name.startswith(".tmp-")
+    names = {"rank-00000.bin", "rank-00000.json", "manifest.json"}
+    assert set(before) == {partial, *(partial / name for name in names)}
+    assert after[0] == tmp_path
+
+
 def save_forever(root) -> None:
     store = Store(root, keep=2)
     step = max([0, *store.steps()])
@@ -343,6 +368,12 @@ def test_progress_that_cannot_be_understood_or_is_gone_with_its_folder_still_cou
         Store(store.root, marks=[mark]).resume(lambda held: blanks())
     mark.unlink()
     assert Store(store.root, marks=[mark]).resume(lambda held: blanks()) is None
+
+
+def test_highest_step_ever_saved_never_sinks(tmp_path):
+    saved(tmp_path, 5)
+    Store(tmp_path).save(3, Snapshot(tensors(3), {}))  # of a run that went back to an older checkpoint
+    assert Store(tmp_path).progress() == 5
 
 
 @pytest.mark.parametrize("work", ["_mark", "remove"])

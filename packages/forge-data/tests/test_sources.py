@@ -45,6 +45,19 @@ def test_files_are_tokenized_anew_when_they_change(folder: Path, tmp_path: Path)
     assert _text(source.open("train", BytesConfig(), tmp_path)).startswith("changed")
 
 
+def test_files_are_tokenized_anew_under_other_names_or_for_another_tokenizer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FilesConfig(paths=[str(folder / "*.txt")], held_out=0.2)
+    before = _text(source.open("validation", BytesConfig(), tmp_path))
+    for path in list(folder.glob("*.txt")):
+        path.rename(path.with_stem(f"{path.stem}x"))  # names decide what is held out
+    after = _text(source.open("validation", BytesConfig(), tmp_path))
+    assert after == _text(source.open("validation", BytesConfig(), tmp_path / "fresh")) != before
+    monkeypatch.setattr(type(BytesConfig().build()), "digest", "another")
+    assert source.open("train", BytesConfig(), tmp_path).manifest.tokenizer == "another"
+
+
 def test_files_read_the_field_that_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one", "body": "two"}\n')
     found = [
