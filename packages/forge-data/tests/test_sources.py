@@ -55,7 +55,7 @@ def test_files_are_tokenized_anew_under_other_names_or_for_another_tokenizer(
     after = _text(source.open("validation", BytesConfig(), tmp_path))
     assert after == _text(source.open("validation", BytesConfig(), tmp_path / "fresh")) != before
     monkeypatch.setattr(type(BytesConfig().build()), "digest", "another")
-    assert source.open("train", BytesConfig(), tmp_path).manifest.tokenizer == "another"
+    assert source.open("validation", BytesConfig(), tmp_path).manifest.tokenizer == "another"
 
 
 def test_files_read_the_field_that_is_asked_for(tmp_path: Path) -> None:
