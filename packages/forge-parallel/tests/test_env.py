@@ -8,6 +8,9 @@ from forge_parallel.config import MeshConfig
 from forge_parallel.env import Env, process_group
 from forge_parallel.error import ParallelError
 from forge_parallel.mesh import build_mesh
+from forge_parallel.testing import run_ranks
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -157,3 +160,15 @@ def test_a_lone_float32_process_loads_neither_fsdp_nor_the_compiler():
     """)
     done = run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def patience() -> list[float]:
+    """Seconds that the collectives of the default group and of the control group may take."""
+    mesh = build_mesh(MeshConfig(), Env.detect())
+    groups = [torch.distributed.group.WORLD, mesh.control_group]
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]  # type: ignore[union-attr]
+
+
+@pytest.mark.dist
+def test_control_group_is_as_patient_as_the_default_group():
+    assert run_ranks(patience, 1, timeout_s=77) == [[77.0, 77.0]]

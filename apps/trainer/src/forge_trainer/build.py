@@ -13,7 +13,7 @@ from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_data.loader import Loader, build_loader
 from forge_parallel.apply import materialize, parallelize
-from forge_parallel.capabilities import without_dynamo
+from forge_parallel.capabilities import host_group, without_dynamo
 from forge_parallel.env import Env, process_group
 from forge_parallel.mesh import Mesh, build_mesh
 from forge_parallel.plan import Plan
@@ -24,7 +24,7 @@ from forge_resilience.finite import FiniteGuard
 from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 from torch import nn
-from torch.distributed import ProcessGroup, new_group
+from torch.distributed import ProcessGroup
 
 from forge_trainer.clock import Clock
 from forge_trainer.guards import CountFinite, Guard, build_guards
@@ -179,8 +179,7 @@ def build_parts(job: Job, mesh: Mesh) -> list[nn.Module]:
 def open_store(job: Job, mesh: Mesh) -> Store:
     """The checkpoints of the run, with a group of their own: they are written beside training. Collective."""
     config, files = job.checkpoint, RunFiles(job.job.directory)
-    group = new_group(backend="gloo") if mesh.control_group is not None else None
-    assert group is None or isinstance(group, ProcessGroup), "every rank is a member"
+    group = host_group() if mesh.control_group is not None else None
     return Store(
         files.checkpoints,
         config.keep,

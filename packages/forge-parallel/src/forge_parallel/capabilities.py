@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
@@ -37,6 +38,17 @@ def group_options(device: torch.device, lone: bool) -> dict[str, Any]:
     if device.type == "cuda":
         return {"backend": "cpu:gloo,cuda:nccl", "device_id": device, "store": store}
     return {"backend": "gloo", "store": store}
+
+
+def host_group() -> ProcessGroup:
+    """A new group of all ranks on their CPUs, with the timeout of the default group, which torch forgets."""
+    import torch.distributed as dist
+
+    assert dist.group.WORLD is not None
+    options = getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "options", None)
+    group = dist.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
 
 
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:

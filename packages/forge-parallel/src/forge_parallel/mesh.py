@@ -97,7 +97,6 @@ def build_mesh(config: MeshConfig, env: Env) -> Mesh:
                 "call build_mesh inside `with process_group(env)`"
             )
         return Mesh(env.device)
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     def grid(sizes: dict[str, int]) -> DeviceMesh:
@@ -108,8 +107,6 @@ def build_mesh(config: MeshConfig, env: Env) -> Mesh:
     shards = sizes["dp_shard"] * sizes["cp"]
     held = grid({"pp": sizes["pp"], "dp_replicate": sizes["dp_replicate"], FSDP: shards, "tp": sizes["tp"]})
     read = grid(sizes) if sizes["cp"] > 1 else held
-    control_group = dist.new_group(backend="gloo")
-    assert isinstance(control_group, dist.ProcessGroup), "every rank is a member"
     return Mesh(
         env.device,
         batch=_view(read, DATA_AXES if read is not held else ("dp_replicate", FSDP)),
@@ -119,7 +116,7 @@ def build_mesh(config: MeshConfig, env: Env) -> Mesh:
         context=_view(read, ("cp",)),
         fsdp=_part(held, ("dp_replicate", FSDP)),
         tp=_part(held, ("tp",)),
-        control_group=control_group,
+        control_group=capabilities.host_group(),
     )
 
 
