@@ -220,3 +220,12 @@ def test_writer_says_that_the_disk_is_full_and_leaves_nothing(tmp_path: Path) ->
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert "cannot be written" in done.stdout and "make room" in done.stdout
         assert list(tmp_path.iterdir()) == []
+
+
+def test_digest_of_a_store_names_where_its_documents_end(tmp_path: Path) -> None:
+    digests = []
+    for lengths in ([2, 4], [3, 3]):
+        with Writer(tmp_path / str(lengths), 257, "t") as writer:
+            writer.add(np.arange(6), lengths)
+        digests.append(TokenStore(tmp_path / str(lengths)).manifest.digest)
+    assert digests[0] != digests[1]
