@@ -23,7 +23,7 @@ def test_part_loads_on_top_of_a_run(path, tmp_path):
     run.write_text(
         f'extends = ["{ROOT}/configs/runs/debug.toml", "{path}"]\n'
         "[model]\nmax_tokens = 131072\ndim = 128\nnum_layers = 8\ntie_embeddings = false\n"
-        "[model.attention]\nnum_heads = 8\nnum_kv_heads = 4\n"
+        "[model.attention]\nnum_heads = 8\n" + ("" if "mla" in path.stem else "num_kv_heads = 4\n")
     )
     assert load_job(run).value
 
@@ -61,6 +61,8 @@ RUNS = {
     "debug": (1, 1.354e6),
     "mixture_debug": (1, 1.354e6),
     "moe_debug": (1, 3.940e6),
+    "moe_1b_a400m": (16, 1.12e9),
+    "mla_moe_16b": (16, 16.5e9),
     "llama-125m": (4, 0.174e9),
     "llama-1b": (16, 1.24e9),
     "llama-8b": (256, 8.03e9),

@@ -8,6 +8,7 @@ from forge_model import DecoderConfig
 from forge_model.attention_config import GroupedQueryConfig, LatentConfig
 from forge_model.decoder_config import LayerOverride
 from forge_model.ffn_config import GeGLUConfig, MLPConfig, SwiGLUConfig
+from forge_model.mtp_config import MTPConfig
 from forge_model.norm_config import LayerNormConfig, RMSNormConfig
 from forge_parallel import (
     ParallelConfig,
@@ -72,8 +73,9 @@ MODELS = {
         logit_softcap=2.0,
         overrides=[LayerOverride(layers="-1", attention=UNLIKE_LAST, norm=RMSNormConfig(zero_centered=True))],
     ),
+    "ahead": DecoderConfig(**PARTS, attention=LATENT, mtp=MTPConfig(num_modules=2)),
 }
-FAMILIES = [name for name in MODELS if name != "deep"]
+FAMILIES = [name for name in MODELS if name not in ("deep", "ahead")]
 
 
 COUNTS = {"deep": 4}
@@ -128,6 +130,12 @@ def test_tensor_parallel_training_in_float64_equals_one_process(name, sequence):
 def test_sharded_training_with_tied_embeddings_in_float64_equals_one_process():
     parallel = ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
     check("fsdp2", "tied", "float64", parallel, loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("hsdp2x2", marks=pytest.mark.slow)])
+def test_sharded_multi_token_prediction_in_float64_equals_one_process(layout):
+    check(layout, "ahead", "float64", ParallelConfig(), loss=1e-10, norm=1e-10)
 
 
 @pytest.mark.dist

@@ -79,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=int, default=0, help="0 is off")
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--min-p", type=float, default=0.0)
+    generate.add_argument(
+        "--speculative", action="store_true", help="let the modules of model.mtp propose tokens; greedy only"
+    )
     generate.add_argument("--seed", type=_seed, default=0)
     evaluate = commands.add_parser("eval", help="the loss of a run on its held-out text")
     status = commands.add_parser("status", help="how far a run has come and what its next start will do")

@@ -94,7 +94,8 @@ def generate_text(options: argparse.Namespace) -> None:
                 sys.stdout.write(after.removeprefix(before.rstrip("\N{REPLACEMENT CHARACTER}")))
                 sys.stdout.flush()
 
-        generate(model, [tokens], new_tokens, sampling, [tokenizer.eos_id], generator, on_tokens=show)
+        stop, ahead = [tokenizer.eos_id], options.speculative
+        generate(model, [tokens], new_tokens, sampling, stop, generator, on_tokens=show, speculative=ahead)
         sys.stdout.write("\n")
 
 

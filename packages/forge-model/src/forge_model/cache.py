@@ -27,6 +27,10 @@ class LayerCache:
         self.length = end
         return self._key[:, :, :end], self._value[:, :, :end]
 
+    def crop(self, length: int) -> None:
+        """Forget all tokens but the first `length`; keeps those it has if they are fewer."""
+        self.length = min(self.length, length)
+
 
 def _room(tensor: Tensor, capacity: int) -> Tensor:
     return tensor.new_empty(*tensor.shape[:2], capacity, tensor.shape[3])

@@ -40,6 +40,8 @@ def differences(config: DecoderConfig, other: DecoderConfig) -> list[str]:
         for key in SHARED_KEYS
         if getattr(config, key) != getattr(other, key)
     ]
+    modules = [{"num_modules": one.mtp.num_modules} for one in (config, other)]
+    lines += [f"mtp.{line}" for line in _unlike(*modules)]
     lines += [f"norm.{line}" for line in _unlike(plain(config.norm), plain(other.norm))]
     shared = min(config.num_layers, other.num_layers)
     where: dict[str, list[int]] = {}

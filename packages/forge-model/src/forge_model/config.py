@@ -19,6 +19,7 @@ from forge_model.loss_config import losses as losses
 from forge_model.model_config import ModelConfig as ModelConfig
 from forge_model.model_config import models as models
 from forge_model.moe_config import MoEConfig as MoEConfig
+from forge_model.mtp_config import MTPConfig as MTPConfig
 from forge_model.norm_config import LayerNormConfig as LayerNormConfig
 from forge_model.norm_config import NormConfig as NormConfig
 from forge_model.norm_config import RMSNormConfig as RMSNormConfig
@@ -43,6 +44,7 @@ __all__ = [
     "LayerOverride",
     "LossConfig",
     "MLPConfig",
+    "MTPConfig",
     "MoEConfig",
     "ModelConfig",
     "NormConfig",

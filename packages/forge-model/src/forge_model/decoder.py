@@ -17,6 +17,7 @@ from forge_model.layers import Embedding
 from forge_model.loss import LossTerms, VocabularyShard
 from forge_model.mask import Attend, Mask, softmax_attention
 from forge_model.moe import learn_from_load, moe_layers
+from forge_model.mtp import MTPModule, combined, labels_ahead, tokens_ahead
 from forge_model.roles import Role, parameter_roles
 from forge_model.rope import Rope, RopeTables
 
@@ -70,8 +71,13 @@ class Head(nn.Module):
         self.softcap = softcap
         self.weight: nn.Parameter = nn.Parameter(torch.empty(vocab_size, dim))
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None, loss_fn: LossFn | None = None) -> Any:
-        """[B, T, D] -> [B, T, V], or what `loss_fn` returns when there are labels [B, T]."""
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, loss_fn: LossFn | None = None, parts: int = 1
+    ) -> Any:
+        """[B, T, D] -> [B, T, V], or what `loss_fn` returns when there are labels [B, T].
+
+        With several `parts`, of which each has as many rows, a list of what it returns for each.
+        """
         if labels is None:
             logits = nn.functional.linear(hidden, self.weight)
             if self.softcap is not None:
@@ -82,7 +88,11 @@ class Head(nn.Module):
         part = () if self.vocabulary is None else (self.vocabulary,)
         # a loss that knows no soft cap is not given one, and otherwise fails: it would be another loss
         options = {} if self.softcap is None else {"softcap": self.softcap}
-        return loss_fn(hidden, self.weight, labels, *part, **options)
+        made = [
+            loss_fn(h, self.weight, y, *part, **options)
+            for h, y in zip(hidden.chunk(parts), labels.chunk(parts), strict=True)
+        ]
+        return made if parts > 1 else made[0]
 
 
 class Decoder(nn.Module):
@@ -97,6 +107,7 @@ class Decoder(nn.Module):
         layers: blocks by index.
         norm: of the last hidden state.
         head: hidden state -> logits, or loss.
+        mtp: modules that predict tokens after the next one, used where there are labels.
     """
 
     embed: Embedding | None
@@ -114,6 +125,12 @@ class Decoder(nn.Module):
         self.head = Head(config.dim, config.vocab_size, config.logit_softcap)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight  # type: ignore[assignment]
+        self.mtp = nn.ModuleDict(
+            {
+                str(k): MTPModule(Block(config.layer(-1), config.dim), config.layer(-1).norm, config.dim)
+                for k in range(config.mtp.num_modules)
+            }
+        )
         self._layer_configs = {str(i): config.layer(i) for i in range(config.num_layers)}
         self._rope_tables = RopeTables()
 
@@ -148,16 +165,66 @@ class Decoder(nn.Module):
         if cache is not None and (doc_ids is not None or positions is not None):
             raise ModelError("a cache knows its positions and has one document a row; give no others with it")
         self._require_room(tokens.shape[1] + (0 if cache is None else cache.length))
-        x = self._embedded(tokens, hidden)
+        depths = 0 if labels is None else len(self.mtp)
+        embedded = self._embedded(tokens_ahead(tokens, depths) if depths else tokens, hidden)
+        x, *following = embedded.chunk(1 + depths)
         if cache is None:
             mask = Mask(tokens.shape[1], tokens.device, doc_ids)
         else:
             mask, positions = cache.mask(tokens.shape[1]), cache.positions(tokens.shape[1])
-        shared = _Shared(mask, self._rope_tables, tokens, positions, x.dtype, self.config.dim)
+        shared = self._shared(mask, tokens, positions, x.dtype)
+        x = self._blocks(x, shared, cache)
+        if depths and labels is not None:
+            return self._losses(x, following, shared, labels, doc_ids, loss_fn)
+        return self.read_out(x if last_logits is None else x[:, -last_logits:], labels, loss_fn)
+
+    def _shared(self, mask: Mask, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype) -> _Shared:
+        return _Shared(mask, self._rope_tables, tokens, positions, dtype, self.config.dim)
+
+    def _blocks(self, x: Tensor, shared: _Shared, cache: Cache | None) -> Tensor:
         for name, block in self.layers.items():
             rope, resolved = shared.of(self._layer_configs[name], block)
             x = block(x, rope, resolved, None if cache is None else cache.layers[int(name)])
-        return self.read_out(x if last_logits is None else x[:, -last_logits:], labels, loss_fn)
+        return x
+
+    def _losses(
+        self,
+        x: Tensor,
+        following: list[Tensor],
+        shared: _Shared,
+        labels: Tensor,
+        doc_ids: Tensor | None,
+        loss_fn: LossFn | None,
+    ) -> LossTerms:
+        """The loss of the next token and of those after it; embedding, norm and head run once each."""
+        assert self.norm is not None and self.head is not None
+        hidden, targets = [self.norm(x)], [labels]
+        for depth, (module, embedded) in enumerate(zip(self.mtp.values(), following, strict=True), 1):
+            rope, resolved = shared.of(self.config.layer(-1), module.get_submodule("block"))
+            hidden.append(module(embedded, hidden[-1], rope, resolved))
+            targets.append(labels_ahead(labels, doc_ids, depth))
+        terms = self.head(torch.cat(hidden), torch.cat(targets), loss_fn, len(hidden))
+        return combined(terms, self.config.mtp.loss_weight)
+
+    def hidden_states(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """[B, T] -> [B, T, D]: what the head is given, for tokens after those in the cache."""
+        assert self.norm is not None
+        mask, positions = cache.mask(tokens.shape[1]), cache.positions(tokens.shape[1])
+        x = self._embedded(tokens, None)
+        return self.norm(self._blocks(x, self._shared(mask, tokens, positions, x.dtype), cache))
+
+    def predict_ahead(
+        self, module: nn.Module, tokens: Tensor, hidden: Tensor, cache: LayerCache, mask: Mask
+    ) -> Tensor:
+        """What one of `mtp` makes of tokens [B, T] further on and hidden states [B, T, D], after a cache."""
+        assert mask.padding is not None
+        index = torch.arange(mask.cached, mask.cached + mask.tokens, device=tokens.device)
+        positions = (index - mask.padding[:, None]).clamp(min=0)
+        x = self._embedded(tokens, None)
+        rope, resolved = self._shared(mask, tokens, positions, x.dtype).of(
+            self.config.layer(-1), module.get_submodule("block")
+        )
+        return module(x, hidden, rope, resolved, cache)
 
     def _embedded(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
         """[B, T] -> [B, T, D], or what another stage has made of them."""
@@ -187,7 +254,7 @@ class Decoder(nn.Module):
         tied, width = self.config.tie_embeddings, self.config.dim
         return {
             "blocks": "layers.*",
-            "units": [] if tied else [unit for unit in units if unit],
+            "units": [*([] if tied else [u for u in units if u]), *([f"mtp.{k}"] for k in self.mtp)],
             "tensor": self._tensor_roles() | {name: name for name in outside},
             "stages": {"first": ["embed"], "last": ["norm", "head"], "hidden": "hidden", "dim": width},
             "divisible": self.config.tensor_sizes(),
@@ -210,7 +277,7 @@ class Decoder(nn.Module):
             "layers.*.ffn_norm": "norm",
             "layers.*.ffn_post_norm": "norm",
         }
-        experts = {name.split(".")[1] for name in moe_layers(self)}
+        experts = {name.split(".")[1] for name in moe_layers(self) if name.startswith("layers.")}
         for layer in (name for name in self.layers if name not in experts) if experts else "*":
             ffn = f"layers.{layer}.ffn"
             roles |= {ffn: "gather", f"{ffn}.w_[gu]*": "colwise", f"{ffn}.w_down": "rowwise"}

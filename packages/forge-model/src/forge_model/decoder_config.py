@@ -11,6 +11,7 @@ from msgspec import field
 from forge_model.attention_config import AttentionConfig, Count, GroupedQueryConfig, Positive
 from forge_model.ffn_config import FfnConfig, SwiGLUConfig
 from forge_model.model_config import ModelConfig, models
+from forge_model.mtp_config import MTPConfig
 from forge_model.norm_config import NormConfig, RMSNormConfig
 from forge_model.rope_config import RopeConfig
 
@@ -85,6 +86,7 @@ class DecoderConfig(ModelConfig):
         embedding_scale: what embeddings are multiplied by; Gemma has sqrt(dim).
         logit_softcap: logits become logit_softcap * tanh(logit / logit_softcap) (arXiv:2408.00118); absent
             means they stay as they are.
+        mtp: modules that predict tokens after the next one.
         overrides: layers that differ; where two name a layer, the later one counts.
     """
 
@@ -101,6 +103,7 @@ class DecoderConfig(ModelConfig):
     norm_order: NormOrder = "pre"
     embedding_scale: Positive = 1.0
     logit_softcap: Positive | None = None
+    mtp: MTPConfig = MTPConfig()
     overrides: list[LayerOverride] = []
 
     @classmethod
@@ -139,7 +142,8 @@ class DecoderConfig(ModelConfig):
                 )
 
     def layer(self, index: int) -> LayerConfig:
-        """The parts of one layer, the overrides applied."""
+        """The parts of one layer, the overrides applied; -1 is the last."""
+        index %= self.num_layers
         parts: dict[str, Any] = {name: getattr(self, name) for name in LayerConfig.__struct_fields__}
         for override in self.overrides:
             if index in override.indices(self.num_layers):
@@ -166,6 +170,11 @@ class DecoderConfig(ModelConfig):
 
     def require_axes(self, tp: int, cp: int) -> None:
         """See `ModelConfig.require_axes`."""
+        if self.mtp.num_modules and (tp > 1 or cp > 1):
+            raise ValueError(
+                "modules for multi-token prediction look at tokens of other ranks under tensor and context "
+                "parallelism; set model.mtp.num_modules = 0, or mesh.tp and mesh.cp to 1"
+            )
         for index in range(self.num_layers):
             layer = self.layer(index)
             try:
@@ -180,6 +189,11 @@ class DecoderConfig(ModelConfig):
                 "the embedding on the first stage and the head on the last are one parameter, which two "
                 "stages cannot share; untie them (model.tie_embeddings = false)"
             )
+        if self.mtp.num_modules:
+            raise ValueError(
+                "modules for multi-token prediction need the embedding of the first stage and the head of "
+                "the last; set model.mtp.num_modules = 0"
+            )
         if len(layers) > self.num_layers:
             raise ValueError(
                 f"{len(layers)} stages need as many layers; model.num_layers = {self.num_layers}"
@@ -189,12 +203,14 @@ class DecoderConfig(ModelConfig):
 
     def flops_per_token(self, tokens: int, causal: bool = True) -> float:
         """See `ModelConfig.flops_per_token`."""
-        layers = [self.layer(index) for index in range(self.num_layers)]
+        depths = self.mtp.num_modules
+        layers = [self.layer(index) for index in range(self.num_layers)] + [self.layer(-1)] * depths
         blocks = sum(
             layer.attention.forward_flops(self.dim, tokens, causal) + layer.ffn.forward_flops(self.dim)
             for layer in layers
         )
-        return 3 * (blocks + 2 * self.dim * self.vocab_size)
+        heads = (1 + depths) * 2 * self.dim * self.vocab_size
+        return 3 * (blocks + heads + depths * 4 * self.dim**2)
 
 
 def _over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from forge_model.cache import Cache
 from forge_model.decoder_config import DecoderConfig
 from forge_model.error import ModelError
+from forge_model.speculate import Speculation
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def generate(
     stop_tokens: Sequence[int] = (),
     generator: torch.Generator | None = None,
     on_tokens: Callable[[list[int | None]], None] | None = None,
+    speculative: bool = False,
 ) -> list[list[int]]:
     """Continue each prompt, with a key-value cache.
 
@@ -81,35 +83,76 @@ def generate(
         stop_tokens: a prompt is done when one of these was written; it is part of the result.
         generator: random numbers, on the device of the model.
         on_tokens: called after every step with the new token of each prompt, None where it is done.
+        speculative: let the modules of multi-token prediction propose tokens. Greedy only; writes the same.
 
     Returns:
         The new token ids of each prompt.
 
     Raises:
         ModelError: a prompt is empty or has a token that the model does not know; there is nothing to write;
-            or prompt and answer do not fit into `max_tokens`.
+            or prompt and answer do not fit into `max_tokens`; or `speculative` without such modules, or with
+            tokens that are drawn.
     """
     longest = _longest_prompt(prompts, max_new_tokens, model.config)  # type: ignore[arg-type]
     sampling = sampling or Sampling()
     device = next(model.parameters()).device
     padding = torch.tensor([longest - len(p) for p in prompts], device=device)
     tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+    written = _Written(len(prompts), stop_tokens, on_tokens)
+    if speculative:
+        _require_speculation(model, sampling)
+        growing = Speculation(model, tokens, padding, max_new_tokens)
+        written.add(growing.known[:, -1])
+        while (left := max_new_tokens - written.steps) and not all(written.done):
+            for chosen in growing.grow(left, written.done).unbind(1):
+                written.add(chosen)
+        return written.rows
     cache = Cache(model.config.num_layers, longest + max_new_tokens, padding)  # type: ignore[arg-type, union-attr]
-    written: list[list[int]] = [[] for _ in prompts]
-    done = [False] * len(prompts)
-    for _ in range(max_new_tokens):
+    while written.steps < max_new_tokens and not all(written.done):
         chosen = sampling.choose(model(tokens, cache=cache, last_logits=1)[:, -1], generator)
-        new: list[int | None] = [None if d else t for d, t in zip(done, chosen.tolist(), strict=True)]
+        written.add(chosen)
+        tokens = chosen[:, None]
+    return written.rows
+
+
+class _Written:
+    """The new tokens of each prompt."""
+
+    def __init__(
+        self,
+        prompts: int,
+        stop_tokens: Sequence[int],
+        on_tokens: Callable[[list[int | None]], None] | None,
+    ) -> None:
+        self.rows: list[list[int]] = [[] for _ in range(prompts)]
+        self.done = [False] * prompts
+        self.steps = 0
+        self._stop_tokens, self._on_tokens = stop_tokens, on_tokens
+
+    def add(self, chosen: Tensor) -> None:
+        """One token [B] for each prompt that is not done."""
+        if all(self.done):
+            return
+        self.steps += 1
+        new: list[int | None] = [None if d else t for d, t in zip(self.done, chosen.tolist(), strict=True)]
         for index, token in enumerate(new):
             if token is not None:
-                written[index].append(token)
-                done[index] = token in stop_tokens
-        if on_tokens is not None:
-            on_tokens(new)
-        if all(done):
-            break
-        tokens = chosen[:, None]
-    return written
+                self.rows[index].append(token)
+                self.done[index] = token in self._stop_tokens
+        if self._on_tokens is not None:
+            self._on_tokens(new)
+
+
+def _require_speculation(model: nn.Module, sampling: Sampling) -> None:
+    if sampling.temperature != 0:
+        raise ModelError(
+            f"given temperature = {sampling.temperature} with speculative generation, which is greedy; use 0"
+        )
+    if not len(getattr(model, "mtp", ())):
+        raise ModelError(
+            "this model has no modules for multi-token prediction to propose tokens; generate without "
+            "`speculative`, or train with model.mtp.num_modules above 0"
+        )
 
 
 def _longest_prompt(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: DecoderConfig) -> int:

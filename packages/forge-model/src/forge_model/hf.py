@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,7 +40,7 @@ def to_hf(tensors: Mapping[str, V], config: DecoderConfig) -> dict[str, V]:
         if config.tie_embeddings and name == "head.weight":
             continue
         try:
-            key = family.hf_key(name)
+            key = family.hf_key(name, config.num_layers)
         except KeyError:
             raise ModelError(f"{name} has no counterpart in a {family.model_type} checkpoint") from None
         if "{}" in key:
@@ -47,6 +48,14 @@ def to_hf(tensors: Mapping[str, V], config: DecoderConfig) -> dict[str, V]:
         else:
             renamed[key] = tensor
     return renamed
+
+
+def _is_not_ours(key: str, config: DecoderConfig) -> bool:
+    """Whether a tensor is of multi-token prediction, and of modules left out or shared with the model."""
+    found = re.match(r"model\.layers\.(\d+)\.(.*)", key)
+    if found is None or int(found[1]) < config.num_layers:
+        return False
+    return not config.mtp.num_modules or found[2] in ("embed_tokens.weight", "shared_head.head.weight")
 
 
 class Stacked(Mapping[str, Any]):
@@ -103,11 +112,12 @@ def from_hf(tensors: Mapping[str, V], config: DecoderConfig) -> Mapping[str, V]:
     with torch.device("meta"):
         ours = tensors_of(config.build())
     family = family_of(config)
-    keys = {family.hf_key(name): name for name in ours}
+    keys = {family.hf_key(name, config.num_layers): name for name in ours}
     experts = {key: len(ours[name]) for key, name in keys.items() if "{}" in key}
     wanted = keys.keys() - experts.keys()
     wanted |= {key.format(index) for key, number in experts.items() for index in range(number)}
     ignorable = {"lm_head.weight"} if config.tie_embeddings else set()
+    ignorable |= {key for key in tensors if family.mtp_keys and _is_not_ours(key, config)}
     missing = sorted(wanted - tensors.keys())
     extra = sorted(tensors.keys() - wanted - ignorable)
     if missing or extra:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_config import plain
+from msgspec.structs import replace
 
 from forge_model.compare import differences
 from forge_model.decoder_config import DecoderConfig
@@ -201,7 +202,10 @@ def require_weights_of(config: ModelConfig, hf: Mapping[str, Any], place: str) -
     """
     if not isinstance(config, DecoderConfig):
         raise ModelError(f"{place} holds weights of a decoder; [model] is a {type(config).__name__}")
-    found = differences(config, config_from_hf(hf))
+    other = config_from_hf(hf)
+    if not config.mtp.num_modules:  # modules for multi-token prediction may be left out
+        other = replace(other, mtp=config.mtp)
+    found = differences(config, other)
     if found:
         listed = "".join(f"\n  {line}" for line in found)
         raise ModelError(

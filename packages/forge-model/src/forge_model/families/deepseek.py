@@ -14,6 +14,7 @@ from forge_model.families.family import SHARED_KEYS, Family, Key
 from forge_model.families.moe import EXPERT_KEYS, MOE_LAYER_KEYS, dense_layers, parts_of
 from forge_model.hf_rope import rope_from_hf, rope_problems
 from forge_model.moe_config import MoEConfig
+from forge_model.mtp_config import MTPConfig
 from forge_model.rope_config import RopeConfig, YarnRopeConfig
 from forge_model.router_config import SigmoidRouterConfig
 
@@ -62,8 +63,6 @@ _LAYER_KEYS = MOE_LAYER_KEYS | {
 
 def _problems(full: Full) -> Iterator[str]:
     yield from rope_problems(full)
-    if full["num_nextn_predict_layers"]:
-        yield f"num_nextn_predict_layers = {full['num_nextn_predict_layers']}, only 0 can be read"
     heads = full["num_key_value_heads"]
     if heads not in (None, full["num_attention_heads"]):
         yield f"num_key_value_heads = {heads}, only as many as num_attention_heads can be read"
@@ -103,12 +102,12 @@ def _read(full: Full) -> DecoderConfig:
         rope_pairs=full["rope_interleave"],
         scale=_scale(width, rope, table.get("mscale_all_dim")),
     )
+    mtp = MTPConfig(num_modules=full["num_nextn_predict_layers"])
     dense, hidden = min(full["first_k_dense_replace"], full["num_hidden_layers"]), full["intermediate_size"]
     if dense == full["num_hidden_layers"]:
-        return decoder(full, attention, rope=rope)
-    return decoder(
-        full, attention, rope=rope, ffn=_experts(full), overrides=dense_layers(range(dense), hidden)
-    )
+        return decoder(full, attention, rope=rope, mtp=mtp)
+    overrides = dense_layers(range(dense), hidden)
+    return decoder(full, attention, rope=rope, mtp=mtp, ffn=_experts(full), overrides=overrides)
 
 
 def _experts(full: Full) -> MoEConfig:
@@ -144,7 +143,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
             "qk_nope_head_dim": attention.nope_dim,
             "rope_interleave": attention.rope_pairs,
             "attention_bias": attention.bias,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": config.mtp.num_modules,
         }
     )
     if attention.scale is not None and isinstance(rope, YarnRopeConfig):
@@ -230,5 +229,11 @@ DEEPSEEK_V3 = Family(
     _problems,
     old_keys=_OLD_KEYS,
     expert_keys=EXPERT_KEYS,
+    mtp_keys={
+        "embed_norm": "enorm",
+        "hidden_norm": "hnorm",
+        "project": "eh_proj",
+        "norm": "shared_head.norm",
+    },
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 )

@@ -85,6 +85,7 @@ class Family:
         theta: of the rotary embedding where none is given.
         expert_keys: our stacked parameters, and what they are called in the part of each expert.
         aliases: other names of keys.
+        mtp_keys: module names inside a module for multi-token prediction, ours to theirs.
     """
 
     model_type: str
@@ -100,19 +101,26 @@ class Family:
     theta: float = 10000.0
     expert_keys: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    mtp_keys: dict[str, str] = field(default_factory=dict)
 
-    def hf_key(self, name: str) -> str:
+    def hf_key(self, name: str, num_layers: int) -> str:
         """Their name of our parameter, e.g. layers.3.ffn.w_up.weight -> model.layers.3.mlp.up_proj.weight.
 
-        That of a stacked parameter has `{}` where the number of the expert stands.
+        That of a stacked parameter has `{}` where the number of the expert stands. Modules for multi-token
+        prediction are numbered as if they were further layers.
 
         Raises:
             KeyError: they have no such parameter.
         """
         module, _, leaf = name.rpartition(".")
-        if not module.startswith("layers."):
+        if not module.startswith(("layers.", "mtp.")):
             return f"{OUTER_KEYS[module]}.{leaf}"
-        _, index, inner = module.split(".", 2)
+        kind, index, inner = module.split(".", 2)
+        if kind == "mtp":
+            index = str(num_layers + int(index))
+            if not inner.startswith("block."):
+                return f"model.layers.{index}.{self.mtp_keys[inner]}.{leaf}"
+            inner = inner.removeprefix("block.")
         place = f"model.layers.{index}.{self.layer_keys[inner]}"
         if inner == "ffn.experts":
             return f"{place}.{{}}.{self.expert_keys[leaf]}.weight"

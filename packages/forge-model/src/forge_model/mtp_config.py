@@ -1,0 +1,22 @@
+"""What `[model.mtp]` holds. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from forge_config import Config, Meta
+
+
+class MTPConfig(Config):
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437 section 2.2).
+
+    Attributes:
+        num_modules: the k-th predicts the token after the next k, from the hidden state of the one before it
+            (D, eq. 21 to 23); 0 is none.
+        loss_weight: of the mean of their losses (lambda, eq. 25).
+    """
+
+    recorded_keys = ("loss_weight",)
+
+    num_modules: Annotated[int, Meta(ge=0)] = 0
+    loss_weight: Annotated[float, Meta(ge=0)] = 0.3
