@@ -152,7 +152,15 @@ def test_all_mistakes_are_reported_together_at_their_lines_and_before_torch(tmp_
         (["--mesh.pp=2", "--pipeline.layers=[1,1]"], "do not add up to"),
         (
             ["--mesh.pp=2", "--pipeline.schedule=zbv_zero_bubble", "--compile.enabled=true"],
-            "cannot be compiled",
+            "cannot be done with compile.enabled = true",
+        ),
+        (
+            [
+                "--mesh.pp=2",
+                "--pipeline.schedule=dualpipe_v",
+                "--activation_checkpointing.mode=selective",
+            ],
+            'cannot be done with activation_checkpointing.mode = "selective"',
         ),
         (
             ["--fsdp.offload=true", "--optimizer.type=muon", "--optimizer.scale=match-rms-adamw"],

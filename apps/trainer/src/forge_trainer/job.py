@@ -254,9 +254,13 @@ def axes_compute_the_model(model: ModelConfig, mesh: MeshConfig) -> None:
 
 
 def stages_fit_the_model(
-    model: ModelConfig, mesh: MeshConfig, pipeline: PipelineConfig, compile: CompileConfig
+    model: ModelConfig,
+    mesh: MeshConfig,
+    pipeline: PipelineConfig,
+    compile: CompileConfig,
+    activation_checkpointing: ActivationCheckpointingConfig,
 ) -> None:
-    """The model can be cut into the stages of the pipeline."""
+    """The model can be cut into the stages of the pipeline, and the pipeline can do what is asked of it."""
     if mesh.pp == 1:
         return
     count = mesh.pp * pipeline.held()
@@ -265,11 +269,13 @@ def stages_fit_the_model(
             f"pipeline.layers names {len(pipeline.layers)} stages; mesh.pp = {mesh.pp} with "
             f'schedule = "{pipeline.schedule}" has {count}'
         )
-    if pipeline.splits_backward and compile.enabled:
-        raise ValueError(
-            f'pipeline.schedule = "{pipeline.schedule}" takes the backward pass in two, which cannot be '
-            "compiled; set compile.enabled = false or choose another schedule"
-        )
+    parallel = ParallelConfig(
+        pipeline=pipeline, compile=compile, activation_checkpointing=activation_checkpointing
+    )
+    try:
+        parallel.require_pipeline(mesh.pp)
+    except ParallelError as error:
+        raise ValueError(str(error)) from None
     try:
         model.require_stages(pipeline.layers or [0] * count)
     except ValueError as error:

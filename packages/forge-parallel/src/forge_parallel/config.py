@@ -316,6 +316,21 @@ class ParallelConfig(Config):
         """Whether even a lone process needs FSDP2: for float32 masters, or to keep weights on the host."""
         return self.precision.needs_group(device_type) or (self.fsdp.offload and device_type == "cuda")
 
+    def require_pipeline(self, ranks: int) -> None:
+        """See that a pipeline of so many ranks can do what the other sections ask for.
+
+        Raises:
+            ParallelError: it cannot.
+        """
+        split = ranks > 1 and self.pipeline.splits_backward
+        selective = self.activation_checkpointing.mode == "selective"
+        if split and (self.compile.enabled or selective):
+            key = 'activation_checkpointing.mode = "selective"' if selective else "compile.enabled = true"
+            raise ParallelError(
+                f'pipeline.schedule = "{self.pipeline.schedule}" takes the backward pass in two, which '
+                f"cannot be done with {key}; change it, or choose another schedule"
+            )
+
     def __post_init__(self) -> None:
         mode = self.activation_checkpointing.mode
         if mode == "budget" and not self.compile.enabled:

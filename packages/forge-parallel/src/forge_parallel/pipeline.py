@@ -32,6 +32,7 @@ class Pipeline:
 
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh, plan: Plan, config: ParallelConfig) -> None:
         self._parts, self._mesh, self._config = list(parts), mesh, config
+        config.require_pipeline(mesh.pipeline.size)
         if config.pipeline.splits_backward and not capabilities.splits_backward():
             raise ParallelError(
                 f'pipeline.schedule = "{config.pipeline.schedule}" needs torch 2.15, and this is '
