@@ -168,7 +168,7 @@ def test_eight_bit_training_stays_near_float32(recipe, gather, compiled, exact):
             AdamWConfig(lr=1e-3, rounding="stochastic"),
         ),
         (ParallelConfig(), AdamWConfig(lr=1e-3, moments="bfloat16")),
-        (ParallelConfig(fp8=FP8Config(recipe="tensorwise", min_size=128)), AdamWConfig(lr=1e-3)),
+        (ParallelConfig(fp8=FP8Config(recipe="tensorwise", min_size=128, gather=True)), AdamWConfig(lr=1e-3)),
     ],
     ids=["bf16", "compiled", "rounded", "narrow-moments", "fp8"],
 )

@@ -13,9 +13,8 @@ LONE = Mesh(torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
-def _restored(monkeypatch):
-    monkeypatch.setenv(FOLDER, os.environ.get(FOLDER, ""))
-    yield
+def _restored(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv(FOLDER, str(tmp_path_factory.mktemp("before")))
 
 
 def test_ranks_and_layouts_have_folders_of_their_own(tmp_path):
