@@ -259,6 +259,7 @@ class Decoder(nn.Module):
             "stages": {"first": ["embed"], "last": ["norm", "head"], "hidden": "hidden", "dim": width},
             "divisible": self.config.tensor_sizes(),
             "attention": "layers.*.attention",
+            "experts": list(moe_layers(self)),
             "sequence_inputs": ["tokens", "labels", "doc_ids", "positions"],
             "no_fp8": [name for name in outside if name == "head"],
         }
@@ -277,10 +278,13 @@ class Decoder(nn.Module):
             "layers.*.ffn_norm": "norm",
             "layers.*.ffn_post_norm": "norm",
         }
-        experts = {name.split(".")[1] for name in moe_layers(self) if name.startswith("layers.")}
-        for layer in (name for name in self.layers if name not in experts) if experts else "*":
-            ffn = f"layers.{layer}.ffn"
+        experts = list(moe_layers(self))
+        dense = [f"layers.{name}.ffn" for name in self.layers if f"layers.{name}.ffn" not in experts]
+        for ffn in dense if experts else ["layers.*.ffn"]:
             roles |= {ffn: "gather", f"{ffn}.w_[gu]*": "colwise", f"{ffn}.w_down": "rowwise"}
+        for ffn in experts:
+            parts = ("router", "experts", "shared.w_*", "shared_gate")
+            roles |= {f"{ffn}.{part}": "copied" for part in parts}
         over_head = {name: getattr(one.attention, "norm_heads", True) for name, one in self.layers.items()}
         if all(over_head.values()):
             roles["layers.*.attention.[qk]_norm"] = "head_norm"

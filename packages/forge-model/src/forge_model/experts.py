@@ -100,13 +100,20 @@ ALIGNMENT_BYTES = 16
 
 @cache
 def _runs_grouped(device: str, dtype: torch.dtype) -> bool:
-    """Whether `torch._grouped_mm` runs forward and backward; asked once. float32 is not known before 2.14."""
+    """Whether `torch._grouped_mm` computes products and their gradients; asked once.
+
+    float32 is not known before 2.14, float64 in none. Without autograd, for the question may come inside of
+    activation checkpointing, which counts what is saved.
+    """
     try:
-        with torch.enable_grad():
-            rows = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
-            weight = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
+        with torch.no_grad():
+            rows, weight = (
+                torch.ones(shape, device=device, dtype=dtype) for shape in ((16, 16), (2, 16, 16))
+            )
             ends = torch.tensor([8, 16], device=device, dtype=torch.int32)
-            torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends).square().sum().backward()  # pyright: ignore
+            out = torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)  # pyright: ignore
+            torch._grouped_mm(out, weight, offs=ends)  # pyright: ignore
+            torch._grouped_mm(out.t(), rows, offs=ends)  # pyright: ignore
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -20,20 +21,22 @@ if TYPE_CHECKING:
 
 
 class Dispatch(Protocol):
-    """Brings tokens to experts and back: `forge_model.routing.serve`, or one for experts on other ranks."""
+    """Brings rows to experts and back: `here`, or what brings them to experts on other ranks."""
 
-    def __call__(
-        self, experts: Callable[[Tensor, Tensor], Tensor], x: Tensor, routing: Routing, num_experts: int
-    ) -> Tensor:
-        """[N, D] -> [N, D], weighted sums of what experts made of each token.
+    def __call__(self, experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, ends: Tensor) -> Tensor:
+        """[R, D] -> [R, D], what the experts make of each row.
 
         Args:
-            experts: ([R, D] rows, [E here] ends of their experts) -> [R, D]; a module, to be called as one.
-            x: [N, D].
-            routing: of these tokens; with `drops`, pairs of the expert E are not served.
-            num_experts: E, on all ranks together.
+            experts: of this rank, called as `Experts.forward`.
+            rows: those of the first expert first.
+            ends: [E] int32, of all experts, where the rows of each end; rows after the last are not served.
         """
         ...
+
+
+def here(experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, ends: Tensor) -> Tensor:
+    """See `Dispatch`: all experts are on this rank."""
+    return experts(rows, ends)
 
 
 class MoE(nn.Module):
@@ -41,6 +44,8 @@ class MoE(nn.Module):
 
     Attributes:
         dispatch: brings tokens to experts; another one may be put in its place.
+        sum_over_sequence: sums a tensor, in place, over the ranks that have other tokens of the same
+            sequences; None if there are none.
         step_tokens: of the global batch; what the losses of this layer are divided by. None means the tokens
             of each call.
         tally: of the calls since the last optimizer step.
@@ -48,6 +53,7 @@ class MoE(nn.Module):
 
     dispatch: Dispatch
     step_tokens: int | None = None
+    sum_over_sequence: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, config: MoEConfig, dim: int) -> None:
         super().__init__()
@@ -58,17 +64,18 @@ class MoE(nn.Module):
         self.experts = Experts(config.num_experts, dim, hidden, config.activation, config.gated, config.bias)
         self.shared = _shared(config, dim) if config.shared_experts else None
         self.shared_gate = SharedGate(dim) if config.shared_gate else None
-        self.dispatch = serve
+        self.dispatch = here
         self.tally = Tally()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        routing, loss, counted = self.router(x)
+        routing, loss, counted = self.router(x, self.sum_over_sequence)
         if self.capacity_factor is not None:
             even = x.shape[0] * x.shape[1] * self.top_k / self.num_experts
             routing = within_capacity(routing, self.num_experts, ceil(self.capacity_factor * even))
             counted = counted + _dropped(routing, self.num_experts)
-        out = self.dispatch(self.experts, x.flatten(0, 1), routing, self.num_experts).view_as(x)
+        experts = partial(self.dispatch, self.experts)
+        out = serve(experts, x.flatten(0, 1), routing, self.num_experts).view_as(x)
         if torch.is_grad_enabled():
             tokens = x.shape[0] * x.shape[1]
             out = tallied(out, loss * (tokens / (self.step_tokens or tokens)), counted, self.tally)

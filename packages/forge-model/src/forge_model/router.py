@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from forge_model.balance import EXTRAS, Load, assigned, balance_loss, z_loss
 from forge_model.roles import Role
 from forge_model.router_config import ExpertChoiceConfig, RouterConfig, SigmoidRouterConfig, TopKConfig
 from forge_model.routing import Routing, one_per_slot
+
+Sum_ = Callable[[Tensor], Tensor]
 
 
 class Routed(NamedTuple):
@@ -47,8 +49,14 @@ class Router(nn.Module):
         biased = isinstance(config, TopKConfig) and config.bias
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(num_experts)) if biased else None
 
-    def forward(self, x: Tensor) -> Routed:
-        """Route [B, T, D]."""
+    def forward(self, x: Tensor, sum_over_sequence: Sum_ | None = None) -> Routed:
+        """Route [B, T, D].
+
+        Args:
+            x: the tokens of this rank.
+            sum_over_sequence: sums a tensor, in place, over the ranks that have other tokens of the same
+                sequences; None if there are none.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
@@ -92,7 +100,7 @@ class TopKRouter(Router):
         """[N, groups, E / groups] -> [N, groups]: how good a group is."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor) -> Routed:
+    def forward(self, x: Tensor, sum_over_sequence: Sum_ | None = None) -> Routed:
         """See `Router.forward`."""
         logits = self.logits(x)
         affinities = self.affinities(logits)
@@ -103,7 +111,7 @@ class TopKRouter(Router):
             weights = weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
         routing = one_per_slot(experts, weights * self.config.scale)
         counts = assigned(routing.experts, len(x), self.num_experts)
-        loss, seen = self._losses(logits, affinities, counts)
+        loss, seen = self._losses(logits, affinities, counts, sum_over_sequence)
         return Routed(routing, loss, self._counted(counts.sum(0), seen, len(logits)))
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:
@@ -116,14 +124,18 @@ class TopKRouter(Router):
         outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
         return grouped.masked_fill(outside[..., None], float("-inf")).flatten(1)
 
-    def _losses(self, logits: Tensor, affinities: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _losses(
+        self, logits: Tensor, affinities: Tensor, counts: Tensor, sum_: Sum_ | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted sum, and each without its weight."""
         config, rows = self.config, len(counts)
         normalizers = z_loss(logits)
         batch = balance_loss(affinities[None], counts.sum(0, keepdim=True))
         loss = self.z_loss_weight * normalizers + config.batch_balance_weight * batch
         if config.sequence_balance_weight:
-            sequences = balance_loss(affinities.unflatten(0, (rows, -1)), counts)
+            # the loss is linear in the affinities: each rank adds those of its tokens
+            every = counts if sum_ is None else sum_(counts.clone())
+            sequences = balance_loss(affinities.unflatten(0, (rows, -1)), every)
             loss = loss + config.sequence_balance_weight * sequences
         return loss, {"balance": batch, "z_loss": normalizers}
 
@@ -185,7 +197,7 @@ class ExpertChoiceRouter(Router):
     def __init__(self, config: ExpertChoiceConfig, dim: int, num_experts: int, top_k: int) -> None:
         super().__init__(config, dim, num_experts, top_k)
 
-    def forward(self, x: Tensor) -> Routed:
+    def forward(self, x: Tensor, sum_over_sequence: Sum_ | None = None) -> Routed:
         """See `Router.forward`; each expert serves N top_k / E tokens, one at least."""
         logits = self.logits(x)
         tokens = len(logits)

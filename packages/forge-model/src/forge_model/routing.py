@@ -109,7 +109,7 @@ def combine(out: Tensor, sorted_: ByExpert, routing: Routing, tokens: int) -> Te
 def serve(
     experts: Callable[[Tensor, Tensor], Tensor], x: Tensor, routing: Routing, num_experts: int
 ) -> Tensor:
-    """Let experts that are all here serve tokens.
+    """Let experts serve tokens.
 
     Args:
         experts: ([R, D] rows, [E] ends) -> [R, D]; see `Experts`.

@@ -13,6 +13,7 @@ from forge_parallel.activation_checkpointing import checkpoint_activations
 from forge_parallel.compile import compile_blocks
 from forge_parallel.config import ParallelConfig
 from forge_parallel.error import ParallelError
+from forge_parallel.match import find
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
 from forge_parallel.tensor import is_dtensor, local_part, local_shard
@@ -26,11 +27,11 @@ _SCALES = "_forge_parallel_scales"
 
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig | None = None) -> nn.Module:
-    """Make a model parallel: FP8 -> TP -> CP -> activation checkpointing -> compile -> FSDP2. Collective.
+    """Make a model parallel: FP8, EP, TP, CP, activation checkpointing, compile, FSDP2, in this order.
 
-    In place. Each step wraps what the one before has made: 8-bit layers are cut like others, checkpointing
-    repeats the collectives of tensor and context parallelism, the compiler sees the checkpointed forward, and
-    the hooks of FSDP2, which cuts what tensor parallelism has left, stay outside of compiled code.
+    Collective. In place. Each step wraps what the one before has made: 8-bit layers are cut like others,
+    checkpointing repeats the collectives of the parallel axes, the compiler sees the checkpointed forward, and
+    the hooks of FSDP2, which cuts what the others have left, stay outside of compiled code.
 
     Args:
         model: any module, best on the meta device; then call `materialize` and fill it.
@@ -61,6 +62,10 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
         from forge_parallel.fp8 import use_fp8
 
         use_fp8(model, plan, config.fp8, mesh.device)
+    if mesh.ep is not None:
+        from forge_parallel.expert_parallel import expert_parallel
+
+        expert_parallel(model, plan, mesh, config.tensor_parallel.sequence)
     if mesh.tp is not None:
         from forge_parallel.tensor_parallel import tensor_parallel
 
@@ -69,6 +74,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
         from forge_parallel.context_parallel import context_parallel
 
         context_parallel(model, plan, mesh.context, config.context_parallel)
+    if plan.experts:
+        _share_sequences(model, plan.experts, mesh, config.tensor_parallel.sequence)
     checkpoint_activations(units.block_modules, config.activation_checkpointing)
     if config.compile.enabled:
         compile_blocks(units.block_modules, config.compile, mesh)
@@ -84,6 +91,23 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
             setattr(model, _SCALES, Scales(model, mesh.fsdp))
     setattr(model, _APPLIED, config)
     return model
+
+
+def _share_sequences(model: nn.Module, experts: list[str], mesh: Mesh, sequence: bool) -> None:
+    """Let layers of experts sum over the ranks that have other tokens of the same sequences."""
+    groups = [mesh.tp.get_group()] if mesh.tp is not None and sequence else []
+    groups += [mesh.context.group] if mesh.context.group is not None else []
+    if not groups:
+        return
+
+    def sum_(tensor: Tensor) -> Tensor:
+        for group in groups:
+            torch.distributed.all_reduce(tensor, group=group)
+        return tensor
+
+    for layer in (layer for pattern in experts for layer in find(model, pattern).values()):
+        if hasattr(layer, "sum_over_sequence"):
+            layer.sum_over_sequence = sum_  # type: ignore[assignment]
 
 
 @torch.no_grad()

@@ -22,6 +22,9 @@ class MeshConfig(Config):
         dp_shard: ranks that share one copy (FSDP2); -1 takes all the ranks that are left.
         cp: ranks that share each sequence (context parallelism); FSDP2 shards over them too.
         tp: ranks that share each matrix (tensor parallelism); best within a node.
+        ep: ranks that share the experts of a layer (expert parallelism), each with data of its own: no
+            further ranks, but neighbours among the dp_shard times cp ranks. FSDP2 shards the experts of a
+            rank over the others of these.
     """
 
     free_keys = (ALL_KEYS,)
@@ -31,6 +34,7 @@ class MeshConfig(Config):
     dp_shard: Annotated[int, Meta(ge=-1)] = AUTO
     cp: Annotated[int, Meta(ge=1)] = 1
     tp: Annotated[int, Meta(ge=1)] = 1
+    ep: Annotated[int, Meta(ge=1)] = 1
 
     def __post_init__(self) -> None:
         if self.dp_shard == 0:
@@ -40,9 +44,9 @@ class MeshConfig(Config):
         """The size of each axis for a number of ranks, the outermost first.
 
         Raises:
-            ParallelError: the axes do not multiply to the number of ranks.
+            ParallelError: the axes do not multiply to the number of ranks, or ep divides not those it is of.
         """
-        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        given = {name: getattr(self, name) for name in self.__struct_fields__ if name != "ep"}
         fixed = prod(size for name, size in given.items() if name != "dp_shard")
         shard = world_size // fixed if self.dp_shard == AUTO else self.dp_shard
         if shard * fixed != world_size or not shard:
@@ -51,6 +55,11 @@ class MeshConfig(Config):
             )
             raise ParallelError(
                 f"{world_size} ranks cannot be laid out as {said}; the product must be {world_size}"
+            )
+        if shard * self.cp % self.ep:
+            raise ParallelError(
+                f"mesh.ep = {self.ep} does not divide the {shard * self.cp} ranks of dp_shard = {shard} "
+                f"times cp = {self.cp}, among which the experts are shared; use a divisor of it"
             )
         return given | {"dp_shard": shard}
 

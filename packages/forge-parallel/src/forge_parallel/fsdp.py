@@ -52,7 +52,8 @@ def shard(
     options: Any = {"mp_policy": policy, "offload_policy": offload}
     # What runs last is needed again at once in the backward pass: gathering it anew would be for nothing.
     last = units.blocks[-1:] + units.groups[-1:]
-    for unit in [*units.blocks, *units.groups]:
+    # experts lie in blocks, and what lies inside is sharded first
+    for unit in [*units.experts, *units.blocks, *units.groups]:
         free = again and unit not in last
         fully_shard(unit.modules, mesh=unit.mesh, reshard_after_forward=free, **options)
     fully_shard(model, mesh=root, reshard_after_forward=False, **options)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 DATA_AXES = ("dp_replicate", "dp_shard")
 """The axes along which ranks read different data."""
 
+EFSDP = "efsdp"
+"""The axis over which it shards experts: `fsdp` over `ep`."""
+
 FSDP = "fsdp"
 """The axis over which FSDP2 shards: `dp_shard` times `cp`, for ranks that see other tokens of one sequence
 need the same parameters."""
@@ -67,6 +70,9 @@ class Mesh:
         context: the ranks that see different tokens of the same sequences.
         fsdp: what FSDP2 shards over, (replicate, shard) under HSDP; None in a lone process without a group.
         tp: the ranks that share each matrix; None when there is one.
+        ep: the ranks that share the experts of a layer; None when there is one.
+        experts: the ranks of `ep` and `tp`, over which experts are laid out.
+        efsdp: what FSDP2 shards experts over, (replicate, shard) under HSDP.
         control_group: a CPU group of its own for decisions and checkpoints, so that they never wait for, or
             block, the collectives of training; None in a lone process.
     """
@@ -79,6 +85,9 @@ class Mesh:
     context: View = View()
     fsdp: DeviceMesh | None = None
     tp: DeviceMesh | None = None
+    ep: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
+    efsdp: DeviceMesh | None = None
     control_group: ProcessGroup | None = None
 
 
@@ -100,13 +109,15 @@ def build_mesh(config: MeshConfig, env: Env) -> Mesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     def grid(sizes: dict[str, int]) -> DeviceMesh:
-        axes = {name: size for name, size in sizes.items() if size > 1 or name == FSDP}
+        axes = {name: size for name, size in sizes.items() if size > 1 or name in (FSDP, EFSDP)}
         return init_device_mesh(env.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     # Two views of the same ranks: by what they hold of the model, and by what they read.
     shards = sizes["dp_shard"] * sizes["cp"]
     held = grid({"pp": sizes["pp"], "dp_replicate": sizes["dp_replicate"], FSDP: shards, "tp": sizes["tp"]})
     read = grid(sizes) if sizes["cp"] > 1 else held
+    layout = {"pp": sizes["pp"], "dp_replicate": sizes["dp_replicate"], EFSDP: shards // config.ep}
+    spread = grid(layout | {"ep": config.ep, "tp": sizes["tp"]}) if config.ep > 1 else None
     return Mesh(
         env.device,
         batch=_view(read, DATA_AXES if read is not held else ("dp_replicate", FSDP)),
@@ -116,6 +127,9 @@ def build_mesh(config: MeshConfig, env: Env) -> Mesh:
         context=_view(read, ("cp",)),
         fsdp=_part(held, ("dp_replicate", FSDP)),
         tp=_part(held, ("tp",)),
+        ep=spread and _part(spread, ("ep",)),
+        experts=spread and _part(spread, ("ep", "tp")),
+        efsdp=spread and _part(spread, ("dp_replicate", EFSDP)),
         control_group=capabilities.host_group(),
     )
 

@@ -12,7 +12,17 @@ from forge_parallel.error import ParallelError
 from forge_parallel.match import find
 
 Role = Literal[
-    "embed", "norm", "head_norm", "cut_norm", "heads", "replicated", "gather", "colwise", "rowwise", "head"
+    "embed",
+    "norm",
+    "copied",
+    "head_norm",
+    "cut_norm",
+    "heads",
+    "replicated",
+    "gather",
+    "colwise",
+    "rowwise",
+    "head",
 ]
 
 
@@ -50,6 +60,9 @@ class Plan(Config):
         attention: the attention modules; their attribute `attend` is replaced by context parallelism.
         sequence_inputs: arguments of the model of the shape [B, T], which context parallelism cuts; the first
             is always given. It adds `positions` [T] where they are missing.
+        experts: the layers of experts, whose `dispatch` is replaced by expert parallelism; see
+            `forge_parallel.expert_parallel`. An attribute `sum_over_sequence` of theirs becomes what sums a
+            tensor, in place, over the ranks that have other tokens of the same sequences.
         stages: how a pipeline cuts it; None if it cannot.
         no_fp8: linear layers that stay out of 8-bit matmuls.
     """
@@ -60,6 +73,7 @@ class Plan(Config):
     divisible: dict[str, int] = {}
     attention: str | None = None
     sequence_inputs: list[str] = []
+    experts: list[str] = []
     stages: StagePlan | None = None
     no_fp8: list[str] = []
 
@@ -90,5 +104,5 @@ class Plan(Config):
             ParallelError: a pattern names no module.
         """
         patterns = [self.blocks, *(p for group in self.units for p in group), *self.tensor, *self.no_fp8]
-        for pattern in patterns + ([self.attention] if self.attention else []):
+        for pattern in [*patterns, *self.experts, *([self.attention] if self.attention else [])]:
             find(model, pattern)

@@ -46,6 +46,11 @@ class Axis:
     group: dist.ProcessGroup
     sequence: bool
 
+    @classmethod
+    def of(cls, mesh: DeviceMesh, sequence: bool) -> Axis:
+        """That of a device mesh of one dim."""
+        return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group(), sequence)
+
     def enter(self, x: Tensor) -> Tensor:
         """The residual stream [B, T or T/ranks, D] -> [B, T, D], of which each rank makes its own use."""
         return all_gather(x, SEQUENCE, self.group) if self.sequence else copy_to_ranks(x, self.group)
@@ -138,6 +143,22 @@ class Norm(_Role):
     def local(self, name: str) -> Tensor:
         """See `_Role.local`."""
         return self.tensor_axis.shared(super().local(name))
+
+
+class Copied(_Role):
+    """A module that works on each token of the residual stream alone; all ranks hold its parameters."""
+
+    tensor_axis: Axis | None
+
+    def local(self, name: str) -> Tensor:
+        """See `_Role.local`."""
+        values = super().local(name)
+        return values if self.tensor_axis is None else self.tensor_axis.shared(values)
+
+
+@cache
+def _copied(names: tuple[str, ...]) -> type[Copied]:
+    return type("Copied", (Copied,), {"placements": dict.fromkeys(names, Replicate())})
 
 
 class Replicated(_Role):
@@ -251,6 +272,7 @@ ROLES: dict[str, type[_Role]] = {
     "colwise": Colwise,
     "rowwise": Rowwise,
     "norm": Norm,
+    "copied": Copied,
     "head_norm": Replicated,
     "replicated": Replicated,
     "cut_norm": CutNorm,
@@ -280,13 +302,16 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
             )
     if config.async_:
         _overlap(mesh)
-    axis = Axis(mesh.get_local_rank(), mesh.size(), mesh.get_group(), config.sequence)
+    axis = Axis.of(mesh, config.sequence)
     cut: dict[int, nn.Parameter] = {}
     for pattern, role in plan.tensor.items():
         for name, module in find(model, pattern).items():
             _require_kind(name, module, role)
-            _distribute(name, module, ROLES[role].placements, mesh, cut)
-            module.__class__ = _with_role(type(module), ROLES[role])
+            if isinstance(module, Copied):
+                continue
+            kind = _copied(tuple(module._parameters)) if role == "copied" else ROLES[role]
+            _distribute(name, module, kind.placements, mesh, cut)
+            module.__class__ = with_role(type(module), kind)
             module.tensor_axis = axis  # type: ignore[assignment]
             if hasattr(module, "vocabulary"):
                 first = axis.rank * (_values(module._parameters["weight"]).shape[0])
@@ -351,7 +376,7 @@ def _distribute(
 
 
 @cache
-def _with_role(base: type[nn.Module], role: type[_Role]) -> type[nn.Module]:
+def with_role(base: type[nn.Module], role: type[_Role]) -> type[nn.Module]:
     """One class for all modules of a kind, so that compiled blocks share their code."""
     views = {key: _view(key) for key in role.placements}
     return type(base.__name__, (role, base), {**views, "__module__": base.__module__})

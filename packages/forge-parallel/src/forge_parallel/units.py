@@ -41,10 +41,12 @@ class Units:
     Attributes:
         blocks: of one module each, in the order of the model.
         groups: the further ones, in the order of the plan.
+        experts: those inside of blocks, of one module each, that are sharded over a mesh of their own.
     """
 
     blocks: list[Unit]
     groups: list[Unit]
+    experts: list[Unit]
 
     @property
     def block_modules(self) -> list[nn.Module]:
@@ -65,7 +67,13 @@ def find_units(model: nn.Module, plan: Plan, mesh: Mesh) -> Units:
     }
     groups = [Unit(name, modules, mesh.fsdp) for name, modules in named.items() if modules]
     _refuse_ties(model, _owners([*blocks, *groups]))
-    return Units(blocks, groups)
+    layers = [layer for pattern in plan.experts for layer in find(model, pattern).items()]
+    inner = [
+        Unit(f"experts of {name}", [layer.get_submodule("experts")], mesh.efsdp)
+        for name, layer in layers
+        if mesh.efsdp is not None
+    ]
+    return Units(blocks, groups, inner)
 
 
 def _owners(units: list[Unit]) -> dict[nn.Module, str]:

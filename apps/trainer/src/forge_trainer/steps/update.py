@@ -37,7 +37,8 @@ class Update:
 
     A part of the model that has a method `before_optimizer_step(sum_)` is called first: it may change its
     buffers, such as the bias of a router, from what it counted, and may return statistics. `sum_` sums a
-    tensor over all ranks that see other tokens. Where the step is skipped, persistent buffers become what
+    tensor over all ranks that have the same part of the model; those of tp have seen the same tokens, or parts
+    of them with `tensor_parallel.sequence`. Where the step is skipped, persistent buffers become what
     `begin` found. One that has a method `before_micro_batches(tokens)` is told at the beginning how many
     tokens the global batch has.
 
@@ -79,7 +80,7 @@ class Update:
         lr, statistics = self._set_lr(step), {}
         for part in self.parts:
             if (prepare := getattr(part, "before_optimizer_step", None)) is not None:
-                statistics |= prepare(self.mesh.loss.sum_) or {}
+                statistics |= prepare(self.mesh.stage.sum_) or {}
         with without_dynamo():
             # where the optimizer runs: on the host, if the weights are there
             step_if_finite(self.optimizer, finite.to(parameters[0].device))

@@ -1,0 +1,140 @@
+"""Mixtures of experts under every layout against one process: losses, norms, weights, biases, loads."""
+
+from functools import cache
+
+import pytest
+import torch
+from forge_model import DecoderConfig
+from forge_model.config import (
+    GroupedQueryConfig,
+    LayerOverride,
+    MoEConfig,
+    SigmoidRouterConfig,
+    SoftmaxRouterConfig,
+    SwiGLUConfig,
+)
+from forge_parallel import ParallelConfig
+from forge_parallel.config import ActivationCheckpointingConfig, PipelineConfig, TensorParallelConfig
+from forge_parallel.testing import run_ranks
+from msgspec.structs import replace
+from parity import TOKENS, VOCAB, batch, full, made, parameters
+
+STEPS = 4
+SIGMOID = SigmoidRouterConfig(
+    groups=4, top_groups=3, scale=1.5, bias_rate=0.02, sequence_balance_weight=0.1, z_loss_weight=0.01
+)
+MOE = MoEConfig(num_experts=8, top_k=3, dim=24, router=SIGMOID, shared_experts=2, shared_gate=True)
+DEEPSEEK = DecoderConfig(
+    vocab_size=VOCAB,
+    dim=32,
+    num_layers=3,
+    max_tokens=TOKENS,
+    init_std=0.1,
+    attention=GroupedQueryConfig(num_heads=4, num_kv_heads=4),
+    ffn=MOE,
+    overrides=[LayerOverride(layers="0", ffn=SwiGLUConfig(dim=64))],
+)
+MODELS = {
+    "deepseek": DEEPSEEK,
+    "mixtral": replace(
+        DEEPSEEK,
+        ffn=MoEConfig(num_experts=4, top_k=2, dim=24, bias=True, router=SoftmaxRouterConfig(bias=True)),
+        overrides=[],
+    ),
+    "many": replace(DEEPSEEK, ffn=replace(MOE, num_experts=64)),
+}
+LAYOUTS = {
+    "fsdp2": (2, {}),
+    "ep2": (2, {"ep": 2}),
+    "tp2": (2, {"tp": 2}),
+    "cp2-ep2": (2, {"cp": 2, "ep": 2}),
+    "ep4": (4, {"ep": 4}),
+    "fsdp2-ep2": (4, {"ep": 2}),
+    "replicate2-ep2": (4, {"dp_replicate": 2, "ep": 2}),
+    "fsdp2-cp2-ep4": (4, {"cp": 2, "ep": 4}),
+    "ep2-tp2": (4, {"ep": 2, "tp": 2}),
+    "pp2-ep2": (4, {"pp": 2, "ep": 2}),
+    "pp2-fsdp2-ep2": (8, {"pp": 2, "ep": 2}),
+    "pp2-ep2-tp2": (8, {"pp": 2, "ep": 2, "tp": 2}),
+}
+
+
+def train(sizes: dict, config: DecoderConfig, parallel: ParallelConfig) -> dict:
+    """What `parity.trained` tells, and the buffers and loads of the layers."""
+    parts, _, step, mesh = made(sizes, config, "float64", parallel)
+    outs = [step.train(batch(index, mesh), index) for index in range(STEPS)]
+    return {
+        "loss": [out.loss.item() for out in outs],
+        "norm": [out.grad_norm.item() for out in outs],
+        "metrics": [{name: value.item() for name, value in out.metrics.items()} for out in outs],
+        "after": full(parameters(parts)),
+        "biases": {name: buffer.clone() for part in parts for name, buffer in part.named_buffers()},
+    }
+
+
+@cache
+def single(name: str) -> dict:
+    return run_ranks(train, 1, {}, MODELS[name], ParallelConfig())[0]
+
+
+def check(layout: str, name: str, parallel: ParallelConfig) -> None:
+    world_size, sizes = LAYOUTS[layout]
+    one, biases = single(name), {}
+    for many in run_ranks(train, world_size, sizes, MODELS[name], parallel, timeout_s=200):
+        assert many["loss"] == pytest.approx(one["loss"], rel=1e-10)
+        assert many["norm"] == pytest.approx(one["norm"], rel=1e-10)
+        for mine, reference in zip(many["metrics"], one["metrics"], strict=True):
+            assert mine.keys() == reference.keys()
+            for key, value in reference.items():
+                if not key.endswith("/balance_loss"):  # of the tokens that are routed at once
+                    assert mine[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+        for key, value in one["after"].items():
+            assert (many["after"][key] - value).abs().max() <= 1e-9 * value.abs().max(), key
+        biases |= many["biases"]
+        assert all(torch.equal(bias, one["biases"][key]) for key, bias in many["biases"].items())
+    assert biases.keys() == one["biases"].keys()
+
+
+CHECKPOINTED = ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [
+        ("ep2", CHECKPOINTED),
+        ("fsdp2-ep2", ParallelConfig()),
+        ("ep2-tp2", ParallelConfig()),
+        ("fsdp2-cp2-ep4", ParallelConfig()),
+        ("pp2-ep2", ParallelConfig()),
+        *(
+            pytest.param(layout, ParallelConfig(), marks=pytest.mark.slow)
+            for layout in LAYOUTS
+            if layout not in ("fsdp2-ep2", "ep2-tp2", "fsdp2-cp2-ep4", "pp2-ep2")
+        ),
+        pytest.param("ep2-tp2", CHECKPOINTED, marks=pytest.mark.slow),
+        pytest.param(
+            "ep2-tp2",
+            ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=False)),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "fsdp2-ep2",
+            ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="selective")),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "pp2-ep2", ParallelConfig(pipeline=PipelineConfig(schedule="gpipe")), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_training_of_experts_in_float64_equals_one_process(layout, parallel):
+    check(layout, "deepseek", parallel)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "many"])
+@pytest.mark.parametrize("layout", ["ep2", "fsdp2-ep2", "ep2-tp2"])
+def test_training_of_other_experts_in_float64_equals_one_process(layout, name):
+    check(layout, name, ParallelConfig())
