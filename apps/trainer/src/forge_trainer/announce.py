@@ -60,6 +60,7 @@ def _layout(run: Run) -> str:
     job, env = run.job, run.env
     sizes = job.mesh.sizes(env.world_size)
     axes = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    axes += f", of which ep {job.mesh.ep}" if job.mesh.ep > 1 else ""
     ranks = "1 rank" if env.world_size == 1 else f"{env.world_size} ranks"
     micro = job.train.global_batch // (run.mesh.batch.size * job.train.micro_batch)
     compute = job.precision.compute_dtype(env.device.type)

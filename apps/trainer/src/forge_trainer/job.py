@@ -253,6 +253,27 @@ def axes_compute_the_model(model: ModelConfig, mesh: MeshConfig) -> None:
         raise ValueError(f"mesh.tp = {mesh.tp}, mesh.cp = {mesh.cp}: {error}") from None
 
 
+def experts_fit_the_ranks(model: ModelConfig, mesh: MeshConfig, compile: CompileConfig) -> None:
+    """Experts are cut evenly over the ranks that share them, and their blocks are not compiled."""
+    counts = model.expert_counts()
+    if counts and compile.enabled:
+        raise ValueError(
+            "compile.enabled = true with layers of experts, whose load is counted in the backward pass, which "
+            "torch.compile cannot follow; set compile.enabled = false"
+        )
+    if mesh.ep > 1 and not counts:
+        raise ValueError(
+            f"mesh.ep = {mesh.ep} shares experts, and no layer of the model has any; set mesh.ep = 1, or use "
+            'model.ffn.type = "moe"'
+        )
+    uneven = [f"{name} has {count}" for name, count in counts.items() if count % mesh.ep]
+    if uneven:
+        raise ValueError(
+            f"mesh.ep = {mesh.ep} does not divide the experts of every layer: {', '.join(uneven)}; use a "
+            "divisor of them"
+        )
+
+
 def stages_fit_the_model(
     model: ModelConfig,
     mesh: MeshConfig,
@@ -307,6 +328,7 @@ checks: list[Callable[..., None]] = [
     weights_are_of_the_model,
     axes_divide_the_model,
     axes_compute_the_model,
+    experts_fit_the_ranks,
     stages_fit_the_model,
     optimizer_can_run_on_the_host,
     recomputation_fits_the_compiler,

@@ -11,6 +11,7 @@ from msgspec import field
 from forge_model.attention_config import AttentionConfig, Count, GroupedQueryConfig, Positive
 from forge_model.ffn_config import FfnConfig, SwiGLUConfig
 from forge_model.model_config import ModelConfig, models
+from forge_model.moe_config import MoEConfig
 from forge_model.mtp_config import MTPConfig
 from forge_model.norm_config import NormConfig, RMSNormConfig
 from forge_model.rope_config import RopeConfig
@@ -181,6 +182,11 @@ class DecoderConfig(ModelConfig):
                 layer.attention.require_axes(layer.norm, tp, cp)
             except ValueError as error:
                 raise ValueError(f"layer {index}: {error}") from None
+
+    def expert_counts(self) -> dict[str, int]:
+        """See `ModelConfig.expert_counts`."""
+        layers = {f"layer {index}": self.layer(index).ffn for index in range(self.num_layers)}
+        return {name: ffn.num_experts for name, ffn in layers.items() if isinstance(ffn, MoEConfig)}
 
     def require_stages(self, layers: Sequence[int]) -> None:
         """See `ModelConfig.require_stages`."""

@@ -52,6 +52,10 @@ class ModelConfig(Config):
             ValueError: they do not.
         """
 
+    def expert_counts(self) -> dict[str, int]:
+        """The number of experts of each layer that has some, by name."""
+        return {}
+
     def require_stages(self, layers: Sequence[int]) -> None:
         """See that the model can be cut into the stages of a pipeline.
 

@@ -30,8 +30,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
     """Make a model parallel: FP8, EP, TP, CP, activation checkpointing, compile, FSDP2, in this order.
 
     Collective. In place. Each step wraps what the one before has made: 8-bit layers are cut like others,
-    checkpointing repeats the collectives of the parallel axes, the compiler sees the checkpointed forward, and
-    the hooks of FSDP2, which cuts what the others have left, stay outside of compiled code.
+    checkpointing repeats the collectives of the parallel axes, the compiler sees the checkpointed forward,
+    and the hooks of FSDP2, which cuts what the others have left, stay outside of compiled code.
 
     Args:
         model: any module, best on the meta device; then call `materialize` and fill it.

@@ -105,7 +105,9 @@ def _costs(model: nn.Module, blocks: dict[str, nn.Module], stages: StagePlan) ->
     """FLOPs a token, in units of 6, of the matrices of each block and of the last modules."""
 
     def cost(module: nn.Module) -> int:
-        return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
+        every = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
+        idle = (getattr(inner, "idle_parameters", None) for inner in module.modules())
+        return every - sum(count() for count in idle if count is not None)
 
     return [cost(block) for block in blocks.values()], sum(
         cost(model.get_submodule(name)) for name in stages.last

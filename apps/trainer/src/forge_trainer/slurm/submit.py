@@ -58,7 +58,8 @@ def _command(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]
 
 def _fewest_nodes(job: Job, cluster: ClusterConfig) -> int:
     """So many that the axes of the mesh whose sizes are given fit."""
-    axes = (getattr(job.mesh, name) for name in job.mesh.__struct_fields__)
+    # ep takes no ranks of its own
+    axes = (getattr(job.mesh, name) for name in job.mesh.__struct_fields__ if name != "ep")
     return -(-prod(size for size in axes if size > 0) // cluster.ranks)
 
 

@@ -37,8 +37,8 @@ class Update:
 
     A part of the model that has a method `before_optimizer_step(sum_)` is called first: it may change its
     buffers, such as the bias of a router, from what it counted, and may return statistics. `sum_` sums a
-    tensor over all ranks that have the same part of the model; those of tp have seen the same tokens, or parts
-    of them with `tensor_parallel.sequence`. Where the step is skipped, persistent buffers become what
+    tensor over all ranks that have the same part of the model; those of tp have seen the same tokens, or
+    parts of them with `tensor_parallel.sequence`. Where the step is skipped, persistent buffers become what
     `begin` found. One that has a method `before_micro_batches(tokens)` is told at the beginning how many
     tokens the global batch has.
 
