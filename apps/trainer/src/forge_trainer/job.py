@@ -258,7 +258,7 @@ def experts_fit_the_ranks(model: ModelConfig, mesh: MeshConfig, compile: Compile
     counts = model.expert_counts()
     if counts and compile.enabled:
         raise ValueError(
-            "compile.enabled = true with layers of experts, whose load is counted in the backward pass, which "
+            "compile.enabled = true with layers of experts, and counting their load in the backward pass is what "
             "torch.compile cannot follow; set compile.enabled = false"
         )
     if mesh.ep > 1 and not counts:
