@@ -189,13 +189,13 @@ def test_tensor_parallelism_that_does_not_divide_the_model_is_refused_with_what_
 
 def test_experts_that_do_not_fit_are_refused():
     run = ROOT / "configs/runs/moe_debug.toml"
-    with pytest.raises(ConfigError, match="mesh.ep = 3 does not divide .* layer 0 has 8"):
+    with pytest.raises(ConfigError, match=r"mesh.ep = 3 does not divide .* layer 0 has 8"):
         load_job(run, ["--mesh.ep=3"])
-    with pytest.raises(ConfigError, match="mesh.ep = 2 shares experts, and no layer of the model has any"):
+    with pytest.raises(ConfigError, match=r"mesh.ep = 2 shares experts, and no layer of the model has any"):
         load_job(ROOT / "configs/runs/debug.toml", ["--mesh.ep=2"])
-    with pytest.raises(ConfigError, match="compile.enabled = true with layers of experts"):
+    with pytest.raises(ConfigError, match=r"compile.enabled = true with layers of experts"):
         load_job(run, ["--compile.enabled=true"])
     job = load_job(run, ["--mesh.ep=4"]).value
     assert job.mesh.sizes(8)["dp_shard"] == 8
-    with pytest.raises(ParallelError, match="mesh.ep = 4 does not divide the 2 ranks of dp_shard"):
+    with pytest.raises(ParallelError, match=r"mesh.ep = 4 does not divide the 2 ranks of dp_shard"):
         job.mesh.sizes(2)

@@ -258,7 +258,7 @@ def experts_fit_the_ranks(model: ModelConfig, mesh: MeshConfig, compile: Compile
     counts = model.expert_counts()
     if counts and compile.enabled:
         raise ValueError(
-            "compile.enabled = true with layers of experts, and counting their load in the backward pass is what "
+            "compile.enabled = true with layers of experts, which count their load in the backward pass, where "
             "torch.compile cannot follow; set compile.enabled = false"
         )
     if mesh.ep > 1 and not counts:

@@ -284,7 +284,7 @@ class Decoder(nn.Module):
             roles |= {ffn: "gather", f"{ffn}.w_[gu]*": "colwise", f"{ffn}.w_down": "rowwise"}
         for ffn in experts:
             parts = ("router", "experts", "shared.w_*", "shared_gate")
-            roles |= {f"{ffn}.{part}": "copied" for part in parts}
+            roles |= {f"{ffn}.{part}": "tokenwise" for part in parts}
         over_head = {name: getattr(one.attention, "norm_heads", True) for name, one in self.layers.items()}
         if all(over_head.values()):
             roles["layers.*.attention.[qk]_norm"] = "head_norm"

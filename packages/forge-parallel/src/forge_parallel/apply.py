@@ -62,20 +62,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
         from forge_parallel.fp8 import use_fp8
 
         use_fp8(model, plan, config.fp8, mesh.device)
-    if mesh.ep is not None:
-        from forge_parallel.expert_parallel import expert_parallel
-
-        expert_parallel(model, plan, mesh, config.tensor_parallel.sequence)
-    if mesh.tp is not None:
-        from forge_parallel.tensor_parallel import tensor_parallel
-
-        tensor_parallel(model, plan, mesh.tp, config.tensor_parallel)
-    if mesh.context.size > 1:
-        from forge_parallel.context_parallel import context_parallel
-
-        context_parallel(model, plan, mesh.context, config.context_parallel)
-    if plan.experts:
-        _share_sequences(model, plan.experts, mesh, config.tensor_parallel.sequence)
+    _apply_axes(model, mesh, plan, config)
     checkpoint_activations(units.block_modules, config.activation_checkpointing)
     if config.compile.enabled:
         compile_blocks(units.block_modules, config.compile, mesh)
@@ -91,6 +78,24 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
             setattr(model, _SCALES, Scales(model, mesh.fsdp))
     setattr(model, _APPLIED, config)
     return model
+
+
+def _apply_axes(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig) -> None:
+    """Expert, tensor and context parallelism."""
+    if mesh.ep is not None:
+        from forge_parallel.expert_parallel import expert_parallel
+
+        expert_parallel(model, plan, mesh, config.tensor_parallel.sequence)
+    if mesh.tp is not None:
+        from forge_parallel.tensor_parallel import tensor_parallel
+
+        tensor_parallel(model, plan, mesh.tp, config.tensor_parallel)
+    if mesh.context.size > 1:
+        from forge_parallel.context_parallel import context_parallel
+
+        context_parallel(model, plan, mesh.context, config.context_parallel)
+    if plan.experts:
+        _share_sequences(model, plan.experts, mesh, config.tensor_parallel.sequence)
 
 
 def _share_sequences(model: nn.Module, experts: list[str], mesh: Mesh, sequence: bool) -> None:

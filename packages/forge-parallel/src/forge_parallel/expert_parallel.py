@@ -22,7 +22,7 @@ from forge_parallel.error import ParallelError
 from forge_parallel.match import find
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
-from forge_parallel.tensor_parallel import Axis, Copied, with_role
+from forge_parallel.tensor_parallel import Axis, Tokenwise, with_role
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ def _swapped(x: Tensor, of: list[int] | None, to: list[int] | None, group: Proce
 
 
 @cache
-def _cut(names: tuple[str, ...]) -> type[Copied]:
+def _cut(names: tuple[str, ...]) -> type[Tokenwise]:
     """The role of experts of which each rank has some, and all tp ranks the same."""
-    return type("Experts", (Copied,), {"placements": dict.fromkeys(names, Shard(0))})
+    return type("Experts", (Tokenwise,), {"placements": dict.fromkeys(names, Shard(0))})
 
 
 def expert_parallel(model: nn.Module, plan: Plan, mesh: Mesh, sequence: bool) -> None:

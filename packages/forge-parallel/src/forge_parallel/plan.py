@@ -14,7 +14,7 @@ from forge_parallel.match import find
 Role = Literal[
     "embed",
     "norm",
-    "copied",
+    "tokenwise",
     "head_norm",
     "cut_norm",
     "heads",

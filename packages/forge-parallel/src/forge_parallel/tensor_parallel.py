@@ -145,7 +145,7 @@ class Norm(_Role):
         return self.tensor_axis.shared(super().local(name))
 
 
-class Copied(_Role):
+class Tokenwise(_Role):
     """A module that works on each token of the residual stream alone; all ranks hold its parameters."""
 
     tensor_axis: Axis | None
@@ -157,8 +157,8 @@ class Copied(_Role):
 
 
 @cache
-def _copied(names: tuple[str, ...]) -> type[Copied]:
-    return type("Copied", (Copied,), {"placements": dict.fromkeys(names, Replicate())})
+def _tokenwise(names: tuple[str, ...]) -> type[Tokenwise]:
+    return type("Tokenwise", (Tokenwise,), {"placements": dict.fromkeys(names, Replicate())})
 
 
 class Replicated(_Role):
@@ -272,7 +272,7 @@ ROLES: dict[str, type[_Role]] = {
     "colwise": Colwise,
     "rowwise": Rowwise,
     "norm": Norm,
-    "copied": Copied,
+    "tokenwise": Tokenwise,
     "head_norm": Replicated,
     "replicated": Replicated,
     "cut_norm": CutNorm,
@@ -307,9 +307,9 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
     for pattern, role in plan.tensor.items():
         for name, module in find(model, pattern).items():
             _require_kind(name, module, role)
-            if isinstance(module, Copied):
+            if isinstance(module, Tokenwise):
                 continue
-            kind = _copied(tuple(module._parameters)) if role == "copied" else ROLES[role]
+            kind = _tokenwise(tuple(module._parameters)) if role == "tokenwise" else ROLES[role]
             _distribute(name, module, kind.placements, mesh, cut)
             module.__class__ = with_role(type(module), kind)
             module.tensor_axis = axis  # type: ignore[assignment]
