@@ -258,8 +258,8 @@ def experts_fit_the_ranks(model: ModelConfig, mesh: MeshConfig, compile: Compile
     counts = model.expert_counts()
     if counts and compile.enabled:
         raise ValueError(
-            "compile.enabled = true with layers of experts, which count their load in the backward pass, where "
-            "torch.compile cannot follow; set compile.enabled = false"
+            "compile.enabled = true with layers of experts, whose load is counted in the backward pass: "
+            "torch.compile cannot follow there; set compile.enabled = false"
         )
     if mesh.ep > 1 and not counts:
         raise ValueError(
