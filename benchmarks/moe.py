@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from forge_model.config import MoEConfig, SigmoidRouterConfig, SwiGLUConfig
 from forge_model.moe import MoE
-from forge_model.routing import Routing, one_per_slot
+from forge_model.routing import one_per_slot, serve
 from report import table, write
 from torch import Tensor
 
@@ -45,27 +45,32 @@ CASES = [
 ]
 
 
-def forced(experts: object, x: Tensor, routing: Routing, num_experts: int) -> Tensor:
-    """The dispatch of the layer, each expert with as many tokens."""
-    from forge_model.routing import serve
+class Forced(MoE):
+    """Each expert serves as many tokens, whatever the router chose."""
 
-    even = torch.arange(len(routing.experts)) % num_experts
-    pairs = one_per_slot(even.view(len(x), -1), routing.weights.view(len(x), -1))
-    return serve(experts, x, pairs, num_experts)  # type: ignore[arg-type]
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        routing, rows = self.router(x).routing, x.flatten(0, 1)
+        even = torch.arange(len(routing.experts)) % self.num_experts
+        pairs = one_per_slot(even.view(len(rows), -1), routing.weights.view(len(rows), -1))
+        return serve(self.experts, rows, pairs, self.num_experts).view_as(x)
 
 
-def naive(experts: MoE, x: Tensor, routing: Routing, num_experts: int) -> Tensor:
-    """The same by a loop, as in `transformers`."""
-    made = experts.experts if isinstance(experts, MoE) else experts
-    out = torch.zeros_like(x)
-    chosen, weights = routing.experts.view(len(x), -1), routing.weights.view(len(x), -1)
-    mask = F.one_hot(chosen, num_experts).permute(2, 1, 0)
-    for index in mask.sum((-1, -2)).nonzero()[:, 0].tolist():
-        slot, token = torch.where(mask[index])
-        rows = x[token]
-        hidden = F.silu(rows @ made.w_gate[index].t()) * (rows @ made.w_up[index].t())
-        out.index_add_(0, token, hidden @ made.w_down[index].t() * weights[token, slot, None])
-    return out
+class Naive(MoE):
+    """The same as `MoE` by a loop, as in `transformers`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        routing, rows, made = self.router(x).routing, x.flatten(0, 1), self.experts
+        out = torch.zeros_like(rows)
+        chosen, weights = (part.view(len(rows), -1) for part in (routing.experts, routing.weights))
+        mask = F.one_hot(chosen, self.num_experts).permute(2, 1, 0)
+        for index in mask.sum((-1, -2)).nonzero()[:, 0].tolist():
+            slot, token = torch.where(mask[index])
+            part = rows[token]
+            hidden = F.silu(part @ made.w_gate[index].t()) * (part @ made.w_up[index].t())
+            out.index_add_(0, token, hidden @ made.w_down[index].t() * weights[token, slot, None])
+        return out.view_as(x)
 
 
 def sides(case: Case) -> dict[str, Callable[[], None]]:
@@ -76,13 +81,11 @@ def sides(case: Case) -> dict[str, Callable[[], None]]:
     router = SigmoidRouterConfig(sequence_balance_weight=1e-4)
     config = MoEConfig(num_experts=case.num_experts, top_k=case.top_k, dim=case.hidden, router=router)
     dense = SwiGLUConfig(dim=case.hidden * case.top_k).build(case.dim)
-    layers = {"dense": dense, "learned": config.build(case.dim)}
-    layers |= {"forced": config.build(case.dim), "naive": config.build(case.dim)}
+    kinds = {"learned": MoE, "forced": Forced, "naive": Naive}
+    layers = {"dense": dense} | {name: kind(config, case.dim) for name, kind in kinds.items()}
     for layer in layers.values():
         for tensor in [*layer.parameters(), *layer.buffers()]:
             torch.nn.init.normal_(tensor, std=0.02)
-    layers["forced"].dispatch = forced
-    layers["naive"].dispatch = naive
 
     def run(layer: torch.nn.Module) -> Callable[[], None]:
         def step() -> None:

@@ -245,7 +245,7 @@ def test_losses_of_layers_reach_the_gradient_with_their_weights():
     for layer in moe_layers(plain).values():
         layer.router.z_loss_weight, layer.router.config = 0.05, router
         layer.router.register_forward_hook(lambda module, _, out: found.update({id(module): out.loss}))
-        layer.forward = lambda x, layer=layer: layer.dispatch(
+        layer.forward = lambda x, layer=layer: serve(
             layer.experts, x.flatten(0, 1), layer.router(x).routing, layer.num_experts
         ).view_as(x)
     terms = plain(tokens, labels=tokens.roll(-1, 1), loss_fn=LossConfig().build())
