@@ -19,7 +19,8 @@ from forge_parallel import (
     parallelize,
 )
 from forge_parallel.stages import keep_stage, stages_of
-from forge_trainer.optim import AdamWConfig, trainable
+from forge_trainer.optim import AdamWConfig, OptimizerConfig, trainable
+from forge_trainer.optim.groups import freeze
 from forge_trainer.schedule import CosineConfig
 from forge_trainer.steps.text import TextStep
 from forge_trainer.steps.update import Update
@@ -58,25 +59,31 @@ class Made(NamedTuple):
 
 
 def made(
-    sizes: dict, config: DecoderConfig, dtype: str, parallel: ParallelConfig | None = None, seed: int = 3
+    sizes: dict,
+    config: DecoderConfig,
+    dtype: str,
+    parallel: ParallelConfig | None = None,
+    seed: int = 3,
+    optimizer: OptimizerConfig | None = None,
 ) -> Made:
     """A decoder with the weights of a seed; on one rank nothing is made parallel."""
-    env, parallel = Env.detect(), parallel or ParallelConfig()
+    env, parallel, trains = Env.detect(), parallel or ParallelConfig(), optimizer or AdamWConfig(lr=3e-3)
     mesh = build_mesh(MeshConfig(**sizes), env) if env.world_size > 1 else Mesh(env.device)
     parts = []
     for stage in stages_of(mesh.pipeline.rank, mesh.pipeline.size, parallel.pipeline):
         with torch.device("meta"):
             model = config.build().to(getattr(torch, dtype))
+        freeze(model, trains.groups)
         keep_stage(model, Plan.of(model), stage, mesh.pipeline.size, parallel.pipeline)
         if env.world_size > 1:
             parallelize(model, mesh, Plan.of(model), parallel)
         parts.append(materialize(model, mesh.device))
         initialize(model, seed, local_shard)
-    optimizer = AdamWConfig(lr=3e-3).build(trainable(parts))
+    built = trains.build(trainable(parts), mesh)
     factor = partial(CosineConfig(warmup_steps=2).factor, steps=20)
-    update = Update(parts, optimizer, factor, 0.5, mesh)
+    update = Update(parts, built, factor, 0.5, mesh)
     loss = LossConfig(chunk_tokens=5, z_loss_weight=1e-3).build()
-    return Made(parts, optimizer, TextStep(parts, loss, mesh, update=update), mesh)
+    return Made(parts, built, TextStep(parts, loss, mesh, update=update), mesh)
 
 
 def trained(
@@ -89,15 +96,14 @@ def trained(
 ) -> dict[str, list]:
     """Losses, norms, and the weights before and after."""
     parts, _, step, mesh = made(sizes, config, dtype, parallel)
-    held = parameters(parts)  # after an evaluation, modules show what FSDP2 has gathered
-    before = full(held)
+    before = full(parameters(parts))
     outs = [step.train(batch(index, mesh, micro_batches), index) for index in range(steps)]
     return {
         "loss": [out.loss.item() for out in outs],
         "norm": [out.grad_norm.item() for out in outs],
         "before": before,
         "validation": step.evaluate([batch(STEPS, mesh)])["loss"],
-        "after": full(held),
+        "after": full(parameters(parts)),
     }
 
 

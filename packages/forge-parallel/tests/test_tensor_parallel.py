@@ -85,6 +85,7 @@ def refusals() -> dict[str, str]:
         "no role": (Own(), {"tensor": {k: v for k, v in ROLES.items() if k != "norm"}}),
         "wrong kind": (Own(), {"tensor": ROLES | {"norm": "colwise"}}),
         "padding": (padded, {"tensor": ROLES}),
+        "two roles": (Own(), {"tensor": ROLES | {"nor*": "head_norm"}}),
     }
     said = {}
     for name, (model, plan) in cases.items():
@@ -110,4 +111,5 @@ def test_what_cannot_be_cut_is_refused_with_its_reason():
         assert "norm.weight, norm.bias" in said["no role"]
         assert "norm is a LayerNorm" in said["wrong kind"]
         assert "padding_idx" in said["padding"]
+        assert "'nor*' of the plan gives norm a second role" in said["two roles"]
         assert "sequence of 3 tokens" in said["odd sequence"]

@@ -312,11 +312,21 @@ def optimizer_can_run_on_the_host(optimizer: OptimizerConfig, fsdp: FSDPConfig) 
         )
 
 
-def recomputation_fits_the_compiler(
-    fp8: FP8Config, activation_checkpointing: ActivationCheckpointingConfig, compile: CompileConfig
+def sections_fit_together(
+    tensor_parallel: TensorParallelConfig,
+    fsdp: FSDPConfig,
+    fp8: FP8Config,
+    activation_checkpointing: ActivationCheckpointingConfig,
+    compile: CompileConfig,
 ) -> None:
-    """What is compiled, and what cannot be."""
-    ParallelConfig(fp8=fp8, activation_checkpointing=activation_checkpointing, compile=compile)
+    """What `ParallelConfig` refuses."""
+    ParallelConfig(
+        tensor_parallel=tensor_parallel,
+        fsdp=fsdp,
+        fp8=fp8,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+    )
 
 
 checks: list[Callable[..., None]] = [
@@ -331,7 +341,7 @@ checks: list[Callable[..., None]] = [
     experts_fit_the_ranks,
     stages_fit_the_model,
     optimizer_can_run_on_the_host,
-    recomputation_fits_the_compiler,
+    sections_fit_together,
 ]
 
 

@@ -194,6 +194,16 @@ def applied(model: nn.Module) -> ParallelConfig:
     return getattr(model, _APPLIED, ParallelConfig())
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass without a backward left gathered: the next one sees what was written since.
+
+    Without effect on a model that is not sharded.
+    """
+    for module in model.modules():
+        if hasattr(module, "set_requires_gradient_sync"):
+            module.reshard()  # type: ignore[operator]
+
+
 def set_sync(model: nn.Module, last: bool) -> None:
     """Say before each micro-batch whether it is the last of a step, so that gradients are summed over ranks.
 

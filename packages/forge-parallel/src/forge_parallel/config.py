@@ -353,5 +353,7 @@ class ParallelConfig(Config):
             )
         if self.fp8.gather and self.fsdp.offload:
             raise ValueError("fp8.gather = true needs fsdp.offload = false: weights are rounded on the GPU")
+        if self.fp8.gather and mode == "offload":
+            raise ValueError('fp8.gather = true needs another activation_checkpointing.mode than "offload"')
         if self.fp8.emulate and self.compile.enabled:
             raise ValueError("fp8.emulate = true needs compile.enabled = false")

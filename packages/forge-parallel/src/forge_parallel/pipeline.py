@@ -38,6 +38,10 @@ class Pipeline:
                 f'pipeline.schedule = "{config.pipeline.schedule}" needs torch 2.15, and this is '
                 f"{torch.__version__}; choose 1f1b, gpipe or interleaved_1f1b"
             )
+        if not plan.sequence_inputs:
+            raise ParallelError(
+                "the plan names no `sequence_inputs`, by which a pipeline knows micro-batches"
+            )
         self._ranks = mesh.pipeline
         self._stages = stages_of(self._ranks.rank, self._ranks.size, config.pipeline)
         self._last = self._ranks.size * config.pipeline.held() - 1
@@ -49,6 +53,8 @@ class Pipeline:
             part.register_forward_pre_hook(self._complete, prepend=True, with_kwargs=True)
             if stage == self._last:
                 part.register_forward_hook(lambda _module, _args, out: self._finish(out))
+            else:
+                part.register_forward_hook(_hidden_state)
 
     def backward(self, micro_batches: Sequence[Inputs], finish: Callable[[Any], Tensor]) -> None:
         """See `Runner.backward`.
@@ -86,7 +92,6 @@ class Pipeline:
             out = part(*args, **inputs)
             if stage == self._last:
                 return out
-            out = out[0] if isinstance(out, tuple) else out
             target = rank_of(stage + 1, ranks.size, config)
             if target != ranks.rank:
                 dist.send(out.contiguous(), group=ranks.group, group_dst=target)
@@ -142,6 +147,21 @@ class Pipeline:
             loss_fn=lambda output, _: output,
             scale_grads=False,
         )
+
+
+def _hidden_state(_: nn.Module, __: Any, out: Any) -> Tensor:
+    """What a stage passes on.
+
+    Raises:
+        ParallelError: it is no tensor.
+    """
+    out = out[0] if isinstance(out, tuple) else out
+    if not isinstance(out, Tensor):
+        raise ParallelError(
+            f"a stage returns a {type(out).__name__}, and a pipeline passes tensors; with a model of "
+            "transformers give it use_cache=False and return_dict=False"
+        )
+    return out
 
 
 def _unchanged(out: Any) -> Any:

@@ -306,6 +306,10 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
     cut: dict[int, nn.Parameter] = {}
     for pattern, role in plan.tensor.items():
         for name, module in find(model, pattern).items():
+            if isinstance(module, _Role):
+                raise ParallelError(
+                    f"{pattern!r} of the plan gives {name} a second role; say one role for each"
+                )
             _require_kind(name, module, role)
             if isinstance(module, Tokenwise):
                 continue
