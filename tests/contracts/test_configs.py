@@ -162,7 +162,10 @@ def test_all_mistakes_are_reported_together_at_their_lines_and_before_torch(tmp_
             ],
             'cannot be done with activation_checkpointing.mode = "selective"',
         ),
-        (["--fp8.gather=true", "--fp8.recipe=tensorwise", "--fsdp.offload=true"], "weights are rounded on the GPU"),
+        (
+            ["--fp8.gather=true", "--fp8.recipe=tensorwise", "--fsdp.offload=true"],
+            "weights are rounded on the GPU",
+        ),
         (
             ["--fsdp.offload=true", "--optimizer.type=muon", "--optimizer.scale=match-rms-adamw"],
             "where muon has not been tried",
