@@ -128,13 +128,8 @@ def build(
     store = open_store(job, mesh)
     progress, fingerprint, counts = resume_or_start(store, state, parts, job)
 
-    data = partial(
-        build_loader,
-        job.data,
-        rank=mesh.batch.rank,
-        world_size=mesh.batch.size,
-        micro_batch=job.train.micro_batch,
-    )
+    reads = {"rank": mesh.batch.rank, "world_size": mesh.batch.size, "micro_batch": job.train.micro_batch}
+    data = partial(build_loader, job.data, **reads)
     batch, steps = job.train.global_batch, job.train.steps
     loader = data("train", global_batch=batch, first_sample=progress.samples, steps=steps)
     stack.callback(loader.close)
