@@ -116,6 +116,8 @@ def test_extract_ends_with_equal_bytes_when_killed_at_random_times(tmp_path: Pat
         folder.mkdir()
         code = killed_after(forks, random.uniform(0, whole_s), folder / name, 1, LARGE)
         killed += code == -signal.SIGKILL
+        if code == 0:  # the machine is faster than it was: the run had ended
+            whole_s /= 2
         left |= {path.name for path in folder.rglob("*")}
         assert forks.run(run, folder / name, 1, LARGE) == 0
         assert files(folder) == whole, trial

@@ -16,7 +16,7 @@ def test_signals_turn_into_stop_and_handlers_come_back(number):
     before = signal.getsignal(number)
     with Signals() as signals:
         assert signals.verdict() == Verdict.CONTINUE
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert signals.verdict() == Verdict.STOP
         assert signals.received == number
     assert signal.getsignal(number) is before
@@ -25,35 +25,35 @@ def test_signals_turn_into_stop_and_handlers_come_back(number):
 def test_signals_repeated_within_a_moment_change_nothing():
     with Signals() as signals:
         for _ in range(5):
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
         assert signals.received == signal.SIGTERM
 
 
 def test_signals_second_interrupt_of_a_person_ends_the_process(monkeypatch):
     with Signals():
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 5)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             signal.sigtimedwait([], 0.1)
 
 
 def test_signals_first_interrupt_after_another_signal_changes_nothing(monkeypatch):
     with Signals() as signals:
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 5)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert signals.received == signal.SIGUSR1
 
 
 def test_signals_raise_once_during_the_start_and_are_not_forgotten():
     with Signals(starting=True) as signals:
         with pytest.raises(Stopped):
-            os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Stopped):
             signals.started()
         assert signals.starting
@@ -62,7 +62,7 @@ def test_signals_raise_once_during_the_start_and_are_not_forgotten():
 def test_signals_only_ask_once_the_start_is_over():
     with Signals(starting=True) as signals:
         signals.started()
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         assert signals.verdict() == Verdict.STOP
         assert not signals.starting
 
@@ -98,7 +98,7 @@ def test_signals_in_a_forked_process_do_nothing():
         with Signals(starting=True) as signals:
             child = os.fork()
             if child == 0:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
                 os._exit(7 if signals.received is None else 8)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
             signals.started()
@@ -114,7 +114,7 @@ def test_signals_ignored_at_the_end_do_not_change_the_exit_code():
             signals.ignore()
         # a handler would go before the process does
         assert all(signal.getsignal(number) == signal.SIG_IGN for number in STOPPING)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         sys.exit(85)
     """)
     assert done.returncode == 85
