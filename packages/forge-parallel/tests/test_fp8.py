@@ -3,6 +3,7 @@ import torch
 from forge_parallel.config import FP8Config
 from forge_parallel.error import ParallelError
 from forge_parallel.fp8 import use_fp8
+from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
 from torch import nn
 
@@ -29,7 +30,7 @@ def test_eight_bits_are_used_where_allowed_and_stay_near_full_precision(recipe):
     exact, names = model(x), list(model.state_dict())
     wanted = torch.autograd.grad(exact.square().mean(), model.layers[0].weight)[0]
     chosen = use_fp8(
-        model, PLAN, FP8Config(recipe=recipe, min_size=64, emulate=True, exclude=["layers.2"]), CPU
+        model, PLAN, FP8Config(recipe=recipe, min_size=64, emulate=True, exclude=["layers.2"]), Mesh(CPU)
     )
     assert chosen == ["layers.0", "layers.1"]
     assert list(model.state_dict()) == names
@@ -51,4 +52,4 @@ def test_eight_bits_are_used_where_allowed_and_stay_near_full_precision(recipe):
 )
 def test_eight_bits_are_refused(config, said):
     with pytest.raises(ParallelError, match=said):
-        use_fp8(Net(), PLAN, config, CPU)
+        use_fp8(Net(), PLAN, config, Mesh(CPU))

@@ -253,13 +253,20 @@ def axes_compute_the_model(model: ModelConfig, mesh: MeshConfig) -> None:
         raise ValueError(f"mesh.tp = {mesh.tp}, mesh.cp = {mesh.cp}: {error}") from None
 
 
-def experts_fit_the_ranks(model: ModelConfig, mesh: MeshConfig, compile: CompileConfig) -> None:
+def experts_fit_the_ranks(
+    model: ModelConfig, mesh: MeshConfig, compile: CompileConfig, pipeline: PipelineConfig
+) -> None:
     """Experts are cut evenly over the ranks that share them, and their blocks are not compiled."""
     counts = model.expert_counts()
     if counts and compile.enabled:
         raise ValueError(
             "compile.enabled = true with layers of experts, whose load is counted in the backward pass: "
             "torch.compile cannot follow there; set compile.enabled = false"
+        )
+    if counts and mesh.pp > 1 and pipeline.splits_backward:
+        raise ValueError(
+            f'pipeline.schedule = "{pipeline.schedule}" takes the backward pass in two, and layers of '
+            "experts count their load in it; choose 1f1b, gpipe or interleaved_1f1b"
         )
     if mesh.ep > 1 and not counts:
         raise ValueError(
@@ -280,6 +287,7 @@ def stages_fit_the_model(
     pipeline: PipelineConfig,
     compile: CompileConfig,
     activation_checkpointing: ActivationCheckpointingConfig,
+    fsdp: FSDPConfig,
 ) -> None:
     """The model can be cut into the stages of the pipeline, and the pipeline can do what is asked of it."""
     if mesh.pp == 1:
@@ -291,7 +299,7 @@ def stages_fit_the_model(
             f'schedule = "{pipeline.schedule}" has {count}'
         )
     parallel = ParallelConfig(
-        pipeline=pipeline, compile=compile, activation_checkpointing=activation_checkpointing
+        pipeline=pipeline, compile=compile, activation_checkpointing=activation_checkpointing, fsdp=fsdp
     )
     try:
         parallel.require_pipeline(mesh.pp)

@@ -57,7 +57,7 @@ def _dear() -> set[Any]:
     aten, collectives = torch.ops.aten, torch.ops._c10d_functional
     attention = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     return {
-        *(getattr(aten, name).default for name in ("mm", "addmm", "bmm", "_scaled_mm")),
+        *(getattr(aten, name).default for name in ("mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm")),
         *(getattr(aten, f"_scaled_dot_product_{name}").default for name in attention),
         *(getattr(collectives, name).default for name in ("all_reduce", "all_to_all_single")),
         *(getattr(collectives, name).default for name in ("all_gather_into_tensor", "reduce_scatter_tensor")),

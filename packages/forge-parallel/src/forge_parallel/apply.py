@@ -61,7 +61,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
     if config.fp8.recipe != "none":
         from forge_parallel.fp8 import use_fp8
 
-        use_fp8(model, plan, config.fp8, mesh.device)
+        use_fp8(model, plan, config.fp8, mesh)
     _apply_axes(model, mesh, plan, config)
     checkpoint_activations(units.block_modules, config.activation_checkpointing)
     if config.compile.enabled:

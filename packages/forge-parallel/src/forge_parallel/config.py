@@ -331,6 +331,11 @@ class ParallelConfig(Config):
         Raises:
             ParallelError: it cannot.
         """
+        if ranks > 1 and self.fsdp.reduce_gradients == "every_micro_batch":
+            raise ParallelError(
+                'fsdp.reduce_gradients = "every_micro_batch" cannot be done in a pipeline, which sums '
+                'gradients once a step; use "last_micro_batch" or mesh.pp = 1'
+            )
         split = ranks > 1 and self.pipeline.splits_backward
         selective = self.activation_checkpointing.mode == "selective"
         if split and (self.compile.enabled or selective):

@@ -216,10 +216,16 @@ def _cutter(cut: Cut, names: list[str]) -> Callable[..., Any]:
     """A hook that cuts the inputs [B, T] of a model, and says where the tokens were."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        if len(args) > len(names):
+            raise ParallelError(
+                f"{len(args)} inputs without a name, and the plan knows {', '.join(names)}; name the others"
+            )
         given = dict(zip(names, args, strict=False)) | kwargs
         tokens = given[names[0]]
         index = cut.index(tokens.shape[1], cut.ranks.rank, tokens.device)
         parts = {name: given[name][..., index] for name in names if given.get(name) is not None}
-        return (), {"positions": index} | given | parts
+        if given.get("positions") is None:
+            given["positions"] = index
+        return (), given | parts
 
     return hook

@@ -85,6 +85,20 @@ def _cut(names: tuple[str, ...]) -> type[Tokenwise]:
     return type("Experts", (Tokenwise,), {"placements": dict.fromkeys(names, Shard(0))})
 
 
+def _stacked(name: str, layer: nn.Module) -> Any:
+    """The experts of a layer.
+
+    Raises:
+        ParallelError: they are no module of stacked parameters, or the layer does not call a dispatcher.
+    """
+    experts = getattr(layer, "experts", None)
+    if not hasattr(layer, "dispatch") or not isinstance(experts, nn.Module):
+        raise ParallelError(f"{name}, a {type(layer).__name__}, has no module `experts` and no `dispatch`")
+    if any(True for child in experts.children() for _ in child.parameters()):
+        raise ParallelError(f"{name}.experts has parameters in modules of its own; stack them, experts first")
+    return experts
+
+
 def expert_parallel(model: nn.Module, plan: Plan, mesh: Mesh, sequence: bool) -> None:
     """Cut the experts of a model over the ranks of `mesh.ep`, in place. Names do not change. Collective.
 
@@ -105,7 +119,7 @@ def expert_parallel(model: nn.Module, plan: Plan, mesh: Mesh, sequence: bool) ->
     dispatch = AllToAll(mesh.ep.get_group(), mesh.ep.size())
     placements = [Shard(0), *(Replicate() for _ in range(mesh.experts.ndim - 1))]
     for name, layer in (item for pattern in plan.experts for item in find(model, pattern).items()):
-        experts: Any = layer.experts
+        experts = _stacked(name, layer)
         for key, parameter in experts._parameters.items():
             if parameter is None:
                 continue

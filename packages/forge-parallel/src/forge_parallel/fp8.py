@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from forge_parallel.config import FP8Config
 from forge_parallel.error import ParallelError
 from forge_parallel.match import find, matches
+from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
 from forge_parallel.tensor import is_dtensor
 
@@ -22,30 +23,33 @@ CAPABILITIES = {"mxfp8": ((10, 0), "Blackwell")}
 """What a GPU needs, where it is not 8.9."""
 
 
-def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, device: torch.device) -> list[str]:
+def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, mesh: Mesh) -> list[str]:
     """Let linear layers multiply in 8 bits, in place. Names and values of parameters do not change.
 
     Args:
         model: best on the meta device.
         plan: `no_fp8` is used.
         config: the section `[fp8]`.
-        device: that it will run on.
+        mesh: the grid of ranks.
 
     Returns:
         The names of these layers.
 
     Raises:
-        ParallelError: the device cannot, no layer is left, or a pattern names nothing.
+        ParallelError: the device cannot, no layer is left, or a pattern names nothing. A stage of a pipeline
+            may have neither the layers of a pattern nor any that is left.
     """
-    _require_device(config, device)
-    for pattern in config.exclude:
+    _require_device(config, mesh.device)
+    stage = mesh.pipeline.size > 1
+    for pattern in [] if stage else config.exclude:
         find(model, pattern)
+    cuts = 1 if mesh.tp is None else mesh.tp.size()
     chosen = [
         name
         for name, module in model.named_modules()
-        if type(module).forward is nn.Linear.forward and _fits(name, module, plan, config)
+        if type(module).forward is nn.Linear.forward and _fits(name, module, plan, config, cuts)
     ]
-    if not chosen:
+    if not chosen and not stage:
         raise ParallelError(
             f'fp8.recipe = "{config.recipe}" fits no layer: all are excluded, smaller than fp8.min_size = '
             f"{config.min_size}, or no multiple of {MULTIPLES.get(config.recipe, 16)}; change the limits or "
@@ -143,11 +147,12 @@ def _require_device(config: FP8Config, device: torch.device) -> None:
     )
 
 
-def _fits(name: str, layer: nn.Module, plan: Plan, config: FP8Config) -> bool:
+def _fits(name: str, layer: nn.Module, plan: Plan, config: FP8Config, cuts: int) -> bool:
+    """Whether a layer is large enough, and even when tensor parallelism has cut it."""
     assert isinstance(layer, nn.Linear)
     sizes, multiple = (layer.in_features, layer.out_features), MULTIPLES.get(config.recipe, 16)
     return (
         min(sizes) >= config.min_size
-        and not any(size % multiple for size in sizes)
+        and not any(size % (multiple * cuts) for size in sizes)
         and not any(matches(pattern, name) for pattern in (*plan.no_fp8, *config.exclude))
     )

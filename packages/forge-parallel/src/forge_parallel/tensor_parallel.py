@@ -306,13 +306,13 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
     cut: dict[int, nn.Parameter] = {}
     for pattern, role in plan.tensor.items():
         for name, module in find(model, pattern).items():
+            if isinstance(module, Tokenwise) and role == "tokenwise":
+                continue  # cut by expert parallelism already
             if isinstance(module, _Role):
                 raise ParallelError(
                     f"{pattern!r} of the plan gives {name} a second role; say one role for each"
                 )
             _require_kind(name, module, role)
-            if isinstance(module, Tokenwise):
-                continue
             kind = _tokenwise(tuple(module._parameters)) if role == "tokenwise" else ROLES[role]
             _distribute(name, module, kind.placements, mesh, cut)
             module.__class__ = with_role(type(module), kind)

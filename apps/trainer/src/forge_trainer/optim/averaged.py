@@ -20,14 +20,13 @@ def evaluation_weights(config: OptimizerConfig, optimizer: Optimizer) -> Iterato
     Costs a second copy of the weights meanwhile; nothing where training and evaluation share the weights.
     """
     held: list[tuple[Tensor, Tensor]] = []
-    if config.averages:
+    try:
         with torch.no_grad():
-            for parameter, state in optimizer.state.items():
+            for parameter, state in optimizer.state.items() if config.averages else ():
                 if all(name in state for name in config.averages):
                     value = local_part(parameter)
                     held.append((value, value.clone()))
                     value.copy_(config.evaluated(value, {n: local_part(state[n]) for n in config.averages}))
-    try:
         yield
     finally:
         with torch.no_grad():

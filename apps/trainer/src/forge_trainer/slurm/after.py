@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,8 +29,11 @@ def after_job(options: argparse.Namespace) -> int:
     directory = Path(options.directory)
     code = _code(directory, options.code)
     failures = _remember(directory, code)
-    if _cancelled():
+    state = _job_state()
+    if state == "CANCELLED":
         return _stop(options, code, "cancelled")
+    if state not in ("", "RUNNING"):
+        return _say(code, f"exit code {code}: SLURM ends this job by itself ({state})")
     if code in FINAL:
         return _stop(options, code, "complete" if code == ExitCode.DONE else "a human must look at it")
     if failures >= FUTILE:
@@ -80,10 +84,11 @@ def _remember(directory: Path, code: int) -> int:
     return futile
 
 
-def _cancelled() -> bool:
-    """Whether a user has cancelled this job; a batch job that SLURM does not know is none."""
+def _job_state() -> str:
+    """What SLURM says of this job: RUNNING, CANCELLED, or COMPLETING when it ends it; empty without SLURM."""
     told = _scontrol("show", "job", os.environ.get("SLURM_JOB_ID", ""))
-    return "JobState=CANCELLED" in told.stdout
+    found = re.search(r"JobState=(\w+)", told.stdout)
+    return found[1] if found else ""
 
 
 def _requeue(code: int) -> int:

@@ -88,6 +88,7 @@ def _before(launch: Launch) -> Iterator[str]:
     if launch.cluster.again == "chain":
         yield "# The next link waits until this one is gone; it is cancelled when the run is complete."
         yield f"next=$(sbatch --parsable --dependency=singleton {shlex.quote(str(launch.script))})"
+        yield "next=${next%%;*}"
 
 
 def _run(launch: Launch) -> Iterator[str]:
@@ -103,7 +104,8 @@ def _run(launch: Launch) -> Iterator[str]:
     yield "# Warnings reach this shell only, and go on to all ranks, which save and leave with exit code 85."
     yield "trap 'kill -USR1 $step' USR1"
     yield "trap : TERM  # the ranks are told by SLURM"
-    yield "while wait $step; code=$?; kill -0 $step 2>/dev/null; do :; done"
+    yield "while kill -0 $step 2>/dev/null; do wait $step; done  # a signal ends a wait"
+    yield "wait $step; code=$?"
 
 
 def _after(launch: Launch) -> Iterator[str]:

@@ -29,6 +29,11 @@ def launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     job = load_job(options.config, overrides).value
     nodes = options.nodes or _fewest_nodes(job, cluster)
     sweep = [[text] for text in _sweep(options.sweep)]
+    if sweep and cluster.again == "chain":
+        raise ConfigError(
+            '--sweep with again = "chain": each run of the array would submit all of them; use "requeue" or '
+            '"never"'
+        )
     for each in sweep or [[]]:
         one = load_job(options.config, [*overrides, *each]).value
         _require_layout(one, nodes * cluster.ranks)
@@ -75,8 +80,8 @@ def _sweep(text: str | None) -> list[str]:
     if text is None:
         return []
     key, equals, values = text.partition("=")
-    if not equals or not values:
-        raise ConfigError(f"--sweep={text}; expected section.key=value,value,...")
+    if not equals or not values or set(values) & set("[]{}\"'"):
+        raise ConfigError(f"--sweep={text}; expected section.key=value,value,... of plain values")
     return [f"--{key.lstrip('-')}={value}" for value in values.split(",")]
 
 

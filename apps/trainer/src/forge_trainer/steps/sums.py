@@ -48,10 +48,10 @@ class Sums:
             return {}
         ordered = sorted(names)
         pairs = [
-            self._pairs[name]
+            self._pairs[name].to(dtype)
             if name in self._pairs
-            else torch.zeros(2, dtype=self._dtype or names[name], device=mesh.device)
-            for name in ordered
+            else torch.zeros(2, dtype=dtype, device=mesh.device)
+            for name, dtype in ((name, self._dtype or names[name]) for name in ordered)
         ]
         values, counts = mesh.pipeline.sum_(mesh.loss.sum_(torch.stack(pairs))).unbind(1)
         return {name: Sum(values[i], counts[i]) for i, name in enumerate(ordered)}

@@ -37,7 +37,7 @@ class TextStep:
 
     def __post_init__(self) -> None:
         self._runner = build_runner(self.parts, self.mesh)
-        self._names: dict[str, torch.dtype] | None = None
+        self._names: dict[bool, dict[str, torch.dtype]] = {}  # of training, and of evaluation
         self._statistics: dict[str, torch.dtype] | None = None
 
     def train(self, batch: Batch, step: int) -> StepOutput:
@@ -65,13 +65,13 @@ class TextStep:
             return terms.total / targets
 
         self._runner.backward([self._inputs(micro) for micro in batch], finish)
-        totals = self._totals(sums)
+        totals = self._totals(sums, training=True)
         return {name: value / count.clamp(min=1) for name, (value, count) in totals.items()}
 
-    def _totals(self, sums: Sums) -> dict[str, Sum]:
-        if self._names is None:
-            self._names = sums.names(self.mesh)
-        return sums.totals(self.mesh, self._names)
+    def _totals(self, sums: Sums, training: bool) -> dict[str, Sum]:
+        if training not in self._names:
+            self._names[training] = sums.names(self.mesh)
+        return sums.totals(self.mesh, self._names[training])
 
     def _of_all_stages(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
         """What every stage of the pipeline tells. Collective."""
@@ -94,6 +94,6 @@ class TextStep:
             for micro in (micro for batch in batches for micro in batch):
                 terms = self._runner.forward(self._inputs(micro))
                 sums.add(terms.sums if terms is not None else {})
-        value, count = self._totals(sums)["loss"]
+        value, count = self._totals(sums, training=False)["loss"]
         loss = (value / count).item()
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
