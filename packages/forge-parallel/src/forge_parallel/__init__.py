@@ -1,4 +1,4 @@
-"""Apply FSDP2 and HSDP to any nn.Module from a plan that is plain data."""
+"""Spreads any nn.Module over ranks, from a plan that is plain data."""
 
 import lazy_loader as lazy
 

@@ -4,6 +4,8 @@ from .apply import parallelize as parallelize
 from .apply import set_sync as set_sync
 from .config import ActivationCheckpointingConfig as ActivationCheckpointingConfig
 from .config import CompileConfig as CompileConfig
+from .config import ContextParallelConfig as ContextParallelConfig
+from .config import FP8Config as FP8Config
 from .config import FSDPConfig as FSDPConfig
 from .config import MeshConfig as MeshConfig
 from .config import ParallelConfig as ParallelConfig
@@ -28,6 +30,8 @@ from .tensor import local_shard as local_shard
 __all__ = [
     "ActivationCheckpointingConfig",
     "CompileConfig",
+    "ContextParallelConfig",
+    "FP8Config",
     "Env",
     "FSDPConfig",
     "LocalShard",
