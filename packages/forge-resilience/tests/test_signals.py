@@ -13,6 +13,7 @@ from forge_resilience.verdict import Verdict
     "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP]
 )
 def test_signals_turn_into_stop_and_handlers_come_back(number):
+    inherited = signal.signal(number, signal.SIG_DFL)  # nohup leaves SIGHUP ignored, which stays so
     before = signal.getsignal(number)
     with Signals() as signals:
         assert signals.verdict() == Verdict.CONTINUE
@@ -20,6 +21,7 @@ def test_signals_turn_into_stop_and_handlers_come_back(number):
         assert signals.verdict() == Verdict.STOP
         assert signals.received == number
     assert signal.getsignal(number) is before
+    signal.signal(number, inherited)
 
 
 def test_signals_repeated_within_a_moment_change_nothing():
