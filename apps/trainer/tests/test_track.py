@@ -127,3 +127,10 @@ def test_wandb_tells_runs_of_one_name_apart_and_a_continued_one_keeps_its_id(tmp
 )
 def test_duration_has_two_units(seconds, text):
     assert duration(seconds) == text
+
+
+def test_wandb_id_that_cannot_be_kept_is_a_warning(tmp_path, caplog):
+    from forge_trainer.track.wandb import _id
+
+    assert _id(tmp_path / "gone", "tiny").startswith("tiny-")
+    assert "cannot be kept" in caplog.text

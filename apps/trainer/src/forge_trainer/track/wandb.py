@@ -67,7 +67,11 @@ class Wandb:
 
 def _id(folder: Path, name: str) -> str:
     """The id of a run, made when it is first asked for."""
-    path = folder / "wandb-id"
-    if not path.exists():
-        write_whole(path, f"{name}-{secrets.token_hex(4)}\n")
-    return path.read_text().strip()
+    path, fresh = folder / "wandb-id", f"{name}-{secrets.token_hex(4)}"
+    try:
+        if not path.exists():
+            write_whole(path, f"{fresh}\n")
+        return path.read_text().strip()
+    except OSError as error:  # a tracker must not end a run
+        log.warning("%s cannot be kept: %s", path, error)
+        return fresh
