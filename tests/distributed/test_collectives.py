@@ -8,8 +8,9 @@ from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.attention_config import GroupedQueryConfig
 from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, local_shard, parallelize
 from forge_parallel.apply import materialize
-from forge_parallel.config import ContextParallelConfig, FSDPConfig, TensorParallelConfig
+from forge_parallel.config import ContextParallelConfig, FSDPConfig, PipelineConfig, TensorParallelConfig
 from forge_parallel.runner import build_runner
+from forge_parallel.stages import keep_stage
 from forge_parallel.testing import run_ranks
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -24,12 +25,18 @@ def counted(sizes: dict, parallel: ParallelConfig) -> dict[str, int]:
     config = DecoderConfig(vocab_size=64, dim=32, num_layers=LAYERS, max_tokens=16, attention=attention)
     with torch.device("meta"):
         model = config.build()
+    keep_stage(model, Plan.of(model), mesh.pipeline.rank, mesh.pipeline.size, parallel.pipeline)
     parallelize(model, mesh, Plan.of(model), parallel)
     materialize(model, mesh.device)
     initialize(model, 0, local_shard)
     runner = build_runner([model], mesh)
     tokens = torch.zeros(2, 16, dtype=torch.int64)
-    inputs = {"tokens": tokens, "labels": tokens, "loss_fn": LossConfig(chunk_tokens=0).build()}
+    inputs = {
+        "tokens": tokens,
+        "labels": tokens,
+        "doc_ids": tokens,
+        "loss_fn": LossConfig(chunk_tokens=0).build(),
+    }
     for _ in range(2):
         with CommDebugMode() as said:
             runner.backward([inputs] * MICRO_BATCHES, lambda terms: terms.total)
@@ -65,6 +72,8 @@ CASES = {
         ParallelConfig(),
         (*[MICRO_BATCHES * 2 * (2 * LAYERS + 1)] * 2, MICRO_BATCHES * (2 * LAYERS + 1 + 2), 0),
     ),
+    # of the first of two stages: embedding and two layers, which stay gathered for the step
+    "pp x dp_shard": (4, {"pp": 2}, ParallelConfig(pipeline=PipelineConfig(layers=[2, 1])), (3, 3, 0, 0)),
     "tp, sequence = false": (2, {"tp": 2}, WHOLE, (0, 0, MICRO_BATCHES * (4 * LAYERS + 4), 0)),
     "cp": (2, {"cp": 2}, ParallelConfig(), (*(n + MICRO_BATCHES * LAYERS for n in FSDP), 0, 0)),
     "cp, ulysses": (2, {"cp": 2}, ULYSSES, (*FSDP, 0, MICRO_BATCHES * LAYERS * 8)),

@@ -19,9 +19,11 @@ from forge_parallel.config import (
     ActivationCheckpointingConfig,
     CompileConfig,
     ContextParallelConfig,
+    FSDPConfig,
     PipelineConfig,
     TensorParallelConfig,
 )
+from forge_parallel.error import ParallelError
 from forge_parallel.testing import run_ranks
 from parity import TOKENS, VOCAB, trained
 
@@ -155,16 +157,40 @@ def test_context_parallel_training_in_float64_equals_one_process(name, method):
     check("cp2", name, "float64", parallel, loss=1e-10, norm=1e-10)
 
 
+FEATURES = {
+    **{
+        f'activation_checkpointing.mode = "{mode}"': ParallelConfig(
+            activation_checkpointing=ActivationCheckpointingConfig(mode=mode)
+        )
+        for mode in ("full", "every", "selective", "offload")
+    },
+    "compile.enabled": ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager")),
+    "fsdp.offload": ParallelConfig(fsdp=FSDPConfig(offload=True)),
+    "fsdp.prefetch": ParallelConfig(fsdp=FSDPConfig(prefetch=1)),
+    'fsdp.reduce_gradients = "every_micro_batch"': ParallelConfig(
+        fsdp=FSDPConfig(reduce_gradients="every_micro_batch")
+    ),
+}
+COMBINED = ("fsdp2-tp2", "hsdp2x2", "fsdp2-cp2", "pp2-fsdp2")
+REFUSED = [('fsdp.reduce_gradients = "every_micro_batch"', "pp2-fsdp2")]
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "parallel",
+    ("feature", "layout"),
     [
-        ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="selective")),
-        pytest.param(
-            ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager")), marks=pytest.mark.slow
-        ),
+        pytest.param(feature, layout, id=f"{feature}-{layout}", marks=[] if quick else [pytest.mark.slow])
+        for feature in FEATURES
+        for layout in COMBINED
+        if (feature, layout) not in REFUSED
+        for quick in ["selective" in feature and layout == "fsdp2-tp2"]
     ],
-    ids=["selective", "compiled"],
 )
-def test_sharded_tensor_parallel_training_in_float64_equals_one_process(parallel):
-    check("fsdp2-tp2", "plain", "float64", parallel, loss=1e-10, norm=1e-10)
+def test_feature_under_a_layout_in_float64_equals_one_process(feature, layout):
+    check(layout, "plain", "float64", FEATURES[feature], loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.parametrize(("feature", "layout"), REFUSED)
+def test_feature_that_a_layout_cannot_have_is_refused(feature, layout):
+    with pytest.raises(ParallelError, match="every_micro_batch.*use .* or mesh.pp = 1"):
+        FEATURES[feature].require_pipeline(LAYOUTS[layout][1]["pp"])

@@ -80,6 +80,14 @@ def test_flops_of_mixed_layers_equal_those_torch_counts():
     assert MIXED.flops_per_token(32, causal=False) == pytest.approx(counted, rel=1e-6)
 
 
+def test_costs_of_stages_add_up_to_the_flops_of_a_token():
+    with torch.device("meta"):
+        stages = MIXED.build().parallel_plan()["stages"]
+    assert len(stages["costs"]) == MIXED.num_layers
+    total = 3 * (sum(stages["costs"]) + stages["last_cost"])
+    assert total == pytest.approx(MIXED.flops_per_token(MIXED.max_tokens))
+
+
 def test_rotations_and_masks_are_made_once_for_all_layers_alike():
     model = build(MIXED)
     windows = []

@@ -59,6 +59,19 @@ def test_bound_counts_the_embedding():
         keep_stage(Net(), plan, 0, 2, PipelineConfig(max_parameters=400))
 
 
+def test_cut_follows_the_costs_of_the_plan():
+    stages = {"first": ["embed"], "last": ["head"], "hidden": "x", "dim": 4}
+    for costs, last, kept in (
+        ([1, 1, 1, 1, 1, 1], 0, 3),
+        ([1, 1, 1, 1, 1, 1], 2, 4),
+        ([9, 1, 1, 1, 1, 1], 0, 1),
+    ):
+        plan = Plan.of({"blocks": "layers.*", "stages": stages | {"costs": costs, "last_cost": last}})
+        model = Net()
+        keep_stage(model, plan, 0, 2, PipelineConfig())
+        assert len(model.layers) == kept
+
+
 def test_overlap_needs_gpus_the_compiler_and_sequences():
     with pytest.raises(ParallelError, match="needs GPUs that reach each other's memory, not a cpu"):
         _overlap(SimpleNamespace(device_type="cpu"))  # type: ignore[arg-type]

@@ -207,14 +207,19 @@ class DecoderConfig(ModelConfig):
         if all(layers) and sum(layers) != self.num_layers:
             raise ValueError(f"{list(layers)} do not add up to model.num_layers = {self.num_layers}")
 
+    def layer_flops(self, tokens: int, causal: bool = True) -> list[float]:
+        """Matmul FLOPs a token of each layer, of a forward pass over sequences of `tokens`."""
+        layers = (self.layer(index) for index in range(self.num_layers))
+        return [
+            layer.attention.forward_flops(self.dim, tokens, causal) + layer.ffn.forward_flops(self.dim)
+            for layer in layers
+        ]
+
     def flops_per_token(self, tokens: int, causal: bool = True) -> float:
         """See `ModelConfig.flops_per_token`."""
         depths = self.mtp.num_modules
-        layers = [self.layer(index) for index in range(self.num_layers)] + [self.layer(-1)] * depths
-        blocks = sum(
-            layer.attention.forward_flops(self.dim, tokens, causal) + layer.ffn.forward_flops(self.dim)
-            for layer in layers
-        )
+        layers = self.layer_flops(tokens, causal)
+        blocks = sum(layers) + depths * layers[-1]
         heads = (1 + depths) * 2 * self.dim * self.vocab_size
         return 3 * (blocks + heads + depths * 4 * self.dim**2)
 

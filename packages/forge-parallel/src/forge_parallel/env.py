@@ -15,7 +15,9 @@ from forge_parallel import capabilities
 from forge_parallel.error import ParallelError
 
 FIRST_PORT = 20000
-PORTS = 20000
+PORTS = 12000
+"""Below 32768, from where Linux takes the ports of outgoing connections."""
+
 STEP_STRIDE = 997
 """Distance of the ports of two steps of one job; prime, so that steps of neighbouring jobs do not meet."""
 

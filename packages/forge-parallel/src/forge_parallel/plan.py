@@ -35,6 +35,8 @@ class StagePlan(Config):
         hidden: the argument of the model by which a later stage is given the hidden state [B, T, D].
         instead_of: arguments that a later stage is then not given.
         dim: D.
+        costs: FLOPs a token of each block in order, or anything in proportion; empty counts its matrices.
+        last_cost: the same of the modules of the last stage.
         pass_through: modules of other stages become ones that return their first argument, for models that
             call them anyway; otherwise they become None, and blocks are deleted.
     """
@@ -43,6 +45,8 @@ class StagePlan(Config):
     last: list[str]
     hidden: str
     dim: int
+    costs: list[float] = []
+    last_cost: float = 0
     instead_of: list[str] = []
     pass_through: bool = False
 

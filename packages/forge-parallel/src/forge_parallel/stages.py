@@ -101,13 +101,13 @@ def _cut(
     return balanced(*_costs(model, blocks, stages), count, sizes, max_parameters)
 
 
-def _costs(model: nn.Module, blocks: dict[str, nn.Module], stages: StagePlan) -> tuple[list[int], int]:
-    """FLOPs a token, in units of 6, of the matrices of each block and of the last modules."""
+def _costs(model: nn.Module, blocks: dict[str, nn.Module], stages: StagePlan) -> tuple[list[float], float]:
+    """FLOPs a token of each block and of the last modules; in units of 2, if they are those of matrices."""
+    if stages.costs:
+        return stages.costs, stages.last_cost
 
     def cost(module: nn.Module) -> int:
-        every = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
-        idle = (getattr(inner, "idle_parameters", None) for inner in module.modules())
-        return every - sum(count() for count in idle if count is not None)
+        return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
 
     return [cost(block) for block in blocks.values()], sum(
         cost(model.get_submodule(name)) for name in stages.last
@@ -115,7 +115,7 @@ def _costs(model: nn.Module, blocks: dict[str, nn.Module], stages: StagePlan) ->
 
 
 def balanced(
-    costs: Sequence[int], last: int, stages: int, sizes: Sequence[int] = (), most: int = 0
+    costs: Sequence[float], last: float, stages: int, sizes: Sequence[int] = (), most: int = 0
 ) -> list[int]:
     """How many blocks each stage gets, so that the most costly stage costs as little as possible.
 
