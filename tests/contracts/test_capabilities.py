@@ -12,7 +12,7 @@ AXES = ("dp_shard", "dp_replicate", "tp", "cp", "pp")
 
 
 @cache
-def tests() -> ModuleType:
+def parity_tests() -> ModuleType:
     """The parity tests."""
     path = ROOT / "tests" / "distributed" / "test_parity.py"
     spec = importlib.util.spec_from_file_location("parity", path)
@@ -25,7 +25,7 @@ def tests() -> ModuleType:
 def layouts() -> dict[str, dict[str, int]]:
     """The axes above 1 of every layout of the parity tests."""
     found = {}
-    for name, (ranks, sizes) in tests().LAYOUTS.items():
+    for name, (ranks, sizes) in parity_tests().LAYOUTS.items():
         whole = MeshConfig(**sizes).sizes(ranks)
         found[name] = {axis: size for axis, size in whole.items() if size > 1}
     return found
@@ -48,11 +48,11 @@ def features() -> str:
     """A row for each feature, a column for each axis: a layout in which both are tested together."""
     known = layouts()
     lines = [f"| | {' | '.join(f'`{axis}`' for axis in AXES)} |", f"|---|{'---|' * len(AXES)}"]
-    for feature in tests().FEATURES:
+    for feature in parity_tests().FEATURES:
         cells = []
         for axis in AXES:
-            both = [name for name in tests().COMBINED if axis in known[name]]
-            fine = [name for name in both if (feature, name) not in tests().REFUSED]
+            both = [name for name in parity_tests().COMBINED if axis in known[name]]
+            fine = [name for name in both if (feature, name) not in parity_tests().REFUSED]
             cells.append(min(fine, key=lambda name: len(known[name]), default="refused"))
         lines.append(f"| `{feature}` | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -75,8 +75,14 @@ CASES = {
     # of the first of two stages: embedding and two layers, which stay gathered for the step
     "pp x dp_shard": (4, {"pp": 2}, ParallelConfig(pipeline=PipelineConfig(layers=[2, 1])), (3, 3, 0, 0)),
     "tp, sequence = false": (2, {"tp": 2}, WHOLE, (0, 0, MICRO_BATCHES * (4 * LAYERS + 4), 0)),
-    "cp": (2, {"cp": 2}, ParallelConfig(), (*(n + MICRO_BATCHES * LAYERS for n in FSDP), 0, 0)),
-    "cp, ulysses": (2, {"cp": 2}, ULYSSES, (*FSDP, 0, MICRO_BATCHES * LAYERS * 8)),
+    # document ids once a micro-batch; keys and values of each layer, and their gradients
+    "cp": (
+        2,
+        {"cp": 2},
+        ParallelConfig(),
+        (FSDP[0] + MICRO_BATCHES * (LAYERS + 1), FSDP[1] + MICRO_BATCHES * LAYERS, 0, 0),
+    ),
+    "cp, ulysses": (2, {"cp": 2}, ULYSSES, (FSDP[0] + MICRO_BATCHES, FSDP[1], 0, MICRO_BATCHES * LAYERS * 8)),
 }
 
 

@@ -104,13 +104,12 @@ CHECKPOINTED = ParallelConfig(activation_checkpointing=ActivationCheckpointingCo
     [
         ("ep2", CHECKPOINTED),
         ("fsdp2-ep2", ParallelConfig()),
-        ("ep2-tp2", ParallelConfig()),
         ("fsdp2-cp2-ep4", ParallelConfig()),
         ("pp2-ep2", ParallelConfig()),
         *(
             pytest.param(layout, ParallelConfig(), marks=pytest.mark.slow)
             for layout in LAYOUTS
-            if layout not in ("fsdp2-ep2", "ep2-tp2", "fsdp2-cp2-ep4", "pp2-ep2")
+            if layout not in ("fsdp2-ep2", "fsdp2-cp2-ep4", "pp2-ep2")
         ),
         pytest.param("ep2-tp2", CHECKPOINTED, marks=pytest.mark.slow),
         pytest.param(

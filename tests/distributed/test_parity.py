@@ -110,7 +110,7 @@ def slow(names, *fast: str):
     return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in names]
 
 
-SHORT = ("fsdp2", "hsdp2x2", "fsdp2-tp2", "fsdp2-cp2", "cp2-tp2", "pp2-fsdp2", "pp2-tp2", "pp2-cp2")
+SHORT = ("fsdp2", "hsdp2x2", "fsdp2-tp2", "fsdp2-cp2", "pp2-fsdp2", "pp2-tp2", "pp2-cp2")
 """What every run of the tests looks at; the others are slow."""
 
 
@@ -122,7 +122,7 @@ def test_training_equals_one_process(layout):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("sequence", slow(["sequence", "whole-sequence"], "sequence"))
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow(FAMILIES, "biased", "layernorm", "latent", "capped"))
 def test_tensor_parallel_training_in_float64_equals_one_process(name, sequence):
     parallel = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=sequence == "sequence"))
     check("tp2", name, "float64", parallel, loss=1e-10, norm=1e-10)
@@ -175,15 +175,15 @@ COMBINED = ("fsdp2-tp2", "hsdp2x2", "fsdp2-cp2", "pp2-fsdp2")
 REFUSED = [('fsdp.reduce_gradients = "every_micro_batch"', "pp2-fsdp2")]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("feature", "layout"),
     [
-        pytest.param(feature, layout, id=f"{feature}-{layout}", marks=[] if quick else [pytest.mark.slow])
+        pytest.param(feature, layout, id=f"{feature}-{layout}")
         for feature in FEATURES
         for layout in COMBINED
         if (feature, layout) not in REFUSED
-        for quick in ["selective" in feature and layout == "fsdp2-tp2"]
     ],
 )
 def test_feature_under_a_layout_in_float64_equals_one_process(feature, layout):

@@ -136,7 +136,7 @@ def test_hf_llama_trains_like_one_process(world_size, sizes, tied):
 
 @pytest.mark.parametrize(
     ("world_size", "sizes"),
-    [(4, {"pp": 2, "tp": 2}), pytest.param(8, {"pp": 2, "tp": 2}, marks=pytest.mark.slow)],
+    [pytest.param(ranks, {"pp": 2, "tp": 2}, marks=pytest.mark.slow) for ranks in (4, 8)],
     ids=["pp-2-tp-2", "pp-2-fsdp-2-tp-2"],
 )
 def test_hf_llama_in_a_pipeline_with_tensor_parallelism_trains_like_one_process(world_size, sizes):

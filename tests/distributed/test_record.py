@@ -109,9 +109,8 @@ def recorded(tmp_path: Path, name: str, step: int) -> ActivationStore:
 @pytest.mark.parametrize(
     ("world_size", "extra"),
     [
-        (2, "bf16"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, "plain"), (4, "hsdp")]),
-        *(pytest.param(2, name, marks=pytest.mark.slow) for name in ("checkpointed", "compiled")),
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [(2, "bf16"), (2, "plain"), (4, "hsdp"), (2, "checkpointed"), (2, "compiled")]
     ],
 )
 def test_record_changes_no_bit_of_sharded_training(tmp_path, job, world_size, extra):

@@ -35,13 +35,13 @@ def key(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
+def permute(index: np.ndarray, size: int, seed: int | np.ndarray) -> np.ndarray:
     """A keyed permutation of 0..size-1, evaluated at `index`.
 
     Args:
         index: int64, each in [0, size).
         size: how many there are; up to 2**62.
-        seed: 64 bits; another seed is another permutation.
+        seed: 64 bits, or one for each index; another seed is another permutation.
 
     Returns:
         int64, like `index`.
@@ -49,25 +49,33 @@ def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
     Source: a balanced Feistel network with cycle walking (Black & Rogaway 2002, "Ciphers with arbitrary
     finite domains"), the round function being a multiply-xorshift mix.
     """
-    if size <= 1:
+    if size <= 1 or not index.size:
         return np.zeros_like(index)
     half = U64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = U64((1 << int(half)) - 1)
-    keys = _round_keys(seed)
+    keys = _round_keys(seed) if isinstance(seed, int) else _keys_of_each(seed.ravel())
     value = _feistel(index.ravel().astype(U64), half, mask, keys)
     outside = np.flatnonzero(value >= U64(size))
     while len(outside):
-        value[outside] = moved = _feistel(value[outside], half, mask, keys)
+        left = keys if isinstance(seed, int) else keys[:, outside]
+        value[outside] = moved = _feistel(value[outside], half, mask, left)
         outside = outside[moved >= U64(size)]
     return value.astype(np.int64).reshape(index.shape)
 
 
 @lru_cache(maxsize=1024)
-def _round_keys(seed: int) -> list[np.uint64]:
-    return [U64(key(seed, r)) for r in range(ROUNDS)]
+def _round_keys(seed: int) -> np.ndarray:
+    """[ROUNDS] uint64."""
+    return np.asarray([key(seed, r) for r in range(ROUNDS)], dtype=U64)
 
 
-def _feistel(value: np.ndarray, half: np.uint64, mask: np.uint64, keys: Sequence[np.uint64]) -> np.ndarray:
+def _keys_of_each(seeds: np.ndarray) -> np.ndarray:
+    """[n] uint64 -> [ROUNDS, n] uint64."""
+    different, which = np.unique(seeds, return_inverse=True)
+    return np.stack([_round_keys(int(seed)) for seed in different], 1)[:, which]
+
+
+def _feistel(value: np.ndarray, half: np.uint64, mask: np.uint64, keys: np.ndarray) -> np.ndarray:
     left, right = value >> half, value & mask
     for round_key in keys:
         mixed = _mix(right, round_key)
@@ -77,7 +85,7 @@ def _feistel(value: np.ndarray, half: np.uint64, mask: np.uint64, keys: Sequence
     return (left << half) | right
 
 
-def _mix(value: np.ndarray, round_key: np.uint64) -> np.ndarray:
+def _mix(value: np.ndarray, round_key: np.uint64 | np.ndarray) -> np.ndarray:
     """The finalizer of splitmix64 (Steele et al. 2014)."""
     value = value + round_key
     value *= U64(0x9E3779B97F4A7C15)
@@ -284,9 +292,10 @@ class Order:
         for s, size in enumerate(self.sizes):
             of_source = np.flatnonzero(source == s)
             epoch, inside = np.divmod(cursor[of_source], size)
-            for e in np.unique(epoch):
-                here = epoch == e
-                sample[of_source[here]] = permute(inside[here], size, key(self.seed, "epoch", s, int(e)))
+            passes, which = np.unique(epoch, return_inverse=True)
+            seeds = [key(self.seed, "epoch", s, int(e)) for e in passes]
+            seed = seeds[0] if len(seeds) == 1 else np.asarray(seeds, dtype=U64)[which]
+            sample[of_source] = permute(inside, size, seed)
         return source, sample
 
     def counts(self, num_samples: int) -> np.ndarray:

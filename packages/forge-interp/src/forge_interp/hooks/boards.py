@@ -136,7 +136,9 @@ class _Running(threading.local):
 
         In a backward pass and on other threads the `with` does not intercept.
         """
-        call = _Call(board, {tap: tap.begin() for tap in board.on_module})
+        with _LOCK:  # or two threads could number one call differently for two taps
+            numbers = {tap: tap.begin() for tap in board.on_module}
+        call = _Call(board, numbers)
         if len(call.numbers) < len(board.taps):
             call.graph = _part_of_graph()
             if not is_intercepted():
