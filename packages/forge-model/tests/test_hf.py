@@ -52,6 +52,14 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "experts_implementation":
 FINE = EXPERTS | {"moe_intermediate_size": 20}
 DEEPSEEK = MLA | FINE | {"n_routed_experts": 6, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2}
 del DEEPSEEK["num_experts"]
+GPT_OSS = EXPERTS | {
+    "head_dim": 12,
+    "num_hidden_layers": 3,
+    "sliding_window": 7,
+    "swiglu_limit": 0.6,
+    "swiglu_alpha": 1.3,
+    "attn_implementation": "eager",
+}
 LAST_SLIDES = {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
 # embeddings are multiplied by sqrt(hidden_size), which transformers rounds to float32: 8 is exact
 GEMMA = {
@@ -126,6 +134,13 @@ CASES = {
     "deepseek_v3-experts": ("deepseek_v3", DEEPSEEK),
     "deepseek_v3-mtp": ("deepseek_v3", DEEPSEEK | {"num_mtp_layers": 2}),
     "deepseek_v3-two-shared": ("deepseek_v3", DEEPSEEK | {"n_shared_experts": 2, "first_k_dense_replace": 0}),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss-plain": (
+        "gpt_oss",
+        GPT_OSS
+        | {"attention_bias": False, "tie_word_embeddings": True, "rope_parameters": LINEAR}
+        | {"layer_types": ["full_attention"] * 3, "num_experts_per_tok": 1},
+    ),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}),
     "gemma2-uncapped-odd": (
         "gemma2",
@@ -142,6 +157,7 @@ CASES = {
 
 CLASSES = {
     "deepseek_v3": "DeepseekV3Config",
+    "gpt_oss": "GptOssConfig",
     "mixtral": "MixtralConfig",
     "qwen3_moe": "Qwen3MoeConfig",
     "olmoe": "OlmoeConfig",
@@ -155,7 +171,7 @@ CLASSES = {
 }
 
 
-EXPERTS_IN = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3")
+EXPERTS_IN = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 
 
 class Widened(TorchFunctionMode):
@@ -189,7 +205,7 @@ def theirs(case, dtype):
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
-            if parameter.ndim == 3 or name.endswith("gate.weight"):
+            if parameter.ndim == 3 or name.endswith(("gate.weight", "router.weight", "proj_bias")):
                 parameter.normal_(0.0, 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -273,6 +289,7 @@ def test_exported_weights_load_into_transformers_and_give_our_logits(case):
 
 
 FAMILY_CASES = [
+    "gpt_oss",
     "deepseek_v3-experts",
     "qwen3_moe",
     "deepseek_v3",

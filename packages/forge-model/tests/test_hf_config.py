@@ -24,6 +24,7 @@ from forge_model.rope_config import YarnRopeConfig
 
 CLASSES = {
     "deepseek_v3": "DeepseekV3Config",
+    "gpt_oss": "GptOssConfig",
     "mixtral": "MixtralConfig",
     "qwen3_moe": "Qwen3MoeConfig",
     "olmoe": "OlmoeConfig",
@@ -80,7 +81,7 @@ def test_every_key_alone_means_what_it_means_to_transformers(family):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_a_config_of_defaults_is_read_as_transformers_reads_it(family):
     bare = config_from_hf({"model_type": family.model_type})
-    assert bare.norm.eps == (1e-5 if family.model_type in ("olmo2", "olmoe", "mixtral") else 1e-6)
+    assert bare.norm.eps == (1e-5 if family.model_type in ("olmo2", "olmoe", "mixtral", "gpt_oss") else 1e-6)
     assert differences(bare, config_from_hf(default_config(family.model_type)().to_dict())) == []
 
 
@@ -133,6 +134,11 @@ def test_qwen_without_a_layer_before_the_windows_is_read_as_transformers_reads_i
         ({"num_key_value_heads": 3}, "does not divide"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, expected bool"),
         ({"model_type": "qwen3", "mlp_bias": True}, "mlp_bias = True"),
+        (
+            {"model_type": "gpt_oss", "initial_context_length": 7},
+            "initial_context_length = 7, where the rope",
+        ),
+        ({"model_type": "gpt_oss", "swiglu_limit": 0.0}, "swiglu_limit = 0.0"),
         ({"model_type": "qwen3", "head_dim": None}, "head_dim = None"),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "names 1 layers"),
         ({"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),

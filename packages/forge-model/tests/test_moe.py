@@ -351,6 +351,7 @@ def test_flops_and_active_parameters_count_what_a_token_uses():
         ('router = {type = "sigmoid", groups = 8, top_groups = 4}', "best two experts"),
         ('router = {type = "expert_choice"}\ncapacity_factor = 1.0', "capacity_factor with an expert_choice"),
         ("shared_gate = true", "without shared_experts"),
+        ("clamp = {}\ngated = false", "clamp with shared experts"),
     ],
 )
 def test_mixture_that_cannot_be_is_refused(text, message, tmp_path):

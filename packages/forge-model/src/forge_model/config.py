@@ -18,6 +18,7 @@ from forge_model.loss_config import LossConfig as LossConfig
 from forge_model.loss_config import losses as losses
 from forge_model.model_config import ModelConfig as ModelConfig
 from forge_model.model_config import models as models
+from forge_model.moe_config import ClampConfig as ClampConfig
 from forge_model.moe_config import MoEConfig as MoEConfig
 from forge_model.mtp_config import MTPConfig as MTPConfig
 from forge_model.norm_config import LayerNormConfig as LayerNormConfig
@@ -34,6 +35,7 @@ from forge_model.router_config import routers as routers
 
 __all__ = [
     "AttentionConfig",
+    "ClampConfig",
     "DecoderConfig",
     "ExpertChoiceConfig",
     "FfnConfig",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_model.ffn import ACTIVATIONS
+from forge_model.ffn import ACTIVATIONS, clamped_unit
 from forge_model.roles import Role
+
+if TYPE_CHECKING:
+    from forge_model.moe_config import ClampConfig
 
 
 class Experts(nn.Module):
@@ -32,7 +35,14 @@ class Experts(nn.Module):
     }
 
     def __init__(
-        self, num_experts: int, dim: int, hidden: int, activation: str, gated: bool, bias: bool
+        self,
+        num_experts: int,
+        dim: int,
+        hidden: int,
+        activation: str,
+        gated: bool,
+        bias: bool,
+        clamp: ClampConfig | None = None,
     ) -> None:
         super().__init__()
 
@@ -45,7 +55,7 @@ class Experts(nn.Module):
         self.b_gate = parameter(hidden, there=gated and bias)
         self.b_up = parameter(hidden, there=bias)
         self.b_down = parameter(dim, there=bias)
-        self.activation = ACTIVATIONS[activation]
+        self.activation, self.clamp = ACTIVATIONS[activation], clamp
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """What each expert makes of its rows.
@@ -62,8 +72,13 @@ class Experts(nn.Module):
         if self.w_gate is None:
             hidden = self.activation(up)
         else:
-            hidden = self.activation(self._projected(rows, self.w_gate, self.b_gate, ends)) * up
+            hidden = self._gated(self._projected(rows, self.w_gate, self.b_gate, ends), up)
         return self._projected(hidden, self.w_down, self.b_down, ends)
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.clamp is None:
+            return self.activation(gate) * up
+        return clamped_unit(gate, up, self.clamp.limit, self.clamp.alpha)
 
     def _projected(self, rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
         out = grouped_linear(rows, weight, ends)

@@ -17,6 +17,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def clamped_unit(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    """(u + 1) g sigmoid(alpha g): g is the gate, at most `limit`, and u is `up`, within it on both sides.
+
+    Source: GPT-OSS, arXiv:2508.10925; as `GptOssExperts` of `transformers`.
+    """
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * (alpha * gate).sigmoid()
+
+
 class GatedFfn(nn.Module):
     """w_down(activation(w_gate x) * w_up x). Source: Shazeer 2020, arXiv:2002.05202 eq. 6."""
 

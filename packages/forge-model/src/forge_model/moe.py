@@ -61,7 +61,9 @@ class MoE(nn.Module):
         self.capacity_factor = config.capacity_factor
         self.router = config.router.build(dim, config.num_experts, config.top_k)
         hidden = config.hidden(dim)
-        self.experts = Experts(config.num_experts, dim, hidden, config.activation, config.gated, config.bias)
+        self.experts = Experts(
+            config.num_experts, dim, hidden, config.activation, config.gated, config.bias, config.clamp
+        )
         self.shared = _shared(config, dim) if config.shared_experts else None
         self.shared_gate = SharedGate(dim) if config.shared_gate else None
         self.dispatch = here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from forge_config import Meta
+from forge_config import Config, Meta
 from msgspec.structs import replace
 
 from forge_model.ffn_config import Count, FfnConfig, SwiGLUConfig, ffns
@@ -12,6 +12,18 @@ from forge_model.router_config import ExpertChoiceConfig, RouterConfig, SoftmaxR
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+class ClampConfig(Config):
+    """The gated unit (w_up x + 1) g sigmoid(alpha g), g = w_gate x, with bounds (GPT-OSS, arXiv:2508.10925).
+
+    Attributes:
+        limit: w_gate x is at most this, and w_up x lies within it on both sides.
+        alpha: how steep the sigmoid is.
+    """
+
+    limit: Annotated[float, Meta(gt=0)] = 7.0
+    alpha: Annotated[float, Meta(gt=0)] = 1.702
 
 
 @ffns.register("moe")
@@ -27,6 +39,7 @@ class MoEConfig(FfnConfig):
         router: how they are brought together.
         activation: the nonlinearity.
         gated: an expert is w_down(activation(w_gate x) * w_up x); otherwise w_down(activation(w_up x)).
+        clamp: the gated unit of GPT-OSS in place of silu; absent means the plain one.
         capacity_factor: an expert serves at most so many times its even share of the tokens that are routed
             at once; it drops those that come last. Absent means that it drops none.
         shared_experts: experts beside, each of the width `shared_dim`, that serve every token.
@@ -39,6 +52,7 @@ class MoEConfig(FfnConfig):
     router: RouterConfig = SoftmaxRouterConfig()
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"] = "silu"
     gated: bool = True
+    clamp: ClampConfig | None = None
     capacity_factor: Annotated[float, Meta(gt=0)] | None = None
     shared_experts: Annotated[int, Meta(ge=0)] = 0
     shared_dim: Count | None = None
@@ -56,6 +70,11 @@ class MoEConfig(FfnConfig):
             )
         if not self.shared_experts and (self.shared_gate or self.shared_dim is not None):
             raise ValueError("shared_gate or shared_dim without shared_experts; give their number")
+        if self.clamp is not None and (self.shared_experts or not self.gated or self.activation != "silu"):
+            raise ValueError(
+                "clamp with shared experts, without gates, or with another activation than silu; it stands "
+                "for the gated unit with silu, which shared experts have"
+            )
         self.router.require(self.num_experts, self.top_k)
 
     def hidden(self, dim: int) -> int:

@@ -7,6 +7,7 @@ from forge_model.families.deepseek import DEEPSEEK_V3 as DEEPSEEK_V3
 from forge_model.families.family import Family as Family
 from forge_model.families.gemma import GEMMA2 as GEMMA2
 from forge_model.families.gemma import GEMMA3 as GEMMA3
+from forge_model.families.gpt_oss import GPT_OSS as GPT_OSS
 from forge_model.families.llama import LLAMA as LLAMA
 from forge_model.families.mistral import MISTRAL as MISTRAL
 from forge_model.families.moe import MIXTRAL as MIXTRAL
@@ -28,6 +29,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_MOE,
     OLMOE,
     DEEPSEEK_V3,
+    GPT_OSS,
 )
 """Tried in this order when a model is exported; the first that can express it is taken."""
 
@@ -50,6 +52,7 @@ __all__ = [
     "FAMILIES",
     "GEMMA2",
     "GEMMA3",
+    "GPT_OSS",
     "LLAMA",
     "MISTRAL",
     "MIXTRAL",

@@ -25,7 +25,24 @@ LAYER_KEYS = {
 LEAVES = {"selection_bias": "e_score_correction_bias"}
 """Names of parameters and buffers that are called otherwise: ours, theirs."""
 
+EXPERTS = "ffn.experts"
+"""The module of stacked parameters inside a block."""
+
 OUTER_KEYS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+
+
+class Packed(NamedTuple):
+    """Where a stacked parameter of ours lies in one of theirs: transposed, in columns that alternate.
+
+    Attributes:
+        key: what theirs is called among the experts.
+        part: the first of its columns.
+        parts: how many of ours take turns.
+    """
+
+    key: str
+    part: int = 0
+    parts: int = 1
 
 
 class Key(NamedTuple):
@@ -75,7 +92,7 @@ class Family:
         architecture: class of `transformers`.
         presets: keys of `[model]` by name.
         keys: of its `config.json`, those that shape the model.
-        layer_keys: module names inside a block, ours to theirs.
+        layer_keys: names inside a block, ours to theirs: of modules, or of a parameter as a whole.
         read: a `config.json` in which nothing is wrong, with all defaults, to the model.
         write: a model to values of `keys` and `old_keys`, where the family can hold it; values of others are
             left out.
@@ -83,7 +100,8 @@ class Family:
         old_keys: keys that the class of `transformers` reads beside its fields.
         fixed: keys that can be read with this value only, and are written with it.
         theta: of the rotary embedding where none is given.
-        expert_keys: our stacked parameters, and what they are called in the part of each expert.
+        expert_keys: our stacked parameters, and what they are called in the part of each expert, or where
+            they lie in a stacked parameter.
         aliases: other names of keys.
         mtp_keys: module names inside a module for multi-token prediction, ours to theirs.
     """
@@ -99,15 +117,15 @@ class Family:
     old_keys: dict[str, Key] = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
     theta: float = 10000.0
-    expert_keys: dict[str, str] = field(default_factory=dict)
+    expert_keys: dict[str, str] | dict[str, Packed] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     mtp_keys: dict[str, str] = field(default_factory=dict)
 
     def hf_key(self, name: str, num_layers: int) -> str:
         """Their name of our parameter, e.g. layers.3.ffn.w_up.weight -> model.layers.3.mlp.up_proj.weight.
 
-        That of a stacked parameter has `{}` where the number of the expert stands. Modules for multi-token
-        prediction are numbered as if they were further layers.
+        That of a stacked parameter has `{}` where the number of the expert stands, unless it is `packed`.
+        Modules for multi-token prediction are numbered as if they were further layers.
 
         Raises:
             KeyError: they have no such parameter.
@@ -121,10 +139,19 @@ class Family:
             if not inner.startswith("block."):
                 return f"model.layers.{index}.{self.mtp_keys[inner]}.{leaf}"
             inner = inner.removeprefix("block.")
+        if f"{inner}.{leaf}" in self.layer_keys:
+            return f"model.layers.{index}.{self.layer_keys[f'{inner}.{leaf}']}"
         place = f"model.layers.{index}.{self.layer_keys[inner]}"
-        if inner == "ffn.experts":
-            return f"{place}.{{}}.{self.expert_keys[leaf]}.weight"
-        return f"{place}.{LEAVES.get(leaf, leaf)}"
+        if inner != EXPERTS:
+            return f"{place}.{LEAVES.get(leaf, leaf)}"
+        key = self.expert_keys[leaf]
+        return f"{place}.{key.key}" if isinstance(key, Packed) else f"{place}.{{}}.{key}.weight"
+
+    def packed(self, name: str) -> Packed | None:
+        """Where a parameter of ours lies in the one that `hf_key` names; None if it is that one."""
+        module, _, leaf = name.rpartition(".")
+        key = self.expert_keys.get(leaf) if module.endswith(f".{EXPERTS}") else None
+        return key if isinstance(key, Packed) else None
 
 
 SMALL: dict[str, dict[str, Any]] = {
