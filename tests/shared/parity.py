@@ -113,7 +113,7 @@ def parameters(parts: list[nn.Module]) -> dict[str, Tensor]:
 
 
 def full(mine: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every tensor, put together from what each rank says it holds."""
+    """Every tensor, put together from what each rank says it holds; copies must be equal bit for bit."""
     shards = {name: (tensor.shape, local_shard(tensor)) for name, tensor in mine.items()}
     boxes = {name: (shape, shard.values.clone(), shard.offsets) for name, (shape, shard) in shards.items()}
     everyone: list = [None] * dist.get_world_size()
@@ -121,5 +121,7 @@ def full(mine: dict[str, Tensor]) -> dict[str, Tensor]:
     found: dict = {}
     for name, (shape, values, offsets) in (item for boxes in everyone for item in boxes.items()):
         found.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
-        found[name][tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))] = values
+        place = found[name][tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))]
+        assert torch.equal(place[~place.isnan()], values[~place.isnan()]), f"copies of {name} differ"
+        place.copy_(values)
     return found

@@ -33,11 +33,14 @@ def test_folder_that_cannot_be_used_is_a_warning(tmp_path):
     with pytest.warns(UserWarning, match=r"compile.cache = '.*file' is not used: .*Not a directory"):
         keep_compiled(tmp_path / "file", LONE)
     keep_compiled(tmp_path / "open", LONE)
-    Path(os.environ[FOLDER]).chmod(0o777)
-    os.environ[FOLDER] = before
-    with pytest.warns(UserWarning, match="can be written by others"):
-        keep_compiled(tmp_path / "open", LONE)
-    assert os.environ[FOLDER] == before
+    path = Path(os.environ[FOLDER])
+    for place in (path, path.parent):
+        os.environ[FOLDER] = before
+        place.chmod(0o777)
+        with pytest.warns(UserWarning, match="can be written by others"):
+            keep_compiled(tmp_path / "open", LONE)
+        place.chmod(0o700)
+        assert os.environ[FOLDER] == before
 
 
 def test_compiled_code_is_found_again_and_damage_does_no_harm(tmp_path):

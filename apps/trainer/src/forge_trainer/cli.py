@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 from forge_ckpt.error import CheckpointError, LockedError
 from forge_config import ConfigError
@@ -13,6 +14,8 @@ from forge_data.error import DataError
 from forge_model.error import ModelError
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.signals import Signals
+
+Parser = argparse.ArgumentParser
 
 
 def main(arguments: Sequence[str] | None = None, signals: Signals | None = None) -> int:
@@ -27,18 +30,11 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
     """
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
-    if overrides and options.command not in ("train", "plan", "branch", "launch"):
+    if overrides and not options.takes_keys:
         parser.error(f"unknown arguments: {' '.join(overrides)}")
+    options.overrides, options.signals = overrides, signals
     try:
-        if options.command == "plan":
-            return _plan(options, overrides)
-        if options.command == "branch":
-            return _branch(options, overrides)
-        if options.command == "launch":
-            return _launch(options, overrides)
-        if options.command == "after":
-            return _after(options)
-        return _train(options, overrides, signals) if options.command == "train" else _look(options)
+        return options.run(options)
     except LockedError as error:
         sys.stderr.write(f"{error}\n")
         return ExitCode.LOCKED
@@ -52,27 +48,39 @@ def _parser() -> argparse.ArgumentParser:
         prog="forge", description="Train language models and look at what they learnt."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="start a run, or continue it", allow_abbrev=False)
-    train.add_argument("config", help="a TOML file; keys are overridden with --section.key=value")
+    _add_commands_on_jobs(commands)
+    _add_commands_on_runs(commands)
+    doctor = _command(commands, "doctor", _doctor, "whether this machine can do what training needs")
+    doctor.add_argument("folder", nargs="?", default="runs", help="where runs are to be kept")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> Parser:
+    parser = commands.add_parser(name, help=help, allow_abbrev=False)
+    parser.set_defaults(run=run, takes_keys=False)
+    return parser
+
+
+def _add_commands_on_jobs(commands: Any) -> None:
+    train = _command(commands, "train", _train, "start a run, or continue it")
     train.add_argument(
         "--change", action="store_true", help="let the run go on with other values where that is recorded"
     )
-    plan = commands.add_parser("plan", help="what a run would do, without doing it", allow_abbrev=False)
-    plan.add_argument("config", help="a TOML file; keys are overridden with --section.key=value")
-
-    launch = commands.add_parser("launch", help="submit a run to SLURM", allow_abbrev=False)
-    launch.add_argument("config", help="a TOML file; keys are overridden with --section.key=value")
+    plan = _command(commands, "plan", _plan, "what a run would do, without doing it")
+    launch = _command(commands, "launch", _launch, "submit a run to SLURM")
+    for command in (train, plan, launch):
+        command.add_argument("config", help="a TOML file; keys are overridden with --section.key=value")
+        command.set_defaults(takes_keys=True)
     launch.add_argument("--cluster", required=True, help="a file like those in configs/clusters")
     launch.add_argument("--nodes", type=int, help="as few as the mesh fits if absent")
     launch.add_argument("--sweep", metavar="KEY=VALUE,...", help="one run for each value, as a job array")
     launch.add_argument("--change", action="store_true", help="see forge train")
     launch.add_argument("--dry-run", action="store_true", help="print the batch script instead")
-    after = commands.add_parser("after", help="called by the batch script: run the job again if that helps")
-    after.add_argument("--code", type=int, required=True, help="the exit code of the step")
-    after.add_argument("--chained", default="", help="the job that waits for this one")
-    after.add_argument("--never", action="store_true", help="do not put the job back into the queue")
 
-    generate = commands.add_parser("generate", help="let a run write on")
+
+def _add_commands_on_runs(commands: Any) -> None:
+    generate = _command(commands, "generate", _look, "let a run write on")
     generate.add_argument("--prompt", action="append", help="text to go on from; may be repeated")
     generate.add_argument("--max-new-tokens", type=int, default=256)
     generate.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
@@ -83,24 +91,26 @@ def _parser() -> argparse.ArgumentParser:
         "--speculative", action="store_true", help="let the modules of model.mtp propose tokens; greedy only"
     )
     generate.add_argument("--seed", type=_seed, default=0)
-    evaluate = commands.add_parser("eval", help="the loss of a run on its held-out text")
-    status = commands.add_parser("status", help="how far a run has come and what its next start will do")
+    evaluate = _command(commands, "eval", _look, "the loss of a run on its held-out text")
+    status = _command(commands, "status", _look, "how far a run has come and what its next start will do")
     status.add_argument(
         "--exit-code", action="store_true", help="print nothing; exit as the last start of the run did"
     )
     status.add_argument(
         "--parameters", action="store_true", help="print how each parameter is trained, and the schedule"
     )
-    export = commands.add_parser("export", help="write the weights of a run as Hugging Face safetensors")
-    branch = commands.add_parser(
-        "branch", help="a new run that goes on from a checkpoint of another", allow_abbrev=False
-    )
+    export = _command(commands, "export", _look, "write the weights of a run as Hugging Face safetensors")
+    branch = _command(commands, "branch", _branch, "a new run that goes on from a checkpoint of another")
+    after = _command(commands, "after", _after, "called by the batch script: run the job again if that helps")
     for command in (generate, evaluate, status, export, branch, after):
         command.add_argument("directory", help="the run directory")
     branch.add_argument("out", help="the directory of the new run; keys are overridden as in train")
     branch.add_argument("--step", type=int, help="of the checkpoint; the newest if absent")
+    branch.set_defaults(takes_keys=True)
     export.add_argument("out", help="the folder to write; must not exist")
-    return parser
+    after.add_argument("--code", type=int, required=True, help="the exit code of the step")
+    after.add_argument("--chained", default="", help="the job that waits for this one")
+    after.add_argument("--never", action="store_true", help="do not put the job back into the queue")
 
 
 def _seed(text: str) -> int:
@@ -110,12 +120,12 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-def _train(options: argparse.Namespace, overrides: Sequence[str], signals: Signals | None) -> ExitCode:
+def _train(options: argparse.Namespace) -> ExitCode:
     from forge_trainer.claim import require_free
     from forge_trainer.job import load_job
     from forge_trainer.run_dir import recorded_changes
 
-    loaded = load_job(options.config, overrides)
+    loaded = load_job(options.config, options.overrides)
     recorded_changes(loaded.value, options.change)
     if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1"))) == 1:
         require_free(loaded.value)  # several ranks learn it together, later
@@ -124,13 +134,13 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], signals: Signa
     from forge_trainer.launch import run_job
 
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-    return run_job(loaded, rank, signals, options.change)
+    return run_job(loaded, rank, options.signals, options.change)
 
 
-def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> ExitCode:
+def _plan(options: argparse.Namespace) -> ExitCode:
     from forge_trainer.job import load_job
 
-    job = load_job(options.config, overrides).value
+    job = load_job(options.config, options.overrides).value
 
     # torch is loaded here and not before
     from forge_trainer.plan import plan_lines
@@ -139,23 +149,29 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> ExitCode:
     return ExitCode.DONE
 
 
-def _branch(options: argparse.Namespace, overrides: Sequence[str]) -> ExitCode:
+def _branch(options: argparse.Namespace) -> ExitCode:
     from forge_trainer.branch import branch_run
 
-    branch_run(options, overrides)
+    branch_run(options, options.overrides)
     return ExitCode.DONE
 
 
-def _launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _launch(options: argparse.Namespace) -> int:
     from forge_trainer.slurm.submit import launch
 
-    return launch(options, overrides)
+    return launch(options, options.overrides)
 
 
 def _after(options: argparse.Namespace) -> int:
     from forge_trainer.slurm.after import after_job
 
     return after_job(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from forge_trainer.doctor.show import examine
+
+    return examine(options)
 
 
 def _look(options: argparse.Namespace) -> int:

@@ -42,10 +42,12 @@ def keep_compiled(folder: Path, mesh: Mesh) -> None:
     layout = "-".join(map(str, (mesh.pipeline.size, mesh.context.size, *shards, mesh.stage.size)))
     path = folder / layout / f"rank{mesh.pipeline.rank * mesh.stage.size + mesh.stage.rank}"
     try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = path.stat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise PermissionError(f"{path} can be written by others, and what is in it is run as code")
+        folder.mkdir(parents=True, exist_ok=True)
+        for place in (path.parent, path):
+            place.mkdir(mode=0o700, exist_ok=True)
+            found = place.stat()
+            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+                raise PermissionError(f"{place} can be written by others, and what is in it is run as code")
         with open(path / f".{os.getpid()}", "wb"):
             pass
         (path / f".{os.getpid()}").unlink()

@@ -1,0 +1,147 @@
+"""What the machine gives: Python, torch, GPUs, memory, limits, names, ports, caches."""
+
+import importlib.metadata
+import os
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from forge_trainer.doctor.finding import Finding, fine, skipped
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+"""Versions of torch that Forge is tested with."""
+
+FILES = 4096
+SHARED = 2**30
+
+
+def machine_findings() -> list[Finding]:
+    """All checks of the machine."""
+    return [_python(), _torch(), *_gpus(), _files(), _shared_memory(), _cores(), _name(), _port(), *_caches()]
+
+
+def _python() -> Finding:
+    return fine("python", ".".join(map(str, sys.version_info[:3])))
+
+
+def _torch() -> Finding:
+    found = importlib.metadata.version("torch")
+    version = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    if not OLDEST <= version <= NEWEST:
+        tested = f"tested with {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+        return Finding("torch", "warning", found, tested, "run `uv run pytest` once before you rely on it")
+    return fine("torch", found)
+
+
+def _gpus() -> list[Finding]:
+    import torch
+    from torch.cuda import nccl
+
+    there = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        version = ".".join(map(str, nccl.version()))
+        return [fine("GPUs", ", ".join(names)), fine("NCCL", version), _peers(names)]
+    if there:
+        why = "training would run on the CPU, a hundred times slower"
+        remedy = f"driver and torch must fit: torch is built for CUDA {torch.version.cuda}; see nvidia-smi"
+        return [Finding("GPUs", "wrong", f"torch sees none, but /dev has {', '.join(there)}", why, remedy)]
+    return [skipped("GPUs", "none here"), skipped("NCCL", "no GPU")]
+
+
+def _peers(names: list[str]) -> Finding:
+    import torch
+
+    apart = [
+        (a, b)
+        for a in range(len(names))
+        for b in range(len(names))
+        if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if apart:
+        why = "GPUs that do not reach each other's memory send through the host"
+        return Finding("GPU peers", "warning", f"not between {apart[0]} and others", why, "small mesh.tp")
+    return fine("GPU peers", "all reach each other" if len(names) > 1 else "one GPU")
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < FILES:
+        why = "ranks, workers and shards of checkpoints hold files and sockets open"
+        remedy = f"ulimit -n {min(hard, 65536)} before the start (a line of `setup` in the cluster file)"
+        return Finding("open files", "warning", f"at most {soft}", why, remedy)
+    return fine("open files", f"at most {soft}")
+
+
+def _shared_memory() -> Finding:
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return skipped("shared memory", "no /dev/shm")
+    if size < SHARED:
+        why = "workers of the data loader and ranks of one node send tensors through it"
+        remedy = "docker run --shm-size=8g, or --ipc=host; or data.workers = 0"
+        return Finding("shared memory", "warning", f"{size / 2**20:,.0f} MiB", why, remedy)
+    return fine("shared memory", f"{size / 2**30:,.1f} GiB")
+
+
+def _cores() -> Finding:
+    usable, every = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    found = f"{usable} of {every}" + (
+        f", OMP_NUM_THREADS={threads}" if (threads := os.environ.get("OMP_NUM_THREADS")) else ""
+    )
+    if threads and int(threads) > usable:
+        why = "more threads than cores fight for them"
+        return Finding("cores", "warning", found, why, f"OMP_NUM_THREADS={usable} at most")
+    return fine("cores", found)
+
+
+def _name() -> Finding:
+    """Ranks are told the name of the first host; gloo and NCCL look up their own."""
+    name = socket.gethostname()
+    remedy = "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (see `ip addr`), or mend /etc/hosts"
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        why = "ranks of several nodes find each other by name; gloo looks up its own"
+        return Finding("host name", "wrong", f"{name}: {error}", why, remedy)
+    if address.startswith("127.") and int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1:
+        why = "ranks on other nodes are told this address and cannot reach it"
+        return Finding("host name", "wrong", f"{name} is {address}", why, remedy)
+    return fine("host name", f"{name} is {address}")
+
+
+def _port() -> Finding:
+    try:
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                return fine("ports", "can be opened and reached")
+    except OSError as error:
+        why = "ranks meet at a port of the first"
+        return Finding("ports", "wrong", str(error), why, "ask which ports are free (MASTER_PORT)")
+
+
+def _caches(environ: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Folders that fill up beside the runs."""
+    home = Path(environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    places = {
+        "HF_HOME": Path(environ.get("HF_HOME", home / "huggingface")),
+        "TRITON_CACHE_DIR": Path(environ.get("TRITON_CACHE_DIR", Path.home() / ".triton")),
+    }
+    return [_cache(name, place) for name, place in places.items()]
+
+
+def _cache(name: str, place: Path) -> Finding:
+    there = next(parent for parent in (place, *place.parents) if parent.exists())
+    free = shutil.disk_usage(there).free
+    remedy = f"export {name} to a folder on scratch (a line of `setup` in the cluster file)"
+    if not os.access(there, os.W_OK):
+        return Finding(name, "warning", f"{place} cannot be written", "it fills as models are loaded", remedy)
+    if free < 5 * 2**30:
+        found = f"{place}, {free / 2**30:.1f} GiB free"
+        return Finding(name, "warning", found, "a full home breaks logins as well", remedy)
+    return fine(name, f"{place}, {free / 2**30:,.0f} GiB free")
