@@ -130,6 +130,11 @@ class Claim:
             "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
         }
 
+    def end_at_once(self, code: ExitCode, reason: str) -> None:
+        """Write down how this start ends and let the run go: the process is about to end, from any thread."""
+        self.ended(code, reason)
+        self._give_back()
+
     def is_held(self) -> bool:
         """Whether no other process took the run over."""
         if self._lease is not None:

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 TRAINING = frozenset({"data", "step", "agree", "log"})
 """Spans that are part of training; speed is measured over these and over what is in no span."""
 
+BETWEEN = "between"
+"""What is done outside of all spans, or after one inside of another."""
+
 
 class Clock:
     """A stopwatch with named spans. It starts when it is made; `launch` makes it before anything is built.
@@ -15,11 +18,13 @@ class Clock:
     Attributes:
         total_s: seconds in each span since the start. A span inside another counts in the inner one only.
         listeners: told the name and the length in seconds of each span when it ends.
+        watchers: told what is done now, the name of a span, whenever that changes.
     """
 
     def __init__(self) -> None:
         self.total_s: dict[str, float] = defaultdict(float)
         self.listeners: list[Callable[[str, float], None]] = []
+        self.watchers: list[Callable[[str], None]] = []
         self._inner_s: list[float] = []
         self._lap_start = time.perf_counter()
         self._lap_s: dict[str, float] = {}
@@ -27,6 +32,8 @@ class Clock:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Count the time spent inside under `name`, also when it ends by an exception."""
+        for watcher in self.watchers:
+            watcher(name)
         start = time.perf_counter()
         self._inner_s.append(0.0)
         try:
@@ -38,6 +45,8 @@ class Clock:
                 self._inner_s[-1] += spent
             for listener in self.listeners:
                 listener(name, spent)
+            for watcher in self.watchers:
+                watcher(BETWEEN)
 
     def lap(self) -> dict[str, float]:
         """Seconds since the last lap: of each span that took any, and under `training` those of training."""

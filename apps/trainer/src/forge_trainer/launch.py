@@ -7,16 +7,20 @@ from functools import partial
 
 from forge_ckpt.error import LockedError
 from forge_config import Loaded
+from forge_parallel.capabilities import flight_record
+from forge_parallel.env import Env
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.finite import LAST_STEPS
 from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
+from forge_resilience.watchdog import Watchdog
 
 from forge_trainer.announce import announcement
 from forge_trainer.build import Run, build
 from forge_trainer.claim import USER_ERRORS, Claim
 from forge_trainer.clock import Clock
 from forge_trainer.job import Job
+from forge_trainer.run_dir import RunFiles
 from forge_trainer.say import say
 
 
@@ -37,6 +41,7 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
     try:
         with ExitStack() as stack:
             signals = signals or stack.enter_context(Signals())
+            watch(loaded.value, claim, clock, stack)
             with clock.span("build"):
                 run = build(loaded.value, stack, signals, clock, claim.hold)
             signals.started(partial(agree, group=run.mesh.control_group))
@@ -57,6 +62,26 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
     if rank == 0 and code is not ExitCode.DONE:
         say(f"{reason}\n", sys.stderr)
     return code
+
+
+def watch(job: Job, claim: Claim, clock: Clock, stack: ExitStack) -> None:
+    """Have a watchdog learn from the clock and end this process when something hangs."""
+    config, env = job.resilience, Env.detect()
+    if not config.watchdog:
+        return
+    watchdog = stack.enter_context(
+        Watchdog(
+            RunFiles(job.job.directory).hang,
+            env.rank,
+            env.world_size,
+            config.hang_least_s,
+            config.hang_first_s,
+            flight_record,
+            partial(claim.end_at_once, ExitCode.HUNG),
+        )
+    )
+    clock.watchers.append(watchdog.enter)
+    clock.listeners.append(watchdog.learn)
 
 
 def _outcome(run: Run, verdict: Verdict, claim: Claim) -> tuple[ExitCode, str]:

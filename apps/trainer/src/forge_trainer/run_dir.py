@@ -7,6 +7,8 @@ metrics.jsonl     what was measured
 checkpoints/      see forge_ckpt.store
 lease/            who writes here, see forge_ckpt.lease
 exit.json         how the last start ended
+hang/             which rank hung in the last start, stacks and collectives of all ranks
+hang-before/      what lay in hang/ when it started
 starts.jsonl      how each start in a job of SLURM ended, by its batch script
 PROGRESS          the highest step ever saved; also in checkpoints/, and in .progress/ beside the runs, so
                   that a disk that is missing is not taken for a new run
@@ -39,6 +41,7 @@ class RunFiles:
         self.lease = directory / "lease"
         self.exit = directory / "exit.json"
         self.starts = directory / "starts.jsonl"
+        self.hang = directory / "hang"
         self.progress_marks = [directory / "PROGRESS", directory.parent / ".progress" / directory.name]
 
 

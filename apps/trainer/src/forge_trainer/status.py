@@ -11,6 +11,7 @@ from typing import Any
 from forge_ckpt.lease import read_holder
 from forge_ckpt.store import Store
 from forge_resilience.exit_codes import ExitCode
+from forge_resilience.hang import VERDICT
 
 from forge_trainer.run_dir import RunFiles, read_ended, read_history, read_job, read_lines
 from forge_trainer.track.console import duration
@@ -64,6 +65,8 @@ def _state(directory: Path, steps: list[int], until: int) -> Iterator[str]:
         yield f"  last ended    exit code {ended.get('code')} at {ended.get('when')}: {ended.get('reason')}"
     elif holder is not None:
         yield f"  last ended    without a word (killed?); it was {holder}"
+    if (verdict := RunFiles(directory).hang / VERDICT).exists():
+        yield f"  {verdict.read_text().splitlines()[0]} (see {verdict.parent.name}/)"
     if steps and steps[-1] >= until:
         yield "  complete      starting it again does nothing"
     else:

@@ -40,6 +40,17 @@ def group_options(device: torch.device, lone: bool) -> dict[str, Any]:
     return {"backend": "gloo", "store": store}
 
 
+def flight_record() -> bytes | None:
+    """JSON of the last collectives of this rank and how far each has come, if torch keeps a record.
+
+    It does with TORCH_FR_BUFFER_SIZE above 0 when it is loaded; of gloo from 2.15 on.
+    """
+    if "torch" not in sys.modules or not torch.distributed.is_available():
+        return None
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+    return dump() if dump is not None and torch.distributed.is_initialized() else None
+
+
 def host_group() -> ProcessGroup:
     """A new group of all ranks on their CPUs, with the timeout of the default group, which torch forgets."""
     import torch.distributed as dist

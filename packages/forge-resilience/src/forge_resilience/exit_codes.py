@@ -16,6 +16,8 @@ class ExitCode(IntEnum):
     """The configuration cannot be used; a human must change it (`EX_CONFIG` of sysexits.h)."""
     PREEMPTED = 85
     """Stopped before its end, with a checkpoint or before its first step; start it again and it continues."""
+    HUNG = 86
+    """A phase took far too long on some rank; the folder `hang` of the run says which. Start it again."""
     NOT_FINITE = 87
     """Too many steps in a row, or the last ones, had a non-finite loss or gradient; as a new start would."""
     CRASH_LOOP = 89

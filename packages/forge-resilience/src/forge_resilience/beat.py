@@ -1,0 +1,80 @@
+"""What a rank is doing, in a few bytes that another process reads. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+import time
+from dataclasses import dataclass
+
+_LAYOUT = struct.Struct("<QdddQQ32s")
+_ODD = "<Q"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A look at a rank.
+
+    Attributes:
+        since_s: when the phase began, on the monotonic clock.
+        limit_s: how long it may take.
+        alive_s: when Python last ran there, on the monotonic clock.
+        batches: how often the rank has begun to wait for data.
+        steps: how often it has begun a step.
+        phase: what it does.
+    """
+
+    since_s: float
+    limit_s: float
+    alive_s: float
+    batches: int
+    steps: int
+    phase: str
+
+
+class BeatFile:
+    """The bytes, shared with the process that watches.
+
+    Args:
+        path: of an existing one, to read; a new one, in memory where there is /dev/shm, if None.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        if path is None:
+            folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            handle, path = tempfile.mkstemp(prefix="forge-beat-", dir=folder)
+            os.ftruncate(handle, _LAYOUT.size)
+        else:
+            handle = os.open(path, os.O_RDWR)
+        self.path = path
+        self._bytes = mmap.mmap(handle, _LAYOUT.size)
+        os.close(handle)
+        self._count = 0
+
+    def write(self, beat: Beat) -> None:
+        """Take the place of what was there; by one thread at a time."""
+        self._count += 1
+        self._bytes[8:] = _LAYOUT.pack(0, *_values(beat))[8:]
+        self._bytes[:8] = struct.pack(_ODD, self._count)
+
+    def read(self) -> Beat | None:
+        """What is there; None while nothing is. A look during a write is repeated."""
+        for _ in range(100):
+            raw = bytes(self._bytes)
+            if raw == bytes(self._bytes):
+                break
+            time.sleep(0.0001)
+        count, since, limit, alive, batches, steps, phase = _LAYOUT.unpack(raw)
+        return Beat(since, limit, alive, batches, steps, phase.rstrip(b"\0").decode()) if count else None
+
+    def remove(self) -> None:
+        """Of the disk."""
+        if os.path.exists(self.path):
+            os.unlink(self.path)
+
+
+def _values(beat: Beat) -> tuple[float | int | bytes, ...]:
+    name = beat.phase.encode()[:32]
+    return beat.since_s, beat.limit_s, beat.alive_s, beat.batches, beat.steps, name

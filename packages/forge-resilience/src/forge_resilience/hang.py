@@ -1,0 +1,107 @@
+"""Which rank hangs, from what the ranks report. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MARK = "hang"
+"""Its presence in the folder of reports tells the other ranks to report as well."""
+
+REPORT = "rank-{}.json"
+VERDICT = "verdict.txt"
+
+SILENT_S = 2.0
+"""A rank whose threads have not run Python for so long holds the GIL in C code, or does not run at all."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank was doing.
+
+    Attributes:
+        rank: of all.
+        host: where it runs.
+        pid: of the process there.
+        phase: what it was doing.
+        seconds: for how long.
+        limit_s: how long that may take.
+        batches: how often it had begun to wait for data.
+        steps: how often it had begun a step.
+        silent_s: for how long no thread of it has run Python.
+        state: of the process: R runs, S sleeps, D waits for a disk, T is stopped.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    seconds: float
+    limit_s: float
+    batches: int
+    steps: int
+    silent_s: float
+    state: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid}) in {self.phase!r} for {self.seconds:.0f} s"
+
+    def place(self) -> tuple[int, bool, int, bool]:
+        """How far it has come; what comes earlier in a step is smaller."""
+        return self.batches, self.phase != "data", self.steps, self.phase != "step"
+
+
+def verdict_of(folder: Path, ranks: int, wait_s: float) -> str:
+    """Wait for the reports of all ranks, and say which one hangs; the first that can writes it down."""
+    end = time.monotonic() + wait_s
+    while len(reports := read_reports(folder)) < ranks and time.monotonic() < end:
+        time.sleep(0.1)
+    text = name_the_one(reports, ranks)
+    try:
+        handle = os.open(folder / VERDICT, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        return text
+    with os.fdopen(handle, "w") as file:
+        file.write(f"{text}\n" + "".join(f"  {report}, state {report.state}\n" for report in reports))
+    return text
+
+
+def read_reports(folder: Path) -> list[Report]:
+    """Those that are there, by rank."""
+    paths = folder.glob(REPORT.format("*"))
+    return sorted((Report(**json.loads(path.read_text())) for path in paths), key=lambda one: one.rank)
+
+
+def name_the_one(reports: list[Report], ranks: int) -> str:
+    """Which rank, host and phase differ from the others.
+
+    A rank that does not report, is stopped or holds the GIL is named for that; else those that are at another
+    place than most; of two places with as many ranks, the one that is behind, for others wait for it.
+    """
+    missing = sorted(set(range(ranks)) - {report.rank for report in reports})
+    if missing:
+        return f"hang: no report from rank {', '.join(map(str, missing))} (its host is gone or unreachable)"
+    stopped = [one for one in reports if one.state in "Tt"]
+    silent = [one for one in reports if one.silent_s > SILENT_S]
+    for found, why in ((stopped, "the process is stopped"), (silent, "no thread of it runs Python")):
+        if found and len(found) < max(len(reports), 2):
+            return f"hang: {'; '.join(map(str, found))}: {why}"
+    places = Counter(one.place() for one in reports)
+    if len(places) == 1:
+        first = reports[0]
+        where = f"{first.phase!r} after {first.steps} steps"
+        return f"hang: all {ranks} ranks in {where} for {first.seconds:.0f} s: see their stacks"
+    fewest = min(places.values())
+    rare = min(place for place, count in places.items() if count == fewest)
+    odd = [one for one in reports if one.place() == rare]
+    others = next(one for one in reports if one.place() != rare)
+    return f"hang: {'; '.join(map(str, odd))}, while others wait in {others.phase!r}"

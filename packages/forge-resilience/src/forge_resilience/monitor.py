@@ -1,0 +1,106 @@
+"""The process beside a rank that sees when it hangs. Run as a script; imports only what starts in no time.
+
+It works when the rank cannot: its main thread waits in C++ or holds the GIL, or the process is stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from forge_resilience.beat import Beat, BeatFile
+from forge_resilience.hang import MARK, REPORT, Report, verdict_of
+
+POLL_S = 0.5
+STACKS_S, OTHERS_S, END_S = 0.5, 5.0, 3.0
+"""How long a rank may take to write its stacks, other ranks to report, and a rank to end by itself."""
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Watch until the rank is gone or hangs.
+
+    Args:
+        settings: `path` of the beat, `stacks` where the rank writes them, its `pid`, `rank`, `ranks`, `host`,
+            `folder` of the reports.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    file, folder = BeatFile(settings["path"]), Path(settings["folder"])
+    awake_s = time.monotonic()
+    pardon_s = 0.0
+    while not _is_gone(POLL_S):
+        now = time.monotonic()
+        if now - awake_s > 4 * POLL_S:
+            pardon_s = now  # this process was stopped too, as all of a job is that is suspended
+        awake_s = now
+        beat = file.read()
+        if beat is None or not beat.limit_s:
+            continue
+        # before the first step, what lies there may be of an earlier start
+        called = beat.steps > 0 and (folder / MARK).exists()
+        if called or now - max(beat.since_s, pardon_s) > beat.limit_s:
+            _report(settings, folder, beat)
+            return
+
+
+def _is_gone(seconds: float) -> bool:
+    """Whether the rank has closed its end of the pipe, as it does by its death; waits so long for that."""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return bool(ready) and not os.read(sys.stdin.fileno(), 1)
+
+
+def _report(settings: dict[str, Any], folder: Path, beat: Beat) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
+    pid, rank, now = settings["pid"], settings["rank"], time.monotonic()
+    report = Report(
+        rank=rank,
+        host=settings["host"],
+        pid=pid,
+        phase=beat.phase,
+        seconds=round(now - beat.since_s, 1),
+        limit_s=round(beat.limit_s, 1),
+        batches=beat.batches,
+        steps=beat.steps,
+        silent_s=round(now - beat.alive_s, 1),
+        state=_state(pid),
+    )
+    _signal(pid, signal.SIGQUIT)  # writes the stacks, see `Watchdog`
+    time.sleep(STACKS_S)
+    shutil.copy(settings["stacks"], folder / f"stacks-{rank}.txt")
+    path = folder / REPORT.format(rank)
+    path.with_suffix(".tmp").write_text(json.dumps(report.as_dict()))
+    path.with_suffix(".tmp").rename(path)
+    text = verdict_of(folder, settings["ranks"], OTHERS_S)
+    sys.stderr.write(f"rank {rank}: {text}\n" if rank else f"{text}\n")
+    sys.stderr.flush()
+    sys.stdout.write(text.replace("\n", " ") + "\n")
+    sys.stdout.flush()  # a thread of the rank reads it and ends the process with the right code
+    if not _is_gone(END_S):
+        _signal(pid, signal.SIGKILL)
+        _signal(pid, signal.SIGCONT)
+
+
+def _state(pid: int) -> str:
+    """A letter of the system: R runs, S sleeps, D waits for a disk, T is stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "?"
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

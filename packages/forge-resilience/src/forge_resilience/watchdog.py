@@ -1,0 +1,157 @@
+"""Ends a run that hangs, and says which rank on which host does what. Imports no torch."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from forge_resilience.beat import Beat, BeatFile
+from forge_resilience.exit_codes import ExitCode
+
+FACTOR = 10.0
+"""A phase may take so many times as long as the longest of the last ones."""
+
+LAST = 50
+"""So many phases of a kind are remembered: a first step that compiles counts for a while, not for good."""
+
+ALIVE_S = 0.5
+
+MONITORED_AFTER_S = 5.0
+"""A run that ends before pays for no second process."""
+
+
+class Watchdog:
+    """Context manager: a process beside this one watches that no phase takes too long.
+
+    Limits are learnt: ten times the longest of the last phases of that name, but at least `least_s`; a phase
+    that comes for the first time may take `first_s`, for it may compile, or load.
+
+    Args:
+        folder: of the reports; those of an earlier hang there are moved away.
+        rank: of this process.
+        ranks: how many there are.
+        least_s: no phase is called hung before.
+        first_s: the limit of a phase that comes for the first time.
+        record: what of the collectives is kept beside the stacks, if there is anything; called after a hang.
+        ended: told of a hang, before the process ends.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        ranks: int,
+        least_s: float,
+        first_s: float,
+        record: Callable[[], bytes | None] = lambda: None,
+        ended: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._folder, self._rank, self._ranks = folder, rank, ranks
+        self._least_s, self._first_s = least_s, max(least_s, first_s)
+        self._record, self._ended = record, ended
+        self._recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=LAST))
+        self._beat = Beat(time.monotonic(), 0.0, time.monotonic(), 0, 0, "")
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._monitor: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Watchdog:
+        if self._rank == 0:
+            _keep_last(self._folder)
+        self._file = BeatFile()
+        self._stacks = tempfile.NamedTemporaryFile("w", prefix="forge-stacks-")
+        faulthandler.register(signal.SIGQUIT, self._stacks.file, all_threads=True)
+        self._thread = threading.Thread(target=self._live, name="watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        if self._monitor is not None:
+            self._monitor.stdin.close()  # type: ignore[union-attr]
+            self._monitor.wait()
+        faulthandler.unregister(signal.SIGQUIT)
+        self._stacks.close()
+        self._file.remove()
+
+    def enter(self, phase: str) -> None:
+        """This process does something else from now on.
+
+        Args:
+            phase: what; "data" is waiting for a batch, "step" training on it.
+        """
+        with self._lock:
+            self._beat = replace(
+                self._beat,
+                phase=phase,
+                since_s=time.monotonic(),
+                limit_s=self._limit_s(phase),
+                batches=self._beat.batches + (phase == "data"),
+                steps=self._beat.steps + (phase == "step"),
+            )
+            self._file.write(self._beat)
+
+    def learn(self, phase: str, seconds: float) -> None:
+        """A phase has ended after so long."""
+        self._recent[phase].append(seconds)
+
+    def _limit_s(self, phase: str) -> float:
+        recent = self._recent.get(phase)
+        return max(self._least_s, FACTOR * max(recent)) if recent else self._first_s
+
+    def _live(self) -> None:
+        """Tell that Python runs; later on, start the monitor."""
+        start = time.monotonic()
+        while not self._done.wait(ALIVE_S):
+            with self._lock:
+                self._beat = replace(self._beat, alive_s=time.monotonic())
+                self._file.write(self._beat)
+            if self._monitor is None and time.monotonic() - start > MONITORED_AFTER_S:
+                self._monitor = self._start_monitor()
+                threading.Thread(target=self._obey, name="watchdog", daemon=True).start()
+
+    def _start_monitor(self) -> subprocess.Popen[bytes]:
+        settings = {
+            "path": self._file.path,
+            "stacks": self._stacks.name,
+            "pid": os.getpid(),
+            "rank": self._rank,
+            "ranks": self._ranks,
+            "host": socket.gethostname(),
+            "folder": str(self._folder.absolute()),
+        }
+        line = [sys.executable, "-m", "forge_resilience.monitor", json.dumps(settings)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(line, stdin=pipe, stdout=pipe, start_new_session=True)
+
+    def _obey(self) -> None:
+        """End the process when the monitor says so."""
+        said = self._monitor.stdout.readline().decode().strip()  # type: ignore[union-attr]
+        if not said:
+            return
+        if record := self._record():
+            (self._folder / f"collectives-{self._rank}.json").write_bytes(record)
+        self._ended(said)
+        os._exit(ExitCode.HUNG)
+
+
+def _keep_last(folder: Path) -> None:
+    """Move the reports of an earlier hang away; only the last are kept."""
+    before = folder.with_name(f"{folder.name}-before")
+    if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
