@@ -93,7 +93,7 @@ def loaded(folder: str, sizes: dict, steps: int) -> list[float]:
     return train(run, steps, steps + 4)
 
 
-QUICK = {("fsdp2-tp2", "lone"), ("lone", "tp2"), ("fsdp4", "fsdp2"), ("hsdp2x2", "fsdp4"), ("fsdp2", "fsdp2")}
+QUICK = {("lone", "tp2"), ("fsdp4", "fsdp2"), ("fsdp2", "fsdp2")}
 PAIRS = [
     pytest.param(
         source,

@@ -147,6 +147,7 @@ def test_hf_llama_in_a_pipeline_with_tensor_parallelism_trains_like_one_process(
     assert_matches_single(curves, world_size, sizes, options, False, rtol=EXACT)
 
 
+@pytest.mark.slow
 def test_hf_llama_checkpointed_and_compiled_trains_like_one_process():
     options = {
         "activation_checkpointing": ActivationCheckpointingConfig(mode="full"),

@@ -125,8 +125,16 @@ LAYOUTS = [(2, {}), (4, {}), (4, {"dp_replicate": 2, "dp_shard": 2})]
 NAMES = ["fsdp-2", "fsdp-4", "hsdp-2x2"]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("world_size", "sizes"), LAYOUTS, ids=NAMES)
+QUICK = ("fsdp-2-untied", "hsdp-2x2-tied")
+CASES = [
+    pytest.param(*layout, tied, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for layout, of in zip(LAYOUTS, NAMES, strict=True)
+    for tied in (False, True)
+    for name in [f"{of}-{'tied' if tied else 'untied'}"]
+]
+
+
+@pytest.mark.parametrize(("world_size", "sizes", "tied"), CASES)
 def test_own_module_trains_like_one_process(world_size, sizes, tied):
     assert_matches_single(curves, world_size, sizes, {}, tied, rtol=EXACT)
 
@@ -138,6 +146,7 @@ def test_own_module_starts_with_the_same_bits_in_every_layout(tied):
         assert run_ranks(initial_weights, world_size, sizes, tied) == [single] * world_size
 
 
+@pytest.mark.slow
 def test_own_module_checkpointed_and_compiled_trains_like_one_process():
     [plain] = run_ranks(curves, 1, {}, {})
     options = {

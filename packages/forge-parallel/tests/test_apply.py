@@ -89,7 +89,13 @@ def model_dtype(options: dict) -> torch.dtype:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("world_size", "sizes"), [(2, {}), (4, {}), (3, {}), (4, {"dp_replicate": 2, "dp_shard": 2})]
+    ("world_size", "sizes"),
+    [
+        (2, {}),
+        (3, {}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+        pytest.param(4, {"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_parallelize_equals_one_process(world_size, sizes):
     assert_matches_single(curves, world_size, sizes, {}, rtol={"loss": 1e-5, "grad_norm": 1e-4})

@@ -90,6 +90,8 @@ def test_assert_matches_single_names_curve_rank_and_step():
 
 
 class LateProcess:
+    pid = 0
+
     """A thread in place of a process; it starts a second late."""
 
     def __init__(self, target, args, daemon) -> None:
