@@ -50,7 +50,8 @@ def to_hf(tensors: Mapping[str, V], config: DecoderConfig) -> dict[str, V]:
             renamed |= {key.format(index): one for index, one in enumerate(tensor)}  # type: ignore[arg-type]
         else:
             renamed[key] = tensor
-    return renamed | {key: _pack([parts[index] for index in sorted(parts)]) for key, parts in packed.items()}
+    renamed |= {key: _pack([parts[index] for index in sorted(parts)]) for key, parts in packed.items()}
+    return renamed
 
 
 def _pack(parts: list[Tensor]) -> Tensor:

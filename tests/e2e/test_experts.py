@@ -1,0 +1,93 @@
+"""Runs with experts, from training to what is made of their weights."""
+
+import json
+import math
+
+import pytest
+import torch
+from runs import losses, records
+
+MIXTRAL = """
+[model.ffn]
+type = "moe"
+num_experts = 4
+dim = 24
+router = { batch_balance_weight = 0.01 }
+"""
+DEEPSEEK = """
+[[model.overrides]]
+layers = "0"
+ffn = { dim = 64 }
+
+[model.ffn]
+type = "moe"
+num_experts = 8
+top_k = 3
+dim = 24
+shared_experts = 1
+router = { type = "sigmoid", groups = 4, top_groups = 2, scale = 1.5, bias_rate = 0.02 }
+
+[model.mtp]
+num_modules = 1
+"""
+MLA = (
+    'attention = { type = "mla", num_heads = 2, kv_rank = 16, q_rank = 24, nope_dim = 8, rope_dim = 8, '
+    "value_dim = 8 }"
+)
+LOAD = {"load_max_over_mean", "load_entropy", "dead_experts", "drop_rate", "balance_loss", "router_z_loss"}
+FAMILIES = {
+    "mixtral": ("attention = { num_heads = 2, num_kv_heads = 1 }", MIXTRAL, LOAD, [0, 1]),
+    "deepseek_v3": (MLA, DEEPSEEK, LOAD | {"bias_range"}, [1]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_run_of_experts_is_logged_evaluated_continued_and_exported(forge, tiny, tmp_path, family):
+    attention, extra, names, layers = FAMILIES[family]
+    path = tiny(steps=8, extra=extra)
+    path.write_text(path.read_text().replace(FAMILIES["mixtral"][0], attention))
+    forge("train", path)
+    run = tmp_path / "runs" / "tiny"
+    last = [record for record in records(run) if "loss" in record][-1]
+    for layer in layers:
+        found = {
+            key.rpartition("/")[2]: value for key, value in last.items() if f"layers.{layer}.ffn/" in key
+        }
+        assert found.keys() == names
+        assert found["load_max_over_mean"] >= 1 >= found["load_entropy"] > 0.3
+        assert found["drop_rate"] == 0 <= found["dead_experts"] < 8
+        assert math.isfinite(found["balance_loss"]) and found["router_z_loss"] > 0
+        assert 0 < found.get("bias_range", 0.02) <= 0.32 + 1e-6
+
+    evaluated = records(run)[-1]["eval/loss"]
+    assert f"loss {evaluated:.4f}" in forge("eval", run).stdout
+    write = ("generate", run, "--prompt", "import ", "--max-new-tokens", "16", "--temperature", "0")
+    plain = forge(*write).stdout
+    assert plain.startswith("import ")
+    ahead = forge(*write, "--speculative", check=False)
+    if family == "mixtral":
+        assert ahead.returncode == 78 and "model.mtp" in ahead.stderr
+    else:
+        assert ahead.stdout == plain
+
+    forge("export", run, tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == family
+    require_loadable(tmp_path / "hf")
+    second = tiny(steps=1, name="second.toml", root=tmp_path / "second", extra=extra)
+    second.write_text(second.read_text().replace(FAMILIES["mixtral"][0], attention))
+    still = ["--optimizer.lr=1e-30", "--schedule.type=none"]
+    still += ["--model.ffn.router.bias_rate=0"] * (family != "mixtral")
+    forge("train", second, f'--train.init_from="{tmp_path / "hf"}"', *still)
+    started = records(tmp_path / "second" / "tiny")[-1]["eval/loss"]
+    assert started == pytest.approx(evaluated, rel=1e-6)
+    assert losses(tmp_path / "second" / "tiny")[0] < losses(run)[0]
+
+
+def require_loadable(folder) -> None:
+    """See that transformers loads what was exported, whole."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
