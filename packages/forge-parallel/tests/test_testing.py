@@ -90,9 +90,9 @@ def test_assert_matches_single_names_curve_rank_and_step():
 
 
 class LateProcess:
-    pid = 0
-
     """A thread in place of a process; it starts a second late."""
+
+    pid = 0
 
     def __init__(self, target, args, daemon) -> None:
         pipe = Connection(os.dup(args[0].fileno()))  # the pool closes its own

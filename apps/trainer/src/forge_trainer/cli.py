@@ -130,6 +130,8 @@ def _train(options: argparse.Namespace) -> ExitCode:
     if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1"))) == 1:
         require_free(loaded.value)  # several ranks learn it together, later
 
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch keeps a record of the last collectives
+
     # torch is loaded here and not before
     from forge_trainer.launch import run_job
 
