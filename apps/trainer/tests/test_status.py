@@ -135,3 +135,9 @@ def test_status_tells_how_each_parameter_is_trained(run, capsys):
     assert main(["status", str(run), "--parameters"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[1].startswith("  AdamW  lr 0.001  decay 0.1") and "    embed.weight" in said
+
+
+def test_docs_tell_every_exit_code():
+    docs = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
+    rows = [f"| {code.value} | {code.name.lower()} |" for code in ExitCode]
+    assert [row for row in rows if row not in docs] == []

@@ -65,7 +65,7 @@ def _state(directory: Path, steps: list[int], until: int) -> Iterator[str]:
         yield f"  last ended    exit code {ended.get('code')} at {ended.get('when')}: {ended.get('reason')}"
     elif holder is not None:
         yield f"  last ended    without a word (killed?); it was {holder}"
-    if (verdict := RunFiles(directory).hang / VERDICT).exists():
+    if ended is None and (verdict := RunFiles(directory).hang / VERDICT).exists():
         yield f"  {verdict.read_text().splitlines()[0]} (see {verdict.parent.name}/)"
     if steps and steps[-1] >= until:
         yield "  complete      starting it again does nothing"
