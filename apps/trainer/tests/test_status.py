@@ -4,9 +4,11 @@ import json
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from forge_ckpt.lease import Holder
+from forge_resilience.exit_codes import ExitCode
 from forge_trainer.announce import scaled
 from forge_trainer.cli import main
 from forge_trainer.run_dir import read_job
