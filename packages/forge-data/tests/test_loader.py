@@ -12,6 +12,7 @@ import torch
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.loader import Loader, build_loader
+from forge_data.phases import PhaseConfig
 from forge_data.sources import TokensConfig
 
 T = 8
@@ -46,13 +47,28 @@ def _global(config: DataConfig, steps: int, world_size: int, **settings: int) ->
     return [_rows([rank[step] for rank in ranks]) for step in range(steps)]
 
 
-def test_loader_serves_the_same_stream_over_random_schedules_of_ranks_and_kills(config: DataConfig) -> None:
+@pytest.fixture
+def mixture(config: DataConfig, make_store, tmp_path: Path) -> DataConfig:
+    """Three sources, two phases, packed."""
+    c = make_store("c", np.random.default_rng(0).integers(1, 20, 90).tolist(), first=30_000)
+    names = [msgspec.structs.replace(source, name=name) for source, name in zip(config.sources, "ab", strict=True)]
+    sources = [*names, TokensConfig(path=str(c), name="c", weight=0.5)]
+    phases = [PhaseConfig(start_step=17, weights={"a": 0.2, "c": 0.8})]
+    return msgspec.structs.replace(
+        config, sources=sources, phases=phases, packing="bestfit", cache_dir=str(tmp_path)
+    )
+
+
+@pytest.mark.parametrize("name", ["config", "mixture"])
+def test_loader_serves_the_same_stream_over_random_schedules_of_ranks_and_kills(
+    request: pytest.FixtureRequest, name: str
+) -> None:
     """Any world size, accumulation, workers and kill points: the same global batches, each exactly once."""
-    batch = 24
+    config, batch = request.getfixturevalue(name), 48
     whole = _global(config, 40, 1, micro_batch=4, global_batch=batch)
     draw, done, served = random.Random(0), 0, []
     while done < 40:
-        world = draw.choice([1, 2, 3, 4, 6, 8])
+        world = draw.choice([1, 2, 3, 4, 6, 8, 12, 16])
         micro = draw.choice([m for m in (1, 2, 3, 4, 6) if batch % (m * world) == 0])
         steps = min(draw.randint(1, 7), 40 - done)
         served += _global(
@@ -60,6 +76,22 @@ def test_loader_serves_the_same_stream_over_random_schedules_of_ranks_and_kills(
         )
         done += steps
     assert served == whole
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_loader_with_workers_serves_the_packed_mixture(mixture: DataConfig, workers: int) -> None:
+    whole = _rows(_take(mixture, 20, micro_batch=8, global_batch=8))
+    part = _take(mixture, 15, workers=workers, micro_batch=2, global_batch=8, first_sample=5 * 8)
+    assert _rows(part) == whole[5 * 8 :]
+
+
+def test_fingerprint_names_the_packing(config: DataConfig, tmp_path: Path) -> None:
+    def of(**changes: object) -> str:
+        changed = msgspec.structs.replace(config, cache_dir=str(tmp_path), **changes)
+        return build_loader(changed, "train", micro_batch=1, global_batch=1).fingerprint
+
+    changes = [{}, {"mask_boundaries": True}, *({"packing": name} for name in ("bestfit", "pad", "crop"))]
+    assert len({of(**change) for change in changes}) == 5
 
 
 def test_loader_serves_each_sequence_once_an_epoch(config: DataConfig) -> None:

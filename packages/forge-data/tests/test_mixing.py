@@ -21,12 +21,12 @@ def _walk(order: Order, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 def test_order_keeps_weights_across_phases_and_repeats_nothing_within_an_epoch() -> None:
     weights = [[0.5, 0.1, 0.4], [0.1, 0.0, 0.9], [0.2, 0.7, 0.1]]
-    starts = [0, 3 * MIX_BLOCK + 17, 50_001]
+    starts, draws = [0, 3 * MIX_BLOCK + 17, 500_001], 10**6
     order = Order(3, SIZES, weights[0], list(zip(starts[1:], weights[1:], strict=True)))
-    source, sample = _walk(order, 120_000)
+    source, sample = _walk(order, draws)
     taken = np.cumsum(np.eye(3)[source], axis=0)
     due = np.zeros(3)
-    for weight, start, end in zip(weights, starts, [*starts[1:], 120_000], strict=True):
+    for weight, start, end in zip(weights, starts, [*starts[1:], draws], strict=True):
         expected = due + np.outer(np.arange(1, end - start + 1), weight)
         due = taken[end - 1]
         assert np.abs(taken[start:end] - expected).max() < 200

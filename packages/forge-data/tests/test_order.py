@@ -22,19 +22,30 @@ def test_permute_is_another_one_for_another_seed() -> None:
     assert np.mean(a == b) < 0.01
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_permute_is_uniform_and_without_memory(seed: int) -> None:
-    """Chi-squared of tenths of the places against tenths of the values, and of neighbours: 100 cells each."""
-    size = 50_000
-    value = permute(np.arange(size), size, seed)
-    tenth = value * 10 // size
-    by_place = np.histogram2d(np.arange(size), value, bins=10)[0]
-    neighbours = np.bincount(tenth[:-1] * 10 + tenth[1:], minlength=100)
-    for counts in (by_place, neighbours):
-        expected = size / 100
-        chi2 = float(((counts - expected) ** 2 / expected).sum())
-        # Between the 1e-5 tails of chi-squared with 81 to 99 degrees of freedom.
-        assert 33 < chi2 < 165
+def _chi_squared_bounds(degrees: tuple[int, int]) -> tuple[float, float]:
+    """The 1e-5 tails of chi-squared; Wilson and Hilferty 1931."""
+    (low, high), z = ((df, 2 / (9 * df)) for df in degrees), 4.26
+    return low[0] * (1 - low[1] - z * low[1] ** 0.5) ** 3, high[0] * (1 - high[1] + z * high[1] ** 0.5) ** 3
+
+
+@pytest.mark.parametrize(
+    ("size", "seeds"), [(7, 4000), (10, 2000), (101, 300), (4096, 20), (50_000, 6), (10**6, 1)]
+)
+def test_permute_is_uniform_and_without_memory(size: int, seeds: int) -> None:
+    """Chi-squared of parts of the places against parts of the values, and of neighbours."""
+    place, bins = np.arange(size), min(size, 10)
+    value = permute(np.tile(place, seeds), size, np.repeat(np.arange(seeds), size)).reshape(seeds, size)
+    part = value * bins // size
+    by_place = np.bincount((np.tile(place * bins // size, seeds) * bins + part.ravel()), minlength=bins**2)
+    neighbours = np.bincount((part[:, :-1] * bins + part[:, 1:]).ravel(), minlength=bins**2)
+    held = np.bincount(place * bins // size)
+    pairs = np.outer(held, held) - np.diag(held)
+    expected = np.outer(held, held) / size, pairs / size
+    low, high = _chi_squared_bounds(((bins - 1) ** 2 - bins, bins**2 - 1))
+    for counts, cells in zip((by_place, neighbours), expected, strict=True):
+        cells, found = seeds * cells.ravel(), counts[cells.ravel() > 0]
+        cells = cells[cells > 0]
+        assert low < float(((found - cells) ** 2 / cells).sum()) < high
 
 
 def test_order_is_the_one_of_its_version() -> None:

@@ -92,12 +92,25 @@ class VerifiedFile:
             self._rows = length, sliding_window_view(self.values, length)
         return self._rows[1][starts]
 
-    def _verify_rows(self, starts: np.ndarray, length: int) -> None:
+    def runs(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """[sum of lengths] values: so many from each start on, one run after the other.
+
+        Raises:
+            DataError: a block that holds one of them is damaged.
+        """
+        if self._unseen:
+            self._verify_rows(starts, lengths)
+        ends = np.cumsum(lengths)
+        at = np.repeat(starts - ends + lengths, lengths)
+        at += np.arange(len(at))
+        return self.values[at]
+
+    def _verify_rows(self, starts: np.ndarray, length: int | np.ndarray) -> None:
         """Check the blocks below rows that no row has touched before; a row has at least its two ends."""
         width = self.values.itemsize
         first = starts * width // BLOCK_BYTES
         last = ((starts + length) * width - 1) // BLOCK_BYTES
-        if length * width <= BLOCK_BYTES and self._seen[first].all() and self._seen[last].all():
+        if np.max(length) * width <= BLOCK_BYTES and self._seen[first].all() and self._seen[last].all():
             return
         for begin, end in zip(first.tolist(), (last + 1).tolist(), strict=True):
             if not self._seen[begin:end].all():

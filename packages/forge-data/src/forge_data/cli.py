@@ -23,11 +23,11 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from forge_data.concat import Concat
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.formats import RAW_DTYPES, import_tokens
 from forge_data.mixing import Run, build_order, plan_lines
+from forge_data.packings import build_packings
 from forge_data.sources import find_files
 from forge_data.stores import open_stores
 from forge_data.tokenize import tokenize_files
@@ -179,6 +179,7 @@ class _Job(Config):
     pipeline: dict[str, Any] = {}
     fsdp: dict[str, Any] = {}
     precision: dict[str, Any] = {}
+    fp8: dict[str, Any] = {}
     activation_checkpointing: dict[str, Any] = {}
     compile: dict[str, Any] = {}
     checkpoint: dict[str, Any] = {}
@@ -199,8 +200,10 @@ def _run_of(path: str, overrides: Sequence[str]) -> tuple[DataConfig, Run]:
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     data, run = _run_of(options.config, overrides)
     stores = open_stores(data, "train")
-    sizes = [len(Concat(store, data.max_tokens)) for store in stores.values()]
-    sys.stdout.write("\n".join(plan_lines(data, build_order(data, sizes, run), run)) + "\n")
+    packings = build_packings(data, stores)
+    order = build_order(data, [len(packing) for packing in packings.values()], run)
+    cuts = [f"source {data.source_names()[n]}: {packing.describe()}" for n, packing in packings.items()]
+    sys.stdout.write("\n".join(cuts + plan_lines(data, order, run)) + "\n")
     return 0
 
 

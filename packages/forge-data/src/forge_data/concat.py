@@ -20,12 +20,15 @@ class Concat:
         store: the tokens.
         max_tokens: T.
         mask_documents: keep attention and targets within documents.
+        mask_boundaries: keep targets within documents.
 
     Raises:
         DataError: the store is shorter than one sequence.
     """
 
-    def __init__(self, store: TokenStore, max_tokens: int, mask_documents: bool = False) -> None:
+    def __init__(
+        self, store: TokenStore, max_tokens: int, mask_documents: bool = False, mask_boundaries: bool = False
+    ) -> None:
         if len(store) < max_tokens + 1:
             raise DataError(
                 f"{store.folder} has {len(store)} tokens; a sequence needs {max_tokens + 1}; "
@@ -34,6 +37,7 @@ class Concat:
         self.store = store
         self.max_tokens = max_tokens
         self.mask_documents = mask_documents
+        self.mask_boundaries = mask_documents or mask_boundaries
 
     def __len__(self) -> int:
         return -(-(len(self.store) - 1) // self.max_tokens)
@@ -51,11 +55,22 @@ class Concat:
         starts = self.starts(samples)
         tokens = self.store.read(starts, self.max_tokens + 1)
         ignored = self._seen_before(samples * self.max_tokens - starts)
-        if not self.mask_documents:
+        if not self.mask_boundaries:
             return Sequences(tokens, ignored)
         ends, extra = documents(self.store.doc_ends, starts, self.max_tokens)
         rows, columns = (np.concatenate(both) for both in zip(ignored, ends, strict=True))
-        return Sequences(tokens, (rows, columns), extra)
+        return Sequences(tokens, (rows, columns), extra if self.mask_documents else {})
+
+    def describe(self) -> str:
+        """See `Packing.describe`."""
+        ends = self.store.doc_ends
+        first = np.concatenate([[0], ends[:-1]])
+        in_the_last = first >= len(self.store) - self.max_tokens - 1
+        cut = int(np.sum((first // self.max_tokens < (ends - 2) // self.max_tokens) & ~in_the_last))
+        return (
+            f"concat: {len(self):,} sequences, no padding, {cut:,} of {len(ends):,} documents cut "
+            f"({cut / len(ends):.1%})"
+        )
 
     def _seen_before(self, overlap: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows and columns of the targets that the sequence before has had."""

@@ -20,6 +20,10 @@ class DataConfig(Config):
         tokenizer: how text becomes tokens.
         seed: of the order of sequences.
         mask_documents: keep attention and targets within documents; positions start anew in each.
+        mask_boundaries: keep targets within documents, even where attention crosses them.
+        packing: how documents become sequences. `concat`: laid end to end and cut. `bestfit`: only documents
+            longer than a sequence are cut, and sequences are filled with what fits best. `pad`: each document
+            alone. `crop`: sequences begin with a document, and what the last has left is left out.
         validation_samples: held-out sequences an evaluation reads, evenly spaced; 0 reads all.
         workers: processes that prepare batches; 0 prepares them in the training process.
         phases: from which step on other weights hold.
@@ -38,6 +42,8 @@ class DataConfig(Config):
     tokenizer: TokenizerConfig = BytesConfig()
     seed: Annotated[int, Meta(ge=0)] = 0
     mask_documents: bool = False
+    mask_boundaries: bool = False
+    packing: Literal["concat", "bestfit", "pad", "crop"] = "concat"
     validation_samples: Annotated[int, Meta(ge=0)] = 256
     workers: Annotated[int, Meta(ge=0)] = 0
     phases: list[PhaseConfig] = []

@@ -13,12 +13,13 @@ import xxhash
 from torch import Tensor
 
 from forge_data.batches import Batches, Group, TrainBatches, ValidationBatches
-from forge_data.concat import Concat
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.mixing import Run, build_order, fingerprint_parts, plan_lines
 from forge_data.order import VERSION
 from forge_data.packing import Packing
+from forge_data.packings import build_packings
+from forge_data.packings import fingerprint_parts as packing_parts
 from forge_data.sources import Split
 from forge_data.stores import open_stores
 from forge_data.tokens import TokenStore
@@ -152,10 +153,8 @@ def build_loader(
     stores = open_stores(config, split)
     # The held-out text belongs to what a run is: its evaluations are to be compared.
     held_out = open_stores(config, "validation") if split == "train" and config.has_validation() else {}
-    packings: dict[int, Packing] = {
-        n: Concat(store, config.max_tokens, config.mask_documents) for n, store in stores.items()
-    }
-    named, planned = list[str](), list[str]()
+    packings = build_packings(config, stores)
+    named, planned = packing_parts(config), list[str]()
     if split == "validation":
         batches: Batches = ValidationBatches(
             packings, micro_batch, config.validation_samples, rank, world_size
@@ -164,7 +163,7 @@ def build_loader(
         _require_even(global_batch, micro_batch, world_size)
         run = Run(global_batch, steps)
         order = build_order(config, [len(p) for p in packings.values()], run)
-        named, planned = fingerprint_parts(config, order), plan_lines(config, order, run)
+        named, planned = named + fingerprint_parts(config, order), plan_lines(config, order, run)
         batches = TrainBatches(packings, micro_batch, order, first_sample, global_batch, rank, world_size)
     workers = config.workers if split == "train" else 0
     return Loader(batches, workers, packings, fingerprint(config, named, stores, held_out), planned)

@@ -56,3 +56,7 @@ class Packing(Protocol):
             DataError: one is shorter or longer than it was.
         """
         ...
+
+    def describe(self) -> str:
+        """How many sequences there are, how much of them is padding, how many documents are cut."""
+        ...

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import hashlib
 import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +15,7 @@ import xxhash
 from forge_config import Config, Meta, Registry
 
 from forge_data.error import DataError
+from forge_data.locks import locked
 from forge_data.order import key
 from forge_data.tokenize import Held, tokenize_files
 from forge_data.tokenizer import Tokenizer, TokenizerConfig
@@ -95,7 +94,7 @@ class TextSourceConfig(SourceConfig):
         if not folder.exists():
             try:
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                with _locked(folder.with_suffix(".lock")):
+                with locked(folder.with_suffix(".lock"), f"the text of {_called(self)} is tokenized"):
                     if not folder.exists():
                         tokenize_files(files, folder, tokenizer, root=root, field=field, held=held)
             except OSError as error:
@@ -103,6 +102,10 @@ class TextSourceConfig(SourceConfig):
                     f"the tokens cannot be kept in {cache}: {error}; set data.cache_dir or $FORGE_CACHE"
                 ) from None
         return TokenStore(folder)
+
+
+def _called(source: SourceConfig) -> str:
+    return source.name or "a source"
 
 
 def _name(root: Path, files: list[Path], tokenizer: Tokenizer, held: Held, field: str) -> int:
@@ -259,12 +262,3 @@ class TokensConfig(SourceConfig):
                 "name the one it was made with, or tokenize the text again"
             )
         return store
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; on file systems without locks all build, and one wins the rename."""
-    with path.open("w") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -115,6 +115,21 @@ class TokenStore:
         """
         return self._tokens.rows(starts, length)
 
+    def read_runs(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Ids of runs of different lengths, one after the other; checked as in `read`.
+
+        Args:
+            starts: [n] int64, the first token of each run.
+            lengths: [n] int64, at least one each.
+
+        Returns:
+            [sum of lengths] in the dtype of the store.
+
+        Raises:
+            DataError: names the store and the block that is damaged.
+        """
+        return self._tokens.runs(starts, lengths)
+
     @cached_property
     def doc_ends(self) -> np.ndarray:
         """[num_docs] int64 index at which each document ends; checked as a whole when first asked for.

@@ -1,0 +1,133 @@
+"""How documents are laid into rows of C = T + 1 tokens: as arrays, the same for the same documents.
+
+A document longer than a row is cut every T tokens, so that a piece begins with the token that the piece
+before ends with: that token is a target once, and an input once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Layout(NamedTuple):
+    """Pieces of documents in the order of the rows they lie in.
+
+    Attributes:
+        starts: [pieces] int64, the first token of each.
+        lengths: [pieces] int64, from 1 to C.
+        ends: [rows] int64, how many pieces this row and those before it have.
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    ends: np.ndarray
+
+
+def cut(starts: np.ndarray, lengths: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths of the fewest pieces of at most T + 1 tokens that hold all documents, in their order."""
+    counts = np.maximum(1, -(-(lengths - 1) // max_tokens))
+    which = np.repeat(np.arange(len(starts)), counts)
+    nth = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = starts[which] + nth * max_tokens
+    return begins, np.minimum((starts + lengths)[which] - begins, max_tokens + 1)
+
+
+def pad(starts: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Layout:
+    """Each piece in a row of its own."""
+    begins, sizes = cut(starts, lengths, max_tokens)
+    return Layout(begins, sizes, np.arange(1, len(begins) + 1))
+
+
+def bestfit(starts: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Layout:
+    """Each piece, the longest first, in the row it leaves the least room in.
+
+    Source: best-fit-decreasing packing of Ding et al. 2024, arXiv:2404.10830.
+    """
+    begins, sizes = cut(starts, lengths, max_tokens)
+    row = best_fit_rows(sizes, max_tokens + 1)
+    order = np.argsort(row, kind="stable")
+    return Layout(begins[order], sizes[order], np.cumsum(np.bincount(row)))
+
+
+def crop(starts: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Layout:
+    """Rows begin with a document and are filled with those that follow; what the last has left is left out."""
+    ends = starts + lengths
+    following = np.searchsorted(ends, starts + max_tokens + 1, side="left") + 1
+    jumps, firsts, document = following.tolist(), list[int](), 0
+    while document < len(jumps):
+        firsts.append(document)
+        document = jumps[document]
+    counts = np.diff(firsts, append=len(starts))
+    limit = np.repeat(starts[firsts] + max_tokens + 1, counts)
+    return Layout(starts, np.minimum(ends, limit) - starts, np.cumsum(counts))
+
+
+layouts: dict[str, Callable[[np.ndarray, np.ndarray, int], Layout]] = {
+    "bestfit": bestfit,
+    "pad": pad,
+    "crop": crop,
+}
+"""By the name of `data.packing`; each takes starts and lengths of documents, both [n] int64, and T."""
+
+
+def best_fit_rows(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """[n] int64: the row of each piece. Pieces of one size go into rows with the same room in one operation.
+
+    Args:
+        sizes: [n] int64, from 1 to `capacity`.
+        capacity: tokens of a row.
+    """
+    order = np.argsort(-sizes, kind="stable")
+    different, counts = np.unique(sizes, return_counts=True)
+    rows, room, opened, done = np.empty(len(sizes), dtype=np.int64), _Room(), 0, 0
+    for size, count in zip(different[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        pieces, done = order[done : done + count], done + count
+        while len(pieces):
+            free = room.smallest(size)
+            # A row that fits best still does after it took one: it is filled before another is.
+            each = (free or capacity) // size
+            wanted = -(-len(pieces) // each)
+            if free is None:
+                free, into, opened = capacity, np.arange(opened, opened + wanted), opened + wanted
+            else:
+                into = room.take(free, wanted)
+            here, pieces = pieces[: len(into) * each], pieces[len(into) * each :]
+            rows[here] = np.repeat(into, each)[: len(here)]
+            room.put(free - each * size, into[:-1])
+            room.put(free - (len(here) - (len(into) - 1) * each) * size, into[-1:])
+    return rows
+
+
+class _Room:
+    """Rows by how many tokens they still have room for."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[np.ndarray]] = {}
+        self._which = 0  # bit i: some row has room for i tokens
+
+    def put(self, free: int, rows: np.ndarray) -> None:
+        if free and len(rows):
+            self._rows.setdefault(free, []).append(rows)
+            self._which |= 1 << free
+
+    def smallest(self, size: int) -> int | None:
+        """The least room of at least `size` that a row has."""
+        above = self._which >> size
+        return size + (above & -above).bit_length() - 1 if above else None
+
+    def take(self, free: int, count: int) -> np.ndarray:
+        """At most `count` rows with this room, the last that were put first."""
+        parts, held = list[np.ndarray](), self._rows[free]
+        while held and count:
+            rows = held.pop()
+            if len(rows) > count:
+                held.append(rows[:-count])
+                rows = rows[-count:]
+            parts.append(rows)
+            count -= len(rows)
+        if not held:
+            self._which &= ~(1 << free)
+        return np.concatenate(parts)
