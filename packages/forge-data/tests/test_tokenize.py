@@ -1,5 +1,6 @@
 import contextlib
 import gzip
+import importlib
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forge_data.columns import TextColumn
 from forge_data.error import DataError
 from forge_data.sources import find_files
 from forge_data.tokenize import Held, tokenize_files
@@ -61,7 +63,7 @@ def test_tokenize_writes_the_same_bytes_however_files_are_cut(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     whole = _bytes(_run(corpus, tmp_path / "whole").folder)
-    monkeypatch.setattr("forge_data.tokenize.TASK_BYTES", size)
+    monkeypatch.setattr("forge_data.documents.TASK_BYTES", size)
     assert _bytes(_run(corpus, tmp_path / "cut").folder) == whole
 
 
@@ -97,10 +99,28 @@ def test_tokenize_reads_parquet(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"body": ["one", None, "three"], "n": [1, 2, 3]})
     parquet.write_table(table, tmp_path / "p.parquet", row_group_size=2)
-    assert _texts(_run(tmp_path / "p.parquet", tmp_path / "s", field="body")) == ["one", "three"]
+    assert _texts(_run(tmp_path / "p.parquet", tmp_path / "s", columns=TextColumn("body"))) == ["one", "three"]
     for field in ("text", "n"):
         with pytest.raises(DataError, match=r"p\.parquet"):
-            _run(tmp_path / "p.parquet", tmp_path / "x", field=field)
+            _run(tmp_path / "p.parquet", tmp_path / "x", columns=TextColumn(field))
+
+
+@pytest.mark.parametrize("kind", ["stream", "file", "jsonl.zst"])
+def test_tokenize_reads_arrow_and_zst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    ipc = pytest.importorskip("pyarrow.ipc")
+    texts = [f"text {number}" for number in range(50)]
+    path = tmp_path / (kind if "." in kind else f"a.{kind}.arrow")
+    if "." in kind:
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        with pyarrow.output_stream(str(path := tmp_path / "a.jsonl.zst"), compression="zstd") as file:
+            file.write(lines.encode())
+    else:
+        table = pyarrow.table({"text": texts})
+        with (ipc.new_stream if kind == "stream" else ipc.new_file)(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=7)
+    monkeypatch.setattr("forge_data.documents.ARROW_BATCHES", 3)
+    assert _texts(_run(path, tmp_path / "s")) == texts
 
 
 def test_tokenize_replaces_bytes_that_are_no_utf8(tmp_path: Path) -> None:
@@ -183,3 +203,44 @@ def test_killed_tokenize_leaves_no_processes(tmp_path: Path) -> None:
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
+
+
+@pytest.mark.parametrize("commits", [0, 4, 11])
+def test_tokenize_goes_on_where_it_was_killed_and_writes_the_same_bytes(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commits: int
+) -> None:
+    """Killed after some tasks; whatever the disk holds beyond the last commit does not matter."""
+    monkeypatch.setattr("forge_data.documents.TASK_BYTES", 1000)
+    whole = _bytes(_run(corpus, tmp_path / "whole").folder)
+    monkeypatch.setattr("forge_data.restart.COMMIT_S", 0.0)
+    done: list[str] = []
+    work = "forge_data.tokenize._tokenize_task"
+    tokenize = importlib.import_module("forge_data.tokenize")._tokenize_task
+
+    def until_killed(task, **settings):
+        if len(done) == commits:
+            raise KeyboardInterrupt
+        done.append(task)
+        return tokenize(task, **settings)
+
+    monkeypatch.setattr(work, until_killed)
+    with pytest.raises(KeyboardInterrupt):
+        _run(corpus, tmp_path / "s", restart=True)
+    with (tmp_path / ".s.partial" / "tokens.bin").open("ab") as file:
+        file.write(b"not committed")
+    again: list[str] = []
+    monkeypatch.setattr(work, lambda task, **settings: again.append(task) or tokenize(task, **settings))
+    assert _bytes(_run(corpus, tmp_path / "s", restart=True).folder) == whole
+    assert not set(done) & set(again) and not (tmp_path / ".s.partial").exists()
+
+
+def test_tokenize_begins_anew_when_the_text_has_changed(corpus: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("forge_data.restart.COMMIT_S", 0.0)
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _run(corpus, tmp_path / "s", restart=True, on_progress=stop)
+    (corpus / "a.txt").write_text("other text")
+    assert _texts(_run(corpus, tmp_path / "s", restart=True))[0] == "other text"

@@ -133,7 +133,8 @@ def build(
     batch, steps = job.train.global_batch, job.train.steps
     loader = data("train", global_batch=batch, first_sample=progress.samples, steps=steps)
     stack.callback(loader.close)
-    loader.require(fingerprint)
+    loader.require(fingerprint, progress.samples)
+    job = job.ending_at(loader.last_step)
 
     update = Update(parts, optimizer, job.lr_factor, job.train.clip_norm, mesh)
     step = job.step.build(parts, job.loss.build(), mesh, seed=job.job.seed, update=update)
@@ -144,7 +145,7 @@ def build(
     # twice: at a stop, one save may be in flight and the last one follows
     saver = Saver(store, state, job.checkpoint.asynchronous, lambda s: deadline.observe(SAVE, 2 * s))
     stack.callback(saver.close)
-    save = SaveRun(saver, loader.fingerprint, counters)
+    save = SaveRun(saver, loader.fingerprint_at, counters)
     directory = job.job.directory
     run = Run(job, directory, env, mesh, parts, step, loader, progress, [], guards, save, trackers, clock)
     validation = data("validation") if job.data.has_validation() else None

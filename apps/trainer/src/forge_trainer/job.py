@@ -28,10 +28,12 @@ from forge_parallel.config import (
 )
 from forge_parallel.error import ParallelError
 from forge_resilience.config import ResilienceConfig
+from msgspec import structs
 
 from forge_trainer.environment import recorded_folder
 from forge_trainer.hooks import HookConfig
 from forge_trainer.optim import MuonConfig, OptimizerConfig
+from forge_trainer.portions import TrainConfig, batch_divides, uneven
 from forge_trainer.schedule import ScheduleConfig
 from forge_trainer.steps import StepConfig, TextStepConfig
 from forge_trainer.track import TrackConfig
@@ -58,30 +60,6 @@ class JobConfig(Config):
     def directory(self) -> Path:
         """The run directory."""
         return Path(self.root) / self.name
-
-
-class TrainConfig(Config):
-    """How long and in what portions to train.
-
-    Attributes:
-        steps: optimizer steps of the whole run.
-        global_batch: sequences an optimizer step, whatever the number of ranks.
-        micro_batch: sequences a rank holds at once; the rest of its share is accumulated.
-        clip_norm: the global gradient norm is clipped to this; 0 never clips.
-        log_every_steps: distance of lines in `metrics.jsonl`, the console and the trackers.
-        init_from: folder of Hugging Face weights (`*.safetensors`) to start from instead of random ones.
-    """
-
-    free_keys = ("micro_batch", "log_every_steps")
-    path_keys = ("init_from",)
-    recorded_keys = ("steps", "clip_norm")
-
-    steps: Annotated[int, Meta(ge=1)]
-    global_batch: Annotated[int, Meta(ge=1)]
-    micro_batch: Annotated[int, Meta(ge=1)]
-    clip_norm: Annotated[float, Meta(ge=0)] = 1.0
-    log_every_steps: Annotated[int, Meta(ge=1)] = 10
-    init_from: str | None = None
 
 
 class EvalConfig(Config):
@@ -124,6 +102,17 @@ class Job(Config):
     track: TrackConfig = TrackConfig()
     hooks: dict[str, HookConfig] = {}
 
+    def __post_init__(self) -> None:
+        batch = self.train.sequences(self.data.max_tokens)
+        if batch != self.train.global_batch:
+            structs.force_setattr(self, "train", structs.replace(self.train, global_batch=batch))
+
+    def ending_at(self, last_step: int | None) -> Job:
+        """The same job, with no more steps than there are data for; None for any number."""
+        if last_step is None or last_step >= self.train.steps:
+            return self
+        return structs.replace(self, train=structs.replace(self.train, steps=last_step))
+
     @property
     def step_tokens(self) -> int:
         """Tokens of one optimizer step."""
@@ -138,11 +127,8 @@ class Job(Config):
         sizes = self.mesh.sizes(world_size)
         readers = sizes["dp_replicate"] * sizes["dp_shard"]
         share, rest = divmod(self.train.global_batch, readers)
-        if rest or (sizes["pp"] > 1 and share % self.train.micro_batch):
-            raise ParallelError(
-                f"train.global_batch = {self.train.global_batch} over {readers} ranks that read is no whole "
-                f"number of micro-batches of {self.train.micro_batch}; change one of them"
-            )
+        if rest or share % self.train.micro_batch:
+            raise ParallelError(uneven(self.train.global_batch, self.train.micro_batch, readers))
         if sizes["pp"] > 1:
             self.pipeline.require_micro_batches(share // self.train.micro_batch, sizes["pp"])
 
@@ -186,18 +172,18 @@ def vocabulary_covers_the_tokenizer(model: ModelConfig, data: DataConfig) -> Non
         )
 
 
-def batch_divides(train: TrainConfig) -> None:
-    """The global batch is made of whole micro-batches."""
-    if train.global_batch % train.micro_batch:
+def data_end_at_a_known_step(data: DataConfig) -> None:
+    """Where a run that ends with its data ends must not depend on how long it is."""
+    if data.when_exhausted == "stop" and any(phase.start_fraction is not None for phase in data.phases):
         raise ValueError(
-            f"train.global_batch = {train.global_batch} is no multiple of train.micro_batch = "
-            f"{train.micro_batch}; change one of them"
+            'data.when_exhausted = "stop" with phases that begin at a start_fraction: how long the run is '
+            "depends on them; use start_step or start_tokens"
         )
 
 
 def warmup_fits(schedule: ScheduleConfig, train: TrainConfig, data: DataConfig) -> None:
     """The warm-up ends before the run does."""
-    warmup = schedule.warmup(train.steps, train.global_batch * data.max_tokens)
+    warmup = schedule.warmup(train.steps, train.sequences(data.max_tokens) * data.max_tokens)
     if warmup >= train.steps:
         raise ValueError(
             f"the warm-up of {warmup} steps (schedule.warmup_*) is not below train.steps = {train.steps}; "
@@ -341,6 +327,7 @@ checks: list[Callable[..., None]] = [
     sequences_fit_the_model,
     vocabulary_covers_the_tokenizer,
     batch_divides,
+    data_end_at_a_known_step,
     warmup_fits,
     something_is_rounded,
     weights_are_of_the_model,

@@ -1,6 +1,6 @@
 """Where the tensors of a run come from and go to: initial values, weights from elsewhere, checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -68,11 +68,13 @@ class SaveRun:
 
     Args:
         saver: writes.
-        fingerprint: of the data.
+        fingerprint: of the data, up to so many samples.
         counters: what they hold when a save begins is saved with the tensors.
     """
 
-    def __init__(self, saver: Saver, fingerprint: str, counters: Mapping[str, Stateful]) -> None:
+    def __init__(
+        self, saver: Saver, fingerprint: Callable[[int], str], counters: Mapping[str, Stateful]
+    ) -> None:
         self._saver, self._fingerprint, self._counters = saver, fingerprint, counters
 
     def __call__(self, progress: Progress) -> None:
@@ -82,7 +84,8 @@ class SaveRun:
             CheckpointError: three saves in a row have failed.
         """
         counts = {name: counter.state() for name, counter in self._counters.items()}
-        meta = {"progress": asdict(progress), "data": self._fingerprint, "counts": counts}
+        named = self._fingerprint(progress.samples)
+        meta = {"progress": asdict(progress), "data": named, "counts": counts}
         self._saver.save(progress.step, meta)
 
     def finish(self, step: int, until: int) -> None:

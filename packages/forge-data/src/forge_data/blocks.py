@@ -157,21 +157,38 @@ def _read_digests(path: Path, part: Part) -> np.ndarray:
 
 
 class HashedFile:
-    """A file that is hashed block by block while it is written; the digests are written beside it."""
+    """A file that is hashed block by block while it is written; the digests are written beside it.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the file.
+        kept: so many bytes of the file that is there stay, and are hashed again.
+    """
+
+    def __init__(self, path: Path, kept: int = 0) -> None:
         self._path = path
-        self._file: IO[bytes] = path.open("wb")
+        self._file: IO[bytes] = path.open("r+b" if kept else "wb")
         self._hash = xxhash.xxh3_64()
         self._digests = array("Q")
         self._in_block = 0
         self._bytes = 0
+        while self._bytes < kept:
+            self._hash_next(memoryview(self._file.read(min(kept - self._bytes, BLOCK_BYTES))))
+        self._file.truncate()
 
     def write(self, data: bytes) -> None:
         """Append."""
         view = memoryview(data)
-        self._bytes += len(view)
         self._file.write(view)
+        self._hash_next(view)
+
+    def sync(self) -> int:
+        """Bring what was written so far to the disk; returns how many bytes that are."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._bytes
+
+    def _hash_next(self, view: memoryview) -> None:
+        self._bytes += len(view)
         while len(view):
             taken = view[: BLOCK_BYTES - self._in_block]
             self._hash.update(taken)

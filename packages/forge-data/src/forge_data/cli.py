@@ -1,4 +1,4 @@
-"""The command `forge-data`: tokenize, import, inspect and plan."""
+"""The command `forge-data`: tokenize, import, inspect, validate, plan and sample."""
 
 from __future__ import annotations
 
@@ -23,22 +23,51 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from forge_data.columns import TextColumn
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.formats import RAW_DTYPES, import_tokens
 from forge_data.mixing import Run, build_order, plan_lines
 from forge_data.packings import build_packings
+from forge_data.sample import sample_lines
 from forge_data.sources import find_files
 from forge_data.stores import open_stores
 from forge_data.tokenize import tokenize_files
 from forge_data.tokenizer import BytesConfig, HfTokenizerConfig, TokenizerConfig
 from forge_data.tokens import TokenStore
+from forge_data.validate import problems
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    parser = _parser()
+    options, overrides = parser.parse_known_args(arguments)
+    if overrides and options.command not in ("plan", "sample"):
+        parser.error(f"unknown arguments: {' '.join(overrides)}")
+    run = {
+        "tokenize": _tokenize,
+        "import": _import,
+        "inspect": _inspect,
+        "validate": _validate,
+        "sample": partial(_sample, overrides=overrides),
+        "plan": partial(_plan, overrides=overrides),
+    }
+    try:
+        return run[options.command](options)
+    except (DataError, ConfigError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="forge-data", description="Make token stores and look into them.")
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_making(commands)
+    _add_looking(commands)
+    return parser
+
+
+def _add_making(commands: Any) -> None:
     make = commands.add_parser("tokenize", help="text, .py, .jsonl, .parquet -> a token store")
     make.add_argument("paths", nargs="+", help="files, folders or patterns")
     make.add_argument("--out", type=Path, required=True, help="folder of the store; must not exist")
@@ -54,27 +83,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     bring.add_argument("--eos", default="</s>", help="token of tokenizer.json that ends a document")
     bring.add_argument("--dtype", choices=RAW_DTYPES, help="of raw files, which do not say it themselves")
+
+
+def _add_looking(commands: Any) -> None:
     look = commands.add_parser("inspect", help="what a store holds, and whether it is intact")
     look.add_argument("folder", type=Path)
     look.add_argument("--docs", type=int, default=2, help="documents to show")
     look.add_argument("--tokenizer", default="bytes")
     look.add_argument("--eos", default="</s>")
+    check = commands.add_parser("validate", help="whether stores are what they say; exit code 1 if not")
+    check.add_argument("folders", nargs="+", type=Path)
+    check.add_argument("--tokenizer", help="that they should have: 'bytes', or a tokenizer.json")
+    check.add_argument("--eos", default="</s>")
+    seen = commands.add_parser("sample", help="the text that a step of a run reads")
+    seen.add_argument("run", help="a run directory or a TOML file; keys are overridden as in plan")
+    seen.add_argument("--step", type=int, required=True, help="from 0")
+    seen.add_argument("--rank", type=int, default=0, help="of the ranks that read different data")
+    seen.add_argument("--world-size", type=int, default=1, help="how many such ranks there are")
+    seen.add_argument("--limit", type=int, help="sequences at most")
     ahead = commands.add_parser("plan", help="what a run will read, by phase and source")
     ahead.add_argument("config", help="the TOML file of a run; keys are overridden with --section.key=value")
-    options, overrides = parser.parse_known_args(arguments)
-    if overrides and options.command != "plan":
-        parser.error(f"unknown arguments: {' '.join(overrides)}")
-    run = {
-        "tokenize": _tokenize,
-        "import": _import,
-        "inspect": _inspect,
-        "plan": partial(_plan, overrides=overrides),
-    }
-    try:
-        return run[options.command](options)
-    except (DataError, ConfigError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
 
 
 def _cores() -> int:
@@ -106,8 +134,9 @@ def _tokenize(options: argparse.Namespace) -> int:
             options.out,
             _tokenizer(options),
             root=root,
-            field=options.field,
+            columns=TextColumn(options.field),
             workers=options.workers,
+            restart=True,
             on_progress=(lambda done, total: progress.update(bar, completed=done, total=total))
             if console.is_terminal
             else _plain_progress(),
@@ -161,6 +190,15 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
+def _validate(options: argparse.Namespace) -> int:
+    tokenizer = _tokenizer(options).build() if options.tokenizer else None
+    failed = 0
+    for folder, problem in problems(options.folders, tokenizer):
+        failed += problem is not None
+        sys.stdout.write(f"{folder}: {'intact' if problem is None else problem}\n")
+    return 1 if failed else 0
+
+
 class _Job(Config):
     """A run of which only `[data]` and `[train]` are looked at."""
 
@@ -191,10 +229,12 @@ class _Job(Config):
 def _run_of(path: str, overrides: Sequence[str]) -> tuple[DataConfig, Run]:
     """The data of a run and how much it reads."""
     job = load(_Job, path, overrides).value
-    missing = [f"train.{name}" for name in ("steps", "global_batch") if name not in job.train]
+    train, max_tokens = job.train, job.data.max_tokens
+    batch = int(train.get("global_batch", 0)) or int(train.get("global_batch_tokens", 0)) // max_tokens
+    missing = ["train.steps"] * ("steps" not in train) + ["train.global_batch"] * (not batch)
     if missing:
         raise DataError(f"{path} does not set {' and '.join(missing)}; a plan needs both")
-    return job.data, Run(int(job.train["global_batch"]), int(job.train["steps"]))
+    return job.data, Run(batch, int(train["steps"]))
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -204,6 +244,15 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     order = build_order(data, [len(packing) for packing in packings.values()], run)
     cuts = [f"source {data.source_names()[n]}: {packing.describe()}" for n, packing in packings.items()]
     sys.stdout.write("\n".join(cuts + plan_lines(data, order, run)) + "\n")
+    return 0
+
+
+def _sample(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    path = Path(options.run)
+    data, run = _run_of(str(path / "config.toml" if path.is_dir() else path), overrides)
+    lines = sample_lines(data, run, options.step, options.rank, options.world_size, options.limit)
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
     return 0
 
 

@@ -55,11 +55,13 @@ class Concat:
         starts = self.starts(samples)
         tokens = self.store.read(starts, self.max_tokens + 1)
         ignored = self._seen_before(samples * self.max_tokens - starts)
+        untrained = self.store.no_targets(starts + 1, self.max_tokens)
+        if untrained is not None:
+            ignored = _joined(ignored, untrained)
         if not self.mask_boundaries:
             return Sequences(tokens, ignored)
         ends, extra = documents(self.store.doc_ends, starts, self.max_tokens)
-        rows, columns = (np.concatenate(both) for both in zip(ignored, ends, strict=True))
-        return Sequences(tokens, (rows, columns), extra if self.mask_documents else {})
+        return Sequences(tokens, _joined(ignored, ends), extra if self.mask_documents else {})
 
     def describe(self) -> str:
         """See `Packing.describe`."""
@@ -78,6 +80,14 @@ class Concat:
             return NOTHING
         rows = np.repeat(np.arange(len(overlap)), overlap)
         return rows, np.concatenate([np.arange(count) for count in overlap.tolist()])
+
+
+Places = tuple[np.ndarray, np.ndarray]
+
+
+def _joined(some: Places, others: Places) -> Places:
+    rows, columns = (np.concatenate(both) for both in zip(some, others, strict=True))
+    return rows, columns
 
 
 def documents(

@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from forge_config import Config, Meta
 
+from forge_data.hf import HfConfig as HfConfig  # registers its type
 from forge_data.phases import PhaseConfig, lr_scale
+from forge_data.skips import SkipConfig
 from forge_data.sources import SourceConfig
 from forge_data.tokenizer import BytesConfig, TokenizerConfig
 
@@ -30,12 +32,14 @@ class DataConfig(Config):
         temperature: multiplies each weight by the size of its source to the power of 1 / temperature: 1 reads
             each source in proportion to its size, infinity all alike; absent leaves the weights as they are.
         when_exhausted: what happens where a source has been read `max_epochs` times: an error before
-            training, or the others go on in proportion to their weights.
+            training, or the run ends there, or the others go on in proportion to their weights.
+        skip: steps or samples that are left out.
         cache_dir: where tokenized text is kept; absent means `$FORGE_CACHE` or `~/.cache/forge`.
     """
 
     free_keys = ("validation_samples", "workers", "cache_dir")
     path_keys = ("cache_dir",)
+    recorded_keys = ("phases", "skip")
 
     max_tokens: Annotated[int, Meta(ge=1)]
     sources: list[SourceConfig]
@@ -48,7 +52,8 @@ class DataConfig(Config):
     workers: Annotated[int, Meta(ge=0)] = 0
     phases: list[PhaseConfig] = []
     temperature: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-    when_exhausted: Literal["error", "reweight"] = "error"
+    when_exhausted: Literal["error", "stop", "reweight"] = "error"
+    skip: list[SkipConfig] = []
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:

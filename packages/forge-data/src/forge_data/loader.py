@@ -15,7 +15,7 @@ from torch import Tensor
 from forge_data.batches import Batches, Group, TrainBatches, ValidationBatches
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.mixing import Run, build_order, fingerprint_parts, plan_lines
+from forge_data.mixing import Run, build_order, fingerprint_parts, last_step, plan_lines
 from forge_data.order import VERSION
 from forge_data.packing import Packing
 from forge_data.packings import build_packings
@@ -56,6 +56,8 @@ class Loader:
         packings: the sequences of each source, by its place in the configuration.
         fingerprint: names data and order; another fingerprint is another stream.
         plan: what the run will read by phase and source, where its steps are known.
+        last_step: how many whole steps there are data for; None for any number.
+        fingerprint_at: names the stream of so many samples: later phases and skips may still change.
     """
 
     batches: Batches
@@ -63,15 +65,21 @@ class Loader:
     packings: dict[int, Packing]
     fingerprint: str
     plan: list[str] = field(default_factory=list[str])
+    last_step: int | None = None
+    fingerprint_at: Callable[[int], str] = field(default=lambda _: "", repr=False)
     _open: list[Workers] = field(default_factory=list[Workers], init=False, repr=False)
 
-    def require(self, fingerprint: str | None) -> None:
+    def require(self, fingerprint: str | None, samples: int = 0) -> None:
         """See that the stream is the one a checkpoint was made on; None is any.
+
+        Args:
+            fingerprint: that a checkpoint holds.
+            samples: consumed up to it.
 
         Raises:
             DataError: it is another one.
         """
-        if fingerprint not in (None, self.fingerprint):
+        if fingerprint not in (None, self.fingerprint, self.fingerprint_at(samples)):
             raise DataError(
                 "the data are not those the run was trained on so far (content, weights, seed or length of "
                 "sequences, or the held-out text differ); bring them back, or start a new run"
@@ -139,7 +147,7 @@ def build_loader(
         world_size: how many those are. The global batches do not depend on it.
         micro_batch: sequences a rank holds at once.
         global_batch: sequences an optimizer step over all ranks; training only.
-        first_sample: the global index to start at: samples consumed so far.
+        first_sample: samples consumed so far, from which the stream goes on.
         steps: of the whole run, where that is known: where phases begin, and whether the sources suffice.
 
     Raises:
@@ -154,19 +162,27 @@ def build_loader(
     # The held-out text belongs to what a run is: its evaluations are to be compared.
     held_out = open_stores(config, "validation") if split == "train" and config.has_validation() else {}
     packings = build_packings(config, stores)
-    named, planned = packing_parts(config), list[str]()
+    cuts = packing_parts(config)
     if split == "validation":
-        batches: Batches = ValidationBatches(
-            packings, micro_batch, config.validation_samples, rank, world_size
-        )
-    else:
-        _require_even(global_batch, micro_batch, world_size)
-        run = Run(global_batch, steps)
-        order = build_order(config, [len(p) for p in packings.values()], run)
-        named, planned = named + fingerprint_parts(config, order), plan_lines(config, order, run)
-        batches = TrainBatches(packings, micro_batch, order, first_sample, global_batch, rank, world_size)
-    workers = config.workers if split == "train" else 0
-    return Loader(batches, workers, packings, fingerprint(config, named, stores, held_out), planned)
+        evenly = ValidationBatches(packings, micro_batch, config.validation_samples, rank, world_size)
+        return Loader(evenly, 0, packings, fingerprint(config, cuts, stores, held_out))
+    _require_even(global_batch, micro_batch, world_size)
+    run = Run(global_batch, steps)
+    order = build_order(config, [len(p) for p in packings.values()], run)
+
+    def fingerprint_at(samples: int | None) -> str:
+        named = cuts + fingerprint_parts(config, order, run, samples)
+        return fingerprint(config, named, stores, held_out)
+
+    return Loader(
+        TrainBatches(packings, micro_batch, order, first_sample, global_batch, rank, world_size),
+        config.workers,
+        packings,
+        fingerprint_at(None),
+        plan_lines(config, order, run),
+        last_step(order, run),
+        fingerprint_at,
+    )
 
 
 def fingerprint(config: DataConfig, named: Sequence[str], *splits: dict[int, TokenStore]) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.order import Order
+from forge_data.skips import build_skips
 
 
 class Run(NamedTuple):
@@ -60,49 +61,71 @@ def build_order(config: DataConfig, sizes: Sequence[int], run: Run) -> Order:
         # Rounded, so that machines whose powers differ in the last bit agree on the order.
         powers = (w * size ** (1 / config.temperature) for w, size in zip(weights, sizes, strict=True))
         weights = [float(f"{value:.6g}") for value in powers]
-    names = config.source_names()
+    names, skips = config.source_names(), build_skips(config.skip, run.global_batch)
     phases = [
-        (start * run.global_batch, [phase.weights.get(name, 0.0) for name in names])
+        (skips.ordinal(start * run.global_batch), [phase.weights.get(name, 0.0) for name in names])
         for start, phase in zip(phase_starts(config, run), config.phases, strict=True)
     ]
     caps = [
         None if source.max_epochs is None else int(source.max_epochs * size)
         for source, size in zip(config.sources, sizes, strict=True)
     ]
-    order = Order(config.seed, sizes, weights, phases, caps)
-    if config.when_exhausted == "error":
+    order = Order(config.seed, sizes, weights, phases, caps, skips)
+    if config.when_exhausted != "reweight":
         order.end = min([s.start for s in order.segments if s.exhausted] + [order.end or 1 << 62])
         order.end = None if order.end == 1 << 62 else order.end
-    if order.end is not None and run.steps is not None and order.end < run.steps * run.global_batch:
-        raise DataError(_too_long(config, order, run))
+    last = last_step(order, run)
+    if last is not None and run.steps is not None and last < run.steps and config.when_exhausted != "stop":
+        raise DataError(_too_long(config, order, run, last))
     return order
 
 
-def _too_long(config: DataConfig, order: Order, run: Run) -> str:
-    assert order.end is not None and run.steps is not None
-    last = order.end // run.global_batch
+def last_step(order: Order, run: Run) -> int | None:
+    """How many whole steps there are samples for; None for any number."""
+    return None if order.end is None else order.skips.place(order.end) // run.global_batch
+
+
+def _too_long(config: DataConfig, order: Order, run: Run, last: int) -> str:
     first = next((s for s in order.segments if s.start == order.end), None)
     names = config.source_names()
     gone = ", ".join(names[s] for s in sorted(first.exhausted)) if first else "all sources"
-    more = "" if config.when_exhausted == "reweight" else ", or set data.when_exhausted to 'reweight'"
+    more = "" if config.when_exhausted == "reweight" else ", or set data.when_exhausted to 'stop' or 'reweight'"
     return (
         f"{gone} will have been read as often as max_epochs allows after step {last} of {run.steps}; "
         f"set train.steps to at most {last}, raise max_epochs{more}"
     )
 
 
-def fingerprint_parts(config: DataConfig, order: Order) -> list[str]:
-    """What of the mixture, beyond seed and weights, names the stream; nothing where nothing is asked for."""
+def fingerprint_parts(config: DataConfig, order: Order, run: Run, samples: int | None = None) -> list[str]:
+    """What of the mixture, beyond seed and weights, names the stream; nothing where nothing is asked for.
+
+    Args:
+        config: the section `[data]`.
+        order: built from it.
+        run: how much of it is read.
+        samples: how many of the run are meant; later phases and skips do not count. Absent: all.
+    """
     parts: list[str] = []
     if config.temperature is not None:
         parts.append(f"temperature {config.temperature!r}")
     starts = {segment.phase: segment.start for segment in reversed(order.segments)}
-    for number, phase in enumerate(config.phases, 1):
-        weights = [phase.weights.get(name, 0.0) for name in config.source_names()]
-        parts.append(f"phase {starts.get(number)} {weights!r}")
+    for number, (step, phase) in enumerate(zip(phase_starts(config, run), config.phases, strict=True), 1):
+        if samples is None or step * run.global_batch < samples:
+            weights = [phase.weights.get(name, 0.0) for name in config.source_names()]
+            parts.append(f"phase {starts.get(number)} {weights!r}")
     if any(source.max_epochs is not None for source in config.sources):
-        parts.append(f"max_epochs {[s.max_epochs for s in config.sources]!r} {config.when_exhausted}")
-    return parts
+        parts.append(f"max_epochs {[s.max_epochs for s in config.sources]!r} {_policy(config)}")
+    skips = order.skips
+    return parts + [
+        f"skip {a} {b}"
+        for n, (a, b) in enumerate(skips.intervals)
+        if samples is None or skips.first_place(n) < samples
+    ]
+
+
+def _policy(config: DataConfig) -> str:
+    """Whether the stream ends with an error or by itself makes no other stream."""
+    return "error" if config.when_exhausted == "stop" else config.when_exhausted
 
 
 class Planned(NamedTuple):
@@ -130,9 +153,10 @@ class Planned(NamedTuple):
 def plan(config: DataConfig, order: Order, run: Run) -> list[Planned]:
     """What a run will read, by phase and source. `run.steps` is known."""
     assert run.steps is not None
-    steps = [step for step in (0, *phase_starts(config, run)) if step < run.steps]
+    last = min(run.steps, last_step(order, run) or run.steps)
+    steps = [step for step in (0, *phase_starts(config, run)) if step < last]
     found: list[Planned] = []
-    for number, (begin, end) in enumerate(zip(steps, [*steps[1:], run.steps], strict=True)):
+    for number, (begin, end) in enumerate(zip(steps, [*steps[1:], last], strict=True)):
         before, after = (order.counts(step * run.global_batch) for step in (begin, end))
         for source, name in enumerate(config.source_names()):
             sequences = int(after[source] - before[source])
@@ -155,7 +179,7 @@ def _exhausted(order: Order, source: int, phase: int, run: Run) -> int | None:
     before: frozenset[int] = frozenset()
     for segment in order.segments:
         if segment.phase == phase and source in segment.exhausted - before:
-            step = segment.start // run.global_batch
+            step = order.skips.place(segment.start) // run.global_batch
             return step if step < run.steps else None
         before = segment.exhausted
     return None
@@ -179,4 +203,7 @@ def plan_lines(config: DataConfig, order: Order, run: Run) -> list[str]:
                 f"  source {one.source}: {one.tokens:,} tokens ({one.tokens / total:.1%}), "
                 f"{one.epochs:.3g} epochs by its end{ends}"
             )
-    return lines
+    last = last_step(order, run)
+    if last is not None and last < run.steps:
+        lines.append(f"the run ends at step {last:,} of {run.steps:,}: a source is read max_epochs times there")
+    return lines + [f"left out: {skip}" for skip in config.skip]

@@ -17,6 +17,7 @@ from functools import lru_cache
 import numpy as np
 
 from forge_data.error import DataError
+from forge_data.skips import Skips
 
 MIX_BLOCK = 4096
 """Weights hold within every block of so many samples."""
@@ -205,10 +206,12 @@ class Order:
         weights: share of each source, in any unit.
         phases: from which sample on which other weights hold; the samples rise from above 0.
         caps: how many samples of each source may be served in all; None for any number.
+        skips: the samples that are left out; those of `phases` and of `segments` count them.
 
     Attributes:
         segments: where the mixture changes.
-        end: how many samples there are, where all sources run out; else None.
+        end: how many samples there are, skipped ones counted, where all sources run out; else None.
+        skips: see above.
 
     Raises:
         DataError: a source is empty, or its share is below 1 / MIX_BLOCK.
@@ -221,8 +224,10 @@ class Order:
         weights: Sequence[float],
         phases: Sequence[tuple[int, Sequence[float]]] = (),
         caps: Sequence[int | None] | None = None,
+        skips: Skips | None = None,
     ) -> None:
         self.seed = seed
+        self.skips = skips or Skips()
         self.sizes = [int(size) for size in sizes]
         for source, size in enumerate(self.sizes):
             if size < 1:
@@ -269,7 +274,7 @@ class Order:
         """Where the samples with these global indices are.
 
         Args:
-            index: [n] int64, from 0.
+            index: [n] int64, from 0, in the order of the run: what is left out is not counted.
 
         Returns:
             Two [n] int64: the source, and the sample within it.
@@ -277,9 +282,10 @@ class Order:
         Raises:
             DataError: the sources have no such sample any more.
         """
+        index = self.skips.ordinals(index)
         if self.end is not None and len(index) and int(index.max()) >= self.end:
             raise DataError(
-                f"all sources have been read as often as max_epochs allows after {self.end} sequences; "
+                f"sources have been read as often as max_epochs allows after {self.end} sequences; "
                 "raise max_epochs, add text, or train less"
             )
         source, cursor = np.empty_like(index), np.empty_like(index)
@@ -299,9 +305,17 @@ class Order:
         return source, sample
 
     def counts(self, num_samples: int) -> np.ndarray:
-        """[sources] int64: how many of each are among the first `num_samples`."""
-        segment = [one for one in self.segments if one.start <= num_samples][-1]
-        return segment.cursors + segment.mixture.counts(num_samples - segment.start)
+        """[sources] int64: how many of each are among the first `num_samples` of the run."""
+        if not num_samples:
+            return np.zeros(len(self.sizes), dtype=np.int64)
+        end = self.skips.ordinal(num_samples - 1) + 1
+        left_out = [self._counts(b) - self._counts(a) for a, b in self.skips.intervals if b <= end]
+        return self._counts(end) - sum(left_out)
+
+    def _counts(self, ordinal: int) -> np.ndarray:
+        """How many of each come before a global index, skipped ones counted."""
+        segment = [one for one in self.segments if one.start <= ordinal][-1]
+        return segment.cursors + segment.mixture.counts(ordinal - segment.start)
 
     def epochs(self, num_samples: int) -> list[float]:
         """How often each source will have been read after so many samples."""

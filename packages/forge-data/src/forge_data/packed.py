@@ -63,6 +63,10 @@ class Packed:
         column = stops - lengths - np.repeat(row_stops - used, counts)
         tokens = _rows(self.store.read_runs(starts, lengths), used, self.max_tokens + 1)
         ignored = self._ignored(starts, row, column, used)
+        targets = self.store.are_targets(starts, lengths)
+        if targets is not None:
+            rows, columns = np.nonzero(_rows(targets == 0, used, self.max_tokens + 1)[:, 1:])
+            ignored = np.concatenate([ignored[0], rows]), np.concatenate([ignored[1], columns])
         if not self.mask_documents:
             return Sequences(tokens, ignored)
         nth = np.arange(len(row)) - np.repeat(ends - counts, counts)

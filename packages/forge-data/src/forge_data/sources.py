@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import xxhash
 from forge_config import Config, Meta, Registry
 
+from forge_data.columns import Columns, TextColumn
 from forge_data.error import DataError
 from forge_data.locks import locked
 from forge_data.order import key
@@ -78,9 +79,9 @@ class TextSourceConfig(SourceConfig):
             )
         return Held(split=split, fraction=self.held_out)
 
-    def text_field(self) -> str:
-        """The key of the text in rows."""
-        return "text"
+    def columns(self) -> Columns:
+        """Which parts of a row make a document."""
+        return TextColumn()
 
     def open(self, split: Split, tokenizer: TokenizerConfig, cache: Path) -> TokenStore:
         """See `SourceConfig.open`. Processes that ask at once wait for the first of them.
@@ -89,14 +90,14 @@ class TextSourceConfig(SourceConfig):
             DataError: there is no such text, or the cache cannot be written.
         """
         root, files = self.root_and_files(split)
-        held, field = self.held(split), self.text_field()
-        folder = cache / "tokens" / f"{_name(root, files, tokenizer.build(), held, field):016x}"
+        held, columns = self.held(split), self.columns()
+        folder = cache / "tokens" / f"{_name(root, files, tokenizer.build(), held, columns):016x}"
         if not folder.exists():
             try:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 with locked(folder.with_suffix(".lock"), f"the text of {_called(self)} is tokenized"):
                     if not folder.exists():
-                        tokenize_files(files, folder, tokenizer, root=root, field=field, held=held)
+                        tokenize_files(files, folder, tokenizer, root=root, columns=columns, held=held)
             except OSError as error:
                 raise DataError(
                     f"the tokens cannot be kept in {cache}: {error}; set data.cache_dir or $FORGE_CACHE"
@@ -108,10 +109,10 @@ def _called(source: SourceConfig) -> str:
     return source.name or "a source"
 
 
-def _name(root: Path, files: list[Path], tokenizer: Tokenizer, held: Held, field: str) -> int:
+def _name(root: Path, files: list[Path], tokenizer: Tokenizer, held: Held, columns: Columns) -> int:
     """Names tokens after what they are made from: the text itself, for times and sizes tell nothing of it."""
     listed = [(str(f.relative_to(root)), _content(f)) for f in files]
-    return key(FORMAT, tokenizer.digest, held, field, listed)
+    return key(FORMAT, tokenizer.digest, held, columns, listed)
 
 
 def _content(path: Path) -> str:
@@ -197,9 +198,9 @@ class FilesConfig(TextSourceConfig):
         """See `TextSourceConfig.held`."""
         return super().held(split) if self.validation is None else Held()
 
-    def text_field(self) -> str:
-        """See `TextSourceConfig.text_field`."""
-        return self.field
+    def columns(self) -> Columns:
+        """See `TextSourceConfig.columns`."""
+        return TextColumn(self.field)
 
 
 def find_files(paths: list[str]) -> list[Path]:

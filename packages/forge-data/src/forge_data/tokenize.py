@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import itertools
-import json
 import multiprocessing
 import os
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,13 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from forge_data.columns import Columns, TextColumn
+from forge_data.documents import Task, documents, tasks_of
 from forge_data.error import DataError
 from forge_data.order import key
+from forge_data.restart import RestartableWriter
 from forge_data.tokenizer import Tokenizer, TokenizerConfig
 from forge_data.tokens import TokenStore, Writer, store_dtype
-
-TASK_BYTES = 8 << 20
-"""Large .jsonl files are cut into ranges of about this size; small files are worked on one by one."""
 
 AHEAD = 4
 """Tasks in flight for each process."""
@@ -50,24 +46,6 @@ class Held:
         return held_out == (self.split == "validation")
 
 
-class Task(NamedTuple):
-    """Part of a file: bytes `start` to `stop` (.jsonl), row group `start` (.parquet), or all of it.
-
-    Attributes:
-        path: the file.
-        name: its name relative to the root; documents are named after it.
-        start: where the part starts.
-        stop: where it ends.
-        bytes: about how many bytes are read.
-    """
-
-    path: Path
-    name: str
-    start: int
-    stop: int
-    bytes: int
-
-
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
 
@@ -78,22 +56,24 @@ def tokenize_files(
     tokenizer: TokenizerConfig,
     *,
     root: Path,
-    field: str = "text",
+    columns: Columns | None = None,
     held: Held | None = None,
     workers: int = 1,
     on_progress: Progress | None = None,
+    restart: bool = False,
 ) -> TokenStore:
     """Write the documents of files, in order, each followed by the end-of-document token.
 
     Args:
-        files: .jsonl and .parquet (also .jsonl.gz) hold a document a row; any other file is one document.
+        files: .jsonl (also .gz and .zst), .parquet and .arrow hold a document a row; any other is one document.
         out: folder of the store; must not exist.
         tokenizer: of the text.
         root: names of documents are relative to this.
-        field: key of the text in rows.
+        columns: which parts of a row make a document; absent means the column `text`.
         held: which documents are taken; all when absent.
         workers: processes. The result does not depend on it.
         on_progress: told how far it is.
+        restart: keep what was written when this process is killed, and go on from there the next time.
 
     Raises:
         DataError: `out` exists, a row has no text, or no document is left.
@@ -101,12 +81,24 @@ def tokenize_files(
     if out.exists():
         raise DataError(f"{out} exists already; remove it or choose another folder")
     built = tokenizer.build()
-    tasks = [task for file in files for task in _tasks(file, root)]
-    work = partial(_tokenize_task, tokenizer=tokenizer, field=field, held=held or Held())
-    total, done = sum(task.bytes for task in tasks), 0
-    with Writer(out, built.vocab_size, built.digest) as writer:
-        for task, (tokens, lengths) in zip(tasks, _map(work, tasks, workers), strict=True):
-            writer.add(tokens, lengths)
+    columns = columns or TextColumn()
+    tasks = [task for file in files for task in tasks_of(file, root)]
+    work = partial(_tokenize_task, tokenizer=tokenizer, columns=columns, held=held or Held())
+    total = sum(task.bytes for task in tasks)
+    made = built.vocab_size, built.digest, columns.masks
+    if restart:
+        stats = [(task.path, task.path.stat().st_mtime_ns) for task in tasks]
+        named = key("tokenize", built.digest, columns, held, tasks, stats)
+        writer: Writer = RestartableWriter(out, *made, work=f"{named:016x}")
+    else:
+        writer = Writer(out, *made)
+    with writer:
+        kept = writer.tasks if isinstance(writer, RestartableWriter) else 0
+        done = sum(task.bytes for task in tasks[:kept])
+        for task, found in zip(tasks[kept:], _map(work, tasks[kept:], workers), strict=True):
+            writer.add(*found)
+            if isinstance(writer, RestartableWriter):
+                writer.task_done()
             done += task.bytes
             if on_progress is not None:
                 on_progress(done, total)
@@ -165,101 +157,34 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _tasks(path: Path, root: Path) -> list[Task]:
-    name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
-    size = path.stat().st_size
-    if path.suffix == ".jsonl":
-        cuts = [*range(0, max(size, 1), TASK_BYTES), size]
-        return [Task(path, name, a, b, b - a) for a, b in itertools.pairwise(cuts)]
-    if path.suffix == ".parquet":
-        groups = _parquet(path).num_row_groups
-        return [Task(path, name, group, group + 1, size // groups) for group in range(groups)]
-    return [Task(path, name, 0, size, size)]
-
-
 _built: dict[TokenizerConfig, Tokenizer] = {}
 
 
-def _tokenize_task(
-    task: Task, tokenizer: TokenizerConfig, field: str, held: Held
-) -> tuple[np.ndarray, list[int]]:
-    """Ids of all documents of a task, one after the other, and the length of each."""
+class _Done(NamedTuple):
+    """Ids of the documents of a task, one after the other; their lengths; which ids are targets, if asked."""
+
+    tokens: np.ndarray
+    lengths: list[int]
+    targets: np.ndarray | None
+
+
+def _tokenize_task(task: Task, tokenizer: TokenizerConfig, columns: Columns, held: Held) -> _Done:
     if tokenizer not in _built:
         _built[tokenizer] = tokenizer.build()
     encoder = _built[tokenizer]
     dtype = store_dtype(encoder.vocab_size)
     end = np.asarray([encoder.eos_id], dtype=dtype)
-    parts: list[np.ndarray] = []
-    lengths: list[int] = []
-    for name, text in _documents(task, field):
-        if held.takes(name) and text:
-            ids = encoder.encode(text)
-            parts += [ids.astype(dtype), end]
-            lengths.append(len(ids) + 1)
-    return np.concatenate(parts) if parts else end[:0], lengths
-
-
-def _documents(task: Task, field: str) -> Iterator[tuple[str, str]]:
-    """Name and text of each document of a task. Bytes that are no UTF-8 become replacement characters."""
-    if task.path.suffix == ".parquet":
-        yield from _parquet_rows(task, field)
-    elif task.path.suffix == ".jsonl" or task.path.name.endswith(".jsonl.gz"):
-        for position, line in _lines(task):
-            yield f"{task.name}:{position}", _row_text(task.path, position, line, field)
-    else:
-        raw = _unzipped(task.path) if task.path.suffix == ".gz" else task.path.read_bytes()
-        if b"\0" in raw:
-            raise DataError(f"{task.path} holds zero bytes, so it is no text; leave it out by a pattern")
-        yield task.name, raw.decode("utf-8", errors="replace")
-
-
-def _unzipped(path: Path) -> bytes:
-    try:
-        return gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be unpacked: {error}") from None
-
-
-def _parquet_rows(task: Task, field: str) -> Iterator[tuple[str, str]]:
-    file = _parquet(task.path)
-    if field not in file.schema_arrow.names:
-        raise DataError(f"{task.path} has no column {field!r}; it has {', '.join(file.schema_arrow.names)}")
-    for index, text in enumerate(file.read_row_group(task.start, columns=[field]).column(0).to_pylist()):
-        if not isinstance(text, str | None):
-            raise DataError(f"{task.path}: column {field!r} holds {type(text).__name__}, not text")
-        yield f"{task.name}:{task.start}.{index}", text or ""
-
-
-def _lines(task: Task) -> Iterator[tuple[int, bytes]]:
-    """Lines that start within the part, with the position of their first byte."""
-    if task.path.suffix == ".gz":
-        with gzip.open(task.path) as file:
-            yield from enumerate(file)
-        return
-    with task.path.open("rb") as file:
-        if task.start:
-            file.seek(task.start - 1)
-            file.readline()
-        while (position := file.tell()) < task.stop:
-            yield position, file.readline()
-
-
-def _row_text(path: Path, position: int, line: bytes, field: str) -> str:
-    if not line.strip():
-        return ""
-    try:
-        text = json.loads(line.decode("utf-8", errors="replace"))[field]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} at {position}: no row with a text under {field!r}: {error!r}") from None
-    if not isinstance(text, str):
-        raise DataError(f"{path} at {position}: {field!r} holds {type(text).__name__}, not text")
-    # Escapes such as "\\ud800" are half characters, which no encoding has.
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _parquet(path: Path) -> Any:
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise DataError("reading .parquet needs: pip install 'forge-data[parquet]'") from None
-    return ParquetFile(path)
+    found, lengths, targets = list[np.ndarray](), list[int](), list[np.ndarray]()
+    for name, parts in documents(task, columns):
+        if not held.takes(name) or not any(part.text for part in parts):
+            continue
+        ids = [encoder.encode(part.text).astype(dtype) for part in parts]
+        found += [*ids, end]
+        lengths.append(sum(map(len, ids)) + 1)
+        if columns.masks:
+            targets += [np.full(len(i), p.is_target) for i, p in zip(ids, parts, strict=True)]
+            targets.append(np.full(1, parts[-1].is_target))
+    tokens = np.concatenate(found) if found else end[:0]
+    if not columns.masks:
+        return _Done(tokens, lengths, None)
+    return _Done(tokens, lengths, np.concatenate([np.zeros(0, dtype=bool), *targets]))

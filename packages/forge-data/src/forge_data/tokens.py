@@ -1,7 +1,7 @@
 """Token stores: a folder with `tokens.bin`, `docs.idx` and a manifest that says what they are and must be.
 
 `tokens.bin` holds little-endian ids, `docs.idx` the uint64 index at which each document ends, its end token
-included. Beside each lies the list of the digests of its blocks (see `forge_data.blocks`).
+included, and `targets.bin`, where some tokens are no targets, a byte for each token: 1 if it is one. Beside each lies the list of the digests of its blocks (see `forge_data.blocks`).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Manifest(Config):
         num_docs: documents.
         tokens: the file `tokens.bin`.
         docs: the file `docs.idx`.
+        targets: the file `targets.bin`; None where every token is a target.
     """
 
     format: int
@@ -56,11 +57,13 @@ class Manifest(Config):
     num_docs: int
     tokens: Part
     docs: Part
+    targets: Part | None = None
 
     @property
     def digest(self) -> str:
         """Names the content."""
         parts = [self.dtype, self.tokens.digest, self.docs.digest, self.tokenizer]
+        parts += [self.targets.digest] if self.targets else []
         return xxhash.xxh3_128_hexdigest("/".join(parts).encode())
 
 
@@ -84,6 +87,11 @@ class TokenStore:
         self._tokens = VerifiedFile(self.folder / "tokens.bin", self.manifest.tokens, little)
         # Read as int64: searching uint64 with int64 would convert the whole array to float64 first.
         self._docs = VerifiedFile(self.folder / "docs.idx", self.manifest.docs, np.dtype("<i8"))
+        self._targets: VerifiedFile | None = None
+        if self.manifest.targets is not None:
+            self._targets = VerifiedFile(
+                self.folder / "targets.bin", self.manifest.targets, np.dtype(np.uint8)
+            )
 
     def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
         return TokenStore, (self.folder,)
@@ -99,6 +107,8 @@ class TokenStore:
         """
         self._tokens.require_size()
         self._docs.require_size()
+        if self._targets is not None:
+            self._targets.require_size()
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Some ids, from blocks that match their digests; each block is checked when it is first touched.
@@ -130,6 +140,22 @@ class TokenStore:
         """
         return self._tokens.runs(starts, lengths)
 
+    def no_targets(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Rows and columns, two [k] int64, of the ids of `read` that are no targets; None if all ever are.
+
+        Raises:
+            DataError: names the store and the block that is damaged.
+        """
+        return None if self._targets is None else np.nonzero(self._targets.rows(starts, length) == 0)
+
+    def are_targets(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
+        """[sum of lengths] uint8, 1 for each id of `read_runs` that is a target; None if all ever are.
+
+        Raises:
+            DataError: names the store and the block that is damaged.
+        """
+        return None if self._targets is None else self._targets.runs(starts, lengths)
+
     @cached_property
     def doc_ends(self) -> np.ndarray:
         """[num_docs] int64 index at which each document ends; checked as a whole when first asked for.
@@ -148,6 +174,8 @@ class TokenStore:
         """
         self._tokens.verify()
         self._docs.verify()
+        if self._targets is not None:
+            self._targets.verify()
         self._verify_documents()
         for start in range(0, len(self), CHUNK):
             if int(self._tokens.values[start : start + CHUNK].max()) >= self.manifest.vocab_size:
@@ -184,8 +212,9 @@ def _read_manifest(folder: Path) -> Manifest:
     for name, part, count, width in (
         ("tokens", manifest.tokens, manifest.num_tokens, np.dtype(manifest.dtype).itemsize),
         ("docs", manifest.docs, manifest.num_docs, 8),
+        ("targets", manifest.targets, manifest.num_tokens, 1),
     ):
-        if part.bytes != count * width:
+        if part is not None and part.bytes != count * width:
             raise DataError(
                 f"{path} contradicts itself: {count} {name} of {width} bytes each are not {part.bytes} "
                 "bytes; make the store anew"
@@ -205,16 +234,19 @@ class Writer:
         folder: where the store will be; must not exist.
         vocab_size: decides the dtype.
         tokenizer: digest of the tokenizer.
+        targets: whether it is said of each token if it is a target.
 
     Attributes:
         num_tokens: ids written so far.
         num_docs: documents written so far.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, tokenizer: str) -> None:
+    def __init__(self, folder: Path, vocab_size: int, tokenizer: str, targets: bool = False) -> None:
         self.folder = folder
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
+        self._with_targets = targets
+        self._targets: HashedFile | None = None
         self._dtype: Literal["uint16", "uint32"] = store_dtype(vocab_size)
         self._partial = folder.with_name(
             f".{folder.name}.{platform.node()}.{os.getpid()}.{secrets.token_hex(4)}"
@@ -228,6 +260,8 @@ class Writer:
             self._partial.mkdir(parents=True)
             self._tokens = HashedFile(self._partial / "tokens.bin")
             self._docs = HashedFile(self._partial / "docs.idx")
+            if self._with_targets:
+                self._targets = HashedFile(self._partial / "targets.bin")
         return self
 
     @contextlib.contextmanager
@@ -254,12 +288,15 @@ class Writer:
             if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc/self").exists():
                 shutil.rmtree(left, ignore_errors=True)
 
-    def add(self, tokens: np.ndarray, doc_lengths: Iterable[int]) -> None:
+    def add(
+        self, tokens: np.ndarray, doc_lengths: Iterable[int], targets: np.ndarray | None = None
+    ) -> None:
         """Append whole documents.
 
         Args:
             tokens: the ids of all of them, one after the other.
             doc_lengths: how many ids each has, at least one.
+            targets: bool for each id, whether it is a target; only for a store with targets.
 
         Raises:
             DataError: an id is outside the vocabulary, the lengths do not add up, or the disk is full.
@@ -278,6 +315,9 @@ class Writer:
         with self._explained():
             self._tokens.write(ids.tobytes())
             self._docs.write(ends.astype("<u8").tobytes())
+            if self._targets is not None:
+                assert targets is not None and len(targets) == len(tokens)
+                self._targets.write(targets.astype(np.uint8).tobytes())
         self.num_tokens += len(tokens)
         self.num_docs += len(ends)
 
@@ -289,6 +329,8 @@ class Writer:
         finally:
             self._tokens.abandon()
             self._docs.abandon()
+            if self._targets is not None:
+                self._targets.abandon()
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _publish(self) -> None:
@@ -301,6 +343,7 @@ class Writer:
             num_docs=self.num_docs,
             tokens=self._tokens.finish(),
             docs=self._docs.finish(),
+            targets=self._targets.finish() if self._targets is not None else None,
         )
         with (self._partial / MANIFEST).open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(manifest)))

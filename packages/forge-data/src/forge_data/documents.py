@@ -1,0 +1,189 @@
+"""Which documents files hold, and how files are cut into parts that can be read alone."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from forge_data.columns import Columns, Part
+from forge_data.error import DataError
+
+TASK_BYTES = 8 << 20
+"""Large .jsonl files are cut into ranges of about this size; small files are worked on one by one."""
+
+ARROW_BATCHES = 16
+"""Record batches of an .arrow file that are read together; `datasets` writes a thousand rows in each."""
+
+ROW_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
+"""Files with a document a row."""
+
+
+class Task(NamedTuple):
+    """Part of a file: bytes (.jsonl), a row group (.parquet), record batches (.arrow), or all of it.
+
+    Attributes:
+        path: the file.
+        name: its name relative to the root; documents are named after it.
+        start: where the part starts.
+        stop: where it ends.
+        bytes: about how many bytes are read.
+    """
+
+    path: Path
+    name: str
+    start: int
+    stop: int
+    bytes: int
+
+
+def tasks_of(path: Path, root: Path) -> list[Task]:
+    """The parts of a file."""
+    name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
+    size = path.stat().st_size
+    if path.suffix == ".jsonl":
+        cuts = [*range(0, max(size, 1), TASK_BYTES), size]
+        return [Task(path, name, a, b, b - a) for a, b in itertools.pairwise(cuts)]
+    if path.suffix == ".parquet":
+        groups = _parquet(path).num_row_groups
+        return [Task(path, name, group, group + 1, size // groups) for group in range(groups)]
+    if path.suffix == ".arrow":
+        count = sum(1 for _ in _arrow_batches(path))
+        cuts = [*range(0, count, ARROW_BATCHES), count]
+        return [Task(path, name, a, b, size * (b - a) // count) for a, b in itertools.pairwise(cuts)]
+    return [Task(path, name, 0, size, size)]
+
+
+def documents(task: Task, columns: Columns) -> Iterator[tuple[str, list[Part]]]:
+    """Name and parts of each document of a task. Bytes that are no UTF-8 become replacement characters.
+
+    Raises:
+        DataError: the file is damaged, or a row is not what the columns need.
+    """
+    path = task.path
+    if not path.name.endswith(ROW_ENDINGS):
+        yield task.name, [Part(_plain_text(path))]
+        return
+    for place, row in _rows(task, columns.names):
+        if row is None:
+            continue
+        try:
+            parts = columns.parts(row)
+        except DataError as error:
+            raise DataError(f"{path} at {place}: {error}") from None
+        yield f"{task.name}:{place}", parts
+
+
+def _plain_text(path: Path) -> str:
+    raw = _opened(path, lambda file: file.read())
+    if b"\0" in raw:
+        raise DataError(f"{path} holds zero bytes, so it is no text; leave it out by a pattern")
+    return raw.decode("utf-8", errors="replace")
+
+
+def _opened(path: Path, read: Callable[[IO[bytes]], bytes]) -> bytes:
+    try:
+        with _open(path) as file:
+            return read(file)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be unpacked: {error}") from None
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return gzip.open(path)  # pyright: ignore[reportReturnType]
+    if path.suffix == ".zst":
+        return io.BufferedReader(_pyarrow().input_stream(str(path), compression="zstd"))
+    return path.open("rb")
+
+
+def _rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Place and row; None for an empty line."""
+    if task.path.suffix == ".parquet":
+        yield from _parquet_rows(task, names)
+    elif task.path.suffix == ".arrow":
+        batches = itertools.islice(_arrow_batches(task.path), task.start, task.stop)
+        for number, batch in enumerate(batches, task.start):
+            _require_columns(task.path, names, batch.schema.names)
+            rows = batch.select(names).to_pylist()
+            yield from ((f"{number}.{index}", row) for index, row in enumerate(rows))
+    else:
+        for position, line in _lines(task):
+            yield str(position), _json_row(task.path, position, line)
+
+
+def _parquet_rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    file = _parquet(task.path)
+    _require_columns(task.path, names, file.schema_arrow.names)
+    rows = file.read_row_group(task.start, columns=names).to_pylist()
+    yield from ((f"{task.start}.{index}", row) for index, row in enumerate(rows))
+
+
+def _require_columns(path: Path, names: list[str], held: list[str]) -> None:
+    if missing := [name for name in names if name not in held]:
+        raise DataError(f"{path} has no column {missing[0]!r}; it has {', '.join(held)}")
+
+
+def _lines(task: Task) -> Iterator[tuple[int, bytes]]:
+    """Lines that start within the part, with the position of their first byte (packed files: their number)."""
+    if task.path.suffix in (".gz", ".zst"):
+        try:
+            with _open(task.path) as file:
+                yield from enumerate(file)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{task.path} cannot be unpacked: {error}") from None
+        return
+    with task.path.open("rb") as file:
+        if task.start:
+            file.seek(task.start - 1)
+            file.readline()
+        while (position := file.tell()) < task.stop:
+            yield position, file.readline()
+
+
+def _json_row(path: Path, position: int, line: bytes) -> dict[str, Any] | None:
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line.decode("utf-8", errors="replace"))
+    except ValueError as error:
+        raise DataError(f"{path} at {position}: no JSON: {error!r}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{path} at {position}: {type(row).__name__}, not an object with columns")
+    return row  # pyright: ignore[reportUnknownVariableType]
+
+
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """Record batches of a stream, as `datasets` writes it, or of a file with an index."""
+    pyarrow = _pyarrow()
+    with pyarrow.memory_map(str(path)) as mapped:
+        try:
+            file = pyarrow.ipc.open_file(mapped)
+            yield from (file.get_batch(number) for number in range(file.num_record_batches))
+        except pyarrow.ArrowInvalid:
+            mapped.seek(0)
+            try:
+                yield from pyarrow.ipc.open_stream(mapped)
+            except (pyarrow.ArrowInvalid, OSError) as error:
+                raise DataError(f"{path} cannot be read as arrow: {error}") from None
+
+
+def _parquet(path: Path) -> Any:
+    _pyarrow()
+    from pyarrow.parquet import ParquetFile
+
+    return ParquetFile(path)
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError:
+        raise DataError("reading .parquet, .arrow and .zst needs: pip install 'forge-data[parquet]'") from None
+    return pyarrow

@@ -1,0 +1,128 @@
+"""Data sets of the Hugging Face hub, and files of this machine with the same columns. Imports no torch.
+
+Eager: rows are tokenized once into a store of the cache, by one process of a machine while the others wait.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from forge_data.columns import CHATML, Columns, MessagesColumn, PromptColumns, TextColumn
+from forge_data.error import DataError
+from forge_data.sources import Split, TextSourceConfig, find_files, sources
+from forge_data.tokenize import Held
+
+
+@sources.register("hf")
+class HfConfig(TextSourceConfig):
+    """A data set of the hub, or a folder or files (.parquet, .arrow, .jsonl, also .gz and .zst).
+
+    Exactly one kind of columns is read: `text`, or `messages`, or `prompt` with `completion`.
+
+    Attributes:
+        path: a name on the hub such as `HuggingFaceFW/fineweb-edu`, or a path or pattern of this machine,
+            which counts where it exists.
+        subset: the configuration of a data set of the hub.
+        split: of a data set of the hub.
+        validation: the path of the validation text, or the name of its split on the hub; absent holds out
+            some of `path`.
+        text: the column with the text; absent means `text` if no other kind is named.
+        messages: the column with conversations; only what the assistant says is a target.
+        prompt: the column with what is no target.
+        completion: the column with the target.
+        template: of a turn of a conversation; `{role}` and `{content}` are put in.
+    """
+
+    free_keys = path_keys = ()
+
+    path: str
+    subset: str | None = None
+    split: str = "train"
+    validation: str | None = None
+    text: str | None = None
+    messages: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    template: str = CHATML
+
+    def __post_init__(self) -> None:
+        kinds = [self.text, self.messages, self.prompt or self.completion]
+        if sum(kind is not None for kind in kinds) > 1 or (self.prompt is None) != (self.completion is None):
+            raise ValueError(
+                f"{self.path}: given text = {self.text!r}, messages = {self.messages!r}, prompt = "
+                f"{self.prompt!r}, completion = {self.completion!r}; expected one of text, messages, or "
+                "prompt with completion"
+            )
+        if "{content}" not in self.template:
+            raise ValueError(f"template = {self.template!r} has no {{content}}; put it where the text goes")
+
+    def columns(self) -> Columns:
+        """See `TextSourceConfig.columns`."""
+        if self.messages is not None:
+            return MessagesColumn(self.messages, self.template)
+        if self.prompt is not None and self.completion is not None:
+            return PromptColumns(self.prompt, self.completion)
+        return TextColumn(self.text or "text")
+
+    def has_validation(self) -> bool:
+        """See `SourceConfig.has_validation`."""
+        return super().has_validation() or self.validation is not None
+
+    def held(self, split: Split) -> Held:
+        """See `TextSourceConfig.held`."""
+        return super().held(split) if self.validation is None else Held()
+
+    def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
+        """See `TextSourceConfig.root_and_files`."""
+        own = self.validation if split == "validation" else None
+        if is_local(self.path):
+            files = find_files([own or self.path])
+        else:
+            files = downloaded(self.path, self.subset, own or self.split)
+        return Path(os.path.commonpath([file.parent for file in files])), files
+
+
+def is_local(path: str) -> bool:
+    """Whether a path stands for files of this machine: it exists, is a pattern, or can be no name of the hub."""
+    return Path(path).exists() or any(c in path for c in "*?[") or path.startswith(("/", ".", "~"))
+
+
+def downloaded(path: str, subset: str | None, split: str) -> list[Path]:
+    """The arrow files of a data set of the hub, which `datasets` keeps in its own cache.
+
+    Raises:
+        DataError: it cannot be reached, and is not in the cache; names the data sets that are.
+    """
+    try:
+        from datasets import load_dataset  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+    except ImportError:
+        raise DataError(
+            f"{path} is no file of this machine, and the hub needs: pip install 'forge-data[hf]'"
+        ) from None
+    try:
+        found: Any = load_dataset(path, subset, split=split)
+    except Exception as error:  # its kinds of errors differ from version to version
+        raise DataError(
+            f"the data set {path} (subset {subset}, split {split}) cannot be had: "
+            f"{type(error).__name__}: {_first_line(error)}; {_alternatives()}"
+        ) from error
+    return sorted(Path(file["filename"]) for file in found.cache_files)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _alternatives() -> str:
+    """What could be read instead."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    folder = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
+    names = {entry.name.replace("___", "/") for entry in folder.glob("*") if entry.is_dir()}
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    names |= {entry.name.removeprefix("datasets--").replace("--", "/") for entry in hub.glob("datasets--*")}
+    cached = f"in the cache of this machine ({home}) are {', '.join(sorted(names))}" if names else (
+        f"the cache of this machine ({home}) holds no data set"
+    )
+    return f"{cached}; check the name and the network, or set `path` to local files (.parquet, .arrow, .jsonl)"
