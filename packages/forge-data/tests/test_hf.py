@@ -93,7 +93,7 @@ def test_rows_that_are_no_conversation_are_named(tmp_path: Path, row: dict, mess
     "columns", [{"text": "a", "messages": "b"}, {"prompt": "a"}, {"completion": "a"}, {"template": "{role}"}]
 )
 def test_columns_that_contradict_are_refused(columns: dict[str, str]) -> None:
-    with pytest.raises(msgspec.ValidationError, match="expected one of text, messages, or|has no {content}"):
+    with pytest.raises(msgspec.ValidationError, match=r"expected one of text, messages, or|has no {content}"):
         _source(path="x", **columns)
 
 
@@ -113,7 +113,9 @@ def test_hub_that_cannot_be_reached_names_what_is_cached(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "datasets" / "allenai___c4").mkdir(parents=True)
     (tmp_path / "hub" / "datasets--roneneldan--TinyStories").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"(?s)some/set.*reach.*allenai/c4, roneneldan/TinyStories.*local files"):
+    with pytest.raises(
+        DataError, match=r"(?s)some/set.*reach.*allenai/c4, roneneldan/TinyStories.*local files"
+    ):
         _source(path="some/set").open("train", BytesConfig(), tmp_path)
 
 

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from forge_data.layouts import Layout, bestfit, crop, layouts, pad
@@ -13,7 +15,7 @@ def _documents(seed: int, count: int, longest: int) -> tuple[np.ndarray, np.ndar
 def _rows(layout: Layout) -> list[list[tuple[int, int]]]:
     pieces = list(zip(layout.starts.tolist(), layout.lengths.tolist(), strict=True))
     edges = [0, *layout.ends.tolist()]
-    return [pieces[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [pieces[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def _best_fit_one_by_one(sizes: list[int], capacity: int) -> list[int]:
@@ -38,7 +40,9 @@ def test_bestfit_fills_rows_as_placing_one_by_one_does(seed: int) -> None:
 @pytest.mark.parametrize("name", ["bestfit", "pad"])
 def test_layout_makes_every_token_but_the_first_of_a_document_a_target_once(name: str) -> None:
     starts, lengths = _documents(3, 300, 40)
-    targets = [t for row in _rows(layouts[name](starts, lengths, T)) for a, n in row for t in range(a + 1, a + n)]
+    targets = [
+        t for row in _rows(layouts[name](starts, lengths, T)) for a, n in row for t in range(a + 1, a + n)
+    ]
     assert sorted(targets) == sorted(set(range(int(lengths.sum()))) - set(starts.tolist()))
 
 

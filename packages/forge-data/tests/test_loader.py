@@ -51,7 +51,9 @@ def _global(config: DataConfig, steps: int, world_size: int, **settings: int) ->
 def mixture(config: DataConfig, make_store, tmp_path: Path) -> DataConfig:
     """Three sources, two phases, packed."""
     c = make_store("c", np.random.default_rng(0).integers(1, 20, 90).tolist(), first=30_000)
-    names = [msgspec.structs.replace(source, name=name) for source, name in zip(config.sources, "ab", strict=True)]
+    names = [
+        msgspec.structs.replace(source, name=name) for source, name in zip(config.sources, "ab", strict=True)
+    ]
     sources = [*names, TokensConfig(path=str(c), name="c", weight=0.5)]
     phases = [PhaseConfig(start_step=17, weights={"a": 0.2, "c": 0.8})]
     return msgspec.structs.replace(

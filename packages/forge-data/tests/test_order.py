@@ -29,7 +29,7 @@ def _chi_squared_bounds(degrees: tuple[int, int]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    ("size", "seeds"), [(7, 4000), (10, 2000), (101, 300), (4096, 20), (50_000, 6), (10**6, 1)]
+    ("size", "seeds"), [(4, 4000), (7, 4000), (10, 2000), (101, 300), (4096, 20), (50_000, 6), (10**6, 1)]
 )
 def test_permute_is_uniform_and_without_memory(size: int, seeds: int) -> None:
     """Chi-squared of parts of the places against parts of the values, and of neighbours."""
@@ -56,13 +56,6 @@ def test_order_is_the_one_of_its_version() -> None:
     source, sample = Order(3, [50, 70], [0.4, 0.6]).locate(np.arange(5000, 5008))
     assert source.tolist() == [1, 0, 1, 0, 0, 0, 0, 0]
     assert sample.tolist() == [15, 15, 19, 25, 24, 26, 46, 33]
-
-
-def test_permute_of_small_sizes_reaches_every_arrangement_evenly() -> None:
-    seen = np.zeros((4, 4))
-    for seed in range(4000):
-        seen[np.arange(4), permute(np.arange(4), 4, seed)] += 1
-    assert np.abs(seen / 4000 - 0.25).max() < 0.05
 
 
 def test_order_serves_each_sample_once_an_epoch() -> None:

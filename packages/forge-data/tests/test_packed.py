@@ -65,7 +65,9 @@ def test_packed_reads_any_rows_together(store: TokenStore, tmp_path: Path) -> No
 def test_packed_pickles_small(store: TokenStore, tmp_path: Path) -> None:
     data = pickle.dumps(packed := _packed(store, tmp_path))
     assert len(data) < 1000
-    assert np.array_equal(pickle.loads(data).read(np.asarray([3])).tokens, packed.read(np.asarray([3])).tokens)
+    assert np.array_equal(
+        pickle.loads(data).read(np.asarray([3])).tokens, packed.read(np.asarray([3])).tokens
+    )
 
 
 def test_plan_goes_on_where_it_was_killed_and_is_the_same(
@@ -87,7 +89,9 @@ def test_plan_goes_on_where_it_was_killed_and_is_the_same(
         open_row_index(store, "bestfit", T, tmp_path / "b")
     again = open_row_index(store, "bestfit", T, tmp_path / "b").folder
     assert calls == [0, calls[1], calls[1], calls[3]], "the first window was planned once"
-    assert {f.name: f.read_bytes() for f in whole.iterdir()} == {f.name: f.read_bytes() for f in again.iterdir()}
+    assert {f.name: f.read_bytes() for f in whole.iterdir()} == {
+        f.name: f.read_bytes() for f in again.iterdir()
+    }
     assert not list(again.parent.glob("*.partial"))
 
 

@@ -35,7 +35,13 @@ def test_skips_count_steps_as_the_run_sees_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{}, {"start_step": 3}, {"start_step": 3, "end_step": 3}, {"samples": [1], "start_step": 1, "end_step": 2}]
+    "wrong",
+    [
+        {},
+        {"start_step": 3},
+        {"start_step": 3, "end_step": 3},
+        {"samples": [1], "start_step": 1, "end_step": 2},
+    ],
 )
 def test_skip_that_says_nothing_or_two_things_is_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match="expected a start_step below an end_step, or samples"):
@@ -86,7 +92,7 @@ def test_phase_begins_at_its_step_though_samples_are_left_out(config: DataConfig
     ],
 )
 def test_run_may_change_what_it_has_not_come_to(config: DataConfig, event: dict) -> None:
-    """Weights of a later phase, a later skip: the stream so far is the same, and so is what follows, always."""
+    """Weights of a later phase, a later skip: the stream so far is the same, as it will be."""
     changed = msgspec.structs.replace(config, **event)
     old, new = (build_loader(c, "train", micro_batch=B, global_batch=B, steps=40) for c in (config, changed))
     assert _steps(changed, 12) == _steps(config, 12) and _steps(changed, 20) != _steps(config, 20)

@@ -99,7 +99,10 @@ def test_tokenize_reads_parquet(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"body": ["one", None, "three"], "n": [1, 2, 3]})
     parquet.write_table(table, tmp_path / "p.parquet", row_group_size=2)
-    assert _texts(_run(tmp_path / "p.parquet", tmp_path / "s", columns=TextColumn("body"))) == ["one", "three"]
+    assert _texts(_run(tmp_path / "p.parquet", tmp_path / "s", columns=TextColumn("body"))) == [
+        "one",
+        "three",
+    ]
     for field in ("text", "n"):
         with pytest.raises(DataError, match=r"p\.parquet"):
             _run(tmp_path / "p.parquet", tmp_path / "x", columns=TextColumn(field))

@@ -77,9 +77,15 @@ CORRUPTIONS = {
     "a manifest that is no JSON": (_cut("manifest.json", 9), "cannot be read"),
     "another dtype": (_manifest(dtype="uint32"), "contradicts itself"),
     "another count": (_manifest(num_docs=199), "contradicts itself"),
-    "an id outside the vocabulary": (_rewritten("tokens.bin", "<u2", _set(777, 300)), "outside the vocabulary"),
+    "an id outside the vocabulary": (
+        _rewritten("tokens.bin", "<u2", _set(777, 300)),
+        "outside the vocabulary",
+    ),
     "documents that do not rise": (_rewritten("docs.idx", "<u8", _set(5, 1)), "does not rise"),
-    "a document without its end": (_rewritten("tokens.bin", "<u2", _set(500, 7)), "does not end with the end"),
+    "a document without its end": (
+        _rewritten("tokens.bin", "<u2", _set(500, 7)),
+        "does not end with the end",
+    ),
     "another tokenizer": (_manifest(tokenizer="other"), "made with tokenizer other"),
 }
 

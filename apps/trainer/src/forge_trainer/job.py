@@ -107,7 +107,7 @@ class Job(Config):
         if batch != self.train.global_batch:
             structs.force_setattr(self, "train", structs.replace(self.train, global_batch=batch))
 
-    def ending_at(self, last_step: int | None) -> Job:
+    def ending_at(self, last_step: int | None) -> "Job":
         """The same job, with no more steps than there are data for; None for any number."""
         if last_step is None or last_step >= self.train.steps:
             return self

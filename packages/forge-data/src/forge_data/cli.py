@@ -23,7 +23,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from forge_data.columns import TextColumn
+from forge_data.columns import TextColumn as Text
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.formats import RAW_DTYPES, import_tokens
@@ -134,7 +134,7 @@ def _tokenize(options: argparse.Namespace) -> int:
             options.out,
             _tokenizer(options),
             root=root,
-            columns=TextColumn(options.field),
+            columns=Text(options.field),
             workers=options.workers,
             restart=True,
             on_progress=(lambda done, total: progress.update(bar, completed=done, total=total))

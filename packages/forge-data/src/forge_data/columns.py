@@ -32,10 +32,14 @@ class Columns(Protocol):
     """
 
     @property
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        """See above."""
+        ...
 
     @property
-    def masks(self) -> bool: ...
+    def masks(self) -> bool:
+        """See above."""
+        ...
 
     def parts(self, row: dict[str, Any]) -> list[Part]:
         """The document of a row; no parts, or none with text, make no document.

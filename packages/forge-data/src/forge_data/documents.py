@@ -130,7 +130,7 @@ def _require_columns(path: Path, names: list[str], held: list[str]) -> None:
 
 
 def _lines(task: Task) -> Iterator[tuple[int, bytes]]:
-    """Lines that start within the part, with the position of their first byte (packed files: their number)."""
+    """Lines that start within the part, with the place of their first byte; packed files: their number."""
     if task.path.suffix in (".gz", ".zst"):
         try:
             with _open(task.path) as file:
@@ -185,5 +185,7 @@ def _pyarrow() -> Any:
         import pyarrow
         import pyarrow.ipc
     except ImportError:
-        raise DataError("reading .parquet, .arrow and .zst needs: pip install 'forge-data[parquet]'") from None
+        raise DataError(
+            "reading .parquet, .arrow and .zst needs: pip install 'forge-data[parquet]'"
+        ) from None
     return pyarrow

@@ -85,7 +85,7 @@ class HfConfig(TextSourceConfig):
 
 
 def is_local(path: str) -> bool:
-    """Whether a path stands for files of this machine: it exists, is a pattern, or can be no name of the hub."""
+    """Whether a path stands for files of this machine: it exists, or can be no name of the hub."""
     return Path(path).exists() or any(c in path for c in "*?[") or path.startswith(("/", ".", "~"))
 
 
@@ -122,7 +122,11 @@ def _alternatives() -> str:
     names = {entry.name.replace("___", "/") for entry in folder.glob("*") if entry.is_dir()}
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     names |= {entry.name.removeprefix("datasets--").replace("--", "/") for entry in hub.glob("datasets--*")}
-    cached = f"in the cache of this machine ({home}) are {', '.join(sorted(names))}" if names else (
-        f"the cache of this machine ({home}) holds no data set"
+    cached = (
+        f"in the cache of this machine ({home}) are {', '.join(sorted(names))}"
+        if names
+        else (f"the cache of this machine ({home}) holds no data set")
     )
-    return f"{cached}; check the name and the network, or set `path` to local files (.parquet, .arrow, .jsonl)"
+    return (
+        f"{cached}; check the name and the network, or set `path` to local files (.parquet, .arrow, .jsonl)"
+    )

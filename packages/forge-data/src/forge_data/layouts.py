@@ -27,7 +27,7 @@ class Layout(NamedTuple):
 
 
 def cut(starts: np.ndarray, lengths: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of the fewest pieces of at most T + 1 tokens that hold all documents, in their order."""
+    """Starts and lengths of the fewest pieces of at most T + 1 tokens that hold all documents, in order."""
     counts = np.maximum(1, -(-(lengths - 1) // max_tokens))
     which = np.repeat(np.arange(len(starts)), counts)
     nth = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -53,7 +53,7 @@ def bestfit(starts: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Layout:
 
 
 def crop(starts: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Layout:
-    """Rows begin with a document and are filled with those that follow; what the last has left is left out."""
+    """Rows begin with a document, are filled with those that follow, and cut the last."""
     ends = starts + lengths
     following = np.searchsorted(ends, starts + max_tokens + 1, side="left") + 1
     jumps, firsts, document = following.tolist(), list[int](), 0

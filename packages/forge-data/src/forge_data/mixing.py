@@ -89,7 +89,9 @@ def _too_long(config: DataConfig, order: Order, run: Run, last: int) -> str:
     first = next((s for s in order.segments if s.start == order.end), None)
     names = config.source_names()
     gone = ", ".join(names[s] for s in sorted(first.exhausted)) if first else "all sources"
-    more = "" if config.when_exhausted == "reweight" else ", or set data.when_exhausted to 'stop' or 'reweight'"
+    more = (
+        "" if config.when_exhausted == "reweight" else ", or set data.when_exhausted to 'stop' or 'reweight'"
+    )
     return (
         f"{gone} will have been read as often as max_epochs allows after step {last} of {run.steps}; "
         f"set train.steps to at most {last}, raise max_epochs{more}"
@@ -205,5 +207,7 @@ def plan_lines(config: DataConfig, order: Order, run: Run) -> list[str]:
             )
     last = last_step(order, run)
     if last is not None and last < run.steps:
-        lines.append(f"the run ends at step {last:,} of {run.steps:,}: a source is read max_epochs times there")
+        lines.append(
+            f"the run ends at step {last:,} of {run.steps:,}: a source is read max_epochs times there"
+        )
     return lines + [f"left out: {skip}" for skip in config.skip]

@@ -58,7 +58,9 @@ class RestartableWriter(Writer):
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise DataError(f"another process writes {self.folder}, in {self._partial}; wait for it") from None
+                raise DataError(
+                    f"another process writes {self.folder}, in {self._partial}; wait for it"
+                ) from None
             kept = self._kept()
             self.tasks, self.num_tokens, self.num_docs = kept.tasks, kept.num_tokens, kept.num_docs
             self._tokens = HashedFile(self._partial / "tokens.bin", kept.token_bytes)
@@ -82,7 +84,7 @@ class RestartableWriter(Writer):
             return
         with self._explained():
             files = [self._tokens, self._docs] + ([self._targets] if self._targets is not None else [])
-            token_bytes = [file.sync() for file in files][0]
+            token_bytes, *_ = [file.sync() for file in files]
             progress = _Progress(
                 work=self._work,
                 tasks=self.tasks,

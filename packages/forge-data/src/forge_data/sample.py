@@ -41,7 +41,9 @@ def sample_lines(
     first = step * run.global_batch + rank * share
     places = np.arange(first, first + (share if limit is None else min(share, limit)))
     decode, names = config.tokenizer.build().decode, config.source_names()
-    located = zip(places - step * run.global_batch, order.skips.ordinals(places), *order.locate(places), strict=True)
+    located = zip(
+        places - step * run.global_batch, order.skips.ordinals(places), *order.locate(places), strict=True
+    )
     for place, ordinal, source, number in located:
         read = packings[int(source)].read(np.asarray([number]))
         labels = read.tokens[0, 1:].astype(np.int64)

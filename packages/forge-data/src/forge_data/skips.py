@@ -26,8 +26,8 @@ class SkipConfig(Config):
         steps = self.start_step is not None and self.end_step is not None and self.start_step < self.end_step
         if bool(self.samples) == steps or (self.start_step is None) != (self.end_step is None):
             raise ValueError(
-                f"given start_step = {self.start_step}, end_step = {self.end_step}, samples = {self.samples}; "
-                "expected a start_step below an end_step, or samples"
+                f"given start_step = {self.start_step}, end_step = {self.end_step}, samples = "
+                f"{self.samples}; expected a start_step below an end_step, or samples"
             )
 
     def __str__(self) -> str:

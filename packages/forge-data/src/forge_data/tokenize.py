@@ -65,7 +65,7 @@ def tokenize_files(
     """Write the documents of files, in order, each followed by the end-of-document token.
 
     Args:
-        files: .jsonl (also .gz and .zst), .parquet and .arrow hold a document a row; any other is one document.
+        files: .jsonl (also .gz and .zst), .parquet and .arrow hold a document a row; others are one.
         out: folder of the store; must not exist.
         tokenizer: of the text.
         root: names of documents are relative to this.

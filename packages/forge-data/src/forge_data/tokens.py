@@ -1,7 +1,8 @@
 """Token stores: a folder with `tokens.bin`, `docs.idx` and a manifest that says what they are and must be.
 
 `tokens.bin` holds little-endian ids, `docs.idx` the uint64 index at which each document ends, its end token
-included, and `targets.bin`, where some tokens are no targets, a byte for each token: 1 if it is one. Beside each lies the list of the digests of its blocks (see `forge_data.blocks`).
+included, and `targets.bin`, where some tokens are no targets, a byte for each token: 1 if it is one. Beside
+each lies the list of the digests of its blocks (see `forge_data.blocks`).
 """
 
 from __future__ import annotations
@@ -146,7 +147,10 @@ class TokenStore:
         Raises:
             DataError: names the store and the block that is damaged.
         """
-        return None if self._targets is None else np.nonzero(self._targets.rows(starts, length) == 0)
+        if self._targets is None:
+            return None
+        rows, columns = np.nonzero(self._targets.rows(starts, length) == 0)
+        return rows, columns
 
     def are_targets(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
         """[sum of lengths] uint8, 1 for each id of `read_runs` that is a target; None if all ever are.
@@ -288,9 +292,7 @@ class Writer:
             if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc/self").exists():
                 shutil.rmtree(left, ignore_errors=True)
 
-    def add(
-        self, tokens: np.ndarray, doc_lengths: Iterable[int], targets: np.ndarray | None = None
-    ) -> None:
+    def add(self, tokens: np.ndarray, doc_lengths: Iterable[int], targets: np.ndarray | None = None) -> None:
         """Append whole documents.
 
         Args:

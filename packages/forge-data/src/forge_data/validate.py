@@ -12,7 +12,9 @@ from forge_data.tokenizer import Tokenizer
 from forge_data.tokens import CHUNK, TokenStore
 
 
-def problems(folders: Sequence[Path], tokenizer: Tokenizer | None = None) -> Iterator[tuple[Path, str | None]]:
+def problems(
+    folders: Sequence[Path], tokenizer: Tokenizer | None = None
+) -> Iterator[tuple[Path, str | None]]:
     """Each store, and what is wrong with it; None where nothing is.
 
     Args:
@@ -39,8 +41,8 @@ def _require_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
     manifest = store.manifest
     if manifest.tokenizer != tokenizer.digest or manifest.vocab_size != tokenizer.vocab_size:
         raise DataError(
-            f"{store.folder} was made with tokenizer {manifest.tokenizer} of {manifest.vocab_size} ids; given "
-            f"{tokenizer.digest} of {tokenizer.vocab_size}: name its own"
+            f"{store.folder} was made with tokenizer {manifest.tokenizer} of {manifest.vocab_size} ids; "
+            f"given {tokenizer.digest} of {tokenizer.vocab_size}: name its own"
         )
     for start in range(0, len(store.doc_ends), CHUNK):
         last = store.read(store.doc_ends[start : start + CHUNK] - 1, 1)[:, 0]
