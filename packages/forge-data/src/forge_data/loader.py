@@ -202,8 +202,10 @@ def _require_even(global_batch: int, micro_batch: int, world_size: int) -> None:
         lower = global_batch // portion * portion
         near = f"{lower} or {lower + portion}" if lower else f"{portion}"
         fitting = [m for m in range(1, micro_batch + 1) if global_batch % (m * world_size) == 0]
+        ranks = [n for n in range(1, world_size) if global_batch % (n * micro_batch) == 0]
         micro = f", or a micro-batch of {fitting[-1]}" if fitting else ""
+        fewer = f", or {ranks[-1]} ranks" if ranks and global_batch else ""
         raise DataError(
             f"a global batch of {global_batch} sequences cannot be cut into micro-batches of {micro_batch} "
-            f"on {world_size} ranks; use a global batch of {near}{micro}"
+            f"on {world_size} ranks; use a global batch of {near}{micro}{fewer}"
         )
