@@ -76,7 +76,9 @@ def _add_making(commands: Any) -> None:
     make.add_argument("--field", default="text", help="key of the text in rows")
     make.add_argument("--workers", type=int, default=_cores(), help="processes")
     bring = commands.add_parser("import", help="token files of other projects -> a token store")
-    bring.add_argument("paths", nargs="+", type=Path, help="Megatron .bin, nanoset .ds, .npy or raw files")
+    bring.add_argument(
+        "paths", nargs="+", type=Path, help="Megatron .bin, nanoset .ds, .npy, raw; litData, MDS folders"
+    )
     bring.add_argument("--out", type=Path, required=True, help="folder of the store; must not exist")
     bring.add_argument(
         "--tokenizer", default="bytes", help="that of the tokens: 'bytes', or a tokenizer.json"

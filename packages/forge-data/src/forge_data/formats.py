@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forge_data.chunks import Chunk, read_chunks
 from forge_data.error import DataError
 from forge_data.tokenizer import TokenizerConfig
 from forge_data.tokens import CHUNK, TokenStore, Writer
@@ -139,7 +140,7 @@ def import_tokens(
     Where a file does not say its documents, each ends after the end-of-document token, and with the file.
 
     Args:
-        files: see `read_foreign`.
+        files: see `read_foreign`; folders with an `index.json`: see `read_chunks`.
         out: folder of the store; must not exist.
         tokenizer: what the tokens were made with; no id may lie outside of it.
         dtype: of raw numbers.
@@ -151,8 +152,7 @@ def import_tokens(
         raise DataError(f"{out} exists already; remove it or choose another folder")
     built = tokenizer.build()
     with Writer(out, built.vocab_size, built.digest) as writer:
-        for path in files:
-            tokens, ends = read_foreign(path, dtype)
+        for path, tokens, ends in _opened(files, dtype):
             ends = _ends_of(tokens, built.eos_id) if ends is None else ends
             for begin, lengths in _portions(np.unique(ends[ends > 0])):
                 try:
@@ -162,6 +162,14 @@ def import_tokens(
                         f"{path} from token {begin}: {error}; name its own tokenizer and dtype"
                     ) from None
     return TokenStore(out)
+
+
+def _opened(files: list[Path], dtype: str | None) -> Iterator[Chunk]:
+    for path in files:
+        if path.is_dir():
+            yield from read_chunks(path, dtype)
+        else:
+            yield Chunk(path, *read_foreign(path, dtype))
 
 
 def _ends_of(tokens: np.ndarray, eos_id: int) -> np.ndarray:
