@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from forge_ckpt import Store, TrainState
 from forge_model import DecoderConfig
-from forge_model.attention_config import GroupedQueryConfig
+from forge_model.config import GroupedQueryConfig, LayerOverride, MoEConfig, SigmoidRouterConfig, SwiGLUConfig
 from forge_parallel import ParallelConfig, local_shard
 from forge_parallel.config import PipelineConfig
 from forge_parallel.tensor import local_part
 from forge_parallel.testing import run_ranks
+from msgspec.structs import replace
 from parity import TOKENS, VOCAB, Made, batch, full, made
 
 RANKS = 4
@@ -38,12 +39,31 @@ LAYOUTS = {
     "pp2-tp2-v": {"pp": 2, "tp": 2},
 }
 SCHEDULES = {"looped": "interleaved_1f1b", "v": "dualpipe_v"}
+EXPERTS = replace(
+    MODEL,
+    ffn=MoEConfig(
+        num_experts=8, top_k=3, dim=24, router=SigmoidRouterConfig(bias_rate=0.02), shared_experts=1
+    ),
+    overrides=[LayerOverride(layers="0", ffn=SwiGLUConfig(dim=64))],
+)
+EXPERT_LAYOUTS = {
+    "one-experts": (1, {}),
+    "fsdp2-experts": (2, {}),
+    "ep2": (2, {"ep": 2}),
+    "ep4": (4, {"ep": 4}),
+    "ep2-tp2": (4, {"ep": 2, "tp": 2}),
+    "fsdp2-ep2": (4, {"ep": 2}),
+    "cp2-ep2": (2, {"cp": 2, "ep": 2}),
+    "pp2-ep2": (4, {"pp": 2, "ep": 2}),
+}
 FEW = ("fsdp2-tp2", "pp2-cp2")
 
 
 def build(layout: str, seed: int) -> Made:
     schedule = SCHEDULES.get(layout.rpartition("-")[2], "1f1b")
     parallel = ParallelConfig(pipeline=PipelineConfig(schedule=schedule))
+    if layout in EXPERT_LAYOUTS:
+        return made(EXPERT_LAYOUTS[layout][1], EXPERTS, "float32", parallel, seed)
     return made(LAYOUTS[layout], MODEL, "float32", parallel, seed)
 
 
@@ -53,7 +73,7 @@ def store(folder: str, layout: str, run: Made) -> Store:
 
 
 def state(run: Made) -> dict[str, torch.Tensor]:
-    """Weights and moments, whole."""
+    """Weights, moments and buffers, whole."""
     return full(TrainState(run.parts, run.optimizer).capture(copy=False).tensors)
 
 
@@ -79,6 +99,8 @@ def load(folder: str, first: str, second: str) -> None:
     for part in run.parts:
         for parameter in part.parameters():
             local_part(parameter).data.fill_(float("nan"))
+        for buffer in part.buffers():
+            buffer.fill_(float("nan"))
     found = store(folder, first, run).resume(TrainState(run.parts, run.optimizer).targets)
     assert found is not None and found.step == 2
     loaded = state(run)
@@ -98,3 +120,13 @@ def test_what_one_layout_saves_any_other_loads_bit_for_bit(tmp_path, first, requ
     others = [name for name in FEW if name != first]
     for second in LAYOUTS if request.config.getoption("--slow") else others:
         run_ranks(load, RANKS, str(tmp_path), first, second, timeout_s=120)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", EXPERT_LAYOUTS)
+def test_experts_that_one_layout_saves_any_other_loads_bit_for_bit(tmp_path, first):
+    run_ranks(save, EXPERT_LAYOUTS[first][0], str(tmp_path), first, timeout_s=120)
+    for second, (ranks, _) in EXPERT_LAYOUTS.items():
+        run_ranks(load, ranks, str(tmp_path), first, second, timeout_s=120)
