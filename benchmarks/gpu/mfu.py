@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -52,6 +52,7 @@ def measure(case: Case, steps: int, warmup: int) -> dict[str, float | str | None
         mesh = build_mesh(MeshConfig(), env)
         with torch.device("meta"):
             model = case.config.build()
+        case.prepare(model)
         parallelize(model, mesh, Plan.of(model), parallel)
         initialize(materialize(model, mesh.device), 0, local_shard)
         moments = "bfloat16" if case.state == "moments-bf16" else "float32"
@@ -137,7 +138,7 @@ def _figures(case: Case, step_s: float, device: Any) -> dict[str, float | str | 
 
 def run(case: Case, steps: int, warmup: int, limit_s: float) -> dict[str, Any]:
     """Measure in a process of its own; what went wrong is part of the result."""
-    line = [sys.executable, __file__, "--case", json.dumps(msgspec.to_builtins(case))]
+    line = [sys.executable, sys.argv[0], "--case", json.dumps(msgspec.to_builtins(case))]
     line += ["--steps", str(steps), "--warmup", str(warmup)]
     try:
         done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s)
@@ -152,13 +153,14 @@ def run(case: Case, steps: int, warmup: int, limit_s: float) -> dict[str, Any]:
 
 def refused(case: Case, error: str | None) -> dict[str, Any]:
     """A setting, and why it has no figures."""
-    setting = {name: getattr(case, name) for name in ("tokens", *COLUMNS)}
+    columns = ("tokens", *COLUMNS, *(["routing"] if case.has_experts else []))
+    setting = {name: getattr(case, name) for name in columns}
     return setting if error is None else setting | {"error": error}
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
     """A row of the table."""
-    short = {name: row[name] for name in COLUMNS}
+    short = {name: row[name] for name in (*COLUMNS, "routing") if name in row}
     if "error" in row:
         return short | {"tokens/s": row["error"]}
     share = {name: "-" if row[name] is None else f"{100 * row[name]:.1f}" for name in ("mfu", "hfu")}
@@ -178,7 +180,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 def caption(rows: list[dict[str, Any]]) -> str:
     """What a table has to name."""
     found = next((row for row in rows if "device" in row), {})
-    words = " ".join(["python", "benchmarks/gpu/mfu.py", *sys.argv[1:]])
+    words = " ".join(["python", f"benchmarks/gpu/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return f"{found.get('device')}, torch {found.get('torch')}, commit {commit()}, `{words}`"
 
 
@@ -188,29 +190,50 @@ def put_into_docs(text: str, page: Path = PAGE) -> None:
     page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
 
 
-def options() -> argparse.Namespace:
+class Script(NamedTuple):
+    """What a script measures, where the command line does not say.
+
+    Attributes:
+        name: of the file of results.
+        models: it may measure.
+        tiny: that of a test on a CPU.
+        sweeps: it begins with.
+        text: of the help.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    tiny: str
+    sweeps: tuple[str, ...]
+    text: str | None
+
+
+def options(script: Script) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["1b", "3b", "8b"], choices=["1b", "3b", "8b"])
-    parser.add_argument("--sweeps", nargs="+", default=["base"], choices=[*SWEEPS, "all"])
+    parser = argparse.ArgumentParser(description=script.text, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(script.models), choices=script.models)
+    parser.add_argument("--sweeps", nargs="+", default=list(script.sweeps), choices=[*SWEEPS, "all"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--time-limit", type=float, default=540, help="seconds for all; the rest is left out")
-    parser.add_argument("--out", type=Path, help="folder of mfu.json and mfu.md; benchmarks/results")
+    parser.add_argument("--out", type=Path, help="folder of the results; benchmarks/results")
     parser.add_argument("--docs", action="store_true", help="only put the table of --out into docs/speed.md")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, two steps a case, on any device")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     found = parser.parse_args()
     if found.tiny:
-        found.models, found.steps, found.warmup = ["tiny"], 2, 1
+        found.models, found.steps, found.warmup = [script.tiny], 2, 1
     if "all" in found.sweeps:
         found.sweeps = list(SWEEPS)
     return found
 
 
-def main() -> None:
+MFU = Script("mfu", ("1b", "3b", "8b"), "tiny", ("base",), __doc__)
+
+
+def main(script: Script = MFU) -> None:
     """Measure, print; write after every case, so that a command that is cut off leaves what it has."""
-    chosen = options()
+    chosen = options(script)
     if chosen.case:
         case = msgspec.convert(json.loads(chosen.case), Case)
         print(json.dumps(measure(case, chosen.steps, chosen.warmup)))
@@ -223,7 +246,7 @@ def main() -> None:
         left = end - time.monotonic()
         rows.append(run(case, chosen.steps, chosen.warmup, left) if left > LEAST_S else refused(case, LATE))
         print(json.dumps(rows[-1]), flush=True)
-        name = "mfu_tiny" if chosen.tiny else "mfu"
+        name = f"{script.name}_tiny" if chosen.tiny else script.name
         path = write(name, {"steps": chosen.steps, "cases": rows}, chosen.out)
         text = f"{caption(rows)}\n\n{table([shown(row) for row in rows])}"
         path.with_suffix(".md").write_text(text + "\n")

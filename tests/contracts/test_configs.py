@@ -197,8 +197,28 @@ def test_experts_that_do_not_fit_are_refused():
         load_job(run, ["--mesh.ep=3"])
     with pytest.raises(ConfigError, match=r"mesh.ep = 2 shares experts, and no layer of the model has any"):
         load_job(ROOT / "configs/runs/debug.toml", ["--mesh.ep=2"])
-    with pytest.raises(ConfigError, match=r"compile.enabled = true with layers of experts"):
-        load_job(run, ["--compile.enabled=true"])
+    with pytest.raises(
+        ConfigError, match=r"layer 0: expert_parallel.chunks = 3 does not divide the 2 experts"
+    ):
+        load_job(run, ["--mesh.ep=4", "--expert_parallel.chunks=3"])
+    compiled = ["--compile.enabled=true", "--activation_checkpointing.mode=selective"]
+    assert load_job(run, compiled[:1]).value.compile.enabled
+    with pytest.raises(ConfigError, match=r"selective. with compile.enabled = true .* layers of experts"):
+        load_job(run, compiled)
+    groups = ["--model.ffn.router.groups=4", "--model.ffn.router.top_groups=2"]
+    two_level = ["--expert_parallel.type=two_level", "--expert_parallel.node_ranks=4"]
+    assert load_job(run, ["--mesh.ep=8", *two_level, *groups]).value.expert_parallel.node_ranks == 4
+    with pytest.raises(ConfigError, match=r"router.groups = 4 on 8 nodes"):
+        load_job(
+            run,
+            [
+                "--mesh.ep=16",
+                "--model.ffn.num_experts=16",
+                *two_level[:1],
+                "--expert_parallel.node_ranks=2",
+                *groups,
+            ],
+        )
     job = load_job(run, ["--mesh.ep=4"]).value
     assert job.mesh.sizes(8)["dp_shard"] == 8
     with pytest.raises(ParallelError, match=r"mesh.ep = 4 does not divide the 2 ranks of dp_shard"):

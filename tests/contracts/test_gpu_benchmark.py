@@ -35,13 +35,16 @@ CHANGES = [
     {"state": "moments-bf16"},
     {"state": "bf16"},
     {"documents": 16},
+    {"routing": "forced"},
+    {"routing": "learned", "fp8": "rowwise"},
 ]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_every_kind_of_case_trains(mfu, change, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    base = mfu.Case(model="tiny", tokens=64, micro_batch=2, compile=False)
+    model = "tiny-moe" if "routing" in change else "tiny"
+    base = mfu.Case(model=model, tokens=64, micro_batch=2, compile=False)
     case = mfu.Case(**{name: getattr(base, name) for name in mfu.Case.__struct_fields__} | change)
     found = mfu.measure(case, 1, 1)
     assert found["tokens_per_s"] == pytest.approx(128 / found["step_s"])
@@ -105,7 +108,7 @@ def test_readme_names_only_files_and_options_that_exist():
     text = (FOLDER / "README.md").read_text()
     for path in re.findall(r"(?:benchmarks|tests|docs)/[\w/]+\.\w+", text):
         assert (FOLDER.parents[1] / path).exists(), path
-    options = set(re.findall(r"mfu\.py.*?(--[a-z-]+)", text))
+    options = set(re.findall(r"(?:mfu|moe)\.py.*?(--[a-z-]+)", text))
     assert options and all(option in (FOLDER / "mfu.py").read_text() for option in options)
 
 

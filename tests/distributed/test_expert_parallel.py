@@ -14,7 +14,14 @@ from forge_model.config import (
     SwiGLUConfig,
 )
 from forge_parallel import ParallelConfig
-from forge_parallel.config import ActivationCheckpointingConfig, PipelineConfig, TensorParallelConfig
+from forge_parallel.capabilities import splits_backward
+from forge_parallel.config import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    PipelineConfig,
+    TensorParallelConfig,
+)
+from forge_parallel.dispatch_config import AllToAllConfig, TwoLevelConfig
 from forge_parallel.testing import run_ranks
 from msgspec.structs import replace
 from parity import TOKENS, VOCAB, batch, full, made, parameters
@@ -41,6 +48,7 @@ MODELS = {
         ffn=MoEConfig(num_experts=4, top_k=2, dim=24, bias=True, router=SoftmaxRouterConfig(bias=True)),
         overrides=[],
     ),
+    "deep": replace(DEEPSEEK, num_layers=4),
     "many": replace(DEEPSEEK, ffn=replace(MOE, num_experts=64)),
 }
 LAYOUTS = {
@@ -62,7 +70,8 @@ LAYOUTS = {
 def train(sizes: dict, config: DecoderConfig, parallel: ParallelConfig) -> dict:
     """What `parity.trained` tells, and the buffers and loads of the layers."""
     parts, _, step, mesh = made(sizes, config, "float64", parallel)
-    outs = [step.train(batch(index, mesh), index) for index in range(STEPS)]
+    count = 4 if parallel.pipeline.is_v else 2
+    outs = [step.train(batch(index, mesh, count), index) for index in range(STEPS)]
     return {
         "loss": [out.loss.item() for out in outs],
         "norm": [out.grad_norm.item() for out in outs],
@@ -95,6 +104,19 @@ def check(layout: str, name: str, parallel: ParallelConfig) -> None:
     assert biases.keys() == one["biases"].keys()
 
 
+COMPILED = ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager"))
+OTHERS = {
+    "chunks": ("ep2", ParallelConfig(expert_parallel=AllToAllConfig(chunks=2))),
+    "two levels": ("ep4", ParallelConfig(expert_parallel=TwoLevelConfig(node_ranks=2))),
+    "compiled": ("ep2", COMPILED),
+    "compiled, checkpointed": (
+        "ep2",
+        replace(COMPILED, activation_checkpointing=ActivationCheckpointingConfig(mode="full")),
+    ),
+    "zero bubble": ("pp2-ep2", ParallelConfig(pipeline=PipelineConfig(schedule="zbv_zero_bubble"))),
+    "dualpipe": ("pp2-ep2", ParallelConfig(pipeline=PipelineConfig(schedule="dualpipe_v"))),
+    "interleaved": ("pp2-ep2", ParallelConfig(pipeline=PipelineConfig(schedule="interleaved_zero_bubble"))),
+}
 CHECKPOINTED = ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
 
 
@@ -129,6 +151,16 @@ CHECKPOINTED = ParallelConfig(activation_checkpointing=ActivationCheckpointingCo
 )
 def test_training_of_experts_in_float64_equals_one_process(layout, parallel):
     check(layout, "deepseek", parallel)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_training_of_experts_by_other_means_equals_one_process(name):
+    layout, parallel = OTHERS[name]
+    if parallel.pipeline.splits_backward and not splits_backward():
+        pytest.skip("needs torch 2.15")
+    check(layout, "deep" if layout.startswith("pp") else "deepseek", parallel)
 
 
 @pytest.mark.dist

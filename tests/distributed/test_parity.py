@@ -134,10 +134,27 @@ def test_sharded_training_with_tied_embeddings_in_float64_equals_one_process():
     check("fsdp2", "tied", "float64", parallel, loss=1e-10, norm=1e-10)
 
 
+AHEAD = ("fsdp2", "hsdp2x2", "tp2", "cp2-tp2", "pp2-fsdp2", "pp2-cp2", "pp2-fsdp2-tp2")
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("hsdp2x2", marks=pytest.mark.slow)])
-def test_sharded_multi_token_prediction_in_float64_equals_one_process(layout):
+@pytest.mark.parametrize("layout", slow(AHEAD, "cp2-tp2", "pp2-fsdp2"))
+def test_multi_token_prediction_in_float64_equals_one_process(layout):
     check(layout, "ahead", "float64", ParallelConfig(), loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [
+        ("tp2", ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=False))),
+        ("cp2", ParallelConfig(context_parallel=ContextParallelConfig(method="ulysses"))),
+        ("pp2", ParallelConfig(pipeline=PipelineConfig(schedule="gpipe"))),
+    ],
+)
+def test_multi_token_prediction_by_other_means_equals_one_process(layout, parallel):
+    check(layout, "ahead", "float64", parallel, loss=1e-10, norm=1e-10)
 
 
 @pytest.mark.dist

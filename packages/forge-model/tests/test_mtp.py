@@ -127,13 +127,20 @@ def test_speculation_is_refused_without_modules_and_with_drawn_tokens():
         generate(build(1), [[1]], 2, speculative=True)
 
 
-def test_layouts_that_tear_tokens_apart_are_refused():
-    config = build(1).config
-    for tp, cp in ((2, 1), (1, 2)):
-        with pytest.raises(ValueError, match="multi-token"):
-            config.require_axes(tp, cp)
-    with pytest.raises(ValueError, match="multi-token"):
-        config.require_stages([1, 1])
+@pytest.mark.parametrize("documents", [False, True])
+def test_stages_one_after_the_other_equal_the_model(documents):
+    model, first, last = (build(2) for _ in range(3))
+    first.norm = first.head = last.embed = None
+    del first.layers["1"], last.layers["0"], first.mtp["0"], first.mtp["1"]
+    tokens, labels = torch.randint(41, (2, 2, 12))
+    batch = {"labels": labels, "loss_fn": LOSS}
+    batch |= {"doc_ids": torch.arange(12).div(5, rounding_mode="floor").expand(2, -1)} if documents else {}
+    assert torch.equal(
+        last(tokens, hidden=first(tokens, **batch), **batch).total, model(tokens, **batch).total
+    )
+    del batch["labels"]
+    assert torch.equal(last(tokens, hidden=first(tokens, **batch), **batch), model(tokens, **batch))
+    assert first.parallel_plan()["stages"]["dim"] == first(tokens, **batch).shape[-1] == 72
     assert build(1).parallel_plan()["units"][-1] == ["mtp.0"]
 
 

@@ -26,6 +26,7 @@ from forge_parallel.config import (
     PrecisionConfig,
     TensorParallelConfig,
 )
+from forge_parallel.dispatch_config import AllToAllConfig, DispatcherConfig
 from forge_parallel.error import ParallelError
 from forge_resilience.config import ResilienceConfig
 from msgspec import structs
@@ -91,6 +92,7 @@ class Job(Config):
     mesh: MeshConfig = MeshConfig()
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     context_parallel: ContextParallelConfig = ContextParallelConfig()
+    expert_parallel: DispatcherConfig = AllToAllConfig()
     pipeline: PipelineConfig = PipelineConfig()
     fsdp: FSDPConfig = FSDPConfig()
     precision: PrecisionConfig = PrecisionConfig()
@@ -144,6 +146,7 @@ class Job(Config):
         return ParallelConfig(
             tensor_parallel=self.tensor_parallel,
             context_parallel=self.context_parallel,
+            expert_parallel=self.expert_parallel,
             pipeline=self.pipeline,
             fsdp=self.fsdp,
             precision=self.precision,
@@ -240,20 +243,21 @@ def axes_compute_the_model(model: ModelConfig, mesh: MeshConfig) -> None:
 
 
 def experts_fit_the_ranks(
-    model: ModelConfig, mesh: MeshConfig, compile: CompileConfig, pipeline: PipelineConfig
+    model: ModelConfig,
+    mesh: MeshConfig,
+    expert_parallel: DispatcherConfig,
+    compile: CompileConfig,
+    activation_checkpointing: ActivationCheckpointingConfig,
 ) -> None:
-    """Experts are cut evenly over the ranks that share them, and their blocks are not compiled."""
+    """Experts are cut evenly over the ranks that share them, and can be served by them."""
     counts = model.expert_counts()
-    if counts and compile.enabled:
-        raise ValueError(
-            "compile.enabled = true with layers of experts, whose load is counted in the backward pass: "
-            "torch.compile cannot follow there; set compile.enabled = false"
-        )
-    if counts and mesh.pp > 1 and pipeline.splits_backward:
-        raise ValueError(
-            f'pipeline.schedule = "{pipeline.schedule}" takes the backward pass in two, and layers of '
-            "experts count their load in it; choose 1f1b, gpipe or interleaved_1f1b"
-        )
+    if counts:
+        try:
+            ParallelConfig(
+                compile=compile, activation_checkpointing=activation_checkpointing
+            ).require_experts()
+        except ParallelError as error:
+            raise ValueError(str(error)) from None
     if mesh.ep > 1 and not counts:
         raise ValueError(
             f"mesh.ep = {mesh.ep} shares experts, and no layer of the model has any; set mesh.ep = 1, or use "
@@ -265,6 +269,12 @@ def experts_fit_the_ranks(
             f"mesh.ep = {mesh.ep} does not divide the experts of every layer: {', '.join(uneven)}; use a "
             "divisor of them"
         )
+    groups = model.expert_groups()
+    for name, count in counts.items() if mesh.ep > 1 else ():
+        try:
+            expert_parallel.require(mesh.ep, count, groups[name])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
 
 def stages_fit_the_model(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,13 +10,14 @@ from torch import Tensor, nn
 
 from forge_model.cache import Cache, LayerCache
 from forge_model.decoder_config import DecoderConfig, LayerConfig
+from forge_model.decoder_plan import plan_of
 from forge_model.error import ModelError
 from forge_model.init import Init
 from forge_model.layers import Embedding
 from forge_model.loss import LossTerms, VocabularyShard
 from forge_model.mask import Attend, Mask, softmax_attention
 from forge_model.moe import learn_from_load, moe_layers
-from forge_model.mtp import MTPModule, combined, labels_ahead, tokens_ahead
+from forge_model.mtp import MTPModule, combined, look_ahead
 from forge_model.roles import Role, parameter_roles
 from forge_model.rope import Rope, RopeTables
 
@@ -100,7 +100,7 @@ class Decoder(nn.Module):
 
     A part of a model (a pipeline stage) has the same names: set `embed`, `norm` and `head` to None and delete
     `layers` that another stage holds. A stage without `embed` is given the hidden state instead; one without
-    `head` returns it.
+    `head` returns it. With `mtp`, the embeddings of tokens further on travel along: [B, T, (1 + depths) D].
 
     Attributes:
         embed: token ids -> hidden state.
@@ -133,6 +133,8 @@ class Decoder(nn.Module):
         )
         self._layer_configs = {str(i): config.layer(i) for i in range(config.num_layers)}
         self._rope_tables = RopeTables()
+        if config.mtp.num_modules:
+            self.register_forward_pre_hook(look_ahead, with_kwargs=True)
 
     def forward(
         self,
@@ -145,6 +147,8 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         hidden: Tensor | None = None,
         last_logits: int | None = None,
+        ahead_tokens: Tensor | None = None,
+        ahead_labels: Tensor | None = None,
     ) -> Any:
         """Logits [B, T, V], or the loss when there are labels.
 
@@ -157,6 +161,8 @@ class Decoder(nn.Module):
             cache: keys and values of earlier tokens, for generation.
             hidden: [B, T, D] for a stage without `embed`.
             last_logits: make the logits of so many last tokens only; absent means all.
+            ahead_tokens: [B, K, T] those 1, 2, ... places further on; from `look_ahead`.
+            ahead_labels: [B, K, T] their targets.
 
         Raises:
             ModelError: the sequence is longer than `max_tokens`; a cache was given with `doc_ids` or
@@ -165,17 +171,17 @@ class Decoder(nn.Module):
         if cache is not None and (doc_ids is not None or positions is not None):
             raise ModelError("a cache knows its positions and has one document a row; give no others with it")
         self._require_room(tokens.shape[1] + (0 if cache is None else cache.length))
-        depths = 0 if labels is None else len(self.mtp)
-        embedded = self._embedded(tokens_ahead(tokens, depths) if depths else tokens, hidden)
-        x, *following = embedded.chunk(1 + depths)
+        x, *following = self._embedded(tokens, hidden, ahead_tokens)
         if cache is None:
             mask = Mask(tokens.shape[1], tokens.device, doc_ids)
         else:
             mask, positions = cache.mask(tokens.shape[1]), cache.positions(tokens.shape[1])
         shared = self._shared(mask, tokens, positions, x.dtype)
         x = self._blocks(x, shared, cache)
-        if depths and labels is not None:
-            return self._losses(x, following, shared, labels, doc_ids, loss_fn)
+        if self.head is not None and labels is not None and ahead_labels is not None:
+            return self._losses(x, following, shared, torch.stack([labels, *ahead_labels.unbind(1)]), loss_fn)
+        if self.head is None and following:
+            return torch.cat([x, *following], -1)
         return self.read_out(x if last_logits is None else x[:, -last_logits:], labels, loss_fn)
 
     def _shared(self, mask: Mask, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype) -> _Shared:
@@ -193,24 +199,25 @@ class Decoder(nn.Module):
         following: list[Tensor],
         shared: _Shared,
         labels: Tensor,
-        doc_ids: Tensor | None,
         loss_fn: LossFn | None,
     ) -> LossTerms:
-        """The loss of the next token and of those after it; embedding, norm and head run once each."""
+        """The loss of the next token and of those after it; embedding, norm and head run once each.
+
+        Labels are [1 + depths, B, T].
+        """
         assert self.norm is not None and self.head is not None
-        hidden, targets = [self.norm(x)], [labels]
-        for depth, (module, embedded) in enumerate(zip(self.mtp.values(), following, strict=True), 1):
+        hidden = [self.norm(x)]
+        for module, embedded in zip(self.mtp.values(), following, strict=True):
             rope, resolved = shared.of(self.config.layer(-1), module.get_submodule("block"))
             hidden.append(module(embedded, hidden[-1], rope, resolved))
-            targets.append(labels_ahead(labels, doc_ids, depth))
-        terms = self.head(torch.cat(hidden), torch.cat(targets), loss_fn, len(hidden))
+        terms = self.head(torch.cat(hidden), labels.flatten(0, 1), loss_fn, len(hidden))
         return combined(terms, self.config.mtp.loss_weight)
 
     def hidden_states(self, tokens: Tensor, cache: Cache) -> Tensor:
         """[B, T] -> [B, T, D]: what the head is given, for tokens after those in the cache."""
         assert self.norm is not None
         mask, positions = cache.mask(tokens.shape[1]), cache.positions(tokens.shape[1])
-        x = self._embedded(tokens, None)
+        (x,) = self._embedded(tokens, None)
         return self.norm(self._blocks(x, self._shared(mask, tokens, positions, x.dtype), cache))
 
     def predict_ahead(
@@ -220,21 +227,26 @@ class Decoder(nn.Module):
         assert mask.padding is not None
         index = torch.arange(mask.cached, mask.cached + mask.tokens, device=tokens.device)
         positions = (index - mask.padding[:, None]).clamp(min=0)
-        x = self._embedded(tokens, None)
+        (x,) = self._embedded(tokens, None)
         rope, resolved = self._shared(mask, tokens, positions, x.dtype).of(
             self.config.layer(-1), module.get_submodule("block")
         )
         return module(x, hidden, rope, resolved, cache)
 
-    def _embedded(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
-        """[B, T] -> [B, T, D], or what another stage has made of them."""
+    def _embedded(
+        self, tokens: Tensor, hidden: Tensor | None, ahead: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """[B, T, D] of tokens [B, T] and of those ahead [B, K, T], or what another stage made of them."""
+        depths = 0 if ahead is None else ahead.shape[1]
         if self.embed is None:
             if hidden is None:
                 raise ModelError("this part of the model has no embedding; pass hidden=[B, T, D]")
-            return hidden
-        x, scale = self.embed(tokens), self.config.embedding_scale
-        # rounded to the dtype of the model first, as Gemma was trained; made on the device, without a copy
-        return x if scale == 1 else x * torch.full((), scale, dtype=x.dtype, device=x.device)
+            return hidden.chunk(1 + depths, -1)
+        x = self.embed(tokens if ahead is None else torch.cat([tokens, *ahead.unbind(1)]))
+        if (scale := self.config.embedding_scale) != 1:
+            # rounded to the dtype of the model first, as Gemma was trained; made on the device: no copy
+            x = x * torch.full((), scale, dtype=x.dtype, device=x.device)
+        return x.chunk(1 + depths)
 
     def read_out(self, x: Tensor, labels: Tensor | None = None, loss_fn: LossFn | None = None) -> Any:
         """Logits or loss of hidden states [B, T, D]; the hidden states themselves where there is no head."""
@@ -249,57 +261,7 @@ class Decoder(nn.Module):
 
     def parallel_plan(self) -> dict[str, Any]:
         """What may be done to this model in parallel, as plain data; see `forge_parallel.plan`."""
-        outside = [name for name in ("embed", "norm", "head") if getattr(self, name) is not None]
-        units = [[name for name in names if name in outside] for names in (["embed"], ["norm", "head"])]
-        tied, width = self.config.tie_embeddings, self.config.dim
-        return {
-            "blocks": "layers.*",
-            "units": [*([] if tied else [u for u in units if u]), *([f"mtp.{k}"] for k in self.mtp)],
-            "tensor": self._tensor_roles() | {name: name for name in outside},
-            "stages": {
-                "first": ["embed"],
-                "last": ["norm", "head"],
-                "hidden": "hidden",
-                "dim": width,
-                "costs": self.config.layer_flops(self.config.max_tokens),
-                "last_cost": 2 * width * self.config.vocab_size,
-            },
-            "divisible": self.config.tensor_sizes(),
-            "attention": "layers.*.attention",
-            "experts": list(moe_layers(self)),
-            "sequence_inputs": ["tokens", "labels", "doc_ids", "positions"],
-            "no_fp8": [name for name in outside if name == "head"],
-        }
-
-    def _tensor_roles(self) -> dict[str, str]:
-        roles = {
-            "layers.*.attention": "gather",
-            "layers.*.attention.w[qkv]": "colwise",
-            "layers.*.attention.w*_up": "colwise",
-            "layers.*.attention.w*_down": "replicated",
-            "layers.*.attention.kv_norm": "replicated",
-            "layers.*.attention.wo": "rowwise",
-            "layers.*.attention.sinks": "heads",
-            "layers.*.attention_norm": "norm",
-            "layers.*.attention_post_norm": "norm",
-            "layers.*.ffn_norm": "norm",
-            "layers.*.ffn_post_norm": "norm",
-        }
-        experts = list(moe_layers(self))
-        dense = [f"layers.{name}.ffn" for name in self.layers if f"layers.{name}.ffn" not in experts]
-        for ffn in dense if experts else ["layers.*.ffn"]:
-            roles |= {ffn: "gather", f"{ffn}.w_[gu]*": "colwise", f"{ffn}.w_down": "rowwise"}
-        for ffn in experts:
-            parts = ("router", "experts", "shared.w_*", "shared_gate")
-            roles |= {f"{ffn}.{part}": "tokenwise" for part in parts}
-        over_head = {name: getattr(one.attention, "norm_heads", True) for name, one in self.layers.items()}
-        if all(over_head.values()):
-            roles["layers.*.attention.[qk]_norm"] = "head_norm"
-        else:
-            for name, over in over_head.items():
-                roles[f"layers.{name}.attention.[qk]_norm"] = "head_norm" if over else "cut_norm"
-        names = [name for name, _ in self.named_modules()]
-        return {pattern: role for pattern, role in roles.items() if fnmatch.filter(names, pattern)}
+        return plan_of(self)
 
     def parameter_roles(self) -> dict[str, Role]:
         """What each parameter is for, by name."""

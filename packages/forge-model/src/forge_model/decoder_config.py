@@ -171,11 +171,6 @@ class DecoderConfig(ModelConfig):
 
     def require_axes(self, tp: int, cp: int) -> None:
         """See `ModelConfig.require_axes`."""
-        if self.mtp.num_modules and (tp > 1 or cp > 1):
-            raise ValueError(
-                "modules for multi-token prediction look at tokens of other ranks under tensor and context "
-                "parallelism; set model.mtp.num_modules = 0, or mesh.tp and mesh.cp to 1"
-            )
         for index in range(self.num_layers):
             layer = self.layer(index)
             try:
@@ -185,8 +180,17 @@ class DecoderConfig(ModelConfig):
 
     def expert_counts(self) -> dict[str, int]:
         """See `ModelConfig.expert_counts`."""
+        return {name: ffn.num_experts for name, ffn in self._moe().items()}
+
+    def expert_groups(self) -> dict[str, int]:
+        """See `ModelConfig.expert_groups`."""
+        routers = {name: ffn.router for name, ffn in self._moe().items()}
+        chosen = {name: (getattr(r, "groups", 1), getattr(r, "top_groups", 1)) for name, r in routers.items()}
+        return {name: groups if groups > top else 1 for name, (groups, top) in chosen.items()}
+
+    def _moe(self) -> dict[str, MoEConfig]:
         layers = {f"layer {index}": self.layer(index).ffn for index in range(self.num_layers)}
-        return {name: ffn.num_experts for name, ffn in layers.items() if isinstance(ffn, MoEConfig)}
+        return {name: ffn for name, ffn in layers.items() if isinstance(ffn, MoEConfig)}
 
     def require_stages(self, layers: Sequence[int]) -> None:
         """See `ModelConfig.require_stages`."""
@@ -194,11 +198,6 @@ class DecoderConfig(ModelConfig):
             raise ValueError(
                 "the embedding on the first stage and the head on the last are one parameter, which two "
                 "stages cannot share; untie them (model.tie_embeddings = false)"
-            )
-        if self.mtp.num_modules:
-            raise ValueError(
-                "modules for multi-token prediction need the embedding of the first stage and the head of "
-                "the last; set model.mtp.num_modules = 0"
             )
         if len(layers) > self.num_layers:
             raise ValueError(

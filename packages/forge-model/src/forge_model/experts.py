@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_model.experts_cpu import ByBlocks
 from forge_model.ffn import ACTIVATIONS, clamped_unit
 from forge_model.roles import Role
 
 if TYPE_CHECKING:
     from forge_model.moe_config import ClampConfig
+
+
+class Pairs(NamedTuple):
+    """Who is served by whom, in the order of the experts.
+
+    Attributes:
+        tokens: [R] int64.
+        weights: [R] of what the expert makes.
+    """
+
+    tokens: Tensor
+    weights: Tensor
 
 
 class Experts(nn.Module):
@@ -23,6 +37,7 @@ class Experts(nn.Module):
         w_gate: [E, F, D]; None without gates.
         w_up: [E, F, D].
         w_down: [E, D, F].
+        product: of rows and one of these matrices; another one than `grouped_linear` may be put in its place.
     """
 
     roles: ClassVar[dict[str, Role]] = {
@@ -56,32 +71,41 @@ class Experts(nn.Module):
         self.b_up = parameter(hidden, there=bias)
         self.b_down = parameter(dim, there=bias)
         self.activation, self.clamp = ACTIVATIONS[activation], clamp
+        self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, ends: Tensor, pairs: Pairs | None = None) -> Tensor:
         """What each expert makes of its rows.
 
         Args:
-            rows: [R, D], those of the first expert first.
+            rows: [R, D], those of the first expert first; or [N, D] tokens, where there are pairs.
             ends: [E] int32, where the rows of each expert end; an expert may have none.
+            pairs: who serves whom; only where `takes_pairs`.
 
         Returns:
-            [R, D]; rows after the last end mean nothing, and neither do their gradients.
+            [R, D]; rows after the last end mean nothing, and neither do their gradients. Or [N, D], the
+            weighted sums over the experts of each token.
         """
         assert self.w_up is not None and self.w_down is not None
+        if pairs is not None:
+            weights = self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down
+            return ByBlocks.apply(rows, *pairs, ends.tolist(), self._unit, *weights)
         up = self._projected(rows, self.w_up, self.b_up, ends)
-        if self.w_gate is None:
-            hidden = self.activation(up)
-        else:
-            hidden = self._gated(self._projected(rows, self.w_gate, self.b_gate, ends), up)
-        return self._projected(hidden, self.w_down, self.b_down, ends)
+        gate = None if self.w_gate is None else self._projected(rows, self.w_gate, self.b_gate, ends)
+        return self._projected(self._unit(gate, up), self.w_down, self.b_down, ends)
 
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+    def takes_pairs(self, x: Tensor) -> bool:
+        """Whether tokens [N, D] are best given with pairs: on a CPU, by few of them at a time."""
+        return x.device.type == "cpu" and self.product is grouped_linear
+
+    def _unit(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        if gate is None:
+            return self.activation(up)
         if self.clamp is None:
             return self.activation(gate) * up
         return clamped_unit(gate, up, self.clamp.limit, self.clamp.alpha)
 
     def _projected(self, rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-        out = grouped_linear(rows, weight, ends)
+        out = self.product(rows, weight, ends)
         if bias is None:
             return out
         places = torch.arange(len(rows), device=rows.device, dtype=ends.dtype)

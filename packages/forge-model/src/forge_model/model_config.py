@@ -56,6 +56,10 @@ class ModelConfig(Config):
         """The number of experts of each layer that has some, by name."""
         return {}
 
+    def expert_groups(self) -> dict[str, int]:
+        """Of each of these layers, how many groups of experts there are if a token chooses in some; or 1."""
+        return dict.fromkeys(self.expert_counts(), 1)
+
     def require_stages(self, layers: Sequence[int]) -> None:
         """See that the model can be cut into the stages of a pipeline.
 

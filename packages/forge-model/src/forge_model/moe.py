@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from forge_model.balance import EXTRAS, Load, Tally, tallied
-from forge_model.experts import Experts
+from forge_model.experts import Experts, Pairs
 from forge_model.ffn import MLP, GatedFfn
 from forge_model.roles import Role
-from forge_model.routing import Routing, serve, within_capacity
+from forge_model.routing import Routing, in_order, serve, within_capacity
 
 if TYPE_CHECKING:
     from forge_model.moe_config import MoEConfig
@@ -23,20 +23,35 @@ if TYPE_CHECKING:
 class Dispatch(Protocol):
     """Brings rows to experts and back: `here`, or what brings them to experts on other ranks."""
 
-    def __call__(self, experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, ends: Tensor) -> Tensor:
+    def __call__(
+        self,
+        experts: Callable[[Tensor, Tensor], Tensor],
+        rows: Tensor,
+        ends: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
         """[R, D] -> [R, D], what the experts make of each row.
 
         Args:
             experts: of this rank, called as `Experts.forward`.
             rows: those of the first expert first.
             ends: [E] int32, of all experts, where the rows of each end; rows after the last are not served.
+            meanwhile: called once, best while rows travel.
         """
         ...
 
 
-def here(experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, ends: Tensor) -> Tensor:
+def here(
+    experts: Callable[[Tensor, Tensor], Tensor],
+    rows: Tensor,
+    ends: Tensor,
+    meanwhile: Callable[[], None] | None = None,
+) -> Tensor:
     """See `Dispatch`: all experts are on this rank."""
-    return experts(rows, ends)
+    out = experts(rows, ends)
+    if meanwhile is not None:
+        meanwhile()
+    return out
 
 
 class MoE(nn.Module):
@@ -76,15 +91,28 @@ class MoE(nn.Module):
             even = x.shape[0] * x.shape[1] * self.top_k / self.num_experts
             routing = within_capacity(routing, self.num_experts, ceil(self.capacity_factor * even))
             counted = counted + _dropped(routing, self.num_experts)
-        experts = partial(self.dispatch, self.experts)
-        out = serve(experts, x.flatten(0, 1), routing, self.num_experts).view_as(x)
+        shared: list[Tensor] = []
+        meanwhile = None if self.shared is None else lambda: shared.append(self._of_shared(x))
+        out = self._served(x.flatten(0, 1), routing, meanwhile).view_as(x)
         if torch.is_grad_enabled():
             tokens = x.shape[0] * x.shape[1]
             out = tallied(out, loss * (tokens / (self.step_tokens or tokens)), counted, self.tally)
-        if self.shared is None:
-            return out
-        shared = self.shared(x)
-        return out + (shared if self.shared_gate is None else self.shared_gate(x) * shared)
+        return out + shared[0] if shared else out
+
+    def _served(self, x: Tensor, routing: Routing, meanwhile: Callable[[], None] | None) -> Tensor:
+        """[N, D] -> [N, D], weighted sums over the experts of each token."""
+        if self.dispatch is not here or not self.experts.takes_pairs(x):
+            experts = partial(self.dispatch, self.experts, meanwhile=meanwhile)
+            return serve(experts, x, routing, self.num_experts)
+        order, ends = in_order(routing, self.num_experts)
+        pairs = Pairs(routing.tokens[order], routing.weights.to(x.dtype)[order])
+        return here(partial(self.experts, pairs=pairs), x, ends, meanwhile)
+
+    def _of_shared(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D], what the experts make that serve every token."""
+        assert self.shared is not None
+        made = self.shared(x)
+        return made if self.shared_gate is None else self.shared_gate(x) * made
 
     def idle_parameters(self) -> int:
         """Parameters of experts that do not serve a token."""

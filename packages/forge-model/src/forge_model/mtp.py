@@ -52,9 +52,22 @@ def ahead(x: Tensor, by: int, fill: int) -> Tensor:
     return F.pad(x[:, by:], (0, by), value=fill)
 
 
-def tokens_ahead(tokens: Tensor, depths: int) -> Tensor:
-    """[B, T] -> [(1 + depths) B, T]: the tokens, and those 1, 2, ... places further on, 0 after the end."""
-    return torch.cat([tokens, *(ahead(tokens, depth, 0) for depth in range(1, depths + 1))])
+def look_ahead(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook before the forward pass of a `Decoder`: what stands further on, as long as sequences are whole.
+
+    Adds `ahead_tokens` [B, K, T] and, where there are labels, `ahead_labels` [B, K, T]. Context parallelism
+    cuts them afterwards like all inputs. Parts of a model always pass on what is made of these tokens.
+    """
+    labels, depths = kwargs.get("labels"), range(1, model.config.mtp.num_modules + 1)  # type: ignore[union-attr]
+    if labels is None and model.embed is not None and model.head is not None:
+        return args, kwargs
+    tokens, doc_ids = args[0] if args else kwargs["tokens"], kwargs.get("doc_ids")
+    added = {"ahead_tokens": torch.stack([ahead(tokens, depth, 0) for depth in depths], 1)}
+    if labels is not None:
+        added["ahead_labels"] = torch.stack([labels_ahead(labels, doc_ids, depth) for depth in depths], 1)
+    return args, kwargs | added
 
 
 def labels_ahead(labels: Tensor, doc_ids: Tensor | None, depth: int) -> Tensor:

@@ -56,6 +56,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
             "process group even for one process: process_group(env, needed=True), then build_mesh"
         )
     plan.check(model)
+    if plan.experts:
+        config.require_experts()
     units = find_units(model, plan, mesh)
     _set_masters(model, config.precision.pure_bf16)
     if config.fp8.recipe != "none":
@@ -65,7 +67,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
     _apply_axes(model, mesh, plan, config)
     checkpoint_activations(units.block_modules, config.activation_checkpointing)
     if config.compile.enabled:
-        compile_blocks(units.block_modules, config.compile, mesh)
+        layers = [layer for pattern in plan.experts for layer in find(model, pattern).values()]
+        compile_blocks(units.block_modules, config.compile, mesh, layers)
     if mesh.fsdp is not None:
         from forge_parallel.fsdp import shard
 
@@ -85,7 +88,7 @@ def _apply_axes(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
     if mesh.ep is not None:
         from forge_parallel.expert_parallel import expert_parallel
 
-        expert_parallel(model, plan, mesh, config.tensor_parallel.sequence)
+        expert_parallel(model, plan, mesh, config)
     if mesh.tp is not None:
         from forge_parallel.tensor_parallel import tensor_parallel
 

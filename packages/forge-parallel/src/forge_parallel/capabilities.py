@@ -75,6 +75,14 @@ def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def unflatten(mesh: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
+    """Several axes made of a device mesh of one, the outermost first, with groups of their own. Collective.
+
+    `DeviceMesh._unflatten` has no public form in 2.11 to 2.15.
+    """
+    return mesh._unflatten(0, tuple(sizes.values()), tuple(sizes))
+
+
 def functional(name: str) -> Callable[..., Any]:
     """A traceable `all_gather` or `reduce_scatter`; 2.13 renamed `*_tensor` to `*_single`."""
     from torch.distributed import _functional_collectives as collectives

@@ -17,15 +17,28 @@ from forge_parallel.mesh import Mesh
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig, mesh: Mesh) -> None:
+def compile_blocks(
+    blocks: Iterable[nn.Module], config: CompileConfig, mesh: Mesh, apart: Iterable[nn.Module] = ()
+) -> None:
     """Compile the forward of each block in place; blocks of one shape share one compilation.
 
     Only the forward: the hooks of FSDP2 stay outside of it and eager. Names of parameters do not change.
+
+    Args:
+        blocks: of the model.
+        config: the section `[compile]`.
+        mesh: the grid of ranks.
+        apart: layers inside of blocks that are not compiled, such as experts, whose shapes follow the data
+            and whose load is counted in the backward pass; a block is cut into graphs around them.
     """
     if config.cache is not None:
         keep_compiled(Path(config.cache), mesh)
+    eager = set(apart)
+    for layer in eager:
+        layer.forward = torch.compiler.disable(layer.forward)
     for block in blocks:
-        block.forward = torch.compile(block.forward, backend=config.backend, fullgraph=config.fullgraph)
+        whole = config.fullgraph and eager.isdisjoint(block.modules())
+        block.forward = torch.compile(block.forward, backend=config.backend, fullgraph=whole)
 
 
 def keep_compiled(folder: Path, mesh: Mesh) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from forge_config import ALL_KEYS, Config, Meta
 from msgspec import field
 
+from forge_parallel.dispatch_config import AllToAllConfig, DispatcherConfig
 from forge_parallel.error import ParallelError
 
 AUTO = -1
@@ -239,6 +240,8 @@ class FP8Config(Config):
         exclude: layers that stay out, as dotted names in which `*` stands for one component.
         min_size: layers with fewer inputs or outputs stay out, for they would become slower. Layers whose
             sizes are no multiples of 16 (`mxfp8`: 32) always do.
+        experts: the matrices of experts too, of `rowwise` and `mxfp8`. The rows of each expert are padded to
+            multiples of 16 (`mxfp8`: 32).
         gather: FSDP2 gathers weights in 8 bits too, with one scale a tensor that is found for all weights at
             once: of `tensorwise` only, half the traffic of bfloat16.
         emulate: round to 8 bits and compute in high precision, for tests on machines that cannot.
@@ -249,10 +252,16 @@ class FP8Config(Config):
     recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "none"
     exclude: list[str] = []
     min_size: Annotated[int, Meta(ge=16)] = 1024
+    experts: bool = False
     gather: bool = False
     emulate: bool = False
 
     def __post_init__(self) -> None:
+        if self.experts and self.recipe not in ("rowwise", "mxfp8"):
+            raise ValueError(
+                f'experts = true with recipe = "{self.recipe}": grouped products in 8 bits need a scale for '
+                'each row; give recipe = "rowwise" or "mxfp8", or experts = false'
+            )
         if self.gather and self.recipe != "tensorwise":
             raise ValueError(
                 f'gather = true with recipe = "{self.recipe}": only weights with one scale a tensor are '
@@ -304,6 +313,7 @@ class ParallelConfig(Config):
     Attributes:
         tensor_parallel: sharing of matrices.
         context_parallel: sharing of sequences.
+        expert_parallel: how rows travel to the experts of other ranks.
         pipeline: sharing of layers.
         fsdp: sharding of parameters.
         precision: number formats.
@@ -314,6 +324,7 @@ class ParallelConfig(Config):
 
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     context_parallel: ContextParallelConfig = ContextParallelConfig()
+    expert_parallel: DispatcherConfig = AllToAllConfig()
     pipeline: PipelineConfig = PipelineConfig()
     fsdp: FSDPConfig = FSDPConfig()
     precision: PrecisionConfig = PrecisionConfig()
@@ -324,6 +335,18 @@ class ParallelConfig(Config):
     def needs_group(self, device_type: str) -> bool:
         """Whether even a lone process needs FSDP2: for float32 masters, or to keep weights on the host."""
         return self.precision.needs_group(device_type) or (self.fsdp.offload and device_type == "cuda")
+
+    def require_experts(self) -> None:
+        """See that layers of experts can do what the sections ask for.
+
+        Raises:
+            ParallelError: they cannot.
+        """
+        if self.compile.enabled and self.activation_checkpointing.mode == "selective":
+            raise ParallelError(
+                'activation_checkpointing.mode = "selective" with compile.enabled = true needs whole graphs, and '
+                "blocks are cut around layers of experts; choose another mode, or compile nothing"
+            )
 
     def require_pipeline(self, ranks: int) -> None:
         """See that a pipeline of so many ranks can do what the other sections ask for.

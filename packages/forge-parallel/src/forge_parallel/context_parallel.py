@@ -194,14 +194,14 @@ def context_parallel(model: nn.Module, plan: Plan, ranks: View, config: ContextP
     Raises:
         ParallelError: the plan names no attention or inputs, or attention that cannot be replaced.
     """
-    if plan.attention is None or not plan.sequence_inputs:
+    if not plan.attention_patterns or not plan.sequence_inputs:
         raise ParallelError(
             f"the plan of {type(model).__name__} has no `attention` or no `sequence_inputs`, which context "
             "parallelism needs; use mesh.cp = 1"
         )
     method, cut = METHODS[config.method], Cut(ranks, config.pieces)
     made: dict[Any, _Shared] = {}
-    for name, module in find(model, plan.attention).items():
+    for name, module in (item for p in plan.attention_patterns for item in find(model, p).items()):
         if not hasattr(module, "attend"):
             raise ParallelError(
                 f"{name}, a {type(module).__name__}, has no attribute `attend` that context parallelism "

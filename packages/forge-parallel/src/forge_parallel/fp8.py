@@ -1,4 +1,4 @@
-"""Linear layers that multiply in 8-bit floats, by torchao."""
+"""Linear layers, and experts, that multiply in 8-bit floats, by torchao."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CAPABILITIES = {"mxfp8": ((10, 0), "Blackwell")}
 
 
 def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, mesh: Mesh) -> list[str]:
-    """Let linear layers multiply in 8 bits, in place. Names and values of parameters do not change.
+    """Let linear layers, and experts, multiply in 8 bits, in place. Parameters keep their names and values.
 
     Args:
         model: best on the meta device.
-        plan: `no_fp8` is used.
+        plan: `no_fp8` and `experts` are used.
         config: the section `[fp8]`.
         mesh: the grid of ranks.
 
@@ -36,8 +36,8 @@ def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, mesh: Mesh) -> list
         The names of these layers.
 
     Raises:
-        ParallelError: the device cannot, no layer is left, or a pattern names nothing. A stage of a pipeline
-            may have neither the layers of a pattern nor any that is left.
+        ParallelError: the device cannot, no layer (of experts, if asked for) is left, or a pattern names
+            nothing. A stage of a pipeline may have neither the layers of a pattern nor any that is left.
     """
     _require_device(config, mesh.device)
     stage = mesh.pipeline.size > 1
@@ -49,15 +49,20 @@ def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, mesh: Mesh) -> list
         for name, module in model.named_modules()
         if type(module).forward is nn.Linear.forward and _fits(name, module, plan, config, cuts)
     ]
-    if not chosen and not stage:
+    multiple, experts = MULTIPLES.get(config.recipe, 16), []
+    if config.experts:
+        from forge_parallel.fp8_experts import use_fp8_in_experts
+
+        experts = use_fp8_in_experts(model, plan, config, multiple)
+    if not (experts if config.experts else chosen) and not stage:
+        what = "layer of experts (fp8.experts)" if config.experts else "layer"
         raise ParallelError(
-            f'fp8.recipe = "{config.recipe}" fits no layer: all are excluded, smaller than fp8.min_size = '
-            f"{config.min_size}, or no multiple of {MULTIPLES.get(config.recipe, 16)}; change the limits or "
-            "set the recipe to none"
+            f'fp8.recipe = "{config.recipe}" fits no {what}: all are excluded, smaller than fp8.min_size = '
+            f"{config.min_size}, or no multiple of {multiple}; change the limits or set the recipe to none"
         )
     convert = _to_mxfp8 if config.recipe == "mxfp8" else _to_float8
     convert(model, chosen, config)
-    return chosen
+    return chosen + experts
 
 
 def _to_float8(model: nn.Module, chosen: list[str], config: FP8Config) -> None:

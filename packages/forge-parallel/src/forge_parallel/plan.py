@@ -61,9 +61,10 @@ class Plan(Config):
         tensor: the role of each module that has parameters, and of those that take the residual stream, under
             tensor parallelism; see `forge_parallel.tensor_parallel`.
         divisible: sizes by name that tensor parallelism must divide, beside those of matrices: heads, say.
-        attention: the attention modules; their attribute `attend` is replaced by context parallelism.
-        sequence_inputs: arguments of the model of the shape [B, T], which context parallelism cuts; the first
-            is always given. It adds `positions` [T] where they are missing.
+        attention: the attention modules, by one pattern or several; their attribute `attend` is replaced by
+            context parallelism.
+        sequence_inputs: arguments of the model of the shape [B, ..., T], which context parallelism cuts; the
+            first is always given. It adds `positions` [T] where they are missing.
         experts: the layers of experts, whose `dispatch` is replaced by expert parallelism; see
             `forge_parallel.expert_parallel`. An attribute `sum_over_sequence` of theirs becomes what sums a
             tensor, in place, over the ranks that have other tokens of the same sequences.
@@ -75,7 +76,7 @@ class Plan(Config):
     units: list[list[str]] = []
     tensor: dict[str, Role] = {}
     divisible: dict[str, int] = {}
-    attention: str | None = None
+    attention: str | list[str] | None = None
     sequence_inputs: list[str] = []
     experts: list[str] = []
     stages: StagePlan | None = None
@@ -108,5 +109,10 @@ class Plan(Config):
             ParallelError: a pattern names no module.
         """
         patterns = [self.blocks, *(p for group in self.units for p in group), *self.tensor, *self.no_fp8]
-        for pattern in [*patterns, *self.experts, *([self.attention] if self.attention else [])]:
+        for pattern in [*patterns, *self.experts, *self.attention_patterns]:
             find(model, pattern)
+
+    @property
+    def attention_patterns(self) -> list[str]:
+        """Those of `attention`."""
+        return [self.attention] if isinstance(self.attention, str) else self.attention or []

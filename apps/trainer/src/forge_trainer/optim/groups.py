@@ -166,11 +166,15 @@ def require_names(rules: Sequence[GroupRule], names: Iterable[str]) -> None:
 
 
 def drop_frozen_gradients(optimizer: Optimizer, step: int) -> None:
-    """Forget the gradients of parameters that are frozen in this step, so that nothing moves them."""
-    for entry in optimizer.param_groups:
-        if is_frozen(entry.get("frozen", ()), step):
-            for parameter in entry["params"]:
-                parameter.grad = None
+    """Forget the gradients of parameters that are frozen in this step, so that nothing moves them.
+
+    An optimizer of ours is told by its attribute `frozen`, one bool a group.
+    """
+    frozen = [is_frozen(entry.get("frozen", ()), step) for entry in optimizer.param_groups]
+    optimizer.frozen = frozen  # type: ignore[attr-defined]
+    for entry, is_ in zip(optimizer.param_groups, frozen, strict=True):
+        for parameter in entry["params"] if is_ else ():
+            parameter.grad = None
 
 
 def shape_of(name: str) -> str:

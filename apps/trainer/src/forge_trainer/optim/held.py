@@ -88,7 +88,7 @@ class Held:
 
 Rule = Callable[[Held, Mapping[str, Any]], None]
 """Takes a step of one group, whose entries it is given. With an attribute `together = True`, gradients that
-are missing count as zero, so that all ranks take it for the same parameters."""
+are missing count as zero, unless the group is frozen, so that all ranks take it for the same parameters."""
 
 
 class HeldOptimizer(torch.optim.Optimizer):
@@ -117,14 +117,16 @@ class HeldOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take a step. Collective, if a rule is."""
         assert closure is None, "no closure is ever given"
-        for group in self.param_groups:
-            missing = [parameter for parameter in group["params"] if parameter.grad is None]
-            if len(missing) == len(group["params"]):
-                continue
+        frozen = getattr(self, "frozen", [False] * len(self.param_groups))
+        for group, is_frozen in zip(self.param_groups, frozen, strict=True):
             rule = self._rules[group["kind"]]
-            if getattr(rule, "together", False):
+            missing = [parameter for parameter in group["params"] if parameter.grad is None]
+            if getattr(rule, "together", False) and not is_frozen:
+                # whether other ranks have gradients cannot be seen from here: they may wait for this one
                 for parameter in missing:
                     parameter.grad = torch.zeros_like(parameter)
+            elif len(missing) == len(group["params"]):
+                continue
             rule(Held(self, group), group)
 
 

@@ -27,7 +27,8 @@ class MuonConfig(OptimizerConfig):
     """Orthogonal updates for matrices, AdamW for everything else.
 
     Momentum stays where the parameters are. Each whole matrix is worked on by one rank, and all ranks have
-    about equally much to do; two collectives for each bucket of matrices bring them there and back.
+    about equally much to do; two collectives for each bucket of matrices bring them there and back. A matrix
+    without a gradient, on one rank or on all, has one of zeros: it decays.
 
     Attributes:
         scale: of the update of A x B matrices: `original` is sqrt(max(1, A/B)), `match-rms-adamw`
