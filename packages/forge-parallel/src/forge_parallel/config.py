@@ -344,8 +344,8 @@ class ParallelConfig(Config):
         """
         if self.compile.enabled and self.activation_checkpointing.mode == "selective":
             raise ParallelError(
-                'activation_checkpointing.mode = "selective" with compile.enabled = true needs whole graphs, and '
-                "blocks are cut around layers of experts; choose another mode, or compile nothing"
+                'activation_checkpointing.mode = "selective" with compile.enabled = true needs whole '
+                "graphs, and blocks are cut around layers of experts; choose another mode, or compile nothing"
             )
 
     def require_pipeline(self, ranks: int) -> None:
