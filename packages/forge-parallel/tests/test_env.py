@@ -162,13 +162,16 @@ def test_a_lone_float32_process_loads_neither_fsdp_nor_the_compiler():
     assert done.returncode == 0, done.stderr
 
 
-def patience() -> list[float]:
-    """Seconds that the collectives of the default group and of the control group may take."""
-    mesh = build_mesh(MeshConfig(), Env.detect())
-    groups = [torch.distributed.group.WORLD, mesh.control_group]
-    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]  # type: ignore[union-attr]
+def patience(sizes: dict) -> set[float]:
+    """Seconds that the collectives of all groups may take."""
+    mesh = build_mesh(MeshConfig(**sizes), Env.detect())
+    groups = [torch.distributed.group.WORLD, mesh.control_group, mesh.loss.group, mesh.stage.group]
+    groups += [group for one in (mesh.fsdp, mesh.tp) if one is not None for group in one.get_all_groups()]
+    backends = [group._get_backend(CPU) for group in groups if group is not None]
+    return {backend.options._timeout.total_seconds() for backend in backends}  # type: ignore[attr-defined]
 
 
 @pytest.mark.dist
-def test_control_group_is_as_patient_as_the_default_group():
-    assert run_ranks(patience, 1, timeout_s=77) == [[77.0, 77.0]]
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, {}), (4, {"tp": 2})])
+def test_all_groups_are_as_patient_as_the_default_group(ranks, sizes):
+    assert run_ranks(patience, ranks, sizes, timeout_s=77) == [{77.0}] * ranks

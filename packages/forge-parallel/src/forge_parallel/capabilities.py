@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +56,33 @@ def host_group() -> ProcessGroup:
     """A new group of all ranks on their CPUs, with the timeout of the default group, which torch forgets."""
     import torch.distributed as dist
 
-    assert dist.group.WORLD is not None
-    options = getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "options", None)
-    group = dist.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
+    group = dist.new_group(backend="gloo", timeout=_patience())
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
     return group
+
+
+def be_patient(mesh: DeviceMesh) -> DeviceMesh:
+    """Give the groups of a device mesh the timeout of the default group; torch forgets it there too.
+
+    `set_timeout` is public from 2.15 on.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    if (timeout := _patience()) is not None:
+        for group in mesh.get_all_groups():
+            change(timeout, group)
+    return mesh
+
+
+def _patience() -> timedelta | None:
+    """How long a collective of the default group may wait for another rank, if its backend tells."""
+    import torch.distributed as dist
+
+    assert dist.group.WORLD is not None
+    options = getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:

@@ -110,7 +110,8 @@ def build_mesh(config: MeshConfig, env: Env) -> Mesh:
 
     def grid(sizes: dict[str, int]) -> DeviceMesh:
         axes = {name: size for name, size in sizes.items() if size > 1 or name in (FSDP, EFSDP)}
-        return init_device_mesh(env.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        made = init_device_mesh(env.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return capabilities.be_patient(made)
 
     # Two views of the same ranks: by what they hold of the model, and by what they read.
     shards = sizes["dp_shard"] * sizes["cp"]
@@ -146,5 +147,5 @@ def _view(grid: DeviceMesh, axes: tuple[str, ...]) -> View:
     if part is None:
         return View()
     names = part.mesh_dim_names or ()
-    along = part if len(names) == 1 else capabilities.flatten(part, "_".join(names))
+    along = part if len(names) == 1 else capabilities.be_patient(capabilities.flatten(part, "_".join(names)))
     return View(along.get_local_rank(), along.size(), along.get_group())
