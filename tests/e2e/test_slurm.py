@@ -12,7 +12,8 @@ from runs import losses, state
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 60
+STEPS = 400
+"""Enough that a preemption comes before the end."""
 CLUSTER = """
 [cluster]
 gpus_per_node = 0
