@@ -229,3 +229,12 @@ def test_digest_of_a_store_names_where_its_documents_end(tmp_path: Path) -> None
             writer.add(np.arange(6), lengths)
         digests.append(TokenStore(tmp_path / str(lengths)).manifest.digest)
     assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "tokens.bin", "tokens.bin.xxh3"])
+def test_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    _write(tmp_path / "s")
+    (tmp_path / "s" / name).unlink()
+    (tmp_path / "s" / name).mkdir()  # reading it is an OSError
+    with pytest.raises(DataError, match=rf"{name} (cannot be read: .*Is a directory|has \d+ bytes)"):
+        TokenStore(tmp_path / "s").read(np.asarray([0]), 10)

@@ -145,12 +145,18 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         raise DataError(f"{path} is missing; copy it again or make the store anew") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
 
 
 def _read_digests(path: Path, part: Part) -> np.ndarray:
     """[blocks] uint64, small enough to be compared with the manifest each time."""
-    with os.fdopen(_open(path.with_name(path.name + DIGESTS)), "rb") as file:
-        raw = file.read()
+    descriptor = _open(path.with_name(path.name + DIGESTS))
+    try:
+        with os.fdopen(descriptor, "rb") as file:
+            raw = file.read()
+    except OSError as error:
+        raise DataError(f"{path}{DIGESTS} cannot be read: {error}") from None
     if xxhash.xxh3_128_hexdigest(raw) != part.digest or len(raw) != 8 * -(-part.bytes // BLOCK_BYTES):
         raise DataError(f"{path}{DIGESTS} is damaged: it is not what the manifest says; copy it again")
     return np.frombuffer(raw, "<u8")

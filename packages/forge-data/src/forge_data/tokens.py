@@ -211,7 +211,7 @@ def _read_manifest(folder: Path) -> Manifest:
         manifest = msgspec.convert(raw, Manifest)
     except FileNotFoundError:
         raise DataError(f"{folder} is no token store: it has no {MANIFEST}") from None
-    except msgspec.MsgspecError as error:
+    except (OSError, msgspec.MsgspecError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     for name, part, count, width in (
         ("tokens", manifest.tokens, manifest.num_tokens, np.dtype(manifest.dtype).itemsize),
