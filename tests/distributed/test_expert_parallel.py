@@ -1,12 +1,14 @@
 """Mixtures of experts under every layout against one process: losses, norms, weights, biases, loads."""
 
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
 from forge_model import DecoderConfig
 from forge_model.config import (
     GroupedQueryConfig,
+    LatentConfig,
     LayerOverride,
     MoEConfig,
     SigmoidRouterConfig,
@@ -26,7 +28,6 @@ from forge_parallel.testing import run_ranks
 from msgspec.structs import replace
 from parity import TOKENS, VOCAB, batch, full, made, parameters
 
-STEPS = 4
 SIGMOID = SigmoidRouterConfig(
     groups=4, top_groups=3, scale=1.5, bias_rate=0.02, sequence_balance_weight=0.1, z_loss_weight=0.01
 )
@@ -50,6 +51,10 @@ MODELS = {
     ),
     "deep": replace(DEEPSEEK, num_layers=4),
     "many": replace(DEEPSEEK, ffn=replace(MOE, num_experts=64)),
+    "latent": replace(
+        DEEPSEEK,
+        attention=LatentConfig(num_heads=4, kv_rank=12, q_rank=16, nope_dim=8, rope_dim=4, value_dim=6),
+    ),
 }
 LAYOUTS = {
     "fsdp2": (2, {}),
@@ -67,11 +72,26 @@ LAYOUTS = {
 }
 
 
-def train(sizes: dict, config: DecoderConfig, parallel: ParallelConfig) -> dict:
+class Bounds(NamedTuple):
+    """How far many ranks may be from one, relatively, after how many steps in which number format."""
+
+    dtype: str
+    steps: int
+    loss: float
+    norm: float
+    after: float
+
+
+FLOAT64 = Bounds("float64", 4, 1e-10, 1e-10, 1e-9)
+FLOAT32 = Bounds("float32", 10, 1e-5, 1e-4, 1e-4)
+NOT_COUNTED = ("/balance_loss", "/router_z_loss")
+
+
+def train(sizes: dict, config: DecoderConfig, parallel: ParallelConfig, dtype: str, steps: int) -> dict:
     """What `parity.trained` tells, and the buffers and loads of the layers."""
-    parts, _, step, mesh = made(sizes, config, "float64", parallel)
+    parts, _, step, mesh = made(sizes, config, dtype, parallel)
     count = 4 if parallel.pipeline.is_v else 2
-    outs = [step.train(batch(index, mesh, count), index) for index in range(STEPS)]
+    outs = [step.train(batch(index, mesh, count), index) for index in range(steps)]
     return {
         "loss": [out.loss.item() for out in outs],
         "norm": [out.grad_norm.item() for out in outs],
@@ -82,23 +102,26 @@ def train(sizes: dict, config: DecoderConfig, parallel: ParallelConfig) -> dict:
 
 
 @cache
-def single(name: str) -> dict:
-    return run_ranks(train, 1, {}, MODELS[name], ParallelConfig())[0]
+def single(name: str, bounds: Bounds) -> dict:
+    return run_ranks(train, 1, {}, MODELS[name], ParallelConfig(), bounds.dtype, bounds.steps)[0]
 
 
-def check(layout: str, name: str, parallel: ParallelConfig) -> None:
+def check(layout: str, name: str, parallel: ParallelConfig, bounds: Bounds = FLOAT64) -> None:
     world_size, sizes = LAYOUTS[layout]
-    one, biases = single(name), {}
-    for many in run_ranks(train, world_size, sizes, MODELS[name], parallel, timeout_s=200):
-        assert many["loss"] == pytest.approx(one["loss"], rel=1e-10)
-        assert many["norm"] == pytest.approx(one["norm"], rel=1e-10)
+    one, biases = single(name, bounds), {}
+    options = (sizes, MODELS[name], parallel, bounds.dtype, bounds.steps)
+    for many in run_ranks(train, world_size, *options, timeout_s=200):
+        assert many["loss"] == pytest.approx(one["loss"], rel=bounds.loss)
+        assert many["norm"] == pytest.approx(one["norm"], rel=bounds.norm)
         for mine, reference in zip(many["metrics"], one["metrics"], strict=True):
             assert mine.keys() == reference.keys()
             for key, value in reference.items():
-                if not key.endswith("/balance_loss"):  # of the tokens that are routed at once
-                    assert mine[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+                if "ffn/" in key and not key.endswith(NOT_COUNTED):
+                    assert mine[key] == value, key
+                elif not key.endswith("/balance_loss"):  # of the tokens that are routed at once
+                    assert mine[key] == pytest.approx(value, rel=10 * bounds.loss, abs=1e-12), key
         for key, value in one["after"].items():
-            assert (many["after"][key] - value).abs().max() <= 1e-9 * value.abs().max(), key
+            assert (many["after"][key] - value).abs().max() <= bounds.after * value.abs().max(), key
         biases |= many["biases"]
         assert all(torch.equal(bias, one["biases"][key]) for key, bias in many["biases"].items())
     assert biases.keys() == one["biases"].keys()
@@ -165,7 +188,15 @@ def test_training_of_experts_by_other_means_equals_one_process(name):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "many"])
-@pytest.mark.parametrize("layout", ["ep2", "fsdp2-ep2", "ep2-tp2"])
+@pytest.mark.parametrize("name", ["mixtral", "many", "latent"])
+@pytest.mark.parametrize("layout", ["ep2", "fsdp2-ep2", "ep2-tp2", "cp2-ep2", "pp2-ep2"])
 def test_training_of_other_experts_in_float64_equals_one_process(layout, name):
     check(layout, name, ParallelConfig())
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek", "mixtral", "many", "latent"])
+@pytest.mark.parametrize("layout", ["ep2", "fsdp2-ep2", "pp2-fsdp2-ep2"])
+def test_ten_steps_of_experts_in_float32_equal_one_process(layout, name):
+    check(layout, name, ParallelConfig(), FLOAT32)

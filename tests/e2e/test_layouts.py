@@ -17,6 +17,22 @@ LAYOUTS = {
     "pp2-fsdp2": (4, ("--mesh.pp=2",)),
 }
 KILLS, STEPS = 10, 60
+EXPERTS = """
+[model.ffn]
+type = "moe"
+num_experts = 8
+top_k = 3
+dim = 24
+router = { type = "sigmoid", bias_rate = 0.02 }
+"""
+MTP = "\n[model.mtp]\nnum_modules = 1\n"
+"""Appended to the run."""
+EXPERT_LAYOUTS = {
+    "one": (1, (), EXPERTS + MTP),
+    "fsdp2": (2, (), EXPERTS + MTP),
+    "ep2": (2, ("--mesh.ep=2",), EXPERTS + MTP),
+    "pp2": (2, ("--mesh.pp=2",), EXPERTS),
+}
 
 
 @pytest.mark.slow
@@ -25,15 +41,34 @@ KILLS, STEPS = 10, 60
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_run_killed_ten_times_ends_bit_identical_to_an_uninterrupted_one(forge, tiny, tmp_path, layout):
     ranks, flags = LAYOUTS[layout]
-    whole = tiny(steps=STEPS, name="whole.toml", root=tmp_path / "whole")
+    check_kills(forge, tiny, tmp_path, ranks, flags)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_run_of_experts_killed_four_times_ends_bit_identical_to_an_uninterrupted_one(
+    forge, tiny, tmp_path, layout
+):
+    ranks, flags, extra = EXPERT_LAYOUTS[layout]
+    found = check_kills(forge, tiny, tmp_path, ranks, flags, extra, kills=4, steps=24)
+    assert len({found[f"model.layers.{index}.ffn.router.selection_bias"] for index in range(2)}) == 2
+
+
+def check_kills(forge, tiny, tmp_path, ranks, flags, extra="", kills=KILLS, steps=STEPS) -> dict[str, bytes]:
+    """Kill a run again and again, compare it with another; returns what both have saved."""
+    whole = tiny(steps=steps, name="whole.toml", root=tmp_path / "whole", extra=extra)
     forge("train", whole, *flags, ranks=ranks)
-    cut, run, draw = tiny(steps=STEPS), tmp_path / "runs" / "tiny", random.Random(layout)
-    for _ in range(KILLS):
+    cut, run, draw = tiny(steps=steps, extra=extra), tmp_path / "runs" / "tiny", random.Random(str(flags))
+    for _ in range(kills):
         reached = max((r["step"] for r in lines(run)), default=0)
         forge.stop_at(cut, reached + draw.randint(1, 4), signal.SIGKILL, ranks, *flags)
     forge("train", cut, *flags, ranks=ranks)
-    assert state(run) == state(tmp_path / "whole" / "tiny")
+    saved = state(run)
+    assert saved == state(tmp_path / "whole" / "tiny")
     assert losses(run) == losses(tmp_path / "whole" / "tiny")
+    return saved
 
 
 @pytest.mark.slow
