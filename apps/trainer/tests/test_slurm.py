@@ -168,6 +168,14 @@ def test_failing_without_progress_ends_after_three_starts(slurm, tmp_path, capsy
     assert [after(run, code) for code in (1, 85, 1, 1, 1)] == [0, 0, 0, 0, 89]
 
 
+def test_job_whose_end_cannot_be_written_down_does_not_run_again(slurm, tmp_path, capsys):
+    (tmp_path / "tiny").write_text("a file where the run should be")
+    assert after(tmp_path / "tiny", 85) == 85
+    assert "cannot be written: " in capsys.readouterr().out
+    assert after(tmp_path / "tiny", 0) == 0
+    assert not any("requeue" in call for call in slurm.calls())
+
+
 def test_chain_goes_on_by_itself_and_is_cut_when_the_run_is_complete(slurm, tmp_path):
     assert after(tmp_path / "run", 85, "--chained=9") == 0 and slurm.calls() == []
     assert after(tmp_path / "run", 0, "--chained=9") == 0 and slurm.calls() == ["scancel 9"]

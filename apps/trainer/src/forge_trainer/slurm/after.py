@@ -28,7 +28,10 @@ def after_job(options: argparse.Namespace) -> int:
     """
     directory = Path(options.directory)
     code = _code(directory, options.code)
-    failures = _remember(directory, code)
+    try:
+        failures = _remember(directory, code)
+    except OSError as error:  # without memory, a job that fails at once would run again for ever
+        return _stop(options, code, f"{directory} cannot be written: {error}")
     state = _job_state()
     if state == "CANCELLED":
         return _stop(options, code, "cancelled")
