@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from forge_model.config import MoEConfig, SigmoidRouterConfig, SwiGLUConfig
 from forge_model.moe import MoE
-from forge_model.routing import one_per_slot
+from forge_model.routing import one_per_slot, serve
 from report import table, write
 from torch import Tensor
 
@@ -53,7 +53,7 @@ class Forced(MoE):
         routing, rows = self.router(x).routing, x.flatten(0, 1)
         even = torch.arange(len(routing.experts)) % self.num_experts
         pairs = one_per_slot(even.view(len(rows), -1), routing.weights.view(len(rows), -1))
-        return self._served(rows, pairs, None).view_as(x)
+        return serve(self.experts, rows, pairs, self.num_experts).view_as(x)
 
 
 class Naive(MoE):

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_model.experts_cpu import ByBlocks
 from forge_model.ffn import ACTIVATIONS, clamped_unit
 from forge_model.roles import Role
 
 if TYPE_CHECKING:
     from forge_model.moe_config import ClampConfig
-
-
-class Pairs(NamedTuple):
-    """Who is served by whom, in the order of the experts.
-
-    Attributes:
-        tokens: [R] int64.
-        weights: [R] of what the expert makes.
-    """
-
-    tokens: Tensor
-    weights: Tensor
 
 
 class Experts(nn.Module):
@@ -73,29 +60,20 @@ class Experts(nn.Module):
         self.activation, self.clamp = ACTIVATIONS[activation], clamp
         self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear
 
-    def forward(self, rows: Tensor, ends: Tensor, pairs: Pairs | None = None) -> Tensor:
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """What each expert makes of its rows.
 
         Args:
-            rows: [R, D], those of the first expert first; or [N, D] tokens, where there are pairs.
+            rows: [R, D], those of the first expert first.
             ends: [E] int32, where the rows of each expert end; an expert may have none.
-            pairs: who serves whom; only where `takes_pairs`.
 
         Returns:
-            [R, D]; rows after the last end mean nothing, and neither do their gradients. Or [N, D], the
-            weighted sums over the experts of each token.
+            [R, D]; rows after the last end mean nothing, and neither do their gradients.
         """
         assert self.w_up is not None and self.w_down is not None
-        if pairs is not None:
-            weights = self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down
-            return ByBlocks.apply(rows, *pairs, ends.tolist(), self._unit, *weights)
         up = self._projected(rows, self.w_up, self.b_up, ends)
         gate = None if self.w_gate is None else self._projected(rows, self.w_gate, self.b_gate, ends)
         return self._projected(self._unit(gate, up), self.w_down, self.b_down, ends)
-
-    def takes_pairs(self, x: Tensor) -> bool:
-        """Whether tokens [N, D] are best given with pairs: on a CPU, by few of them at a time."""
-        return x.device.type == "cpu" and self.product is grouped_linear
 
     def _unit(self, gate: Tensor | None, up: Tensor) -> Tensor:
         if gate is None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from forge_model.balance import EXTRAS, Load, Tally, tallied
-from forge_model.experts import Experts, Pairs
+from forge_model.experts import Experts
 from forge_model.ffn import MLP, GatedFfn
 from forge_model.roles import Role
-from forge_model.routing import Routing, in_order, serve, within_capacity
+from forge_model.routing import Routing, serve, within_capacity
 
 if TYPE_CHECKING:
     from forge_model.moe_config import MoEConfig
@@ -93,20 +93,12 @@ class MoE(nn.Module):
             counted = counted + _dropped(routing, self.num_experts)
         shared: list[Tensor] = []
         meanwhile = None if self.shared is None else lambda: shared.append(self._of_shared(x))
-        out = self._served(x.flatten(0, 1), routing, meanwhile).view_as(x)
+        experts = partial(self.dispatch, self.experts, meanwhile=meanwhile)
+        out = serve(experts, x.flatten(0, 1), routing, self.num_experts).view_as(x)
         if torch.is_grad_enabled():
             tokens = x.shape[0] * x.shape[1]
             out = tallied(out, loss * (tokens / (self.step_tokens or tokens)), counted, self.tally)
         return out + shared[0] if shared else out
-
-    def _served(self, x: Tensor, routing: Routing, meanwhile: Callable[[], None] | None) -> Tensor:
-        """[N, D] -> [N, D], weighted sums over the experts of each token."""
-        if self.dispatch is not here or not self.experts.takes_pairs(x):
-            experts = partial(self.dispatch, self.experts, meanwhile=meanwhile)
-            return serve(experts, x, routing, self.num_experts)
-        order, ends = in_order(routing, self.num_experts)
-        pairs = Pairs(routing.tokens[order], routing.weights.to(x.dtype)[order])
-        return here(partial(self.experts, pairs=pairs), x, ends, meanwhile)
 
     def _of_shared(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D], what the experts make that serve every token."""

@@ -67,18 +67,14 @@ def within_capacity(routing: Routing, num_experts: int, capacity: int) -> Routin
     )
 
 
-def in_order(routing: Routing, num_experts: int) -> tuple[Tensor, Tensor]:
-    """[R] int64, the pairs of the first expert first, and [E] int32, where those of each end."""
-    sorted_, order = routing.experts.sort(stable=True)
-    experts = torch.arange(num_experts, device=order.device)
-    return order, torch.searchsorted(sorted_, experts, right=True).int()
-
-
 def by_expert(x: Tensor, routing: Routing, num_experts: int) -> ByExpert:
     """Copy the rows of tokens [N, D] into the order of the experts. Waits for no device."""
-    order, ends = in_order(routing, num_experts)
+    sorted_, order = routing.experts.sort(stable=True)
+    places = torch.arange(len(order), device=x.device)
     inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=x.device)
+    inverse[order] = places
+    experts = torch.arange(num_experts, device=x.device)
+    ends = torch.searchsorted(sorted_, experts, right=True).int()
     if routing.slots:
         rows = _Take.apply(x, order, inverse, routing.slots)
     else:
