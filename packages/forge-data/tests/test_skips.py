@@ -115,6 +115,10 @@ def test_stop_ends_the_run_where_a_source_is_exhausted(config: DataConfig) -> No
     assert np.bincount(source)[0] == 100 and last == len(source) // B < 1000
     assert sum(one.sequences for one in plan(capped, order, run)) == last * B
     loader = build_loader(capped, "train", micro_batch=B, global_batch=B, steps=1000)
+    served = itertools.islice(iter(loader), last)
+    assert all((step[0].statistics["source"] >= 0).all() for step in served)
+    with pytest.raises(DataError, match="as often as max_epochs allows"):
+        list(itertools.islice(iter(loader), last + 100))
     assert loader.last_step == last and loader.plan[-1].startswith(f"the run ends at step {last}")
 
 

@@ -108,7 +108,10 @@ class Batches:
 
 
 class TrainBatches(Batches):
-    """Endless: global batch i is the samples from first + i * global_batch on, cut evenly by rank."""
+    """Global batch i is the samples from first + i * global_batch on, cut evenly by rank; endless, or padded.
+
+    Where the sources run out, padding fills the batch and those that were read with it.
+    """
 
     def __init__(
         self,
@@ -138,6 +141,8 @@ class TrainBatches(Batches):
         if chunk != self._chunk:
             self._chunk, self._located = chunk, self._locate(chunk)
         source, sample = self._located
+        if source[row, 0] < 0:
+            self._order.locate(np.asarray([self._first + group * self.together * self._global_batch]))
         return source[row], sample[row]
 
     def _locate(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
@@ -145,7 +150,13 @@ class TrainBatches(Batches):
         count = self._ahead * self.together
         items = np.arange(chunk * count, (chunk + 1) * count, dtype=np.int64)
         ordinals = self._first + items[:, None] * self._global_batch + np.arange(self._share)
-        source, sample = self._order.locate(ordinals.ravel())
+        places, end = ordinals.ravel(), self._order.num_samples
+        if end is None:
+            source, sample = self._order.locate(places)
+        else:
+            # What is looked at ahead may lie behind the end; only who asks for it hears of that.
+            source, sample = self._order.locate(np.minimum(places, max(end - 1, int(places[0]))))
+            source[places >= end] = -1
         return source.reshape(self._ahead, -1), sample.reshape(self._ahead, -1)
 
 

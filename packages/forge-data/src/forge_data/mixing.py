@@ -82,7 +82,7 @@ def build_order(config: DataConfig, sizes: Sequence[int], run: Run) -> Order:
 
 def last_step(order: Order, run: Run) -> int | None:
     """How many whole steps there are samples for; None for any number."""
-    return None if order.end is None else order.skips.place(order.end) // run.global_batch
+    return None if order.num_samples is None else order.num_samples // run.global_batch
 
 
 def _too_long(config: DataConfig, order: Order, run: Run, last: int) -> str:

@@ -304,6 +304,11 @@ class Order:
             sample[of_source] = permute(inside, size, seed)
         return source, sample
 
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples there are, without those that are left out; None for any number."""
+        return None if self.end is None else self.skips.place(self.end)
+
     def counts(self, num_samples: int) -> np.ndarray:
         """[sources] int64: how many of each are among the first `num_samples` of the run."""
         if not num_samples:
