@@ -151,6 +151,6 @@ def test_sample_prints_what_a_step_has_read(tmp_path: Path, capsys: pytest.Captu
         assert main(arguments) == 0
         out = capsys.readouterr().out
         place = 7 * 4 + 2 * rank
-        assert out.count("-- step 5") == 2 and f"sample {place}, source some" in out and "ment" in out
+        assert out.count("-- step 5") == 2 and f"sample {place}, source some" in out and "docu" in out
     assert main(["sample", str(tmp_path), "--step", "20"]) == 1
     assert "below 20" in capsys.readouterr().err
