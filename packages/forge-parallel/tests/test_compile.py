@@ -30,7 +30,7 @@ def test_ranks_and_layouts_have_folders_of_their_own(tmp_path):
 def test_folder_that_cannot_be_used_is_a_warning(tmp_path):
     before = os.environ[FOLDER]
     (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match=r"compile.cache = '.*file' is not used: .*Not a directory"):
+    with pytest.warns(UserWarning, match=r"compile.cache = '.*file' is not used: .*File exists"):
         keep_compiled(tmp_path / "file", LONE)
     keep_compiled(tmp_path / "open", LONE)
     path = Path(os.environ[FOLDER])
