@@ -53,6 +53,7 @@ def test_signals_first_interrupt_after_another_signal_changes_nothing(monkeypatc
 
 def test_signals_raise_once_during_the_start_and_are_not_forgotten():
     with Signals(starting=True) as signals:
+        signals.loaded()
         with pytest.raises(Stopped):
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
@@ -76,6 +77,22 @@ def test_signals_to_another_rank_end_the_start_of_this_one():
 
 def run_python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_signals_end_a_start_at_once_while_modules_are_loaded():
+    """An exception there could be swallowed, or crash a C extension that starts."""
+    done = run_python("""if True:
+        import signal
+        from forge_resilience.signals import Signals
+        with Signals(starting=True):
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except BaseException:
+                print("went on")
+            print("went on")
+    """)
+    assert (done.returncode, done.stdout) == (85, "")
+    assert done.stderr == "stopped by SIGTERM before the first step of this start; start it again\n"
 
 
 def test_signals_end_a_start_whose_main_thread_waits_in_c_code():

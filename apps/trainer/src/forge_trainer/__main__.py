@@ -3,7 +3,7 @@
 import sys
 
 from forge_resilience.exit_codes import ExitCode
-from forge_resilience.signals import Signals, Stopped
+from forge_resilience.signals import Signals, Stopped, stopped_by
 
 from forge_trainer.say import say, settle
 
@@ -29,7 +29,7 @@ def main() -> int:
         if not isinstance(error, Stopped) and not (signals.starting and signals.received):
             raise
         cause = signals.received.name if signals.received else "a signal to another rank"
-        say(f"stopped by {cause} before the first step of this start; start it again\n", sys.stderr)
+        say(stopped_by(cause), sys.stderr)
         return ExitCode.PREEMPTED
     finally:
         signals.ignore()

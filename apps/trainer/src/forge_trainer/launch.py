@@ -37,6 +37,8 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
         Stopped: a signal came before the first step.
     """
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    if signals is not None:
+        signals.loaded()
     claim, clock = Claim(loaded, change), Clock()
     try:
         with ExitStack() as stack:

@@ -41,7 +41,9 @@ class Signals:
     Must be entered by the main thread. Processes forked inside inherit the handlers, which do nothing there.
 
     Args:
-        starting: a signal raises `Stopped` at once, for nothing is worth saving yet; until `started()`.
+        starting: nothing is worth saving yet. A signal ends the process there and then until `loaded()`, for
+            an exception within the start of a C extension can crash it; from then on it raises `Stopped` at
+            once, until `started()`.
 
     Attributes:
         received: the first signal that asked to stop, None before.
@@ -51,7 +53,7 @@ class Signals:
     def __init__(self, starting: bool = False) -> None:
         self.received: signal.Signals | None = None
         self.starting = starting
-        self._raises = starting
+        self._raises = self._loads = starting
         self._interrupted_s: float | None = None
         self._process = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
@@ -80,6 +82,10 @@ class Signals:
         self._previous.clear()
         self._end_watch()
 
+    def loaded(self) -> None:
+        """All modules are loaded: from now on a signal during the start raises `Stopped`."""
+        self._loads = False
+
     def started(self, agree: Callable[[Verdict], Verdict] = lambda verdict: verdict) -> None:
         """End the start: from now on a signal asks to stop after the current step. Collective as `agree` is.
 
@@ -89,7 +95,7 @@ class Signals:
         Raises:
             Stopped: a signal came during the start, here or on another rank.
         """
-        self._raises = False
+        self._raises = self._loads = False
         if agree(self.verdict()) >= Verdict.STOP:
             raise Stopped
         self.starting = False
@@ -119,6 +125,9 @@ class Signals:
             if self._interrupted_s is not None and now - self._interrupted_s > INTERRUPT_AFTER_S:
                 raise KeyboardInterrupt
             self._interrupted_s = self._interrupted_s or now
+        if first and self._loads:
+            os.write(2, stopped_by(self.received.name).encode())
+            os._exit(ExitCode.PREEMPTED)
         if first and self._raises:
             raise Stopped
 
@@ -126,6 +135,11 @@ class Signals:
         if self._watch is not None:
             self._watch.end()
             self._watch = None
+
+
+def stopped_by(cause: str) -> str:
+    """What is said of a start that was stopped."""
+    return f"stopped by {cause} before the first step of this start; start it again\n"
 
 
 class _Watch:
