@@ -127,7 +127,11 @@ EXACT = {"loss": 1e-5, "grad_norm": 1e-4}
 
 @pytest.mark.parametrize(
     ("world_size", "sizes", "tied"),
-    [(2, {}, False), (2, {}, True), pytest.param(4, {"dp_replicate": 2}, False, marks=pytest.mark.slow)],
+    [
+        pytest.param(2, {}, False, marks=pytest.mark.slow),
+        (2, {}, True),
+        pytest.param(4, {"dp_replicate": 2}, False, marks=pytest.mark.slow),
+    ],
     ids=["fsdp-2", "fsdp-2-tied", "hsdp-2x2"],
 )
 def test_hf_llama_trains_like_one_process(world_size, sizes, tied):

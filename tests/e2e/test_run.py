@@ -68,6 +68,7 @@ def test_run_goes_on_with_another_number_of_ranks(forge, tiny, tmp_path, first, 
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_sigterm_to_one_rank_of_two_stops_both_at_the_same_step(forge, tiny, tmp_path):
     path = tiny(steps=100000)
     line = forge.command("train", path, ranks=2)

@@ -30,10 +30,10 @@ def ended(processes: list[subprocess.Popen]) -> list[int]:
     ("how", "named", "codes"),
     [
         ("data", r"hang: rank 1 on \S+ (pid {1}) in 'data' for . s, while others wait in 'step'", [86, 86]),
-        ("gil", "hang: rank 1 on .* in 'step' for .*: no thread of it runs Python", [86, -9]),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ("gil", "hang: rank 1 on .* in 'step' for .*: no thread of it runs Python", [86, -9]),
                 ("first", "hang: rank 1 on .* in 'never seen' .* others wait in 'step'", [86, 86]),
                 ("all", "hang: all 2 ranks in 'step' after 4 steps", [86, 86]),
             ]
@@ -56,6 +56,7 @@ def test_hang_ends_all_ranks_and_names_the_one(tmp_path, how, named, codes):
     assert (folder / "collectives-0.json").read_text() == "[]"
 
 
+@pytest.mark.slow
 def test_stopped_process_is_named_and_killed(tmp_path):
     folder = tmp_path / "hang"
     processes = started(folder, "all")
