@@ -2,8 +2,8 @@
 
 One process has all cores as threads; each of N ranks has its part of them. `ratio` is the time of the one
 process over that of the ranks, both the medians of turns taken one after the other: 1 would be no overhead.
-`communication` is the share of time that one rank spends in collectives, as the profiler of torch sees it,
-waiting included.
+`communication` is the share of a step in which one rank is in no operator of torch, as its profiler sees it:
+collectives and waiting for them, and Python, which alone is the share `in one process`.
 
 Run alone on the machine: python benchmarks/parallel_overhead.py [--rounds 3] [--layouts fsdp2 tp2 ...]
 """
@@ -21,18 +21,20 @@ from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, local_shard, process_group
 from forge_parallel.apply import materialize, parallelize
+from forge_parallel.config import FSDPConfig
 from forge_parallel.runner import build_runner
 from forge_parallel.stages import keep_stage, stages_of
 from report import table, write
 
 LAYOUTS = {
-    "one": (1, {}),
-    "fsdp2": (2, {}),
-    "replicate2": (2, {"dp_replicate": 2}),
-    "tp2": (2, {"tp": 2}),
-    "cp2": (2, {"cp": 2}),
-    "pp2": (2, {"pp": 2}),
-    "hsdp2x2": (4, {"dp_replicate": 2}),
+    "one": (1, {}, ParallelConfig()),
+    "fsdp2": (2, {}, ParallelConfig()),
+    "fsdp2-after_step": (2, {}, ParallelConfig(fsdp=FSDPConfig(reshard="after_step"))),
+    "replicate2": (2, {"dp_replicate": 2}, ParallelConfig()),
+    "tp2": (2, {"tp": 2}, ParallelConfig()),
+    "cp2": (2, {"cp": 2}, ParallelConfig()),
+    "pp2": (2, {"pp": 2}, ParallelConfig()),
+    "hsdp2x2": (4, {"dp_replicate": 2}, ParallelConfig()),
 }
 DIM, LAYERS, TOKENS, BATCH, VOCAB = 512, 4, 512, 4, 8192
 
@@ -41,7 +43,8 @@ def rank(layout: str, steps: int) -> None:
     """One rank: prints the seconds of each step, and the share of communication."""
     env = Env.detect()
     with process_group(env):
-        mesh = build_mesh(MeshConfig(**LAYOUTS[layout][1]), env)
+        _, sizes, parallel = LAYOUTS[layout]
+        mesh = build_mesh(MeshConfig(**sizes), env)
         config = DecoderConfig(
             vocab_size=VOCAB,
             max_tokens=TOKENS,
@@ -49,7 +52,6 @@ def rank(layout: str, steps: int) -> None:
             num_layers=LAYERS,
             attention=GroupedQueryConfig(num_heads=8, num_kv_heads=8),
         )
-        parallel = ParallelConfig()
         parts = []
         for stage in stages_of(mesh.pipeline.rank, mesh.pipeline.size, parallel.pipeline):
             with torch.device("meta"):
@@ -70,14 +72,14 @@ def rank(layout: str, steps: int) -> None:
             optimizer.zero_grad()
             return time.perf_counter() - start
 
-        step()
+        for _ in range(2):
+            step()
         seconds = [step() for _ in range(steps)]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             whole = step()
-        words = ("c10d", "gloo", "wait")
-        said = sum(e.self_cpu_time_total for e in profile.key_averages() if any(w in e.key for w in words))
+        busy = sum(e.self_cpu_time_total for e in profile.key_averages() if e.key.startswith("aten::"))
         if env.rank == 0:
-            print(json.dumps({"seconds": seconds, "communication": min(1.0, said / 1e6 / whole)}))
+            print(json.dumps({"seconds": seconds, "communication": 1 - busy / 1e6 / whole}))
 
 
 def measure(layout: str, cores: int, steps: int) -> dict:
@@ -108,12 +110,12 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     rows = []
     for layout in options.layouts:
-        alone, together, said = [], [], []
+        alone, together, said, nothing = [], [], [], []
         for _ in range(options.rounds):
-            alone += measure("one", cores, options.steps)["seconds"]
-            found = measure(layout, cores, options.steps)
-            together += found["seconds"]
-            said.append(found["communication"])
+            for name, seconds, shares in (("one", alone, nothing), (layout, together, said)):
+                found = measure(name, cores, options.steps)
+                seconds += found["seconds"]
+                shares.append(found["communication"])
         one, many = statistics.median(alone), statistics.median(together)
         rows.append(
             {
@@ -122,6 +124,7 @@ def main() -> None:
                 "ranks s": round(many, 3),
                 "ratio": round(one / many, 3),
                 "communication": round(statistics.median(said), 3),
+                "in one process": round(statistics.median(nothing), 3),
             }
         )
     print(table(rows))

@@ -47,6 +47,8 @@ def counted(sizes: dict, parallel: ParallelConfig) -> dict[str, int]:
 
 
 EVERY = ParallelConfig(fsdp=FSDPConfig(reduce_gradients="every_micro_batch"))
+KEPT = ParallelConfig(fsdp=FSDPConfig(reshard="after_backward"))
+KEPT_LONGER = ParallelConfig(fsdp=FSDPConfig(reshard="after_step"))
 AHEAD = ParallelConfig(fsdp=FSDPConfig(prefetch=2, offload=True))
 ULYSSES = ParallelConfig(context_parallel=ContextParallelConfig(method="ulysses"))
 WHOLE = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=False))
@@ -56,6 +58,8 @@ FSDP = (MICRO_BATCHES * (UNITS + UNITS - 2), UNITS)
 CASES = {
     "dp_shard": (2, {}, ParallelConfig(), (*FSDP, 0, 0)),
     "dp_replicate": (2, {"dp_replicate": 2}, ParallelConfig(), (0, 0, UNITS, 0)),
+    "dp_shard, after_backward": (2, {}, KEPT, (MICRO_BATCHES * UNITS, UNITS, 0, 0)),
+    "dp_shard, after_step": (2, {}, KEPT_LONGER, (UNITS, UNITS, 0, 0)),
     "dp_shard, prefetch, offload": (2, {}, AHEAD, (*FSDP, 0, 0)),
     "dp_replicate x dp_shard": (4, {"dp_replicate": 2}, ParallelConfig(), (*FSDP, UNITS, 0)),
     # copies of the model are summed over once a step

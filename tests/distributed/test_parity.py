@@ -187,6 +187,7 @@ FEATURES = {
     'fsdp.reduce_gradients = "every_micro_batch"': ParallelConfig(
         fsdp=FSDPConfig(reduce_gradients="every_micro_batch")
     ),
+    'fsdp.reshard = "after_step"': ParallelConfig(fsdp=FSDPConfig(reshard="after_step")),
 }
 COMBINED = ("fsdp2-tp2", "hsdp2x2", "fsdp2-cp2", "pp2-fsdp2")
 REFUSED = [('fsdp.reduce_gradients = "every_micro_batch"', "pp2-fsdp2")]

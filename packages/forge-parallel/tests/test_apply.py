@@ -280,8 +280,9 @@ def test_reduce_gradients_every_micro_batch_holds_only_the_part_of_a_rank():
     [
         (4, {"dp_replicate": 2}, FSDPConfig(reduce_gradients="every_micro_batch")),
         (2, {}, FSDPConfig(offload=True, prefetch=2)),
+        (2, {}, FSDPConfig(reshard="after_step")),
     ],
-    ids=["reduced-every-micro-batch", "offloaded"],
+    ids=["reduced-every-micro-batch", "offloaded", "gathered-once-a-step"],
 )
 def test_ways_of_fsdp_equal_one_process(ranks, sizes, fsdp):
     found = run_ranks(curves, ranks, sizes, {"fsdp": fsdp}, timeout_s=120)

@@ -72,9 +72,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
     if mesh.fsdp is not None:
         from forge_parallel.fsdp import shard
 
-        # in a pipeline, many micro-batches pass before the first comes back
-        again = mesh.pipeline.size == 1
-        shard(model, units, mesh.fsdp, getattr(torch, compute), config.fsdp, again)
+        shard(model, units, mesh.fsdp, getattr(torch, compute), config.fsdp, mesh.pipeline.size > 1)
         if config.fp8.gather:
             from forge_parallel.fp8 import Scales
 

@@ -74,6 +74,10 @@ class FSDPConfig(Config):
             micro-batches. `every_micro_batch` holds only this rank's part of them, and communicates once a
             micro-batch (with copies of the model once a step): for models whose full gradients do not fit.
             The same without accumulation.
+        reshard: when a unit that was gathered is freed. `after_forward` gathers each unit for every forward
+            and every backward pass (ZeRO-3). `after_backward` gathers it once a micro-batch and `after_step`
+            once a step: both hold the whole model on every rank in the compute format meanwhile, for models
+            that fit so. In a pipeline it is always the step.
         offload: keep weights, gradients and moments in the memory of the host, where the optimizer runs; each
             unit goes to the GPU when it is used. For models that fit no other way, for copying takes long.
         prefetch: gather so many layers ahead, said from the host; 0 leaves it to FSDP2, which is one ahead as
@@ -83,6 +87,7 @@ class FSDPConfig(Config):
     free_keys = (ALL_KEYS,)
 
     reduce_gradients: Literal["last_micro_batch", "every_micro_batch"] = "last_micro_batch"
+    reshard: Literal["after_forward", "after_backward", "after_step"] = "after_forward"
     offload: bool = False
     prefetch: Annotated[int, Meta(ge=0)] = 0
 

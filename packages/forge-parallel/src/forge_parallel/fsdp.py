@@ -25,7 +25,7 @@ def shard(
     root: DeviceMesh,
     compute: torch.dtype,
     config: FSDPConfig,
-    again: bool = True,
+    pipeline: bool = False,
 ) -> None:
     """Shard in place: each unit over its mesh, and the rest as the root. Collective.
 
@@ -39,7 +39,8 @@ def shard(
         root: the mesh of what is in no unit.
         compute: the format of matmuls and activations.
         config: the section `[fsdp]`.
-        again: free the parameters of a unit after its forward pass, and gather them again for the backward.
+        pipeline: whether the model is a stage of one: units stay gathered then, for many micro-batches pass
+            before the first comes back.
     """
     stored = {parameter.dtype for parameter in model.parameters()}
     policy = MixedPrecisionPolicy(
@@ -54,7 +55,7 @@ def shard(
     last = units.blocks[-1:] + units.groups[-1:]
     # experts lie in blocks, and what lies inside is sharded first
     for unit in [*units.experts, *units.blocks, *units.groups]:
-        free = again and unit not in last
+        free = config.reshard == "after_forward" and not pipeline and unit not in last
         fully_shard(unit.modules, mesh=unit.mesh, reshard_after_forward=free, **options)
     fully_shard(model, mesh=root, reshard_after_forward=False, **options)
     for module in model.modules():
@@ -76,7 +77,9 @@ def _prefetch(blocks: list[Any], ahead: int) -> None:
 def set_sync(model: FSDPModule, last: bool, config: FSDPConfig) -> None:
     """Say before each micro-batch whether it is the last of a step: with it gradients are summed over ranks.
 
-    Over the ranks that share a copy of the model with each one, if `[fsdp] reduce_gradients` says so.
+    Over the ranks that share a copy of the model with each one, if `[fsdp] reduce_gradients` says so. What
+    `[fsdp] reshard` keeps is freed with the last.
     """
     model.set_requires_gradient_sync(last or config.reduce_gradients == "every_micro_batch")
     model.set_requires_all_reduce(last)
+    model.set_reshard_after_backward(last or config.reshard != "after_step")
