@@ -51,6 +51,7 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "muon": MuonConfig(lr=0.01, scale="original"),
     "muon-experts": MuonConfig(lr=0.01, scale="original"),
     "schedule-free": ScheduleFreeAdamWConfig(lr=0.01),
+    "adamw-ema": AdamWConfig(lr=0.01, ema_decay=0.5),
 }
 
 

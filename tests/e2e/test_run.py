@@ -212,10 +212,16 @@ def test_branch_decays_from_a_checkpoint_of_another_run(forge, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_averaged_weights_are_evaluated_and_exported_alike(forge, tiny, tmp_path):
+@pytest.mark.parametrize("key", ["type=schedule-free-adamw", "ema_decay=0.9"])
+def test_averaged_weights_are_evaluated_and_exported_alike(forge, tiny, tmp_path, key):
     path = tiny(steps=6)
-    forge("train", path, "--optimizer.type=schedule-free-adamw", "--schedule.type=none")
+    average = (f"--optimizer.{key}", "--schedule.type=none")
+    forge("train", path, *average)
+    forge("train", tiny(steps=3, name="part.toml", root=tmp_path / "parts"), *average)
+    forge("train", tiny(steps=6, name="part.toml", root=tmp_path / "parts"), *average, "--change")
     run = tmp_path / "runs" / "tiny"
+    parts = tmp_path / "parts" / "tiny"
+    assert losses(parts) == losses(run) and state(parts) == state(run)
     evaluated = records(run)[-1]["eval/loss"]
     assert f"loss {evaluated:.4f}" in forge("eval", run).stdout
     forge("export", run, tmp_path / "hf")

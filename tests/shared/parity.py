@@ -81,7 +81,7 @@ def made(
         initialize(model, seed, local_shard)
     built = trains.build(trainable(parts), mesh)
     factor = partial(CosineConfig(warmup_steps=2).factor, steps=20)
-    update = Update(parts, built, factor, 0.5, mesh)
+    update = Update(parts, built, factor, 0.5, mesh, trains.ema_decay)
     loss = LossConfig(chunk_tokens=37, z_loss_weight=1e-3).build()
     return Made(parts, built, TextStep(parts, loss, mesh, update=update), mesh)
 

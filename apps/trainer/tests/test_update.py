@@ -4,9 +4,12 @@ import pytest
 import torch
 from forge_config import ConfigError
 from forge_parallel.mesh import Mesh
+from forge_trainer.job import load_job
 from forge_trainer.optim import AdamWConfig, trainable
+from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.steps.update import Update
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 class Router(nn.Module):
@@ -26,9 +29,12 @@ class Router(nn.Module):
         return {"gate.weight": "matrix", "gate.bias": "bias", "norm.weight": "norm", "norm.bias": "norm"}
 
 
-def update(model) -> Update:
-    optimizer = AdamWConfig(lr=1e-2).build(trainable([model]))
-    return Update([model], optimizer, lambda step: 1.0, 1.0, Mesh(torch.device("cpu")))
+PLAIN = AdamWConfig(lr=1e-2)
+
+
+def update(model, config=PLAIN) -> Update:
+    optimizer = config.build(trainable([model]))
+    return Update([model], optimizer, lambda step: 1.0, 1.0, Mesh(torch.device("cpu")), config.ema_decay)
 
 
 @pytest.mark.parametrize("poison", [0.0, float("nan")])
@@ -44,6 +50,37 @@ def test_update_lets_the_model_act_once_before_the_optimizer(poison):
     assert model.bias.tolist() == ([1.0, -1.0, 0.0] if finite else [0.0, 0.0, 0.0])
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) != bool(finite)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_moving_average_is_that_of_torch_and_passes_over_steps_that_are_not_finite():
+    torch.manual_seed(0)
+    model = Router()
+    config = AdamWConfig(lr=1e-2, ema_decay=0.9)
+    step = update(model, config)
+    reference = None
+    for index in range(20):
+        x = torch.ones(1, 2) + torch.randn(1, 2)
+        loss = model.gate(model.norm(x)).sum() * (float("nan") if index == 7 else 1.0)
+        loss.backward()
+        finite = bool(step(index, loss.detach()).finite)
+        assert finite == (index != 7)
+        if reference is None:
+            reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        if finite:
+            reference.update_parameters(model)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with evaluation_weights(config, step.optimizer):
+        for name, value in reference.module.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name), value, rtol=1e-6, atol=1e-7)
+    for name, value in before.items():
+        assert torch.equal(model.get_parameter(name), value)
+        assert not torch.equal(reference.module.get_parameter(name), value)
+
+
+def test_schedule_free_has_no_second_average():
+    flags = ["--optimizer.type=schedule-free-adamw", "--optimizer.ema_decay=0.9"]
+    with pytest.raises(ConfigError, match="averages the weights itself"):
+        load_job("configs/runs/debug.toml", flags)
 
 
 def test_weight_decay_follows_the_role_and_not_the_shape():

@@ -136,7 +136,7 @@ def build(
     loader.require(fingerprint, progress.samples)
     job = job.ending_at(loader.last_step)
 
-    update = Update(parts, optimizer, job.lr_factor, job.train.clip_norm, mesh)
+    update = Update(parts, optimizer, job.lr_factor, job.train.clip_norm, mesh, job.optimizer.ema_decay)
     step = job.step.build(parts, job.loss.build(), mesh, seed=job.job.seed, update=update)
     trackers = open_trackers(job, progress.step, stack) if env.rank == 0 else []
     guards, deadline, finite = build_guards(job, signals)

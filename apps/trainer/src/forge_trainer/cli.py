@@ -91,7 +91,13 @@ def _add_commands_on_runs(commands: Any) -> None:
         "--speculative", action="store_true", help="let the modules of model.mtp propose tokens; greedy only"
     )
     generate.add_argument("--seed", type=_seed, default=0)
-    evaluate = _command(commands, "eval", _look, "the loss of a run on its held-out text")
+    evaluate = _command(commands, "eval", _look, "the loss of a run on its held-out text, or what tasks say")
+    evaluate.add_argument("--tasks", help="tasks of lm-evaluation-harness, with commas between")
+    evaluate.add_argument("--tasks-from", metavar="FOLDER", help="YAML files of tasks of your own")
+    evaluate.add_argument("--num-fewshot", type=int, help="examples before each question")
+    evaluate.add_argument("--limit", type=int, help="questions of a task at most")
+    evaluate.add_argument("--batch-size", type=int, help="train.micro_batch if absent")
+    evaluate.add_argument("--json", metavar="FILE", help="write what the tasks say")
     status = _command(commands, "status", _look, "how far a run has come and what its next start will do")
     status.add_argument(
         "--exit-code", action="store_true", help="print nothing; exit as the last start of the run did"
@@ -182,8 +188,9 @@ def _look(options: argparse.Namespace) -> int:
     folder = started_in(Path(options.directory))
     if folder.samefile("."):
         return _look_here(options)
-    for name in {"directory", "out"} & vars(options).keys():
-        setattr(options, name, os.path.abspath(getattr(options, name)))
+    for name in {"directory", "out", "tasks_from", "json"} & vars(options).keys():
+        if getattr(options, name) is not None:
+            setattr(options, name, os.path.abspath(getattr(options, name)))
     sys.path.append(os.getcwd())  # parts of one's own are found from here as well
     with chdir(folder):
         return _look_here(options)

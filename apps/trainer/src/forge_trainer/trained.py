@@ -114,9 +114,14 @@ def room_for(prompt_tokens: int, max_tokens: int) -> int:
 
 
 def evaluate_run(options: argparse.Namespace) -> None:
-    """`forge eval`: the loss on the held-out text."""
+    """`forge eval`: the loss on the held-out text, or what `--tasks` say."""
     job = read_job(Path(options.directory))
     model, step = load_model(job)
+    if options.tasks is not None:
+        from forge_trainer.tasks import evaluate_tasks
+
+        sys.stdout.write(f"{options.directory} at step {step}\n")
+        return evaluate_tasks(model, job.data.tokenizer.build(), job.train.micro_batch, options)
     device = next(model.parameters()).device
     loader = build_loader(job.data, "validation", micro_batch=job.train.micro_batch)
     results = job.step.build([model], job.loss.build(), Mesh(device)).evaluate(loader)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +70,7 @@ def generate(
     sampling: Sampling | None = None,
     stop_tokens: Sequence[int] = (),
     generator: torch.Generator | None = None,
-    on_tokens: Callable[[list[int | None]], None] | None = None,
+    on_tokens: Callable[[list[int | None]], Iterable[int] | None] | None = None,
     speculative: bool = False,
 ) -> list[list[int]]:
     """Continue each prompt, with a key-value cache.
@@ -82,7 +82,8 @@ def generate(
         sampling: how tokens are chosen.
         stop_tokens: a prompt is done when one of these was written; it is part of the result.
         generator: random numbers, on the device of the model.
-        on_tokens: called after every step with the new token of each prompt, None where it is done.
+        on_tokens: called after every step with the new token of each prompt, None where it is done; may
+            return the indices of prompts that are done now.
         speculative: let the modules of multi-token prediction propose tokens. Greedy only; writes the same.
 
     Returns:
@@ -122,7 +123,7 @@ class _Written:
         self,
         prompts: int,
         stop_tokens: Sequence[int],
-        on_tokens: Callable[[list[int | None]], None] | None,
+        on_tokens: Callable[[list[int | None]], Iterable[int] | None] | None,
     ) -> None:
         self.rows: list[list[int]] = [[] for _ in range(prompts)]
         self.done = [False] * prompts
@@ -140,7 +141,8 @@ class _Written:
                 self.rows[index].append(token)
                 self.done[index] = token in self._stop_tokens
         if self._on_tokens is not None:
-            self._on_tokens(new)
+            for index in self._on_tokens(new) or ():
+                self.done[index] = True
 
 
 def _require_speculation(model: nn.Module, sampling: Sampling) -> None:

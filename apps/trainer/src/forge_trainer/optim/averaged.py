@@ -1,4 +1,4 @@
-"""Weights to evaluate in place of those that are trained, for as long as somebody looks."""
+"""Averages of the weights, and how they take the place of those that are trained while somebody looks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,30 @@ from forge_parallel.tensor import local_part
 from torch import Tensor
 from torch.optim import Optimizer
 
-from forge_trainer.optim.base import OptimizerConfig
+from forge_trainer.optim.base import EMA, OptimizerConfig
+
+
+@torch.no_grad()
+def average_weights(optimizer: Optimizer, decay: float, finite: Tensor) -> None:
+    """Move the average of each parameter that the optimizer has state of towards its value.
+
+    The average is at least float32, state of its parameter and laid out like it. It begins with the first
+    value that it is shown.
+
+    Args:
+        optimizer: after its step.
+        decay: per step.
+        finite: [] bool; when false, no average moves.
+    """
+    for parameter, state in optimizer.state.items():
+        if not state:
+            continue
+        if EMA not in state:
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            state[EMA] = parameter.detach().to(wide, copy=True)
+        average = local_part(state[EMA])
+        share = torch.where(finite, 1 - decay, 0.0).to(average)
+        average.lerp_(local_part(parameter).to(average.dtype), share)
 
 
 @contextmanager

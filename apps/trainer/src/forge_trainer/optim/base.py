@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_config import Config, Meta, Registry
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 """Of a moment, per step."""
 
+EMA = "ema"
+"""The name, in the state of an optimizer, of the moving average of a parameter."""
+
 
 class OptimizerConfig(Config):
     """Interface of `[optimizer]`.
@@ -28,17 +31,22 @@ class OptimizerConfig(Config):
         weight_decay: per step, times the learning rate.
         no_decay: roles of parameters that do not decay: of `embedding head norm matrix bias router expert`.
         groups: what is special about some parameters: factors, and steps in which they are frozen.
+        ema_decay: per step, of an exponential moving average of the weights that begins with those after the
+            first step; evaluation and export use it. 0 keeps none.
     """
 
     recorded_keys = ("lr", "weight_decay", "no_decay", "groups")
-
-    averages: ClassVar[tuple[str, ...]] = ()
-    """State of the optimizer that evaluation needs beside the weights; see `evaluated`."""
 
     lr: Annotated[float, Meta(gt=0)] = 3e-4
     weight_decay: Annotated[float, Meta(ge=0)] = 0.1
     no_decay: tuple[Role, ...] = ("norm", "bias")
     groups: tuple[GroupRule, ...] = ()
+    ema_decay: Decay = 0.0
+
+    @property
+    def averages(self) -> tuple[str, ...]:
+        """State of the optimizer that evaluation needs beside the weights; see `evaluated`."""
+        return (EMA,) if self.ema_decay else ()
 
     def build(self, parameters: Sequence[NamedParameter], mesh: Mesh | None = None) -> Optimizer:
         """An optimizer whose groups are those of `param_groups`. Collective.
@@ -58,7 +66,7 @@ class OptimizerConfig(Config):
             value: a parameter, or this rank's part of it.
             state: of the optimizer, of the names `averages`, in the same part.
         """
-        return value
+        return state[EMA].to(value.dtype)
 
     def kind(self, parameter: NamedParameter) -> str:
         """What is done with a parameter; those of different kinds are in different groups."""

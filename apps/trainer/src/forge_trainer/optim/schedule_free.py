@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_config import Meta
 
@@ -40,7 +40,17 @@ class ScheduleFreeAdamWConfig(OptimizerConfig):
     weight_power: Annotated[float, Meta(ge=0)] = 2.0
     step_power: Annotated[float, Meta(ge=0)] = 0.0
 
-    averages: ClassVar[tuple[str, ...]] = ("z",)
+    def __post_init__(self) -> None:
+        if self.ema_decay:
+            raise ValueError(
+                f"ema_decay = {self.ema_decay} with schedule-free-adamw, which averages the weights itself; "
+                "leave it out"
+            )
+
+    @property
+    def averages(self) -> tuple[str, ...]:
+        """See `OptimizerConfig.averages`."""
+        return ("z",)
 
     def build(self, parameters: Sequence[NamedParameter], mesh: Mesh | None = None) -> Optimizer:
         """See `OptimizerConfig.build`."""

@@ -11,6 +11,7 @@ from forge_parallel.mesh import Mesh
 from forge_resilience.finite import HeldBuffers, step_if_finite
 from torch import Tensor, nn
 
+from forge_trainer.optim.averaged import average_weights
 from forge_trainer.optim.groups import drop_frozen_gradients
 
 
@@ -48,6 +49,7 @@ class Update:
         lr_factor: what the peak learning rate is multiplied by, of the step from 0.
         clip_norm: the gradient norm is at most this; 0 never clips.
         mesh: the grid of ranks.
+        ema_decay: of the moving average of the weights; 0 keeps none.
     """
 
     parts: Sequence[nn.Module]
@@ -55,6 +57,7 @@ class Update:
     lr_factor: Callable[[int], float]
     clip_norm: float
     mesh: Mesh
+    ema_decay: float = 0.0
 
     def begin(self, tokens: int) -> list[HeldBuffers]:
         """Before the first forward pass of a step: tell the parts of its tokens, remember their buffers."""
@@ -85,6 +88,8 @@ class Update:
             # where the optimizer runs: on the host, if the weights are there
             step_if_finite(self.optimizer, finite.to(parameters[0].device))
             self.optimizer.zero_grad()
+            if self.ema_decay:
+                average_weights(self.optimizer, self.ema_decay, finite.to(parameters[0].device))
         self._reset_lr()
         for buffers in held:
             buffers.restore_unless(finite)

@@ -1,0 +1,186 @@
+"""`forge eval RUN --tasks ...`: a run under the tasks of lm-evaluation-harness, without an export."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from forge_config import ConfigError
+from forge_data.tokenizer import Tokenizer
+from forge_model.generate import Sampling, generate
+from torch import Tensor, nn
+
+try:
+    from lm_eval import evaluator, utils
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
+except ImportError:
+    raise ConfigError("forge eval --tasks needs: pip install 'forge-trainer[tasks]'") from None
+
+NEW_TOKENS = 256
+"""Written at most, where a task does not say how many."""
+
+
+class RunModel(TemplateLM):
+    """A model of ours as the harness wants one: the same numbers as its `hf` model makes of an export.
+
+    Args:
+        model: a `Decoder`, whole on one device.
+        tokenizer: of its run.
+        batch_size: sequences that are computed at once.
+        seed: of tokens that are drawn.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, batch_size: int, seed: int = 0) -> None:
+        super().__init__()
+        self._model, self._tokenizer, self._batch_size = model, tokenizer, batch_size
+        self._device = next(model.parameters()).device
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self.max_length: int = model.config.max_tokens  # type: ignore[union-attr, assignment]
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a document, and stands before the first token of a text."""
+        return self._tokenizer.eos_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """No token is added."""
+        return [int(token) for token in self._tokenizer.encode(string)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of whole texts, longer ones in windows that do not overlap."""
+        windows: list[tuple[int, tuple[list[int], list[int]]]] = []
+        for index, (text,) in enumerate(request.args for request in requests):
+            cuts = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            windows += [(index, utils.make_disjoint_window(cut)) for cut in cuts]
+        sums = [0.0] * len(requests)
+        found = self._loglikelihood_tokens([(("", ""), *window) for _, window in windows])
+        for (index, _), (value, _) in zip(windows, found, strict=True):
+            sums[index] += value
+        return sums
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """The log-likelihood of each continuation after its context, and whether greedy search writes it."""
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        rows = [(context + new, len(new)) for _, context, new in requests]
+        for indices in self._batches([len(row) for row, _ in rows]):
+            kept = [rows[i][0][-(self.max_length + 1) :] for i in indices]
+            longest = max(map(len, kept)) - 1
+            tokens = [row[:-1] + [0] * (longest + 1 - len(row)) for row in kept]
+            logits = self._model(torch.tensor(tokens, device=self._device))
+            for index, row, scores in zip(indices, kept, logits, strict=True):
+                found[index] = self._scored(scores[: len(row) - 1], row, min(rows[index][1], len(row) - 1))
+        return found
+
+    def _scored(self, logits: Tensor, row: list[int], new: int) -> tuple[float, bool]:
+        """Of the last `new` tokens of a row of T + 1, by the logits [T, V] of what is before each."""
+        wanted = torch.tensor(row[-new:], device=self._device)
+        known = logits[-new:].float().log_softmax(-1)
+        value = known.gather(-1, wanted[:, None]).sum().item()
+        return value, bool((known.argmax(-1) == wanted).all())
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What is written after each context, up to the first of its stop texts."""
+        written = [""] * len(requests)
+        asked: list[tuple[int, Any]] = [(index, request.args) for index, request in enumerate(requests)]
+        asked.sort(key=lambda pair: json.dumps(pair[1][1], sort_keys=True))
+        for options, group in groupby(asked, key=lambda pair: pair[1][1]):
+            members = list(group)
+            until, sampling, room = _generation(options)
+            if not 0 < room < self.max_length:
+                raise ConfigError(
+                    f"a task asks for {room} new tokens; expected 1 to {self.max_length - 1}, below "
+                    "model.max_tokens"
+                )
+            prompts = [self.tok_encode(text) or [self.eot_token_id] for _, (text, _) in members]
+            prompts = [prompt[-(self.max_length - room) :] for prompt in prompts]
+            for indices in self._batches([len(prompt) for prompt in prompts]):
+                texts = self._continued([prompts[i] for i in indices], room, sampling, until)
+                for index, text in zip(indices, texts, strict=True):
+                    written[members[index][0]] = text
+        return written
+
+    def _continued(
+        self, prompts: list[list[int]], room: int, sampling: Sampling, until: list[str]
+    ) -> list[str]:
+        decode: Callable[[list[int]], str] = self._tokenizer.decode
+        rows: list[list[int]] = [[] for _ in prompts]
+
+        def ended(new: list[int | None]) -> Iterator[int]:
+            for index, token in enumerate(new):
+                if token is not None and token != self.eot_token_id:
+                    rows[index].append(token)
+                    if any(stop in decode(rows[index]) for stop in until):
+                        yield index
+
+        stop = [self.eot_token_id]
+        generate(self._model, prompts, room, sampling, stop, self._generator, on_tokens=ended)
+        texts = [decode(row) for row in rows]
+        for word in until:
+            texts = [text.split(word)[0] for text in texts]
+        return texts
+
+    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
+        """The indices of sequences, those of like length together, the longest first."""
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        for start in range(0, len(order), self._batch_size):
+            yield order[start : start + self._batch_size]
+
+
+def _generation(options: dict[str, Any]) -> tuple[list[str], Sampling, int]:
+    """Stop texts, how tokens are chosen and how many there are at most, of what a task says."""
+    until = options.get("until") or []
+    drawn = options.get("do_sample", options.get("temperature", 0.0) > 0)
+    sampling = Sampling(
+        temperature=options.get("temperature", 1.0) if drawn else 0.0,
+        top_k=options.get("top_k", 0),
+        top_p=options.get("top_p", 1.0),
+    )
+    room = options.get("max_gen_toks", options.get("max_new_tokens", NEW_TOKENS))
+    return [word for word in ([until] if isinstance(until, str) else until) if word], sampling, int(room)
+
+
+def evaluate_tasks(
+    model: nn.Module, tokenizer: Tokenizer, micro_batch: int, options: argparse.Namespace
+) -> None:
+    """Print what each task says of the model; all of it as JSON to `--json`.
+
+    Raises:
+        ConfigError: a task is not known.
+    """
+    folder = None if options.tasks_from is None else str(Path(options.tasks_from).resolve())
+    manager, names = TaskManager(include_path=folder), options.tasks.split(",")
+    unknown = [name for name in names if not manager.match_tasks([name])]
+    if unknown:
+        raise ConfigError(
+            f"--tasks names {', '.join(unknown)}, which the harness does not know; give the folder of tasks "
+            "of your own as --tasks-from"
+        )
+    found = evaluator.simple_evaluate(
+        RunModel(model, tokenizer, options.batch_size or micro_batch),
+        tasks=names,
+        task_manager=manager,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        log_samples=False,
+    )
+    results: dict[str, Any] = dict(found or {})
+    if options.json is not None:
+        text = json.dumps(results["results"], indent=1, default=str)
+        Path(options.json).write_text(text + "\n", encoding="utf-8")
+    sys.stdout.write(utils.make_table(results) + "\n")

@@ -1,0 +1,98 @@
+"""A run under lm-evaluation-harness says what its export says."""
+
+import json
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SHARED = """
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+"""
+TASKS = {
+    "choice": """
+task: choice
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: 0
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "whole": """
+task: whole
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]
+""",
+    "written": """
+task: written
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["e"], max_gen_toks: 9}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """A folder of tasks over a local file, with an answer that the model gives and one that it does not."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [
+        {
+            "question": "the quick brown fox " * (1 + i % 3) + "jumps ",
+            "choices": ["over the lazy dog", "zzzz qqqq", "\x07" * (i + 1)],
+            "text": "a longer text than a model of so few positions can see at once; " * (i + 1),
+            "answer": "ov",
+        }
+        for i in range(7)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in TASKS.items():
+        (folder / f"{name}.yaml").write_text(text + SHARED.format(data=data))
+    return folder
+
+
+def numbers(results: dict) -> dict[str, float]:
+    return {
+        f"{task}/{name}": value
+        for task, found in results.items()
+        for name, value in found.items()
+        if isinstance(value, float) and "stderr" not in name
+    }
+
+
+def test_run_and_its_export_get_the_same_results(forge, tiny, tmp_path, tasks):
+    evaluator = pytest.importorskip("lm_eval.evaluator")
+    from lm_eval.tasks import TaskManager
+
+    forge("train", tiny(steps=12))
+    run, out = tmp_path / "runs" / "tiny", tmp_path / "results.json"
+    flags = ("--tasks-from", tasks, "--json", out, "--batch-size", 3)
+    shown = forge("eval", run, "--tasks", ",".join(TASKS), *flags).stdout
+    assert "at step 12" in shown and "bits_per_byte" in shown
+    forge("export", run, tmp_path / "hf")
+    theirs = evaluator.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(tmp_path / "hf"), "dtype": "float32"},
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(tasks)),
+        device="cpu",
+        batch_size=2,
+        log_samples=False,
+    )
+    ours, expected = numbers(json.loads(out.read_text())), numbers(theirs["results"])
+    assert len(ours) >= 5 and ours.keys() == expected.keys()
+    assert ours == pytest.approx(expected, rel=1e-5)
+
+
+def test_unknown_task_is_named(forge, tiny, tmp_path):
+    forge("train", tiny(steps=3))
+    refused = forge("eval", tmp_path / "runs" / "tiny", "--tasks", "no_such_task", check=False)
+    assert refused.returncode == 78 and "no_such_task" in refused.stderr
