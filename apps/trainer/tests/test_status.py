@@ -88,6 +88,19 @@ def test_start_that_left_no_exit_code_failed(run, capsys, text):
     assert said(capsys, run, "--exit-code") == (1, "")
 
 
+def test_status_tells_the_last_incidents(run, capsys):
+    found = [
+        {"kind": "repeated", "step": 3, "finite": True},
+        {"kind": "rollback", "to": 4, "first": 5, "end": 8, "why": "bad luck", "skip": True},
+        {"kind": "copies", "why": "they differ"},
+    ]
+    (run / "incidents.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found) + "{")
+    text = said(capsys, run)[1]
+    assert "step 3 was not finite, and was finite then: suspect the hardware" in text
+    assert "rollback      steps 5 to 7: bad luck; back to step 4 without their data" in text
+    assert "copies        they differ" in text
+
+
 def test_status_tells_who_runs_and_who_was_killed(run, capsys):
     holder = run / "lease" / "epoch-000000001"
     holder.write_text(json.dumps(asdict(Holder.me())))

@@ -148,3 +148,13 @@ def test_held_buffers_keep_what_they_were_when_a_step_is_skipped(bad):
     assert {name: value for name, value in same.items() if name != "norm.weight"} == dict.fromkeys(
         same.keys() - {"norm.weight"}, expected
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "row"), [("gbbg", (1, 3)), ("bbgbbb", (3, 6)), ("bbbgbb", (0, 3)), ("gbg", (1, 2))]
+)
+def test_guard_names_the_steps_of_the_longest_row(flags, row):
+    guard = FiniteGuard(patience=10, read_every_steps=1)
+    for step, flag in enumerate(flags, 1):
+        guard.count(torch.tensor(flag == "g"), step)
+    assert guard.worst_steps() == row

@@ -20,26 +20,29 @@ from forge_parallel.plan import Plan
 from forge_parallel.stages import keep_stage, stages_of
 from forge_parallel.tensor import local_shard
 from forge_resilience.deadline import SAVE
-from forge_resilience.finite import FiniteGuard
 from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from forge_trainer.clock import Clock
-from forge_trainer.guards import CountFinite, Guard, build_guards
+from forge_trainer.go_back import GoBack, Unfit, open_data
+from forge_trainer.guards import Count, Guard, Judges, build_guards
 from forge_trainer.hooks import Hook
 from forge_trainer.hooks.evaluate import Evaluate
 from forge_trainer.hooks.log import Log
 from forge_trainer.job import Job
+from forge_trainer.ladder import Ladder
 from forge_trainer.loop import train
 from forge_trainer.optim import trainable
 from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.optim.groups import freeze
 from forge_trainer.progress import Progress, Stateful
+from forge_trainer.rollback import Rollbacks, append_incident
 from forge_trainer.run_dir import RunFiles
 from forge_trainer.say import say
 from forge_trainer.steps.base import Step
+from forge_trainer.steps.repeated import Repeated
 from forge_trainer.steps.update import Update
 from forge_trainer.track import Tracker
 from forge_trainer.track.open import open_trackers
@@ -64,6 +67,8 @@ class Run:
         save: writes a checkpoint.
         trackers: where metrics go; empty on all ranks but the first.
         clock: where the time goes.
+        ladder: what follows trouble.
+        go_back: takes the run back to before the trouble; False where there is nothing to go back to.
     """
 
     job: Job
@@ -79,11 +84,22 @@ class Run:
     save: SaveRun
     trackers: list[Tracker]
     clock: Clock
+    ladder: Ladder
+    go_back: Callable[["Run"], bool]
 
     def train(self) -> Verdict:
-        """Train to the end, or until a guard stops the run. Collective."""
+        """Train to the end, or until a guard stops the run; go back where there is trouble. Collective."""
+        while (verdict := self._train()) is Verdict.ROLLBACK:
+            with self.clock.span("rollback"):
+                if not self.go_back(self):
+                    return Verdict.ABORT
+        return verdict
+
+    def _train(self) -> Verdict:
+        config = self.job.resilience
+        repeated = Repeated(self.step, config.check_every_steps, self._tell_of_repetition)
         verdict = train(
-            self.step,
+            repeated if config.repeat_bad_steps else self.step,
             iter(self.loader),
             self.progress,
             self.job.train.steps,
@@ -96,6 +112,17 @@ class Run:
         with self.clock.span("save"):
             self.save.finish(self.progress.step, self.job.train.steps)
         return verdict
+
+    def _tell_of_repetition(self, step: int, finite: bool) -> None:
+        """Say what it meant that a step was repeated; the first rank does."""
+        if self.env.rank == 0:
+            means = (
+                "was finite then: suspect the hardware of one of the hosts, or an operation that is random"
+                if finite
+                else "was not finite again: the data, or the numbers of the run, and not the hardware"
+            )
+            say(f"step {step} was not finite, was repeated from the same inputs and {means}\n", sys.stderr)
+            append_incident(self.directory, "repeated", {"step": step, "finite": finite})
 
 
 def build(
@@ -126,31 +153,38 @@ def build(
         optimizer = job.optimizer.build(trainable(parts), mesh)
     state = TrainState(parts, optimizer)
     store = open_store(job, mesh)
+    rollbacks = Rollbacks(job.job.directory, store, mesh.control_group)
     progress, fingerprint, counts = resume_or_start(store, state, parts, job)
-
-    reads = {"rank": mesh.batch.rank, "world_size": mesh.batch.size, "micro_batch": job.train.micro_batch}
-    data = partial(build_loader, job.data, **reads)
-    batch, steps = job.train.global_batch, job.train.steps
-    loader = data("train", global_batch=batch, first_sample=progress.samples, steps=steps)
+    loader = open_data(job, mesh, rollbacks, progress, fingerprint)
     stack.callback(loader.close)
-    loader.require(fingerprint, progress.samples)
     job = job.ending_at(loader.last_step)
 
     update = Update(parts, optimizer, job.lr_factor, job.train.clip_norm, mesh, job.optimizer.ema_decay)
     step = job.step.build(parts, job.loss.build(), mesh, seed=job.job.seed, update=update)
     trackers = open_trackers(job, progress.step, stack) if env.rank == 0 else []
-    guards, deadline, finite = build_guards(job, signals)
+    judges = build_guards(job, signals, rollbacks.taken, lambda: run.job.train.steps)
+    deadline, finite = judges.deadline, judges.finite
     clock.listeners.append(lambda name, s: deadline.observe(name, s) if name != "build" else None)
-    counters: dict[str, Stateful] = {"finite": finite}
+    counters: dict[str, Stateful] = {"finite": finite, "spikes": judges.spikes}
     # twice: at a stop, one save may be in flight and the last one follows
     saver = Saver(store, state, job.checkpoint.asynchronous, lambda s: deadline.observe(SAVE, 2 * s))
     stack.callback(saver.close)
-    save = SaveRun(saver, loader.fingerprint_at, counters)
-    directory = job.job.directory
-    run = Run(job, directory, env, mesh, parts, step, loader, progress, [], guards, save, trackers, clock)
-    validation = data("validation") if job.data.has_validation() else None
+    unfit = Unfit(store, judges.ladder, optimizer, mesh)
+
+    def fingerprint_at(samples: int) -> str:
+        return run.loader.fingerprint_at(samples)
+
+    save = SaveRun(saver, fingerprint_at, counters, rollbacks.taken, unfit)
+    back = GoBack(rollbacks, store, state, update, counters, stack)
+    directory, guards = job.job.directory, judges.guards
+    run = Run(
+        job, directory, env, mesh, parts, step, loader, progress, [], guards, save, trackers, clock,
+        judges.ladder, back,
+    )  # fmt: skip
+    reads = {"rank": mesh.batch.rank, "world_size": mesh.batch.size, "micro_batch": job.train.micro_batch}
+    validation = build_loader(job.data, "validation", **reads) if job.data.has_validation() else None
     weights = partial(evaluation_weights, job.optimizer, optimizer)
-    run.hooks.extend(build_hooks(run, validation, finite, weights))
+    run.hooks.extend(build_hooks(run, validation, judges, weights))
     counters |= {hook.span: hook for hook in run.hooks if isinstance(hook, Log)}
     for name in counters.keys() & counts.keys():
         counters[name].load_state(counts[name])
@@ -190,14 +224,14 @@ def open_store(job: Job, mesh: Mesh) -> Store:
 def build_hooks(
     run: Run,
     validation: Loader | None,
-    finite: FiniteGuard,
+    judges: Judges,
     weights: Callable[[], AbstractContextManager[None]],
 ) -> list[Hook]:
     """Logging (first rank only), evaluation if there is text for it, the hooks of the user. Collective."""
     job = run.job
-    hooks: list[Hook] = [CountFinite(finite)]
+    hooks: list[Hook] = [Count(judges.finite, judges.spikes)]
     if run.trackers:
-        hooks.append(Log(job.train.log_every_steps, run, finite.skipped))
+        hooks.append(Log(job.train.log_every_steps, run, judges.finite.skipped))
     if validation is not None:
         hooks.append(Evaluate(job.eval.every_steps, run, validation, weights))
     elif run.env.rank == 0:

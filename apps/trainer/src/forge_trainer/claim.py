@@ -21,6 +21,7 @@ from forge_resilience.verdict import Verdict
 from forge_trainer.environment import environment
 from forge_trainer.hooks.base import Hook
 from forge_trainer.job import Job
+from forge_trainer.ranks import from_first
 from forge_trainer.run_dir import RunFiles, append_history, now, recorded_changes, write_config, write_whole
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Claim:
             ConfigError: on every rank, when the run meanwhile has a configuration that this one does not fit.
         """
         try:
-            error, self._epoch, self.changes = _from_first(self._take, group)
+            error, self._epoch, self.changes = from_first(self._take, group)
             if error is not None:
                 raise error
             yield
@@ -183,14 +184,3 @@ def _code(error: BaseException) -> ExitCode:
     if isinstance(error, Stopped):
         return ExitCode.PREEMPTED
     return ExitCode.CONFIG if isinstance(error, USER_ERRORS) else ExitCode.FAILED
-
-
-def _from_first(work: Any, group: ProcessGroup | None) -> Any:
-    """What the first rank's `work` returns, on every rank. Collective."""
-    if group is None:
-        return work()
-    import torch.distributed as dist
-
-    answer = [work() if dist.get_rank(group) == 0 else None]
-    dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
-    return answer[0]

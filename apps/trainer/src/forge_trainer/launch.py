@@ -10,7 +10,6 @@ from forge_config import Loaded
 from forge_parallel.capabilities import flight_record
 from forge_parallel.env import Env
 from forge_resilience.exit_codes import ExitCode
-from forge_resilience.finite import LAST_STEPS
 from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 from forge_resilience.watchdog import Watchdog
@@ -91,12 +90,8 @@ def _outcome(run: Run, verdict: Verdict, claim: Claim) -> tuple[ExitCode, str]:
     step, job = run.progress.step, run.job
     if verdict == Verdict.ABORT and not claim.is_held():
         return ExitCode.LOCKED, f"stopped at step {step}: another process took {run.directory} over"
-    if verdict == Verdict.ABORT:
-        limit = job.resilience.max_bad_steps
-        return ExitCode.NOT_FINITE, (
-            f"stopped at step {step}: too many steps in a row were not finite "
-            f"(resilience.max_bad_steps = {limit}; {LAST_STEPS} at the end of a run)"
-        )
+    if verdict == Verdict.ABORT and run.ladder.trouble is not None:
+        return run.ladder.trouble.code, f"stopped at step {step}: {run.ladder.trouble.why}"
     if step >= job.train.steps:
         return ExitCode.DONE, "complete"
     saved = "with a checkpoint" if not run.save.failed else "WITHOUT a checkpoint, which could not be written"

@@ -24,7 +24,7 @@ def train(
     hooks: Sequence[Hook],
     guards: Sequence[Guard],
     agree: Callable[[Verdict], Verdict],
-    save: Callable[[Progress], None],
+    save: Callable[[Progress], Verdict],
     clock: Clock,
 ) -> Verdict:
     """Train until step `until` or until a guard on any rank stops the run. Collective.
@@ -37,12 +37,12 @@ def train(
         hooks: observe every `hook.every` steps and at the end.
         guards: judge every step.
         agree: the gravest verdict over all ranks, the only place where ranks decide together.
-        save: writes a checkpoint.
+        save: writes a checkpoint, and returns CONTINUE; or what follows if the state is not worth keeping.
         clock: counts the time of each part.
 
     Returns:
-        The verdict that ended the run: CONTINUE or SAVE when it is complete, STOP or ABORT when it was cut
-        short.
+        The verdict that ended the training: CONTINUE or SAVE when it is complete; STOP, ROLLBACK or ABORT
+        when it was cut short.
     """
     verdict = Verdict.CONTINUE
     while progress.step < until and verdict < Verdict.STOP:
@@ -57,7 +57,7 @@ def train(
                     hook.on_step(progress, out)
         with clock.span("agree"):
             verdict = agree(worst(guards, progress, out))
-        if Verdict.SAVE <= verdict < Verdict.ABORT:
+        if Verdict.SAVE <= verdict < Verdict.ROLLBACK:
             with clock.span("save"):
-                save(progress)
+                verdict = max(verdict, save(progress))
     return verdict

@@ -29,6 +29,10 @@ class Progress:
         self.samples += out.samples
         self.tokens += out.tokens
 
+    def become(self, other: Progress) -> None:
+        """Go on from another place."""
+        self.step, self.samples, self.tokens = other.step, other.samples, other.tokens
+
 
 @runtime_checkable
 class Stateful(Protocol):

@@ -16,6 +16,9 @@ from forge_resilience.hang import VERDICT
 from forge_trainer.run_dir import RunFiles, read_ended, read_history, read_job, read_lines
 from forge_trainer.track.console import duration
 
+INCIDENTS = 5
+"""So many of the last ones are told."""
+
 
 def show_status(options: argparse.Namespace) -> int:
     """`forge status`: steps, last numbers, checkpoints, how it ended and what the next start will do.
@@ -50,6 +53,8 @@ def _lines(directory: Path) -> Iterator[str]:
     for event in read_history(directory):
         values = f"{event.get('old')} -> {event.get('new')}"
         yield f"  changed       {event['key']}: {values} at step {event.get('step')}"
+    for incident in read_lines(files.incidents, "kind")[-INCIDENTS:]:
+        yield f"  {incident['kind']:<13} {_told(incident)}"
     steps = Store(files.checkpoints).steps()
     yield f"  checkpoints   {', '.join(map(str, steps)) or 'none'}"
     yield from _state(directory, steps, job.train.steps)
@@ -71,6 +76,18 @@ def _state(directory: Path, steps: list[int], until: int) -> Iterator[str]:
         yield "  complete      starting it again does nothing"
     else:
         yield f"  not complete  the next start begins at step {steps[-1] if steps else 0}"
+
+
+def _told(incident: Mapping[str, Any]) -> str:
+    """An incident in words."""
+    if incident["kind"] == "rollback":
+        data = " without their data" if incident.get("skip") else ""
+        first, last = incident.get("first"), incident.get("end", 0) - 1
+        return f"steps {first} to {last}: {incident.get('why')}; back to step {incident.get('to')}{data}"
+    if incident["kind"] == "repeated":
+        again = "was finite then: suspect the hardware" if incident.get("finite") else "was not finite again"
+        return f"step {incident.get('step')} was not finite, and {again}"
+    return str(incident.get("why"))
 
 
 def _number(record: Mapping[str, Any], key: str, form: str = ".4f") -> str:

@@ -14,6 +14,7 @@ from forge_model.hf_config import require_weights_of
 from forge_model.init import initialize
 from forge_parallel.apply import load_full
 from forge_parallel.tensor import local_shard
+from forge_resilience.verdict import Verdict
 from torch import Tensor, nn
 
 from forge_trainer.job import Job
@@ -48,14 +49,21 @@ def _of_part(tensors: Mapping[str, Tensor], part: nn.Module) -> Mapping[str, Ten
 
 
 def resume_or_start(
-    store: Store, state: TrainState, parts: Sequence[nn.Module], job: Job
+    store: Store, state: TrainState, parts: Sequence[nn.Module], job: Job, until: int | None = None
 ) -> tuple[Progress, str | None, dict[str, Any]]:
     """Load the newest intact checkpoint, or set initial weights where there is none. Collective.
+
+    Args:
+        store: the checkpoints.
+        state: into which they are loaded.
+        parts: of the model, those that this rank holds.
+        job: of the run.
+        until: checkpoints of later steps are passed by.
 
     Returns:
         How far the run had come, the fingerprint of its data, and what its guards and hooks had counted.
     """
-    found = store.resume(state.targets)
+    found = store.resume(state.targets, until)
     if found is None:
         set_initial_weights(parts, job)
         return Progress(), None, {}
@@ -70,23 +78,39 @@ class SaveRun:
         saver: writes.
         fingerprint: of the data, up to so many samples.
         counters: what they hold when a save begins is saved with the tensors.
+        rollbacks: those of the run so far; grows.
+        unfit: what follows if the state is not to be saved, the same on all ranks. Collective.
     """
 
     def __init__(
-        self, saver: Saver, fingerprint: Callable[[int], str], counters: Mapping[str, Stateful]
+        self,
+        saver: Saver,
+        fingerprint: Callable[[int], str],
+        counters: Mapping[str, Stateful],
+        rollbacks: Sequence[Any],
+        unfit: Callable[[int], Verdict],
     ) -> None:
         self._saver, self._fingerprint, self._counters = saver, fingerprint, counters
+        self._rollbacks, self._unfit = rollbacks, unfit
 
-    def __call__(self, progress: Progress) -> None:
-        """Save, or begin to. Collective.
+    def __call__(self, progress: Progress) -> Verdict:
+        """Save, or begin to; what follows if the state is not worth it, else CONTINUE. Collective.
 
         Raises:
             CheckpointError: three saves in a row have failed.
         """
+        if (verdict := self._unfit(progress.step)) is not Verdict.CONTINUE:
+            return verdict
         counts = {name: counter.state() for name, counter in self._counters.items()}
         named = self._fingerprint(progress.samples)
-        meta = {"progress": asdict(progress), "data": named, "counts": counts}
+        meta = {
+            "progress": asdict(progress),
+            "data": named,
+            "counts": counts,
+            "rollbacks": len(self._rollbacks),
+        }
         self._saver.save(progress.step, meta)
+        return Verdict.CONTINUE
 
     def finish(self, step: int, until: int) -> None:
         """Wait for the last save as training ends. Collective.

@@ -151,13 +151,14 @@ class Folders:
             return  # published, or removed by somebody else
         shutil.rmtree(trash, ignore_errors=True)
 
-    def prune(self, keep: int, every: int, verify: bool) -> list[int]:
+    def prune(self, keep: int, every: int, verify: bool, pinned: int | None = None) -> list[int]:
         """Remove what is no longer kept; the newest checkpoint that is intact and milestones always stay.
 
         Args:
             keep: newest checkpoints that stay.
             every: milestones are the multiples of this; 0 for none but those that were saved as such.
             verify: whether intact means that every byte was read and compared, or only manifests and sizes.
+            pinned: the newest checkpoint of this step or an earlier one stays, too.
 
         Returns:
             The steps removed.
@@ -165,10 +166,11 @@ class Folders:
         steps = self.steps()
         if len(steps) <= keep:
             return []
+        before = max((step for step in steps if pinned is not None and step <= pinned), default=None)
         intact = next((step for step in reversed(steps) if self._is_intact(step, verify)), None)
         if intact is None:
             return []
-        going = [s for s in steps[:-keep] if s != intact and not (every and s % every == 0)]
+        going = [s for s in steps[:-keep] if s not in (intact, before) and not (every and s % every == 0)]
         going = [step for step in going if not self._is_milestone(step)]
         for step in going:
             self.remove(step)

@@ -61,6 +61,8 @@ class Store:
         self._folders = Folders(self.root, lease, marks)
         self._ranks = Ranks(group)
         self._local_shard = local_shard
+        self.pinned: int | None = None
+        """Pruning keeps the newest checkpoint that is not of a later step than this."""
         self._passed_over: set[int] = set()
         self._buffers: dict[str, Tensor] = {}
 
@@ -187,7 +189,7 @@ class Store:
         digest = manifests.digest(data).hex()
         return File(num_bytes, len(data), digest), part_of(sorted(boxes), written)
 
-    def resume(self, targets: Targets) -> Manifest | None:
+    def resume(self, targets: Targets, until: int | None = None) -> Manifest | None:
         """Load the newest intact checkpoint, in place. Collective.
 
         Every rank verifies the bytes it needs before any live tensor changes. What any rank finds damaged or
@@ -196,6 +198,7 @@ class Store:
 
         Args:
             targets: given what a checkpoint holds, the tensors to load it into.
+            until: checkpoints of later steps are passed by.
 
         Returns:
             Its manifest, or None if this run never had a checkpoint.
@@ -207,7 +210,8 @@ class Store:
         """
         from forge_ckpt.shards import commit
 
-        for step in self._ranks.from_first(lambda: self.steps()[::-1]):
+        steps = self._ranks.from_first(lambda: self.steps()[::-1])
+        for step in (step for step in steps if until is None or step <= until):
             found = self._stage(step, targets)
             everyone = self._ranks.gather(found.told())
             if not any(one.damaged or one.unreadable for one in everyone):
@@ -308,7 +312,11 @@ class Store:
         Returns:
             The steps removed.
         """
-        return self._folders.prune(self.keep, self.keep_every_steps, verify)
+        return self._folders.prune(self.keep, self.keep_every_steps, verify, self.pinned)
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint; by the first rank only."""
+        self._folders.remove(step)
 
 
 @dataclass(frozen=True)

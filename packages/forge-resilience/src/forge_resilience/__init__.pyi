@@ -6,6 +6,7 @@ from .finite import HeldBuffers as HeldBuffers
 from .finite import step_if_finite as step_if_finite
 from .signals import Signals as Signals
 from .signals import Stopped as Stopped
+from .spike import SpikeGuard as SpikeGuard
 from .verdict import Verdict as Verdict
 from .verdict import agree as agree
 
@@ -16,6 +17,7 @@ __all__ = [
     "HeldBuffers",
     "ResilienceConfig",
     "Signals",
+    "SpikeGuard",
     "Stopped",
     "Verdict",
     "agree",

@@ -20,5 +20,7 @@ class ExitCode(IntEnum):
     """A phase took far too long on some rank; the folder `hang` of the run says which. Start it again."""
     NOT_FINITE = 87
     """Too many steps in a row, or the last ones, had a non-finite loss or gradient; as a new start would."""
+    DIVERGED = 88
+    """The loss left its range, or copies of the weights differed, and rollbacks did not help."""
     CRASH_LOOP = 89
     """Several starts of a job in a row failed without a new checkpoint; it does not run again by itself."""

@@ -13,6 +13,8 @@ from forge_resilience.verdict import Verdict
 LAST_STEPS = 2
 """A run whose last so many steps were all not finite has not ended well; one may happen to any run."""
 
+_COUNTS = ("in_a_row", "worst", "skipped", "worst_end")
+
 
 class HeldBuffers:
     """The persistent buffers of a model as they were before a step, so that a skipped step can leave them so.
@@ -88,19 +90,21 @@ class FiniteGuard:
     def __init__(self, patience: int, read_every_steps: int) -> None:
         self._patience = patience
         self._read_every_steps = read_every_steps
-        # In a row now, in a row at worst, and in all.
-        self._counts: list[Tensor] = [torch.zeros((), dtype=torch.int64) for _ in range(3)]
+        # In a row now, in a row at worst, in all, and where the worst row ended.
+        self._counts: list[Tensor] = [torch.zeros((), dtype=torch.int64) for _ in _COUNTS]
         self._spent = False
 
-    def count(self, finite: Tensor) -> None:
+    def count(self, finite: Tensor, step: int = 0) -> None:
         """Count a step.
 
         Args:
             finite: [] bool of the step just taken.
+            step: steps taken so far, this one included.
         """
-        in_a_row, worst, skipped = (counts.to(finite.device) for counts in self._counts)
+        in_a_row, worst, skipped, ended = (counts.to(finite.device) for counts in self._counts)
         in_a_row = torch.where(finite, 0, in_a_row + 1)
-        self._counts = [in_a_row, torch.maximum(worst, in_a_row), skipped + ~finite]
+        ended = torch.where(in_a_row > worst, step, ended)
+        self._counts = [in_a_row, torch.maximum(worst, in_a_row), skipped + ~finite, ended]
 
     def verdict(self, step: int, read: bool = False, last: bool = False) -> Verdict:
         """ABORT once `patience` steps in a row were not finite, or all of the last steps of the run.
@@ -113,7 +117,7 @@ class FiniteGuard:
         if self._spent:
             return Verdict.ABORT
         if read or last or step % self._read_every_steps == 0:
-            in_a_row, worst, _ = (int(counts) for counts in self._counts)
+            in_a_row, worst = (int(counts) for counts in self._counts[:2])
             self._spent = worst >= self._patience or (last and in_a_row >= LAST_STEPS)
         return Verdict.ABORT if self._spent else Verdict.CONTINUE
 
@@ -121,12 +125,21 @@ class FiniteGuard:
         """Steps of the run that were not finite. Waits for the device."""
         return int(self._counts[2])
 
+    def in_a_row(self) -> int:
+        """How many of the last steps were not finite. Waits for the device."""
+        return int(self._counts[0])
+
+    def worst_steps(self) -> tuple[int, int]:
+        """The longest row of steps that were not finite: its first, from 0, and the one behind its last."""
+        worst, ended = int(self._counts[1]), int(self._counts[3])
+        return ended - worst, ended
+
     def state(self) -> dict[str, int]:
         """What a checkpoint keeps. Waits for the device."""
-        in_a_row, worst, skipped = (int(counts) for counts in self._counts)
-        return {"in_a_row": in_a_row, "worst": worst, "skipped": skipped}
+        return {name: int(counts) for name, counts in zip(_COUNTS, self._counts, strict=True)}
 
     def load_state(self, state: dict[str, int]) -> None:
         """Go on from a checkpoint: a run that was ended does not start again with a clean slate."""
-        self._counts = [torch.tensor(state[name]) for name in ("in_a_row", "worst", "skipped")]
+        self._counts = [torch.tensor(state.get(name, 0)) for name in _COUNTS]
+        self._spent = False
         self._spent = state["worst"] >= self._patience

@@ -18,7 +18,9 @@ class Verdict(IntEnum):
     """Write a checkpoint, then train on."""
     STOP = 2
     """Write a checkpoint, then end the run; it can be continued."""
-    ABORT = 3
+    ROLLBACK = 3
+    """Go back to a checkpoint from before the trouble and train on from there."""
+    ABORT = 4
     """End the run without a checkpoint: the state is not worth keeping."""
 
 

@@ -70,6 +70,9 @@ class Hook:
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """Look at the state after a step."""
 
+    def rewind(self, progress: Progress) -> None:
+        """Go on from an earlier step: the run was taken back to a checkpoint."""
+
     def close(self) -> None:
         """Let go of what was opened; called when the run ends, however it ends."""
 

@@ -27,7 +27,7 @@ class Log(Hook):
         self.every = every
         self._run = run
         self._figures = Figures(run)
-        self._step, self._tokens = run.progress.step, run.progress.tokens
+        self.rewind(run.progress)
         self._skipped = skipped
         self._skipped_before = 0
 
@@ -53,6 +53,10 @@ class Log(Hook):
         record |= {f"time/{name}_s": seconds / steps for name, seconds in lap.items()}
         for tracker in self._run.trackers:
             tracker.log(record)
+
+    def rewind(self, progress: Progress) -> None:
+        """See `Hook.rewind`."""
+        self._step, self._tokens = progress.step, progress.tokens
 
     def state(self) -> dict[str, int]:
         """What a checkpoint keeps: the steps skipped up to the last line."""

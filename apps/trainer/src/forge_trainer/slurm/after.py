@@ -16,7 +16,7 @@ from forge_trainer.run_dir import RunFiles, now, read_ended, read_lines
 FUTILE = 3
 """So many starts in a row that failed without a new checkpoint end the chain."""
 
-FINAL = {ExitCode.DONE, ExitCode.CONFIG, ExitCode.NOT_FINITE}
+FINAL = {ExitCode.DONE, ExitCode.CONFIG, ExitCode.NOT_FINITE, ExitCode.DIVERGED}
 """After these a new start would end the same way."""
 
 

@@ -1,0 +1,46 @@
+"""Takes a step that was not finite once more from the same inputs: is it the hardware, or the data?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from forge_trainer.steps.base import Batch, Step, StepOutput
+
+
+@dataclass
+class Repeated:
+    """A step that is looked at every few steps, and repeated there if it was not finite.
+
+    A step that is not finite changes nothing, so the second attempt has the same weights, batch and random
+    numbers. Where it is finite, its result counts: the first was spoilt by hardware, or by an operation that
+    is not deterministic. Of bad steps in a row that are looked at only the first is repeated. All ranks see
+    the same flag, and so repeat alike.
+
+    Attributes:
+        step: what is trained.
+        every: distance of the looks (each waits for the device).
+        told: the number of a step that was repeated, and whether it was finite then.
+    """
+
+    step: Step
+    every: int
+    told: Callable[[int, bool], None]
+    _lasts: bool = field(default=False, init=False)  # the trouble, which one attempt has explained
+
+    def train(self, batch: Batch, step: int) -> StepOutput:
+        """See `Step.train`."""
+        out = self.step.train(batch, step)
+        if (step + 1) % self.every:
+            return out
+        before, self._lasts = self._lasts, not out.finite.item()
+        if before or not self._lasts:
+            return out
+        again = self.step.train(batch, step)
+        self._lasts = not again.finite.item()
+        self.told(step, not self._lasts)
+        return again
+
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """See `Step.evaluate`."""
+        return self.step.evaluate(batches)
