@@ -5,7 +5,7 @@ from forge_ckpt.error import CheckpointError
 from forge_ckpt.weights import write_weights
 from forge_model.error import ModelError
 from forge_trainer.cli import main
-from forge_trainer.trained import room_for
+from forge_trainer.write import room_for
 
 
 def test_prompt_that_fills_the_model_is_told_by_its_length():

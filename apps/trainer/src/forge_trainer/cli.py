@@ -82,6 +82,9 @@ def _add_commands_on_jobs(commands: Any) -> None:
 def _add_commands_on_runs(commands: Any) -> None:
     generate = _command(commands, "generate", _look, "let a run write on")
     generate.add_argument("--prompt", action="append", help="text to go on from; may be repeated")
+    generate.add_argument("--prompts", metavar="FILE", help="one a line, or .jsonl; prints JSON lines")
+    generate.add_argument("--interactive", action="store_true", help="ask for prompts")
+    generate.add_argument("--batch-size", type=int, help="of --prompts; train.micro_batch if absent")
     generate.add_argument("--max-new-tokens", type=int, default=256)
     generate.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
     generate.add_argument("--top-k", type=int, default=0, help="0 is off")
@@ -188,7 +191,7 @@ def _look(options: argparse.Namespace) -> int:
     folder = started_in(Path(options.directory))
     if folder.samefile("."):
         return _look_here(options)
-    for name in {"directory", "out", "tasks_from", "json"} & vars(options).keys():
+    for name in {"directory", "out", "tasks_from", "json", "prompts"} & vars(options).keys():
         if getattr(options, name) is not None:
             setattr(options, name, os.path.abspath(getattr(options, name)))
     sys.path.append(os.getcwd())  # parts of one's own are found from here as well
@@ -201,7 +204,8 @@ def _look_here(options: argparse.Namespace) -> int:
 
     if options.command == "status":
         return show_status(options)
-    from forge_trainer.trained import evaluate_run, export_run, generate_text
+    from forge_trainer.trained import evaluate_run, export_run
+    from forge_trainer.write import generate_text
 
     commands: dict[str, Callable[[argparse.Namespace], None]] = {
         "generate": generate_text,

@@ -13,8 +13,6 @@ from forge_ckpt.store import Store
 from forge_ckpt.weights import write_weights
 from forge_data.loader import build_loader
 from forge_model.config import DecoderConfig
-from forge_model.error import ModelError
-from forge_model.generate import Sampling, generate
 from forge_model.hf import config_to_hf, tensors_of, to_hf
 from forge_parallel.apply import materialize
 from forge_parallel.mesh import Mesh
@@ -25,8 +23,6 @@ from forge_trainer.optim import OptimizerConfig
 from forge_trainer.run_dir import RunFiles, read_job
 
 log = logging.getLogger(__name__)
-
-DEFAULT_PROMPT = "def "
 
 
 def load_model(job: Job) -> tuple[nn.Module, int]:
@@ -70,47 +66,6 @@ def _load(store: Store, step: int, model: nn.Module, optimizer: OptimizerConfig)
     for name, state in averages.items():
         parameter = model.get_parameter(name)
         parameter.copy_(optimizer.evaluated(parameter, state))
-
-
-def generate_text(options: argparse.Namespace) -> None:
-    """`forge generate`: print what the model writes after each prompt, as it writes it."""
-    job = read_job(Path(options.directory))
-    model, _ = load_model(job)
-    tokenizer = job.data.tokenizer.build()
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
-    for prompt in options.prompt or [DEFAULT_PROMPT]:
-        tokens = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.eos_id]
-        generator = torch.Generator(next(model.parameters()).device).manual_seed(options.seed)
-        new_tokens = min(options.max_new_tokens, room_for(len(tokens), job.model.max_tokens))
-        shown = [tokens[:]]
-        sys.stdout.write(tokenizer.decode(tokens))
-
-        def show(new: list[int | None], shown: list[list[int]] = shown) -> None:
-            before = tokenizer.decode(shown[0])
-            shown[0].extend(token for token in new if token is not None)
-            after = tokenizer.decode(shown[0])
-            # a character of several tokens appears once it is whole
-            if not after.endswith("\N{REPLACEMENT CHARACTER}"):
-                sys.stdout.write(after.removeprefix(before.rstrip("\N{REPLACEMENT CHARACTER}")))
-                sys.stdout.flush()
-
-        stop, ahead = [tokenizer.eos_id], options.speculative
-        generate(model, [tokens], new_tokens, sampling, stop, generator, on_tokens=show, speculative=ahead)
-        sys.stdout.write("\n")
-
-
-def room_for(prompt_tokens: int, max_tokens: int) -> int:
-    """How many tokens can follow a prompt.
-
-    Raises:
-        ModelError: none.
-    """
-    if prompt_tokens >= max_tokens:
-        raise ModelError(
-            f"given a prompt of {prompt_tokens} tokens, which leaves no room to write: expected fewer than "
-            f"model.max_tokens = {max_tokens}; shorten it"
-        )
-    return max_tokens - prompt_tokens
 
 
 def evaluate_run(options: argparse.Namespace) -> None:

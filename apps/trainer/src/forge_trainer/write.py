@@ -1,0 +1,157 @@
+"""`forge generate RUN`: what a run writes after prompts, one by one, from a file, or as they are typed."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from forge_config import ConfigError
+from forge_data.tokenizer import Tokenizer
+from forge_model.error import ModelError
+from forge_model.generate import Sampling, generate
+from torch import nn
+
+from forge_trainer.run_dir import read_job
+from forge_trainer.trained import load_model
+
+DEFAULT_PROMPT = "def "
+
+
+class Writer:
+    """A model, and how it is to write on.
+
+    Args:
+        model: a `Decoder`, whole on one device.
+        tokenizer: of its run.
+        max_tokens: the longest sequence that the model knows.
+        options: of the command.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Tokenizer, max_tokens: int, options: argparse.Namespace
+    ) -> None:
+        self._model, self._tokenizer, self._max_tokens = model, tokenizer, max_tokens
+        self._sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+        self._new_tokens, self._speculative = options.max_new_tokens, options.speculative
+        self._generator = torch.Generator(next(model.parameters()).device)
+        self._seed = options.seed
+
+    def tokens(self, prompt: str) -> list[int]:
+        """Of a prompt; an empty one begins a document."""
+        return [int(token) for token in self._tokenizer.encode(prompt)] or [self._tokenizer.eos_id]
+
+    def show(self, prompt: str) -> None:
+        """Print a prompt and what follows it, as it is written."""
+        tokens = self.tokens(prompt)
+        decode, shown = self._tokenizer.decode, tokens[:]
+        new_tokens = min(self._new_tokens, room_for(len(tokens), self._max_tokens))
+        sys.stdout.write(decode(tokens))
+
+        def show(new: list[int | None]) -> None:
+            before = decode(shown)
+            shown.extend(token for token in new if token is not None)
+            after = decode(shown)
+            # a character of several tokens appears once it is whole
+            if not after.endswith("\N{REPLACEMENT CHARACTER}"):
+                sys.stdout.write(after.removeprefix(before.rstrip("\N{REPLACEMENT CHARACTER}")))
+                sys.stdout.flush()
+
+        self._generator.manual_seed(self._seed)
+        stop, ahead = [self._tokenizer.eos_id], self._speculative
+        generate(
+            self._model, [tokens], new_tokens, self._sampling, stop, self._generator, show, speculative=ahead
+        )
+        sys.stdout.write("\n")
+
+    def continued(self, prompts: list[str], batch_size: int) -> Iterator[tuple[int, str]]:
+        """What follows each of many prompts, those of like length together: index and text.
+
+        A batch ends where its longest prompt fills the model.
+        """
+        rows = [self.tokens(prompt) for prompt in prompts]
+        for row in rows:
+            room_for(len(row), self._max_tokens)
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        self._generator.manual_seed(self._seed)
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            longest = max(len(rows[i]) for i in batch)
+            written = generate(
+                self._model,
+                [rows[i] for i in batch],
+                min(self._new_tokens, self._max_tokens - longest),
+                self._sampling,
+                [self._tokenizer.eos_id],
+                self._generator,
+                speculative=self._speculative,
+            )
+            for index, new in zip(batch, written, strict=True):
+                text = [token for token in new if token != self._tokenizer.eos_id]
+                yield index, self._tokenizer.decode(text)
+
+
+def room_for(prompt_tokens: int, max_tokens: int) -> int:
+    """How many tokens can follow a prompt.
+
+    Raises:
+        ModelError: none.
+    """
+    if prompt_tokens >= max_tokens:
+        raise ModelError(
+            f"given a prompt of {prompt_tokens} tokens, which leaves no room to write: expected fewer than "
+            f"model.max_tokens = {max_tokens}; shorten it"
+        )
+    return max_tokens - prompt_tokens
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The lines of a text file, or `prompt` of each line of a `.jsonl` file.
+
+    Raises:
+        ConfigError: it cannot be read, or a line has no prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts: {path} cannot be read: {error}") from None
+    if path.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompts.append(json.loads(line)["prompt"])
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(f'--prompts: line {number} of {path} is no {{"prompt": "..."}}') from None
+    return prompts
+
+
+def generate_text(options: argparse.Namespace) -> None:
+    """`forge generate`: each prompt and what follows it; of a file of prompts, JSON lines."""
+    prompts = None if options.prompts is None else read_prompts(Path(options.prompts))
+    job = read_job(Path(options.directory))
+    model, _ = load_model(job)
+    writer = Writer(model, job.data.tokenizer.build(), job.model.max_tokens, options)
+    if prompts is not None:
+        texts = dict(writer.continued(prompts, options.batch_size or job.train.micro_batch))
+        for index, prompt in enumerate(prompts):
+            sys.stdout.write(json.dumps({"prompt": prompt, "text": texts[index]}, ensure_ascii=False) + "\n")
+        return
+    for prompt in options.prompt or (_typed() if options.interactive else [DEFAULT_PROMPT]):
+        try:
+            writer.show(prompt)
+        except ModelError as error:
+            if not options.interactive:
+                raise
+            sys.stdout.write(f"{error}\n")
+
+
+def _typed() -> Iterator[str]:
+    """Prompts from the keyboard, a line each, until the end of the input."""
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            sys.stdout.write("\n")
+            return
