@@ -22,6 +22,7 @@ cpus_per_rank = 1
 time = "{time}"
 partition = "{partition}"
 again = "{again}"
+warning_s = 10
 container = {container}
 setup = ["export OMP_NUM_THREADS=1 MASTER_ADDR=127.0.0.1"]
 """
@@ -112,8 +113,8 @@ def a_rank(run: Path) -> int:
 
 
 def test_time_limit_puts_the_run_back_and_scancel_ends_it(slurm, tiny, run, launch):
-    launch(tiny(steps=100_000), time="00:01:00")
-    slurm.wait(lambda: len(starts(run)) == 1, 180)
+    launch(tiny(steps=100_000), time="00:02:00")
+    slurm.wait(lambda: len(starts(run)) == 1, 240)
     assert starts(run)[0]["code"] == 85 and starts(run)[0]["step"] > 0
     first = starts(run)[0]["step"]
     slurm.wait(lambda: reached(run) > first, 180)

@@ -191,3 +191,22 @@ def test_never_and_interactive_allocations_do_not_requeue(slurm, tmp_path, capsy
 def test_ranks_of_a_node_are_its_gpus_or_what_is_said():
     assert ClusterConfig(gpus_per_node=8).ranks == 8
     assert ClusterConfig(gpus_per_node=0, ranks_per_node=3).ranks == 3
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [("90", 5400), ("1:30", 90), ("1:00:30", 3630), ("2-3", 183600), ("1-0:30", 88200), ("1-1:1:1", 90061)]
+    + [("UNLIMITED", None), ("1:2:3:4", None), ("", None)],
+)
+def test_limits_are_read_as_sbatch_does(time, expected):
+    from forge_trainer.slurm.config import seconds
+
+    assert seconds(time) == expected
+
+
+def test_limit_within_which_a_run_could_not_begin_is_refused():
+    from forge_trainer.slurm.config import ClusterConfig
+
+    ClusterConfig(time="00:03:00", warning_s=120)
+    with pytest.raises(ValueError, match="expected at least 180 s, or a shorter warning"):
+        ClusterConfig(time="00:02:59", warning_s=120)

@@ -29,6 +29,7 @@ from forge_trainer.clock import Clock
 from forge_trainer.go_back import GoBack, Unfit, open_data
 from forge_trainer.guards import Count, Guard, Judges, build_guards
 from forge_trainer.hooks import Hook
+from forge_trainer.hooks.copies import build_copies
 from forge_trainer.hooks.evaluate import Evaluate
 from forge_trainer.hooks.log import Log
 from forge_trainer.job import Job
@@ -169,7 +170,9 @@ def build(
     # twice: at a stop, one save may be in flight and the last one follows
     saver = Saver(store, state, job.checkpoint.asynchronous, lambda s: deadline.observe(SAVE, 2 * s))
     stack.callback(saver.close)
-    unfit = Unfit(store, judges.ladder, optimizer, mesh)
+    every = job.resilience.compare_copies_every_steps
+    copies = build_copies(every, parts, mesh, judges.ladder, progress.step)
+    unfit = Unfit(store, judges.ladder, optimizer, mesh, copies)
 
     def fingerprint_at(samples: int) -> str:
         return run.loader.fingerprint_at(samples)
@@ -184,6 +187,7 @@ def build(
     reads = {"rank": mesh.batch.rank, "world_size": mesh.batch.size, "micro_batch": job.train.micro_batch}
     validation = build_loader(job.data, "validation", **reads) if job.data.has_validation() else None
     weights = partial(evaluation_weights, job.optimizer, optimizer)
+    run.hooks.extend([copies] if copies is not None else [])
     run.hooks.extend(build_hooks(run, validation, judges, weights))
     counters |= {hook.span: hook for hook in run.hooks if isinstance(hook, Log)}
     for name in counters.keys() & counts.keys():

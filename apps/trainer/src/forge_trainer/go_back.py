@@ -18,6 +18,7 @@ from forge_parallel.tensor import local_part
 from forge_resilience.verdict import Verdict, agree
 from torch.optim import Optimizer
 
+from forge_trainer.hooks.copies import CompareCopies
 from forge_trainer.job import Job
 from forge_trainer.ladder import Ladder
 from forge_trainer.progress import Progress, Stateful
@@ -117,20 +118,24 @@ class Unfit:
         ladder: knows since when something may be wrong.
         optimizer: of the parameters that are looked at.
         mesh: the grid of ranks.
+        copies: compares copies of the weights, where there are any.
     """
 
     store: Store
     ladder: Ladder
     optimizer: Optimizer
     mesh: Mesh
+    copies: CompareCopies | None
 
     def __call__(self, step: int) -> Verdict:
-        """CONTINUE if every parameter is finite on every rank. Waits for the device."""
+        """CONTINUE if every parameter is finite, and all copies are the same. Waits for the device."""
         self.store.pinned = self.ladder.sound(step)
         mine = Verdict.CONTINUE if self._all_finite() else Verdict.ABORT
-        if agree(mine, self.mesh.control_group) is Verdict.CONTINUE:
-            return Verdict.CONTINUE
-        return self.ladder.not_finite(step)
+        if agree(mine, self.mesh.control_group) is not Verdict.CONTINUE:
+            return self.ladder.not_finite(step)
+        if self.copies is not None and not self.copies.compare(step):
+            return self.ladder.verdict(step)
+        return Verdict.CONTINUE
 
     @torch.no_grad()
     def _all_finite(self) -> bool:

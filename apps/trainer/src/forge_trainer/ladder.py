@@ -72,12 +72,14 @@ class Ladder:
 
     Attributes:
         trouble: what it has found last.
+        reported: trouble that was found elsewhere, on all ranks alike; judged with the next verdict.
     """
 
     def __init__(
         self, config: ResilienceConfig, finite: FiniteGuard, spikes: SpikeGuard, taken: Sequence[Rollback]
     ) -> None:
         self.trouble: Trouble | None = None
+        self.reported: Trouble | None = None
         self._config, self._finite, self._spikes, self._taken = config, finite, spikes, taken
 
     def verdict(self, step: int, read: bool = False, last: bool = False) -> Verdict:
@@ -88,6 +90,9 @@ class Ladder:
             read: read from the device now, as something depends on it: a checkpoint, for one.
             last: the run is complete with this step.
         """
+        if self.reported is not None:
+            reported, self.reported = self.reported, None
+            return self.found(reported)
         limit = self._config.max_bad_steps
         if self._finite.verdict(step, read, last) is Verdict.ABORT:
             first, end = self._finite.worst_steps()

@@ -25,6 +25,9 @@ class ResilienceConfig(Config):
             checkpoint from before, without the data that caused it; then it ends. 0 ends it at once.
         rollback_margin_steps: how many steps before the trouble that checkpoint lies at least, and as many
             steps before and after the trouble are left out as well.
+        compare_copies_every_steps: replicas (`mesh.dp_replicate`) compare their weights bit for bit so often,
+            and before each checkpoint; copies that differ send the run back to when they were the same. 0
+            never compares.
         watchdog: a process beside each rank ends the run when something hangs, and says what.
         hang_least_s: nothing is called hung before; otherwise ten times the longest of its kind so far.
         hang_first_s: how long something may take that comes for the first time: it may compile, or load.
@@ -43,6 +46,7 @@ class ResilienceConfig(Config):
     spike_steps: Annotated[int, Meta(ge=1)] = 5
     max_rollbacks: Annotated[int, Meta(ge=0)] = 3
     rollback_margin_steps: Annotated[int, Meta(ge=0)] = 0
+    compare_copies_every_steps: Annotated[int, Meta(ge=0)] = 100
     watchdog: bool = True
     hang_least_s: Annotated[float, Meta(gt=0)] = 300.0
     hang_first_s: Annotated[float, Meta(gt=0)] = 3600.0

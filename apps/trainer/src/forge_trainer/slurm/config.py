@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 
 from forge_config import Config, ConfigError, Meta, load
 
+EARLY_S = 60
+"""SLURM looks at limits once a minute."""
+
 
 class ClusterConfig(Config):
     """Where a run is submitted, and what its ranks get there.
@@ -53,6 +56,12 @@ class ClusterConfig(Config):
         for name in ("memory", "time", "partition", "account", "qos", "constraint", "reservation"):
             if any(letter.isspace() for letter in getattr(self, name)):
                 raise ValueError(f"{name} = {getattr(self, name)!r} has white space in it")
+        if (limit_s := seconds(self.time)) is not None and limit_s < self.warning_s + EARLY_S:
+            raise ValueError(
+                f"time = {self.time!r} with warning_s = {self.warning_s}: SLURM may send the warning up to "
+                f"{EARLY_S} s earlier, before the run begins; expected at least {self.warning_s + EARLY_S} "
+                "s, or a shorter warning"
+            )
         for option in [*self.options, *self.step_options]:
             if not option.startswith("-") or "\n" in option:
                 raise ValueError(f"{option!r} is no option; each is one word that begins with -")
@@ -61,6 +70,24 @@ class ClusterConfig(Config):
     def ranks(self) -> int:
         """Ranks of a node."""
         return self.gpus_per_node or self.ranks_per_node
+
+
+def seconds(time: str) -> int | None:
+    """The seconds of a limit as `sbatch --time` takes it; None if it is none, or not in numbers.
+
+    The forms are M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
+    """
+    days, dash, rest = time.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:
+        hours, minutes, secs = [*numbers, 0, 0][:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + secs
+    if len(numbers) == 3:
+        return (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
+    return numbers[0] * 60 + sum(numbers[1:])
 
 
 class ClusterFile(Config):
