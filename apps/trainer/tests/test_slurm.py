@@ -195,8 +195,17 @@ def test_ranks_of_a_node_are_its_gpus_or_what_is_said():
 
 @pytest.mark.parametrize(
     ("time", "expected"),
-    [("90", 5400), ("1:30", 90), ("1:00:30", 3630), ("2-3", 183600), ("1-0:30", 88200), ("1-1:1:1", 90061)]
-    + [("UNLIMITED", None), ("1:2:3:4", None), ("", None)],
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("1:00:30", 3630),
+        ("2-3", 183600),
+        ("1-0:30", 88200),
+        ("1-1:1:1", 90061),
+        ("UNLIMITED", None),
+        ("1:2:3:4", None),
+        ("", None),
+    ],
 )
 def test_limits_are_read_as_sbatch_does(time, expected):
     from forge_trainer.slurm.config import seconds
