@@ -7,16 +7,13 @@ import torch
 import torch.nn.functional as F
 from forge_interp.attention import call as attention
 from forge_interp.attention.call import AttentionCall
-from forge_interp.attention.statistics import (
-    AttentionSummary,
-    attention_statistics,
-)
+from forge_interp.attention.statistics import AttentionSummary, attention_statistics
 from forge_interp.errors import InterpError
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-NAMES = ["entropy", "sink", "previous", "lag.0", "lag.3", "induction"]
+NAMES = ["entropy", "sink", "previous", "lag.0", "lag.3"]
 
 
 def random_call(
@@ -28,10 +25,6 @@ def random_call(
     q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
     given = {"attn_mask": mask, "enable_gqa": True} | kwargs
     return AttentionCall.of((q, k, v), given, F.scaled_dot_product_attention(q, k, v, **given))
-
-
-def random_tokens(batch: int, keys: int) -> Tensor:
-    return torch.randint(4, (batch, keys), generator=torch.Generator().manual_seed(keys))
 
 
 def left_padded(pads: list[int], queries: int, keys: int) -> Tensor:
@@ -54,19 +47,7 @@ def of_heads(keys: int) -> Tensor:
     return torch.stack([everything, windowed(keys), everything.tril(), torch.arange(keys) >= 2 * everything])
 
 
-def key_of(name: str, own: int, first: int, tokens: Tensor) -> int:
-    """The key that a statistic looks at, -1 for none."""
-    if name == "sink":
-        return first
-    if name != "induction":
-        return own - {"previous": 1, "lag.0": 0, "lag.3": 3}[name]
-    if own >= len(tokens):
-        return -1
-    same = [j for j in range(own) if tokens[j] == tokens[own]]
-    return same[-1] + 1 if same and same[-1] + 1 < own else -1
-
-
-def by_loops(call: AttentionCall, visible: Tensor, name: str, tokens: Tensor) -> Tensor:
+def by_loops(call: AttentionCall, visible: Tensor, name: str) -> Tensor:
     batch, heads, queries, keys = call.grid
     visible = visible.expand(batch, heads, queries, keys)
     each_key = call.key.repeat_interleave(heads // call.key.shape[1], 1)
@@ -82,8 +63,8 @@ def by_loops(call: AttentionCall, visible: Tensor, name: str, tokens: Tensor) ->
             found[b, n, t] = -(p * p.log()).sum() if sees.any() else math.nan
             continue
         first = visible[b, n].any(0).nonzero()[0].item()
-        at = key_of(name, own, first, tokens[b])
-        needed = [at] if name == "sink" else [at, own] + [at - 1] * (name == "induction")
+        at = first if name == "sink" else own - {"previous": 1, "lag.0": 0, "lag.3": 3}[name]
+        needed = [at] if name == "sink" else [at, own]
         if all(0 <= key < keys and sees[key] for key in needed):
             found[b, n, t] = pattern[b, n, t, at]
     return found
@@ -108,22 +89,21 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_attention_statistics_equal_loops_over_the_pattern(case, tile_bytes, monkeypatch):
     mask, shape = CASES[case]
-    call, tokens = random_call(shape, mask), random_tokens(shape[0], shape[3])
+    call = random_call(shape, mask)
     monkeypatch.setattr(AttentionCall.tiles, "__defaults__", (tile_bytes,))
-    monkeypatch.setattr(AttentionCall.tiles, "__defaults__", (tile_bytes,))
-    found = attention_statistics(call, NAMES, tokens)
+    found = attention_statistics(call, NAMES)
     visible = torch.ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask
     for name in NAMES:
-        torch.testing.assert_close(found[name], by_loops(call, visible, name, tokens), equal_nan=True)
+        torch.testing.assert_close(found[name], by_loops(call, visible, name), equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 12, 12), (2, 4, 5, 12), (2, 4, 12, 5)], ids=str)
 def test_attention_statistics_align_is_causal_at_the_first_key(shape):
-    call, tokens = random_call(shape, is_causal=True), random_tokens(2, shape[3])
+    call = random_call(shape, is_causal=True)
     visible = torch.ones(shape[2:], dtype=torch.bool).tril()
-    found = attention_statistics(call, NAMES, tokens)
+    found = attention_statistics(call, NAMES)
     for name in NAMES:
-        torch.testing.assert_close(found[name], by_loops(call, visible, name, tokens), equal_nan=True)
+        torch.testing.assert_close(found[name], by_loops(call, visible, name), equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["raw", "scores", "pattern"])
@@ -140,54 +120,29 @@ def test_attention_statistics_see_edits_in_every_part(name, monkeypatch):
 
 @pytest.mark.parametrize("minus", [-torch.inf, torch.finfo(torch.float64).min, -1e9, -1e4])
 def test_attention_statistics_take_an_added_mask_like_the_bool_one(minus):
-    mask, tokens = left_padded([0, 4], 12, 12), random_tokens(2, 12)
+    mask = left_padded([0, 4], 12, 12)
     added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, minus)
-    found = attention_statistics(random_call(mask=added), NAMES, tokens)
-    expected = attention_statistics(random_call(mask=mask), NAMES, tokens)
+    found = attention_statistics(random_call(mask=added), NAMES)
+    expected = attention_statistics(random_call(mask=mask), NAMES)
     for name in NAMES:
         torch.testing.assert_close(found[name], expected[name], equal_nan=True)
 
 
 def test_attention_statistics_of_a_padded_sequence_are_those_of_the_sequence_alone():
     pads = 4
-    alone, tokens = random_call((1, 4, 12, 12), is_causal=True), random_tokens(1, 12)
+    alone = random_call((1, 4, 12, 12), is_causal=True)
     filled = [F.pad(x, (0, 0, pads, 0), value=7.0) for x in (alone.query, alone.key, alone.value)]
     given = {"attn_mask": left_padded([pads], 16, 16), "enable_gqa": True}
     padded = AttentionCall.of(filled, given, F.scaled_dot_product_attention(*filled, **given))
-    pad_id = tokens[0, 0].item()
-    found = attention_statistics(padded, NAMES, F.pad(tokens, (pads, 0), value=pad_id))
-    for name, expected in attention_statistics(alone, NAMES, tokens).items():
+    found = attention_statistics(padded, NAMES)
+    for name, expected in attention_statistics(alone, NAMES).items():
         assert found[name][..., :pads].isnan().all()
         torch.testing.assert_close(found[name][..., pads:], expected, equal_nan=True)
 
 
 def test_attention_statistics_without_any_key_are_not_defined():
-    call, tokens = random_call((2, 4, 3, 0)), torch.zeros(2, 0, dtype=torch.long)
-    for name, found in attention_statistics(call, NAMES, tokens).items():
+    for name, found in attention_statistics(random_call((2, 4, 3, 0)), NAMES).items():
         assert found.shape == (2, 4, 3) and found.isnan().all(), name
-
-
-def statistic(call, name, tokens=None):
-    return attention_statistics(call, [name], tokens)[name]
-
-
-def test_lag_mass_is_the_induction_score_of_a_repeated_random_sequence():
-    period = 6
-    tokens = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:period].repeat(2)[None]
-    call = random_call((1, 4, 12, 12), is_causal=True)
-    lag, induction = statistic(call, f"lag.{period - 1}"), statistic(call, "induction", tokens)
-    torch.testing.assert_close(induction[..., period:], lag[..., period:], rtol=0, atol=0)
-    assert induction[..., :period].isnan().all()
-
-
-def test_induction_score_of_a_head_that_copies_is_one():
-    tokens = torch.tensor([[5, 1, 2, 3, 5, 1, 2]])
-    code = F.one_hot(tokens, 6).double()[:, None] * 100
-    before = F.pad(code, (0, 0, 1, 0))[:, :, :-1]
-    call = AttentionCall.of((code, before, code), {"is_causal": True}, code)
-    torch.testing.assert_close(
-        statistic(call, "induction", tokens)[0, 0, 4:], torch.ones(3, dtype=torch.float64)
-    )
 
 
 def test_attention_statistics_of_many_bfloat16_tokens_equal_the_dense_definition():
@@ -208,12 +163,11 @@ def test_attention_statistics_of_many_bfloat16_tokens_equal_the_dense_definition
 
 
 def test_attention_statistics_hold_no_tensor_of_all_weights():
-    names = ["sink", "previous", "induction", "lag.5", "entropy"]
+    names = ["sink", "previous", "lag.5", "entropy"]
     shape = (1, 4, 3000, 3000)
     call = random_call(shape, mask=left_padded([5], 3000, 3000), dtype=torch.float32)
-    tokens = random_tokens(1, 3000)
     with Largest() as largest:
-        attention_statistics(call, names, tokens)
+        attention_statistics(call, names)
         call.check()
     assert largest.bytes <= 1.01 * attention.TILE_BYTES
     assert largest.bytes <= 0.12 * math.prod(shape) * 4
@@ -238,12 +192,8 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_attention_statistics_refuse_missing_tokens_and_unknown_names():
+def test_attention_statistics_refuse_unknown_names():
     call = random_call()
-    with pytest.raises(InterpError, match=r"tokens are missing; expected \[2, 12\]"):
-        attention_statistics(call, ["induction"])
-    with pytest.raises(InterpError, match=r"tokens are \[2, 11\]"):
-        statistic(call, "induction", random_tokens(2, 11))
     for name in ("lag", "lag.-1", "lag.x", "mean", "entropy.1"):
         with pytest.raises(InterpError, match=f"no statistic '{name}'.*lag.K"):
             attention_statistics(call, [name])

@@ -202,7 +202,10 @@ def test_select_is_applied_before_the_copy(model, x):
     assert acts["layers.2"].shape == (1, 2)
     assert acts["layers.2"].dtype == torch.float64
     assert torch.equal(acts["head"], out)
-    with pytest.raises(InterpError, match="select for"), capture(model, "head", select={"layers.*": abs}):
+    with (
+        pytest.raises(InterpError, match="select is given for"),
+        capture(model, "head", select={"layers.*": abs}),
+    ):
         pass
 
 

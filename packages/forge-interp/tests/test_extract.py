@@ -286,7 +286,7 @@ def test_extract_refuses_sites_with_other_rows(tmp_path: Path):
     model, ids = Decoder(), torch.randint(50, (3, 4))
     pooled = {"blocks.1": lambda value: value.mean(1)}
     with pytest.raises(
-        InterpError, match=r"blocks.1 has 3 rows of samples, blocks.0 has 3 x 4 rows.*two calls"
+        InterpError, match=r"blocks.1 has rows of samples \[3\], blocks.0 of tokens \[3, 4\].*two calls"
     ):
         extract_representations(model, ids, ["blocks.0", "blocks.1"], tmp_path / "a", select=pooled)
 

@@ -223,6 +223,16 @@ def test_checksum_depends_on_all_inputs():
     assert len({checksum(), checksum(a=pixels), checksum(a=pixels + 1), checksum(a=(pixels, pixels))}) == 4
 
 
+@pytest.mark.parametrize("place", [0, 7, 8, 63, 64, 299, 599])
+def test_checksum_and_fingerprint_see_every_number_of_long_samples(place):
+    before = torch.arange(600).reshape(2, 300)
+    after = before.flatten().index_fill(0, torch.tensor([place]), 1000).reshape(2, 300)
+    sums = [Batch.of(inputs, NAMES, 0, 0).checksum() for inputs in (before, after)]
+    assert sums[0] != sums[1]
+    prints = [Samples(inputs, 1, NAMES).fingerprint() for inputs in (before, after)]
+    assert prints[0] != prints[1]
+
+
 def test_batch_takes_the_mask_of_places_without_ids():
     embeds, mask = torch.zeros(2, 3, 4), torch.tensor([[1, 1, 0], [1, 1, 1]])
     inputs: dict[str, Tensor] = {"inputs_embeds": embeds, "attention_mask": mask}

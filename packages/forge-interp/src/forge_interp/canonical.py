@@ -23,14 +23,10 @@ class CanonicalSites(Mapping[str, str]):
     """Sites by canonical name, `blocks.3.resid_pre`; `print` it for what was mapped and what was not.
 
     With several stacks of blocks (encoder and decoder), `blocks` is the name of each stack.
-
-    Attributes:
-        sites: canonical name to site.
-        missing: canonical names that the model has no site for, and why.
     """
 
     sites: dict[str, str] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)  # names that the model has no site for, and why
 
     def __getitem__(self, name: str) -> str:
         if name in self.missing:
@@ -105,14 +101,8 @@ def _map_block(model: nn.Module, inputs: Inputs, block: str) -> dict[str, str]:
     if before.shape != after.shape or before.ndim < 3 or (not attention and _linear_out(acts, block) is None):
         return {}
     z = f"{attention[0].removeprefix(block)}:attn.z" if attention else "- no attention in the block"
-    neurons = _neurons(acts, block, before, attention)
-    return {
-        "resid_pre": ":in",
-        "resid_post": ":out",
-        "attn.z": z,
-        "resid_mid": _middle(acts, block),
-        **neurons,
-    }
+    ends = {"resid_pre": ":in", "resid_post": ":out", "attn.z": z, "resid_mid": _middle(acts, block)}
+    return ends | _neurons(acts, block, attention)
 
 
 def _attention_in(model: nn.Module, inputs: Inputs, block: str) -> list[str]:
@@ -139,7 +129,7 @@ def _middle(acts: Activations, block: str) -> str:
     return "- no module is given resid_pre plus what another gave: attention and MLP run in parallel?"
 
 
-def _neurons(acts: Activations, block: str, before: Tensor, attention: list[str]) -> dict[str, str]:
+def _neurons(acts: Activations, block: str, attention: list[str]) -> dict[str, str]:
     """mlp.pre and mlp.post."""
     inside = tuple(f"{name}." for name in attention)
     sites = [site for site in acts if "#" not in site and not site.startswith(inside)]

@@ -13,20 +13,20 @@ Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
 def call_model(model: nn.Module, inputs: Inputs) -> Any:
-    """Call `model` with a tensor, a tuple of positional arguments, or a mapping of named ones.
+    """Call `model` with a tensor, a tuple of positional arguments, or a mapping of named ones."""
+    return run_model(model, *arguments(inputs))
 
-    Raises InterpError: `inputs` is none of these.
-    """
-    if isinstance(inputs, Tensor):
-        return run_model(model, (inputs,), {})
+
+def arguments(inputs: Inputs) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Positional and named arguments; InterpError where inputs are neither tensor, tuple nor mapping."""
+    if not isinstance(inputs, Tensor | Mapping | tuple | list):
+        raise InterpError(
+            f"inputs are a {type(inputs).__name__}; expected a tensor, a tuple of positional arguments, "
+            "or a mapping of named ones"
+        )
     if isinstance(inputs, Mapping):
-        return run_model(model, (), inputs)
-    if isinstance(inputs, tuple | list):
-        return run_model(model, inputs, {})
-    raise InterpError(
-        f"inputs are a {type(inputs).__name__}; expected a tensor, a tuple of positional arguments, "
-        "or a mapping of named ones"
-    )
+        return (), inputs
+    return (inputs,) if isinstance(inputs, Tensor) else inputs, {}
 
 
 def run_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 def plot_similarity(similarity: LayerSimilarity, *, limits: tuple[float, float] | None = None) -> Figure:
     """Draw a layer by layer similarity matrix as a heat map; the first layer is at the lower left.
 
-    `limits` are the values at the ends of the colours; default 0 to 1, or the range of the values if they
-    leave it.
+    `limits` are the values at the ends of the colours; default 0 to 1, or the range of values that leave it.
     """
     figure, axes = _figure()
     values = similarity.values
@@ -69,9 +68,7 @@ def plot_probe(curves: Mapping[str, ProbeCurve] | ProbeCurve) -> Figure:
     named = {"probe": curves} if isinstance(curves, ProbeCurve) else curves
     kinds = {(curve.layers, curve.unit) for curve in named.values()}
     if len(kinds) != 1:
-        raise InterpError(
-            f"the curves have {len(kinds)} kinds of layers and units; expected the same for all"
-        )
+        raise InterpError(f"the curves have {len(kinds)} kinds of layers and units; expected one")
     ((layers, unit),) = kinds
     figure, axes = _figure()
     for i, (label, curve) in enumerate(named.items()):
@@ -120,8 +117,6 @@ def _figure() -> tuple[Figure, Axes]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            "matplotlib is missing; to draw figures: pip install 'forge-interp[plot]'"
-        ) from error
+        raise ImportError("matplotlib is missing: pip install 'forge-interp[plot]'") from error
     figure = Figure(layout="constrained")
     return figure, figure.subplots()

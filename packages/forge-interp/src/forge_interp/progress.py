@@ -13,10 +13,7 @@ _REDRAW_S = 0.1
 def progress(
     iterable: Iterable[Item], total: int | None = None, label: str = "", enabled: bool = True
 ) -> Iterator[Item]:
-    """Pass the items through and draw a bar on standard error, if `enabled` and that is a terminal.
-
-    With `total` None, how many there are is not known, and a count is drawn; `label` stands in front.
-    """
+    """Pass items through and draw a bar on standard error, if that is a terminal; a count without `total`."""
     if not enabled or sys.stderr is None or not sys.stderr.isatty():
         yield from iterable
         return

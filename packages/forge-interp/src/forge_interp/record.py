@@ -18,17 +18,11 @@ from forge_interp.model_inputs import Inputs, call_model
 
 @dataclass
 class Recording(Mapping[str, Tensor]):
-    """What flowed through a model; `print` it for a table, `pickle` it, look up a site under any spelling.
+    """What flowed through a model; `print` it for a table, `pickle` it, look up a site under any spelling."""
 
-    Attributes:
-        values_by_site: in the order in which they arose.
-        output: what the model returned.
-        skipped: sites that wildcards named and that hold no tensor, and why.
-    """
-
-    values_by_site: dict[str, Tensor]
-    output: Any
-    skipped: dict[str, str] = field(default_factory=dict)
+    values_by_site: dict[str, Tensor]  # in the order in which they arose
+    output: Any  # what the model returned
+    skipped: dict[str, str] = field(default_factory=dict)  # sites of wildcards without a tensor, and why
 
     def __getitem__(self, site: str) -> Tensor:
         key = site if site in self.values_by_site else canonical(site)
@@ -43,14 +37,10 @@ class Recording(Mapping[str, Tensor]):
         return len(self.values_by_site)
 
     def __repr__(self) -> str:
-        rows = [("site", "shape", "dtype")] + [
-            (site, str(list(value.shape)), str(value.dtype).removeprefix("torch."))
-            for site, value in self.items()
-        ]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
-        ]
+        rows = [(key, str(list(x.shape)), str(x.dtype).removeprefix("torch.")) for key, x in self.items()]
+        rows = [("site", "shape", "dtype"), *rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
         skipped = [f"skipped, no tensor: {', '.join(self.skipped)}"] if self.skipped else []
         return "\n".join([line.rstrip() for line in lines] + skipped)
 
@@ -61,16 +51,10 @@ class Recording(Mapping[str, Tensor]):
 
     @staticmethod
     def concatenate(recordings: Sequence[Recording]) -> Recording:
-        """All samples of several recordings, dim 0 after dim 0; the outputs as a list.
-
-        Raises:
-            InterpError: they differ in their sites, or in shapes beyond dim 0.
-        """
+        """All samples of several recordings of the same sites, dim 0 after dim 0; the outputs as a list."""
         sites = [list(recording) for recording in recordings]
         if not sites or any(one != sites[0] for one in sites):
-            raise InterpError(
-                "recordings of different sites; expected at least one, and the same sites in each"
-            )
+            raise InterpError("recordings of different sites; expected at least one, and the same in each")
         values = {}
         for site in sites[0]:
             parts = [recording[site] for recording in recordings]
@@ -116,16 +100,9 @@ def record(
 ) -> Recording:
     """Run a model on inputs, without gradients, and keep what flows through sites of it.
 
-    Args:
-        model: any module.
-        inputs: a tensor, a tuple of positional arguments, or a mapping of named ones.
-        sites: as for `capture`; by default the output of every module. Where wildcards name what holds no
-            tensor, such as an output of several, it is passed over and listed in `skipped`.
-        select: as for `capture`.
-        device: where the copies go, such as "cpu".
-
-    Raises:
-        InterpError: as `capture`.
+    `inputs` are a tensor, a tuple of positional arguments, or a mapping of named ones; the other arguments
+    and errors those of `capture`. By default the output of every module is kept. Where wildcards name what
+    holds no tensor, such as an output of several, it is passed over and listed in `skipped`.
     """
     with torch.no_grad(), capture(model, sites, select=select, device=device) as acts:
         output = call_model(model, inputs)

@@ -4,19 +4,109 @@ Letters: n samples, L blocks (layers), d features of one block, D features of al
 pairs.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from forge_interp.analysis.arrays import ROUNDING, Array, as_matrix, check_finite, copy_state, same_rows
+from forge_interp.analysis.arrays import ROUNDING, Array, as_matrix, check_finite, same_rows
 from forge_interp.errors import InterpError
 
 _CHUNK_ELEMENTS = 2**20  # float64 numbers converted at a time: 8 MiB
 
 
-class Moments:
+class Accumulator:
+    """Sums of one pass over samples, in tensors that can be saved, sent, and added up over processes."""
+
+    _kind: Any  # equal for those that can be added up
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the sums as plain float64 tensors (views, not copies): to save, to send, to add up."""
+        raise NotImplementedError
+
+    def load_state(self, state: Mapping[str, Tensor]) -> Self:
+        """Copy a state of the same kind into this one, all of it or nothing, and return this one.
+
+        Raises InterpError: a tensor is missing, or has another shape.
+        """
+        mine = self.state()
+        for name, tensor in mine.items():
+            if name not in state or state[name].shape != tensor.shape:
+                shape = tuple(state[name].shape) if name in state else "nothing"
+                raise InterpError(f"state {name!r} has {shape}; expected shape {tuple(tensor.shape)}")
+        for name, tensor in mine.items():
+            tensor.copy_(state[name])
+        return self
+
+    def merge(self, other: Self) -> Self:
+        """Add the samples of `other`, of the same kind, in place, and return this one."""
+        if other._kind != self._kind:
+            raise InterpError(f"cannot merge {other._kind} into {self._kind}; expected the same")
+        twin = copy.deepcopy(self).load_state(other.state())
+        if (total := self._total()) is not None:
+            total += twin._total()
+            self._recentre(total)
+            twin._recentre(total)
+        for mine, theirs in zip(self._additive(), twin._additive(), strict=True):
+            mine += theirs
+        for mine, theirs in zip(self._maxima(), twin._maxima(), strict=True):
+            torch.maximum(mine, theirs, out=mine)
+        return self
+
+    def all_reduce(
+        self, add: Callable[[Tensor], object] | None = None, maximum: Callable[[Tensor], object] | None = None
+    ) -> Self:
+        """Replace the samples of this rank by those of all ranks, in place. Collective.
+
+        `add` and `maximum` replace a tensor by its sum and maximum over ranks, in place; default
+        `torch.distributed.all_reduce`.
+        """
+        dist = torch.distributed
+        add = dist.all_reduce if add is None else add
+        maximum = partial(dist.all_reduce, op=dist.ReduceOp.MAX) if maximum is None else maximum
+        if (total := self._total()) is not None:
+            add(total)
+            self._recentre(total)
+        for tensor in self._additive():
+            add(tensor)
+        for tensor in self._maxima():
+            maximum(tensor)
+        return self
+
+    def _total(self) -> Any:
+        """What decides the centre of the sums; None where they have none."""
+        return None
+
+    def _recentre(self, total: Tensor) -> None:
+        """Express the sums around the mean that a total of all gives."""
+
+    def _additive(self) -> list[Tensor]:
+        raise NotImplementedError
+
+    def _maxima(self) -> list[Tensor]:
+        return []
+
+
+def checked_batch(batch: Mapping[str, Array], widths: Mapping[str, int]) -> dict[str, Tensor]:
+    """The blocks of a batch as [n, d], in the order of `widths`.
+
+    Raises InterpError: blocks are missing or unknown, a width differs, or a value is NaN or infinite.
+    """
+    if set(batch) != set(widths):
+        raise InterpError(f"batch has {sorted(batch)}; expected {sorted(widths)}")
+    given = {name: as_matrix(batch[name], name, dtype=None) for name in widths}
+    for name, matrix in given.items():
+        if matrix.shape[1] != widths[name]:
+            raise InterpError(f"{name} has {matrix.shape[1]} features; expected {widths[name]}, as in widths")
+        check_finite(matrix, name)
+    return given
+
+
+class Moments(Accumulator):
     """Second moments of every pair of blocks, from one pass over the samples, in float64.
 
     For blocks x, y with rows x_i, y_i and means mu, nu it holds n, mu, the co-moment sum_i
@@ -27,13 +117,8 @@ class Moments:
 
     Memory: 8 bytes times sum over pairs of d_x d_y, and 8 L D; about 16 MiB more while updating.
 
-    Args:
-        widths: features of each block, e.g. {"layers.0": 256, "layers.1": 256}.
-        between: (rows, columns): only these pairs, and each block with itself. Default: all pairs.
-        device: where the sums live; batches are moved there.
-
-    Raises:
-        InterpError: a name in `between` is not in `widths`, or there is no block, or an empty one.
+    `widths` are the features of each block, e.g. {"layers.0": 256, "layers.1": 256}; `between` is (rows,
+    columns): only these pairs, and each block with itself (default: all); the sums live on `device`.
 
     Source: Chan, Golub and LeVeque 1983, Am. Stat. 37:242 (shifted sums, and merging those of parts).
     """
@@ -58,21 +143,24 @@ class Moments:
             for (name, width), end in zip(self.widths.items(), ends, strict=True)
         }
         self._index = {name: i for i, name in enumerate(self.names)}
-        self._pairs = self._pair_list()
+        pairs = itertools.chain(
+            zip(self.names, self.names, strict=True), itertools.product(self.rows, self.columns)
+        )
+        self._pairs = list(dict.fromkeys(tuple(sorted(pair, key=self._index.__getitem__)) for pair in pairs))
+        self._kind = f"moments of {self.widths}", self._pairs
         total, blocks = ends[-1], len(self.names)
-        size = sum(self.widths[a] * self.widths[b] for a, b in self._pairs)
+        shapes = [(self.widths[a], self.widths[b]) for a, b in self._pairs]
+        sizes = [rows * columns for rows, columns in shapes]
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
         self._count, self._centre, self._sums = zeros(1), zeros(total), zeros(total)
-        self._power, self._cross_power, self._skew = (
-            zeros(blocks),
-            zeros(blocks, blocks),
-            zeros(blocks, total),
-        )
-        self._products = zeros(size)
-        self._blocks = self._views()
+        self._power, self._cross_power = zeros(blocks), zeros(blocks, blocks)
+        self._skew = zeros(blocks, total)
+        self._products = zeros(sum(sizes))
+        parts = map(Tensor.view, self._products.split(sizes), shapes)
+        self._blocks = dict(zip(self._pairs, parts, strict=True))
 
     @classmethod
     def of(
@@ -88,56 +176,16 @@ class Moments:
     def update(self, batch: Mapping[str, Array]) -> None:
         """Add samples, [n, d] per block, all with the same rows; any float dtype, torch or numpy.
 
-        Raises:
-            InterpError: blocks are missing or unknown, widths or row counts differ, or a value is NaN or
-                infinite; nothing is added then.
+        InterpError as `checked_batch`, or where row counts differ; nothing is added then.
         """
-        if set(batch) != set(self.names):
-            raise InterpError(f"batch has blocks {sorted(batch)}; expected {sorted(self.names)}")
-        given = {name: as_matrix(batch[name], name, dtype=None) for name in self.names}
-        for name, matrix in given.items():
-            if matrix.shape[1] != self.widths[name]:
-                raise InterpError(
-                    f"{name} has {matrix.shape[1]} features; expected {self.widths[name]}, as in widths"
-                )
+        given = checked_batch(batch, self.widths)
         num_rows = same_rows(given)
-        for name, matrix in given.items():
-            check_finite(matrix, name)
         step = max(1, _CHUNK_ELEMENTS // self._centre.numel())
         for start in range(0, num_rows, step):
             self._add([matrix[start : start + step] for matrix in given.values()])
 
-    def merge(self, other: "Moments") -> "Moments":
-        """Add the samples of `other`, of the same widths and pairs, to this one; return this one."""
-        if other.widths != self.widths or other._pairs != self._pairs:
-            raise InterpError(
-                f"cannot merge moments of {other.widths} into {self.widths}; expected equal widths and pairs"
-            )
-        if self.count == 0:
-            self._centre.copy_(other._centre)
-        twin = Moments(self.widths, between=(self.rows, self.columns), device=self._centre.device).load_state(
-            other.state()
-        )
-        twin._move_to(self._centre)
-        for mine, theirs in zip(self._additive(), twin._additive(), strict=True):
-            mine += theirs
-        return self
-
-    def all_reduce(self, add: Callable[[Tensor], object] | None = None) -> "Moments":
-        """Replace the samples of this rank by those of all ranks, in place. Collective.
-
-        `add` replaces a tensor by its sum over ranks, in place; default `torch.distributed.all_reduce`.
-        """
-        add = torch.distributed.all_reduce if add is None else add
-        total = torch.cat([self._count, self._sums + self._count * self._centre])
-        add(total)
-        self._move_to(total[1:] / total[0].clamp_min(1))
-        for tensor in self._additive():
-            add(tensor)
-        return self
-
     def state(self) -> dict[str, Tensor]:
-        """Return the sums as plain float64 tensors (views, not copies): to save, to send, to add up."""
+        """See `Accumulator.state`."""
         return {
             "count": self._count,
             "centre": self._centre,
@@ -147,11 +195,6 @@ class Moments:
             "skew": self._skew,
             "products": self._products,
         }
-
-    def load_state(self, state: Mapping[str, Tensor]) -> "Moments":
-        """Copy a state of the same widths and pairs into this one, and return this one."""
-        copy_state(state, self.state())
-        return self
 
     @property
     def count(self) -> int:
@@ -168,8 +211,7 @@ class Moments:
     def comoment(self, first: str, second: str) -> Tensor:
         """Return sum_i (x_i - mean x)(y_i - mean y)^T, [d_x, d_y] float64; divide by n - 1 for a covariance.
 
-        A copy: a later `update` does not change it. InterpError where the pair was left out by `between`,
-        fewer than 2 samples were given, or squares overflowed.
+        A copy. InterpError: the pair is not `between`, there are fewer than 2 samples, or squares overflowed.
         """
         return self._centred(first, second).clone()
 
@@ -203,19 +245,11 @@ class Moments:
             raise InterpError(f"between names {unknown}; expected blocks of widths: {self.names}")
         return list(rows), list(columns)
 
-    def _pair_list(self) -> list[tuple[str, str]]:
-        pairs = {(name, name): None for name in self.names}
-        for a, b in itertools.product(self.rows, self.columns):
-            pairs[(a, b) if self._index[a] <= self._index[b] else (b, a)] = None
-        return list(pairs)
+    def _total(self) -> Tensor:
+        return torch.cat([self._count, self._sums + self._count * self._centre])
 
-    def _views(self) -> dict[tuple[str, str], Tensor]:
-        sizes = [self.widths[a] * self.widths[b] for a, b in self._pairs]
-        parts = self._products.split(sizes)
-        return {
-            (a, b): part.view(self.widths[a], self.widths[b])
-            for (a, b), part in zip(self._pairs, parts, strict=True)
-        }
+    def _recentre(self, total: Tensor) -> None:
+        self._move_to(total[1:] / total[0].clamp_min(1))
 
     def _additive(self) -> list[Tensor]:
         return [self._count, self._sums, self._power, self._cross_power, self._skew, self._products]

@@ -89,19 +89,6 @@ def check_finite(values: Tensor, name: str) -> None:
         )
 
 
-def copy_state(given: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
-    """Copy the sums of an accumulator from `given` into the tensors of `mine`: all of them, or none.
-
-    Raises InterpError: a tensor is missing, or has another shape.
-    """
-    for name, tensor in mine.items():
-        if name not in given or given[name].shape != tensor.shape:
-            shape = tuple(given[name].shape) if name in given else "nothing"
-            raise InterpError(f"state {name!r} has {shape}; expected shape {tuple(tensor.shape)}")
-    for name, tensor in mine.items():
-        tensor.copy_(given[name])
-
-
 def check_alphas(alphas: Sequence[float] | np.ndarray) -> list[float]:
     """Return the ridge penalties as floats; raise InterpError unless all are positive and finite."""
     values = [float(alpha) for alpha in alphas]

@@ -24,18 +24,9 @@ def canonical_correlations(
 
     rho_i is the largest correlation between a linear combination of X and one of Y, uncorrelated with the
     combinations before it: the singular values of Wx^T (Xc^T Yc) Wy, W whitening each side. Principal
-    components with less than 1e-10 of the variance of the first are taken for rounding and left out.
-
-    Args:
-        moments: the accumulated pairs.
-        first: layer X.
-        second: layer Y.
-        keep: the smallest share of variance, in (0, 1], that the kept principal components of each side
-            explain.
-        ridge: added to each eigenvalue of a covariance, relative to its largest; 0 is plain CCA.
-
-    Raises:
-        InterpError: `keep` or `ridge` is out of range, or a layer never varies.
+    components with less than 1e-10 of the variance of the first are taken for rounding and left out. The kept
+    ones of each side explain at least the share `keep` of its variance, in (0, 1]; `ridge` is added to each
+    eigenvalue of a covariance, relative to its largest; 0 is plain CCA. InterpError: a layer never varies.
 
     Source: Hotelling 1936, Biometrika 28:321.
     """
@@ -99,20 +90,12 @@ def procrustes(moments: Moments, *, form: str = "similarity") -> LayerSimilarity
 
     s = |Xc^T Yc|_* / (|Xc|_F |Yc|_F), the largest alignment by any rotation (nuclear norm). Does not change
     under rotation and isotropic scaling of either layer; layers of different width count as padded with
-    zeros. InterpError for a layer that never varies.
-
-    Args:
-        moments: the accumulated pairs.
-        form: "similarity" s in [0, 1]; "distance" 2 - 2 s = min_Q |X - Y Q|_F^2; "angle" arccos s, in
-            radians, a metric.
+    zeros. InterpError for a layer that never varies. `form` is "similarity", s in [0, 1]; "distance", 2 - 2 s
+    = min_Q |X - Y Q|_F^2; or "angle", arccos s, in radians, a metric.
 
     Source: Ding et al. 2021, arXiv:2108.01661; angle: Williams et al. 2021, arXiv:2110.14739.
     """
-    forms = {
-        "similarity": lambda s: s,
-        "distance": lambda s: 2 - 2 * s,
-        "angle": math.acos,
-    }
+    forms = {"similarity": lambda s: s, "distance": lambda s: 2 - 2 * s, "angle": math.acos}
     if form not in forms:
         raise InterpError(f"form is {form!r}; expected one of {list(forms)}")
 

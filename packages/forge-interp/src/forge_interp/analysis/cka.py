@@ -6,41 +6,26 @@ and scale.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.arrays import (
-    ROUNDING,
-    Array,
-    as_matrix,
-    centre,
-    check_finite,
-    copy_state,
-    same_rows,
-)
+from forge_interp.analysis.accumulate import Accumulator, Moments
+from forge_interp.analysis.arrays import ROUNDING, Array, as_matrix, centre, check_finite, same_rows
 from forge_interp.errors import InterpError
 
 
 @dataclass(frozen=True)
 class LayerSimilarity:
-    """One number for each pair of layers.
+    """One number for each pair of layers."""
 
-    Attributes:
-        values: [len(rows), len(columns)] float64; NaN where the measure is undefined.
-        rows: the layers along the first axis.
-        columns: the layers along the second axis.
-        measure: what the number is, for the title of a plot.
-    """
-
-    values: np.ndarray
+    values: np.ndarray  # [len(rows), len(columns)] float64; NaN where the measure is undefined
     rows: tuple[str, ...]
     columns: tuple[str, ...]
-    measure: str
+    measure: str  # what the number is, for the title of a plot
 
 
 def over_pairs(moments: Moments, measure: str, score: Callable[[str, str], float]) -> LayerSimilarity:
@@ -94,18 +79,14 @@ def _unbiased_hsic(moments: Moments, first: str, second: str) -> float:
     return total / (n * (n - 3)) if abs(total) > ROUNDING * (product + diagonal) else 0.0
 
 
-class MinibatchCKA:
+class MinibatchCKA(Accumulator):
     """Debiased linear CKA of every layer pair from minibatches, in memory O(L^2) whatever the width.
 
     Sums the unbiased HSIC_1 of each batch: sum_b HSIC_1(K_b, L_b) / sqrt(sum_b HSIC_1(K_b, K_b) sum_b
     HSIC_1(L_b, L_b)). The average over batches of *biased* CKAs stays biased however many batches there are;
     this converges to the CKA of the population. Use `Moments` and `linear_cka` where O(D^2) memory is at
-    hand: it is exact for the samples seen, while this depends (slightly) on how they were batched.
-
-    Args:
-        rows: layers along the first axis.
-        columns: layers along the second; default the same.
-        device: where the Gram matrices are computed.
+    hand: it is exact for the samples seen, while this depends (slightly) on how they were batched. The layers
+    `columns` are by default those of `rows`; Gram matrices are computed on `device`.
 
     Source: Nguyen et al. 2021, arXiv:2010.15327.
     """
@@ -116,6 +97,7 @@ class MinibatchCKA:
         self.rows = tuple(rows)
         self.columns = self.rows if columns is None else tuple(columns)
         self.names = tuple(dict.fromkeys([*self.rows, *self.columns]))
+        self._kind = f"layers {list(self.names)}"
         self._sums = torch.zeros(len(self.names), len(self.names), dtype=torch.float64, device=device)
 
     def update(self, batch: Mapping[str, Array]) -> None:
@@ -135,28 +117,12 @@ class MinibatchCKA:
         grams = torch.stack([_u_centred_gram(x.to(self._sums.device)).flatten() for x in given.values()])
         self._sums += grams @ grams.T / (n * (n - 3))
 
-    def merge(self, other: "MinibatchCKA") -> "MinibatchCKA":
-        """Add the batches of `other`, in place, and return this one."""
-        if other.names != self.names:
-            raise InterpError(
-                f"cannot merge layers {list(other.names)} into {list(self.names)}; expected the same"
-            )
-        self._sums += other._sums.to(self._sums.device)
-        return self
-
-    def all_reduce(self, add: Callable[[Tensor], object] | None = None) -> "MinibatchCKA":
-        """Sum over all ranks, in place; `add` as for `Moments.all_reduce`. Collective."""
-        (torch.distributed.all_reduce if add is None else add)(self._sums)
-        return self
-
     def state(self) -> dict[str, Tensor]:
         """Return {"hsic": [L, L] float64 sums over batches}, a view."""
         return {"hsic": self._sums}
 
-    def load_state(self, state: Mapping[str, Tensor]) -> "MinibatchCKA":
-        """Copy a state of the same layers into this one, and return this one."""
-        copy_state(state, self.state())
-        return self
+    def _additive(self) -> list[Tensor]:
+        return [self._sums]
 
     def result(self) -> LayerSimilarity:
         """Return the similarities so far; NaN where a layer's summed HSIC with itself is 0."""
@@ -165,13 +131,9 @@ class MinibatchCKA:
             raise InterpError("no batch in which a layer varies was given; expected update() before result()")
         scale = torch.where(own > 0, own, torch.nan).sqrt()
         values = self._sums / (scale[:, None] * scale)
-        pick = _positions(self.names, self.rows), _positions(self.names, self.columns)
-        chosen = values[pick[0]][:, pick[1]].cpu().numpy()
+        rows, columns = ([self.names.index(name) for name in side] for side in (self.rows, self.columns))
+        chosen = values[rows][:, columns].cpu().numpy()
         return LayerSimilarity(chosen, self.rows, self.columns, "minibatch debiased linear CKA")
-
-
-def _positions(names: Sequence[str], wanted: Sequence[str]) -> list[int]:
-    return [names.index(name) for name in wanted]
 
 
 def _u_centred_gram(x: Tensor) -> Tensor:

@@ -5,10 +5,12 @@ Letters: n samples, d features, T targets (regression) or labels, K classes, F f
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forge_interp.analysis.arrays import (
@@ -29,19 +31,12 @@ Fold = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class ProbeCurve:
-    """Held-out scores of one probe per layer.
-
-    Attributes:
-        layers: names, in the order given.
-        scores: [layers, F] accuracy, or R^2 (mean over targets) of a ridge probe.
-        control: [layers, F] the same for the control task; None if no `types` were given.
-        unit: "accuracy" or "R2".
-    """
+    """Held-out scores of one probe per layer."""
 
     layers: tuple[str, ...]
-    scores: np.ndarray
-    control: np.ndarray | None
-    unit: str
+    scores: np.ndarray  # [layers, F] accuracy, or R^2 (mean over targets) of a ridge probe
+    control: np.ndarray | None  # [layers, F] the same for the control task; None without `types`
+    unit: str  # "accuracy" or "R2"
 
     @property
     def selectivity(self) -> np.ndarray:
@@ -53,17 +48,11 @@ class ProbeCurve:
 
 @dataclass(frozen=True)
 class LogisticFit:
-    """A fitted logistic regression.
+    """A fitted logistic regression."""
 
-    Attributes:
-        weights: [d, C] float64; C = K classes, 1 for two classes, T for multi-label.
-        intercept: [C] float64.
-        classes: [K] labels in the order of the columns; None for multi-label.
-    """
-
-    weights: Tensor
-    intercept: Tensor
-    classes: np.ndarray | None
+    weights: Tensor  # [d, C] float64; C = K classes, 1 for two classes, T for multi-label
+    intercept: Tensor  # [C] float64
+    classes: np.ndarray | None  # [K] labels in the order of the columns; None for multi-label
 
     def logits(self, x: Array) -> Tensor:
         """Return [n, C] log-odds, float64."""
@@ -82,25 +71,18 @@ def fit_logistic(x: Array, y: Array, *, alpha: float = 1.0, max_steps: int = 100
     """Fit logistic regression: minimize sum_i loss_i + alpha / 2 |W|_F^2 by L-BFGS, intercept unpenalized.
 
     The loss is the softmax cross-entropy for K >= 3 classes, the binary one for two classes and for each
-    label of a multi-label target; alpha is 1 / C of scikit-learn.
-
-    Args:
-        x: [n, d] features. Not rescaled: z-score them if their units differ.
-        y: [n] labels (integers or strings), or [n, T] zeros and ones (multi-label).
-        alpha: the penalty.
-        max_steps: most L-BFGS iterations.
-
-    Raises:
-        InterpError: one class only, rows differ, a value is not finite, or no convergence in `max_steps`.
+    label of a multi-label target; alpha is 1 / C of scikit-learn. `x` [n, d] is not rescaled: z-score
+    features whose units differ; `y` are [n] labels (integers or strings), or [n, T] zeros and ones
+    (multi-label). InterpError for one class only, rows that differ, a value that is not finite, or no
+    convergence.
 
     Source: Liu and Nocedal 1989, Math. Program. 45:503 (L-BFGS).
     """
     (penalty,) = check_alphas([alpha])
     x = as_matrix(x, "x")
     check_finite(x, "x")
-    classes, target, loss = _logistic_target(y, x)
+    classes, target, loss, num_columns = _logistic_target(y, x)
     same_rows({"x": x, "y": target})
-    num_columns = target.shape[1] if loss is _binary_loss else len(classes if classes is not None else ())
     mean = x.mean(0)
     x = x - mean
     weights = x.new_zeros(x.shape[1], num_columns).requires_grad_()
@@ -135,15 +117,9 @@ def fit_logistic(x: Array, y: Array, *, alpha: float = 1.0, max_steps: int = 100
 def group_folds(groups: Labels, num_folds: int = 5, *, seed: int = 0) -> list[Fold]:
     """Split samples into folds that never share a group (a sentence, a run, a subject), sizes balanced.
 
-    Groups are taken in random order, large ones first, each to the fold with fewest samples so far.
-
-    Args:
-        groups: [n] label of each sample's group; `range(n)` for plain k-fold.
-        num_folds: F, at least 2 and at most the number of groups.
-        seed: of the order.
-
-    Returns:
-        F pairs (train, test) of sorted sample indices.
+    Groups are taken in random order, large ones first, each to the fold with fewest samples so far. `groups`
+    [n] are the label of each sample's group; `range(n)` for plain k-fold. Returns `num_folds` pairs (train,
+    test) of sorted sample indices.
     """
     names, inverse, counts = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
     if not 2 <= num_folds <= len(names):
@@ -165,12 +141,8 @@ def control_task(types: Labels, y: np.ndarray, *, seed: int = 0) -> np.ndarray:
     """Draw targets that a layer cannot know: one at random per type of input, always the same.
 
     A probe can learn it only by memorizing types, so a score on the real task that is not above this one
-    shows the capacity of the probe, not what the layer encodes.
-
-    Args:
-        types: [n] identity of each input, e.g. its token id.
-        y: [n] or [n, T] real targets, whose distribution and shape are kept.
-        seed: of the draw.
+    shows the capacity of the probe, not what the layer encodes. `types` [n] are the identities of the inputs,
+    e.g. token ids; `y` [n] or [n, T] real targets, whose distribution and shape are kept.
 
     Source: Hewitt and Liang 2019, arXiv:1909.03368.
     """
@@ -209,16 +181,10 @@ def probe_layers(
         num_folds: outer folds F; 3 inner folds (2 if groups are few).
         seed: of folds and control task.
 
-    Raises:
-        InterpError: a bad kind, rows that differ, too few groups, a value that is not finite, or a ridge
-            target that never varies in a held-out fold (its R^2 is undefined).
-
-    Source: Alain and Bengio 2016, arXiv:1610.01644 (probes); Hewitt and Liang 2019, arXiv:1909.03368
-        (selectivity).
+    Source: Alain and Bengio 2016, arXiv:1610.01644 (probes); Hewitt and Liang 2019 (selectivity).
     """
     target = as_labels(y)
-    if kind is None:
-        kind = "ridge" if target.dtype.kind == "f" else "logistic"
+    kind = kind or ("ridge" if target.dtype.kind == "f" else "logistic")
     if kind not in _FITS:
         raise InterpError(f"kind is {kind!r}; expected one of {list(_FITS)}")
     candidates = check_alphas(_ALPHAS[kind] if alphas is None else alphas)
@@ -315,31 +281,24 @@ _ALPHAS: Mapping[str, Sequence[float]] = {
 }
 
 
-def _binary_loss(logits: Tensor, target: Tensor) -> Tensor:
-    return torch.nn.functional.binary_cross_entropy_with_logits(logits, target, reduction="sum")
-
-
-def _softmax_loss(logits: Tensor, target: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits, target[:, 0], reduction="sum")
-
-
 def _logistic_target(
     y: Array, x: Tensor
-) -> tuple[np.ndarray | None, Tensor, Callable[[Tensor, Tensor], Tensor]]:
+) -> tuple[np.ndarray | None, Tensor, Callable[[Tensor, Tensor], Tensor], int]:
+    """The classes, the target of the loss, the loss, and the number of its logits."""
+    binary = partial(F.binary_cross_entropy_with_logits, reduction="sum")
     labels = as_labels(y)
     if labels.dtype.kind == "f":
         check_finite(torch.as_tensor(labels), "y")
     if labels.ndim == 2:
         if not np.isin(labels, (0, 1)).all():
             raise InterpError(
-                "a [n, T] target of labels holds other values; expected zeros and ones (multi-label), or "
-                "kind='ridge' for numbers"
+                "y [n, T] holds other values than zeros and ones; expected kind='ridge' for numbers"
             )
-        return None, torch.as_tensor(labels).to(x), _binary_loss
+        return None, torch.as_tensor(labels).to(x), binary, labels.shape[1]
     classes, codes = np.unique(labels, return_inverse=True)
     if len(classes) < 2:
         raise InterpError(f"y has the classes {classes.tolist()}; expected at least two")
-    target = torch.as_tensor(codes, device=x.device)[:, None]
-    return (
-        (classes, target.to(x.dtype), _binary_loss) if len(classes) == 2 else (classes, target, _softmax_loss)
-    )
+    target = torch.as_tensor(codes, device=x.device)
+    if len(classes) == 2:
+        return classes, target[:, None].to(x.dtype), binary, 1
+    return classes, target, partial(F.cross_entropy, reduction="sum"), len(classes)

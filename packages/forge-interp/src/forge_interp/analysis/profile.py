@@ -3,31 +3,25 @@
 Letters: n samples, d features.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.arrays import Array, as_matrix, check_finite, copy_state
+from forge_interp.analysis.accumulate import Accumulator, Moments, checked_batch
+from forge_interp.analysis.arrays import Array
 from forge_interp.errors import InterpError
 
 
 @dataclass(frozen=True)
 class EffectiveRank:
-    """How many directions a layer uses, three ways; each is between 1 and d.
+    """How many directions a layer uses, three ways; each is between 1 and d."""
 
-    Attributes:
-        entropy: exp of the entropy of the normalized singular values of the centred [n, d] activations.
-        participation: (sum of covariance eigenvalues)^2 / sum of their squares.
-        components_99: principal components that explain 99 % of the variance.
-    """
-
-    entropy: float
-    participation: float
-    components_99: int
+    entropy: float  # exp of the entropy of the normalized singular values of the centred [n, d] activations
+    participation: float  # (sum of covariance eigenvalues)^2 / sum of their squares
+    components_99: int  # principal components that explain 99 % of the variance
 
 
 def effective_rank(moments: Moments, name: str) -> EffectiveRank:
@@ -52,26 +46,19 @@ def effective_rank(moments: Moments, name: str) -> EffectiveRank:
 
 @dataclass(frozen=True)
 class NormProfile:
-    """Sizes of the activations of one layer, in the units of the activations.
+    """Sizes of the activations x_i of one layer, in the units of the activations.
 
-    Attributes:
-        mean_norm: mean over samples of |x_i|_2.
-        std_norm: standard deviation over samples of |x_i|_2.
-        max_norm: largest |x_i|_2.
-        rms: [d] root mean square of each feature.
-        max_abs: [d] largest magnitude of each feature.
-        kurtosis: [d] fourth moment over squared second moment, about 0, of each feature (3 for a centred
-            normal; no units); NaN for a feature that is always 0.
-        outlier_share: [d] share of samples in which the magnitude reaches the threshold.
+    kurtosis is the fourth moment over the squared second moment, about 0 (3 for a centred normal; no units);
+    NaN for a feature that is always 0.
     """
 
-    mean_norm: float
+    mean_norm: float  # over samples, of |x_i|_2
     std_norm: float
     max_norm: float
-    rms: np.ndarray
-    max_abs: np.ndarray
-    kurtosis: np.ndarray
-    outlier_share: np.ndarray
+    rms: np.ndarray  # [d] root mean square of each feature
+    max_abs: np.ndarray  # [d]
+    kurtosis: np.ndarray  # [d]
+    outlier_share: np.ndarray  # [d] share of samples in which the magnitude reaches the threshold
 
     def outliers(self, *, min_share: float = 0.06) -> np.ndarray:
         """Return the indices of features that reach the threshold in at least `min_share` of the samples.
@@ -81,19 +68,18 @@ class NormProfile:
         return np.flatnonzero(self.outlier_share >= min_share)
 
 
-class Profile:
+class Profile(Accumulator):
     """One-pass norm and outlier profile of several layers, in float64 and O(d) memory.
 
-    Args:
-        widths: features of each layer.
-        threshold: magnitude from which an activation counts as an outlier, in units of the activations.
-        device: where the sums live.
+    `widths` are the features of each layer, `threshold` the magnitude from which an activation counts as an
+    outlier, in units of the activations.
     """
 
     def __init__(
         self, widths: Mapping[str, int], *, threshold: float = 6.0, device: torch.device | str = "cpu"
     ):
         self.widths, self.threshold = dict(widths), threshold
+        self._kind = f"a profile of {self.widths} with threshold {threshold}"
         self._sums = {
             name: torch.zeros(3 + 3 * width, dtype=torch.float64, device=device)
             for name, width in self.widths.items()
@@ -102,66 +88,15 @@ class Profile:
         self._centres = {name: torch.zeros_like(sums[:1]) for name, sums in self._sums.items()}
 
     def update(self, batch: Mapping[str, Array]) -> None:
-        """Add samples, [n, d] per layer; layers may have different n.
-
-        InterpError where layers are missing or unknown, a width differs, or a value is not finite.
-        """
-        if set(batch) != set(self.widths):
-            raise InterpError(f"batch has layers {sorted(batch)}; expected {sorted(self.widths)}")
-        given = {name: as_matrix(values, name, dtype=None) for name, values in batch.items()}
-        for name, x in given.items():
-            if x.shape[1] != self.widths[name]:
-                raise InterpError(f"{name} has {x.shape[1]} features; expected {self.widths[name]}")
-            check_finite(x, name)
-        for name, x in given.items():
+        """Add samples, [n, d] per layer; layers may have different n. Raises as `checked_batch`."""
+        for name, x in checked_batch(batch, self.widths).items():
             if len(x):
                 self._add(name, x.to(self._sums[name].device, torch.float64).abs())
-
-    def merge(self, other: "Profile") -> "Profile":
-        """Add the samples of `other`, in place, and return this one."""
-        if (other.widths, other.threshold) != (self.widths, self.threshold):
-            raise InterpError(
-                f"cannot merge a profile of {other.widths} into {self.widths}; expected the same"
-            )
-        twin = Profile(self.widths, threshold=self.threshold).load_state(other.state())
-        for name, sums in self._sums.items():
-            if sums[0] == 0:
-                self._centres[name].copy_(twin._centres[name])
-            twin._move_to(name, self._centres[name].cpu())
-            sums += twin._sums[name].to(sums.device)
-            self._tops[name].copy_(torch.maximum(self._tops[name], twin._tops[name].to(sums.device)))
-        return self
-
-    def all_reduce(
-        self, add: Callable[[Tensor], object] | None = None, maximum: Callable[[Tensor], object] | None = None
-    ) -> "Profile":
-        """Combine all ranks, in place. Collective.
-
-        `add` and `maximum` replace a tensor by its sum and maximum over ranks; default
-        `torch.distributed.all_reduce`.
-        """
-        dist = torch.distributed
-        add = dist.all_reduce if add is None else add
-        for name, sums in self._sums.items():
-            total = torch.stack([sums[0], sums[1] + sums[0] * self._centres[name][0]])
-            add(total)
-            self._move_to(name, total[1:] / total[0].clamp_min(1))
-            add(sums)
-            if maximum is None:
-                dist.all_reduce(self._tops[name], op=dist.ReduceOp.MAX)
-            else:
-                maximum(self._tops[name])
-        return self
 
     def state(self) -> dict[str, Tensor]:
         """Return float64 views for each layer: "name/sums", maxima "name/tops", "name/centre" of norms."""
         parts = {"sums": self._sums, "tops": self._tops, "centre": self._centres}
         return {f"{name}/{part}": tensors[name] for part, tensors in parts.items() for name in self.widths}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> "Profile":
-        """Copy a state of the same widths and threshold into this one, and return this one."""
-        copy_state(state, self.state())
-        return self
 
     def result(self, name: str) -> NormProfile:
         """Return the profile of one layer; raise InterpError before the first sample."""
@@ -194,9 +129,24 @@ class Profile:
         tops = torch.cat([norms.max()[None], x.amax(0)])
         self._tops[name].copy_(torch.maximum(self._tops[name], tops))
 
-    def _move_to(self, name: str, centre: Tensor) -> None:
-        """Express the sums of norms around `centre` [1], exactly."""
-        sums, shift = self._sums[name], centre - self._centres[name]
-        sums[2:3] += sums[0] * shift.square() - 2 * shift * sums[1]
-        sums[1:2] -= sums[0] * shift
-        self._centres[name].copy_(centre)
+    def _total(self) -> Tensor:
+        """[L, 2] number of samples, and sum of their norms."""
+        sums = torch.stack([sums[:2] for sums in self._sums.values()])
+        sums[:, 1:] += sums[:, :1] * torch.stack(list(self._centres.values()))
+        return sums
+
+    def _recentre(self, total: Tensor) -> None:
+        for (count, norm), sums, centre in zip(
+            total, self._sums.values(), self._centres.values(), strict=True
+        ):
+            mean = norm / count.clamp_min(1)
+            shift = mean - centre[0]
+            sums[2] += sums[0] * shift.square() - 2 * shift * sums[1]
+            sums[1] -= sums[0] * shift
+            centre.fill_(mean)
+
+    def _additive(self) -> list[Tensor]:
+        return list(self._sums.values())
+
+    def _maxima(self) -> list[Tensor]:
+        return list(self._tops.values())

@@ -23,14 +23,8 @@ def compute_rdm(
     mahalanobis: (a - b)^T precision (a - b) / d. The first two have no units; the others have those of the
     responses squared (none once whitened by the noise precision).
 
-    Args:
-        responses: [n, d], n >= 3, one row per condition.
-        metric: one of the four.
-        precision: [d, d] inverse noise covariance, for "mahalanobis" only; see `noise_precision`.
-
-    Raises:
-        InterpError: too few rows, a value that is not finite, a row without variance, or a metric and
-            precision that do not go together.
+    `responses` are [n, d], n >= 3, one row per condition; `precision` the [d, d] inverse noise covariance,
+    for mahalanobis only, see `noise_precision`. InterpError for a row without variance.
 
     Source: Kriegeskorte et al. 2008, Front. Syst. Neurosci. 2:4; definitions as in rsatoolbox 0.3.
     """
@@ -62,11 +56,9 @@ def crossnobis(
     between folds adds nothing on average, so it is 0 (and may be negative) for two conditions that do not
     differ. In units of the responses squared (none if whitened).
 
-    Args:
-        responses: [m, d].
-        conditions: [m] labels; the RDM orders them as `np.unique` does.
-        folds: [m] labels of independent measurements, e.g. runs; at least two, each with every condition.
-        precision: [d, d] inverse noise covariance; default the identity.
+    `responses` are [m, d]; `conditions` [m] labels, which the RDM orders as `np.unique` does; `folds` [m]
+    labels of independent measurements, e.g. runs: at least two, each with every condition; `precision` [d, d]
+    the inverse noise covariance, default the identity.
 
     Source: Walther et al. 2016, NeuroImage 137:188; Diedrichsen et al. 2020, arXiv:2007.02789.
     """
@@ -90,10 +82,8 @@ def crossnobis(
 def noise_precision(residuals: Array, *, dof: int | None = None) -> np.ndarray:
     """Inverse of the noise covariance, its off-diagonal shrunk toward 0 by the optimal amount: [d, d].
 
-    Args:
-        residuals: [m, d], m >= 3, measurements with the condition means removed; each channel varies.
-        dof: degrees of freedom, at least 1: m minus the means removed; default m - 1. It scales the
-            covariance and leaves the amount of shrinkage as it is.
+    `residuals` are [m, d], m >= 3, measurements with the condition means removed; `dof` degrees of freedom: m
+    minus the means removed; default m - 1. It scales the covariance and leaves the shrinkage as it is.
 
     Source: Schaefer and Strimmer 2005, Stat. Appl. Genet. Mol. Biol. 4:32, target D; the shrinkage of
         rsatoolbox 0.3 differs by a share of about 1 / m.

@@ -25,20 +25,14 @@ _UNEVEN = 1e-9  # variance of a feature beside the largest below which the Gram 
 
 @dataclass(frozen=True)
 class RidgeFit:
-    """A fitted ridge regression.
+    """A fitted ridge regression."""
 
-    Attributes:
-        weights: [d, T] float64.
-        intercept: [T] float64.
-        alpha: [T] the penalty chosen for each target.
-        errors: [A, T] mean squared leave-one-out error of every penalty, in target units squared; None if no
-            choice was made.
-    """
-
-    weights: Tensor
-    intercept: Tensor
-    alpha: Tensor
-    errors: Tensor | None = None
+    weights: Tensor  # [d, T] float64
+    intercept: Tensor  # [T] float64
+    alpha: Tensor  # [T] the penalty chosen for each target
+    errors: Tensor | None = (
+        None  # [A, T] mean squared leave-one-out error of every penalty, if one was chosen
+    )
 
     def predict(self, x: Array) -> Tensor:
         """Return [n, T] predictions, float64."""
@@ -100,13 +94,9 @@ def fit_ridge(
     """Fit ridge regression; the penalty is chosen by exact leave-one-out error.
 
     Leave-one-out leaks between samples that are not independent (tokens of one sentence, scans of one run):
-    there use `probe_layers` or `encode`, which choose by groups.
-
-    Args:
-        x: [n, d] features. Not rescaled: z-score them if their units differ.
-        y: [n] or [n, T] targets.
-        alphas: penalties to choose from, positive.
-        per_target: one penalty for each target, or one for all (least mean error).
+    there use `probe_layers` or `encode`, which choose by groups. `x` are [n, d] features, not rescaled:
+    z-score them if their units differ; `y` [n] or [n, T] targets, with a penalty each, or one for all (least
+    mean error) without `per_target`.
     """
     candidates = check_alphas(alphas)
     x, y = as_matrix(x, "x"), as_matrix(y, "y")

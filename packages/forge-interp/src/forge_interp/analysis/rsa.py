@@ -17,19 +17,12 @@ from forge_interp.errors import InterpError
 
 @dataclass(frozen=True)
 class RSAResult:
-    """Agreement of each model with the data.
+    """Agreement of each model with the data."""
 
-    Attributes:
-        similarity: [M, S] of each model RDM with each subject's.
-        ceiling: (lower, upper) bound of what the true model could reach; NaN for a single subject.
-        method: how RDMs were compared.
-        names: of the models, M; their numbers where none were given.
-    """
-
-    similarity: np.ndarray
-    ceiling: tuple[float, float]
-    method: str
-    names: tuple[str, ...]
+    similarity: np.ndarray  # [M, S] of each model RDM with each subject's
+    ceiling: tuple[float, float]  # (lower, upper) of what the true model could reach; NaN for one subject
+    method: str  # how RDMs were compared
+    names: tuple[str, ...]  # of the models, M; their numbers where none were given
 
 
 def compare_rdms(first: np.ndarray, second: np.ndarray, *, method: str = "spearman") -> np.ndarray:
@@ -39,12 +32,7 @@ def compare_rdms(first: np.ndarray, second: np.ndarray, *, method: str = "spearm
     pairs, so that a model which predicts ties does not gain) and cosine on the entries. whitened_cosine and
     whitened_pearson replace a^T b by a^T V^-1 b, V the covariance of squared distances estimated from the
     same noisy patterns; whitened_cosine equals (biased) linear CKA for Euclidean RDMs. NaN where an RDM is
-    constant (or zero, for the cosines).
-
-    Args:
-        first: [P] or [A, P].
-        second: [P] or [B, P], finite values like the first.
-        method: one of the six.
+    constant (or zero, for the cosines). RDMs are [P] or [A, P], and [P] or [B, P].
 
     Source: Nili et al. 2014, PLoS Comput. Biol. 10:e1003553 (tau-a); Diedrichsen et al. 2020,
         arXiv:2007.02789 (whitened).
@@ -59,11 +47,7 @@ def noise_ceiling(data: np.ndarray, *, method: str = "spearman") -> tuple[float,
 
     Upper: mean similarity of each subject with the mean RDM of all (which contains it). Lower: with the mean
     RDM of the others. RDMs are normalized as the method does (ranks, z-scores, or unit length) before the
-    mean. NaN for a single subject, or where an RDM is constant.
-
-    Args:
-        data: [S, P], one RDM per subject.
-        method: as for `compare_rdms`.
+    mean. NaN for a single subject, or where an RDM is constant. `data` are [S, P], one RDM per subject.
 
     Source: Nili et al. 2014, PLoS Comput. Biol. 10:e1003553; as `rsatoolbox.inference.boot_noise_ceiling`
             (which pools RDMs without whitening under the whitened methods; here the mean is whitened too).
@@ -75,12 +59,8 @@ def noise_ceiling(data: np.ndarray, *, method: str = "spearman") -> tuple[float,
         return float("nan"), float("nan")
     pooled = _rank_rows(data) if method == "kendall" else _unit_entries(data, method)
     upper = np.mean(compare_rdms(pooled.mean(0), data, method=method))
-    lower = np.mean(
-        [
-            compare_rdms(np.delete(pooled, i, axis=0).mean(0), data[i], method=method)[0, 0]
-            for i in range(num_subjects)
-        ]
-    )
+    others = [np.delete(pooled, i, axis=0).mean(0) for i in range(num_subjects)]
+    lower = np.mean([compare_rdms(mean, rdm, method=method) for mean, rdm in zip(others, data, strict=True)])
     return float(lower), float(upper)
 
 
@@ -110,13 +90,8 @@ def bootstrap_rsa(
     wide, not narrow. The standard deviation over the first axis is a standard error, quantiles an interval.
     NaN for a draw of fewer than 3 distinct conditions, or in which an RDM is constant: use `np.nanstd`.
 
-    Args:
-        models: [M, P], or {name: [P]}.
-        data: [S, P]; at least two subjects, to resample them.
-        method: as for `compare_rdms`.
-        num_samples: R.
-        over: "conditions", "subjects" or "both"; one alone generalizes to new ones of that kind only.
-        seed: of the draws.
+    `models` are [M, P], or {name: [P]}, `data` [S, P], `num_samples` is R; `over` is "conditions", "subjects"
+    (at least two) or "both": one alone generalizes to new ones of that kind only.
 
     Source: Nili et al. 2014, PLoS Comput. Biol. 10:e1003553; Schuett et al. 2023, eLife 12:e82566.
     """

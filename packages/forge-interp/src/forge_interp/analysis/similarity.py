@@ -46,9 +46,6 @@ def compare_layers(
         project: bring wider layers to this many random directions first. An approximation: an inner product
             of two samples is off by about their norms' product / sqrt(project).
         seed: of the directions, one set for each width.
-
-    Raises:
-        InterpError: an unknown measure, or arrays with different samples.
     """
     if measure not in MEASURES:
         raise InterpError(f"measure is {measure!r}; expected one of {list(MEASURES)}")
@@ -84,13 +81,8 @@ def mutual_knn(first: Array, second: Array, *, k: int = 10, metric: str = "cosin
 
     N_X(i) holds the k nearest other samples of i in X. Independent layers give about k / (n - 1). Takes
     O(n^2 d) time and 16 k n bytes beside one block of 1024 rows of distances. Which of equally near samples
-    count is arbitrary: drop duplicate rows first.
-
-    Args:
-        first: [n, d].
-        second: [n, d'], the same samples.
-        k: neighbours, 1 <= k < n.
-        metric: "cosine" (as in the paper; no row may be 0) or "euclidean".
+    count is arbitrary: drop duplicate rows first. The arrays are [n, d] and [n, d'] of the same samples, 1 <=
+    k < n; `metric` is "cosine" (as in the paper; no row may be 0) or "euclidean".
 
     Source: Huh et al. 2024, arXiv:2405.07987.
     """

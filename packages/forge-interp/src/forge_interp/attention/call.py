@@ -31,40 +31,25 @@ TILE_BYTES = 8 * 2**20
 class AttentionCall:
     """What one `F.scaled_dot_product_attention` was given, and what it returned.
 
-    Attributes:
-        query: [B, N, T, H], after rotary positions and norms.
-        key: [B, K, S, H], before they were repeated for the heads, if they were.
-        value: [B, K, S, H'], the same.
-        mask: broadcastable to [B, N, T, S]; bool (True: may attend) or added to the scores; or None.
-        is_causal: query t sees keys 0..t, aligned at the first query and key as torch does when T != S.
-        scale: factor of q k^T.
-        dropout: probability with which weights were dropped.
-        grouped: whether K < N was announced (`enable_gqa`).
-        output: [B, N, T, H'].
-        edits: raw, scores or pattern [B, N, T, S] that took the place of the computed ones.
-        is_softmax: whether the model took the softmax itself: query and key are empty then, of head dim 0,
-            and the scores are among `edits`.
-        shape: of the output as the model goes on with it, if that is another.
-        packed: K if the model called it with the query heads that share keys packed into queries of one head.
-        repeats: how many times it had repeated keys, and values, for that call.
-        computed: what `compute` has left for `read`.
+    A bool mask is True where a query may attend, another is added to the scores. Where a model took the
+    softmax itself, query and key are empty, of head dim 0, and the scores are among `edits`.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    scale: float
-    dropout: float
-    grouped: bool
-    output: Tensor
-    edits: Mapping[str, Tensor] = field(default_factory=dict)
+    query: Tensor  # [B, N, T, H], after rotary positions and norms
+    key: Tensor  # [B, K, S, H], before they were repeated for the heads, if they were
+    value: Tensor  # [B, K, S, H'], the same
+    mask: Tensor | None  # broadcastable to [B, N, T, S]
+    is_causal: bool  # query t sees keys 0..t, aligned at the first query and key when T != S
+    scale: float  # factor of q k^T
+    dropout: float  # probability with which weights were dropped
+    grouped: bool  # whether K < N was announced (`enable_gqa`)
+    output: Tensor  # [B, N, T, H']
+    edits: Mapping[str, Tensor] = field(default_factory=dict)  # raw, scores, pattern in place of the computed
     is_softmax: bool = False
-    shape: torch.Size | None = None
-    packed: int | None = None
-    repeats: tuple[int, int] = (1, 1)
-    computed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    shape: torch.Size | None = None  # of the output as the model goes on with it, if that is another
+    packed: int | None = None  # K if the query heads that share keys were packed into queries of one head
+    repeats: tuple[int, int] = (1, 1)  # how many times keys, and values, had been repeated
+    computed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)  # for `read`
 
     @classmethod
     def of(
@@ -74,19 +59,16 @@ class AttentionCall:
         output: Tensor | None = None,
         lineage: Lineage | None = None,
     ) -> AttentionCall:
-        """Read the arguments of `F.scaled_dot_product_attention`, as it was called.
+        """Read the arguments of `F.scaled_dot_product_attention`; `output` is None before it ran.
 
-        `output` is what it returned; None before it ran: only its dtype is known then. `lineage` is what the
-        model had done to the heads before. InterpError for nested tensors, or other than 3 or 4 dimensions.
+        `lineage` is what the model had done to the heads before.
         """
         given = bind(*args, **kwargs)
         query, key = given["query"], given["key"]
         if query.is_nested or key.is_nested:
             raise InterpError("attention was called with nested tensors; expected padded ones: pad the batch")
         if query.dim() not in (3, 4):
-            raise InterpError(
-                f"attention was called with queries {list(query.shape)}; expected 3 or 4 dimensions"
-            )
+            raise InterpError(f"attention has queries {list(query.shape)}; expected 3 or 4 dimensions")
         heads = lineage.of(query, key, given["value"]) if lineage else {}
         if heads:
             given = canonical(given, **heads)
@@ -170,15 +152,10 @@ class AttentionCall:
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
     def read(self, name: str, max_bytes: int) -> Tensor:
-        """One tensor of this call.
+        """One tensor of this call; InterpError for an unknown name, more than `max_bytes`, or dropout.
 
-        Args:
-            name: q, k, v, z as the call had them; raw, scores, pattern [B, N, T, S]; entropy, sink, previous,
-                lag.K [B, N, T], which never hold T x S numbers (`attention_statistics` defines them).
-            max_bytes: that a tensor [B, N, T, S] may take.
-
-        Raises:
-            InterpError: an unknown name, a tensor over the budget, dropout.
+        q, k, v, z as the call had them; raw, scores, pattern [B, N, T, S]; entropy, sink, previous, lag.K
+        [B, N, T], which never hold T x S numbers (`attention_statistics` defines them).
         """
         self.check_known(name)
         if name in TENSORS:
@@ -214,14 +191,12 @@ class AttentionCall:
         self.computed.update(dense | statistics)
 
     def check(self, tolerance: float | None = None) -> None:
-        """Compare softmax(scores) V with the output; both are streamed. Queries that see no key are left out.
+        """Compare softmax(scores) V with the output, streamed; InterpError where they differ.
 
-        Tensors without values, on the meta device, agree. The error of a head at a query may reach (tolerance
-        + 16 eps max |score|) times the largest of sum_s pattern_s |V_s| over H': the error that rounding of
-        V, weights and scores can make. The relative tolerance is by default that of the output's dtype
-        (float32: 1e-5, bfloat16: 2e-2; more where the user lets float32 products be computed in TF32 or
-        bfloat16). InterpError where they differ, so that scores and pattern are not what the model used; or
-        with dropout.
+        Queries that see no key are left out. The error of a head at a query may reach (tolerance + 16 eps max
+        |score|) times the largest of sum_s pattern_s |V_s| over H': the error that rounding of V, weights and
+        scores can make. The relative tolerance is by default that of the output's dtype (float32: 1e-5,
+        bfloat16: 2e-2; more where the user lets float32 products be computed in TF32 or bfloat16).
         """
         self.compute((), 0, check=True, tolerance=tolerance)
 
@@ -278,8 +253,7 @@ class AttentionCall:
         """
         if self.dropout > 0:
             raise InterpError(
-                f"attention was called with dropout {self.dropout}, so its weights cannot be known; expected "
-                "none: call model.eval()"
+                f"attention was called with dropout {self.dropout}; expected none: call model.eval()"
             )
         batch, heads, queries, keys = self.grid
         fit = max(1, max_bytes // max(1, heads * keys * self.dtype.itemsize))
@@ -309,9 +283,8 @@ class AttentionCall:
         streamed = ", ".join(f"attn.{statistic}" for statistic in STATISTICS)
         if needed > max_bytes:
             raise InterpError(
-                f"attn.{name} {list(self.grid)} takes {needed:,} bytes; the budget is "
-                f"{max_bytes:,}: capture statistics that never hold it ({streamed}), "
-                "raise attention_bytes=, or select fewer sites, sequences or tokens"
+                f"attn.{name} {list(self.grid)} takes {needed:,} bytes; the budget is {max_bytes:,}: capture "
+                f"statistics ({streamed}), raise attention_bytes=, or select fewer sequences or tokens"
             )
 
     def _whole(self, name: str) -> Tensor:

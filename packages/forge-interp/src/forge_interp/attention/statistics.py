@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 STATISTICS = ("entropy", "sink", "previous")
 
 
-def attention_statistics(
-    call: AttentionCall, names: Sequence[str], tokens: Tensor | None = None
-) -> dict[str, Tensor]:
+def attention_statistics(call: AttentionCall, names: Sequence[str]) -> dict[str, Tensor]:
     """Statistics of the weights of each head at each query, in one pass over tiles of the scores.
 
     entropy: -sum_s p_s ln p_s in nats; between 0 and ln of the number of visible keys.
@@ -30,60 +28,43 @@ def attention_statistics(
         token after left padding. (The first key of a sliding cache is no longer the first of the text.)
     previous: lag.1.
     lag.K: weight on the key K before the query's own; with random tokens repeated with period P, lag.(P - 1)
-        is the induction score.
-    induction: weight on the key after the latest earlier occurrence of the query's own token.
+        is the induction score of Olsson et al. 2022, arXiv:2209.11895.
 
     A value is NaN where it is not defined: the query sees no key at all; there is no such key, or the query
-    may not see it (out of its window, of its document); for lag and induction also where the query may not
-    see its own key (it is padding) or that earlier occurrence, and where the key after that is its own. So a
-    padded sequence has the values of the unpadded one. `Tile.own_key` says which key is a query's own; in
-    cross-attention there is none, and lag and induction mean nothing.
+    may not see it (out of its window, of its document); for lag also where the query may not see its own key
+    (it is padding). So a padded sequence has the values of the unpadded one. `Tile.own_key` says which key is
+    a query's own; in cross-attention there is none, and lag means nothing.
 
-    Args:
-        call: of the attention.
-        names: entropy, sink, previous, lag.K, induction.
-        tokens: [B, S] ids at the keys; for induction.
+    Returns for each name [B, N, T] in float32, or float64 for a float64 call. No tensor is larger than
+    `attention.TILE_BYTES` or N S numbers. InterpError for an unknown name, or dropout.
 
-    Returns:
-        For each name [B, N, T] in float32, or float64 for a float64 call. No tensor is larger than
-        `attention.TILE_BYTES` or N S numbers.
-
-    Raises:
-        InterpError: an unknown name, tokens missing or of another shape, dropout.
-
-    Source: sink: Xiao et al. 2023, arXiv:2309.17453; induction: Olsson et al. 2022, arXiv:2209.11895.
+    Source: sink: Xiao et al. 2023, arXiv:2309.17453.
     """
     call = call.local()
-    found, add = collecting(call, names, tokens)
+    found, add = collecting(call, names)
     with torch.no_grad():
         for tile in call.tiles():
             add(tile)
     return found
 
 
-def collecting(
-    call: AttentionCall, names: Sequence[str], tokens: Tensor | None = None
-) -> tuple[dict[str, Tensor], Callable[[Tile], None]]:
+def collecting(call: AttentionCall, names: Sequence[str]) -> tuple[dict[str, Tensor], Callable[[Tile], None]]:
     """Statistics that are NaN as yet, and a function that takes the tiles of the call to fill them in."""
     batch, heads, queries, keys = call.grid
-    places = {name: _places(call, name, tokens) for name in names if name != "entropy"}
+    places = {name: _places(call, name) for name in names if name != "entropy"}
     shape, like = (batch, heads, queries), {"dtype": call.dtype, "device": call.query.device}
     found = {name: torch.full(shape, torch.nan, **like) for name in names}
 
     def add(tile: Tile) -> None:
         for name in names if keys else ():
-            value = _entropy(tile) if name == "entropy" else _weight(tile, places[name](tile), name)
+            value = _entropy(tile) if name == "entropy" else _weight(tile, places[name](tile), name == "sink")
             found[name][tile.batch, :, tile.queries] = value
 
     return found, add
 
 
 class AttentionSummary:
-    """Means over queries and sequences of the statistics of each head, in one pass, mergeable over ranks.
-
-    Args:
-        names: as in `attention_statistics`.
-    """
+    """Means over queries and sequences of `attention_statistics` of each head, in one pass, mergeable."""
 
     def __init__(self, names: Sequence[str] = STATISTICS):
         self.names = tuple(names)
@@ -94,9 +75,7 @@ class AttentionSummary:
         """Those seen so far, in the order of their first call."""
         return list(self._sums)
 
-    def update(
-        self, site: str, call: AttentionCall, *, keep: Tensor | None = None, tokens: Tensor | None = None
-    ) -> None:
+    def update(self, site: str, call: AttentionCall, *, keep: Tensor | None = None) -> None:
         """Add the queries of a call; where a statistic is not defined, it counts for nothing.
 
         Args:
@@ -104,13 +83,12 @@ class AttentionSummary:
             call: of the attention; of DTensors, the sequences and heads of this rank.
             keep: [B, T] bool, False for queries to leave out: an attention mask, since models let padding see
                 tokens. Default: all.
-            tokens: [B, S] for induction.
         """
         call = call.local()
         batch, _, queries, _ = call.grid
         if keep is not None and keep.shape != (batch, queries):
             raise InterpError(f"keep is {list(keep.shape)}; expected [{batch}, {queries}]: its queries")
-        found = attention_statistics(call, self.names, tokens)
+        found = attention_statistics(call, self.names)
         values = torch.stack([found[name] for name in self.names])
         counted = ~values.isnan()
         if keep is not None:
@@ -176,13 +154,9 @@ def _entropy(tile: Tile) -> Tensor:
     return torch.special.entr(tile.pattern).sum(-1).masked_fill(tile.hidden.all(-1), torch.nan)
 
 
-def _weight(tile: Tile, place: Tensor, name: str) -> Tensor:
+def _weight(tile: Tile, place: Tensor, is_sink: bool) -> Tensor:
     """[b, N, t] weight on the key at `place` [b or 1, N or 1, t or 1]; NaN where that is not defined."""
-    known = _sees(tile, place)
-    if name != "sink":
-        known = known & _sees(tile, tile.own_key)
-    if name == "induction":
-        known = known & _sees(tile, place - 1)
+    known = _sees(tile, place) if is_sink else _sees(tile, place) & _sees(tile, tile.own_key)
     index = place.clamp(0, tile.pattern.shape[-1] - 1).expand(tile.pattern.shape[:3])
     return tile.pattern.gather(-1, index[..., None])[..., 0].masked_fill(~known, torch.nan)
 
@@ -196,7 +170,7 @@ def _sees(tile: Tile, place: Tensor) -> Tensor:
     return ~hidden & (place >= 0) & (place < keys)
 
 
-def _places(call: AttentionCall, name: str, tokens: Tensor | None) -> Callable[[Tile], Tensor]:
+def _places(call: AttentionCall, name: str) -> Callable[[Tile], Tensor]:
     """Of a tile, [b or 1, N or 1, t or 1] int64: the key that a statistic looks at; negative for none."""
     if name == "sink":
         first = _first_visible(call)
@@ -204,36 +178,7 @@ def _places(call: AttentionCall, name: str, tokens: Tensor | None) -> Callable[[
     kind, _, lag = name.partition(".")
     if name == "previous" or (kind == "lag" and lag.isdigit()):
         return lambda tile: tile.own_key - int(lag or 1)
-    if name != "induction":
-        raise InterpError(
-            f"attention has no statistic {name!r}; expected {', '.join(STATISTICS)}, lag.K with K >= 0, or "
-            "induction"
-        )
-    batch, _, _, keys = call.grid
-    if tokens is None or tokens.shape != (batch, keys):
-        given = "missing" if tokens is None else f"{list(tokens.shape)}"
-        raise InterpError(
-            f"tokens are {given}; expected [{batch}, {keys}], the ids at all keys: pass tokens="
-        )
-    after = _after_previous(tokens.to(call.query.device))[:, None]
-
-    def look_up(tile: Tile) -> Tensor:
-        here = after[tile.batch]
-        own = tile.own_key.expand(here.shape[0], -1, -1)
-        found = here.expand(-1, own.shape[1], -1).gather(-1, own.clamp(0, keys - 1))
-        return found.masked_fill((own < 0) | (own >= keys), -1)
-
-    return look_up
-
-
-def _after_previous(tokens: Tensor) -> Tensor:
-    """[B, S] the key after the latest earlier occurrence of each token, if before its own; else -1."""
-    order = tokens.argsort(dim=1, stable=True)
-    ranked = tokens.gather(1, order)
-    before = torch.where(ranked[:, 1:] == ranked[:, :-1], order[:, :-1], -1)
-    previous = torch.full_like(order, -1).scatter_(1, order[:, 1:], before)
-    own = torch.arange(tokens.shape[1], device=tokens.device)
-    return torch.where((previous >= 0) & (previous + 1 < own), previous + 1, -1)
+    raise InterpError(f"attention has no statistic {name!r}; expected {', '.join(STATISTICS)}, or lag.K")
 
 
 def _first_visible(call: AttentionCall) -> Tensor:

@@ -6,8 +6,7 @@ of B and T.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -27,19 +26,12 @@ HIDES = -1e4
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """All keys for some queries of some sequences; values in float32, or float64 for a float64 call.
-
-    Attributes:
-        call: of the attention.
-        batch: which sequences.
-        queries: which queries.
-        keys: [b, K, S, H] keys of these sequences, in the dtype of the values here.
-    """
+    """All keys for some queries of some sequences; values in float32, or float64 for a float64 call."""
 
     call: AttentionCall
     batch: slice
     queries: slice
-    keys: Tensor | None = None
+    keys: Tensor | None = None  # [b, K, S, H] of these sequences, in the dtype of the values here
 
     @cached_property
     def _masks(self) -> tuple[Tensor | None, Tensor | None, Tensor]:
@@ -88,18 +80,17 @@ class Tile:
     @cached_property
     def raw(self) -> Tensor:
         """[b, N, t, S] q k^T * scale."""
-        edit, call = self._edit("raw"), self.call
-        if edit is not None:
+        if (edit := self._edit("raw")) is not None:
             return edit
         assert self.keys is not None
+        call = self.call
         query = call.used(call.query).expand(*call.grid[:2], -1, -1)[self.batch, :, self.queries]
         return grouped(query.to(call.dtype), self.keys.transpose(-1, -2)) * call.scale
 
     @cached_property
     def scores(self) -> Tensor:
         """[b, N, t, S] raw plus the mask; -inf where a bool mask or causality hides the key."""
-        edit = self._edit("scores")
-        if edit is not None:
+        if (edit := self._edit("scores")) is not None:
             return edit
         bias, blocked, _ = self._masks
         scores = self.raw if bias is None else self.raw + bias
@@ -108,8 +99,7 @@ class Tile:
     @cached_property
     def pattern(self) -> Tensor:
         """[b, N, t, S] softmax of the scores over keys; a row of zeros where all scores are -inf."""
-        edit = self._edit("pattern")
-        if edit is not None:
+        if (edit := self._edit("pattern")) is not None:
             return edit
         empty = (self.scores.detach() == -torch.inf).all(-1, keepdim=True)
         return self.scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
@@ -175,18 +165,10 @@ def grouped(left: Tensor, right: Tensor) -> Tensor:
     """[b, N, t, x] times [b, K, x, y], head n with head n // (N / K); the smaller one is not copied."""
     batch, heads, queries, _ = left.shape
     folded = left.reshape(batch, right.shape[1], -1, left.shape[-1]) if heads != right.shape[1] else left
-    with _no_autocast(left):
+    kind = left.device.type
+    has_autocast = torch.amp.is_autocast_available(kind)
+    with torch.autocast(kind, enabled=False) if has_autocast else nullcontext():  # in the factors' dtype
         return (folded @ right).reshape(batch, heads, queries, right.shape[-1])
-
-
-@contextmanager
-def _no_autocast(x: Tensor) -> Iterator[None]:
-    """Products in the dtype of their factors."""
-    if not torch.amp.is_autocast_available(x.device.type):
-        yield
-        return
-    with torch.autocast(x.device.type, enabled=False):
-        yield
 
 
 def autocast_dtype(query: Tensor) -> torch.dtype:

@@ -35,9 +35,7 @@ def attribution_patching(
 
     The effect of a place is the sum over it of (a_clean - a_corrupted) * d metric / d a, with the gradient of
     the corrupted run: first order, exact where the metric is affine in the activation. 2 forward passes and
-    1 backward pass for all sites together.
-
-    Where this goes wrong, and what helps:
+    1 backward pass for all sites together. Where this goes wrong, and what helps:
 
     - A saturated softmax hides what queries and keys do. With `qk_fix`, sites attn.q and attn.k are patched
       for real in their own attention call, and the estimate is first order in the output z of that call
@@ -50,37 +48,24 @@ def attribution_patching(
       no longer an estimate of patching that place alone. Costs `steps` forward and backward passes for each
       site, and one forward.
 
-    Gradients of parameters are neither needed nor touched. Sums are in float64.
+    Gradients of parameters are neither needed nor touched. Sums are in float64. Arguments, results (`values`
+    = corrupted + estimated effect) and errors are those of `activation_patching`; autograd must go through
+    model and metric, `steps` is not together with `qk_fix`.
 
-    Arguments, results (`values` = corrupted + estimated effect) and errors are those of
-    `activation_patching`; model and metric must be such that autograd can go through, sites hold
-    floating-point numbers, `steps` is positive and not together with `qk_fix`.
-
-    Source: Nanda 2023, "Attribution patching"; Kramar et al. 2024, arXiv:2403.00745, sections 2 and 3 (AtP
-    and the corrections of AtP*); Sundararajan et al. 2017, arXiv:1703.01365 eq. 1 and proposition 1
-    (integrated gradients, completeness).
+    Source: Nanda 2023, "Attribution patching"; Kramar et al. 2024, arXiv:2403.00745, sections 2 and 3 (AtP*);
+    Sundararajan et al. 2017, arXiv:1703.01365 eq. 1 and proposition 1 (integrated gradients, completeness).
     """
     if steps is not None and (steps < 1 or qk_fix):
         raise InterpError(f"steps is {steps} and qk_fix {qk_fix}; expected a positive number, or only qk_fix")
-    sites = [sites] if isinstance(sites, str) else list(sites)
     acts, clean_score = run_captured(model, clean, sites, metric)
-    grid = Grid.over(acts, where)
-    residual = None
-    run = _Run(model, corrupted, metric)
+    grid, run, residual = Grid.over(acts, where), _Run(model, corrupted, metric), None
     if steps is None:
         fixed = [site for site in acts if qk_fix and site.partition("#")[0].endswith((":attn.q", ":attn.k"))]
         effects, corrupted_score = _first_order(run, acts, fixed, grid)
     else:
         bar = with_progress(acts, len(acts), "integrated gradients", progress)
-        effects, corrupted_score, residual = _integrated(run, sites, acts, bar, grid, steps)
-    return PatchingTable(
-        corrupted_score + np.stack(effects),
-        ("site", *grid.axes),
-        (tuple(acts), *grid.labels),
-        clean_score,
-        corrupted_score,
-        residual,
-    )
+        effects, corrupted_score, residual = _integrated(run, acts, bar, grid, steps)
+    return grid.table(corrupted_score + np.stack(effects), acts, clean_score, corrupted_score, residual)
 
 
 @dataclass(frozen=True)
@@ -120,10 +105,10 @@ def _first_order(
 
 
 def _integrated(
-    run: _Run, sites: list[str], acts: Mapping[str, Tensor], bar: Iterable[str], grid: Grid, steps: int
+    run: _Run, acts: Mapping[str, Tensor], bar: Iterable[str], grid: Grid, steps: int
 ) -> tuple[list[np.ndarray], float, np.ndarray]:
     """The effects at each site from gradients along the line, the corrupted metric, and what they miss."""
-    base, corrupted_score = run_captured(run.model, run.inputs, sites, run.metric)
+    base, corrupted_score = run_captured(run.model, run.inputs, map(at_call, acts), run.metric)
     effects, residual = [], []
     for site in bar:
         gradient = _mean_gradient(run, site, acts[site], base[site], steps)
@@ -176,9 +161,7 @@ def _differentiate(
 
 def _zeros(site: str, value: Tensor) -> Tensor:
     if not value.is_floating_point():
-        raise InterpError(
-            f"site {site!r} holds {value.dtype}; expected floating-point numbers: choose a later site"
-        )
+        raise InterpError(f"site {site!r} holds {value.dtype}; expected floating-point: choose a later site")
     return torch.zeros_like(value, requires_grad=True)
 
 
@@ -231,12 +214,10 @@ def _kept_calls(model: nn.Module, sites: Iterable[str]) -> Iterator[dict[str, At
 def _effects_through_attention(
     call: AttentionCall, site: str, clean: Tensor, gradient: Tensor, grid: Grid
 ) -> np.ndarray:
-    """First order in the output of one attention call of the corrupted run, exact up to there.
+    """The effect of each place, first order in the output of one attention call, exact up to there.
 
     `clean` is the value of `site` (attn.q or attn.k of that call) in the clean run, `gradient` [B, N, T, H']
-    that of the metric with respect to the output of the call. Returns an effect for each place of `grid`.
-
-    Source: Kramar et al. 2024, arXiv:2403.00745 section 3.1 (there with the attention weights written out).
+    that of the metric with respect to the output of the call. Source: Kramar et al. 2024, section 3.1.
     """
     name = "query" if site.partition("#")[0].endswith(".q") else "key"
     before = call.run(scaled_dot_product_attention).double()

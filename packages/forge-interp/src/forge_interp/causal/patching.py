@@ -48,11 +48,8 @@ def activation_patching(
             labels to indices into the value.
         progress: draw a bar on a terminal.
 
-    Returns:
-        `values` [sites] or [sites, places ...].
-
-    Raises:
-        InterpError: a site names nothing, shapes differ between the runs, or the metric is no number.
+    Returns `values` [sites] or [sites, places ...]. InterpError where a site names nothing, shapes differ
+    between the runs, or the metric is no number.
 
     Source: Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262; normalised as in Wang et
     al. 2022, arXiv:2211.00593, and Zhang & Nanda 2023, arXiv:2309.16042.
@@ -65,9 +62,7 @@ def activation_patching(
     for row, site, cell in with_progress(places, len(places), "activation patching", progress):
         edits = {at_call(site): put(site, acts[site], grid.index(site, cell))}
         values[(row, *cell)] = score_edited(model, corrupted, edits, metric)
-    return PatchingTable(
-        values, ("site", *grid.axes), (tuple(acts), *grid.labels), clean_score, corrupted_score
-    )
+    return grid.table(values, acts, clean_score, corrupted_score)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,39 +37,19 @@ def path_patching(
 ) -> PatchingTable:
     """The effect of each sender on each receiver along the paths that pass no frozen site.
 
-    Write a(x) for the activation of site a in the plain run on x. For sender s (or one place of it) and
-    receiver r:
+    For sender s (or one place of it, by `where`) and receiver r, with a(x) for a in the plain run on x:
 
-    1. Run `corrupted` with s set to s(clean) (elsewhere in s: s(corrupted)), every frozen site f set to
-       f(corrupted), and every receiver, once its value has been written down as r*, set back to
-       r(corrupted), so that nothing passes through one receiver to the next.
-    2. Run `corrupted` with r set to r*, and nothing else frozen. The table holds the metric of this run.
+    1. Run `corrupted` with s set to s(clean), every frozen site f set to f(corrupted), and every receiver,
+       once its value has been written down as r*, set back to r(corrupted): nothing goes on through it.
+    2. Run `corrupted` with r set to r* (at the index `receiver_where`; with `joint` all receivers at once).
+       The table holds the metric of this run, [senders, places ..., receivers].
 
-    Of the frozen sites, s itself is left out, and so are the outputs of the modules in which s is computed:
-    its effect must leave through them. What is frozen defines "direct": with the outputs of all attention
-    and feed-forward modules, only the residual stream and the norms in front of the receiver remain; Wang et
-    al. leave the feed-forward modules free. As in `activation_patching` the clean activation is put into the
-    corrupted run; swap the two inputs for the direction of Wang et al. Costs 3 forward passes, 1 for each
-    place of a sender, and 1 for each pair.
-
-    Args:
-        model: any module.
-        clean: inputs as for `activation_patching`.
-        corrupted: inputs of the same shapes.
-        senders: sites of which one at a time is patched, mostly outputs or attn.z.
-        receivers: sites that read, mostly inputs: "layers.3.ffn:in", "layers.3.attention:attn.q", "norm:in".
-        metric: what the model returns -> one number.
-        frozen: sites that keep their corrupted value in step 1.
-        where: how to divide the senders, as in `activation_patching`.
-        receiver_where: an index into the receivers: only there they are patched; None for all of them.
-        joint: patch all receivers at once in step 2, as Wang et al. do, instead of one after the other.
-        progress: draw a bar on a terminal.
-
-    Returns:
-        `values` [senders, places ..., receivers]; with `joint` the last axis has length 1.
-
-    Raises:
-        InterpError: a sender is a receiver too, a site names nothing, or shapes differ between the runs.
+    Frozen are not s itself and the outputs of the modules in which it is computed: its effect must leave
+    through them. What is frozen defines "direct": with the outputs of all attention and feed-forward modules,
+    only the residual stream and the norms in front of the receiver remain; Wang et al. leave the feed-forward
+    modules free, patch receivers jointly, and swap clean and corrupted. Other arguments and errors are those
+    of `activation_patching`; InterpError also where a sender is a receiver. Costs 3 forward passes, 1 for
+    each place of a sender, and 1 for each pair.
 
     Source: Wang et al. 2022, arXiv:2211.00593, section 3.1 and appendix B; Goldowsky-Dill et al. 2023,
     arXiv:2304.05969.
@@ -91,13 +72,10 @@ def path_patching(
             at = ... if receiver_where is None else receiver_where
             edits = {at_call(name): patch(received[name][at], receiver_where) for name in group}
             values[(row, *cell, column)] = score_edited(model, corrupted, edits, metric)
-    return PatchingTable(
-        values,
-        ("site", *grid.axes, "receiver"),
-        (tuple(acts), *grid.labels, tuple(" + ".join(group) for group in groups)),
-        clean_score,
-        corrupted_score,
+    to = replace(
+        grid, axes=(*grid.axes, "receiver"), labels=(*grid.labels, tuple(" + ".join(g) for g in groups))
     )
+    return to.table(values, acts, clean_score, corrupted_score)
 
 
 def _corrupted_run(

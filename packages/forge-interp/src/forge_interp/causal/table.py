@@ -6,7 +6,7 @@ Letters: B batch, T tokens, N heads, H head dim, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -59,14 +59,10 @@ class PatchingTable:
 
     @property
     def normalized(self) -> np.ndarray:
-        """(values - corrupted) / (clean - corrupted): 0 is no effect, 1 brings the clean metric back.
-
-        InterpError where the clean and the corrupted metric are equal.
-        """
+        """(values - corrupted) / (clean - corrupted): 0 is no effect, 1 brings the clean metric back."""
         if self.clean == self.corrupted:
             raise InterpError(
-                f"the metric is {self.clean} for clean and corrupted inputs; expected two values: choose a "
-                "metric or inputs that differ, or read `effect`"
+                f"clean and corrupted metric are {self.clean}; expected two values: read `effect`"
             )
         return self.effect / (self.clean - self.corrupted)
 
@@ -91,10 +87,7 @@ class Grid:
 
     @classmethod
     def over(cls, activations: Mapping[str, Tensor], where: Where) -> Grid:
-        """Lay out `where` over captured activations.
-
-        Raises InterpError: an unknown axis, one given twice, a site that has none, sites of different length.
-        """
+        """Lay out `where` over captured activations; InterpError where it does not fit all sites."""
         if where is None:
             return cls()
         if isinstance(where, Mapping):
@@ -123,6 +116,14 @@ class Grid:
         numbers = dict(zip(dims, cell, strict=True))
         front = tuple(numbers.get(dim, slice(None)) for dim in range(max(dims, default=-1) + 1))
         return (*front, ..., numbers[-1]) if -1 in numbers else (*front, ...)
+
+    def table(
+        self, values: np.ndarray, sites: Iterable[str], clean: float, corrupted: float, residual: Any = None
+    ) -> PatchingTable:
+        """The metric at these places of the sites."""
+        return PatchingTable(
+            values, ("site", *self.axes), (tuple(sites), *self.labels), clean, corrupted, residual
+        )
 
     def sums(self, site: str, values: Tensor) -> np.ndarray:
         """Add up an array of the shape of the site's activation over everything within each place."""

@@ -23,16 +23,12 @@ from forge_interp.errors import InterpError
 class Ceiling:
     """What noise allows, for each target.
 
-    Attributes:
-        reliability: [T] float64 share of signal variance in the mean of `num_repeats` repeats; the ceiling
-            of R^2. An estimate, at most 1 and by chance negative; 0 or NaN for a target that never varies.
-        num_repeats: how many repeats the recordings to be predicted average over.
-        method: how it was estimated.
+    The reliability is an estimate, at most 1 and by chance negative; 0 or NaN for a target that never varies.
     """
 
-    reliability: np.ndarray
-    num_repeats: int
-    method: str
+    reliability: np.ndarray  # [T] share of signal variance in the mean of the repeats; the ceiling of R^2
+    num_repeats: int  # that the recordings to be predicted average over
+    method: str  # how it was estimated
 
     @property
     def r(self) -> np.ndarray:
@@ -54,11 +50,8 @@ class Ceiling:
         Source: Schoppe et al. 2016, Front. Comput. Neurosci. 10:10 (CC_norm); Hsu et al. 2004, Network 15:91.
         """
         if min_r <= 0:
-            raise InterpError(
-                f"min_r is {min_r}; expected above 0: a score over a vanishing ceiling is noise"
-            )
-        ceiling = self.r
-        return np.asarray(r) / np.where(ceiling >= min_r, ceiling, np.nan)
+            raise InterpError(f"min_r is {min_r}; expected above 0: over a vanishing ceiling is noise")
+        return np.asarray(r) / np.where(self.r >= min_r, self.r, np.nan)
 
 
 def split_half_ceiling(repeats: Array, *, num_splits: int = 100, seed: int = 0) -> Ceiling:

@@ -22,26 +22,17 @@ from forge_interp.errors import InterpError
 
 @dataclass(frozen=True)
 class EncodingResult:
-    """Held-out prediction of every target by one model.
+    """Held-out prediction of every target by one model, in each outer fold.
 
-    Attributes:
-        r: [F, T] Pearson correlation of prediction and recording in each outer fold; 0 where either never
-            varies.
-        r2: [F, T] share of variance explained around the fold's mean; can be negative; NaN where the
-            recording never varies.
-        alpha: [F, T] the penalty chosen inside each training fold.
-        band_weights: [F, T, B] the weight chosen for each band (they sum to 1; larger is less penalized).
-        bands: B names.
-        normalized: [T] mean r over folds divided by the ceiling of r; NaN where the ceiling is below the
-            threshold; None without a ceiling.
+    Where recording or prediction never varies r is 0; where the recording never does, r2 is NaN.
     """
 
-    r: np.ndarray
-    r2: np.ndarray
-    alpha: np.ndarray
-    band_weights: np.ndarray
+    r: np.ndarray  # [F, T] Pearson correlation of prediction and recording
+    r2: np.ndarray  # [F, T] share of variance explained around the fold's mean; can be negative
+    alpha: np.ndarray  # [F, T] the penalty chosen inside each training fold
+    band_weights: np.ndarray  # [F, T, B] chosen for each band (they sum to 1; larger is less penalized)
     bands: tuple[str, ...]
-    normalized: np.ndarray | None
+    normalized: np.ndarray | None  # [T] mean r over folds / ceiling of r, if that is known and high enough
 
     @property
     def score(self) -> np.ndarray:
@@ -94,10 +85,6 @@ def encode(
             `recordings` averages over (see `Ceiling.at`).
         min_ceiling: see `Ceiling.normalize`.
         seed: of folds and band weights.
-
-    Raises:
-        InterpError: fewer than 3 runs, 2 training runs or 3 held-out rows in a fold, rows that differ, a
-            value that is not finite, a ceiling of other targets.
 
     Source: Naselaris et al. 2011, NeuroImage 56:400 (encoding models); Nunez-Elizalde et al. 2019, NeuroImage
         197:482 and Dupre la Tour et al. 2022, NeuroImage 264:119728 (banded ridge, random search).

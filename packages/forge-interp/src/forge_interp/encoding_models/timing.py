@@ -20,14 +20,9 @@ def fir_delays(x: Array, delays: Sequence[int], runs: Labels | None = None) -> T
 
     Row t of the copy for delay k is row t - k of `x`, and 0 where that lies outside the run; z-score `x`
     first, so that 0 is the mean. A linear model of the copies fits one response over time for each feature.
-
-    Args:
-        x: [n, d].
-        delays: L delays in samples; a negative one lets later features predict earlier recordings.
-        runs: [n] label of the run of each row, contiguous; default one run.
-
-    Returns:
-        [n, L d] float64, all features of the first delay first.
+    `x` is [n, d]; of L delays in samples, a negative one lets later features predict earlier recordings;
+    `runs` [n] labels the run of each row, contiguous; default one run. Returns [n, L d] float64, all features
+    of the first delay first.
 
     Source: Huth et al. 2016, Nature 532:453 (methods).
     """
@@ -58,26 +53,13 @@ def run_bounds(runs: Labels | None, num_rows: int) -> list[tuple[int, int]]:
     return list(zip(starts.tolist(), [*starts[1:].tolist(), num_rows], strict=True))
 
 
-def resample(
-    x: Array,
-    times: Labels,
-    at: Labels,
-    *,
-    method: str = "lanczos",
-    lobes: int = 3,
-) -> Tensor:
+def resample(x: Array, times: Labels, at: Labels, *, method: str = "lanczos", lobes: int = 3) -> Tensor:
     """Bring features [m, d] of irregular events (tokens) to the times of scans: [n, d] float64.
 
     mean: each event belongs to the scan interval [at_i, at_(i+1)) it falls into (the last as long as the one
     before it); its features are averaged, and 0 where there is none. lanczos: a sum weighted by the low-pass
-    kernel sinc(u) sinc(u / lobes), |u| < lobes, u = (at - time) / spacing of scans.
-
-    Args:
-        x: [m, d] features of the events, finite.
-        times: [m] in seconds.
-        at: [n] scan times in seconds, evenly spaced, rising.
-        method: "mean" or "lanczos".
-        lobes: of the kernel, at least 1.
+    kernel sinc(u) sinc(u / lobes), |u| < lobes, u = (at - time) / spacing of scans. `x` are [m, d] features
+    of the events, `times` [m] in seconds, `at` [n] scan times in seconds, evenly spaced, rising.
 
     Source: Huth et al. 2016, Nature 532:453 (Lanczos, 3 lobes); kernel: Duchon 1979, J. Appl. Meteorol.
     18:1016.
@@ -95,15 +77,10 @@ def resample(
         raise InterpError(f"method is {method!r}, lobes {lobes}; expected 'mean' or 'lanczos', lobes >= 1")
     if method == "lanczos":
         rows = scans.split(max(1, _KERNEL_ELEMENTS // max(1, len(x))))
-        return torch.cat(
-            [_lanczos((part[:, None] - events[:, 0]) / steps.mean(), lobes) @ x for part in rows]
-        )
+        places = ((part[:, None] - events[:, 0]) / steps.mean() for part in rows)
+        return torch.cat([((u / lobes).sinc() * u.sinc() * (u.abs() < lobes)) @ x for u in places])
     edges = torch.cat([scans, scans[-1:] + steps[-1]])
     scan = torch.searchsorted(edges, events[:, 0], right=True) - 1
     inside = (scan >= 0) & (scan < len(scans))
     total = x.new_zeros(len(scans), x.shape[1]).index_add_(0, scan[inside], x[inside])
     return total / scan[inside].bincount(minlength=len(scans)).clamp_min(1)[:, None]
-
-
-def _lanczos(position: Tensor, lobes: int) -> Tensor:
-    return torch.where(position.abs() < lobes, position.sinc() * (position / lobes).sinc(), 0.0)

@@ -76,10 +76,9 @@ class Feeder:
 
 
 def check_padding(batch: Batch, names: Names, rows_of: Callable[[Batch], Mapping[str, Tensor]]) -> bool:
-    """Try on one sample whether padding changes the rows of a model that is given no mask.
+    """Try on one sample whether padding changes the rows of a model without a mask; InterpError if it does.
 
-    `rows_of` runs the model and gives the rows of each site. Returns whether it was tried: some sample has
-    both tokens and padding. Raises InterpError: it does.
+    `rows_of` runs the model. Returns whether it was tried: some sample has both tokens and padding.
     """
     assert batch.mask is not None and batch.tokens is not None
     counts = batch.mask.sum(1)

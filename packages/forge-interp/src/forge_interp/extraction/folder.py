@@ -22,10 +22,7 @@ class Parts:
 
     @property
     def index(self) -> dict[str, Any] | None:
-        """What `index.json` says; None where there is none, as long as parts are missing.
-
-        Raises InterpError: it is damaged, or of another version.
-        """
+        """What `index.json` says; None as long as parts are missing; InterpError where it is damaged."""
         path = self.folder / INDEX
         try:
             index = json.loads(path.read_text())
@@ -46,10 +43,7 @@ class Parts:
         return sorted({int(path.stem[5:]) for path in self.folder.glob("part-*.safetensors")})
 
     def intact(self, start: int, stop: int | None) -> dict[int, Part]:
-        """The parts [start, stop) that need not be written again; reads them.
-
-        Raises InterpError: they are of another call.
-        """
+        """The parts [start, stop) that need not be written again; InterpError if they are of another call."""
         mine = [number for number in self.numbers() if start <= number and (stop is None or number < stop)]
         found = {number: part for number in mine if (part := Part.read(self.path(number)))}
         for part in found.values():
@@ -70,10 +64,7 @@ class Parts:
                 self.path(number).unlink(missing_ok=True)
 
     def finish(self, total: int) -> bool:
-        """Write the index if all parts are there; True once it is.
-
-        Raises InterpError: the parts do not belong together; lists the differences.
-        """
+        """Write the index if all parts are there; True once it is. InterpError lists how parts differ."""
         parts = [Part.read(self.path(number)) for number in range(total)]
         if self.index is None:
             if not total or None in parts:

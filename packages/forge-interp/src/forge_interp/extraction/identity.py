@@ -85,7 +85,7 @@ def model_identity(model: nn.Module, describe: Describer | None = None) -> dict[
     layout, code, settings, weights, buffers, hooks = ([] for _ in range(6))
     count = 0
     for name, module in modules.items():
-        kind = _class_of(module)
+        kind = type(module).__bases__[1] if is_unit(module) else type(module)  # FSDP2 puts one in front
         layout.append([name, kind.__qualname__, re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())])
         code.append(describe(kind, f"{name} {kind.__qualname__}"))
         settings += [f"{name}.{key} {describe(v, f'{name}.{key}')}" for key, v in _settings(module, kind)]
@@ -152,17 +152,14 @@ class Describer:
             return self._parts_of_class(value)
         if isinstance(value, FunctionType):
             return self._parts_of_function(value)
-        if isinstance(value, Mapping | list | tuple | set | frozenset):
-            return self._items(value, place)
+        if isinstance(value, Mapping):
+            return [x for key in sorted(value, key=repr) if key not in _ORIGIN for x in (key, value[key])]
+        if isinstance(value, list | tuple | set | frozenset):
+            return value if isinstance(value, list | tuple) else sorted(self(item, place) for item in value)
         for kind, names in _ATTRIBUTES.items():
             if isinstance(value, kind):
                 return [getattr(value, name) for name in names]
         return [value()] if isinstance(value, weakref.ref) else self._pickled(value, place)
-
-    def _items(self, value: Any, place: str) -> Iterable[Any]:
-        if isinstance(value, Mapping):
-            return [x for key in sorted(value, key=repr) if key not in _ORIGIN for x in (key, value[key])]
-        return value if isinstance(value, list | tuple) else sorted(self(item, place) for item in value)
 
     def _parts_of_class(self, kind: type) -> list[Any]:
         """Of each class of ours among its bases all functions; what they read elsewhere if it is fixed."""
@@ -357,8 +354,3 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _crc(data: Any) -> str:
     return f"{zlib.crc32(data):08x}"
-
-
-def _class_of(module: nn.Module) -> type:
-    """The class, without the one that FSDP2 puts in front."""
-    return type(module).__bases__[1] if is_unit(module) else type(module)

@@ -65,19 +65,15 @@ class Column(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The header of a part on disk.
-
-    `columns` are in the order in which the model computed them, the ids last; `inputs` is the CRC-32 of the
-    inputs of its batches, `crcs` that of each column, `request` what was asked.
-    """
+    """The header of a part on disk."""
 
     path: Path
-    columns: tuple[Column, ...]
+    columns: tuple[Column, ...]  # in the order in which the model computed them, the ids last
     rows: int
     batches: int
-    inputs: int
-    crcs: list[int]
-    request: dict[str, Any]
+    inputs: int  # CRC-32 of those of its batches
+    crcs: list[int]  # of each column
+    request: dict[str, Any]  # what was asked
 
     @classmethod
     def read(cls, path: Path) -> Part | None:
@@ -115,9 +111,8 @@ class Part(NamedTuple):
 class PartWriter:
     """The rows of a part while they come in, batch by batch and site by site.
 
-    Args:
-        columns: that each batch must have; none: those that the first one has.
-        folder: where more rows wait than memory is meant to hold; None holds all of them.
+    Each batch must have the same columns. In `folder` wait more rows than memory is meant to hold; None holds
+    all of them.
     """
 
     def __init__(self, columns: tuple[Column, ...], folder: Path | None) -> None:

@@ -21,30 +21,19 @@ Written = dict[int, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that extract together.
+    """This process among those that extract together."""
 
-    Attributes:
-        rank: whose share of the parts it takes, of `size` shares.
-        group: the processes that wait for each other; None when each works for itself.
-        in_step: all of the group must run the model equally often, for they hold it together.
-        writes: False where another process of the same rank writes the rows (tensor parallelism).
-    """
-
-    rank: int
-    size: int
-    group: Any = None
-    in_step: bool = False
-    writes: bool = True
+    rank: int  # whose share of the parts it takes
+    size: int  # how many shares there are
+    group: Any = None  # the processes that wait for each other; None when each works for itself
+    in_step: bool = False  # all of the group must run the model equally often, for they hold it together
+    writes: bool = True  # False where another process of the same rank writes the rows (tensor parallelism)
 
     @classmethod
     def of(
         cls, model: nn.Module, rank: int | None, world_size: int | None, group: Any, writes: bool
     ) -> Processes:
-        """Fill in what was not given from `torch.distributed`.
-
-        Raises InterpError: only one of rank and world_size, a rank that is not below the world size, or
-        neither for a model that is tensor parallel.
-        """
+        """Fill in what was not given from `torch.distributed`; InterpError where it does not go together."""
         if (rank is None) != (world_size is None):
             raise InterpError(f"rank is {rank} and world_size {world_size}; expected both or none")
         running = dist.is_available() and dist.is_initialized()
@@ -70,10 +59,7 @@ class Processes:
         return self.group is None or dist.get_rank(self.group) == 0
 
     def share(self, num_parts: int | None) -> tuple[int, int | None]:
-        """Return the first part of this process and the one behind its last; None: all there are.
-
-        Raises InterpError: several processes and an iterable without a length.
-        """
+        """Return the first part of this process and the one behind its last; None: all there are."""
         if self.size == 1:
             return 0, None
         if num_parts is None:
@@ -86,7 +72,7 @@ class Processes:
     def agree(self, find: Callable[[], Written]) -> Written:
         """Return what is written of this rank, as its writing process finds. Collective if in step.
 
-        Raises InterpError: it is raised on all processes that are in step if `find` raised it on one.
+        An InterpError of one process is raised on all.
         """
         if not self.in_step:
             return find()
@@ -127,10 +113,7 @@ class Processes:
             yield last, batch is not None
 
     def together(self, act: Callable[[], object]) -> None:
-        """Do something once, after all of the group have come here, and wait for it. Collective.
-
-        Raises InterpError: it failed on the process that did it.
-        """
+        """Do something once, after all of the group have come here, and wait for it. Collective."""
         if self.group is None:
             act()
             return

@@ -31,19 +31,19 @@ class RowMaker:
         self._pool = pool
         self._dtype = dtype
         self.square = 0
-        self._batch: Batch | None = None
+        self._current: Batch
         self._layouts: dict[str, tuple[int, ...]] = {}
         self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def start(self, batch: Batch) -> None:
         """Go on to the next batch."""
-        self._batch, self._layouts, self._indices, self.square = batch, {}, {}, 0
+        self._current, self._layouts, self._indices, self.square = batch, {}, {}, 0
 
     def rows(self, pattern: str, value: Tensor) -> Tensor:
         """Turn what was captured at a site of `pattern` into rows [R, ...], on the same device.
 
-        Without a `select`, attention tensors [B, N, T, ...] are taken as [B, T, N, ...]. Raises InterpError:
-        the value has no rows of samples or tokens, or other rows than the sites before.
+        Without a `select`, attention tensors [B, N, T, ...] are taken as [B, T, N, ...]. InterpError where
+        rows are neither samples nor tokens, or others than at the sites before.
         """
         if pattern in self._select:
             value = self._select[pattern](value)
@@ -82,39 +82,28 @@ class RowMaker:
             "token_id": tokens[keep],
         }
 
-    @property
-    def _current(self) -> Batch:
-        assert self._batch is not None
-        return self._batch
-
     def _tokens(self, pattern: str, value: Tensor) -> Tensor:
         """Rows of a value [B, T, ...]."""
-        batch = self._current
+        batch, layout = self._current, tuple(value.shape[:2])
         if callable(self._pool):
-            pooled = self._pool(value, self._keep(tuple(value.shape[:2])).to(value.device))
+            pooled = self._pool(value, self._keep(layout).to(value.device))
             if not isinstance(pooled, Tensor) or pooled.shape[:1] != (batch.size,):
                 shape = list(pooled.shape) if isinstance(pooled, Tensor) else type(pooled).__name__
                 raise InterpError(f"pool gave {shape} for {pattern}; expected [{batch.size} samples, ...]")
             self._settle(pattern, (batch.size,))
             return pooled
-        if batch.tokens is not None and value.shape[:2] != batch.tokens.shape:
-            raise InterpError(
-                f"{pattern} has a value {list(value.shape)} for tokens {list(batch.tokens.shape)}; expected "
-                "[samples, tokens, ...]: bring it there with select, name the ids that it belongs to with "
-                "tokens= and mask= (tokens=None: its places are no tokens), or pool it with a callable"
-            )
+        for name, ids in (("tokens", batch.tokens), ("a mask", batch.mask)):
+            if ids is not None and layout != ids.shape:
+                raise InterpError(
+                    f"{pattern} has a value {list(value.shape)} for {name} {list(ids.shape)}; expected "
+                    "[samples, tokens, ...]: bring it there with select, name its ids with tokens= and "
+                    "mask= (tokens=None: its places are no tokens), or pool it with a callable"
+                )
         if batch.tokens is None and value.ndim > 3:
             raise InterpError(
-                f"{pattern} has a value {list(value.shape)} and the inputs have no tokens; expected "
-                "[samples, places, features] or [samples, features]: flatten it with select, e.g. lambda v: "
-                "v.flatten(2).mT"
+                f"{pattern} has a value {list(value.shape)} and the inputs have no tokens; expected [samples,"
+                " places, features]: flatten it with select, e.g. lambda v: v.flatten(2).mT"
             )
-        if batch.mask is not None and value.shape[:2] != batch.mask.shape:
-            raise InterpError(
-                f"{pattern} has a value {list(value.shape)} for a mask {list(batch.mask.shape)}; expected "
-                "[samples, places, ...]: bring it there with select, or give tokens=None to keep all places"
-            )
-        layout = tuple(value.shape[:2])
         if self._pool is None:
             self._settle(pattern, layout)
             if batch.mask is None:
@@ -143,9 +132,10 @@ class RowMaker:
         self._layouts[pattern] = layout
         first, expected = next(iter(self._layouts.items()))
         if layout != expected:
+            kinds = ["samples" if len(x) == 1 else "tokens" for x in (layout, expected)]
             raise InterpError(
-                f"{pattern} has {_kind(layout)}, {first} has {_kind(expected)}; expected the same rows for "
-                "all sites: extract them in two calls, or pool"
+                f"{pattern} has rows of {kinds[0]} {list(layout)}, {first} of {kinds[1]} {list(expected)}; "
+                "expected the same rows for all sites: extract them in two calls, or pool"
             )
 
 
@@ -179,7 +169,3 @@ def _cast(pattern: str, value: Tensor, dtype: torch.dtype) -> Tensor:
                 "smaller values: give dtype=torch.bfloat16 or float32, or scale with select"
             )
     return rows
-
-
-def _kind(layout: tuple[int, ...]) -> str:
-    return f"{layout[0]} rows of samples" if len(layout) == 1 else f"{layout[0]} x {layout[1]} rows of tokens"

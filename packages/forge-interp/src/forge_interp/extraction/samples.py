@@ -38,21 +38,14 @@ class Names:
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs of one forward pass: a tensor, a mapping or a tuple.
+    """Inputs of one forward pass: a tensor, a mapping or a tuple."""
 
-    Attributes:
-        number: in the order of the dataset, from 0.
-        first: sample id of the first of `size` samples.
-        tokens: [B, T] ids, or None.
-        mask: [B, T] bool, or None when there is no padding.
-    """
-
-    number: int
-    first: int
+    number: int  # in the order of the dataset, from 0
+    first: int  # sample id of the first
     size: int
     inputs: Any
-    tokens: Tensor | None
-    mask: Tensor | None
+    tokens: Tensor | None  # [B, T] ids
+    mask: Tensor | None  # [B, T] bool; None when there is no padding
 
     @classmethod
     def of(cls, inputs: Any, names: Names, number: int, first: int) -> Batch:
@@ -63,7 +56,7 @@ class Batch:
         if isinstance(inputs, Mapping):
             tokens = inputs.get(names.tokens) if names.tokens else None
             mask = inputs.get(names.mask) if names.tokens and names.mask else None
-        elif names.tokens and isinstance(inputs, Tensor) and is_ids(inputs) and inputs.ndim == 2:
+        elif names.tokens and isinstance(inputs, Tensor) and _is_ids(inputs) and inputs.ndim == 2:
             tokens = inputs
         for name, found in ((names.tokens, tokens), (names.mask, mask)):
             if found is not None and (not isinstance(found, Tensor) or found.ndim != 2):
@@ -74,9 +67,8 @@ class Batch:
                 )
         if mask is not None and tokens is not None and mask.shape != tokens.shape:
             raise InterpError(
-                f"batch {number}: {names.mask!r} is {list(mask.shape)}, {names.tokens!r} "
-                f"{list(tokens.shape)}; expected the same shape: name the mask that belongs to the tokens "
-                "with mask="
+                f"batch {number}: {names.mask!r} is {list(mask.shape)}, {names.tokens!r} {list(tokens.shape)}"
+                "; expected the same shape: name the mask that belongs to the tokens with mask="
             )
         size = len(tokens) if tokens is not None else _size(inputs, number)
         mask = None if mask is None else mask.cpu() != 0
@@ -94,16 +86,13 @@ class Batch:
 
 
 class _Source:
-    """Something that has batches; several, a fixed number, become one part on disk.
+    """Something that has batches; several become one part on disk, so that there are at most 1024 parts."""
 
-    `num_batches` is None where it is not known.
-    """
-
-    num_batches: Any
+    num_batches: Any  # None where it is not known; then each batch is a part
 
     @property
     def batches_per_part(self) -> int:
-        """So many that there are at most 1024 parts; 1 where the number of batches is not known."""
+        """The same for all parts but the last."""
         return max(1, -(-(self.num_batches or 1) // _MOST_PARTS))
 
     @property
@@ -161,9 +150,7 @@ class ReadyBatches(_Source):
         self._begun: Iterator[Any] | None = iter(batches)
         self._head = list(islice(self._begun, 1))
         if not self._head:
-            raise InterpError(
-                "the dataset has no batches; expected at least one: give an iterator that is new"
-            )
+            raise InterpError("the dataset has no batches; expected at least one: give a new iterator")
 
     def batches(self, start: int, stop: int | None) -> Iterator[Batch]:
         """Yield batches [start, stop); those before are asked for, too, to count their samples."""
@@ -212,7 +199,7 @@ def collate(samples: Sequence[Any], names: Names) -> Any:
             f"a sample is a {type(samples[0]).__name__}; expected numbers, or a mapping or tuple of them: "
             "tokenize texts first"
         )
-    if samples[0].ndim == 1 and is_ids(samples[0]) and names.tokens and not _are_even(samples):
+    if samples[0].ndim == 1 and _is_ids(samples[0]) and names.tokens and not _are_even(samples):
         padded = _collate_mappings([{names.tokens: sample} for sample in samples], names)
         return padded if names.mask else padded[names.tokens]
     return _stack(samples, "a sample")
@@ -276,8 +263,7 @@ def _stack(values: Sequence[Any], name: str) -> Any:
     return torch.stack(list(values))
 
 
-def is_ids(value: Tensor) -> bool:
-    """Whether a tensor holds integers."""
+def _is_ids(value: Tensor) -> bool:
     return not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
 
 

@@ -49,7 +49,6 @@ class Share:
     _axes_checked: bool = False
 
     def __post_init__(self) -> None:
-        self._deliver: Callable[[str, Tensor], None] = _ignore
         self._per_part = self.source.batches_per_part
 
     def in_memory(self) -> dict[str, Tensor]:
@@ -60,14 +59,11 @@ class Share:
             self._extract(self.source.batches(0, None), self.source.num_batches)
             return self._writer.tensors()
 
-    def to_disk(self, parts: Parts, resume: bool) -> tuple[bool, int]:
+    def to_disk(self, parts: Parts, resume: bool) -> bool:
         """Write the parts of this share that are not there yet, and the index if no other part is missing.
 
-        Collective if there is a group. Raises InterpError: parts are of another call; or the batches are not
-        those of the parts.
-
-        Returns:
-            Whether all parts were there before, and how many batches were extracted now.
+        Returns whether all were there before. Collective if there is a group. InterpError: parts are of
+        another call; or the batches are not those of the parts.
         """
         processes, num_parts = self.processes, self.source.num_parts
         start, stop = processes.share(num_parts)
@@ -98,7 +94,7 @@ class Share:
         total = -(-self._num_batches // self._per_part) if processes.size == 1 else num_parts
         assert total is not None
         processes.together(lambda: parts.finish(total))
-        return index is not None and (stop is None or start < stop), self._num_recorded
+        return index is not None and (stop is None or start < stop) and not self._num_recorded
 
     def _num_left(self, start: int, stop: int | None, written: Written) -> int | None:
         """How many batches of parts [start, stop) there are to extract, if that is known."""
@@ -152,7 +148,7 @@ class Share:
             select={pattern: partial(self.rows.rows, pattern) for pattern in self.sites},
             stop=stops,
             device="cpu",
-            sink=lambda key, rows: self._deliver(key, rows),
+            sink=lambda key, rows: self._deliver(key, rows),  # as `_forward` has it for the batch
             attention_bytes=self.attention_bytes,
         ) as acts:
             if stops and self._columns:

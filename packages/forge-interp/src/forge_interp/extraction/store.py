@@ -25,13 +25,8 @@ class ActivationStore(Mapping[str, Tensor]):
     """Activations of a data set, one row per token (or per sample), with the sample that each row came from.
 
     A mapping from site to [rows, ...] in the dtype that was captured. All sites share the rows. A site is
-    read into memory when it is asked for; `read` and `batches` read parts of it.
-
-    Args:
-        path: the folder; opened when it is first used, where `open` looks at once.
-
-    Attributes:
-        path: the same; None in memory.
+    read into memory when it is asked for; `read` and `batches` read parts of it. The folder `path`, None in
+    memory, is opened when it is first used, where `open` looks at once.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -41,12 +36,7 @@ class ActivationStore(Mapping[str, Tensor]):
 
     @classmethod
     def open(cls, path: str | Path) -> ActivationStore:
-        """Open the folder that `extract_representations` wrote.
-
-        Raises:
-            InterpError: there is nothing, it is not whole yet, parts of it are missing, or something else
-                wrote it.
-        """
+        """Open the folder that `extract_representations` wrote; InterpError if it is not whole."""
         store = cls(path)
         _ = store.metadata
         return store
@@ -112,11 +102,7 @@ class ActivationStore(Mapping[str, Tensor]):
         return self._read(self._key(site), start, self.rows if stop is None else min(stop, self.rows))
 
     def batches(self, rows: int = 4096) -> Iterator[dict[str, Tensor]]:
-        """Read all sites in slices of `rows` rows, in order, in memory that the slices alone take.
-
-        Yields:
-            {site: [<= rows, ...]}, as the one-pass analyses take it: `moments.update(batch)`.
-        """
+        """Read all sites in slices {site: [<= rows, ...]}, in order: `moments.update(batch)` takes them."""
         if rows < 1:
             raise InterpError(f"rows is {rows}; expected at least 1")
         for start in range(0, self.rows, rows):
@@ -126,9 +112,6 @@ class ActivationStore(Mapping[str, Tensor]):
         """Write everything once more, for other tools: `.npz`, `.safetensors`, `.zarr`, or `.npy` (one site).
 
         NumPy knows no bfloat16: its bits are stored as uint16, except in `.safetensors`.
-
-        Raises:
-            InterpError: another ending; or `.npy` for several sites.
         """
         export(self, Path(path))
 

@@ -91,7 +91,7 @@ class _Board:
 
     def _left(self, module: nn.Module, args: tuple, output: Any) -> None:
         if missed := _RUNNING.leave(self):
-            for value in values.tensors(output):
+            for value in (values.read(output, path, Site("")) for path in values.tensor_paths(output)):
                 if value.requires_grad:
                     value.register_hook(partial(_refuse_backward, missed[0]))
 
@@ -107,21 +107,13 @@ def _refuse_backward(tap: Tap, gradient: Tensor) -> None:
 
 @dataclass(eq=False)
 class _Call:
-    """A call of a module that has not ended.
-
-    Attributes:
-        board: of the module.
-        numbers: of this call, as each tap on the module itself counts.
-        graph: whether it is in a checkpointed part, see `_part_of_graph`.
-        interception: what intercepts attention for the time of this call.
-        missed: edits of attention in a checkpointed part inside the module: that runs again without it.
-    """
+    """A call of a module that has not ended."""
 
     board: _Board
-    numbers: dict[Tap, int | None]
-    graph: Any = None
-    interception: Interception | None = None
-    missed: list[Tap] = field(default_factory=list)
+    numbers: dict[Tap, int | None]  # of this call, as each tap on the module itself counts
+    graph: Any = None  # whether it is in a checkpointed part, see `_part_of_graph`
+    interception: Interception | None = None  # of attention, for the time of this call
+    missed: list[Tap] = field(default_factory=list)  # edits in a checkpointed part inside, which runs again
 
 
 class _Running(threading.local):

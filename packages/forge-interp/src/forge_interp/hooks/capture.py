@@ -125,8 +125,7 @@ class Activations(Mapping[str, Tensor]):
     def expect(self, keys: Iterable[str]) -> None:
         """From now on each forward pass must give exactly these values, and stops after them if it may.
 
-        For a capture with `stop` or `sink`; call `clear()` before each pass. A pass that gives others, or not
-        all, raises InterpError.
+        For a capture with `stop` or `sink`; call `clear()` before each pass. Other values are an InterpError.
         """
         if not self._options.stop and self._options.sink is None:
             raise InterpError("expect() of a capture that keeps all; expected one with stop=True or a sink")
@@ -163,8 +162,7 @@ class Activations(Mapping[str, Tensor]):
         self._seen.update(self._patterns[tapped])
         if is_transformed(value.output if isinstance(value, AttentionCall) else value):
             raise InterpError(
-                f"site {key!r} holds a tensor of torch.func, which means nothing outside; expected a call of "
-                "the model outside of vmap, grad and jvp"
+                f"site {key!r} holds a tensor of torch.func; call the model outside of vmap, grad, jvp"
             )
         if isinstance(value, AttentionCall):
             query = value.edits["scores"] if value.is_softmax else value.query
@@ -240,17 +238,26 @@ class Activations(Mapping[str, Tensor]):
     def _verify(self) -> None:
         named = dict.fromkeys(pattern for patterns in self._patterns.values() for pattern in patterns)
         missing = [pattern for pattern in named if pattern not in self._seen]
-        if not missing:
-            return
-        attention = any(Site.parse(p).part == "attn" for p in missing)
-        if self.skipped:
-            why = next(iter(self.skipped.values()))
-            raise InterpError(f"captured nothing at {', '.join(map(repr, missing))}: {why}")
-        raise InterpError(
-            f"captured nothing at {', '.join(map(repr, missing))}: the module did not run inside the with "
-            "(passed over are ModuleLists, calls of .forward, and what is in a traced or exported program)"
-            + (f", or it does not call {SDPA_ONLY}" if attention else "")
+        why = (
+            "the module did not run inside the with (passed over are ModuleLists, calls of .forward, and "
+            "what is in a traced or exported program)"
         )
+        if any(Site.parse(p).part == "attn" for p in missing):
+            why += f", or it does not call {SDPA_ONLY}"
+        if missing:
+            why = next(iter(self.skipped.values()), why)
+            raise InterpError(f"captured nothing at {', '.join(map(repr, missing))}: {why}")
+
+
+def by_pattern(select: Select | Mapping[str, Select] | None, patterns: Iterable[str]) -> dict[str, Select]:
+    """A `select` for each pattern that has one; InterpError for others than these patterns."""
+    if not isinstance(select, Mapping):
+        return dict.fromkeys(patterns, select) if select else {}
+    if unknown := sorted(select.keys() - set(patterns)):
+        raise InterpError(
+            f"select is given for {unknown}; expected patterns among the sites: {list(patterns)}"
+        )
+    return dict(select)
 
 
 @contextmanager
@@ -272,6 +279,7 @@ def capture(
 
     Copies are detached and safe from later in-place operations. Values split by tensor parallelism are
     gathered (Collective then: all ranks capture the same sites). Compiled models run eagerly inside.
+    InterpError where a site names no module, or at the end has captured nothing.
 
     Args:
         model: any module.
@@ -290,19 +298,13 @@ def capture(
             computed, before raw, scores, pattern or a statistic is believed.
         attention_bytes: the largest attention matrix to hold at once.
         max_inflight_bytes: how much may be on the way to the CPU before the model waits.
-
-    Raises:
-        InterpError: a site names no module, or at the end has captured nothing.
     """
     found = find_sites(model, sites)
     if stop and is_sharded(model):
         raise InterpError(
-            "stop=True on an FSDP model: it would stay gathered and use stale weights; leave it out"
+            "stop=True on an FSDP model: it would stay gathered, its weights stale; leave it out"
         )
-    if isinstance(select, Mapping) and (unknown := select.keys() - found.keys()):
-        raise InterpError(f"select for {sorted(unknown)}, expected patterns of the capture: {list(found)}")
-    chosen = select if isinstance(select, Mapping) else dict.fromkeys(found, select) if select else {}
-    offload = Offload(device, max_inflight_bytes)
+    offload, chosen = Offload(device, max_inflight_bytes), by_pattern(select, found)
     options = _Options(chosen, grad, before_edits, stop, sink, check_attention, attention_bytes, offload)
     acts = Activations(model, found, options)
     with ExitStack() as stack:
@@ -316,8 +318,8 @@ def capture(
             if early.of is not acts:
                 raise
             raise InterpError(
-                f"stop=True ends forward passes of the {type(model).__name__} given to capture, but only a "
-                "part of it was called: give that part to capture, or leave stop=True out"
+                f"stop=True ends passes of the {type(model).__name__} given, but only a part of it was "
+                "called: give that part to capture, or leave stop=True out"
             ) from None
         offload.wait()
         acts._verify()
@@ -329,14 +331,10 @@ def each_attention(
 ) -> Iterator[None]:
     """Give every call of scaled dot-product attention to a function, as edits left it; nothing is kept.
 
-    Args:
-        model: any module.
-        modules: names with wildcards, such as `**.self_attn`; of nested ones the innermost is told.
-        look: given the name of the module (`name#k` for its k-th call but the first) and the call, which
-            holds the model's own tensors: read what is needed, keep no reference.
-
-    Raises:
-        InterpError: a name fits no module, or no module called attention inside the `with`.
+    `modules` are names with wildcards, such as `**.self_attn`; of nested ones the innermost is told. `look`
+    is given the name of the module (`name#k` for its k-th call but the first) and the call, which holds the
+    model's own tensors: read what is needed, keep no reference. InterpError where a name fits no module, or
+    no module called attention inside the `with`.
     """
     found, by_name = find_sites(model, modules), named_modules(model)
     seen: set[str] = set()

@@ -28,21 +28,13 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
     with raw, scores or pattern the attention of that module is computed densely. A backward pass that
     recomputes parts (activation checkpointing) belongs inside the `with`, or they are recomputed without.
 
-    Args:
-        model: any module.
-        edits: site, or module for its output, to function; the function is given the value and returns one
-            of the same shape and dtype, without changing its argument in place.
-
-    Raises:
-        InterpError: a site names no module, or was not reached inside the `with`; an edit changes shape or
-            dtype; the value is only a part of the whole because of tensor parallelism.
+    `edits` is from site, or module for its output, to a function: given the value, it returns one of the same
+    shape and dtype, without changing its argument in place. InterpError where a site names no module, or was
+    not reached inside the `with`; an edit changes shape or dtype; or the value is only a part of the whole
+    because of tensor parallelism.
     """
     found = find_sites(model, edits)
     edits = dict(zip(found, edits.values(), strict=True))
-    for pattern in edits:
-        site = Site.parse(pattern)
-        if site.part == "attn" and ".".join(site.path) not in ATTENTION_TENSORS:
-            raise InterpError(f"edit of {pattern!r}: a statistic cannot be edited; edit attn.pattern")
     modules, spread = named_modules(model), Spread(model)
     reached: set[str] = set()
     masks: list[Tensor | None] = [None]
@@ -51,6 +43,9 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
         masks[-1] = _attention_mask(module, args, kwargs)
 
     def tap(pattern: str, site: Site) -> Tap:
+        if site.part == "attn" and ".".join(site.path) not in ATTENTION_TENSORS:
+            raise InterpError(f"edit of {pattern!r}: a statistic cannot be edited; edit attn.pattern")
+
         def act(at: Site, module: nn.Module, value: Any) -> Tensor:
             reached.add(pattern)
             if spread.is_partial(value, module, at):
@@ -66,10 +61,11 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
 
         return Tap(site, modules[site.module], act, Phase.EDIT, reached, edit=edits[pattern])
 
+    taps = [tap(pattern, site) for pattern in found for site in found[pattern]]
     with ExitStack() as stack:
         if any(isinstance(change, MeanAblation) for change in edits.values()):
             stack.callback(modules[""].register_forward_pre_hook(note_mask, with_kwargs=True).remove)
-        stack.enter_context(attached([tap(pattern, site) for pattern in found for site in found[pattern]]))
+        stack.enter_context(attached(taps))
         yield
         if missed := [pattern for pattern in edits if pattern not in reached]:
             attention = any(Site.parse(pattern).part == "attn" for pattern in missed)
@@ -128,19 +124,13 @@ def ablate(
     """
     if how not in ("zero", "mean", "resample"):
         raise InterpError(f"ablate({how!r}), expected 'zero', 'mean' or 'resample'")
-    if how != "mean" and not (mean is None and keep is None and over is None):
-        raise InterpError(
-            f"ablate({how!r}, mean=...) would not use the mean; expected ablate('mean', mean=...)"
-        )
-    if how == "mean" and not isinstance(mean, Tensor):
-        return MeanAblation(where, mean, keep, over)
-
-    def apply(old: Tensor) -> Tensor:
-        if how == "resample":
-            return _put(old, where, old[_derangement(len(old), seed).to(old.device)][_index(where)])
-        return _put(old, where, torch.zeros((), dtype=old.dtype) if mean is None else mean)  # type: ignore[arg-type]
-
-    return apply
+    if how == "mean":
+        return patch(mean, where) if isinstance(mean, Tensor) else MeanAblation(where, mean, keep, over)
+    if not (mean is None and keep is None and over is None):
+        raise InterpError(f"ablate({how!r}, mean=...) would not use the mean; expected ablate('mean', ...)")
+    if how == "zero":
+        return patch(0.0, where)
+    return lambda old: _put(old, where, old[_derangement(len(old), seed).to(old.device)][_index(where)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,32 +30,32 @@ class Offload:
         if value.is_inference() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.copy(value)
-        if self._device is None or self._is_on(value.device):
+        if self._is_there(value):
             is_dense = value.layout == torch.strided
             return value.clone(memory_format=torch.contiguous_format) if is_dense else value.clone()
-        if self._device.type != "cpu" or value.device.type != "cuda":
-            return value.to(self._device)
-        return self._to_pinned(value)
+        return self._moved(value, lambda copied: None)
 
     def send(self, value: Tensor, deliver: Callable[[Tensor], None]) -> None:
         """Hand a value over: itself and at once if it is there already, else its copy once arrived."""
-        if self._device is None or self._is_on(value.device):
+        if self._is_there(value):
             deliver(value)
-        elif self._device.type != "cpu" or value.device.type != "cuda":
-            deliver(value.to(self._device))
         else:
-            self._to_pinned(value, deliver)
+            self._moved(value, deliver)
 
     def wait(self) -> None:
         """Return when all copies have arrived and are delivered."""
         self._drain(0)
 
-    def _is_on(self, device: torch.device) -> bool:
-        """Whether values of a device need no move; a target without a number is any device of its kind."""
-        target = self._device
-        return target is not None and target.type == device.type and target.index in (None, device.index)
+    def _is_there(self, value: Tensor) -> bool:
+        """Whether a value needs no move; a target without a number is any device of its kind."""
+        target, device = self._device, value.device
+        return target is None or (target.type == device.type and target.index in (None, device.index))
 
-    def _to_pinned(self, value: Tensor, deliver: Callable[[Tensor], None] | None = None) -> Tensor:
+    def _moved(self, value: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
+        if self._device != torch.device("cpu") or value.device.type != "cuda":
+            moved = value.to(self._device)
+            deliver(moved)
+            return moved
         size = value.numel() * value.element_size()
         self._drain(max(0, self._budget - size))
         stream = self._streams.get(value.device) or torch.cuda.Stream(value.device)
@@ -69,7 +69,7 @@ class Offload:
             source.record_stream(stream)
             arrived = torch.cuda.Event()
             arrived.record(stream)
-        self._inflight.append((arrived, size, partial(deliver, target) if deliver else _nothing))
+        self._inflight.append((arrived, size, partial(deliver, target)))
         self._bytes += size
         return target
 
@@ -79,7 +79,3 @@ class Offload:
             arrived.synchronize()
             self._bytes -= size
             deliver()
-
-
-def _nothing() -> None:
-    pass

@@ -20,10 +20,8 @@ from forge_interp.hooks.torch_private import fake_tensors
 class Report:
     """What patterns resolve to; `str` is a table.
 
-    Attributes:
-        sites: sites by pattern, in the order of the model.
-        shapes: shape and dtype by key, of the values that a dry run gave; empty without example arguments.
-        problem: why some or all shapes are missing although arguments were given, or None.
+    `sites` are by pattern, in the order of the model; `shapes` have shape and dtype by key, of the values
+    that a dry run gave; `problem` is why shapes are missing although arguments were given, or None.
     """
 
     sites: dict[str, list[str]]
@@ -36,7 +34,7 @@ class Report:
             rows.append(f"{pattern}  ({len(sites)} sites)")
             for site in sites:
                 keys = [key for key in self.shapes if key.partition("#")[0] == site.partition("#")[0]]
-                rows += [f"  {key}  {_describe(*self.shapes[key])}" for key in keys] or [f"  {site}"]
+                rows += [f"  {key}  {_text(*self.shapes[key])}" for key in keys] or [f"  {site}"]
         return "\n".join([*rows, self.problem] if self.problem else rows)
 
 
@@ -75,7 +73,9 @@ def _dry_run(model: nn.Module, patterns: list[str], args: Any, kwargs: Any) -> t
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put back what a forward pass keeps on modules, such as tables of positions: a dry run's are fake."""
-    kept = [(content, copy(content)) for module in model.modules() for content in _contents(module)]
+    kinds = (dict, OrderedDict, list, set)  # tables by length, hooks, buffers
+    inside = [value for module in model.modules() for value in vars(module).values() if type(value) in kinds]
+    kept = [(content, copy(content)) for content in [*map(vars, model.modules()), *inside]]
     try:
         yield
     finally:
@@ -84,10 +84,5 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             content.extend(before) if isinstance(content, list) else content.update(before)
 
 
-def _contents(module: nn.Module) -> list[Any]:
-    """What a module holds, and the containers among that: tables by length, hooks, buffers."""
-    return [vars(module), *(v for v in vars(module).values() if type(v) in (dict, OrderedDict, list, set))]
-
-
-def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+def _text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

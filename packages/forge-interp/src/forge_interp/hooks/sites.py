@@ -30,19 +30,12 @@ _GRAMMAR = "module[:out|in|out.PATH|in.PATH|kw.NAME|attn.NAME][#call]"
 
 @dataclass(frozen=True)
 class Site:
-    """A place of a model, or with `*` a family of places.
+    """A place of a model, or with `*` a family of places."""
 
-    Attributes:
-        module: dotted name as in `named_modules()`, without the wrappers of compile, checkpoint and FSDP1.
-        part: `out`, `in`, `kw` or `attn`.
-        path: where in that part: keys of a nested output, the keyword, the tensor of the attention.
-        call: which call of the module since the `with` began, from 0; None for all.
-    """
-
-    module: str
-    part: str = "out"
-    path: tuple[str, ...] = ()
-    call: int | None = None
+    module: str  # dotted name as in `named_modules()`, without wrappers of compile, checkpoint and FSDP1
+    part: str = "out"  # or `in`, `kw`, `attn`
+    path: tuple[str, ...] = ()  # in that part: keys of a nested output, the keyword, the attention tensor
+    call: int | None = None  # which call of the module since the `with` began, from 0; None for all
 
     @classmethod
     def parse(cls, text: str) -> Site:
@@ -57,8 +50,9 @@ class Site:
         path = tuple(plain or bracketed for plain, bracketed in _KEY.findall(rest))
         if spell(path) != rest or (not path and kind in ("kw", "attn")):
             raise InterpError(f"site {text!r}: no part {part!r}; sites read {_GRAMMAR}")
-        if kind == "attn":
-            _check_attention(text, ".".join(path))
+        names, name = ATTENTION_TENSORS + ATTENTION_STATISTICS, ".".join(path)
+        if kind == "attn" and name not in names and not re.fullmatch(r"lag\.\d+", name):
+            raise InterpError(f"site {text!r}: attention has no {name!r}, but {', '.join(names)}, lag.K")
         return cls(module, kind, path, int(call) if call else None)
 
     def numbered(self, call: int) -> Site:
@@ -79,12 +73,6 @@ def spell(path: Iterable[str]) -> str:
     return "".join(f"[{key}]" if not key or re.search(r"[.:#\[]", key) else f".{key}" for key in path)
 
 
-def _check_attention(text: str, name: str) -> None:
-    names = ATTENTION_TENSORS + ATTENTION_STATISTICS
-    if name not in names and not re.fullmatch(r"lag\.\d+", name):
-        raise InterpError(f"site {text!r}: attention has no {name!r}, but {', '.join(names)}, lag.K")
-
-
 def canonical(text: str) -> str:
     """The key under which a site is stored: part written out, the first call without its number."""
     site = Site.parse(text)
@@ -99,15 +87,10 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        clean = without_wrappers(name)
+        clean = _WRAPPERS.sub("", name).removeprefix(".")
         if clean not in found or name.endswith("_orig_mod"):
             found[clean] = module
     return found
-
-
-def without_wrappers(name: str) -> str:
-    """A name of a module or parameter without what compilation, checkpointing and FSDP put into it."""
-    return _WRAPPERS.sub("", name).removeprefix(".")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -124,9 +107,7 @@ def name_of(model: nn.Module, site: str | nn.Module) -> str:
     for name, module in named_modules(model).items():
         if module is site or unwrapped(module) is site:
             return f"{name}:out"
-    raise InterpError(
-        f"a {type(site).__name__} is no module of this {type(model).__name__}; expected one of it"
-    )
+    raise InterpError(f"a {type(site).__name__} is no module of this {type(model).__name__}; expected one")
 
 
 def find_sites(

@@ -28,26 +28,20 @@ class Phase(IntEnum):
 class Tap:
     """A callback on one site of one module.
 
-    Attributes:
-        site: without wildcards.
-        module: the module it names; for attention what a checkpoint wrapper wraps, which alone runs again.
-        act: called with the site (its call filled in), the module and the value (of attention, for a capture,
-            the `AttentionCall`); a tensor that it returns takes the value's place.
-        phase: when it has its turn.
-        owner: of the modules around an attention call, each owner is told by the innermost.
-        skip: told, with the reason, where there is no tensor at the site; without it that is an error.
-        edit: of a tap that edits, the function that does.
-        calls: how many have begun, of the module or of attention in it.
+    `act` is called with the site (its call filled in), the module and the value (of attention, for a capture,
+    the `AttentionCall`); a tensor that it returns takes the value's place.
     """
 
-    site: Site
-    module: nn.Module
+    site: Site  # without wildcards
+    module: nn.Module  # for attention what a checkpoint wrapper wraps, which alone runs again
     act: Callable[[Site, nn.Module, Any], Tensor | None]
     phase: Phase
-    owner: object
-    skip: Callable[[Site, str], None] | None = None
-    edit: Callable[[Tensor], Tensor] | None = None
-    calls: int = 0
+    owner: object  # of the modules around an attention call, each owner is told by the innermost
+    skip: Callable[[Site, str], None] | None = (
+        None  # told why there is no tensor; without it that is an error
+    )
+    edit: Callable[[Tensor], Tensor] | None = None  # of a tap that edits, the function that does
+    calls: int = 0  # how many have begun, of the module or of attention in it
     _backward: int = field(default_factory=backward_number)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -94,10 +88,8 @@ class Tap:
             return value
         if not isinstance(new, Tensor) or (new.shape, new.dtype) != (value.shape, value.dtype):
             got = f"{list(new.shape)} {new.dtype}" if isinstance(new, Tensor) else type(new).__name__
-            raise InterpError(
-                f"edit of {str(self.site)!r} gave {got}, expected {list(value.shape)} {value.dtype} like "
-                "the value"
-            )
+            expected = f"{list(value.shape)} {value.dtype}"
+            raise InterpError(f"edit of {str(self.site)!r} gave {got}, expected {expected} like the value")
         return new
 
     def replaced_in(self, call: int | None, tree: Any, find: Callable[[], tuple[str, ...]]) -> Any:

@@ -13,10 +13,7 @@ from forge_interp.hooks.sites import Site, spell, unwrapped
 
 
 def read(tree: Any, path: tuple[str, ...], site: Site) -> Tensor:
-    """The tensor at a path of an output; without a path, the output or the first item of a tuple.
-
-    Raises InterpError: there is no tensor; lists the paths that lead to one.
-    """
+    """The tensor at a path of an output; without a path, the output or the first item of a tuple."""
     found = tree
     for key in path or _first(tree):
         try:
@@ -53,16 +50,8 @@ def tensor_paths(tree: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...
     return [path for key in _keys(tree) for path in tensor_paths(_child(tree, key), (*prefix, key))]
 
 
-def tensors(tree: Any) -> list[Tensor]:
-    """All tensors in nested tuples, mappings and dataclasses."""
-    return [tree] if isinstance(tree, Tensor) else [t for k in _keys(tree) for t in tensors(_child(tree, k))]
-
-
 def argument(module: nn.Module, args: tuple, kwargs: dict, site: Site) -> tuple[str, ...]:
-    """Where a site's argument sits: ("args", "0", ...) or ("kwargs", name, ...) of a call.
-
-    Raises InterpError: the call has no such argument.
-    """
+    """Where a site's argument sits: ("args", "0", ...) or ("kwargs", name, ...); InterpError if nowhere."""
     if site.part == "kw":
         name, *rest = site.path
         if name in kwargs:

@@ -4,7 +4,7 @@ The logit lens reads a hidden state x of any site with the model's own end: logi
 Letters: L sites, B batch, T tokens, D model dim, V vocabulary, k kept tokens.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,26 +28,18 @@ _LOW_PRECISION_TOLERANCE = 5e-2
 class LensResult:
     """What each site predicts; the leading axes [...] are those of the hidden states, mostly [B, T].
 
-    Attributes:
-        sites: L site keys, along the first axis of every tensor.
-        top_ids: [L, ..., k] int64, the most likely tokens, the likeliest first.
-        top_probs: [L, ..., k] their probabilities.
-        entropy: [L, ...] of the predicted distribution, in nats.
-        kl: [L, ...] KL(final || site) in nats, final being what the model itself predicts; None if unknown.
-        target_rank: [L, ...] int64, how many tokens have a higher logit than the target (0: it is the top
-            one); -1 where the target is negative. None without targets.
-        target_log_prob: [L, ...] in nats; NaN where the target is negative. None without targets.
-        logits: {site: [..., V]}, only if asked for.
+    `target_rank` counts the tokens with a higher logit than the target (0: it is the top one); it is -1, and
+    the log-probability NaN, where the target is negative.
     """
 
-    sites: tuple[str, ...]
-    top_ids: Tensor
-    top_probs: Tensor
-    entropy: Tensor
-    kl: Tensor | None
-    target_rank: Tensor | None
-    target_log_prob: Tensor | None
-    logits: dict[str, Tensor] | None
+    sites: tuple[str, ...]  # L site keys, along the first axis of every tensor
+    top_ids: Tensor  # [L, ..., k] int64, the most likely tokens, the likeliest first
+    top_probs: Tensor  # [L, ..., k] their probabilities
+    entropy: Tensor  # [L, ...] of the predicted distribution, in nats
+    kl: Tensor | None  # [L, ...] KL(final || site) in nats, final being the model's own; None if unknown
+    target_rank: Tensor | None  # [L, ...] int64; None without targets
+    target_log_prob: Tensor | None  # [L, ...] in nats; None without targets
+    logits: dict[str, Tensor] | None  # {site: [..., V]}, only if asked for
 
 
 def logit_lens(
@@ -95,15 +87,8 @@ def logit_lens(
     """
     unembedding = Unembedding(model, norm, head)
     acts, final = run_with_final(model, sites, unembedding if check else None, args, kwargs)
-    return read_lens(
-        acts,
-        lambda site, hidden: unembedding(hidden),
-        final=final,
-        targets=targets,
-        top_k=top_k,
-        keep_logits=keep_logits,
-        max_bytes=max_bytes,
-    )
+    how: dict[str, Any] = {"top_k": top_k, "keep_logits": keep_logits, "max_bytes": max_bytes}
+    return read_lens(acts, lambda site, hidden: unembedding(hidden), final=final, targets=targets, **how)
 
 
 @torch.no_grad()
@@ -117,17 +102,10 @@ def read_lens(
     keep_logits: bool = False,
     max_bytes: int = 1 << 28,
 ) -> LensResult:
-    """Read given activations with a lens.
+    """Read given activations {site: [..., D]}, all with the same leading axes, with a lens.
 
-    Args:
-        activations: {site: [..., D]}, all with the same leading axes; InterpError otherwise.
-        decode: (site, hidden) -> logits; for the logit lens, `lambda site, x: unembedding(x)` with an
-            `Unembedding`.
-        final: [..., V], the model's own logits, for the divergence.
-        targets: as in `logit_lens`, like the options below.
-        top_k: likeliest tokens.
-        keep_logits: return them.
-        max_bytes: at once.
+    `decode` gives the logits; for the logit lens, `lambda site, x: unembedding(x)` with an `Unembedding`.
+    `final` [..., V] are the model's own, for the divergence; options are those of `logit_lens`.
     """
     lead = _leading_axes(activations, final, targets)
     final = None if final is None else final.flatten(0, -2)
@@ -155,7 +133,7 @@ def run_with_final(
     model: nn.Module,
     sites: str | Iterable[str],
     check: Unembedding | None,
-    args: tuple[Any, ...],
+    args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[Mapping[str, Tensor], Tensor]:
     """Run the model; give the activations of the sites and the model's own logits [..., V].
@@ -212,10 +190,7 @@ def _leading_axes(
     if targets is not None:
         shapes["targets"] = tuple(targets.shape)
     if not activations or len(set(shapes.values())) != 1:
-        raise InterpError(
-            f"leading axes are {shapes}; expected the same for all, and at least one site: read sites of "
-            "other shapes in a call of their own"
-        )
+        raise InterpError(f"leading axes are {shapes}; expected the same for all, and at least one site")
     return next(iter(shapes.values()))
 
 

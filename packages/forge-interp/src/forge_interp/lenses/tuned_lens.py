@@ -21,7 +21,7 @@ from forge_interp.errors import InterpError
 from forge_interp.hooks.sites import find_sites
 from forge_interp.lenses.lens import LensResult, divergence, read_lens, run_with_final
 from forge_interp.lenses.unembedding import Readout, Unembedding
-from forge_interp.model_inputs import Inputs
+from forge_interp.model_inputs import Inputs, arguments
 from forge_interp.progress import progress as with_progress
 
 Mask = Callable[[Any], Tensor]
@@ -62,16 +62,14 @@ class TunedLens:
         self._check = self._unembedding if check else None
 
     def decode(self, site: str, hidden: Tensor) -> Tensor:
-        """[..., D] of a site -> logits [..., V].
-
-        Raises:
-            InterpError: the site was not trained.
-        """
+        """[..., D] of a site -> logits [..., V]; InterpError for a site that was not trained."""
         if site not in self.translators:
             raise InterpError(
                 f"site {site!r} has no translator; expected one of {list(self.translators)}: call fit or load"
             )
-        return self._unembedding(_translate(hidden, *self._pair(site, hidden.device)))
+        matrix, bias = self._pair(site, hidden.device)
+        wide = hidden.to(matrix.dtype)
+        return self._unembedding((wide + nn.functional.linear(wide, matrix, bias)).to(hidden.dtype))
 
     def read(
         self,
@@ -84,15 +82,8 @@ class TunedLens:
     ) -> LensResult:
         """Run the model once and read every site; arguments and result as those of `logit_lens`."""
         acts, final = run_with_final(self._model, self.sites, self._check, args, kwargs)
-        return read_lens(
-            acts,
-            self.decode,
-            final=final,
-            targets=targets,
-            top_k=top_k,
-            keep_logits=keep_logits,
-            max_bytes=max_bytes,
-        )
+        how: dict[str, Any] = {"top_k": top_k, "keep_logits": keep_logits, "max_bytes": max_bytes}
+        return read_lens(acts, self.decode, final=final, targets=targets, **how)
 
     def fit(
         self,
@@ -106,9 +97,9 @@ class TunedLens:
     ) -> np.ndarray:
         """Train all translators at once to minimize KL(model || lens), averaged over positions.
 
-        Adam, its rate falling linearly to 0. Nothing is drawn at random: the same batches give the same lens.
-        A further call goes on with the translators of this one and a new Adam. Call `model.eval()` first if
-        it drops out.
+        Adam, its rate `lr` falling linearly to 0. Nothing is drawn at random: the same batches give the same
+        lens. A further call goes on with the translators of this one and a new Adam. Call `model.eval()`
+        first if it drops out. Errors are those of `logit_lens`.
 
         Args:
             batches: inputs of the model, each a tensor, a tuple of positional arguments or a mapping; gone
@@ -119,12 +110,7 @@ class TunedLens:
             max_bytes: how much the distributions in work may take at once.
             progress: draw a bar on a terminal.
 
-        Returns:
-            [steps, L] the divergence before each step, in nats.
-
-        Raises:
-            InterpError: too few batches, batches that reach different sites, a mask without a position, or as
-                `logit_lens`.
+        Returns [steps, L] the divergence before each step, in nats.
         """
         if steps < 1:
             raise InterpError(f"steps is {steps}; expected a positive number")
@@ -134,7 +120,7 @@ class TunedLens:
         taken = with_progress(_repeat(batches, steps), steps, "tuned lens", progress)
         try:
             for step, inputs in enumerate(taken):
-                acts, final = run_with_final(self._model, self.sites, self._check, *_arguments(inputs))
+                acts, final = run_with_final(self._model, self.sites, self._check, *arguments(inputs))
                 sites = sites or list(acts)
                 if list(acts) != sites:
                     raise InterpError(f"a batch reached {list(acts)}; expected {sites}, as those before it")
@@ -153,11 +139,7 @@ class TunedLens:
         return np.array(history)
 
     def save(self, path: str | Path) -> None:
-        """Write the translators to a safetensors file, which is whole or not there.
-
-        Raises:
-            InterpError: nothing was trained.
-        """
+        """Write the translators to a safetensors file, which is whole or not there."""
         if not self.translators:
             raise InterpError("the lens has no translators to save; expected a trained one: call fit first")
         tensors = {}
@@ -169,38 +151,19 @@ class TunedLens:
         os.replace(partial, path)
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        model: nn.Module,
-        *,
-        norm: Readout | None = None,
-        head: Readout | None = None,
-        check: bool = True,
-    ) -> TunedLens:
-        """Read a lens that `save` wrote, for the same model and with the same options.
-
-        Raises:
-            InterpError: the file is no tuned lens, or the model lacks its sites.
-        """
+    def load(cls, path: str | Path, model: nn.Module, **options: Any) -> TunedLens:
+        """Read a lens that `save` wrote, for the same model and with the same options."""
         try:
             with safe_open(str(path), framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise InterpError(
-                f"{path} cannot be read ({error}); expected what TunedLens.save wrote"
-            ) from error
+            raise InterpError(f"{path} cannot be read ({error}); expected what save wrote") from error
         if metadata.get("format") != _FORMAT:
-            raise InterpError(
-                f"{path} has the format {metadata.get('format')!r}; expected {_FORMAT!r}: what save wrote"
-            )
+            raise InterpError(f"{path} has the format {metadata.get('format')!r}; expected {_FORMAT!r}")
         sites = json.loads(metadata["sites"])
-        lens = cls(model, sites, norm=norm, head=head, check=check)
-        lens.translators = {
-            site: (tensors[f"{number}.matrix"], tensors[f"{number}.bias"])
-            for number, site in enumerate(sites)
-        }
+        lens = cls(model, sites, **options)
+        lens.translators = {s: (tensors[f"{i}.matrix"], tensors[f"{i}.bias"]) for i, s in enumerate(sites)}
         return lens
 
     def _weights(self, acts: Mapping[str, Tensor]) -> list[Tensor]:
@@ -208,10 +171,8 @@ class TunedLens:
         for site, hidden in acts.items():
             if site not in self.translators:
                 dim, wide = hidden.shape[-1], torch.promote_types(hidden.dtype, torch.float32)
-                self.translators[site] = (
-                    torch.zeros(dim, dim, dtype=wide, device=hidden.device),
-                    torch.zeros(dim, dtype=wide, device=hidden.device),
-                )
+                zeros = torch.zeros(dim + 1, dim, dtype=wide, device=hidden.device)
+                self.translators[site] = zeros[:-1].clone(), zeros[-1].clone()
             self._pair(site, hidden.device)
         weights = [weight for pair in self.translators.values() for weight in pair]
         return [weight.requires_grad_() for weight in weights]
@@ -241,17 +202,6 @@ class TunedLens:
         return total.item()
 
 
-def _translate(hidden: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
-    wide = hidden.to(matrix.dtype)
-    return (wide + nn.functional.linear(wide, matrix, bias)).to(hidden.dtype)
-
-
-def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), inputs
-    return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {}
-
-
 def _positions(inputs: Inputs, mask: Mask | None, final: Tensor) -> Tensor:
     """[...] bool, which positions count."""
     if mask is not None:
@@ -278,7 +228,4 @@ def _repeat(batches: Iterable[Inputs], steps: int) -> Iterator[Inputs]:
             done += 1
             yield inputs
         if done == before:
-            raise InterpError(
-                f"the batches ended after {done} of {steps} steps; expected more, or a list, which can be "
-                "gone through again"
-            )
+            raise InterpError(f"the batches ended after {done} of {steps} steps; expected more, or a list")

@@ -6,9 +6,9 @@ Letters: D model dim, V vocabulary.
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from forge_interp.attention.placement import is_dtensor
 from forge_interp.errors import InterpError
 from forge_interp.hooks.sites import named_modules
 
@@ -20,6 +20,7 @@ NORM_NAMES = (
     *("norm", "final_norm", "norm_f", "norm_out", "ln_f", "ln_final", "ln_out"),
     *("final_layer_norm", "final_layernorm", "layer_norm"),
 )
+_NAMES = {"head": HEAD_NAMES, "norm": NORM_NAMES}
 
 
 class Unembedding:
@@ -29,13 +30,8 @@ class Unembedding:
     to the root whose name is in `HEAD_NAMES`; the norm is the one module outside of the numbered blocks whose
     name is in `NORM_NAMES`. Whatever the model does besides (soft caps, scales, a projection between the
     two) is not found by names: give it as a function. For Gemma-2 with a cap of 30:
-    `head=lambda x: 30 * torch.tanh(model.lm_head(x) / 30)`.
-
-    Attributes:
-        norm: the function applied first.
-        head: the function applied to what `norm` returns.
-        norm_name: the name of `norm` in the model; None for a function that is no module of it.
-        head_name: the same for `head`.
+    `head=lambda x: 30 * torch.tanh(model.lm_head(x) / 30)`. `norm_name` and `head_name` are None for a
+    function that is no module of the model.
     """
 
     def __init__(self, model: nn.Module, norm: Readout | None = None, head: Readout | None = None) -> None:
@@ -46,14 +42,14 @@ class Unembedding:
         """
         names = {id(module): name for name, module in named_modules(model).items()}
         self.head = _find_head(model) if head is None else _take(model, head, "head")
-        self.norm = _find_norm(model) if norm is None else _take(model, norm, "norm")
-        self.norm_name = names.get(id(self.norm))
-        self.head_name = names.get(id(self.head))
-        for kind, function, name in (
-            ("norm", self.norm, self.norm_name),
-            ("head", self.head, self.head_name),
-        ):
-            _refuse_sharded(function, kind, name)
+        self.norm = (
+            _only(model, _ending_in(model, NORM_NAMES), "norm")
+            if norm is None
+            else _take(model, norm, "norm")
+        )
+        self.norm_name, self.head_name = names.get(id(self.norm)), names.get(id(self.head))
+        _refuse_sharded(self.norm, f"norm {self.norm_name or ''}")
+        _refuse_sharded(self.head, f"head {self.head_name or ''}")
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[..., D] -> logits [..., V]."""
@@ -66,7 +62,7 @@ def _take(model: nn.Module, given: Readout, kind: str) -> Callable[[Tensor], Ten
     modules = named_modules(model)
     if given in modules:
         return modules[given]
-    near = _ending_in(model, NORM_NAMES if kind == "norm" else HEAD_NAMES) or _norm_like(model)
+    near = _ending_in(model, _NAMES[kind]) or _norm_like(model)
     raise InterpError(
         f"{kind} is {given!r}, which is no submodule; expected a name of model.named_modules(): "
         f"perhaps {', '.join(near) or 'none looks like one'}; or pass a function"
@@ -81,16 +77,10 @@ def _find_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     candidates = _ending_in(model, HEAD_NAMES)
     nearest = min((name.count(".") for name in candidates), default=0)
     candidates = [name for name in candidates if name.count(".") == nearest]
-    return _only(model, candidates, "head", HEAD_NAMES, [])
+    return _only(model, candidates, "head")
 
 
-def _find_norm(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    return _only(model, _ending_in(model, NORM_NAMES), "norm", NORM_NAMES, _norm_like(model))
-
-
-def _only(
-    model: nn.Module, candidates: list[str], kind: str, names: tuple[str, ...], near: list[str]
-) -> Callable[[Tensor], Tensor]:
+def _only(model: nn.Module, candidates: list[str], kind: str) -> Callable[[Tensor], Tensor]:
     """Return the single candidate, or say which there are."""
     if len(candidates) == 1:
         return _take(model, candidates[0], kind)
@@ -99,10 +89,11 @@ def _only(
             f"the {kind} of {type(model).__name__} is ambiguous: {', '.join(candidates)}; expected one: "
             f'pass {kind}="{candidates[0]}" or another of them'
         )
+    near = _norm_like(model) if kind == "norm" else []
     hint = "; torch.nn.Identity() if there is none" if kind == "norm" else ""
     hint += f"; near: {', '.join(near)}" if near else ""
     raise InterpError(
-        f"{type(model).__name__} has no module called {', '.join(names)} outside of its blocks; "
+        f"{type(model).__name__} has no module called {', '.join(_NAMES[kind])} outside of its blocks; "
         f'expected one: pass {kind}="name" or a function{hint}'
     )
 
@@ -121,15 +112,11 @@ def _outside_of_blocks(model: nn.Module) -> list[str]:
     return [name for name in named_modules(model) if not any(map(str.isdigit, name.split(".")))]
 
 
-def _refuse_sharded(function: Any, kind: str, name: str | None) -> None:
-    if not isinstance(function, nn.Module) or not torch.distributed.is_available():
-        return
-    from torch.distributed.tensor import DTensor
-
-    for parameter, value in function.named_parameters():
-        if isinstance(value, DTensor):
+def _refuse_sharded(function: Any, name: str) -> None:
+    for parameter, value in function.named_parameters() if isinstance(function, nn.Module) else ():
+        if is_dtensor(value):
             raise InterpError(
-                f"{parameter!r} of the {kind} {name or ''} is sharded over a device mesh; expected whole "
-                "weights: the lens calls norm and head outside of the model's forward pass, where nothing "
-                "gathers them. Load the exported weights into one process, or pass functions that gather"
+                f"{parameter!r} of the {name} is sharded over a device mesh; expected whole "
+                "weights, for outside of the model's forward pass nothing gathers them: load the exported "
+                "weights into one process, or pass functions that gather"
             )
