@@ -108,7 +108,7 @@ def test_a_checkpoint_needs_no_folder_of_initial_weights(tmp_path, pretrained):
     model = job.model.build()
     store = Store(job.job.directory / "checkpoints")
     state = TrainState([model], torch.optim.SGD(model.parameters()))
-    assert resume_or_start(store, state, [model], job) == (Progress(), None, {})
+    assert resume_or_start(store, state, [model], job) == (Progress(), None, {}, {})
     progress = {"step": 3, "samples": 6, "tokens": 12}
     store.save(3, state.capture({"progress": progress, "data": "x"}, copy=False))
     before = weights_of(model)
@@ -119,7 +119,7 @@ def test_a_checkpoint_needs_no_folder_of_initial_weights(tmp_path, pretrained):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert resume_or_start(store, state, [model], again) == (Progress(3, 6, 12), "x", {})
+    assert resume_or_start(store, state, [model], again) == (Progress(3, 6, 12), "x", {}, {})
     assert all(torch.equal(value, before[name]) for name, value in weights_of(model).items())
 
 

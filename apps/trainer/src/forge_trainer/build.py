@@ -155,8 +155,8 @@ def build(
     state = TrainState(parts, optimizer)
     store = open_store(job, mesh)
     rollbacks = Rollbacks(job.job.directory, store, mesh.control_group)
-    progress, fingerprint, counts = resume_or_start(store, state, parts, job)
-    loader = open_data(job, mesh, rollbacks, progress, fingerprint)
+    progress, fingerprint, counts, begins = resume_or_start(store, state, parts, job)
+    loader = open_data(job, mesh, rollbacks, progress, fingerprint, begins)
     stack.callback(loader.close)
     job = job.ending_at(loader.last_step)
 
@@ -177,7 +177,10 @@ def build(
     def fingerprint_at(samples: int) -> str:
         return run.loader.fingerprint_at(samples)
 
-    save = SaveRun(saver, fingerprint_at, counters, rollbacks.taken, unfit)
+    def places() -> dict[str, list[int]]:
+        return run.loader.state()
+
+    save = SaveRun(saver, fingerprint_at, counters, places, rollbacks.taken, unfit)
     back = GoBack(rollbacks, store, state, update, counters, stack)
     directory, guards = job.job.directory, judges.guards
     run = Run(

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from forge_ckpt.state import TrainState
@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 
 
 def open_data(
-    job: Job, mesh: Mesh, rollbacks: Rollbacks, progress: Progress, fingerprint: str | None
+    job: Job,
+    mesh: Mesh,
+    rollbacks: Rollbacks,
+    progress: Progress,
+    fingerprint: str | None,
+    places: Mapping[str, Any],
 ) -> Loader:
     """What is trained on from now on.
 
@@ -49,6 +54,7 @@ def open_data(
         global_batch=job.train.global_batch,
         first_sample=progress.samples,
         steps=job.train.steps,
+        state=places,
     )
     loader.require(fingerprint, progress.samples)
     return loader
@@ -89,11 +95,11 @@ class GoBack:
         for part in run.parts:
             reshard(part)
         self.update.optimizer.state.clear()
-        found, fingerprint, counts = resume_or_start(self.store, self.state, run.parts, run.job, made.to)
+        found, fingerprint, counts, places = resume_or_start(self.store, self.state, run.parts, run.job, made.to)
         run.progress.become(found)
         for name in self.counters.keys() & counts.keys():
             self.counters[name].load_state(counts[name])
-        run.loader = open_data(run.job, run.mesh, self.rollbacks, found, fingerprint)
+        run.loader = open_data(run.job, run.mesh, self.rollbacks, found, fingerprint, places)
         self.stack.callback(run.loader.close)
         run.job = run.job.ending_at(run.loader.last_step)
         self.update.lr_factor = run.job.lr_factor

@@ -50,7 +50,7 @@ def _of_part(tensors: Mapping[str, Tensor], part: nn.Module) -> Mapping[str, Ten
 
 def resume_or_start(
     store: Store, state: TrainState, parts: Sequence[nn.Module], job: Job, until: int | None = None
-) -> tuple[Progress, str | None, dict[str, Any]]:
+) -> tuple[Progress, str | None, dict[str, Any], Mapping[str, Any]]:
     """Load the newest intact checkpoint, or set initial weights where there is none. Collective.
 
     Args:
@@ -61,14 +61,16 @@ def resume_or_start(
         until: checkpoints of later steps are passed by.
 
     Returns:
-        How far the run had come, the fingerprint of its data, and what its guards and hooks had counted.
+        How far the run had come, the fingerprint of its data, what its guards and hooks had counted, and the
+        plain values of all ranks, among them the places in data that are read in order.
     """
     found = store.resume(state.targets, until)
     if found is None:
         set_initial_weights(parts, job)
-        return Progress(), None, {}
+        return Progress(), None, {}, {}
     state.restore(found.values)
-    return Progress(**found.meta["progress"]), found.meta["data"], found.meta.get("counts", {})
+    meta = found.meta
+    return Progress(**meta["progress"]), meta["data"], meta.get("counts", {}), found.values
 
 
 class SaveRun:
@@ -78,6 +80,7 @@ class SaveRun:
         saver: writes.
         fingerprint: of the data, up to so many samples.
         counters: what they hold when a save begins is saved with the tensors.
+        places: where this rank goes on in data that are read in order, by names that begin with `data.`.
         rollbacks: those of the run so far; grows.
         unfit: what follows if the state is not to be saved, the same on all ranks. Collective.
     """
@@ -87,11 +90,12 @@ class SaveRun:
         saver: Saver,
         fingerprint: Callable[[int], str],
         counters: Mapping[str, Stateful],
+        places: Callable[[], Mapping[str, Any]],
         rollbacks: Sequence[Any],
         unfit: Callable[[int], Verdict],
     ) -> None:
         self._saver, self._fingerprint, self._counters = saver, fingerprint, counters
-        self._rollbacks, self._unfit = rollbacks, unfit
+        self._places, self._rollbacks, self._unfit = places, rollbacks, unfit
 
     def __call__(self, progress: Progress) -> Verdict:
         """Save, or begin to; what follows if the state is not worth it, else CONTINUE. Collective.
@@ -109,7 +113,7 @@ class SaveRun:
             "counts": counts,
             "rollbacks": len(self._rollbacks),
         }
-        self._saver.save(progress.step, meta)
+        self._saver.save(progress.step, meta, self._places())
         return Verdict.CONTINUE
 
     def finish(self, step: int, until: int) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Saver:
         self._seconds = 0.0
         self._thread: threading.Thread | None = None
 
-    def save(self, step: int, meta: Mapping[str, Any]) -> None:
+    def save(self, step: int, meta: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> None:
         """Save the state as it is now. Collective.
 
         Waits until the save before is published. Does not wait for this one if it is asynchronous.
@@ -61,6 +62,8 @@ class Saver:
         Args:
             step: optimizer steps taken.
             meta: what else belongs to this moment, as JSON.
+            values: what else this rank holds, as JSON by names of at least three parts; those of all ranks
+                are put together.
 
         Raises:
             CheckpointError: this is the third save in a row that failed; or the optimizer holds something
@@ -69,6 +72,7 @@ class Saver:
         self.finish()
         start = time.monotonic()
         snapshot = self._state.capture(meta, copy=False)
+        snapshot = replace(snapshot, values={**snapshot.values, **(values or {})})
         self._step = step
         if self._fits(snapshot.tensors):
             snapshot = self._store.staged(snapshot)

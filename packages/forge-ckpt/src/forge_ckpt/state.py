@@ -73,7 +73,7 @@ class TrainState:
 
         Args:
             values: of the checkpoint whose tensors were loaded; those of parameters that this rank does not
-                hold are passed over.
+                hold, and those of others than the optimizer, are passed over.
 
         Raises:
             CheckpointError: parameters that share a group now come from groups that differ.
@@ -84,7 +84,7 @@ class TrainState:
             where, kind, name = key.split(".", 2)
             if where + "." == GROUP:
                 of_group.setdefault(name, {})[kind] = value
-            elif name in parameters:
+            elif where + "." == STATE and name in parameters:
                 self._optimizer.state[parameters[name]][kind] = from_json(value)
         for group in self._optimizer.param_groups:
             for key, value in _entries(of_group, self._names_in(group)).items():

@@ -7,12 +7,14 @@ torch, so that the processes that prepare batches start quickly and stay small.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from forge_data.order import Order
 from forge_data.packing import IGNORE, Packing
+from forge_data.packings import state_key
+from forge_data.stream import Place, Stream
 
 LOOKAHEAD = 1 << 14
 """Samples located at once: far fewer and larger array operations."""
@@ -29,6 +31,8 @@ class Group(NamedTuple):
         extra: what else the model takes, such as `doc_ids`: [G * M, B, ...].
         source: [G * M, B] int64, the index of the source of each sequence, -1 for padding.
         targets: [G * M] int64, how many labels are not ignored.
+        state: where the streams of this rank go on behind the group, by `state_key`; of what is read by
+            number there is none.
     """
 
     rows: np.ndarray
@@ -36,6 +40,7 @@ class Group(NamedTuple):
     extra: dict[str, np.ndarray]
     source: np.ndarray
     targets: np.ndarray
+    state: dict[str, Place] = {}
 
 
 class Batches:
@@ -158,6 +163,48 @@ class TrainBatches(Batches):
             source, sample = self._order.locate(np.minimum(places, max(end - 1, int(places[0]))))
             source[places >= end] = -1
         return source.reshape(self._ahead, -1), sample.reshape(self._ahead, -1)
+
+
+class StreamedBatches(TrainBatches):
+    """Train batches of which some sources are streams: groups are asked for one after the other, from 0 on.
+
+    Slot j of every global batch reads lane j * lanes / global_batch of the stream it falls to: so a lane
+    belongs to one rank, whatever the mixture.
+    """
+
+    def __init__(self, streams: Mapping[int, Stream], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._streams = dict(streams)
+        self._ahead, self.together = self._ahead * self.together, 1
+        self._slots = self._first % self._global_batch + np.arange(self._share)
+        self._next = 0
+
+    def _locate(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+        source, sample = super()._locate(chunk)
+        for number, stream in self._streams.items():
+            lanes = np.broadcast_to(self._slots * stream.lanes // self._global_batch, source.shape)
+            sample = np.where(source == number, lanes, sample)
+        return source, sample
+
+    def group(self, index: int) -> Group:
+        """See `Batches.group`."""
+        if index == 0:
+            self._next = 0
+            for stream in self._streams.values():
+                stream.restart()
+        assert index == self._next, f"group {index} of a stream was asked for after group {self._next - 1}"
+        self._next += 1
+        return super().group(index)._replace(state=self.places())
+
+    def places(self) -> dict[str, Place]:
+        """Where the lanes of this rank go on."""
+        return {
+            state_key(number, lane): place
+            for number, stream in self._streams.items()
+            for lane, place in stream.places(
+                np.unique(self._slots * stream.lanes // self._global_batch).tolist()
+            ).items()
+        }
 
 
 class ValidationBatches(Batches):

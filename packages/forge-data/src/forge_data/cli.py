@@ -28,10 +28,9 @@ from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.formats import RAW_DTYPES, import_tokens
 from forge_data.mixing import Run, build_order, plan_lines
-from forge_data.packings import build_packings
+from forge_data.packings import train_packings
 from forge_data.sample import sample_lines
 from forge_data.sources import find_files
-from forge_data.stores import open_stores
 from forge_data.tokenize import tokenize_files
 from forge_data.tokenizer import BytesConfig, HfTokenizerConfig, TokenizerConfig
 from forge_data.tokens import TokenStore
@@ -241,8 +240,7 @@ def _run_of(path: str, overrides: Sequence[str]) -> tuple[DataConfig, Run]:
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     data, run = _run_of(options.config, overrides)
-    stores = open_stores(data, "train")
-    packings = build_packings(data, stores)
+    packings = train_packings(data, run.global_batch)
     order = build_order(data, [len(packing) for packing in packings.values()], run)
     cuts = [f"source {data.source_names()[n]}: {packing.describe()}" for n, packing in packings.items()]
     sys.stdout.write("\n".join(cuts + plan_lines(data, order, run)) + "\n")

@@ -68,10 +68,33 @@ class DataConfig(Config):
             raise ValueError(
                 f"phases name {', '.join(sorted(unknown))}; the sources are named {', '.join(names)}"
             )
+        if self.streamed_names():
+            self._require_streamable()
+
+    def _require_streamable(self) -> None:
+        """What is read in order, and only once, cannot be asked for by number."""
+        contradictions = {
+            f'packing = "{self.packing}" (a stream is packed by "concat")': self.packing != "concat",
+            "temperature (how long a stream is, is not known)": self.temperature is not None,
+            "skip (what was not read cannot be left out)": bool(self.skip),
+            f"workers = {self.workers} (a stream is prepared by 1 process, or with 0 in training)": (
+                self.workers > 1
+            ),
+        }
+        if wrong := [said for said, is_so in contradictions.items() if is_so]:
+            raise ValueError(
+                f"a source has streaming = true, given {' and '.join(wrong)}; change that, or set "
+                "streaming = false"
+            )
 
     def source_names(self) -> list[str]:
         """What each source is called."""
         return [source.name or str(number) for number, source in enumerate(self.sources)]
+
+    def streamed_names(self) -> list[str]:
+        """What each source is called that is streamed."""
+        named = zip(self.source_names(), self.sources, strict=True)
+        return [name for name, source in named if source.is_streamed()]
 
     def lr_scale(self, step: int, steps: int, global_batch: int) -> float:
         """What phases multiply the learning rate of a step by; see `forge_data.phases.lr_scale`."""

@@ -1,17 +1,22 @@
 """Data sets of the Hugging Face hub, and files of this machine with the same columns. Imports no torch.
 
 Eager: rows are tokenized once into a store of the cache, by one process of a machine while the others wait.
+Streaming: rows are read while training, see `forge_data.stream`.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from forge_config import Meta
 
 from forge_data.columns import CHATML, Columns, MessagesColumn, PromptColumns, TextColumn
+from forge_data.documents import tasks_of
 from forge_data.error import DataError
 from forge_data.sources import Split, TextSourceConfig, find_files, sources
+from forge_data.stream import StreamedText
 from forge_data.tokenize import Held
 
 
@@ -33,6 +38,12 @@ class HfConfig(TextSourceConfig):
         prompt: the column with what is no target.
         completion: the column with the target.
         template: of a turn of a conversation; `{role}` and `{content}` are put in.
+        streaming: read files of this machine while training instead of tokenizing them first. Nothing is held
+            out: name `validation` to evaluate.
+        lanes: of a stream: its parts (row groups, ranges of bytes, files) are dealt to so many, which ranks
+            share evenly; 0 takes a divisor of the global batch, at most 64 and one for every four parts.
+        shuffle_parts: of a stream: how many parts of a lane have their documents shuffled together, which
+            bounds its memory; 0 reads files in their order.
     """
 
     free_keys = path_keys = ()
@@ -46,6 +57,9 @@ class HfConfig(TextSourceConfig):
     prompt: str | None = None
     completion: str | None = None
     template: str = CHATML
+    streaming: bool = False
+    lanes: Annotated[int, Meta(ge=0)] = 0
+    shuffle_parts: Annotated[int, Meta(ge=0)] = 2
 
     def __post_init__(self) -> None:
         kinds = [self.text, self.messages, self.prompt or self.completion]
@@ -54,6 +68,12 @@ class HfConfig(TextSourceConfig):
                 f"{self.path}: given text = {self.text!r}, messages = {self.messages!r}, prompt = "
                 f"{self.prompt!r}, completion = {self.completion!r}; expected one of text, messages, or "
                 "prompt with completion"
+            )
+        if self.streaming and self.max_epochs is not None:
+            raise ValueError(
+                f"{self.path}: given streaming = true and max_epochs = {self.max_epochs:g}; how "
+                "long a stream is, is not known: leave max_epochs out and bound train.steps, or set "
+                "streaming = false"
             )
         if "{content}" not in self.template:
             raise ValueError(f"template = {self.template!r} has no {{content}}; put it where the text goes")
@@ -68,11 +88,26 @@ class HfConfig(TextSourceConfig):
 
     def has_validation(self) -> bool:
         """See `SourceConfig.has_validation`."""
-        return super().has_validation() or self.validation is not None
+        return (super().has_validation() and not self.streaming) or self.validation is not None
 
     def held(self, split: Split) -> Held:
         """See `TextSourceConfig.held`."""
         return super().held(split) if self.validation is None else Held()
+
+    def is_streamed(self) -> bool:
+        """See `SourceConfig.is_streamed`."""
+        return self.streaming
+
+    def open_stream(self) -> StreamedText:
+        """See `SourceConfig.open_stream`."""
+        if not is_local(self.path):
+            raise DataError(
+                f"{self.path} is no file of this machine, and streaming reads local files; download it "
+                "(`hf download --repo-type dataset`) and name its files, or set streaming = false"
+            )
+        root, files = self.root_and_files("train")
+        tasks = tuple(task for file in files for task in tasks_of(file, root))
+        return StreamedText(tasks, self.columns(), self.lanes, self.shuffle_parts)
 
     def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
         """See `TextSourceConfig.root_and_files`."""

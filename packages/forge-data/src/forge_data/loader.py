@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from forge_data.batches import Batches, Group, TrainBatches, ValidationBatches
+from forge_data.batches import Batches, Group, StreamedBatches, TrainBatches, ValidationBatches
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.mixing import Run, build_order, fingerprint_parts, last_step, plan_lines
 from forge_data.order import VERSION
 from forge_data.packing import Packing
-from forge_data.packings import build_packings
+from forge_data.packings import build_packings, build_streams
 from forge_data.packings import fingerprint_parts as packing_parts
 from forge_data.sources import Split
 from forge_data.stores import open_stores
+from forge_data.stream import Place
 from forge_data.tokens import TokenStore
 from forge_data.workers import Workers
 
@@ -48,7 +49,8 @@ class MicroBatch(NamedTuple):
 class Loader:
     """Iterates over this rank's parts of the global batches, each a list of micro-batches.
 
-    The whole state of the data of a run is `first_sample` plus the samples consumed since; workers have none.
+    The whole state of the data of a run is `first_sample` plus the samples consumed since, and of sources
+    that are streamed what `state` tells; workers have none.
 
     Attributes:
         batches: what item i is.
@@ -68,6 +70,7 @@ class Loader:
     last_step: int | None = None
     fingerprint_at: Callable[[int], str] = field(default=lambda _: "", repr=False)
     _open: list[Workers] = field(default_factory=list[Workers], init=False, repr=False)
+    _state: dict[str, Place] = field(default_factory=dict[str, Place], init=False, repr=False)
 
     def require(self, fingerprint: str | None, samples: int = 0) -> None:
         """See that the stream is the one a checkpoint was made on; None is any.
@@ -98,10 +101,14 @@ class Loader:
         self, groups: Iterator[Group], check: Callable[[], None] = lambda: None
     ) -> Iterator[list[MicroBatch]]:
         for group in groups:
-            micro_batches = _tensors(group)
+            micro_batches, self._state = _tensors(group), group.state
             for start in range(0, len(micro_batches), self.batches.micro_batches):
                 check()
                 yield micro_batches[start : start + self.batches.micro_batches]
+
+    def state(self) -> dict[str, list[int]]:
+        """Where the lanes of streams that this rank reads go on behind the last item, as JSON by name."""
+        return {name: list(place) for name, place in self._state.items()}
 
     def close(self) -> None:
         """End all worker processes; iterators of this loader cannot be used any more."""
@@ -137,6 +144,7 @@ def build_loader(
     global_batch: int = 0,
     first_sample: int = 0,
     steps: int | None = None,
+    state: Mapping[str, Any] | None = None,
 ) -> Loader:
     """The loader of one rank.
 
@@ -149,6 +157,8 @@ def build_loader(
         global_batch: sequences an optimizer step over all ranks; training only.
         first_sample: samples consumed so far, from which the stream goes on.
         steps: of the whole run, where that is known: where phases begin, and whether the sources suffice.
+        state: what `Loader.state` told on all ranks, of any number, after `first_sample` samples; other
+            names in it are passed over. Needed where sources are streamed.
 
     Raises:
         DataError: data are missing, or the global batch cannot be cut evenly.
@@ -161,12 +171,17 @@ def build_loader(
     stores = open_stores(config, split)
     # The held-out text belongs to what a run is: its evaluations are to be compared.
     held_out = open_stores(config, "validation") if split == "train" and config.has_validation() else {}
-    packings = build_packings(config, stores)
+    packings: dict[int, Packing] = dict(build_packings(config, stores))
     cuts = packing_parts(config)
     if split == "validation":
         evenly = ValidationBatches(packings, micro_batch, config.validation_samples, rank, world_size)
         return Loader(evenly, 0, packings, fingerprint(config, cuts, stores, held_out))
     _require_even(global_batch, micro_batch, world_size)
+    streams = build_streams(config, global_batch, state or {}, started=first_sample > 0)
+    for number, stream in streams.items():
+        _require_shared(config.source_names()[number], stream.lanes, world_size)
+    packings = dict(sorted((packings | streams).items()))
+    cuts += [f"stream {number} {stream.lanes} {stream.digest()}" for number, stream in streams.items()]
     run = Run(global_batch, steps)
     order = build_order(config, [len(p) for p in packings.values()], run)
 
@@ -174,8 +189,9 @@ def build_loader(
         named = cuts + fingerprint_parts(config, order, run, samples)
         return fingerprint(config, named, stores, held_out)
 
+    cut = packings, micro_batch, order, first_sample, global_batch, rank, world_size
     return Loader(
-        TrainBatches(packings, micro_batch, order, first_sample, global_batch, rank, world_size),
+        StreamedBatches(streams, *cut) if streams else TrainBatches(*cut),
         config.workers,
         packings,
         fingerprint_at(None),
@@ -208,4 +224,15 @@ def _require_even(global_batch: int, micro_batch: int, world_size: int) -> None:
         raise DataError(
             f"a global batch of {global_batch} sequences cannot be cut into micro-batches of {micro_batch} "
             f"on {world_size} ranks; use a global batch of {near}{micro}{fewer}"
+        )
+
+
+def _require_shared(name: str, lanes: int, world_size: int) -> None:
+    """Each lane of a stream is read by one rank."""
+    if lanes % world_size:
+        fitting = [n for n in range(1, lanes + 1) if lanes % n == 0]
+        raise DataError(
+            f"the stream {name} has {lanes} lanes, which {world_size} ranks that read cannot share evenly; "
+            f"use {', '.join(map(str, fitting[-5:]))} ranks, or in a new run set `lanes` to a multiple of "
+            f"{world_size}"
         )

@@ -192,6 +192,7 @@ def plan_lines(config: DataConfig, order: Order, run: Run) -> list[str]:
     if run.steps is None:
         return []
     planned = plan(config, order, run)
+    streamed = config.streamed_names()
     lines: list[str] = []
     for number in sorted({one.phase for one in planned}):
         rows = [one for one in planned if one.phase == number]
@@ -203,7 +204,7 @@ def plan_lines(config: DataConfig, order: Order, run: Run) -> list[str]:
             ends = "" if one.exhausted_at_step is None else f", exhausted at step {one.exhausted_at_step:,}"
             lines.append(
                 f"  source {one.source}: {one.tokens:,} tokens ({one.tokens / total:.1%}), "
-                f"{one.epochs:.3g} epochs by its end{ends}"
+                f"{'streamed' if one.source in streamed else f'{one.epochs:.3g} epochs by its end'}{ends}"
             )
     last = last_step(order, run)
     if last is not None and last < run.steps:

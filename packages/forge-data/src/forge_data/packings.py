@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from forge_data.concat import Concat
 from forge_data.config import DataConfig
+from forge_data.error import DataError
+from forge_data.order import key
 from forge_data.packed import Packed
 from forge_data.packing import Packing
 from forge_data.row_index import VERSION, open_row_index
-from forge_data.stores import cache_folder
+from forge_data.stores import cache_folder, open_stores
+from forge_data.stream import Place, Stream
 from forge_data.tokens import TokenStore
 
 
@@ -20,6 +24,54 @@ def build_packings(config: DataConfig, stores: Mapping[int, TokenStore]) -> dict
         DataError: a source is shorter than a sequence, or its plan cannot be kept.
     """
     return {number: _build(config, store) for number, store in stores.items()}
+
+
+def build_streams(
+    config: DataConfig, global_batch: int, state: Mapping[str, Any], started: bool = False
+) -> dict[int, Stream]:
+    """The sources that are streamed, by their place in the configuration.
+
+    Args:
+        config: the section `[data]`.
+        global_batch: sequences a step.
+        state: from `Loader.state`, of all ranks; what else it holds is passed over.
+        started: the run has read from them, so that `state` must say where it is.
+
+    Raises:
+        DataError: a source cannot be dealt to lanes, or `state` misses some of them.
+    """
+    found: dict[int, Stream] = {}
+    for number, source in enumerate(config.sources):
+        if not source.is_streamed():
+            continue
+        text = source.open_stream()
+        lanes = text.num_lanes(global_batch)
+        kept = {lane: state.get(state_key(number, lane)) for lane in range(lanes)}
+        if started and None in kept.values():
+            raise DataError(
+                f"the checkpoint does not say how far the stream {config.source_names()[number]} was read; "
+                "start a new run"
+            )
+        places = {lane: Place(*place) for lane, place in kept.items() if place is not None}
+        flags = config.mask_documents, config.mask_boundaries
+        seed = key(config.seed, "stream", number)
+        found[number] = Stream(text, config.tokenizer, lanes, seed, config.max_tokens, *flags, places)
+    return found
+
+
+def state_key(source: int, lane: int) -> str:
+    """The name of the place of a lane in a checkpoint."""
+    return f"data.{source}.{lane}"
+
+
+def train_packings(config: DataConfig, global_batch: int) -> dict[int, Packing]:
+    """The sequences of all sources in their order, streams from their start.
+
+    Raises:
+        DataError: data are missing, or cannot be cut as asked.
+    """
+    packings: dict[int, Packing] = dict(build_packings(config, open_stores(config, "train")))
+    return dict(sorted((packings | build_streams(config, global_batch, {})).items()))
 
 
 def _build(config: DataConfig, store: TokenStore) -> Packing:

@@ -10,8 +10,7 @@ from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.mixing import Run, build_order
 from forge_data.packing import IGNORE
-from forge_data.packings import build_packings
-from forge_data.stores import open_stores
+from forge_data.packings import train_packings
 
 
 def sample_lines(
@@ -36,7 +35,12 @@ def sample_lines(
             f"given step {step}, rank {rank} of {world_size}; expected a step from 0 below {run.steps} and a "
             f"rank from 0 below a number of ranks that divides the {run.global_batch} sequences of a step"
         )
-    packings = build_packings(config, open_stores(config, "train"))
+    if streamed := config.streamed_names():
+        raise DataError(
+            f"{', '.join(streamed)} is streamed: what a step has read follows from all steps before it and "
+            "cannot be shown; tokenize the text first (streaming = false) to be able to ask"
+        )
+    packings = train_packings(config, run.global_batch)
     order = build_order(config, [len(packing) for packing in packings.values()], run)
     first = step * run.global_batch + rank * share
     places = np.arange(first, first + (share if limit is None else min(share, limit)))

@@ -18,6 +18,7 @@ from forge_data.columns import Columns, TextColumn
 from forge_data.error import DataError
 from forge_data.locks import locked
 from forge_data.order import key
+from forge_data.stream import StreamedText
 from forge_data.tokenize import Held, tokenize_files
 from forge_data.tokenizer import Tokenizer, TokenizerConfig
 from forge_data.tokens import FORMAT, TokenStore
@@ -47,6 +48,18 @@ class SourceConfig(Config):
 
         Raises:
             DataError: the data are missing, or were made with another tokenizer.
+        """
+        raise NotImplementedError
+
+    def is_streamed(self) -> bool:
+        """Whether the training text is read while training, by `open_stream` in place of `open`."""
+        return False
+
+    def open_stream(self) -> StreamedText:
+        """What is streamed.
+
+        Raises:
+            DataError: the data are missing.
         """
         raise NotImplementedError
 

@@ -18,14 +18,16 @@ def cache_folder(config: DataConfig) -> Path:
 
 
 def open_stores(config: DataConfig, split: Split) -> dict[int, TokenStore]:
-    """The tokens of each source that has some for the split, by its place in the configuration.
+    """The tokens of each source that has a store for the split, by its place in the configuration.
 
     Raises:
         DataError: data are missing or damaged, or no source has validation data.
     """
     cache = cache_folder(config)
-    taken = [n for n, source in enumerate(config.sources) if split == "train" or source.has_validation()]
-    if not taken:
+    train = split == "train"
+    has_store = [not s.is_streamed() if train else s.has_validation() for s in config.sources]
+    taken = [number for number, has in enumerate(has_store) if has]
+    if not taken and not train:
         raise DataError(
             "no source has text for validation; give one `held_out` above 0, or `validation` text of its own"
         )

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from forge_data.columns import Columns, TextColumn
+from forge_data.columns import Columns, Part, TextColumn
 from forge_data.documents import Task, documents, tasks_of
 from forge_data.error import DataError
 from forge_data.order import key
@@ -172,19 +172,29 @@ def _tokenize_task(task: Task, tokenizer: TokenizerConfig, columns: Columns, hel
     if tokenizer not in _built:
         _built[tokenizer] = tokenizer.build()
     encoder = _built[tokenizer]
-    dtype = store_dtype(encoder.vocab_size)
-    end = np.asarray([encoder.eos_id], dtype=dtype)
     found, lengths, targets = list[np.ndarray](), list[int](), list[np.ndarray]()
     for name, parts in documents(task, columns):
         if not held.takes(name) or not any(part.text for part in parts):
             continue
-        ids = [encoder.encode(part.text).astype(dtype) for part in parts]
-        found += [*ids, end]
-        lengths.append(sum(map(len, ids)) + 1)
+        ids = document_ids(encoder, parts)
+        found += ids
+        lengths.append(sum(map(len, ids)))
         if columns.masks:
-            targets += [np.full(len(i), p.is_target) for i, p in zip(ids, parts, strict=True)]
-            targets.append(np.full(1, parts[-1].is_target))
-    tokens = np.concatenate(found) if found else end[:0]
+            targets.append(document_targets(ids, parts))
+    tokens = np.concatenate(found) if found else np.zeros(0, store_dtype(encoder.vocab_size))
     if not columns.masks:
         return _Done(tokens, lengths, None)
     return _Done(tokens, lengths, np.concatenate([np.zeros(0, dtype=bool), *targets]))
+
+
+def document_ids(encoder: Tokenizer, parts: Sequence[Part]) -> list[np.ndarray]:
+    """The ids of each part of a document in the dtype of stores, and behind them that of its end."""
+    dtype = store_dtype(encoder.vocab_size)
+    ids = [encoder.encode(part.text).astype(dtype) for part in parts]
+    return [*ids, np.asarray([encoder.eos_id], dtype=dtype)]
+
+
+def document_targets(ids: Sequence[np.ndarray], parts: Sequence[Part]) -> np.ndarray:
+    """[n] bool, whether each of the ids of `document_ids` is a target; the end is one with the last part."""
+    are = [part.is_target for part in parts]
+    return np.repeat(np.asarray([*are, are[-1]]), [len(i) for i in ids])
