@@ -3,9 +3,11 @@
 import os
 import random
 import signal
+import socket
 import subprocess
 import time
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 
@@ -77,14 +79,23 @@ def read(folder, starts):
     return steps
 
 
-def start(forge, path, record, *extra, ranks=1):
+def start(forge, path, record, *extra, **environment):
     return subprocess.Popen(
-        forge.command("train", path, *extra, ranks=ranks),
-        env=forge.environment | {"RECORD": str(record)},
+        forge.command("train", path, *extra),
+        env=forge.environment | {"RECORD": str(record)} | environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
+
+
+def start_ranks(forge, path, record, ranks):
+    """Ranks without a launcher around them, so that a kill reaches all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    named = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
+    return [start(forge, path, record, *EVERY, WORLD_SIZE=str(ranks), **place, **one) for one in named]
 
 
 def finish(forge, path, record, *extra):
@@ -94,7 +105,8 @@ def finish(forge, path, record, *extra):
 
 
 def kill(process):
-    os.killpg(process.pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     process.stderr.close()
 
@@ -143,9 +155,12 @@ def test_stream_of_two_ranks_goes_on_with_one_and_four(forge, streamed, tmp_path
     whole.mkdir()
     path = streamed(steps=1000000)
     for number, ranks in enumerate([2, 1, 4]):
-        process = start(forge, path, folder / str(number), ranks=ranks)
-        forge.wait_for_step(tmp_path / "runs" / "tiny" / "metrics.jsonl", 8 * number + 8, process)
-        kill(process)
+        processes = start_ranks(forge, path, folder / str(number), ranks)
+        forge.wait_for_step(tmp_path / "runs" / "tiny" / "metrics.jsonl", 8 * number + 8, processes[0])
+        ended = [process.stderr.read().decode() for process in processes if process.poll() is not None]
+        for process in processes:
+            kill(process)
+        assert not ended, ended
     last = max(read(folder, 3)) + 5
     finish(forge, path, folder / "3", f"--train.steps={last}", "--change")
     finish(forge, streamed("whole.toml", steps=last, root=tmp_path / "other"), whole / "0")

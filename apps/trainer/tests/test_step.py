@@ -46,3 +46,41 @@ def test_step_moves_by_the_clipped_gradient_of_the_mean_loss(clip_norm):
     assert (out.samples, out.tokens, out.lr) == (4, 32, LR * 0.5)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs - LR * 0.5 * theirs.grad)
+
+
+def test_losses_by_source_are_those_of_each_source_alone():
+    """In float64, over micro-batches of several sources; the one that is not in the batch has no loss."""
+    config = DecoderConfig(
+        vocab_size=19, dim=16, num_layers=1, attention=GroupedQueryConfig(num_heads=2), init_std=0.3
+    )
+    model = config.build().double()
+    initialize(model, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = 0.0
+    mesh = Mesh(torch.device("cpu"))
+    update = Update([model], optimizer, lambda step: 1.0, 0.0, mesh)
+    step = TextStep([model], LossConfig(chunk_tokens=3).build(), mesh, update=update)
+    rows = torch.randint(19, (6, 9), generator=torch.Generator().manual_seed(0))
+    labels, source = rows[:, 1:].clone(), torch.tensor([0, 2, 2, 0, -1, 2])
+    labels[0, :5] = labels[4] = -100
+    batch = [
+        MicroBatch(
+            {"tokens": rows[i : i + 2, :-1], "labels": labels[i : i + 2]},
+            {"targets": (labels[i : i + 2] >= 0).sum(), "source": source[i : i + 2]},
+            ("code", "books", "web"),
+        )
+        for i in (0, 2, 4)
+    ]
+    means = step.train(batch, 0).metrics
+    evaluated = step.evaluate([batch])
+    with torch.no_grad():
+        logits = model(rows[:, :-1])
+    for number, name in ((0, "code"), (2, "web")):
+        mine = source == number
+        alone = F.cross_entropy(logits[mine].flatten(0, 1), labels[mine].flatten())
+        torch.testing.assert_close(means[f"loss/{name}"], alone)
+        assert evaluated[f"loss/{name}"] == pytest.approx(alone.item(), rel=1e-12)
+    assert means["loss/books"].isnan() and not means["z_loss"].isnan()
+    everything = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert evaluated["loss"] == pytest.approx(everything.item(), rel=1e-12)

@@ -301,3 +301,16 @@ def test_fingerprint_names_weights_and_the_text_for_validation(config: DataConfi
         return build_loader(changed, "train", micro_batch=1, global_batch=1).fingerprint
 
     assert len({of(), of(weight=0.4), of(validation=str(other)), of(validation=None)}) == 4
+
+
+def test_tokens_read_are_those_of_the_samples_served(config: DataConfig) -> None:
+    config = msgspec.structs.replace(
+        config,
+        sources=[msgspec.structs.replace(s, name=n) for s, n in zip(config.sources, "ab", strict=True)],
+    )
+    loader = build_loader(config, "train", micro_batch=4, global_batch=4)
+    steps = list(itertools.islice(iter(loader), 25))
+    served = torch.cat([micro.statistics["source"] for step in steps for micro in step])
+    counts = torch.bincount(served, minlength=2) * T
+    assert loader.tokens_read(100) == {"a": counts[0], "b": counts[1]}
+    assert steps[0][0].sources == ("a", "b") and steps[0][0].to("cpu").sources == ("a", "b")

@@ -238,7 +238,11 @@ def build_hooks(
     job = run.job
     hooks: list[Hook] = [Count(judges.finite, judges.spikes)]
     if run.trackers:
-        hooks.append(Log(job.train.log_every_steps, run, judges.finite.skipped))
+
+        def tokens_read(samples: int) -> dict[str, int]:
+            return run.loader.tokens_read(samples)
+
+        hooks.append(Log(job.train.log_every_steps, run, judges.finite.skipped, tokens_read))
     if validation is not None:
         hooks.append(Evaluate(job.eval.every_steps, run, validation, weights))
     elif run.env.rank == 0:

@@ -16,7 +16,7 @@ from forge_data.batches import Batches, Group, StreamedBatches, TrainBatches, Va
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.mixing import Run, build_order, fingerprint_parts, last_step, plan_lines
-from forge_data.order import VERSION
+from forge_data.order import VERSION, Order
 from forge_data.packing import Packing
 from forge_data.packings import build_packings, build_streams
 from forge_data.packings import fingerprint_parts as packing_parts
@@ -35,14 +35,20 @@ class MicroBatch(NamedTuple):
             and `positions` [B, T] int64.
         statistics: what it does not: `source` [B] int64, the index of the source of each sequence, -1 for
             padding; `targets` [] int64, how many labels are not ignored.
+        sources: what each source is called.
     """
 
     inputs: dict[str, Tensor]
     statistics: dict[str, Tensor]
+    sources: tuple[str, ...] = ()
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on a device, copied without waiting where the memory allows it."""
-        return MicroBatch(*({k: v.to(device, non_blocking=True) for k, v in part.items()} for part in self))
+        inputs, statistics = (
+            {name: tensor.to(device, non_blocking=True) for name, tensor in part.items()}
+            for part in (self.inputs, self.statistics)
+        )
+        return MicroBatch(inputs, statistics, self.sources)
 
 
 @dataclass
@@ -60,6 +66,8 @@ class Loader:
         plan: what the run will read by phase and source, where its steps are known.
         last_step: how many whole steps there are data for; None for any number.
         fingerprint_at: names the stream of so many samples: later phases and skips may still change.
+        sources: what each source is called.
+        order: the order of samples, where it goes on; None for a pass over held-out text.
     """
 
     batches: Batches
@@ -69,6 +77,8 @@ class Loader:
     plan: list[str] = field(default_factory=list[str])
     last_step: int | None = None
     fingerprint_at: Callable[[int], str] = field(default=lambda _: "", repr=False)
+    sources: tuple[str, ...] = ()
+    order: Order | None = field(default=None, repr=False)
     _open: list[Workers] = field(default_factory=list[Workers], init=False, repr=False)
     _state: dict[str, Place] = field(default_factory=dict[str, Place], init=False, repr=False)
 
@@ -101,7 +111,7 @@ class Loader:
         self, groups: Iterator[Group], check: Callable[[], None] = lambda: None
     ) -> Iterator[list[MicroBatch]]:
         for group in groups:
-            micro_batches, self._state = _tensors(group), group.state
+            micro_batches, self._state = _tensors(group, self.sources), group.state
             for start in range(0, len(micro_batches), self.batches.micro_batches):
                 check()
                 yield micro_batches[start : start + self.batches.micro_batches]
@@ -110,20 +120,30 @@ class Loader:
         """Where the lanes of streams that this rank reads go on behind the last item, as JSON by name."""
         return {name: list(place) for name, place in self._state.items()}
 
+    def tokens_read(self, samples: int) -> dict[str, int]:
+        """Tokens of each source, padding included, in the first so many samples of the run; by its name."""
+        if self.order is None:
+            return {}
+        max_tokens = next(iter(self.packings.values())).max_tokens
+        counts = self.order.counts(samples).tolist()
+        return {name: count * max_tokens for name, count in zip(self.sources, counts, strict=True)}
+
     def close(self) -> None:
         """End all worker processes; iterators of this loader cannot be used any more."""
         while self._open:
             self._open.pop().close()
 
 
-def _tensors(group: Group) -> list[MicroBatch]:
+def _tensors(group: Group, sources: tuple[str, ...]) -> list[MicroBatch]:
     """The micro-batches of a group: views, cut by few calls."""
     labels = group.rows[..., 1:] if group.labels is None else group.labels
     columns = map(_unbind, (group.rows[..., :-1], labels, group.source, group.targets))
     others = zip(*map(_unbind, group.extra.values()), strict=True)
     extra = [dict(zip(group.extra, arrays, strict=True)) for arrays in others]
     return [
-        MicroBatch({"tokens": tokens, "labels": targets, **more}, {"source": source, "targets": count})
+        MicroBatch(
+            {"tokens": tokens, "labels": targets, **more}, {"source": source, "targets": count}, sources
+        )
         for tokens, targets, source, count, more in zip(
             *columns, extra or [{}] * len(group.rows), strict=True
         )
@@ -175,7 +195,8 @@ def build_loader(
     cuts = packing_parts(config)
     if split == "validation":
         evenly = ValidationBatches(packings, micro_batch, config.validation_samples, rank, world_size)
-        return Loader(evenly, 0, packings, fingerprint(config, cuts, stores, held_out))
+        named = fingerprint(config, cuts, stores, held_out)
+        return Loader(evenly, 0, packings, named, sources=tuple(config.source_names()))
     _require_even(global_batch, micro_batch, world_size)
     streams = build_streams(config, global_batch, state or {}, started=first_sample > 0)
     for number, stream in streams.items():
@@ -198,6 +219,8 @@ def build_loader(
         plan_lines(config, order, run),
         last_step(order, run),
         fingerprint_at,
+        tuple(config.source_names()),
+        order,
     )
 
 

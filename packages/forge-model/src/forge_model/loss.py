@@ -29,10 +29,12 @@ class LossTerms(NamedTuple):
         sums: what is reported, by name, without weights of terms. Always has `loss` (cross entropy in nats,
             never smoothed) and `z_loss` (the squared log-normalizers), both counted by valid targets, or by
             the sum of their weights. No gradient flows through them.
+        rows: [B] each, the sums of `loss` by sequence, where labels are [B, T]; None where a loss tells none.
     """
 
     total: Tensor
     sums: dict[str, Sum]
+    rows: Sum | None = None
 
 
 class VocabularyShard(Protocol):
@@ -110,10 +112,12 @@ class Loss:
             softcap,
         )
         weights = None if weights is None else weights.flatten()
-        total, cross_entropy, z_loss, count = _LinearCrossEntropy.apply(
+        total, cross_entropy, z_loss, count, places = _LinearCrossEntropy.apply(
             hidden.flatten(0, -2), weight, labels.flatten(), weights, options
         )
-        return LossTerms(total, {"loss": Sum(cross_entropy, count), "z_loss": Sum(z_loss, count)})
+        counts = (labels >= 0) if weights is None else (labels >= 0) * weights.view_as(labels)
+        rows = Sum(places.view_as(labels).sum(-1), counts.sum(-1).to(places.dtype))
+        return LossTerms(total, {"loss": Sum(cross_entropy, count), "z_loss": Sum(z_loss, count)}, rows)
 
 
 class _Options(NamedTuple):
@@ -214,6 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
         sums = torch.zeros(3, dtype=wide, device=hidden.device)
         smoothed = torch.zeros((), dtype=wide, device=hidden.device)
+        places = torch.empty(len(labels), dtype=wide, device=hidden.device)
         buffer = hidden.new_empty(min(options.chunk, len(labels)), len(weight))
         for start in range(0, len(labels), options.chunk):
             rows = slice(start, start + options.chunk)
@@ -225,9 +230,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits, slope = _capped(logits, options.softcap)
             made = _normalize(logits, target, options)
             lse, picked = made.lse, made.picked
-            sums += torch.stack(
-                [((lse - picked) * counts).sum(), (lse.square() * counts).sum(), counts.sum()]
-            )
+            places[rows] = (lse - picked) * counts
+            sums += torch.stack([places[rows].sum(), (lse.square() * counts).sum(), counts.sum()])
             if options.smoothing:
                 smoothed += ((picked - made.even) * counts).sum() * options.smoothing
             if d_hidden is None and d_weight is None:
@@ -241,8 +245,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
         cross_entropy, z_loss, count = sums.unbind()
-        ctx.mark_non_differentiable(cross_entropy, z_loss, count)
-        return cross_entropy + smoothed + options.z_weight * z_loss, cross_entropy, z_loss, count
+        ctx.mark_non_differentiable(cross_entropy, z_loss, count, places)
+        return cross_entropy + smoothed + options.z_weight * z_loss, cross_entropy, z_loss, count, places
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor, *_: Tensor) -> Any:

@@ -19,16 +19,24 @@ class Log(Hook):
         every: distance in steps.
         run: what is looked at.
         skipped: how many steps of the run were not finite.
+        tokens_read: of each source in so many samples.
     """
 
     span = "log"
 
-    def __init__(self, every: int, run: RunView, skipped: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        every: int,
+        run: RunView,
+        skipped: Callable[[], int],
+        tokens_read: Callable[[int], dict[str, int]] = lambda _: {},
+    ) -> None:
         self.every = every
         self._run = run
         self._figures = Figures(run)
         self.rewind(run.progress)
         self._skipped = skipped
+        self._tokens_read = tokens_read
         self._skipped_before = 0
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
@@ -50,6 +58,8 @@ class Log(Hook):
             "skipped": self._skipped_before - before,
         }
         record |= _on_host(out.metrics)
+        read = self._tokens_read(progress.samples)
+        record |= {f"tokens/{name}": count for name, count in read.items() if len(read) > 1}
         record |= {f"time/{name}_s": seconds / steps for name, seconds in lap.items()}
         for tracker in self._run.trackers:
             tracker.log(record)

@@ -20,6 +20,9 @@ from forge_trainer.steps.evaluation import evaluating
 from forge_trainer.steps.sums import Sums
 from forge_trainer.steps.update import Update
 
+BY_SOURCE = "loss/"
+"""What the names of the losses of sources begin with."""
+
 
 @dataclass
 class TextStep:
@@ -58,15 +61,16 @@ class TextStep:
         targets = torch.stack([micro.statistics["targets"] for micro in batch]).sum().float()
         # A blocking copy would wait for the step before.
         targets = self.mesh.batch.sum_(targets.to(self.mesh.device, non_blocking=True)).clamp(min=1)
-        sums = Sums()
+        sums, moved = Sums(), [micro.to(self.mesh.device) for micro in batch]
+        following = iter(moved)
 
         def finish(terms: LossTerms) -> Tensor:
-            sums.add(terms.sums)
+            sums.add(terms.sums | by_source(terms, next(following)))
             return terms.total / targets
 
-        self._runner.backward([self._inputs(micro) for micro in batch], finish)
+        self._runner.backward([self._inputs(micro) for micro in moved], finish)
         totals = self._totals(sums, training=True)
-        return {name: value / count.clamp(min=1) for name, (value, count) in totals.items()}
+        return {name: mean(name, total) for name, total in totals.items()}
 
     def _totals(self, sums: Sums, training: bool) -> dict[str, Sum]:
         if training not in self._names:
@@ -85,15 +89,44 @@ class TextStep:
         return {name: value / count for name, (value, count) in totals.items()}
 
     def _inputs(self, micro: MicroBatch) -> Inputs:
-        return micro.to(self.mesh.device).inputs | {"loss_fn": self.loss_fn}
+        return micro.inputs | {"loss_fn": self.loss_fn}
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """See `Step.evaluate`; adds `perplexity`. NaN when no target is valid."""
+        """See `Step.evaluate`; adds `perplexity` and, of several sources, `loss/<name>`.
+
+        NaN when no target is valid.
+        """
         sums = Sums(torch.float64)
         with evaluating(*self.parts):
             for micro in (micro for batch in batches for micro in batch):
-                terms = self._runner.forward(self._inputs(micro))
-                sums.add(terms.sums if terms is not None else {})
-        value, count = self._totals(sums, training=False)["loss"]
-        loss = (value / count).item()
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+                moved = micro.to(self.mesh.device)
+                terms = self._runner.forward(self._inputs(moved))
+                sums.add(terms.sums | by_source(terms, moved) if terms is not None else {})
+        totals = self._totals(sums, training=False)
+        losses = {
+            name: (value / count).item()
+            for name, (value, count) in totals.items()
+            if name == "loss" or name.startswith(BY_SOURCE)
+        }
+        return losses | {"perplexity": math.exp(min(losses["loss"], 700.0))}
+
+
+def by_source(terms: LossTerms, micro: MicroBatch) -> dict[str, Sum]:
+    """The loss of each source, as `loss/<name>`, on the device; nothing where there is but one.
+
+    Args:
+        terms: of the micro-batch.
+        micro: on the device of the loss.
+    """
+    if terms.rows is None or len(micro.sources) < 2:
+        return {}
+    source = torch.arange(len(micro.sources), device=terms.total.device)
+    mine = micro.statistics["source"] == source[:, None]
+    values, counts = (torch.where(mine, part, 0).sum(1) for part in terms.rows)
+    named = zip(micro.sources, values, counts, strict=True)
+    return {f"{BY_SOURCE}{name}": Sum(value, count) for name, value, count in named}
+
+
+def mean(name: str, total: Sum) -> Tensor:
+    """The mean; that of a source without targets in the batch is NaN, any other 0."""
+    return total.value / (total.count if name.startswith(BY_SOURCE) else total.count.clamp(min=1))
