@@ -14,6 +14,7 @@ from forge_data.error import DataError
 from forge_data.hf import HfConfig
 from forge_data.loader import Loader, build_loader
 from forge_data.phases import PhaseConfig
+from forge_data.skips import SkipConfig
 from forge_data.sources import TokensConfig
 
 T, BATCH, EOS = 16, 8, 256
@@ -145,6 +146,21 @@ def test_stream_in_a_mixture_with_phases_is_the_same_over_ranks_and_kills(folder
     assert first + second + third == whole
 
 
+def test_stream_leaves_out_the_steps_it_is_told_to(folder: Path) -> None:
+    """What follows comes earlier, also where a run goes on right before or behind what is left out."""
+    whole, _ = _steps(_config(folder), 40)
+    skip = [SkipConfig(start_step=5, end_step=9), SkipConfig(start_step=20, end_step=21)]
+    rest = whole[:5] + whole[9:24] + whole[25:]
+    config = _config(folder, skip=skip)
+    for middle in (4, 5, 6, 20):
+        first, state = _steps(config, middle, 2)
+        second, _ = _steps(config, len(rest) - middle, 4, middle, state)
+        assert first + second == rest
+    first, state = _steps(_config(folder), 3)
+    second, _ = _steps(config, len(rest) - 3, 1, 3, state)
+    assert first + second == rest
+
+
 def test_masks_of_a_stream_are_those_of_a_walk_over_its_tokens(folder: Path) -> None:
     config = _config(folder, mask_documents=True)
     (loader,) = _loaders(config, 1)
@@ -193,6 +209,7 @@ def test_loader_of_a_stream_begins_anew_with_each_pass(folder: Path) -> None:
         ({}, {"packing": "bestfit"}, r'packing = "bestfit" \(a stream is packed by "concat"\)'),
         ({}, {"workers": 2}, "workers = 2 .*1 process"),
         ({}, {"temperature": 2.0}, "temperature"),
+        ({}, {"skip": [SkipConfig(samples=[3])]}, "a stream leaves out whole steps"),
         ({"max_epochs": 1.0}, {}, "how long a stream is, is not known"),
     ],
 )

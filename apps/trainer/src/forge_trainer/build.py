@@ -11,7 +11,7 @@ import torch
 from forge_ckpt.saver import Saver
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
-from forge_data.loader import Loader, build_loader
+from forge_data.loader import Loader
 from forge_parallel.apply import materialize, parallelize
 from forge_parallel.capabilities import host_group, without_dynamo
 from forge_parallel.env import Env, process_group
@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from forge_trainer.clock import Clock
-from forge_trainer.go_back import GoBack, Unfit, open_data
+from forge_trainer.go_back import GoBack, Unfit, open_data, open_validation
 from forge_trainer.guards import Count, Guard, Judges, build_guards
 from forge_trainer.hooks import Hook
 from forge_trainer.hooks.copies import build_copies
@@ -187,8 +187,7 @@ def build(
         job, directory, env, mesh, parts, step, loader, progress, [], guards, save, trackers, clock,
         judges.ladder, back,
     )  # fmt: skip
-    reads = {"rank": mesh.batch.rank, "world_size": mesh.batch.size, "micro_batch": job.train.micro_batch}
-    validation = build_loader(job.data, "validation", **reads) if job.data.has_validation() else None
+    validation = open_validation(job, mesh) if job.data.has_validation() else None
     weights = partial(evaluation_weights, job.optimizer, optimizer)
     run.hooks.extend([copies] if copies is not None else [])
     run.hooks.extend(build_hooks(run, validation, judges, weights))

@@ -60,6 +60,17 @@ def open_data(
     return loader
 
 
+def open_validation(job: Job, mesh: Mesh) -> Loader:
+    """What is evaluated on."""
+    return build_loader(
+        job.data,
+        "validation",
+        rank=mesh.batch.rank,
+        world_size=mesh.batch.size,
+        micro_batch=job.train.micro_batch,
+    )
+
+
 @dataclass
 class GoBack:
     """Takes a run back to before its trouble. Collective.
@@ -95,7 +106,9 @@ class GoBack:
         for part in run.parts:
             reshard(part)
         self.update.optimizer.state.clear()
-        found, fingerprint, counts, places = resume_or_start(self.store, self.state, run.parts, run.job, made.to)
+        found, fingerprint, counts, places = resume_or_start(
+            self.store, self.state, run.parts, run.job, made.to
+        )
         run.progress.become(found)
         for name in self.counters.keys() & counts.keys():
             self.counters[name].load_state(counts[name])

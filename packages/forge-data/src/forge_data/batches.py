@@ -169,7 +169,7 @@ class StreamedBatches(TrainBatches):
     """Train batches of which some sources are streams: groups are asked for one after the other, from 0 on.
 
     Slot j of every global batch reads lane j * lanes / global_batch of the stream it falls to: so a lane
-    belongs to one rank, whatever the mixture.
+    belongs to one rank, whatever the mixture. Steps that are left out are read and thrown away.
     """
 
     def __init__(self, streams: Mapping[int, Stream], *arguments: Any) -> None:
@@ -177,14 +177,29 @@ class StreamedBatches(TrainBatches):
         self._streams = dict(streams)
         self._ahead, self.together = self._ahead * self.together, 1
         self._slots = self._first % self._global_batch + np.arange(self._share)
+        self._begin = self._first - int(self._slots[0])
         self._next = 0
 
     def _locate(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         source, sample = super()._locate(chunk)
-        for number, stream in self._streams.items():
-            lanes = np.broadcast_to(self._slots * stream.lanes // self._global_batch, source.shape)
-            sample = np.where(source == number, lanes, sample)
+        for number, lanes in self._lanes():
+            sample = np.where(source == number, np.broadcast_to(lanes, source.shape), sample)
         return source, sample
+
+    def _lanes(self) -> list[tuple[int, np.ndarray]]:
+        """Of each stream, its number and the lane that each slot of this rank reads."""
+        batch, streams = self._global_batch, self._streams.items()
+        return [(number, self._slots * stream.lanes // batch) for number, stream in streams]
+
+    def _pass_over(self, place: int) -> None:
+        """Read what is left out right before a batch, so that the lanes are behind it."""
+        skips = self._order.skips
+        before = skips.ordinal(place - 1) if place else -1
+        for first in range(before + 1, skips.ordinal(place), self._global_batch):
+            source, _ = self._order.locate_ordinals(first + self._slots)
+            for number, lanes in self._lanes():
+                if len(mine := lanes[source == number]):
+                    self._streams[number].read(mine)
 
     def group(self, index: int) -> Group:
         """See `Batches.group`."""
@@ -194,16 +209,15 @@ class StreamedBatches(TrainBatches):
                 stream.restart()
         assert index == self._next, f"group {index} of a stream was asked for after group {self._next - 1}"
         self._next += 1
+        self._pass_over(self._begin + index * self._global_batch)
         return super().group(index)._replace(state=self.places())
 
     def places(self) -> dict[str, Place]:
         """Where the lanes of this rank go on."""
         return {
             state_key(number, lane): place
-            for number, stream in self._streams.items()
-            for lane, place in stream.places(
-                np.unique(self._slots * stream.lanes // self._global_batch).tolist()
-            ).items()
+            for number, lanes in self._lanes()
+            for lane, place in self._streams[number].places(np.unique(lanes).tolist()).items()
         }
 
 

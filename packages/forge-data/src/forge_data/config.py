@@ -72,11 +72,11 @@ class DataConfig(Config):
             self._require_streamable()
 
     def _require_streamable(self) -> None:
-        """What is read in order, and only once, cannot be asked for by number."""
+        """What is read in order cannot be asked for by number."""
         contradictions = {
             f'packing = "{self.packing}" (a stream is packed by "concat")': self.packing != "concat",
             "temperature (how long a stream is, is not known)": self.temperature is not None,
-            "skip (what was not read cannot be left out)": bool(self.skip),
+            "skip with samples (a stream leaves out whole steps)": any(skip.samples for skip in self.skip),
             f"workers = {self.workers} (a stream is prepared by 1 process, or with 0 in training)": (
                 self.workers > 1
             ),
