@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class Routing(NamedTuple):
@@ -151,15 +152,19 @@ class _Combine(torch.autograd.Function):
         return _summed(rows, inverse.view_as(weights), weights)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         rows, weights, order, inverse = ctx.saved_tensors
-        through = gradient.index_select(0, order // weights.shape[1])
-        if rows.device.type == "cpu":
-            places = inverse.view_as(weights).unbind(1)
-            of_weights = torch.stack([(rows.index_select(0, p) * gradient).sum(1) for p in places], 1)
-        else:
-            of_weights = (rows * through).sum(1)[inverse].view_as(weights)
-        return through.mul_(weights.flatten()[order, None]), of_weights, None, None
+        slots, flat = weights.shape[1], weights.flatten()
+        through, sums = torch.empty_like(rows), torch.empty_like(flat)
+        # on a CPU as many rows at a time as there are tokens, which stay in its cache
+        size = max(1, len(gradient if rows.device.type == "cpu" else rows))
+        parts = (one.split(size) for one in (rows, order, through, sums))
+        for made, pairs, into, of_pairs in zip(*parts, strict=True):
+            torch.index_select(gradient, 0, pairs // slots, out=into)
+            torch.sum(made * into, 1, out=of_pairs)
+            into.mul_(flat[pairs, None])
+        return through, sums[inverse].view_as(weights), None, None
 
 
 def _summed(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
