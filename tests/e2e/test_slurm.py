@@ -130,7 +130,7 @@ def test_failing_again_and_again_ends(slurm, tiny, run, launch):
 
 
 def test_chain_goes_on_until_the_run_is_complete(slurm, tiny, run, launch):
-    launch(tiny(steps=STEPS), "--resilience.max_runtime_s=15", "--resilience.save_margin_s=1", again="chain")
+    launch(tiny(steps=STEPS), "--resilience.max_runtime_s=25", "--resilience.save_margin_s=1", again="chain")
     slurm.wait_until_empty(600)
     codes = [start["code"] for start in starts(run)]
     assert codes[-1] == 0 and set(codes[:-1]) <= {85} and len({s["job"] for s in starts(run)}) == len(codes)

@@ -101,6 +101,33 @@ def test_status_tells_the_last_incidents(run, capsys):
     assert "copies        they differ" in text
 
 
+def test_status_draws_the_loss(run, capsys):
+    records = [{"step": step, "loss": 9.0 - step} for step in range(1, 9)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    text = said(capsys, run)[1]
+    assert "loss curve    █▇▆▅▄▃▂▁\n" in text and "steps 1 to 8, 1.0000 to 8.0000" in text
+
+
+def test_status_of_a_folder_lists_its_runs(run, tmp_path, capsys):
+    other = tmp_path / "broken"
+    other.mkdir()
+    (other / "config.toml").write_text("nonsense")
+    (tmp_path / "no run").mkdir()
+    (run / "exit.json").write_text(json.dumps({"code": 85, "reason": "stopped at step 20"}))
+    code, text = said(capsys, tmp_path)
+    lines = text.splitlines()
+    assert code == 0 and len(lines) == 3
+    assert lines[1].split()[:4] == ["a", '"run"', "of", "mine"]
+    assert "25/40  1.2346  exit code 85: stopped at step 20" in lines[1]
+    assert lines[2].startswith("broken") and "cannot be used" in lines[2]
+
+
+@pytest.mark.parametrize(("code", "same"), [(85, False), (87, True), (88, True), (78, True)])
+def test_status_says_whether_a_new_start_ends_the_same_way(run, capsys, code, same):
+    (run / "exit.json").write_text(json.dumps({"code": code, "reason": "so", "when": "now"}))
+    assert ("ends the same way unless something is changed" in said(capsys, run)[1]) == same
+
+
 def test_status_tells_who_runs_and_who_was_killed(run, capsys):
     holder = run / "lease" / "epoch-000000001"
     holder.write_text(json.dumps(asdict(Holder.me())))

@@ -19,18 +19,19 @@ from forge_parallel.mesh import Mesh, build_mesh
 from forge_parallel.plan import Plan
 from forge_parallel.stages import keep_stage, stages_of
 from forge_parallel.tensor import local_shard
-from forge_resilience.deadline import SAVE
+from forge_resilience.deadline import SAVE, Deadline
 from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from forge_trainer.clock import Clock
+from forge_trainer.clock import BUILD, Clock
 from forge_trainer.go_back import GoBack, Unfit, open_data, open_validation
 from forge_trainer.guards import Count, Guard, Judges, build_guards
 from forge_trainer.hooks import Hook
 from forge_trainer.hooks.copies import build_copies
 from forge_trainer.hooks.evaluate import Evaluate
+from forge_trainer.hooks.ledger import Ledger
 from forge_trainer.hooks.log import Log
 from forge_trainer.job import Job
 from forge_trainer.ladder import Ladder
@@ -38,9 +39,10 @@ from forge_trainer.loop import train
 from forge_trainer.optim import trainable
 from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.optim.groups import freeze
-from forge_trainer.progress import Progress, Stateful
+from forge_trainer.progress import Progress
 from forge_trainer.rollback import Rollbacks, append_incident
 from forge_trainer.run_dir import RunFiles
+from forge_trainer.saves import Saves
 from forge_trainer.say import say
 from forge_trainer.steps.base import Step
 from forge_trainer.steps.repeated import Repeated
@@ -163,34 +165,21 @@ def build(
     update = Update(parts, optimizer, job.lr_factor, job.train.clip_norm, mesh, job.optimizer.ema_decay)
     step = job.step.build(parts, job.loss.build(), mesh, seed=job.job.seed, update=update)
     trackers = open_trackers(job, progress.step, stack) if env.rank == 0 else []
-    judges = build_guards(job, signals, rollbacks.taken, lambda: run.job.train.steps)
-    deadline, finite = judges.deadline, judges.finite
-    clock.listeners.append(lambda name, s: deadline.observe(name, s) if name != "build" else None)
-    counters: dict[str, Stateful] = {"finite": finite, "spikes": judges.spikes}
-    # twice: at a stop, one save may be in flight and the last one follows
-    saver = Saver(store, state, job.checkpoint.asynchronous, lambda s: deadline.observe(SAVE, 2 * s))
-    stack.callback(saver.close)
-    every = job.resilience.compare_copies_every_steps
-    copies = build_copies(every, parts, mesh, judges.ladder, progress.step)
-    unfit = Unfit(store, judges.ladder, optimizer, mesh, copies)
-
-    def fingerprint_at(samples: int) -> str:
-        return run.loader.fingerprint_at(samples)
-
-    def places() -> dict[str, list[int]]:
-        return run.loader.state()
-
-    save = SaveRun(saver, fingerprint_at, counters, places, rollbacks.taken, unfit)
-    back = GoBack(rollbacks, store, state, update, counters, stack)
-    directory, guards = job.job.directory, judges.guards
+    saves = Saves(job.checkpoint, progress.step, lambda: run.job.train.steps, mesh.control_group)
+    judges = build_guards(job, signals, rollbacks.taken, saves, lambda: run.job.train.steps)
+    ladder, counters = judges.ladder, judges.counters()
+    saver = open_saver(job, store, state, judges.deadline, clock, stack)
+    copies = build_copies(job.resilience.compare_copies_every_steps, parts, mesh, ladder, progress.step)
+    unfit = Unfit(store, ladder, optimizer, mesh, copies)
+    save = SaveRun(saver, lambda: run.loader, counters, rollbacks.taken, unfit, saves.saved)
+    back = GoBack(rollbacks, store, state, update, saves, counters, stack)
     run = Run(
-        job, directory, env, mesh, parts, step, loader, progress, [], guards, save, trackers, clock,
-        judges.ladder, back,
+        job, job.job.directory, env, mesh, parts, step, loader, progress, [], judges.guards, save, trackers,
+        clock, ladder, back,
     )  # fmt: skip
-    validation = open_validation(job, mesh) if job.data.has_validation() else None
     weights = partial(evaluation_weights, job.optimizer, optimizer)
     run.hooks.extend([copies] if copies is not None else [])
-    run.hooks.extend(build_hooks(run, validation, judges, weights))
+    run.hooks.extend(build_hooks(run, judges, weights))
     counters |= {hook.span: hook for hook in run.hooks if isinstance(hook, Log)}
     for name in counters.keys() & counts.keys():
         counters[name].load_state(counts[name])
@@ -227,9 +216,19 @@ def open_store(job: Job, mesh: Mesh) -> Store:
     )
 
 
+def open_saver(
+    job: Job, store: Store, state: TrainState, deadline: Deadline, clock: Clock, stack: ExitStack
+) -> Saver:
+    """What writes checkpoints; the deadline hears of its saves and of all that the clock measures."""
+    clock.listeners.append(lambda name, s: deadline.observe(name, s) if name != BUILD else None)
+    # twice: at a stop, one save may be in flight and the last one follows
+    saver = Saver(store, state, job.checkpoint.asynchronous, lambda s: deadline.observe(SAVE, 2 * s))
+    stack.callback(saver.close)
+    return saver
+
+
 def build_hooks(
     run: Run,
-    validation: Loader | None,
     judges: Judges,
     weights: Callable[[], AbstractContextManager[None]],
 ) -> list[Hook]:
@@ -241,8 +240,12 @@ def build_hooks(
         def tokens_read(samples: int) -> dict[str, int]:
             return run.loader.tokens_read(samples)
 
-        hooks.append(Log(job.train.log_every_steps, run, judges.finite.skipped, tokens_read))
-    if validation is not None:
+        ledger = Ledger(run.directory, run.clock, run.progress)
+        judges.saves.mean_time_to_failure_s = lambda: ledger.mean_time_to_failure_s
+        skipped = judges.finite.skipped
+        hooks += [ledger, Log(job.train.log_every_steps, run, skipped, tokens_read, lambda: ledger.ratio)]
+    if job.data.has_validation():
+        validation = open_validation(job, run.mesh)
         hooks.append(Evaluate(job.eval.every_steps, run, validation, weights))
     elif run.env.rank == 0:
         say("no source has text for validation: this run is not evaluated\n", sys.stderr)

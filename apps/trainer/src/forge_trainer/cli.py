@@ -111,8 +111,9 @@ def _add_commands_on_runs(commands: Any) -> None:
     export = _command(commands, "export", _look, "write the weights of a run as Hugging Face safetensors")
     branch = _command(commands, "branch", _branch, "a new run that goes on from a checkpoint of another")
     after = _command(commands, "after", _after, "called by the batch script: run the job again if that helps")
+    or_root = ", or a folder of runs to list"
     for command in (generate, evaluate, status, export, branch, after):
-        command.add_argument("directory", help="the run directory")
+        command.add_argument("directory", help=f"the run directory{or_root if command is status else ''}")
     branch.add_argument("out", help="the directory of the new run; keys are overridden as in train")
     branch.add_argument("--step", type=int, help="of the checkpoint; the newest if absent")
     branch.set_defaults(takes_keys=True)

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 TRAINING = frozenset({"data", "step", "agree", "log"})
 """Spans that are part of training; speed is measured over these and over what is in no span."""
 
+BUILD, STEP = "build", "step"
+"""The span before the loop, and that of training itself."""
+
 BETWEEN = "between"
 """What is done outside of all spans, or after one inside of another."""
 

@@ -23,6 +23,7 @@ from forge_trainer.job import Job
 from forge_trainer.ladder import Ladder
 from forge_trainer.progress import Progress, Stateful
 from forge_trainer.rollback import Rollbacks
+from forge_trainer.saves import Saves
 from forge_trainer.say import say
 from forge_trainer.steps.update import Update
 from forge_trainer.track.open import open_trackers
@@ -80,6 +81,7 @@ class GoBack:
         store: its checkpoints.
         state: model and optimizer.
         update: is told of another learning rate, where the data now end earlier.
+        saves: when a checkpoint is due.
         counters: get back what they had counted.
         stack: closes what is opened.
     """
@@ -88,6 +90,7 @@ class GoBack:
     store: Store
     state: TrainState
     update: Update
+    saves: Saves
     counters: Mapping[str, Stateful]
     stack: ExitStack
 
@@ -116,6 +119,7 @@ class GoBack:
         self.stack.callback(run.loader.close)
         run.job = run.job.ending_at(run.loader.last_step)
         self.update.lr_factor = run.job.lr_factor
+        self.saves.rewind(found.step)
         for hook in run.hooks:
             hook.rewind(run.progress)
         if run.trackers:

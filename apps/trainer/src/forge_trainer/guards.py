@@ -13,7 +13,8 @@ from forge_resilience.verdict import Verdict
 from forge_trainer.hooks.base import Hook
 from forge_trainer.job import Job
 from forge_trainer.ladder import Ladder, Rollback
-from forge_trainer.progress import Progress
+from forge_trainer.progress import Progress, Stateful
+from forge_trainer.saves import Saves
 from forge_trainer.steps.base import StepOutput
 
 
@@ -23,22 +24,6 @@ class Guard(Protocol):
     def __call__(self, progress: Progress, out: StepOutput) -> Verdict:
         """The verdict of this rank."""
         ...
-
-
-@dataclass
-class SaveEvery:
-    """Asks for a checkpoint every N steps and at the end."""
-
-    steps: int
-    until: Callable[[], int]
-
-    def due(self, progress: Progress) -> bool:
-        """Whether a checkpoint is due after this step."""
-        return progress.step % self.steps == 0 or progress.step == self.until()
-
-    def __call__(self, progress: Progress, out: StepOutput) -> Verdict:
-        """See `Guard`."""
-        return Verdict.SAVE if self.due(progress) else Verdict.CONTINUE
 
 
 class Count(Hook):
@@ -65,6 +50,7 @@ class Judges:
         finite: counts steps that were not finite.
         spikes: looks for losses out of range.
         ladder: says what follows trouble.
+        saves: knows when a checkpoint is due.
     """
 
     guards: list[Guard]
@@ -72,15 +58,23 @@ class Judges:
     finite: FiniteGuard
     spikes: SpikeGuard
     ladder: Ladder
+    saves: Saves
+
+    def counters(self) -> dict[str, Stateful]:
+        """Those whose counts are saved, by name."""
+        return {"finite": self.finite, "spikes": self.spikes}
 
 
-def build_guards(job: Job, signals: Signals, taken: Sequence[Rollback], until: Callable[[], int]) -> Judges:
+def build_guards(
+    job: Job, signals: Signals, taken: Sequence[Rollback], saves: Saves, until: Callable[[], int]
+) -> Judges:
     """The guards of a job. No checkpoint is written of what is to be given up.
 
     Args:
         job: the configuration.
         signals: entered.
         taken: the rollbacks of the run so far.
+        saves: says when a checkpoint is due.
         until: the step to end at.
     """
     config = job.resilience
@@ -90,13 +84,12 @@ def build_guards(job: Job, signals: Signals, taken: Sequence[Rollback], until: C
         config.spike_deviations, config.spike_window, config.spike_steps, config.check_every_steps
     )
     ladder = Ladder(config, finite, spikes, taken)
-    save = SaveEvery(job.checkpoint.every_steps, until)
     guards: list[Guard] = [
-        save,
+        lambda progress, out: Verdict.SAVE if saves.due(progress.step) else Verdict.CONTINUE,
         lambda progress, out: signals.verdict(),
-        lambda progress, out: deadline.verdict(save.due(progress)),
+        lambda progress, out: deadline.verdict(saves.due(progress.step)),
         lambda progress, out: ladder.verdict(
-            progress.step, read=save.due(progress), last=progress.step == until()
+            progress.step, read=saves.due(progress.step), last=progress.step == until()
         ),
     ]
-    return Judges(guards, deadline, finite, spikes, ladder)
+    return Judges(guards, deadline, finite, spikes, ladder, saves)

@@ -4,6 +4,7 @@ config.toml       the resolved job; there once the run has taken a step
 environment.json  on what it was last started, and from which folder; written like config.toml
 history.jsonl     each change of a key that may change as a recorded event: step, key, old, new, when
 incidents.jsonl   what went wrong and what was done: rollbacks, steps repeated, copies that differed
+ledger.jsonl      where the time of each start went
 metrics.jsonl     what was measured
 checkpoints/      see forge_ckpt.store
 lease/            who writes here, see forge_ckpt.lease
@@ -38,6 +39,7 @@ class RunFiles:
         self.environment = directory / FILE
         self.history = directory / "history.jsonl"
         self.incidents = directory / "incidents.jsonl"
+        self.ledger = directory / "ledger.jsonl"
         self.metrics = directory / "metrics.jsonl"
         self.checkpoints = directory / "checkpoints"
         self.lease = directory / "lease"

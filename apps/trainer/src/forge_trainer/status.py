@@ -11,10 +11,16 @@ from typing import Any
 from forge_ckpt.lease import read_holder
 from forge_ckpt.store import Store
 from forge_resilience.exit_codes import ExitCode
+from forge_resilience.goodput import add_up
 from forge_resilience.hang import VERDICT
 
+from forge_trainer.hooks.ledger import read_ledger
+from forge_trainer.listing import curve, goodput_line, listing, runs_in
 from forge_trainer.run_dir import RunFiles, read_ended, read_history, read_job, read_lines
 from forge_trainer.track.console import duration
+
+SAME_AGAIN = {ExitCode.CONFIG, ExitCode.NOT_FINITE, ExitCode.DIVERGED}
+"""After these a new start ends as the last one did."""
 
 INCIDENTS = 5
 """So many of the last ones are told."""
@@ -28,6 +34,9 @@ def show_status(options: argparse.Namespace) -> int:
         `--parameters` it says how each parameter is trained instead.
     """
     directory = Path(options.directory)
+    if not options.exit_code and not options.parameters and (runs := runs_in(directory)):
+        sys.stdout.write("\n".join(listing(runs)) + "\n")
+        return ExitCode.DONE
     if options.exit_code:
         return (read_ended(directory) or {}).get("code", ExitCode.FAILED)
     if options.parameters:
@@ -48,8 +57,12 @@ def _lines(directory: Path) -> Iterator[str]:
         yield f"  last logged   step {logged['step']}, loss {_number(logged, 'loss')}, {speed} tokens/s"
         if isinstance(when := logged.get("time"), int | float):
             yield f"                at {datetime.fromtimestamp(when):%Y-%m-%d %H:%M:%S}, {_ago(when)}"
+    losses = [(r["step"], r["loss"]) for r in records if isinstance(r.get("loss"), int | float)]
+    yield from (f"  {line}" for line in curve(losses))
     if evaluated := next((r for r in reversed(records) if "eval/loss" in r), None):
         yield f"  validation    step {evaluated['step']}, loss {_number(evaluated, 'eval/loss')}"
+    if (goodput := add_up(read_ledger(directory))).wall_s:
+        yield f"  goodput       {goodput_line(goodput)}"
     for event in read_history(directory):
         values = f"{event.get('old')} -> {event.get('new')}"
         yield f"  changed       {event['key']}: {values} at step {event.get('step')}"
@@ -72,10 +85,13 @@ def _state(directory: Path, steps: list[int], until: int) -> Iterator[str]:
         yield f"  last ended    without a word (killed?); it was {holder}"
     if ended is None and (verdict := RunFiles(directory).hang / VERDICT).exists():
         yield f"  {verdict.read_text().splitlines()[0]} (see {verdict.parent.name}/)"
+    begins = f"the next start begins at step {steps[-1] if steps else 0}"
     if steps and steps[-1] >= until:
         yield "  complete      starting it again does nothing"
+    elif ended is not None and ended.get("code") in SAME_AGAIN:
+        yield f"  not complete  {begins}, and ends the same way unless something is changed"
     else:
-        yield f"  not complete  the next start begins at step {steps[-1] if steps else 0}"
+        yield f"  not complete  {begins}"
 
 
 def _told(incident: Mapping[str, Any]) -> str:

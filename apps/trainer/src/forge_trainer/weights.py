@@ -1,5 +1,6 @@
 """Where the tensors of a run come from and go to: initial values, weights from elsewhere, checkpoints."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -9,6 +10,7 @@ from forge_ckpt.saver import Saver
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_ckpt.weights import Weights
+from forge_data.loader import Loader
 from forge_model.hf import Renamed, from_hf
 from forge_model.hf_config import require_weights_of
 from forge_model.init import initialize
@@ -78,24 +80,24 @@ class SaveRun:
 
     Args:
         saver: writes.
-        fingerprint: of the data, up to so many samples.
+        loader: what is trained on now.
         counters: what they hold when a save begins is saved with the tensors.
-        places: where this rank goes on in data that are read in order, by names that begin with `data.`.
         rollbacks: those of the run so far; grows.
         unfit: what follows if the state is not to be saved, the same on all ranks. Collective.
+        saved: told the step of a save, and for how many seconds training has waited. Collective.
     """
 
     def __init__(
         self,
         saver: Saver,
-        fingerprint: Callable[[int], str],
+        loader: Callable[[], Loader],
         counters: Mapping[str, Stateful],
-        places: Callable[[], Mapping[str, Any]],
         rollbacks: Sequence[Any],
         unfit: Callable[[int], Verdict],
+        saved: Callable[[int, float], None],
     ) -> None:
-        self._saver, self._fingerprint, self._counters = saver, fingerprint, counters
-        self._places, self._rollbacks, self._unfit = places, rollbacks, unfit
+        self._saver, self._loader, self._counters = saver, loader, counters
+        self._rollbacks, self._unfit, self._saved = rollbacks, unfit, saved
 
     def __call__(self, progress: Progress) -> Verdict:
         """Save, or begin to; what follows if the state is not worth it, else CONTINUE. Collective.
@@ -103,17 +105,20 @@ class SaveRun:
         Raises:
             CheckpointError: three saves in a row have failed.
         """
+        begin = time.monotonic()
         if (verdict := self._unfit(progress.step)) is not Verdict.CONTINUE:
             return verdict
         counts = {name: counter.state() for name, counter in self._counters.items()}
-        named = self._fingerprint(progress.samples)
+        named = self._loader().fingerprint_at(progress.samples)
         meta = {
             "progress": asdict(progress),
             "data": named,
             "counts": counts,
             "rollbacks": len(self._rollbacks),
         }
-        self._saver.save(progress.step, meta, self._places())
+        places = self._loader().state()
+        self._saver.save(progress.step, meta, places)
+        self._saved(progress.step, time.monotonic() - begin)
         return Verdict.CONTINUE
 
     def finish(self, step: int, until: int) -> None:

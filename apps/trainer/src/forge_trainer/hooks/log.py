@@ -20,6 +20,7 @@ class Log(Hook):
         run: what is looked at.
         skipped: how many steps of the run were not finite.
         tokens_read: of each source in so many samples.
+        goodput: the effective training time ratio of the run.
     """
 
     span = "log"
@@ -30,13 +31,13 @@ class Log(Hook):
         run: RunView,
         skipped: Callable[[], int],
         tokens_read: Callable[[int], dict[str, int]] = lambda _: {},
+        goodput: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.every = every
         self._run = run
         self._figures = Figures(run)
         self.rewind(run.progress)
-        self._skipped = skipped
-        self._tokens_read = tokens_read
+        self._skipped, self._tokens_read, self._goodput = skipped, tokens_read, goodput
         self._skipped_before = 0
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
@@ -56,6 +57,7 @@ class Log(Hook):
             **self._figures.of(speed),
             **cache_counts(),
             "skipped": self._skipped_before - before,
+            "goodput": self._goodput(),
         }
         record |= _on_host(out.metrics)
         read = self._tokens_read(progress.samples)

@@ -1,0 +1,111 @@
+"""Writes where the time of a run goes to `ledger.jsonl`, so that all its starts can be added up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from forge_resilience.deadline import process_age_s
+from forge_resilience.goodput import Line, add_up, line_of
+
+from forge_trainer.clock import BUILD, STEP, Clock
+from forge_trainer.hooks.base import Hook
+from forge_trainer.progress import Progress
+from forge_trainer.run_dir import RunFiles, read_lines
+from forge_trainer.steps.base import StepOutput
+
+log = logging.getLogger(__name__)
+
+LEAST_S, MOST_S, PART = 0.5, 60.0, 0.005
+"""A start that is killed has told of itself so lately: half a percent of the time so far, within bounds."""
+
+
+def read_ledger(directory: Path) -> list[Line]:
+    """All lines of a run; damaged ones are left out."""
+    found = [line_of(entry) for entry in read_lines(RunFiles(directory).ledger, "stretch")]
+    return [line for line in found if line is not None]
+
+
+class Ledger(Hook):
+    """The first rank's. A disk that takes nothing ends nothing.
+
+    Args:
+        directory: of the run.
+        clock: of this process.
+        progress: where the run begins.
+    """
+
+    span = "ledger"
+
+    def __init__(self, directory: Path, clock: Clock, progress: Progress) -> None:
+        self._path, self._clock = RunFiles(directory).ledger, clock
+        self._lines = read_ledger(directory)
+        self._goodput = add_up(self._lines)
+        self._stretch = self._lines[-1].stretch + 1 if self._lines else 0
+        self._began = time.time() - process_age_s()
+        self._from_step = self._step = progress.step
+        self._before: dict[str, float] = {}
+        self._now, self._spans = self._began, dict[str, float]()
+        self._start_s: float | None = None
+        self._first_step_s = 0.0
+        self._told = 0.0
+
+    def on_step(self, progress: Progress, out: StepOutput) -> None:
+        """See `Hook.on_step`."""
+        self._look(progress.step)
+        if self._start_s is None:  # what came before the loop, also before the clock was made
+            self._start_s = max(0.0, self._now - self._began - sum(self._spans.values()))
+        self._first_step_s = self._first_step_s or self._spans[STEP]
+        if self._now - self._told > min(MOST_S, max(LEAST_S, PART * self._goodput.wall_s)):
+            self._tell()
+
+    def _look(self, step: int) -> None:
+        self._now, self._step = time.time(), step
+        spent = {name: s - self._before.get(name, 0.0) for name, s in self._clock.total_s.items()}
+        self._spans = {name: s for name, s in spent.items() if s > 0 and name != BUILD}
+
+    def _tell(self, ended: bool = False) -> None:
+        """Add a line of what was seen last."""
+        spans, steps = dict(self._spans), self._step - self._from_step
+        if steps > 1:
+            usual = (spans[STEP] - self._first_step_s) / (steps - 1)
+            compiling = max(0.0, self._first_step_s - usual)
+            spans |= {STEP: spans[STEP] - compiling, "compile": compiling}
+        spans["start"] = self._start_s or 0.0
+        line = Line(self._stretch, self._began, self._now, self._from_step, self._step, spans, ended)
+        self._told = self._now
+        self._lines.append(line)
+        self._goodput = add_up(self._lines)
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps(asdict(line)) + "\n")
+        except OSError as error:
+            log.warning("the ledger cannot be written: %s", error)
+
+    @property
+    def ratio(self) -> float:
+        """The effective training time ratio of the run, as of the last line."""
+        return self._goodput.ratio
+
+    @property
+    def mean_time_to_failure_s(self) -> float:
+        """Of the run, as of the last line."""
+        return self._goodput.mean_time_to_failure_s
+
+    def rewind(self, progress: Progress) -> None:
+        """See `Hook.rewind`. What was spent since the last step belongs to the new stretch."""
+        self._tell(ended=True)
+        self._before = {n: s + self._before.get(n, 0.0) for n, s in self._spans.items()}
+        self._stretch += 1
+        self._began, self._from_step, self._step = self._now, progress.step, progress.step
+        self._start_s, self._first_step_s = 0.0, 0.0
+
+    def close(self) -> None:
+        """See `Hook.close`."""
+        if self._start_s is not None:
+            self._look(self._step)
+            self._tell(ended=sys.exc_info()[0] is None)

@@ -1,0 +1,139 @@
+"""Where the wall time of a run went, over all of its starts; and how often it is worth to save. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+PRODUCTIVE = "step"
+"""The span that counts as training."""
+
+PRIOR_S = 8 * 3600.0
+"""Until failures say otherwise, one is expected in this time."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A look at one stretch of a run: from a start or a rollback to the next.
+
+    Attributes:
+        stretch: counts them.
+        began: of the stretch, in seconds since 1970.
+        at: of this look.
+        from_step: steps taken when it began.
+        step: steps taken by now.
+        spans: seconds of the stretch in each named part; the rest is `other`.
+        ended: whether it ended in order: by a signal, a limit of time, a rollback, or its last step.
+    """
+
+    stretch: int
+    began: float
+    at: float
+    from_step: int
+    step: int
+    spans: Mapping[str, float]
+    ended: bool = False
+
+    @property
+    def wall_s(self) -> float:
+        """From its beginning to this look."""
+        return self.at - self.began
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The sum of a run; all seconds together are its wall time.
+
+    Attributes:
+        wall_s: from the first start to the last look.
+        seconds: by what they went to: `productive`, `lost` (steps that were done again), `down` (between two
+            starts: found out, queued, restarted), `start` (up to the first step), `compile` (what the first
+            step took longer than others), and the spans of the run; largest first.
+        starts: how many stretches there were.
+        failures: how many of them broke off.
+    """
+
+    wall_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    starts: int = 0
+    failures: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Effective training time: the part of the wall time in steps that lasted. 0 to 1."""
+        return self.seconds.get("productive", 0.0) / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def mean_time_to_failure_s(self) -> float:
+        """Measured, with one failure in `PRIOR_S` to begin with."""
+        up_s = self.wall_s - self.seconds.get("down", 0.0)
+        return (up_s + PRIOR_S) / (self.failures + 1)
+
+
+def add_up(lines: Iterable[Line]) -> Goodput:
+    """The sum over all stretches, oldest first."""
+    stretches: dict[int, list[Line]] = {}
+    for line in lines:
+        stretches.setdefault(line.stretch, []).append(line)
+    ordered = [stretches[nth] for nth in sorted(stretches)]
+    if not ordered:
+        return Goodput()
+    seconds: dict[str, float] = {}
+
+    def add(name: str, amount: float) -> None:
+        seconds[name] = seconds.get(name, 0.0) + amount
+
+    for mine, after in pairwise([*ordered, None]):
+        assert mine is not None
+        last = mine[-1]
+        productive = last.spans.get(PRODUCTIVE, 0.0)
+        lost = productive - _productive_at(mine, after[0].from_step) if after else 0.0
+        add("lost", lost)
+        add("productive", productive - lost)
+        for name, amount in last.spans.items():
+            add(name, amount if name != PRODUCTIVE else 0.0)
+        add("other", last.wall_s - sum(last.spans.values()))
+        if after:
+            add("down", after[0].began - last.at)
+    seconds.pop(PRODUCTIVE, None)
+    failures = sum(not one[-1].ended for one in ordered[:-1])
+    ranked = dict(sorted(seconds.items(), key=lambda item: -item[1]))
+    return Goodput(ordered[-1][-1].at - ordered[0][0].began, ranked, len(ordered), failures)
+
+
+def _productive_at(stretch: Sequence[Line], step: int) -> float:
+    """Productive seconds of a stretch up to a step, between two looks in proportion."""
+    before_step, before_s = stretch[0].from_step, 0.0
+    for line in stretch:
+        now_s = line.spans.get(PRODUCTIVE, 0.0)
+        if line.step >= step:
+            share = (step - before_step) / max(1, line.step - before_step)
+            return before_s + max(0.0, share) * (now_s - before_s)
+        before_step, before_s = line.step, now_s
+    return before_s
+
+
+def save_every_s(stall_s: float, mean_time_to_failure_s: float) -> float:
+    """The time between two checkpoints that loses least to saving and to steps done again.
+
+    Source: Young 1974, doi:10.1145/361147.361115, the first order of Daly 2006,
+    doi:10.1016/j.future.2004.11.016, eq. 20 for a stall far below the mean time to failure.
+
+    Args:
+        stall_s: how long training waits for a checkpoint.
+        mean_time_to_failure_s: between two failures.
+    """
+    if stall_s >= 2 * mean_time_to_failure_s:
+        return mean_time_to_failure_s
+    return math.sqrt(2 * stall_s * mean_time_to_failure_s)
+
+
+def line_of(entry: Mapping[str, Any]) -> Line | None:
+    """A line of the ledger from JSON; None if it is none."""
+    try:
+        return Line(**{name: entry[name] for name in Line.__dataclass_fields__})
+    except (KeyError, TypeError):
+        return None
