@@ -92,18 +92,17 @@ class VerifiedFile:
             self._rows = length, sliding_window_view(self.values, length)
         return self._rows[1][starts]
 
-    def runs(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """[sum of lengths] values: so many from each start on, one run after the other.
+    def copy_runs(self, starts: np.ndarray, lengths: np.ndarray, out: np.ndarray, places: np.ndarray) -> None:
+        """Copy values into `out`, one-dimensional, of any dtype: so many from each start on, to each place.
 
         Raises:
             DataError: a block that holds one of them is damaged.
         """
-        if self._unseen:
+        if self._unseen and len(starts):
             self._verify_rows(starts, lengths)
-        ends = np.cumsum(lengths)
-        at = np.repeat(starts - ends + lengths, lengths)
-        at += np.arange(len(at))
-        return self.values[at]
+        values = self.values
+        for start, length, place in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
+            out[place : place + length] = values[start : start + length]
 
     def _verify_rows(self, starts: np.ndarray, length: int | np.ndarray) -> None:
         """Check the blocks below rows that no row has touched before; a row has at least its two ends."""

@@ -58,24 +58,37 @@ class Packed:
         counts = np.diff(ends, prepend=0)
         row = np.repeat(np.arange(len(samples)), counts)
         stops = np.cumsum(lengths)
-        row_stops = stops[ends - 1]
-        used = np.diff(row_stops, prepend=0)
-        column = stops - lengths - np.repeat(row_stops - used, counts)
-        tokens = _rows(self.store.read_runs(starts, lengths), used, self.max_tokens + 1)
+        used = np.diff(stops[ends - 1], prepend=0)
+        column = stops - lengths - np.repeat(stops[ends - 1] - used, counts)
+        shape = len(samples), self.max_tokens + 1
+        places = row * shape[1] + column
+        tokens = np.zeros(shape, dtype=np.int64)
+        self.store.copy_runs(starts, lengths, tokens.reshape(-1), places)
         ignored = self._ignored(starts, row, column, used)
-        targets = self.store.are_targets(starts, lengths)
-        if targets is not None:
-            rows, columns = np.nonzero(_rows(targets == 0, used, self.max_tokens + 1)[:, 1:])
+        are_targets = np.ones(shape, dtype=np.uint8)
+        if self.store.copy_targets(starts, lengths, are_targets.reshape(-1), places):
+            rows, columns = np.nonzero(are_targets[:, 1:] == 0)
             ignored = np.concatenate([ignored[0], rows]), np.concatenate([ignored[1], columns])
         if not self.mask_documents:
             return Sequences(tokens, ignored)
-        nth = np.arange(len(row)) - np.repeat(ends - counts, counts)
-        positions = np.arange(row_stops[-1]) - np.repeat(stops - lengths, lengths)
-        extra = {
-            "doc_ids": _rows(np.repeat(nth, lengths), used, self.max_tokens + 1, counts)[:, :-1],
-            "positions": _rows(positions, used, self.max_tokens + 1)[:, :-1],
-        }
-        return Sequences(tokens, ignored, extra)
+        return Sequences(tokens, ignored, self._documents(lengths, counts, places))
+
+    def _documents(
+        self, lengths: np.ndarray, counts: np.ndarray, places: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Which piece of its row each token is in, and how far into it; padding counts as one behind them."""
+        shape = len(counts), self.max_tokens + 1
+        doc_ids, positions = np.empty(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        doc_ids[:] = counts[:, None]
+        nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
+        flat, flat_positions, rising = doc_ids.reshape(-1), positions.reshape(-1), np.arange(shape[1])
+        pieces = zip(
+            places.tolist(), (places + lengths).tolist(), nth.tolist(), lengths.tolist(), strict=True
+        )
+        for start, stop, number, length in pieces:
+            flat[start:stop] = number
+            flat_positions[start:stop] = rising[:length]
+        return {"doc_ids": doc_ids[:, :-1], "positions": positions[:, :-1]}
 
     def _ignored(
         self, starts: np.ndarray, row: np.ndarray, column: np.ndarray, used: np.ndarray
@@ -92,17 +105,3 @@ class Packed:
         nth = np.arange(len(rows)) - np.repeat(np.cumsum(missing) - missing, missing)
         columns = used[rows] - 1 + nth
         return np.concatenate([row[no_target], rows]), np.concatenate([column[no_target] - 1, columns])
-
-
-def _rows(values: np.ndarray, used: np.ndarray, length: int, fill: np.ndarray | None = None) -> np.ndarray:
-    """[n, length]: the next `used` values in each row, and behind them zeros or the `fill` of the row."""
-    if len(values) == len(used) * length:
-        return values.reshape(len(used), length)
-    rows = np.zeros((len(used), length), dtype=values.dtype)
-    if fill is not None:
-        rows[:] = fill[:, None]
-    begin = 0
-    for row, count in zip(rows, used.tolist(), strict=True):
-        row[:count] = values[begin : begin + count]
-        begin += count
-    return rows

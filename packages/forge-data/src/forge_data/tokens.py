@@ -126,20 +126,19 @@ class TokenStore:
         """
         return self._tokens.rows(starts, length)
 
-    def read_runs(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Ids of runs of different lengths, one after the other; checked as in `read`.
+    def copy_runs(self, starts: np.ndarray, lengths: np.ndarray, out: np.ndarray, places: np.ndarray) -> None:
+        """Copy the ids of runs of different lengths; checked as in `read`.
 
         Args:
             starts: [n] int64, the first token of each run.
             lengths: [n] int64, at least one each.
-
-        Returns:
-            [sum of lengths] in the dtype of the store.
+            out: one-dimensional, of any dtype that holds the ids.
+            places: [n] int64, where in `out` each run goes to.
 
         Raises:
             DataError: names the store and the block that is damaged.
         """
-        return self._tokens.runs(starts, lengths)
+        self._tokens.copy_runs(starts, lengths, out, places)
 
     def no_targets(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Rows and columns, two [k] int64, of the ids of `read` that are no targets; None if all ever are.
@@ -152,13 +151,18 @@ class TokenStore:
         rows, columns = np.nonzero(self._targets.rows(starts, length) == 0)
         return rows, columns
 
-    def are_targets(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
-        """[sum of lengths] uint8, 1 for each id of `read_runs` that is a target; None if all ever are.
+    def copy_targets(
+        self, starts: np.ndarray, lengths: np.ndarray, out: np.ndarray, places: np.ndarray
+    ) -> bool:
+        """The same of whether each id is a target, 1 or 0; False, and nothing copied, if all ever are.
 
         Raises:
             DataError: names the store and the block that is damaged.
         """
-        return None if self._targets is None else self._targets.runs(starts, lengths)
+        if self._targets is None:
+            return False
+        self._targets.copy_runs(starts, lengths, out, places)
+        return True
 
     @cached_property
     def doc_ends(self) -> np.ndarray:
