@@ -1,4 +1,4 @@
-"""Runs that stream their text are killed at random: they read what an uninterrupted run reads."""
+"""Runs read the same, stream or packing, whatever kills them and on any number of ranks."""
 
 import os
 import random
@@ -38,8 +38,21 @@ class RecordedConfig(TextStepConfig):
 
 
 @pytest.fixture
-def streamed(tiny, tmp_path, text):
-    """Writes a job that streams parquet files of two thousand documents, and whose step records."""
+def recorded(tiny, tmp_path):
+    """Writes a job whose step records."""
+    (tmp_path / "recorder.py").write_text(RECORDER)
+
+    def write(**settings):
+        path = tiny(extra='\n[step]\ntype = "recorded"\n', **settings)
+        path.write_text('imports = ["recorder"]\n' + path.read_text())
+        return path
+
+    return write
+
+
+@pytest.fixture
+def streamed(recorded, tmp_path, text):
+    """Writes a job that streams parquet files of two thousand documents."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = tmp_path / "rows"
     rows.mkdir()
@@ -49,14 +62,13 @@ def streamed(tiny, tmp_path, text):
     for number in range(8):
         part = [{"text": f"{number}.{n}: {line}"} for n, line in enumerate(lines[number::8][:250])]
         parquet.write_table(pyarrow.Table.from_pylist(part), rows / f"{number}.parquet", row_group_size=25)
-    (tmp_path / "recorder.py").write_text(RECORDER)
 
     def write(name="tiny.toml", **settings):
-        path = tiny(name=name, extra='\n[step]\ntype = "recorded"\n', **settings)
+        path = recorded(name=name, **settings)
         job = path.read_text()
         source = job[job.index("[[data.sources]]") : job.index("[train]")]
         stream = f'[[data.sources]]\ntype = "hf"\npath = "{rows}"\nstreaming = true\nlanes = 8\n\n'
-        path.write_text('imports = ["recorder"]\n' + job.replace(source, stream))
+        path.write_text(job.replace(source, stream))
         return path
 
     return write
@@ -165,4 +177,26 @@ def test_stream_of_two_ranks_goes_on_with_one_and_four(forge, streamed, tmp_path
     finish(forge, path, folder / "3", f"--train.steps={last}", "--change")
     finish(forge, streamed("whole.toml", steps=last, root=tmp_path / "other"), whole / "0")
     assert len(list(folder.glob("0-*"))) == 2 and len(list(folder.glob("2-*"))) == 4
+    assert read(folder, 4) == read(whole, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_bestfit_run_killed_on_one_two_and_four_ranks_reads_what_one_rank_reads(forge, recorded, tmp_path):
+    folder, whole = tmp_path / "seen", tmp_path / "whole"
+    folder.mkdir()
+    whole.mkdir()
+    path = recorded(steps=1000000)
+    path.write_text(path.read_text().replace("[data]", '[data]\npacking = "bestfit"\nmask_documents = true'))
+    for number, ranks in enumerate([1, 4, 2]):
+        processes = start_ranks(forge, path, folder / str(number), ranks)
+        forge.wait_for_step(tmp_path / "runs" / "tiny" / "metrics.jsonl", 8 * number + 8, processes[0])
+        ended = [process.stderr.read().decode() for process in processes if process.poll() is not None]
+        for process in processes:
+            kill(process)
+        assert not ended, ended
+    last = max(read(folder, 3)) + 5
+    finish(forge, path, folder / "3", f"--train.steps={last}", "--change")
+    finish(forge, path, whole / "0", f"--train.steps={last}", f"--job.root={tmp_path / 'other'}")
+    assert len(list(folder.glob("1-*"))) == 4 and len(list(folder.glob("2-*"))) == 2
     assert read(folder, 4) == read(whole, 1)

@@ -35,6 +35,10 @@ def test_ranks_that_cannot_cut_the_batch_hear_what_can():
     expected = r"use train.global_batch = 20 or 40, or 3 ranks that read"
     with pytest.raises(ParallelError, match=expected):
         job.require_layout(5)
+    with pytest.raises(
+        ParallelError, match=r"use train.global_batch = 32, or train.micro_batch = 3, or 6 ranks"
+    ):
+        job.require_layout(8)
 
 
 def test_job_ends_where_its_data_do():

@@ -44,7 +44,8 @@ def slurm(tmp_path, monkeypatch):
 
 
 def launch(tmp_path, cluster, *words) -> int:
-    return main(["launch", RUN, "--cluster", str(cluster), f"--job.root={tmp_path / 'runs'}", *words])
+    job = ["--train.micro_batch=1", f"--job.root={tmp_path / 'runs'}"]
+    return main(["launch", RUN, "--cluster", str(cluster), *job, *words])
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda path: path.stem)
@@ -96,6 +97,11 @@ def test_what_cannot_run_is_not_submitted(words, said, slurm, tmp_path, capsys):
     assert launch(tmp_path, cluster_file(tmp_path), *words) == 78
     assert not slurm.calls()
     assert re.search(said, capsys.readouterr().err)
+
+
+def test_launch_refuses_ranks_that_no_micro_batch_divides_the_batch_for(tmp_path, capsys):
+    assert launch(tmp_path, cluster_file(tmp_path), "--nodes=2", "--train.micro_batch=8", "--dry-run") == 78
+    assert "16 over 4 ranks that read is no whole number of micro-batches of 8" in capsys.readouterr().err
 
 
 def test_nodes_are_as_few_as_the_mesh_needs(slurm, tmp_path, capsys):

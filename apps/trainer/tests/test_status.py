@@ -81,6 +81,15 @@ def test_status_tells_how_the_last_start_ended(run, capsys, code, reason):
     assert said(capsys, run, "--exit-code") == (code, "")
 
 
+@pytest.mark.parametrize(("code", "complete"), [(0, True), (85, False)])
+def test_status_of_a_run_that_ended_with_its_data(run, capsys, code, complete):
+    ended = {"code": code, "reason": "it says why", "when": "2026-11-22T10:00:00+00:00", "step": 20}
+    (run / "exit.json").write_text(json.dumps(ended))
+    text = said(capsys, run)[1]
+    assert ("40 steps of 8 x 32 tokens, of which there were data for 20\n" in text) == complete
+    assert ("  complete      starting it again does nothing" in text) == complete
+
+
 @pytest.mark.parametrize("text", [None, "", "[]", "{"])
 def test_start_that_left_no_exit_code_failed(run, capsys, text):
     if text is not None:

@@ -129,7 +129,7 @@ class Job(Config):
         sizes = self.mesh.sizes(world_size)
         readers = sizes["dp_replicate"] * sizes["dp_shard"]
         share, rest = divmod(self.train.global_batch, readers)
-        if rest or (sizes["pp"] > 1 and share % self.train.micro_batch):
+        if rest or share % self.train.micro_batch:
             raise ParallelError(uneven(self.train.global_batch, self.train.micro_batch, readers))
         if sizes["pp"] > 1:
             self.pipeline.require_micro_batches(share // self.train.micro_batch, sizes["pp"])

@@ -50,7 +50,10 @@ def show_status(options: argparse.Namespace) -> int:
 
 def _lines(directory: Path) -> Iterator[str]:
     job, files = read_job(directory), RunFiles(directory)
-    yield f"{directory}: {job.train.steps} steps of {job.train.global_batch} x {job.data.max_tokens} tokens"
+    until = _last_step(directory, job.train.steps)
+    data = f", of which there were data for {until}" if until < job.train.steps else ""
+    batch = f"{job.train.global_batch} x {job.data.max_tokens} tokens"
+    yield f"{directory}: {job.train.steps} steps of {batch}{data}"
     records = read_lines(files.metrics, "step")
     if logged := next((r for r in reversed(records) if "loss" in r), None):
         speed = _number(logged, "tokens_per_s", ",.0f")
@@ -70,7 +73,14 @@ def _lines(directory: Path) -> Iterator[str]:
         yield f"  {incident['kind']:<13} {_told(incident)}"
     steps = Store(files.checkpoints).steps()
     yield f"  checkpoints   {', '.join(map(str, steps)) or 'none'}"
-    yield from _state(directory, steps, job.train.steps)
+    yield from _state(directory, steps, until)
+
+
+def _last_step(directory: Path, steps: int) -> int:
+    """The step a run is complete at: an earlier one where it ended with its data."""
+    ended = read_ended(directory) or {}
+    step = ended.get("step")
+    return min(steps, step) if ended.get("code") == ExitCode.DONE and isinstance(step, int) else steps
 
 
 def _state(directory: Path, steps: list[int], until: int) -> Iterator[str]:
