@@ -1,5 +1,6 @@
 """Sphinx configuration; both references are generated at build time, from the structs and from docstrings."""
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -26,7 +27,16 @@ def _help(name: str, value: object) -> str:
         call = re.sub(r"(: |-> )'([^']*)'", r"\1\2", call)  # annotations that are kept as text
     except ValueError:  # an exception has none
         call = ""
-    return f"```text\n{name}{call}\n\n{inspect.getdoc(value)}\n```\n"
+    return f"```text\n{name}{call}\n\n{inspect.getdoc(value)}{_fields(value)}\n```\n"
+
+
+def _fields(value: object) -> str:
+    """The public fields of a dataclass as its source has them, comments and all."""
+    if not inspect.isclass(value) or not dataclasses.is_dataclass(value):
+        return ""
+    names = "|".join(field.name for field in dataclasses.fields(value) if field.name[0] != "_")
+    lines = re.findall(rf"^    ((?:{names}): .*)$", inspect.getsource(value), re.MULTILINE)
+    return "\n\n" + "\n".join(lines)
 
 
 def _interp_reference() -> str:
@@ -37,7 +47,9 @@ def _interp_reference() -> str:
     for name in forge_interp.__all__:
         value = getattr(forge_interp, name)
         text += f"\n## {name}\n\n{_help(name, value)}"
-        for member, held in vars(value).items() if inspect.isclass(value) else ():
+        bases = value.__mro__ if inspect.isclass(value) else ()
+        ours = [base for base in bases if base.__module__.startswith("forge_interp")]
+        for member, held in {k: v for base in reversed(ours) for k, v in vars(base).items()}.items():
             if not member.startswith("_") and (
                 callable(getattr(value, member)) or isinstance(held, property)
             ):

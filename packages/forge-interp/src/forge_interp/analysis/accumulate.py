@@ -7,7 +7,6 @@ pairs.
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -22,7 +21,7 @@ _CHUNK_ELEMENTS = 2**20  # float64 numbers converted at a time: 8 MiB
 class Accumulator:
     """Sums of one pass over samples, in tensors that can be saved, sent, and added up over processes."""
 
-    _kind: Any  # equal for those that can be added up
+    _kind: str  # equal for those that can be added up
 
     def state(self) -> dict[str, Tensor]:
         """Return the sums as plain float64 tensors (views, not copies): to save, to send, to add up."""
@@ -65,16 +64,17 @@ class Accumulator:
         `add` and `maximum` replace a tensor by its sum and maximum over ranks, in place; default
         `torch.distributed.all_reduce`.
         """
-        dist = torch.distributed
-        add = dist.all_reduce if add is None else add
-        maximum = partial(dist.all_reduce, op=dist.ReduceOp.MAX) if maximum is None else maximum
+        add = torch.distributed.all_reduce if add is None else add
         if (total := self._total()) is not None:
             add(total)
             self._recentre(total)
         for tensor in self._additive():
             add(tensor)
         for tensor in self._maxima():
-            maximum(tensor)
+            if maximum is None:
+                torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+            else:
+                maximum(tensor)
         return self
 
     def _total(self) -> Any:
@@ -147,7 +147,7 @@ class Moments(Accumulator):
             zip(self.names, self.names, strict=True), itertools.product(self.rows, self.columns)
         )
         self._pairs = list(dict.fromkeys(tuple(sorted(pair, key=self._index.__getitem__)) for pair in pairs))
-        self._kind = f"moments of {self.widths}", self._pairs
+        self._kind = f"moments of {self.widths}, pairs {self._pairs}"
         total, blocks = ends[-1], len(self.names)
         shapes = [(self.widths[a], self.widths[b]) for a, b in self._pairs]
         sizes = [rows * columns for rows, columns in shapes]
@@ -185,7 +185,7 @@ class Moments(Accumulator):
             self._add([matrix[start : start + step] for matrix in given.values()])
 
     def state(self) -> dict[str, Tensor]:
-        """See `Accumulator.state`."""
+        """Return the sums as plain float64 tensors (views, not copies): to save, to send, to add up."""
         return {
             "count": self._count,
             "centre": self._centre,

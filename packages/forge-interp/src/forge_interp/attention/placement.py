@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,8 +61,13 @@ def unrepeated(x: Any, times: int) -> Any:
 def placed_like(value: Tensor, query: Any) -> Tensor:
     """This rank's [B, N, T] or [B, N, T, S] as the DTensor whose sequences and heads are split as q's are."""
     rows = query.dim() - 1
-    shape = (*query.shape[:rows], *value.shape[rows:])
-    stride = torch.empty(shape, device="meta").stride()
-    return type(query).from_local(
-        value, query.device_mesh, query.placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return joined(value, query.device_mesh, query.placements, (*query.shape[:rows], *value.shape[rows:]))
+
+
+def joined(value: Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
+    """The DTensor of a full shape, of which this rank holds `value`."""
+    from torch.distributed.tensor import DTensor
+
+    strides = torch.empty(shape, device="meta").stride()
+    full = {"shape": torch.Size(shape), "stride": strides}
+    return DTensor.from_local(value, mesh, placements, run_check=False, **full)

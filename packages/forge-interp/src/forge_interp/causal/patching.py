@@ -112,14 +112,8 @@ def site_means(
 ) -> dict[str, Tensor]:
     """The mean of each site over batch and positions, of each channel and head apart: for `ablate("mean")`.
 
-    Args:
-        model: any module.
-        batches: inputs, one forward pass each.
-        sites: as for `capture`.
-        keep: for each batch [B, T], False or 0 for padding, which does not count.
-
-    Returns:
-        By site: [D] for values [B, T, D] of modules; [1, N, 1, H] of attention (q, k, v, z).
+    `batches` are inputs of one forward pass each; `keep` for each of them [B, T], False or 0 for padding,
+    which does not count. Returns by site [D] for values [B, T, D] of modules; [1, N, 1, H] of attention.
     """
     sums: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}

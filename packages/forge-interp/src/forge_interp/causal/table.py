@@ -34,22 +34,15 @@ _DIMS = {
 class PatchingTable:
     """The metric at every place.
 
-    Attributes:
-        values: [sites, ...] float64, the metric of the corrupted run with that place patched, or its
-            estimate.
-        axes: what each axis is: "site", then "position", "head", "neuron", "place" or "receiver".
-        labels: for each axis its labels.
-        clean: the metric of the clean run.
-        corrupted: the metric of the corrupted run.
-        residual: only by integrated gradients, [sites]: what the attributions of a whole site add up to,
-            minus the measured effect of patching the whole site; 0 in the limit of many steps.
+    Integrated gradients have a `residual` [sites]: what the attributions of a whole site add up to, minus the
+    measured effect of patching the whole site; 0 in the limit of many steps.
     """
 
-    values: np.ndarray
-    axes: tuple[str, ...]
-    labels: tuple[tuple[str, ...], ...]
-    clean: float
-    corrupted: float
+    values: np.ndarray  # [sites, ...] the metric of the corrupted run with that place patched
+    axes: tuple[str, ...]  # "site", then "position", "head", "neuron", "place" or "receiver"
+    labels: tuple[tuple[str, ...], ...]  # for each axis
+    clean: float  # the metric of the clean run
+    corrupted: float  # that of the corrupted run
     residual: np.ndarray | None = None
 
     @property
@@ -139,10 +132,7 @@ def score(metric: Metric, output: Any) -> float:
     """The metric as a number; InterpError where it is not a single one."""
     value = metric(output)
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise InterpError(
-            f"the metric gave shape {tuple(value.shape)}; expected one number: reduce over the batch, "
-            "for instance with .mean()"
-        )
+        raise InterpError(f"the metric gave shape {tuple(value.shape)}; expected one number: reduce it")
     return float(value)
 
 
@@ -177,7 +167,5 @@ def _size(kind: str, activations: Mapping[str, Tensor], num_dims: int) -> int:
             )
         sizes[site] = value.shape[dim]
     if len(set(sizes.values())) != 1:
-        raise InterpError(
-            f"the sites have {sizes} {kind}; expected one number: call once for each kind of site"
-        )
+        raise InterpError(f"the sites have {sizes} {kind}; expected one number: call once for each kind")
     return next(iter(sizes.values()))

@@ -51,11 +51,9 @@ class _BySite(dict[str, Tensor]):
 class Activations(Mapping[str, Tensor]):
     """Captured values by site, `module:part[#call]`; made by `capture`.
 
-    Attributes:
-        skipped: sites that a wildcard named and that hold no tensor (a module that returns an object of many,
-            a mask that is None), and why.
-        gradients: with `grad=True`, after a backward pass, the gradient with respect to each value as the
-            model goes on with it from that site; what else uses the same tensor does not count.
+    `skipped` are sites that a wildcard named and that hold no tensor, and why. `gradients`, with `grad=True`
+    after a backward pass, are those with respect to each value as the model goes on with it from that site;
+    what else uses the same tensor does not count.
     """
 
     def __init__(self, model: nn.Module, found: Mapping[str, list[Site]], options: _Options) -> None:
@@ -219,8 +217,7 @@ class Activations(Mapping[str, Tensor]):
         if not torch.is_grad_enabled() or (is_attention and not value.requires_grad):
             raise InterpError(
                 f"site {str(site)!r} has no gradient; expected grad mode, as neither no_grad has nor "
-                "reentrant checkpointing (use_reentrant=False does), and of attention q, k, v or z in a "
-                "graph that reaches it"
+                "reentrant checkpointing (use_reentrant=False does), and of attention q, k, v or z in a graph"
             )
         if not (value.is_floating_point() or value.is_complex()):
             if is_optional:

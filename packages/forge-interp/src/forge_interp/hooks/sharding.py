@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_interp.attention.placement import is_dtensor
+from forge_interp.attention.placement import is_dtensor, joined
 from forge_interp.errors import InterpError
 from forge_interp.hooks.sites import Site, unwrapped
 from forge_interp.hooks.torch_private import fsdp_parameters, is_fake
@@ -39,15 +39,11 @@ class _Layout:
 
     def gathered(self, value: Tensor, dim: int, size: int) -> Tensor:
         """The value whose `dim` is split as this matrix is, `size` long in full. Collective."""
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor import Replicate, Shard
 
-        shape = torch.Size((*value.shape[:dim], size, *value.shape[dim + 1 :]))
-        stride = torch.empty(shape, device="meta").stride()
+        shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
         split = [Shard(dim) if p.is_shard() else Replicate() for p in self.placements]
-        value = value.contiguous()
-        return DTensor.from_local(
-            value, self.mesh, split, run_check=False, shape=shape, stride=stride
-        ).full_tensor()
+        return joined(value.contiguous(), self.mesh, split, shape).full_tensor()
 
     def local_size(self) -> int:
         """How long the split dimension is on this rank."""

@@ -66,8 +66,7 @@ def logit_lens(
     `max_bytes`, unless `keep_logits`.
 
     Args:
-        model: any module that returns logits (a tensor, `.logits`, or a tuple that starts with them). Call
-            `model.eval()` first, if it drops out.
+        model: any module that returns logits (a tensor, `.logits`, or a tuple that starts with them).
         sites: where to read, such as "layers.*:out"; values [..., D] with leading axes as the logits'.
         *args: inputs of the model, and **kwargs.
         norm: name or function of the final norm; default: found, see `Unembedding`.
@@ -78,10 +77,6 @@ def logit_lens(
         check: compare norm and head with the model's own logits.
         max_bytes: how much the distributions in work may take at once.
         **kwargs: see *args.
-
-    Raises:
-        InterpError: norm or head are not found or ambiguous or sharded; the check fails; a site has other
-            leading axes than the logits; `targets` or `top_k` do not fit.
 
     Source: nostalgebraist 2020, "interpreting GPT: the logit lens".
     """

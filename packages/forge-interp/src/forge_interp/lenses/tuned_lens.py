@@ -35,11 +35,8 @@ class TunedLens:
     """The logit lens with a trained affine translator in front, one for each site.
 
     logits = head(norm(x + A x + b)), A [D, D] and b [D] zero at first, so that an untrained tuned lens is the
-    logit lens. The translators are float32 (float64 for float64 models) whatever the dtype of the model. The
-    model itself is never changed.
-
-    Attributes:
-        translators: {site: (A, b)}; filled by the first `fit` step.
+    logit lens. `translators`, {site: (A, b)}, filled by the first step of `fit`, are float32 (float64 for
+    float64 models) whatever the dtype of the model, which is never changed.
 
     Source: Belrose et al. 2023, arXiv:2303.08112, section 2.
     """
