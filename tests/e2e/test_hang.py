@@ -12,12 +12,12 @@ from runs import losses
 @pytest.mark.slow
 @pytest.mark.dist
 def test_stopped_rank_is_named_and_the_run_goes_on(forge, tiny, tmp_path):
-    whole = tiny(steps=600, name="whole.toml", root=tmp_path / "whole")
+    whole = tiny(steps=300, name="whole.toml", root=tmp_path / "whole")
     forge("train", whole, ranks=2)
-    path, run = tiny(steps=600), tmp_path / "runs" / "tiny"
+    path, run = tiny(steps=300), tmp_path / "runs" / "tiny"
     line = [*forge.command("train", path, ranks=2), "--resilience.hang_least_s=5"]
     process = subprocess.Popen(line, env=forge.environment, stderr=subprocess.DEVNULL)
-    forge.wait_for_step(run / "metrics.jsonl", 250, process)
+    forge.wait_for_step(run / "metrics.jsonl", 120, process)
     ranks = subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()
     os.kill(int(ranks[-1]), signal.SIGSTOP)
     assert process.wait(timeout=60) == 1  # torchrun's

@@ -187,6 +187,53 @@ def test_chain_goes_on_by_itself_and_is_cut_when_the_run_is_complete(slurm, tmp_
     assert after(tmp_path / "run", 0, "--chained=9") == 0 and slurm.calls() == ["scancel 9"]
 
 
+HANG = "hang: rank 3 on n7.cluster (pid 4) in 'step' for 300 s, while others wait in 'data'"
+
+
+def test_node_that_is_blamed_twice_is_left_out(slurm, tmp_path, capsys):
+    run, script = tmp_path / "tiny", tmp_path / "slurm" / "tiny.sh"
+    script.parent.mkdir()
+    script.touch()
+    for _ in range(2):
+        ended(run, 86, reason=HANG)
+        assert after(run, 137) == 0
+        Store(RunFiles(run).checkpoints).save(len(slurm.calls()), Snapshot({"w": torch.zeros(1)}))
+    assert slurm.calls() == ["scontrol requeue 5", f"sbatch --parsable --exclude=n7 {script}"]
+    assert "job 17 takes its place, without n7" in capsys.readouterr().out
+    slurm.job_state.write_text("JobState=RUNNING BatchFlag=1\n ExcNodeList=n7\n")
+    assert after(run, 85) == 0
+    assert slurm.calls()[-1] == "scontrol requeue 5", "it is left out already"
+    assert after(run, 85, "--chained=9") == 0
+    assert slurm.calls()[-1] == "scontrol update JobId=9 ExcNodeList=n7"
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "hang: all 4 ranks in 'step' after 9 steps for 300 s: see their stacks",
+        HANG.replace("3 on n7", "3 on n7; rank 4 on n8"),
+        None,
+    ],
+)
+def test_node_is_not_left_out_where_none_or_several_are_blamed(slurm, tmp_path, reason):
+    run = tmp_path / "tiny"
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "tiny.sh").touch()
+    for _ in range(2):
+        ended(run, 86, reason=reason)
+        assert after(run, 137) == 0
+    assert slurm.calls() == ["scontrol requeue 5"] * 2
+
+
+def test_node_whose_copies_of_weights_differed_twice_is_left_out(slurm, tmp_path):
+    run = tmp_path / "tiny"
+    ended(run, 85)
+    line = {"kind": "rollback", "why": "rank 1 on n2 has another w than its copies: its hardware is suspect"}
+    (run / "incidents.jsonl").write_text(2 * (json.dumps(line) + "\n"))
+    assert after(run, 85, "--chained=9") == 0
+    assert slurm.calls() == ["scontrol update JobId=9 ExcNodeList=n2"]
+
+
 def test_never_and_interactive_allocations_do_not_requeue(slurm, tmp_path, capsys):
     assert after(tmp_path / "run", 85, "--never") == 85
     slurm.job_state.write_text("JobState=RUNNING BatchFlag=0\n")

@@ -6,12 +6,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from forge_ckpt.store import Store
 from forge_resilience.exit_codes import ExitCode
 
 from forge_trainer.run_dir import RunFiles, now, read_ended, read_lines
+from forge_trainer.slurm.script import LOGS
+from forge_trainer.slurm.suspects import suspect_of, suspects
 
 FUTILE = 3
 """So many starts in a row that failed without a new checkpoint end the chain."""
@@ -44,8 +47,11 @@ def after_job(options: argparse.Namespace) -> int:
     if options.never:
         return _stop(options, code, "the cluster file says never again")
     if options.chained:
-        return _say(ExitCode.DONE, f"exit code {code}; job {options.chained} goes on")
-    return _requeue(code)
+        without = suspects(directory)
+        if without:
+            _scontrol("update", f"JobId={options.chained}", f"ExcNodeList={','.join(without)}")
+        return _say(ExitCode.DONE, f"exit code {code}; job {options.chained} goes on{_without(without)}")
+    return _requeue(code, directory)
 
 
 def _code(directory: Path, of_step: int) -> int:
@@ -78,6 +84,7 @@ def _remember(directory: Path, code: int) -> int:
         "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
         "nodes": os.environ.get("SLURM_JOB_NODELIST"),
         "code": int(code),
+        "suspect": suspect_of(read_ended(directory) if code == ExitCode.HUNG else None),
         "failed": failed,
         "step": step,
     }
@@ -94,15 +101,40 @@ def _job_state() -> str:
     return found[1] if found else ""
 
 
-def _requeue(code: int) -> int:
+def _requeue(code: int, directory: Path) -> int:
     job = os.environ.get("SLURM_JOB_ID", "")
-    if "BatchFlag=1" not in _scontrol("show", "job", job).stdout:
+    told = _scontrol("show", "job", job).stdout
+    if "BatchFlag=1" not in told:
         return _say(code, f"exit code {code}; this is no batch job: start it again by hand")
+    known = re.search(r"ExcNodeList=(\S+)", told)
+    without = suspects(directory)
+    if set(without) - set(known[1].split(",") if known else []) and (new := _submit(directory, without)):
+        return _say(ExitCode.DONE, f"exit code {code}; job {new} takes its place{_without(without)}")
     told = _scontrol("requeue", job)
     if told.returncode:
         # In a preemption SLURM does it by itself, and refuses to do it twice.
         return _say(code, f"exit code {code}; not put back into the queue: {told.stderr.strip()}")
     return _say(ExitCode.DONE, f"exit code {code}; job {job} is back in the queue")
+
+
+def _submit(directory: Path, without: Sequence[str]) -> str | None:
+    """The id of a new job from the same script; None if there is none.
+
+    The nodes of a job that runs, or was put back by its own script, cannot be changed (SLURM 22.05).
+    """
+    script = directory.parent / LOGS / f"{directory.name}.sh"
+    if "SLURM_ARRAY_JOB_ID" in os.environ or not script.exists():
+        return None
+    line = ["sbatch", "--parsable", f"--exclude={','.join(without)}", str(script)]
+    try:
+        told = subprocess.run(line, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return told.stdout.strip().partition(";")[0] if told.returncode == 0 else None
+
+
+def _without(nodes: Sequence[str]) -> str:
+    return f", without {', '.join(nodes)}" if nodes else ""
 
 
 def _stop(options: argparse.Namespace, code: int, why: str) -> int:
