@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from data_tools import beside, tokenizing
 from forge_data.config import DataConfig
 from forge_data.loader import build_loader
 from forge_data.order import Order
@@ -46,10 +47,19 @@ def main() -> None:
                 (1, 1024, True, "bestfit"),
             )
         ]
+        others = [
+            row
+            for max_tokens in (4096, 1024)
+            for row in beside(TokenStore(paths[0]), Path(folder), max_tokens, options.seconds)
+        ]
+        tokenized = tokenizing(Path(folder))
     print(table(rows))
+    print("\nOthers, plain batches:\n" + table(others))
+    print("\n" + table(tokenized))
     starts = [start_at(first) for first in (0, 10**10)]
     print("\n" + table(starts))
-    write("data_loader", {"throughput": rows, "start of a mixture of 1e10 and 3e9 samples": starts})
+    results = {"throughput": rows, "others": others, "tokenize": tokenized}
+    write("data_loader", results | {"start of a mixture of 1e10 and 3e9 samples": starts})
 
 
 def make_store(path: Path, num_tokens: int) -> str:
