@@ -255,6 +255,21 @@ def test_losses_of_layers_reach_the_gradient_with_their_weights():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("balance", [0.0, 0.1])
+def test_affinities_that_vanish_leave_gradients_finite(balance):
+    """Sigmoids of logits below -104 are 0 in float32, and so is their sum."""
+    router = SigmoidRouterConfig(sequence_balance_weight=balance)
+    layer = MoEConfig(num_experts=4, dim=HIDDEN, router=router).build(DIM)
+    torch.nn.init.zeros_(layer.router.selection_bias)
+    for parameter in layer.parameters():
+        torch.nn.init.ones_(parameter)
+    x = torch.full((1, 3, DIM), -20.0).requires_grad_()
+    out = layer(x)
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros_like(out))
+    assert all(torch.isfinite(one.grad).all() for one in [x, *layer.parameters()])
+
+
 def test_losses_and_loads_do_not_depend_on_micro_batches():
     router = SigmoidRouterConfig(sequence_balance_weight=0.2, z_loss_weight=0.05)
     tokens = torch.randint(VOCAB, (6, TOKENS))

@@ -92,8 +92,15 @@ def balance_loss(affinities: Tensor, counts: Tensor) -> Tensor:
         counts: [groups, E], from `assigned`.
     """
     shares = counts.to(affinities.dtype) / counts.sum(1, keepdim=True).clamp(min=1)
-    normalized = affinities / affinities.sum(-1, keepdim=True)
-    return counts.shape[1] * (shares * normalized.mean(1)).sum(1).mean()
+    return counts.shape[1] * (shares * to_sum_one(affinities).mean(1)).sum(1).mean()
+
+
+def to_sum_one(x: Tensor) -> Tensor:
+    """[..., n] not negative -> the same divided by their sum, zeros if all are so small that the sum vanishes.
+
+    A bound that is far from the smallest number, for a gradient is divided by it.
+    """
+    return x / x.sum(-1, keepdim=True).clamp(min=1e-20)
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_model.balance import EXTRAS, Load, assigned, balance_loss, z_loss
+from forge_model.balance import EXTRAS, Load, assigned, balance_loss, to_sum_one, z_loss
 from forge_model.roles import Role
 from forge_model.router_config import ExpertChoiceConfig, RouterConfig, SigmoidRouterConfig, TopKConfig
 from forge_model.routing import Routing, one_per_slot
@@ -108,7 +108,7 @@ class TopKRouter(Router):
             experts = self._in_best_groups(self.selected_by(affinities)).topk(self.top_k).indices
         weights = affinities.gather(1, experts)
         if self.config.normalize:
-            weights = weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+            weights = to_sum_one(weights)
         routing = one_per_slot(experts, weights * self.config.scale)
         counts = assigned(routing.experts, len(x), self.num_experts)
         loss, seen = self._losses(logits, affinities, counts, sum_over_sequence)
