@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 
 import pytest
 import torch
@@ -82,6 +83,31 @@ def test_run_of_experts_is_logged_evaluated_continued_and_exported(forge, tiny, 
     started = records(tmp_path / "second" / "tiny")[-1]["eval/loss"]
     assert started == pytest.approx(evaluated, rel=1e-6)
     assert losses(tmp_path / "second" / "tiny")[0] < losses(run)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_run_of_experts_goes_on_over_other_ranks_and_is_exported(forge, tiny, tmp_path):
+    attention, extra, *_ = FAMILIES["deepseek_v3"]
+
+    def written(**where):
+        path = tiny(steps=14, extra=extra, **where)
+        path.write_text(path.read_text().replace(FAMILIES["mixtral"][0], attention))
+        return path
+
+    forge("train", written(name="whole.toml", root=tmp_path / "whole"))
+    run, whole, cut = tmp_path / "runs" / "tiny", tmp_path / "whole" / "tiny", written()
+    for step, ranks, flags in ((2, 2, ["--mesh.ep=2"]), (5, 2, []), (8, 2, ["--mesh.cp=2", "--mesh.ep=2"])):
+        assert forge.stop_at(cut, step, signal.SIGTERM, ranks, *flags)
+    forge("train", cut, "--mesh.ep=2", ranks=2)
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+
+    assert f"loss {records(run)[-1]['eval/loss']:.4f}" in forge("eval", run).stdout
+    write = ("--prompt", "import ", "--max-new-tokens", "16", "--temperature", "0")
+    assert forge("generate", run, *write).stdout == forge("generate", whole, *write).stdout
+    forge("export", run, tmp_path / "hf")
+    require_loadable(tmp_path / "hf")
 
 
 def require_loadable(folder) -> None:
