@@ -367,6 +367,9 @@ def test_flops_and_active_parameters_count_what_a_token_uses():
         ('router = {type = "expert_choice"}\ncapacity_factor = 1.0', "capacity_factor with an expert_choice"),
         ("shared_gate = true", "without shared_experts"),
         ("clamp = {}\ngated = false", "clamp with shared experts"),
+        ("capacity_factor = inf", "given inf"),
+        ("router = {z_loss_weight = inf}", "given inf"),
+        ("[model.mtp]\nnum_modules = 9999", "mtp.num_modules = 9999 of sequences of max_tokens"),
     ],
 )
 def test_mixture_that_cannot_be_is_refused(text, message, tmp_path):

@@ -127,6 +127,11 @@ class DecoderConfig(ModelConfig):
         return _over(preset(tree["preset"]), tree)
 
     def __post_init__(self) -> None:
+        if self.mtp.num_modules >= self.max_tokens:
+            raise ValueError(
+                f"mtp.num_modules = {self.mtp.num_modules} of sequences of max_tokens = {self.max_tokens}: no "
+                "token stands so far ahead; use fewer modules"
+            )
         for number, override in enumerate(self.overrides):
             if not override.indices(self.num_layers):
                 raise ValueError(

@@ -8,7 +8,7 @@ from forge_config import Config, Meta
 from msgspec.structs import replace
 
 from forge_model.ffn_config import Count, FfnConfig, SwiGLUConfig, ffns
-from forge_model.router_config import ExpertChoiceConfig, RouterConfig, SoftmaxRouterConfig
+from forge_model.router_config import MAX_FLOAT, ExpertChoiceConfig, RouterConfig, SoftmaxRouterConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,7 +53,7 @@ class MoEConfig(FfnConfig):
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"] = "silu"
     gated: bool = True
     clamp: ClampConfig | None = None
-    capacity_factor: Annotated[float, Meta(gt=0)] | None = None
+    capacity_factor: Annotated[float, Meta(gt=0, le=MAX_FLOAT)] | None = None
     shared_experts: Annotated[int, Meta(ge=0)] = 0
     shared_dim: Count | None = None
     shared_gate: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 from forge_config import Config, Meta, Registry
@@ -10,7 +11,8 @@ if TYPE_CHECKING:
     from forge_model.router import Router
 
 Count = Annotated[int, Meta(ge=1)]
-Weight = Annotated[float, Meta(ge=0)]
+MAX_FLOAT = sys.float_info.max
+Weight = Annotated[float, Meta(ge=0, le=MAX_FLOAT)]
 
 
 class RouterConfig(Config):
@@ -50,7 +52,7 @@ class TopKConfig(RouterConfig):
     """
 
     normalize: bool = True
-    scale: Annotated[float, Meta(gt=0)] = 1.0
+    scale: Annotated[float, Meta(gt=0, le=MAX_FLOAT)] = 1.0
     bias: bool = False
     groups: Count = 1
     top_groups: Count = 1
