@@ -96,9 +96,9 @@ def balance_loss(affinities: Tensor, counts: Tensor) -> Tensor:
 
 
 def to_sum_one(x: Tensor) -> Tensor:
-    """[..., n] not negative -> the same divided by their sum, zeros if all are so small that the sum vanishes.
+    """[..., n], not negative -> the same divided by their sum; next to zero where that is below 1e-20.
 
-    A bound that is far from the smallest number, for a gradient is divided by it.
+    The bound is far above the smallest float32, because gradients are divided by it.
     """
     return x / x.sum(-1, keepdim=True).clamp(min=1e-20)
 

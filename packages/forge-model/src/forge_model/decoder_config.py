@@ -129,8 +129,8 @@ class DecoderConfig(ModelConfig):
     def __post_init__(self) -> None:
         if self.mtp.num_modules >= self.max_tokens:
             raise ValueError(
-                f"mtp.num_modules = {self.mtp.num_modules} of sequences of max_tokens = {self.max_tokens}: no "
-                "token stands so far ahead; use fewer modules"
+                f"mtp.num_modules = {self.mtp.num_modules} of sequences of max_tokens = {self.max_tokens}: "
+                "no token stands so far ahead; use fewer modules"
             )
         for number, override in enumerate(self.overrides):
             if not override.indices(self.num_layers):
