@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forge_data import tokenize
 from forge_data.error import DataError
 from forge_data.sources import FilesConfig, PythonStdlibConfig, TokensConfig, find_files
 from forge_data.tokenizer import BytesConfig
@@ -181,3 +182,28 @@ def test_cache_is_known_by_content_not_by_size_and_time(folder: Path, tmp_path: 
     names = {f.name for f in (tmp_path / "tokens").iterdir() if f.is_dir()}
     source.open("train", BytesConfig(), tmp_path)
     assert {f.name for f in (tmp_path / "tokens").iterdir() if f.is_dir()} == names
+
+
+def test_source_goes_on_where_a_killed_process_stopped(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, work, done = FilesConfig(paths=[str(folder)], held_out=0.0), tokenize._tokenize_task, []
+    whole = source.open("train", BytesConfig(), tmp_path / "other")
+
+    def killed(task: tokenize.Task, **settings: object) -> object:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(task.name)
+        return work(task, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("forge_data.restart.COMMIT_S", 0.0)
+    monkeypatch.setattr(tokenize, "_tokenize_task", killed)
+    with pytest.raises(KeyboardInterrupt):
+        source.open("train", BytesConfig(), tmp_path / "cache")
+    first, done[:] = done[:], []
+    monkeypatch.setattr(
+        tokenize, "_tokenize_task", lambda task, **s: (done.append(task.name), work(task, **s))[1]
+    )
+    again = source.open("train", BytesConfig(), tmp_path / "cache")
+    assert again.manifest == whole.manifest and len(first) == 2
+    assert done and not set(first) & set(done)

@@ -5,25 +5,28 @@ from __future__ import annotations
 import fcntl
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
-    """One process at a time. On file systems without locks all do the work, and one wins the rename.
+def locked(path: Path, what: str) -> Iterator[bool]:
+    """One process at a time, told True. On file systems without locks all do the work, told False.
 
     Args:
         path: the file that is locked.
         what: is being done, for the message of those that wait, e.g. `the text is tokenized`.
     """
     with path.open("w") as file:
+        alone = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             sys.stderr.write(f"waiting: {what} by another process\n")
-            with suppress(OSError):
+            try:
                 fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError:
+                alone = False
         except OSError:
-            pass
-        yield
+            alone = False
+        yield alone

@@ -99,6 +99,8 @@ class TextSourceConfig(SourceConfig):
     def open(self, split: Split, tokenizer: TokenizerConfig, cache: Path) -> TokenStore:
         """See `SourceConfig.open`. Processes that ask at once wait for the first of them.
 
+        What a killed process has tokenized is kept, but for its last ten seconds.
+
         Raises:
             DataError: there is no such text, or the cache cannot be written.
         """
@@ -108,9 +110,13 @@ class TextSourceConfig(SourceConfig):
         if not folder.exists():
             try:
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                with locked(folder.with_suffix(".lock"), f"the text of {_called(self)} is tokenized"):
+                with locked(
+                    folder.with_suffix(".lock"), f"the text of {_called(self)} is tokenized"
+                ) as alone:
                     if not folder.exists():
-                        tokenize_files(files, folder, tokenizer, root=root, columns=columns, held=held)
+                        tokenize_files(
+                            files, folder, tokenizer, root=root, columns=columns, held=held, restart=alone
+                        )
             except OSError as error:
                 raise DataError(
                     f"the tokens cannot be kept in {cache}: {error}; set data.cache_dir or $FORGE_CACHE"
