@@ -372,3 +372,10 @@ def test_patch_takes_a_number(model, x):
     with torch.no_grad(), capture(model, "0") as acts, edit(model, {"0": patch(2.0)}):
         model(x)
     assert (acts["0"] == 2.0).all()
+
+
+@pytest.mark.parametrize("mean", [torch.zeros(8), {"fc1": torch.zeros(8)}], ids=["tensor", "by-site"])
+@pytest.mark.parametrize("other", [{"keep": torch.ones(2, 3)}, {"over": (0,)}], ids=["keep", "over"])
+def test_ablate_refuses_to_average_beside_a_mean_that_is_given(mean, other):
+    with pytest.raises(InterpError, match="averages nothing"):
+        ablate("mean", mean=mean, **other)

@@ -125,6 +125,8 @@ def ablate(
     if how not in ("zero", "mean", "resample"):
         raise InterpError(f"ablate({how!r}), expected 'zero', 'mean' or 'resample'")
     if how == "mean":
+        if mean is not None and not (keep is None and over is None):
+            raise InterpError("ablate('mean', mean=...) averages nothing; leave keep= and over= out")
         return patch(mean, where) if isinstance(mean, Tensor) else MeanAblation(where, mean, keep, over)
     if not (mean is None and keep is None and over is None):
         raise InterpError(f"ablate({how!r}, mean=...) would not use the mean; expected ablate('mean', ...)")
