@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -84,6 +85,12 @@ def tiny(tmp_path, text, tmp_path_factory):
     return write
 
 
+def children(pid):
+    """The processes that a process has started."""
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
+
+
 class Cli:
     """The real command `forge`, in processes of its own."""
 
@@ -136,7 +143,11 @@ class Cli:
             start_new_session=True,
         )
         self.wait_for_step(metrics, step, process)
+        # ranks have sessions of their own: a launcher that is killed leaves them behind, others it tells
+        left = children(process.pid) if how == signal.SIGKILL else []
         os.killpg(process.pid, how)
+        for rank in left:
+            os.kill(rank, how)
         return process.wait(timeout=120)
 
     @staticmethod

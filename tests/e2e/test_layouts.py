@@ -61,9 +61,11 @@ def check_kills(forge, tiny, tmp_path, ranks, flags, extra="", kills=KILLS, step
     whole = tiny(steps=steps, name="whole.toml", root=tmp_path / "whole", extra=extra)
     forge("train", whole, *flags, ranks=ranks)
     cut, run, draw = tiny(steps=steps, extra=extra), tmp_path / "runs" / "tiny", random.Random(str(flags))
+    ends = []
     for _ in range(kills):
         reached = max((r["step"] for r in lines(run)), default=0)
-        forge.stop_at(cut, reached + draw.randint(1, 4), signal.SIGKILL, ranks, *flags)
+        ends.append(forge.stop_at(cut, reached + draw.randint(1, 4), signal.SIGKILL, ranks, *flags))
+    assert ends == [-signal.SIGKILL] * kills and not complete(run), "each start was killed while it trained"
     forge("train", cut, *flags, ranks=ranks)
     saved = state(run)
     assert saved == state(tmp_path / "whole" / "tiny")
@@ -82,6 +84,10 @@ def test_run_goes_on_under_one_layout_after_another(forge, tiny, tmp_path):
         forge.stop_at(cut, step, signal.SIGTERM, 2, kv, *flags)
     forge("train", cut, kv)
     assert losses(tmp_path / "runs" / "tiny") == pytest.approx(losses(tmp_path / "whole" / "tiny"), rel=1e-5)
+
+
+def complete(run) -> bool:
+    return any("eval/loss" in record for record in lines(run))
 
 
 def lines(run) -> list[dict]:
