@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from forge_config import ConfigError
+from forge_data import cli
 from forge_parallel.error import ParallelError
-from forge_trainer.job import load_job
+from forge_trainer.job import Job, load_job
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -117,7 +118,7 @@ x = 1
 LOAD = """
 import sys
 from forge_config import ConfigError
-from forge_trainer.job import load_job
+from forge_trainer.job import Job, load_job
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 try:
@@ -223,3 +224,8 @@ def test_experts_that_do_not_fit_are_refused():
     assert job.mesh.sizes(8)["dp_shard"] == 8
     with pytest.raises(ParallelError, match=r"mesh.ep = 4 does not divide the 2 ranks of dp_shard"):
         job.mesh.sizes(2)
+
+
+def test_plan_of_data_knows_every_section_of_a_job() -> None:
+    """`forge-data` reads the file of a run without forge-trainer."""
+    assert set(cli._Job.__struct_fields__) == set(Job.__struct_fields__)

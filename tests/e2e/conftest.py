@@ -85,10 +85,40 @@ def tiny(tmp_path, text, tmp_path_factory):
     return write
 
 
+@pytest.fixture
+def rows(tmp_path, text):
+    """A folder with parquet files of two thousand documents."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    lines = [
+        line for file in sorted(text.iterdir()) for line in file.read_text().splitlines() if line.strip()
+    ]
+    for number in range(8):
+        part = [{"text": f"{number}.{n}: {line}"} for n, line in enumerate(lines[number::8][:250])]
+        parquet.write_table(pyarrow.Table.from_pylist(part), folder / f"{number}.parquet", row_group_size=25)
+    return folder
+
+
+def stream_from(job, source):
+    """Have the job of a file stream a source: a folder, or a data set of the hub."""
+    said = job.read_text()
+    before = said[said.index("[[data.sources]]") : said.index("[train]")]
+    stream = f'[[data.sources]]\ntype = "hf"\npath = "{source}"\nstreaming = true\nlanes = 8\n\n'
+    job.write_text(said.replace(before, stream))
+    return job
+
+
 def children(pid):
     """The processes that a process has started."""
     found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
     return [int(line) for line in found.stdout.split()]
+
+
+@pytest.fixture
+def stream():
+    """Rewrites a job such that it streams a source."""
+    return stream_from
 
 
 class Cli:

@@ -135,11 +135,16 @@ def test_flipped_bit_on_one_replica_is_found_and_undone(forge, tiny, tmp_path, c
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("kill", [False, True], ids=["goes on", "killed"])
-def test_two_ranks_go_back_alike(forge, tiny, tmp_path, kill):
+@pytest.mark.parametrize("streams", [False, True], ids=["store", "stream"])
+def test_two_ranks_go_back_alike(forge, tiny, rows, stream, tmp_path, streams, kill):
+    def write(**settings):
+        path = tiny(steps=200 if kill else 14, **settings)
+        return stream(path, rows) if streams else path
+
     (tmp_path / "my_poison.py").write_text(POISON)
     hook = '\n[hooks.poison]\ntype = "poison"\nfirst = 8\nlast = 10\nheals = true\n'
     keys = "--resilience.max_bad_steps=3", "--resilience.check_every_steps=1"
-    path = tiny(steps=200 if kill else 14, extra=hook)
+    path = write(extra=hook)
     path.write_text('imports = ["my_poison"]\n' + path.read_text())
     if kill:
         process = subprocess.Popen(forge.command("train", path, *keys, ranks=2), env=forge.environment)
@@ -149,7 +154,7 @@ def test_two_ranks_go_back_alike(forge, tiny, tmp_path, kill):
             os.kill(int(rank), signal.SIGKILL)
         assert process.wait(timeout=60) != 0
     forge("train", path, *keys, ranks=2)
-    without = tiny(steps=200 if kill else 14, name="without.toml", root=tmp_path / "without")
+    without = write(name="without.toml", root=tmp_path / "without")
     forge("train", without, "--data.skip=[{start_step=7,end_step=10}]", ranks=2)
     run, other = tmp_path / "runs" / "tiny", tmp_path / "without" / "tiny"
     mine, whole = state(run), state(other)

@@ -3,6 +3,8 @@
 import json
 import logging
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,10 +31,7 @@ cache_dir = "{root}/cache"
 validation_samples = 4
 {skip}
 [[data.sources]]
-type = "files"
-paths = ["{text}"]
-validation = ["{text}"]
-held_out = 0.0
+{source}
 [train]
 steps = 18
 global_batch = 2
@@ -47,6 +46,23 @@ keep = 2
 [resilience]
 check_every_steps = 1
 max_bad_steps = 3
+watchdog = false
+"""
+
+
+FILES = f"""
+type = "files"
+paths = ["{logging.__file__}"]
+validation = ["{logging.__file__}"]
+held_out = 0.0
+"""
+
+STREAM = """
+type = "hf"
+path = "{rows}"
+streaming = true
+lanes = 2
+validation = "{rows}"
 """
 
 
@@ -97,13 +113,24 @@ def infinite_weight(train, step, batch, number):
 def start(tmp_path):
     """Starts a run in this process; returns its exit code."""
 
-    def run(*overrides, name="tiny", skip=None):
+    def run(*overrides, name="tiny", skip=None, source=FILES):
         path = tmp_path / f"{name}.toml"
         left_out = "" if skip is None else f"skip = [{{ start_step = {skip[0]}, end_step = {skip[1]} }}]"
-        path.write_text(JOB.format(name=name, root=tmp_path, text=logging.__file__, skip=left_out))
+        path.write_text(JOB.format(name=name, root=tmp_path, source=source, skip=left_out))
         return run_job(load_job(path, overrides), 0)
 
     return run
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Eight files of lines of text."""
+    (tmp_path / "rows").mkdir()
+    lines = [line for line in Path(logging.__file__).read_text().splitlines() if line.strip()]
+    for number in range(8):
+        said = [json.dumps({"text": line}) for line in lines[100 * number : 100 * number + 100]]
+        (tmp_path / "rows" / f"{number}.jsonl").write_text("\n".join(said))
+    return tmp_path / "rows"
 
 
 def ended(folder):
@@ -148,10 +175,29 @@ def test_bad_window_of_data_is_left_out_and_the_run_is_one_without_it(
     assert start(*more, "--train.log_every_steps=2") == 0  # a start of a complete run takes the same data
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_window_of_a_stream_is_left_out_and_the_run_is_one_without_it(
+    start, rows, tmp_path, monkeypatch, workers
+):
+    """The lanes go back to their places in the checkpoint, and read past what is left out."""
+    fault, read = Fault(monkeypatch, infinite_gradient), f"--data.workers={workers}"
+    stream = STREAM.format(rows=rows)
+    assert start(read, name="without", skip=(5, 8), source=stream) == 0
+    fault.seen.clear()
+    assert start(read, name="clean", source=stream) == 0
+    fault.data = {fault.seen[step] for step in range(5, 8)}
+    assert start(read, source=stream) == 0
+    assert ended(tmp_path / "tiny") == ended(tmp_path / "without") != ended(tmp_path / "clean")
+    (found,) = incidents(tmp_path / "tiny", "rollback")
+    assert (found["to"], found["first"], found["end"], found["skip"]) == (4, 5, 8, True)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("streams", [False, True], ids=["store", "stream"])
 @pytest.mark.parametrize("moment", ["recorded", "removed", "loaded", "later"])
-def test_run_killed_on_its_way_back_ends_the_same(start, tmp_path, monkeypatch, moment):
+def test_run_killed_on_its_way_back_ends_the_same(start, rows, tmp_path, monkeypatch, moment, streams):
     fault = Fault(monkeypatch, infinite_gradient)
+    start = partial(start, source=STREAM.format(rows=rows) if streams else FILES)
     assert start(name="without", skip=(5, 8)) == 0
     fault.seen.clear()
     assert start(name="clean") == 0

@@ -81,6 +81,29 @@ def test_loader_serves_the_same_stream_over_random_schedules_of_ranks_and_kills(
     assert served == whole
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [48, 60, 104, 110, 126])
+def test_packed_mixture_is_the_same_over_all_schedules_of_ranks_workers_and_kills(
+    mixture: DataConfig, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """Each number of ranks from 1 to 16 divides one of the batches; each takes 0 to 4 workers in turn."""
+    monkeypatch.setattr("forge_data.batches.LOOKAHEAD", 64)
+    draw, done, served = random.Random(batch), 0, []
+    schedule = list(itertools.product([n for n in range(1, 17) if batch % n == 0], range(5)))
+    draw.shuffle(schedule)
+    for world, workers in schedule:
+        steps, with_workers = draw.randint(1, 2), draw.randrange(world)
+        micro = draw.choice([m for m in range(1, batch + 1) if batch % (m * world) == 0])
+        settings = {"micro_batch": micro, "global_batch": batch, "first_sample": done * batch}
+        parts = [
+            _take(mixture, steps, workers * (r == with_workers), rank=r, world_size=world, **settings)
+            for r in range(world)
+        ]
+        served += [_rows([part[step] for part in parts]) for step in range(steps)]
+        done += steps
+    assert served == _global(mixture, done, 1, micro_batch=2, global_batch=batch)
+
+
 def test_loader_with_workers_serves_the_packed_mixture(mixture: DataConfig) -> None:
     whole = _rows(_take(mixture, 20, micro_batch=8, global_batch=8))
     part = _take(mixture, 15, workers=3, micro_batch=2, global_batch=8, first_sample=5 * 8)

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forge_data import tokenize
+from forge_data.config import DataConfig
 from forge_data.error import DataError
+from forge_data.loader import build_loader
 from forge_data.sources import FilesConfig, PythonStdlibConfig, TokensConfig, find_files
 from forge_data.tokenizer import BytesConfig
 from forge_data.tokens import TokenStore
@@ -129,6 +131,22 @@ def test_source_is_built_once_when_several_processes_ask(folder: Path, tmp_path:
     assert [run.returncode for run in runs] == [0, 0, 0]
     assert len(digests) == 1
     assert sum(f.is_dir() for f in (tmp_path / "tokens").iterdir()) == 1
+
+
+def test_run_tokenizes_its_sources_with_as_many_processes_as_it_is_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, told = [], []
+    inner = tokenize._map
+    monkeypatch.setattr(
+        tokenize, "_map", lambda work, tasks, workers: asked.append(workers) or inner(work, tasks, 1)
+    )
+    files = FilesConfig(paths=[str(folder)], held_out=0.2)
+    config = DataConfig(max_tokens=8, sources=[files], tokenize_workers=5, cache_dir=str(tmp_path))
+    settings = {"micro_batch": 1, "global_batch": 1}
+    build_loader(config, "train", **settings, on_progress=lambda done, total: told.append((done, total)))
+    assert asked == [5, 5]  # training and validation
+    assert len(told) == 200 and told[-1][0] == told[-1][1]
 
 
 def test_source_waits_for_the_process_that_builds_it(folder: Path, tmp_path: Path) -> None:

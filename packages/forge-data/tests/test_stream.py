@@ -223,7 +223,6 @@ def test_what_a_stream_cannot_do_is_refused(folder: Path, source: dict, settings
     [
         ({"lanes": 5}, 1, r"lanes = 5 for a stream of 24 parts.*use 1, 2, 4, 8"),
         ({"lanes": 2}, 4, r"stream 0 has 2 lanes, which 4 ranks .*use 1, 2 ranks"),
-        ({"path": "some/set"}, 1, "no file of this machine, and streaming reads local files"),
     ],
 )
 def test_lanes_that_nobody_can_share_are_named(

@@ -58,6 +58,22 @@ def test_tokenize_writes_the_same_bytes_with_any_number_of_workers(corpus: Path,
     assert stores[0] == stores[1] == stores[2]
 
 
+def test_tokenize_takes_one_process_for_little_text_and_else_one_for_each_core(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    tokenize = importlib.import_module("forge_data.tokenize")
+    inner = tokenize._map
+    monkeypatch.setattr(
+        tokenize, "_map", lambda work, tasks, workers: asked.append(workers) or inner(work, tasks, 1)
+    )
+    monkeypatch.setattr(tokenize, "cores", lambda: 7)
+    for small, workers in ((1 << 20, 0), (10, 0), (10, 3)):
+        monkeypatch.setattr(tokenize, "SMALL_BYTES", small)
+        _run(corpus, tmp_path / f"s{len(asked)}", workers=workers)
+    assert asked == [1, 7, 3]
+
+
 @pytest.mark.parametrize("size", [1, 100, 4096])
 def test_tokenize_writes_the_same_bytes_however_files_are_cut(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from forge_data.config import DataConfig
 from forge_data.error import DataError
+from forge_data.job_signals import STEP_SIGNALS
 from forge_data.loader import Loader, build_loader
 from forge_data.sources import TokensConfig
-from forge_data.workers import STEP_SIGNALS
 
 
 @pytest.fixture

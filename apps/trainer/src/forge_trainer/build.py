@@ -158,7 +158,7 @@ def build(
     store = open_store(job, mesh)
     rollbacks = Rollbacks(job.job.directory, store, mesh.control_group)
     progress, fingerprint, counts, begins = resume_or_start(store, state, parts, job)
-    loader = open_data(job, mesh, rollbacks, progress, fingerprint, begins)
+    loader = open_data(job, mesh, rollbacks, progress, fingerprint, begins, lambda: clock.enter(BUILD))
     stack.callback(loader.close)
     job = job.ending_at(loader.last_step)
 

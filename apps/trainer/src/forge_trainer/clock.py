@@ -35,8 +35,7 @@ class Clock:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Count the time spent inside under `name`, also when it ends by an exception."""
-        for watcher in self.watchers:
-            watcher(name)
+        self.enter(name)
         start = time.perf_counter()
         self._inner_s.append(0.0)
         try:
@@ -48,8 +47,12 @@ class Clock:
                 self._inner_s[-1] += spent
             for listener in self.listeners:
                 listener(name, spent)
-            for watcher in self.watchers:
-                watcher(BETWEEN)
+            self.enter(BETWEEN)
+
+    def enter(self, name: str) -> None:
+        """Tell watchers what is done from now on; told again, that it has got on."""
+        for watcher in self.watchers:
+            watcher(name)
 
     def lap(self) -> dict[str, float]:
         """Seconds since the last lap: of each span that took any, and under `training` those of training."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
+from forge_data.config import DataConfig
+from forge_data.error import DataError
 from forge_data.loader import Loader, build_loader
+from forge_data.packings import pin_streams
 from forge_parallel.apply import reshard
 from forge_parallel.mesh import Mesh
 from forge_parallel.tensor import local_part
@@ -22,6 +25,7 @@ from forge_trainer.hooks.copies import CompareCopies
 from forge_trainer.job import Job
 from forge_trainer.ladder import Ladder
 from forge_trainer.progress import Progress, Stateful
+from forge_trainer.ranks import from_first, keep_in_touch
 from forge_trainer.rollback import Rollbacks
 from forge_trainer.saves import Saves
 from forge_trainer.say import say
@@ -40,25 +44,57 @@ def open_data(
     progress: Progress,
     fingerprint: str | None,
     places: Mapping[str, Any],
+    got_on: Callable[[], None] = lambda: None,
 ) -> Loader:
-    """What is trained on from now on.
+    """What is trained on from now on. Collective.
+
+    Args:
+        job: the configuration.
+        mesh: the grid of ranks.
+        rollbacks: of the run.
+        progress: how far it has come.
+        fingerprint: of the data so far.
+        places: where streams go on.
+        got_on: called now and then while text is tokenized.
 
     Raises:
         DataError: it is not what the run was trained on so far.
     """
-    loader = build_loader(
-        rollbacks.data(job.data),
-        "train",
-        rank=mesh.batch.rank,
-        world_size=mesh.batch.size,
-        micro_batch=job.train.micro_batch,
-        global_batch=job.train.global_batch,
-        first_sample=progress.samples,
-        steps=job.train.steps,
-        state=places,
+    data = rollbacks.data(job.data)
+    pins = _pinned(data, mesh, places)
+    loader = keep_in_touch(
+        lambda count: build_loader(
+            data,
+            "train",
+            rank=mesh.batch.rank,
+            world_size=mesh.batch.size,
+            micro_batch=job.train.micro_batch,
+            global_batch=job.train.global_batch,
+            first_sample=progress.samples,
+            steps=job.train.steps,
+            state={**places, **pins},
+            on_progress=lambda done, total: count(),
+        ),
+        mesh.control_group,
+        got_on,
     )
     loader.require(fingerprint, progress.samples)
     return loader
+
+
+def _pinned(data: DataConfig, mesh: Mesh, places: Mapping[str, Any]) -> dict[str, str]:
+    """Which versions are streamed: those of the checkpoint, or what the first rank finds."""
+
+    def pin() -> dict[str, str] | DataError:
+        try:
+            return pin_streams(data, places)
+        except DataError as error:
+            return error
+
+    found = from_first(pin, mesh.control_group)
+    if isinstance(found, DataError):
+        raise found
+    return found
 
 
 def open_validation(job: Job, mesh: Mesh) -> Loader:

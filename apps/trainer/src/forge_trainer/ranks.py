@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
+
+from forge_data.error import DataError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+
+LONGEST_WAIT_S = 1.0
+"""How often ranks tell each other that they still work, after a short while."""
 
 
 def from_first(work: Callable[[], T], group: ProcessGroup | None) -> T:
@@ -25,3 +31,59 @@ def from_first(work: Callable[[], T], group: ProcessGroup | None) -> T:
     answer: list[T | None] = [work() if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
     return answer[0]  # type: ignore[return-value]
+
+
+def keep_in_touch(
+    work: Callable[[Callable[[], None]], T], group: ProcessGroup | None, got_on: Callable[[], None]
+) -> T:
+    """What `work` returns on this rank, as soon as every rank has done its own. Collective.
+
+    Work may take hours on some ranks: meanwhile all tell each other that they are there, so that no
+    collective waits for longer than its timeout, and a signal is heard.
+
+    Args:
+        work: told what to call now and then as it gets on; is done in a thread if there are several ranks.
+        group: of all ranks, on the CPU; None in a lone process.
+        got_on: called when the work of any rank has got on.
+
+    Raises:
+        Exception: what `work` raised on this rank.
+        DataError: it raised on another rank.
+    """
+    if group is None:
+        return work(got_on)
+    import torch
+    import torch.distributed as dist
+
+    done: list[T] = []
+    failed: list[Exception] = []
+    steps = [0]
+
+    def count() -> None:
+        steps[0] += 1
+
+    def run() -> None:
+        try:
+            done.append(work(count))
+        except Exception as error:  # raised by the thread that waits
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="work", daemon=True)
+    thread.start()
+    wait, before = 0.01, -1
+    while True:
+        thread.join(wait)
+        mine = failed[:]
+        sums = torch.tensor([not (done or mine), len(mine), steps[0]], dtype=torch.int64)
+        dist.all_reduce(sums, group=group)
+        working, failures, total = sums.tolist()
+        if failures:
+            said: list[str | None] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(said, str(mine[0]) if mine else None, group=group)
+            raise mine[0] if mine else DataError(f"on another rank: {next(filter(None, said), 'an error')}")
+        if not working:
+            thread.join()
+            return done[0]
+        if total != before:
+            got_on()
+        wait, before = min(2 * wait, LONGEST_WAIT_S), total

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from forge_data.mixing import Run, build_order, plan_lines
 from forge_data.packings import train_packings
 from forge_data.sample import sample_lines
 from forge_data.sources import find_files
-from forge_data.tokenize import tokenize_files
+from forge_data.tokenize import cores, say_progress, tokenize_files
 from forge_data.tokenizer import BytesConfig, HfTokenizerConfig, TokenizerConfig
 from forge_data.tokens import TokenStore
 from forge_data.validate import problems
@@ -73,7 +72,7 @@ def _add_making(commands: Any) -> None:
     make.add_argument("--tokenizer", default="bytes", help="'bytes', or the path of a tokenizer.json")
     make.add_argument("--eos", default="</s>", help="token of tokenizer.json that ends a document")
     make.add_argument("--field", default="text", help="key of the text in rows")
-    make.add_argument("--workers", type=int, default=_cores(), help="processes")
+    make.add_argument("--workers", type=int, default=cores(), help="processes")
     bring = commands.add_parser("import", help="token files of other projects -> a token store")
     bring.add_argument(
         "paths", nargs="+", type=Path, help="Megatron .bin, nanoset .ds, .npy, raw; litData, MDS folders"
@@ -106,11 +105,6 @@ def _add_looking(commands: Any) -> None:
     ahead.add_argument("config", help="the TOML file of a run; keys are overridden with --section.key=value")
 
 
-def _cores() -> int:
-    """Those this process may use, which on a cluster are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _tokenizer(options: argparse.Namespace) -> TokenizerConfig:
     if options.tokenizer == "bytes":
         return BytesConfig()
@@ -140,7 +134,7 @@ def _tokenize(options: argparse.Namespace) -> int:
             restart=True,
             on_progress=(lambda done, total: progress.update(bar, completed=done, total=total))
             if console.is_terminal
-            else _plain_progress(),
+            else say_progress("text"),
         )
     return _told(options.out, store)
 
@@ -153,19 +147,6 @@ def _import(options: argparse.Namespace) -> int:
 def _told(folder: Path, store: TokenStore) -> int:
     sys.stdout.write(f"{folder}: {len(store):,} tokens in {store.manifest.num_docs:,} documents\n")
     return 0
-
-
-def _plain_progress(every_s: float = 10.0) -> Callable[[int, int], None]:
-    """Lines for a log file, now and then."""
-    last = time.monotonic()
-
-    def show(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= every_s:
-            last = time.monotonic()
-            sys.stderr.write(f"tokenizing: {done:,} of {total:,} bytes\n")
-
-    return show
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -215,6 +196,7 @@ class _Job(Config):
     mesh: dict[str, Any] = {}
     tensor_parallel: dict[str, Any] = {}
     context_parallel: dict[str, Any] = {}
+    expert_parallel: dict[str, Any] = {}
     pipeline: dict[str, Any] = {}
     fsdp: dict[str, Any] = {}
     precision: dict[str, Any] = {}

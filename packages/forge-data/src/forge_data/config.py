@@ -28,6 +28,8 @@ class DataConfig(Config):
             alone. `crop`: sequences begin with a document, and what the last has left is left out.
         validation_samples: held-out sequences an evaluation reads, evenly spaced; 0 reads all.
         workers: processes that prepare batches; 0 prepares them in the training process.
+        tokenize_workers: processes that tokenize text at the start of a run, of which one rank of a machine
+            starts them; 0 is one for each core that the rank may use, or one alone for little text.
         phases: from which step on other weights hold.
         temperature: multiplies each weight by the size of its source to the power of 1 / temperature: 1 reads
             each source in proportion to its size, infinity all alike; absent leaves the weights as they are.
@@ -37,7 +39,7 @@ class DataConfig(Config):
         cache_dir: where tokenized text is kept; absent means `$FORGE_CACHE` or `~/.cache/forge`.
     """
 
-    free_keys = ("validation_samples", "workers", "cache_dir")
+    free_keys = ("validation_samples", "workers", "tokenize_workers", "cache_dir")
     path_keys = ("cache_dir",)
     recorded_keys = ("phases", "skip")
 
@@ -50,6 +52,7 @@ class DataConfig(Config):
     packing: Literal["concat", "bestfit", "pad", "crop"] = "concat"
     validation_samples: Annotated[int, Meta(ge=0)] = 256
     workers: Annotated[int, Meta(ge=0)] = 0
+    tokenize_workers: Annotated[int, Meta(ge=0)] = 0
     phases: list[PhaseConfig] = []
     temperature: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     when_exhausted: Literal["error", "stop", "reweight"] = "error"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import itertools
@@ -13,6 +14,7 @@ from typing import IO, Any, NamedTuple
 
 from forge_data.columns import Columns, Part
 from forge_data.error import DataError
+from forge_data.remote import HubFile, may_pass
 
 TASK_BYTES = 8 << 20
 """Large .jsonl files are cut into ranges of about this size; small files are worked on one by one."""
@@ -22,6 +24,14 @@ ARROW_BATCHES = 16
 
 ROW_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
 """Files with a document a row."""
+
+HUB_ROW_ENDINGS = (*ROW_ENDINGS, ".json", ".json.gz", ".json.zst")
+"""The same on the hub, where .json is a name of lines of JSON."""
+
+ALL_BATCHES = 1 << 40
+
+FOOTERS = 64
+"""What of parquet files of the hub is kept, to be asked for once."""
 
 
 class Task(NamedTuple):
@@ -35,23 +45,28 @@ class Task(NamedTuple):
         bytes: about how many bytes are read.
     """
 
-    path: Path
+    path: Path | HubFile
     name: str
     start: int
     stop: int
     bytes: int
 
 
-def tasks_of(path: Path, root: Path) -> list[Task]:
-    """The parts of a file."""
-    name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
-    size = path.stat().st_size
-    if path.suffix == ".jsonl":
+def tasks_of(path: Path | HubFile, root: Path) -> list[Task]:
+    """The parts of a file; those of the hub are named after their place in the repository."""
+    if isinstance(path, HubFile):
+        name, size = path.path, path.size
+    else:
+        name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
+        size = path.stat().st_size
+    if path.suffix == ".jsonl" or (isinstance(path, HubFile) and path.suffix == ".json"):
         cuts = [*range(0, max(size, 1), TASK_BYTES), size]
         return [Task(path, name, a, b, b - a) for a, b in itertools.pairwise(cuts)]
     if path.suffix == ".parquet":
         groups = _parquet(path).num_row_groups
         return [Task(path, name, group, group + 1, size // groups) for group in range(groups)]
+    if path.suffix == ".arrow" and isinstance(path, HubFile):
+        return [Task(path, name, 0, ALL_BATCHES, size)]  # it would be read up to each part
     if path.suffix == ".arrow":
         count = sum(1 for _ in _arrow_batches(path))
         cuts = [*range(0, count, ARROW_BATCHES), count]
@@ -66,7 +81,7 @@ def documents(task: Task, columns: Columns) -> Iterator[tuple[str, list[Part]]]:
         DataError: the file is damaged, or a row is not what the columns need.
     """
     path = task.path
-    if not path.name.endswith(ROW_ENDINGS):
+    if not path.name.endswith(HUB_ROW_ENDINGS if isinstance(path, HubFile) else ROW_ENDINGS):
         yield task.name, [Part(_plain_text(path))]
         return
     for place, row in _rows(task, columns.names):
@@ -79,27 +94,30 @@ def documents(task: Task, columns: Columns) -> Iterator[tuple[str, list[Part]]]:
         yield f"{task.name}:{place}", parts
 
 
-def _plain_text(path: Path) -> str:
+def _plain_text(path: Path | HubFile) -> str:
     raw = _opened(path, lambda file: file.read())
     if b"\0" in raw:
         raise DataError(f"{path} holds zero bytes, so it is no text; leave it out by a pattern")
     return raw.decode("utf-8", errors="replace")
 
 
-def _opened(path: Path, read: Callable[[IO[bytes]], bytes]) -> bytes:
+def _opened(path: Path | HubFile, read: Callable[[IO[bytes]], bytes]) -> bytes:
     try:
         with _open(path) as file:
             return read(file)
     except (OSError, EOFError, zlib.error) as error:
+        if may_pass(path, error):
+            raise
         raise DataError(f"{path} cannot be unpacked: {error}") from None
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path | HubFile) -> IO[bytes]:
     if path.suffix == ".gz":
-        return gzip.open(path)  # pyright: ignore[reportReturnType]
+        return gzip.open(path.open() if isinstance(path, HubFile) else path)  # pyright: ignore[reportReturnType]
     if path.suffix == ".zst":
-        return io.BufferedReader(_pyarrow().input_stream(str(path), compression="zstd"))
-    return path.open("rb")
+        packed = path.open() if isinstance(path, HubFile) else str(path)
+        return io.BufferedReader(_pyarrow().input_stream(packed, compression="zstd"))
+    return path.open() if isinstance(path, HubFile) else path.open("rb")
 
 
 def _rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
@@ -124,7 +142,7 @@ def _parquet_rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str,
     yield from ((f"{task.start}.{index}", row) for index, row in enumerate(rows))
 
 
-def _require_columns(path: Path, names: list[str], held: list[str]) -> None:
+def _require_columns(path: Path | HubFile, names: list[str], held: list[str]) -> None:
     if missing := [name for name in names if name not in held]:
         raise DataError(f"{path} has no column {missing[0]!r}; it has {', '.join(held)}")
 
@@ -136,9 +154,11 @@ def _lines(task: Task) -> Iterator[tuple[int, bytes]]:
             with _open(task.path) as file:
                 yield from enumerate(file)
         except (OSError, EOFError, zlib.error) as error:
+            if may_pass(task.path, error):
+                raise
             raise DataError(f"{task.path} cannot be unpacked: {error}") from None
         return
-    with task.path.open("rb") as file:
+    with _open(task.path) as file:
         if task.start:
             file.seek(task.start - 1)
             file.readline()
@@ -146,7 +166,7 @@ def _lines(task: Task) -> Iterator[tuple[int, bytes]]:
             yield position, file.readline()
 
 
-def _json_row(path: Path, position: int, line: bytes) -> dict[str, Any] | None:
+def _json_row(path: Path | HubFile, position: int, line: bytes) -> dict[str, Any] | None:
     if not line.strip():
         return None
     try:
@@ -158,26 +178,38 @@ def _json_row(path: Path, position: int, line: bytes) -> dict[str, Any] | None:
     return row  # pyright: ignore[reportUnknownVariableType]
 
 
-def _arrow_batches(path: Path) -> Iterator[Any]:
+def _arrow_batches(path: Path | HubFile) -> Iterator[Any]:
     """Record batches of a stream, as `datasets` writes it, or of a file with an index."""
     pyarrow = _pyarrow()
-    with pyarrow.memory_map(str(path)) as mapped:
+    hub = isinstance(path, HubFile)
+    with pyarrow.PythonFile(path.open()) if hub else pyarrow.memory_map(str(path)) as opened:
         try:
-            file = pyarrow.ipc.open_file(mapped)
+            file = pyarrow.ipc.open_file(opened)
             yield from (file.get_batch(number) for number in range(file.num_record_batches))
         except pyarrow.ArrowInvalid:
-            mapped.seek(0)
+            opened.seek(0)
             try:
-                yield from pyarrow.ipc.open_stream(mapped)
+                yield from pyarrow.ipc.open_stream(opened)
             except (pyarrow.ArrowInvalid, OSError) as error:
+                if may_pass(path, error):
+                    raise
                 raise DataError(f"{path} cannot be read as arrow: {error}") from None
 
 
-def _parquet(path: Path) -> Any:
+def _parquet(path: Path | HubFile) -> Any:
     _pyarrow()
     from pyarrow.parquet import ParquetFile
 
+    if isinstance(path, HubFile):
+        return ParquetFile(path.open(ahead=False), metadata=_footer(path), pre_buffer=True)
     return ParquetFile(path)
+
+
+@functools.lru_cache(FOOTERS)
+def _footer(path: HubFile) -> Any:
+    from pyarrow.parquet import ParquetFile
+
+    return ParquetFile(path.open(ahead=False)).metadata
 
 
 def _pyarrow() -> Any:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from forge_config import Meta
 
 from forge_data.columns import CHATML, Columns, MessagesColumn, PromptColumns, TextColumn
 from forge_data.documents import tasks_of
 from forge_data.error import DataError
+from forge_data.hub import HubSplit, commit_of, downloaded, files_of, tasks_of_split
 from forge_data.sources import Split, TextSourceConfig, find_files, sources
 from forge_data.stream import StreamedText
 from forge_data.tokenize import Held
@@ -30,6 +31,8 @@ class HfConfig(TextSourceConfig):
         path: a name on the hub such as `HuggingFaceFW/fineweb-edu`, or a path or pattern of this machine,
             which counts where it exists.
         subset: the configuration of a data set of the hub.
+        revision: a commit, tag or branch of it; absent is the main branch. A run that streams it goes on
+            with the commit that it began with.
         split: of a data set of the hub.
         validation: the path of the validation text, or the name of its split on the hub; absent holds out
             some of `path`.
@@ -38,8 +41,8 @@ class HfConfig(TextSourceConfig):
         prompt: the column with what is no target.
         completion: the column with the target.
         template: of a turn of a conversation; `{role}` and `{content}` are put in.
-        streaming: read files of this machine while training instead of tokenizing them first. Nothing is held
-            out: name `validation` to evaluate.
+        streaming: read the text while training, from the hub too, instead of tokenizing it first. Nothing is
+            held out: name `validation` to evaluate.
         lanes: of a stream: its parts (row groups, ranges of bytes, files) are dealt to so many, which ranks
             share evenly; 0 takes a divisor of the global batch, at most 64 and one for every four parts.
         shuffle_parts: of a stream: how many parts of a lane have their documents shuffled together, which
@@ -50,6 +53,7 @@ class HfConfig(TextSourceConfig):
 
     path: str
     subset: str | None = None
+    revision: str | None = None
     split: str = "train"
     validation: str | None = None
     text: str | None = None
@@ -98,70 +102,40 @@ class HfConfig(TextSourceConfig):
         """See `SourceConfig.is_streamed`."""
         return self.streaming
 
-    def open_stream(self) -> StreamedText:
+    def pin_stream(self) -> str | None:
+        """See `SourceConfig.pin_stream`: the commit of a data set of the hub."""
+        if is_local(self.path):
+            return None
+        return commit_of(HubSplit(self.path, self.subset, self.split), self.revision)
+
+    def open_stream(self, cache: Path, pin: str | None = None) -> StreamedText:
         """See `SourceConfig.open_stream`."""
-        if not is_local(self.path):
-            raise DataError(
-                f"{self.path} is no file of this machine, and streaming reads local files; download it "
-                "(`hf download --repo-type dataset`) and name its files, or set streaming = false"
-            )
-        root, files = self.root_and_files("train")
-        tasks = tuple(task for file in files for task in tasks_of(file, root))
-        return StreamedText(tasks, self.columns(), self.lanes, self.shuffle_parts)
+        if is_local(self.path):
+            root, files = self.root_and_files("train")
+            tasks = tuple(task for file in files for task in tasks_of(file, root))
+        else:
+            pin = pin or self.pin_stream()
+            assert pin is not None
+            tasks = tasks_of_split(HubSplit(self.path, self.subset, self.split), pin, cache)
+        return StreamedText(tasks, self.columns(), self.lanes, self.shuffle_parts, pin)
 
     def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
         """See `TextSourceConfig.root_and_files`."""
         own = self.validation if split == "validation" else None
-        if is_local(self.path):
+        if is_local(self.path) and (self.subset is not None or self.revision is not None):
+            raise DataError(
+                f"{self.path} are files of this machine, given subset = {self.subset!r} and revision = "
+                f"{self.revision!r}, which only data sets of the hub have; leave them out"
+            )
+        if is_local(self.path) or (own is not None and not own.isidentifier() and is_local(own)):
             files = find_files([own or self.path])
         else:
-            files = downloaded(self.path, self.subset, own or self.split)
+            asked = HubSplit(self.path, self.subset, own or self.split)
+            only = files_of(asked, commit_of(asked, self.revision)) if self.streaming else None
+            files = downloaded(asked, self.revision, only)
         return Path(os.path.commonpath([file.parent for file in files])), files
 
 
 def is_local(path: str) -> bool:
     """Whether a path stands for files of this machine: it exists, or can be no name of the hub."""
     return Path(path).exists() or any(c in path for c in "*?[") or path.startswith(("/", ".", "~"))
-
-
-def downloaded(path: str, subset: str | None, split: str) -> list[Path]:
-    """The arrow files of a data set of the hub, which `datasets` keeps in its own cache.
-
-    Raises:
-        DataError: it cannot be reached, and is not in the cache; names the data sets that are.
-    """
-    try:
-        from datasets import load_dataset  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
-    except ImportError:
-        raise DataError(
-            f"{path} is no file of this machine, and the hub needs: pip install 'forge-data[hf]'"
-        ) from None
-    try:
-        found: Any = load_dataset(path, subset, split=split)
-    except Exception as error:  # its kinds of errors differ from version to version
-        raise DataError(
-            f"the data set {path} (subset {subset}, split {split}) cannot be had: "
-            f"{type(error).__name__}: {_first_line(error)}; {_alternatives()}"
-        ) from error
-    return sorted(Path(file["filename"]) for file in found.cache_files)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
-
-
-def _alternatives() -> str:
-    """What could be read instead."""
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    folder = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
-    names = {entry.name.replace("___", "/") for entry in folder.glob("*") if entry.is_dir()}
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    names |= {entry.name.removeprefix("datasets--").replace("--", "/") for entry in hub.glob("datasets--*")}
-    cached = (
-        f"in the cache of this machine ({home}) are {', '.join(sorted(names))}"
-        if names
-        else (f"the cache of this machine ({home}) holds no data set")
-    )
-    return (
-        f"{cached}; check the name and the network, or set `path` to local files (.parquet, .arrow, .jsonl)"
-    )

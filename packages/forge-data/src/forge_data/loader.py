@@ -18,11 +18,12 @@ from forge_data.error import DataError
 from forge_data.mixing import Run, build_order, fingerprint_parts, last_step, plan_lines
 from forge_data.order import VERSION, Order
 from forge_data.packing import Packing
-from forge_data.packings import build_packings, build_streams
+from forge_data.packings import build_packings, build_streams, pin_key
 from forge_data.packings import fingerprint_parts as packing_parts
 from forge_data.sources import Split
 from forge_data.stores import open_stores
 from forge_data.stream import Place
+from forge_data.tokenize import Progress
 from forge_data.tokens import TokenStore
 from forge_data.workers import Workers
 
@@ -68,6 +69,7 @@ class Loader:
         fingerprint_at: names the stream of so many samples: later phases and skips may still change.
         sources: what each source is called.
         order: the order of samples, where it goes on; None for a pass over held-out text.
+        pins: the versions of streams that have several, by the name that they have in a checkpoint.
     """
 
     batches: Batches
@@ -79,6 +81,7 @@ class Loader:
     fingerprint_at: Callable[[int], str] = field(default=lambda _: "", repr=False)
     sources: tuple[str, ...] = ()
     order: Order | None = field(default=None, repr=False)
+    pins: dict[str, str] = field(default_factory=dict[str, str], repr=False)
     _open: list[Workers] = field(default_factory=list[Workers], init=False, repr=False)
     _state: dict[str, Place] = field(default_factory=dict[str, Place], init=False, repr=False)
 
@@ -116,9 +119,9 @@ class Loader:
                 check()
                 yield micro_batches[start : start + self.batches.micro_batches]
 
-    def state(self) -> dict[str, list[int]]:
+    def state(self) -> dict[str, Any]:
         """Where the lanes of streams that this rank reads go on behind the last item, as JSON by name."""
-        return {name: list(place) for name, place in self._state.items()}
+        return {**self.pins, **{name: list(place) for name, place in self._state.items()}}
 
     def tokens_read(self, samples: int) -> dict[str, int]:
         """Tokens of each source, padding included, in the first so many samples of the run; by its name."""
@@ -165,6 +168,7 @@ def build_loader(
     first_sample: int = 0,
     steps: int | None = None,
     state: Mapping[str, Any] | None = None,
+    on_progress: Progress | None = None,
 ) -> Loader:
     """The loader of one rank.
 
@@ -179,6 +183,7 @@ def build_loader(
         steps: of the whole run, where that is known: where phases begin, and whether the sources suffice.
         state: what `Loader.state` told on all ranks, of any number, after `first_sample` samples; other
             names in it are passed over. Needed where sources are streamed.
+        on_progress: told how far it is while text is tokenized.
 
     Raises:
         DataError: data are missing, or the global batch cannot be cut evenly.
@@ -188,9 +193,11 @@ def build_loader(
             f"rank {rank} of {world_size}, micro_batch {micro_batch}, first_sample {first_sample}: expected "
             "a rank from 0 below world_size, a micro_batch from 1 and a first_sample from 0"
         )
-    stores = open_stores(config, split)
+    stores = open_stores(config, split, on_progress)
     # The held-out text belongs to what a run is: its evaluations are to be compared.
-    held_out = open_stores(config, "validation") if split == "train" and config.has_validation() else {}
+    held_out: dict[int, TokenStore] = {}
+    if split == "train" and config.has_validation():
+        held_out = open_stores(config, "validation", on_progress)
     packings: dict[int, Packing] = dict(build_packings(config, stores))
     cuts = packing_parts(config)
     if split == "validation":
@@ -221,6 +228,7 @@ def build_loader(
         fingerprint_at,
         tuple(config.source_names()),
         order,
+        {pin_key(number): stream.text.pin for number, stream in streams.items() if stream.text.pin},
     )
 
 

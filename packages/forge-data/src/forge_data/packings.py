@@ -44,7 +44,7 @@ def build_streams(
     for number, source in enumerate(config.sources):
         if not source.is_streamed():
             continue
-        text = source.open_stream()
+        text = source.open_stream(cache_folder(config), state.get(pin_key(number)))
         lanes = text.num_lanes(global_batch)
         kept = {lane: state.get(state_key(number, lane)) for lane in range(lanes)}
         if started and None in kept.values():
@@ -57,6 +57,25 @@ def build_streams(
         seed = key(config.seed, "stream", number)
         found[number] = Stream(text, config.tokenizer, lanes, seed, config.max_tokens, *flags, places)
     return found
+
+
+def pin_streams(config: DataConfig, state: Mapping[str, Any]) -> dict[str, str]:
+    """The version of each stream that has several, such as a commit of the hub.
+
+    It is that of `state`, if there is one there. Each rank of a new run must be told the same: one asks,
+    see `SourceConfig.pin_stream`.
+    """
+    found: dict[str, str] = {}
+    for number, source in enumerate(config.sources):
+        pin = state.get(pin_key(number)) or (source.pin_stream() if source.is_streamed() else None)
+        if pin is not None:
+            found[pin_key(number)] = pin
+    return found
+
+
+def pin_key(source: int) -> str:
+    """The name of the version of a stream in a checkpoint."""
+    return f"data.{source}.version"
 
 
 def state_key(source: int, lane: int) -> str:

@@ -19,7 +19,7 @@ from forge_data.error import DataError
 from forge_data.locks import locked
 from forge_data.order import key
 from forge_data.stream import StreamedText
-from forge_data.tokenize import Held, tokenize_files
+from forge_data.tokenize import ALONE, Held, Making, tokenize_files
 from forge_data.tokenizer import Tokenizer, TokenizerConfig
 from forge_data.tokens import FORMAT, TokenStore
 
@@ -43,7 +43,9 @@ class SourceConfig(Config):
         """Whether there is text for validation; training needs none."""
         raise NotImplementedError
 
-    def open(self, split: Split, tokenizer: TokenizerConfig, cache: Path) -> TokenStore:
+    def open(
+        self, split: Split, tokenizer: TokenizerConfig, cache: Path, making: Making = ALONE
+    ) -> TokenStore:
         """The tokens of a split, made first when need be.
 
         Raises:
@@ -55,8 +57,20 @@ class SourceConfig(Config):
         """Whether the training text is read while training, by `open_stream` in place of `open`."""
         return False
 
-    def open_stream(self) -> StreamedText:
+    def pin_stream(self) -> str | None:
+        """Names the version of what is streamed that a new run reads to its end; None where there is one.
+
+        Raises:
+            DataError: it cannot be found out.
+        """
+        return None
+
+    def open_stream(self, cache: Path, pin: str | None = None) -> StreamedText:
         """What is streamed.
+
+        Args:
+            cache: a folder for what need not be found out twice.
+            pin: from `pin_stream`, at the start of the run.
 
         Raises:
             DataError: the data are missing.
@@ -96,7 +110,9 @@ class TextSourceConfig(SourceConfig):
         """Which parts of a row make a document."""
         return TextColumn()
 
-    def open(self, split: Split, tokenizer: TokenizerConfig, cache: Path) -> TokenStore:
+    def open(
+        self, split: Split, tokenizer: TokenizerConfig, cache: Path, making: Making = ALONE
+    ) -> TokenStore:
         """See `SourceConfig.open`. Processes that ask at once wait for the first of them.
 
         What a killed process has tokenized is kept, but for its last ten seconds.
@@ -105,27 +121,29 @@ class TextSourceConfig(SourceConfig):
             DataError: there is no such text, or the cache cannot be written.
         """
         root, files = self.root_and_files(split)
-        held, columns = self.held(split), self.columns()
+        held, columns, what = self.held(split), self.columns(), f"the text of {self.name or 'a source'}"
         folder = cache / "tokens" / f"{_name(root, files, tokenizer.build(), held, columns):016x}"
         if not folder.exists():
             try:
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                with locked(
-                    folder.with_suffix(".lock"), f"the text of {_called(self)} is tokenized"
-                ) as alone:
+                with locked(folder.with_suffix(".lock"), f"{what} is tokenized") as alone:
                     if not folder.exists():
                         tokenize_files(
-                            files, folder, tokenizer, root=root, columns=columns, held=held, restart=alone
+                            files,
+                            folder,
+                            tokenizer,
+                            root=root,
+                            columns=columns,
+                            held=held,
+                            workers=making.workers,
+                            on_progress=making.saying(what),
+                            restart=alone,
                         )
             except OSError as error:
                 raise DataError(
                     f"the tokens cannot be kept in {cache}: {error}; set data.cache_dir or $FORGE_CACHE"
                 ) from None
         return TokenStore(folder)
-
-
-def _called(source: SourceConfig) -> str:
-    return source.name or "a source"
 
 
 def _name(root: Path, files: list[Path], tokenizer: Tokenizer, held: Held, columns: Columns) -> int:
@@ -270,7 +288,9 @@ class TokensConfig(SourceConfig):
         """See `SourceConfig.has_validation`."""
         return self.validation is not None
 
-    def open(self, split: Split, tokenizer: TokenizerConfig, cache: Path) -> TokenStore:
+    def open(
+        self, split: Split, tokenizer: TokenizerConfig, cache: Path, making: Making = ALONE
+    ) -> TokenStore:
         """See `SourceConfig.open`."""
         path = self.path if split == "train" else self.validation
         if path is None:

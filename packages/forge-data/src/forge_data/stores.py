@@ -8,6 +8,7 @@ from pathlib import Path
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.sources import Split
+from forge_data.tokenize import Making, Progress
 from forge_data.tokens import TokenStore
 
 
@@ -17,8 +18,15 @@ def cache_folder(config: DataConfig) -> Path:
     return Path(named) if named else Path.home() / ".cache" / "forge"
 
 
-def open_stores(config: DataConfig, split: Split) -> dict[int, TokenStore]:
+def open_stores(
+    config: DataConfig, split: Split, on_progress: Progress | None = None
+) -> dict[int, TokenStore]:
     """The tokens of each source that has a store for the split, by its place in the configuration.
+
+    Args:
+        config: the section `[data]`.
+        split: which text.
+        on_progress: told how far it is while text is tokenized.
 
     Raises:
         DataError: data are missing or damaged, or no source has validation data.
@@ -31,4 +39,5 @@ def open_stores(config: DataConfig, split: Split) -> dict[int, TokenStore]:
         raise DataError(
             "no source has text for validation; give one `held_out` above 0, or `validation` text of its own"
         )
-    return {n: config.sources[n].open(split, config.tokenizer, cache) for n in taken}
+    making = Making(config.tokenize_workers, on_progress)
+    return {n: config.sources[n].open(split, config.tokenizer, cache, making) for n in taken}

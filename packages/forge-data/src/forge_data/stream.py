@@ -22,6 +22,7 @@ from forge_data.documents import Task, documents
 from forge_data.error import DataError
 from forge_data.order import key, permute
 from forge_data.packing import Sequences
+from forge_data.remote import patiently
 from forge_data.tokenize import document_ids, document_targets
 from forge_data.tokenizer import Tokenizer, TokenizerConfig
 
@@ -44,17 +45,20 @@ class StreamedText:
         columns: which parts of a row make a document.
         lanes: how many; 0 lets the number of parts and the global batch decide.
         shuffle_parts: parts of a lane whose documents are shuffled together; 0 keeps the order of the files.
+        pin: the commit of the files, where they come from the hub.
     """
 
     tasks: tuple[Task, ...]
     columns: Columns
     lanes: int = 0
     shuffle_parts: int = 2
+    pin: str | None = None
 
     def digest(self) -> str:
-        """Names the files by their names, sizes and parts, and what is read of them; not their content."""
+        """Names the files by their names, sizes and parts, or commit, and what is read of them."""
         parts = [(task.name, task.start, task.stop, task.bytes) for task in self.tasks]
-        return f"{key(VERSION, str(self.columns), self.lanes, self.shuffle_parts, parts):016x}"
+        pinned = [] if self.pin is None else [self.pin]
+        return f"{key(VERSION, str(self.columns), self.lanes, self.shuffle_parts, parts, *pinned):016x}"
 
     def num_lanes(self, global_batch: int) -> int:
         """How many lanes there are: what was asked for, or a divisor of the batch with four parts a lane.
@@ -178,7 +182,8 @@ class _Lane:
 
     def _read(self, task: Task) -> list[list[Part]]:
         try:
-            found = [parts for _, parts in documents(task, self._text.columns)]
+            columns = self._text.columns
+            found = patiently(task.path, lambda: [parts for _, parts in documents(task, columns)])
         except DataError:
             raise
         except (OSError, ValueError) as error:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +22,7 @@ import numpy as np
 from forge_data.columns import Columns, Part, TextColumn
 from forge_data.documents import Task, documents, tasks_of
 from forge_data.error import DataError
+from forge_data.job_signals import blocked
 from forge_data.order import key
 from forge_data.restart import RestartableWriter
 from forge_data.tokenizer import Tokenizer, TokenizerConfig
@@ -26,6 +30,11 @@ from forge_data.tokens import TokenStore, Writer, store_dtype
 
 AHEAD = 4
 """Tasks in flight for each process."""
+
+SMALL_BYTES = 16 << 20
+"""Less text is tokenized sooner by one process than others take to start."""
+
+SAID_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,51 @@ Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
 
 
+class Making(NamedTuple):
+    """How the text of a source becomes tokens; the tokens do not depend on it.
+
+    Attributes:
+        workers: processes; 0 is one for each core that this process may use, or one alone for little text.
+        on_progress: told how far it is, after each part of a file.
+    """
+
+    workers: int = 1
+    on_progress: Progress | None = None
+
+    def saying(self, what: str) -> Progress:
+        """`on_progress`, and lines on standard error now and then."""
+        say = say_progress(what)
+
+        def told(done: int, total: int) -> None:
+            say(done, total)
+            if self.on_progress is not None:
+                self.on_progress(done, total)
+
+        return told
+
+
+ALONE = Making()
+"""By one process, told to nobody."""
+
+
+def say_progress(what: str) -> Progress:
+    """Writes lines on standard error, now and then."""
+    last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SAID_EVERY_S:
+            last = time.monotonic()
+            sys.stderr.write(f"tokenizing {what}: {done:,} of {total:,} bytes\n")
+
+    return show
+
+
+def cores() -> int:
+    """Those this process may use, which on a cluster are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def tokenize_files(
     files: Sequence[Path],
     out: Path,
@@ -71,7 +125,7 @@ def tokenize_files(
         root: names of documents are relative to this.
         columns: which parts of a row make a document; absent means the column `text`.
         held: which documents are taken; all when absent.
-        workers: processes. The result does not depend on it.
+        workers: processes; 0 is as many as `Making` says. The result does not depend on it.
         on_progress: told how far it is.
         restart: keep what was written when this process is killed, and go on from there the next time.
 
@@ -85,9 +139,10 @@ def tokenize_files(
     tasks = [task for file in files for task in tasks_of(file, root)]
     work = partial(_tokenize_task, tokenizer=tokenizer, columns=columns, held=held or Held())
     total = sum(task.bytes for task in tasks)
+    workers = workers or (cores() if total > SMALL_BYTES else 1)
     made = built.vocab_size, built.digest, columns.masks
     if restart:
-        stats = [(task.path, task.path.stat().st_mtime_ns) for task in tasks]
+        stats = [(file, file.stat().st_mtime_ns) for file in files]
         named = key("tokenize", built.digest, columns, held, tasks, stats)
         writer: Writer = RestartableWriter(out, *made, work=f"{named:016x}")
     else:
@@ -127,6 +182,8 @@ def _map(work: Callable[[Task], Any], tasks: Sequence[Task], workers: int) -> It
         return
     # forkserver: a fork of a process with threads may hang, and the server has no torch to copy
     context = multiprocessing.get_context("forkserver")
+    with blocked():
+        ensure_running()
     waiting: deque[Future[Any]] = deque()
     count = min(workers, max(1, len(tasks)))
     with ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent) as pool:
@@ -139,7 +196,8 @@ def _map(work: Callable[[Task], Any], tasks: Sequence[Task], workers: int) -> It
                 yield waiting.popleft().result()
         except BrokenProcessPool:
             raise DataError(
-                "a process that tokenized was killed, perhaps for want of memory; use fewer --workers"
+                "a process that tokenized was killed, perhaps for want of memory; use fewer (--workers, or "
+                "data.tokenize_workers)"
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -21,9 +21,7 @@ from typing import IO, cast
 
 from forge_data.batches import Batches, Group
 from forge_data.error import DataError
-
-STEP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What schedulers and terminals send to all processes of a job; the training process decides what happens."""
+from forge_data.job_signals import blocked
 
 PIPE_BYTES = 1 << 20
 """What the pipe of a worker holds, where the system allows it."""
@@ -81,16 +79,13 @@ class Workers(Iterator[Group]):
 
 def _start() -> Process:
     """A worker that waits for its orders. Signals of the job are blocked in it from its first moment."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STEP_SIGNALS)
-    try:
+    with blocked():
         process = subprocess.Popen(
             [sys.executable, "-c", _CODE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     with contextlib.suppress(OSError, AttributeError):
         fcntl.fcntl(cast(IO[bytes], process.stdout), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return process
