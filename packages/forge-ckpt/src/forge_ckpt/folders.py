@@ -4,7 +4,8 @@
     checkpoints/PROGRESS            the highest step ever published
 
 What starts with a dot is not a checkpoint: `.tmp-` is being written or was left by a crash, `.bad-` was found
-damaged, `.old-` could not be read and was written again, `.trash-` is being deleted.
+damaged, `.old-` could not be read and was written again, `.swap-` is about to become that (and goes back if
+its step is missing), `.trash-` is being deleted.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 PROGRESS = "PROGRESS"
 _STEP = re.compile(r"step-(\d{9,})")
 _TMP = re.compile(r"\.tmp-(\d+)-.*")
+_SWAP = re.compile(r"\.swap-(\d{9,})-.*")
 
 
 class Folders:
@@ -42,7 +44,7 @@ class Folders:
         self.root = root
         self._lease = lease
         self._marks = [root / PROGRESS, *marks]
-        self._epoch: int | None = None
+        self._own_epoch = _epoch_of(lease)
 
     def of(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -63,13 +65,19 @@ class Folders:
             OSError: it cannot be made.
         """
         self.root.mkdir(parents=True, exist_ok=True)
+        self.settle()
         self.sweep()
-        partial = self.root / f".tmp-{self._own_epoch()}-{step:09d}-{secrets.token_hex(4)}"
+        partial = self.root / f".tmp-{self._own_epoch}-{step:09d}-{secrets.token_hex(4)}"
         partial.mkdir()
         return partial
 
-    def publish(self, partial: Path, manifest: Manifest) -> None:
+    def publish(self, partial: Path, manifest: Manifest, replaces: bool = False) -> None:
         """Make a folder whose files are all written and flushed a checkpoint.
+
+        Args:
+            partial: the folder.
+            manifest: what is in it.
+            replaces: whether it takes the place of a checkpoint of its step, which becomes `.old-...`.
 
         Raises:
             CheckpointError: another process writes to the run now.
@@ -78,18 +86,50 @@ class Folders:
         data = manifests.encode(manifest)
         write_durably(partial / manifests.NAME, data)
         sync_folder(partial)
-        if self._lease is not None and (newest := newest_epoch(self._lease)) != self._own_epoch():
-            raise CheckpointError(
-                f"another process took over {self.root.parent} (start {newest}, this is {self._own_epoch()})"
-            )
+        self.require_lease()
         target = self.of(manifest.step)
+        if replaces and target.exists():
+            os.rename(target, self.root / f".swap-{manifest.step:09d}-{secrets.token_hex(4)}")
         try:
             os.rename(partial, target)
         except FileNotFoundError:
             # NFS may repeat a request that had succeeded.
             if manifests.read_file(target / manifests.NAME) != data:
                 raise
+        finally:
+            if replaces:
+                self.settle()
         self._after_commit(manifest.step)
+
+    def require_lease(self) -> None:
+        """See that this start still owns the run.
+
+        Raises:
+            CheckpointError: another process writes to the run now, or its disk is gone.
+        """
+        if self._lease is None or (newest := newest_epoch(self._lease)) == self._own_epoch:
+            return
+        if not newest:
+            raise CheckpointError(f"{self._lease} is empty or gone; is the disk there?")
+        raise CheckpointError(
+            f"another process took over {self.root.parent} (start {newest}, this is {self._own_epoch})"
+        )
+
+    def settle(self) -> None:
+        """End what a crash may have left in the middle: a replaced checkpoint goes back, or becomes `.old-`.
+
+        Never raises: what is left is settled later.
+        """
+        try:
+            for name in os.listdir(self.root):
+                if match := _SWAP.fullmatch(name):
+                    target = self.of(int(match[1]))
+                    old = self.root / name.replace(".swap-", ".old-", 1)
+                    os.rename(self.root / name, old if target.exists() else target)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            log.warning("what a save has left in %s is not settled: %s", self.root, error)
 
     def _after_commit(self, step: int) -> None:
         """What follows is worth a warning, and no reason to call the save failed."""
@@ -133,7 +173,7 @@ class Folders:
         """Remove what a crash has left. Never what a later start of the run is writing."""
         for name in os.listdir(self.root):
             match = _TMP.fullmatch(name)
-            if match and int(match[1]) <= self._own_epoch():
+            if match and int(match[1]) <= self._own_epoch:
                 self._remove(self.root / name)
             elif name.startswith(".trash-"):
                 shutil.rmtree(self.root / name, ignore_errors=True)
@@ -158,7 +198,7 @@ class Folders:
             keep: newest checkpoints that stay.
             every: milestones are the multiples of this; 0 for none but those that were saved as such.
             verify: whether intact means that every byte was read and compared, or only manifests and sizes.
-            pinned: the newest checkpoint of this step or an earlier one stays, too.
+            pinned: the newest intact checkpoint of this step or an earlier one stays, too.
 
         Returns:
             The steps removed.
@@ -166,11 +206,12 @@ class Folders:
         steps = self.steps()
         if len(steps) <= keep:
             return []
-        before = max((step for step in steps if pinned is not None and step <= pinned), default=None)
-        intact = next((step for step in reversed(steps) if self._is_intact(step, verify)), None)
-        if intact is None:
+        intact, stays = self._down_to_intact(steps[::-1], verify)
+        if not intact:
             return []
-        going = [s for s in steps[:-keep] if s not in (intact, before) and not (every and s % every == 0)]
+        if pinned is not None and stays[-1] > pinned:
+            stays += self._down_to_intact([step for step in steps[::-1] if step <= pinned], verify)[1]
+        going = [step for step in steps[:-keep] if step not in stays and not (every and step % every == 0)]
         going = [step for step in going if not self._is_milestone(step)]
         for step in going:
             self.remove(step)
@@ -204,7 +245,20 @@ class Folders:
             pass
         return None
 
+    def _down_to_intact(self, steps: Sequence[int], verify: bool) -> tuple[bool, list[int]]:
+        """Whether one is intact, and the first that is with those before it that may be: they cannot be read."""
+        maybe: list[int] = []
+        for step in steps:
+            try:
+                if self._is_intact(step, verify):
+                    return True, [*maybe, step]
+            except CheckpointError as error:
+                log.warning("step %d is not removed: %s", step, error)
+                maybe.append(step)
+        return False, maybe
+
     def _is_intact(self, step: int, verify: bool) -> bool:
+        """Whether a checkpoint is not damaged. Raises CheckpointError if that cannot be told now."""
         try:
             if verify:
                 self.verify(step)
@@ -212,7 +266,7 @@ class Folders:
                 opened = manifests.read(self.of(step))
                 for rank in range(opened.world_size):
                     manifests.read_index(self.of(step), opened, rank)
-        except CheckpointError as error:
+        except DamagedError as error:
             log.warning("step %d does not count as a checkpoint to keep: %s", step, error)
             return False
         return True
@@ -225,10 +279,14 @@ class Folders:
         except CheckpointError:
             return True  # it may be one
 
-    def _own_epoch(self) -> int:
-        if self._epoch is None:
-            self._epoch = newest_epoch(self._lease) if self._lease is not None else 0
-        return self._epoch
+
+def _epoch_of(lease: Path | None) -> int:
+    """The start that this process belongs to: the newest one now, not when it saves for the first time."""
+    try:
+        return newest_epoch(lease) if lease is not None else 0
+    except OSError as error:
+        log.warning("nothing will be saved: %s cannot be looked at: %s", lease, error)
+        return -1
 
 
 def _marked(path: Path) -> int:

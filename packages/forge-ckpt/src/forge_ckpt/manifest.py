@@ -29,8 +29,15 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 NAME = "manifest.json"
-MAX_BYTES = 1 << 28
-"""No manifest or index is larger."""
+MAX_BYTES = 1 << 25
+"""No manifest is larger: 70 G parameters with Adam on 1,024 ranks take 5 MB."""
+MAX_INDEX_BYTES = 1 << 26
+"""No index is larger: enough for 700 GB from one rank."""
+MAX_BLOCK_BYTES = 1 << 24
+"""No block is larger: it is read at once."""
+MAX_DIMS = 64
+"""As in torch."""
+MAX_FILE_BYTES = 1 << 62
 DIGEST_BYTES = 16
 
 ITEM_BYTES = {
@@ -91,8 +98,11 @@ class Index(msgspec.Struct, frozen=True):
     offsets: dict[str, int]
 
     def blocks(self) -> bytes:
-        """The digests of all blocks, `DIGEST_BYTES` each."""
-        return b64decode(self.digests, validate=True)
+        """The digests of all blocks, `DIGEST_BYTES` each; nothing if that is not what they are."""
+        try:
+            return b64decode(self.digests, validate=True)
+        except ValueError:
+            return b""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -136,6 +146,9 @@ class Manifest(msgspec.Struct, frozen=True):
         Raises:
             CheckpointError: it does not.
         """
+        for file in self.files:
+            if not (0 <= file.num_bytes <= MAX_FILE_BYTES and 0 <= file.index_bytes <= MAX_INDEX_BYTES):
+                raise CheckpointError(f"a rank wrote {file}")
         for layout in self.layouts:
             if layout.ranks != sorted(set(layout.ranks)) or not all(
                 0 <= rank < len(self.files) for rank in layout.ranks
@@ -144,6 +157,8 @@ class Manifest(msgspec.Struct, frozen=True):
         seen: set[tuple[int, Shape]] = set()
         for name, entry in self.tensors.items():
             size = ITEM_BYTES.get(entry.dtype)
+            if len(entry.shape) > MAX_DIMS:
+                raise CheckpointError(f"{name} has {len(entry.shape)} dims")
             if size is None or not 0 <= entry.layout < len(self.layouts) or min(entry.shape, default=0) < 0:
                 raise CheckpointError(f"{name} is {entry}")
             if prod(entry.shape) * size > self.num_bytes:
@@ -169,9 +184,22 @@ def digest(data: bytes | bytearray | memoryview) -> bytes:
 
 
 def encode(struct: Manifest | Index) -> bytes:
-    """As JSON, with its own digest in the first line."""
+    """As JSON, with its own digest in the first line.
+
+    Raises:
+        CheckpointError: it is larger than what is read again.
+    """
     body = msgspec.json.encode(struct)
-    return digest(body).hex().encode() + b"\n" + body
+    data, most = digest(body).hex().encode() + b"\n" + body, _most_bytes(type(struct))
+    if len(data) > most:
+        raise CheckpointError(
+            f"the {type(struct).__name__.lower()} has {len(data)} bytes; expected at most {most}"
+        )
+    return data
+
+
+def _most_bytes(kind: type[Manifest | Index]) -> int:
+    return MAX_BYTES if kind is Manifest else MAX_INDEX_BYTES
 
 
 def encode_digests(digests: list[bytes]) -> str:
@@ -222,12 +250,12 @@ def read_index(folder: Path, manifest: Manifest, rank: int) -> Index:
         DamagedError, UnreadableError, UnsupportedError: as for `read`.
     """
     path, file = folder / index_name(rank), manifest.files[rank]
-    data = read_file(path, file.index_bytes)
+    data = read_file(path, file.index_bytes, MAX_INDEX_BYTES)
     if digest(data).hex() != file.index_digest:
         raise DamagedError(path, "is not the one that belongs to this checkpoint")
     index = _decode(path, data.partition(b"\n")[2], Index)
     if (
-        index.block_bytes < 64
+        not 64 <= index.block_bytes <= MAX_BLOCK_BYTES
         or index.block_bytes % 64
         or len(index.blocks()) != DIGEST_BYTES * -(-file.num_bytes // index.block_bytes)
     ):
@@ -252,7 +280,7 @@ def require_size(path: Path, num_bytes: int) -> None:
         raise DamagedError(path, f"is not a file of the {num_bytes} bytes that it should have")
 
 
-def read_file(path: Path, num_bytes: int | None = None) -> bytes:
+def read_file(path: Path, num_bytes: int | None = None, most: int = MAX_BYTES) -> bytes:
     """All of a plain file that is not too large.
 
     Raises:
@@ -263,9 +291,9 @@ def read_file(path: Path, num_bytes: int | None = None) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
-                raise DamagedError(path, f"is no file of at most {MAX_BYTES} bytes")
-            data = file.read(MAX_BYTES)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > most:
+                raise DamagedError(path, f"is no file of at most {most} bytes")
+            data = file.read(most)
     except FileNotFoundError:
         raise DamagedError(path, "is missing") from None
     except OSError as error:

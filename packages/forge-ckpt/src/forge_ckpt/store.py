@@ -116,12 +116,13 @@ class Store:
 
     def _begin(self, step: int) -> Path | None:
         """A new folder to write into, or None when the step is there already."""
+        self._folders.require_lease()
         if self.folder(step).exists():
             try:
                 if step not in self._passed_over:
                     manifests.read(self.folder(step))
                     return None
-                self._folders.put_aside(step, "old", "it was passed over, and is written again")
+                log.warning("step %d was passed over, and is written again", step)
             except DamagedError as error:
                 self._folders.put_aside(step, "bad", error)
         return self._folders.begin(step)
@@ -150,7 +151,7 @@ class Store:
                 layouts=layouts,
                 tensors=entries,
             )
-            self._folders.publish(partial, made)
+            self._folders.publish(partial, made, replaces=step in self._passed_over)
 
         ranks.from_first(publish)
 
@@ -210,7 +211,7 @@ class Store:
         """
         from forge_ckpt.shards import commit
 
-        steps = self._ranks.from_first(lambda: self.steps()[::-1])
+        steps = self._ranks.from_first(self._found)
         for step in (step for step in steps if until is None or step <= until):
             found = self._stage(step, targets)
             everyone = self._ranks.gather(found.told())
@@ -229,6 +230,11 @@ class Store:
                 f"{marks} removed"
             )
         return None
+
+    def _found(self) -> list[int]:
+        """The steps to try, newest first."""
+        self._folders.settle()
+        return self.steps()[::-1]
 
     def _stage(self, step: int, targets: Targets) -> _Staged:
         """Read what this rank needs of a checkpoint, verified."""

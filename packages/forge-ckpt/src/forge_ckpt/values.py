@@ -46,13 +46,24 @@ def to_json(value: object, where: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` was given; tensors on the CPU."""
+    """What `to_json` was given; tensors on the CPU.
+
+    Raises:
+        CheckpointError: that did not come from `to_json`.
+    """
+    try:
+        return _from_json(value)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{value!r:.80} is no value that we write: {error}") from None
+
+
+def _from_json(value: Any) -> Any:
     if isinstance(value, list):
-        return [from_json(item) for item in value]
+        return [_from_json(item) for item in value]
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
-        return torch.tensor(from_json(value["tensor"]), dtype=getattr(torch, value["dtype"]))
+        return torch.tensor(_from_json(value["tensor"]), dtype=getattr(torch, value["dtype"]))
     if "tuple" in value:
-        return tuple(from_json(item) for item in value["tuple"])
+        return tuple(_from_json(item) for item in value["tuple"])
     return int(value["int"]) if "int" in value else float(value["float"])
