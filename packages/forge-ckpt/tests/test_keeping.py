@@ -1,4 +1,4 @@
-"""What is published stays: when it is replaced, when it cannot be read, and when somebody else owns the run."""
+"""What is published stays: when it is replaced, when it cannot be read, when somebody else owns the run."""
 
 import errno
 import os

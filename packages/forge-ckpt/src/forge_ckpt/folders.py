@@ -246,7 +246,7 @@ class Folders:
         return None
 
     def _down_to_intact(self, steps: Sequence[int], verify: bool) -> tuple[bool, list[int]]:
-        """Whether one is intact, and the first that is with those before it that may be: they cannot be read."""
+        """Whether one is intact; the first that is, and those before it that may be: they cannot be read."""
         maybe: list[int] = []
         for step in steps:
             try:
