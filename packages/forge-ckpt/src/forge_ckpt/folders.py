@@ -65,7 +65,6 @@ class Folders:
             OSError: it cannot be made.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        self.settle()
         self.sweep()
         partial = self.root / f".tmp-{self._own_epoch}-{step:09d}-{secrets.token_hex(4)}"
         partial.mkdir()

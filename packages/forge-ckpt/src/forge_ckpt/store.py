@@ -117,6 +117,7 @@ class Store:
     def _begin(self, step: int) -> Path | None:
         """A new folder to write into, or None when the step is there already."""
         self._folders.require_lease()
+        self._folders.settle()
         if self.folder(step).exists():
             try:
                 if step not in self._passed_over:
