@@ -227,12 +227,11 @@ class Save:
         told = {code for code in codes if code >= saving().SAVED}
         assert len(told) <= 1, (what, codes, "ranks disagree")
         for code in told:
-            assert (2 in steps or 3 in steps) or (code - saving().SAVED) & saving().FAILED, (
-                what,
-                code,
-                steps,
-            )
-            assert (3 in steps) == (not (code - saving().SAVED) & saving().OTHER), (what, code, steps)
+            failed = code - saving().SAVED
+            assert 2 in steps or 3 in steps or failed & saving().FAILED, (what, code, steps)
+            assert 3 in steps or failed & saving().OTHER, (what, code, steps)
+            # who lives on when the first rank dies cannot know that it had published
+            assert 3 not in steps or not failed & saving().OTHER or -signal.SIGKILL in codes, (what, code)
         assert set(codes) <= {*told, -signal.SIGKILL}, (what, codes)
         model, optimizer = saving().trained(0)
         found = Store(self.root, keep=2).resume(TrainState([model], optimizer).targets)
@@ -249,15 +248,17 @@ class Save:
         )
 
 
-def places_of(save: Save, share: int) -> list[tuple[str, int]]:
+def places_of(save: Save) -> list[tuple[str, int]]:
     codes = save.run()
     assert set(codes) <= {saving().SAVED, 2}, codes
     found = save.calls()
-    assert {"openat", "rename", "fsync", "write"} <= {name for name, _ in found} or save._mode == "load"
+    assert {"openat", "fsync", "write"} <= {name for name, _ in found} or save._mode == "load"
     assert len(found) > 10
-    return found[:: 1 if LONG else share]
+    return found[:: 1 if LONG else SHARE]
 
 
+SHARE = 6
+WHICH = "each" if LONG else f"every {SHARE}th"
 needs_strace = pytest.mark.skipif(
     shutil.which("strace") is None, reason="needs strace: apt-get install strace"
 )
@@ -268,12 +269,12 @@ WHERE = [(1, 0, "sync"), (1, 0, "async"), (2, 0, "sync"), (2, 1, "async"), (3, 0
 @pytest.mark.parametrize(("ranks", "victim", "mode"), WHERE)
 def test_killed_at_every_call_of_a_save(forks, tmp_path, ranks, victim, mode):
     save = Save(forks, tmp_path, ranks, victim, mode)
-    outcomes, where = Counter(), places_of(save, 6)
+    outcomes, where = Counter(), places_of(save)
     for name, when in where:
         codes = save.run(f"inject={name}:signal=KILL:when={when}")
         outcomes[save.check(codes, (name, when))] += 1
     assert outcomes["killed"] > 0.9 * len(where), outcomes
-    figure(f"SIGKILL at each file-system call of a save, rank {victim} of {ranks}, {mode}", len(where),
+    figure(f"SIGKILL at {WHICH} file-system call of a save, rank {victim} of {ranks}, {mode}", len(where),
            f"nothing published lost ({told(outcomes)})")  # fmt: skip
 
 
@@ -281,13 +282,13 @@ def test_killed_at_every_call_of_a_save(forks, tmp_path, ranks, victim, mode):
 @pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 0), (2, 1), (3, 2)])
 def test_error_at_every_call_of_a_save(forks, tmp_path, ranks, victim):
     save = Save(forks, tmp_path, ranks, victim, "sync")
-    outcomes, where = Counter(), places_of(save, 6)
+    outcomes, where = Counter(), places_of(save)
     for index, (name, when) in enumerate(where):
         for error in ERRORS if LONG and ranks == 1 else [ERRORS[index % len(ERRORS)]]:
             codes = save.run(f"inject={name}:error={error}:when={when}")
             assert min(codes) >= saving().SAVED, (name, when, error, codes)
             outcomes[save.check(codes, (name, when, error))] += 1
-    figure(f"{', '.join(ERRORS)} at each file-system call of a save, rank {victim} of {ranks}",
+    figure(f"{', '.join(ERRORS)} at {WHICH} file-system call of a save, rank {victim} of {ranks}",
            outcomes.total(), f"no false success, the run goes on ({told(outcomes)})")  # fmt: skip
 
 
@@ -295,14 +296,14 @@ def test_error_at_every_call_of_a_save(forks, tmp_path, ranks, victim):
 @pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 1)])
 def test_read_error_at_every_call_of_a_load(forks, tmp_path, ranks, victim):
     save = Save(forks, tmp_path, ranks, victim, "load")
-    outcomes, where = Counter(), places_of(save, 4)
+    outcomes, where = Counter(), places_of(save)
     for name, when in where:
         for error in ("EIO", "ESTALE") if LONG else ("EIO",):
             codes = save.run(f"inject={name}:error={error}:when={when}")
             assert len(set(codes)) == 1 and codes[0] in (1, 2, 9), (name, when, error, codes)
             outcomes[{1: "the older one taken", 2: "loaded", 9: "refused"}[codes[0]]] += 1
             assert Store(save.root).steps() == [1, 2], (name, when, error)
-    figure(f"EIO, ESTALE at each file-system call of a load, rank {victim} of {ranks}", outcomes.total(),
+    figure(f"EIO, ESTALE at {WHICH} file-system call of a load, rank {victim} of {ranks}", outcomes.total(),
            f"nothing put aside, nothing else loaded ({told(outcomes)})")  # fmt: skip
 
 
