@@ -49,6 +49,7 @@ class Model:
         self.published: dict[int, tuple[int, dict[str, bytes]]] = {}
         self.epoch = self.contents = self.step = 0
         self.pinned: int | None = None
+        self.doubtful: set[int] = set()
         self.stores: list[Store] = []
         self.done: Counter[str] = Counter()
         self.start()
@@ -75,12 +76,13 @@ class Model:
 
     def kept(self, looks: dict[int, bool]) -> set[int]:
         """What pruning must leave, by its definition."""
-        steps = sorted(looks)
+        steps = sorted(looks.keys() - self.doubtful)
         good = [step for step in steps if looks[step]]
         if len(steps) <= KEEP or not good:
-            return set(steps)
+            return {*steps, *(looks.keys() & self.doubtful)}
         before = [s for s in good if self.pinned is not None and s <= self.pinned][-1:]
-        return {*steps[-KEEP:], good[-1], *before, *(s for s in steps if s % EVERY == 0)}
+        doubtful = looks.keys() & self.doubtful
+        return {*doubtful, *steps[-KEEP:], good[-1], *before, *(s for s in steps if s % EVERY == 0)}
 
     def opened(self, size: int) -> list[Store]:
         """A new start of the run."""
@@ -116,6 +118,7 @@ class Model:
             assert [one.step for one in found] == [expected[-1]] * size, (found, expected)
             self.step = expected[-1]
             content = self.published[self.step][0]
+        self.doubtful = {step for step in self.disk() if step > self.step}
         for rank, held in enumerate(live):
             for key, value in cut(tensors(content), rank, size).items():
                 mine, its = (one.values if isinstance(one, Box) else one for one in (held[key], value))
@@ -145,6 +148,7 @@ class Model:
         if not path.exists() or f'"content":{content}}}'.encode() not in (path / manifests.NAME).read_bytes():
             return False
         self.published[step] = content, files(path)
+        self.doubtful.discard(step)
         return True
 
     def check_kept(self, step: int, published: bool, looks: dict[int, bool], newest: list[int]) -> None:
@@ -244,10 +248,9 @@ class Model:
         self.done["damaged"] += 1
 
     def do_prune(self) -> None:
-        verify = self.draw.random() < 0.5
-        expected = self.kept(self.looks(verify))
+        expected = self.kept(self.looks(verify=True))
         self.stores[0].pinned = self.pinned
-        self.stores[0].prune(verify=verify)
+        self.stores[0].prune()
         assert self.disk().keys() == expected
 
     def do_pin(self) -> None:

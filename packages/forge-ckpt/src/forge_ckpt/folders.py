@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from forge_ckpt import manifest as manifests
@@ -190,7 +190,9 @@ class Folders:
             return  # published, or removed by somebody else
         shutil.rmtree(trash, ignore_errors=True)
 
-    def prune(self, keep: int, every: int, verify: bool, pinned: int | None = None) -> list[int]:
+    def prune(
+        self, keep: int, every: int, verify: bool, pinned: int | None = None, doubtful: Collection[int] = ()
+    ) -> list[int]:
         """Remove what is no longer kept; the newest checkpoint that is intact and milestones always stay.
 
         Args:
@@ -198,11 +200,12 @@ class Folders:
             every: milestones are the multiples of this; 0 for none but those that were saved as such.
             verify: whether intact means that every byte was read and compared, or only manifests and sizes.
             pinned: the newest intact checkpoint of this step or an earlier one stays, too.
+            doubtful: checkpoints that stay, and do not count.
 
         Returns:
             The steps removed.
         """
-        steps = self.steps()
+        steps = [step for step in self.steps() if step not in doubtful]
         if len(steps) <= keep:
             return []
         intact, stays = self._down_to_intact(steps[::-1], verify)

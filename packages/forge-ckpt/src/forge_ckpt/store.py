@@ -108,9 +108,10 @@ class Store:
             if ranks.rank == 0 and partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(f"step {step} could not be saved: {error}") from None
+        self._passed_over.discard(step)
         if ranks.rank == 0:
             try:
-                self.prune()
+                self.prune(verify=False)  # the newest was written just now
             except OSError as error:
                 log.warning("step %d is saved, but older ones could not be removed: %s", step, error)
 
@@ -310,8 +311,10 @@ class Store:
         """
         return self._folders.verify(step)
 
-    def prune(self, verify: bool = False) -> list[int]:
+    def prune(self, verify: bool = True) -> list[int]:
         """Remove what is no longer kept; the newest checkpoint that is intact and milestones always stay.
+
+        What was passed over when this process loaded stays as well, and does not count.
 
         Args:
             verify: whether intact means that every byte was read, not only manifests, indices and sizes.
@@ -319,7 +322,7 @@ class Store:
         Returns:
             The steps removed.
         """
-        return self._folders.prune(self.keep, self.keep_every_steps, verify, self.pinned)
+        return self._folders.prune(self.keep, self.keep_every_steps, verify, self.pinned, self._passed_over)
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint; by the first rank only."""
