@@ -241,7 +241,7 @@ class Save:
         again.save(9, TrainState(*self._state(9)).capture())
         assert again.verify(9).step == 9
         assert not [p.name for p in self.root.iterdir() if p.name.startswith((".tmp", ".trash", ".swap"))]
-        if not told:
+        if -signal.SIGKILL in codes:
             return "killed"
         return {0: "saved", saving().FAILED: "a failed save", saving().OTHER: "a failed save"}.get(
             told.pop() - saving().SAVED, "failed"
