@@ -95,6 +95,15 @@ def test_last_intact_one_before_a_spike_stays_when_a_newer_one_is_damaged(tmp_pa
     assert store.steps() == [1, 4]
 
 
+def test_crash_between_publishing_and_noting_it_is_no_new_run_once_all_is_damaged(tmp_path):
+    store = saved(tmp_path, 1)
+    (tmp_path / "PROGRESS").unlink()  # as if it had been killed right after the rename
+    (store.folder(1) / "rank-00000.bin").write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="once held step 1"):
+            resumed(Store(tmp_path))
+
+
 def test_start_that_lost_the_lease_before_its_first_save_does_not_publish(tmp_path):
     lease = take(tmp_path / "lease")
     store = Store(tmp_path / "checkpoints", lease=tmp_path / "lease")

@@ -149,6 +149,14 @@ class Folders:
             finally:
                 partial.unlink(missing_ok=True)
 
+    def remember(self, step: int) -> None:
+        """Note that a step was published, if a crash came between that and the note; never raises."""
+        try:
+            if self.progress() < step:
+                self._mark(step)
+        except OSError as error:
+            log.warning("that there is step %d could not be noted: %s", step, error)
+
     def progress(self) -> int:
         """The highest step ever published, even if its checkpoint is gone; -1 when there was none.
 

@@ -224,7 +224,7 @@ class Store:
                 return found.opened
             self._ranks.from_first(lambda step=step, everyone=everyone: self._pass_over(step, everyone))
             self._passed_over.add(step)
-        if (highest := self._ranks.from_first(self.progress)) >= 0:
+        if (highest := max([self._ranks.from_first(self.progress), *steps])) >= 0:
             marks = ", ".join(map(str, self._folders.marks()))
             raise CheckpointError(
                 f"{self.root} once held step {highest}, and no intact checkpoint is left; is the disk there? "
@@ -236,7 +236,10 @@ class Store:
     def _found(self) -> list[int]:
         """The steps to try, newest first."""
         self._folders.settle()
-        return self.steps()[::-1]
+        steps = self.steps()[::-1]
+        if steps:
+            self._folders.remember(steps[0])
+        return steps
 
     def _stage(self, step: int, targets: Targets) -> _Staged:
         """Read what this rank needs of a checkpoint, verified."""
