@@ -30,6 +30,7 @@ OFF = [
     "--resilience.repeat_bad_steps=false",
     "--resilience.check_every_steps=100000",
     "--resilience.compare_copies_every_steps=0",
+    "--resilience.compare_speed_every_steps=0",
 ]
 FIRST = 10
 TARGET = 1.01

@@ -127,9 +127,10 @@ class Cli:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
 
     def __init__(self, forks, folder):
-        self._warm = load(str(Path(__file__).with_name("warm.py"))).command
-        self._forks = forks
-        self._folder = folder
+        self.warm = load(str(Path(__file__).with_name("warm.py"))).command
+        self.forks = forks
+        self.folder = folder
+        self.count = 0
 
     def command(self, *arguments, ranks=1):
         """The command line for this interpreter, under torchrun when there are several ranks."""
@@ -157,10 +158,14 @@ class Cli:
             assert done.returncode == 0, done.stdout + done.stderr
         return done
 
+    def start(self, *arguments, cwd=None, environment=None):
+        """Start it warm, beside others; gives what waits for it."""
+        return Warm(self, list(map(str, arguments)), str(cwd or os.getcwd()), environment or {})
+
     def _start_warm(self, arguments, cwd):
-        out, err = self._folder / "out", self._folder / "err"
-        code = self._forks.run(self._warm, arguments, dict(self.environment), cwd, str(out), str(err))
-        return subprocess.CompletedProcess(arguments, code, out.read_text(), err.read_text())
+        warm = Warm(self, arguments, cwd, {})
+        code, _ = warm.wait()
+        return subprocess.CompletedProcess(arguments, code, warm.out.read_text(), warm.err.read_text())
 
     def stop_at(self, path, step, how, ranks, *extra):
         """Start a run, signal all its processes once it has logged `step`, and return its exit code."""
@@ -191,6 +196,28 @@ class Cli:
                 return
             time.sleep(0.01)
         assert process.poll() is not None, f"step {step} was not reached in two minutes"
+
+
+class Warm:
+    """A command in a process that was forked from an interpreter which has imported everything.
+
+    Attributes:
+        pid: of the process.
+        out: what it prints.
+        err: what it says.
+    """
+
+    def __init__(self, cli, arguments, cwd, environment):
+        cli.count += 1
+        self._forks = cli.forks
+        self.out, self.err = cli.folder / f"out-{cli.count}", cli.folder / f"err-{cli.count}"
+        said = str(self.out), str(self.err)
+        self.pid = cli.forks.start(cli.warm, arguments, cli.environment | environment, cwd, *said)
+
+    def wait(self):
+        """The exit code, and all that it printed and said."""
+        code = self._forks.wait(self.pid)
+        return code, self.out.read_text() + self.err.read_text()
 
 
 @pytest.fixture(scope="module")

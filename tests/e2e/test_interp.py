@@ -148,7 +148,8 @@ def test_run_whose_disk_is_full_says_so_and_goes_on_when_there_is_room(forge, ti
 
 def test_documented_hook_and_analysis_run(forge, tiny, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
-    hook = page.partition("```toml\n")[2].partition("```")[0].replace("every_steps = 100", "every_steps = 5")
+    hook = "[hooks.inside]" + page.partition("```toml\n[hooks.inside]")[2].partition("```")[0]
+    hook = hook.replace("every_steps = 100", "every_steps = 5")
     forge("train", tiny(steps=10, extra="\n" + hook))
     analysis = page.partition("```python\n")[2].partition("```")[0]
     done = subprocess.run([sys.executable, "-c", analysis], cwd=tmp_path, capture_output=True, text=True)

@@ -130,7 +130,7 @@ def test_damaged_newest_checkpoint_is_passed_over(forge, tiny, tmp_path):
 
 def test_hook_and_step_of_a_user_join_through_imports(forge, tiny, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "plugs.md").read_text()
-    hook, step = (part.partition("```")[0] for part in page.split("```python\n")[1:])
+    hook, _, step = (part.partition("```")[0] for part in page.split("```python\n")[1:])
     (tmp_path / "my_lab_hooks.py").write_text(hook)
     (tmp_path / "my_lab_steps.py").write_text(step)
     notes = tmp_path / "notes.txt"
@@ -156,6 +156,14 @@ def test_exported_weights_start_another_run(forge, tiny, tmp_path):
     assert tokenizer("añ\n")["input_ids"] == list("añ\n".encode())
     config = AutoConfig.from_pretrained(tmp_path / "hf")
     assert (config.bos_token_id, config.eos_token_id) == (None, 256) == (None, tokenizer.eos_token_id)
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == 256
+    assert "logits differ by" in forge("verify-export", run, tmp_path / "hf").stdout
+    weights = tmp_path / "hf" / "model.safetensors"
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-4096] + bytes(4096))
+    refused = forge("verify-export", run, tmp_path / "hf", check=False)
+    assert refused.returncode == 78 and "is it the export of this step?" in refused.stderr
+    weights.write_bytes(good)
     second = tiny(steps=3, name="second.toml", root=tmp_path / "second")
     forge("train", second, f'--train.init_from="{tmp_path / "hf"}"')
     assert losses(tmp_path / "second" / "tiny")[0] < losses(run)[0] - 0.5

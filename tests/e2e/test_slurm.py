@@ -45,13 +45,15 @@ def run(tmp_path):
 def launch(slurm, tmp_path):
     """Submits a job."""
 
-    def submit(job: Path, *flags, time="00:10:00", partition="low", again="requeue", container=()) -> None:
+    def submit(
+        job: Path, *flags, time="00:10:00", partition="low", again="requeue", container=(), nodes=2
+    ) -> None:
         cluster = tmp_path / "cluster.toml"
         cluster.write_text(
             CLUSTER.format(time=time, partition=partition, again=again, container=json.dumps(container))
         )
         forge = (sys.executable, "-m", "forge_trainer", "launch")
-        slurm(*forge, job, "--cluster", cluster, "--nodes=2", *flags)
+        slurm(*forge, job, "--cluster", cluster, f"--nodes={nodes}", *flags)
 
     return submit
 
@@ -107,9 +109,33 @@ def a_rank(run: Path) -> int:
         if folder.name.isdigit() and (folder / "cmdline").exists():
             words = (folder / "cmdline").read_bytes().split(b"\0")
             job = str(run.parent.parent / "tiny.toml").encode()
-            if b"train" in words and job in words and b"srun" not in words[0]:
+            if b"train" in words and job in words and b"python" in words[0]:
                 return int(folder.name)
     raise AssertionError("no rank")
+
+
+APART = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+"""Each node has process ids of its own: from one it cannot be told whether a process of the other lives."""
+
+
+def test_lost_node_is_followed_and_its_orphan_leaves(slurm, forge, tiny, tmp_path, run, launch):
+    forge("train", tiny(steps=STEPS, name="whole.toml", root=tmp_path / "whole"))
+    launch(tiny(steps=STEPS), nodes=1, container=APART)
+    slurm.wait(lambda: reached(run) >= 10, 180)
+    orphan, node = a_rank(run), slurm("squeue", "-h", "-o", "%N").strip()
+    os.kill(orphan, signal.SIGSTOP)
+    slurm.lose(node)
+    begin = reached(run)
+    try:
+        slurm.wait(lambda: reached(run) > begin + 30, 300)  # on the other node, once the lease is old
+        os.kill(orphan, signal.SIGCONT)
+        slurm.wait_until_empty(400)
+        slurm.wait(lambda: not Path(f"/proc/{orphan}").exists(), 60)  # its words go to an srun that is gone
+    finally:
+        slurm.bring_back(node)
+    assert same(run, tmp_path / "whole" / "tiny"), log(run)
+    assert starts(run)[-1]["code"] == 0 and starts(run)[-1]["nodes"] != node
+    slurm.wait(lambda: slurm("sinfo", "-h", "-t", "idle", "-p", "low", "-o", "%D").strip() == "2", 60)
 
 
 def test_time_limit_puts_the_run_back_and_scancel_ends_it(slurm, tiny, run, launch):
@@ -136,9 +162,11 @@ def test_chain_goes_on_until_the_run_is_complete(slurm, tiny, run, launch):
     assert codes[-1] == 0 and set(codes[:-1]) <= {85} and len({s["job"] for s in starts(run)}) == len(codes)
 
 
-def test_sweep_is_an_array_of_runs(slurm, tiny, run, launch):
-    launch(tiny(), "--sweep=optimizer.lr=1e-3,2e-3")
-    slurm.wait_until_empty(300)
-    runs = [run.with_name(f"tiny-{index}") for index in range(2)]
-    assert [starts(one)[-1]["code"] for one in runs] == [0, 0]
-    assert losses(runs[0])[0] == losses(runs[1])[0] and losses(runs[0]) != losses(runs[1])
+def test_sweeps_are_an_array_of_runs(slurm, tiny, run, launch):
+    launch(tiny(), "--sweep=optimizer.lr=1e-3,2e-3", "--sweep=job.seed=0,1")
+    slurm.wait_until_empty(400)
+    runs = [run.with_name(f"tiny-{index}") for index in range(4)]
+    assert [starts(one)[-1]["code"] for one in runs] == [0] * 4
+    first = [losses(one)[0] for one in runs]
+    assert first[0] == first[2] != first[1] == first[3]  # the seed, which changes fastest
+    assert losses(runs[0]) != losses(runs[2])

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from runs import records, state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -90,6 +91,45 @@ def test_run_and_its_export_get_the_same_results(forge, tiny, tmp_path, tasks):
     ours, expected = numbers(json.loads(out.read_text())), numbers(theirs["results"])
     assert len(ours) >= 5 and ours.keys() == expected.keys()
     assert ours == pytest.approx(expected, rel=1e-5)
+
+
+IN_THE_LOOP = """
+[eval.tasks]
+names = ["choice", "whole", "written"]
+folder = "{folder}"
+every_steps = 6
+"""
+
+
+def test_tasks_while_training_say_what_the_trained_run_gets_and_change_nothing(forge, tiny, tmp_path, tasks):
+    job = tiny(steps=12, extra=IN_THE_LOOP.format(folder=tasks))
+    forge("train", job, "--train.steps=7")
+    said = forge("train", job, "--change").stdout
+    assert "whole/bits_per_byte" in said
+    run, out = tmp_path / "runs" / "tiny", tmp_path / "results.json"
+    logged = [r for r in records(run) if any(name.startswith("eval/tasks/") for name in r)]
+    assert [record["step"] for record in logged] == [6, 7, 12]
+    forge("eval", run, "--tasks", ",".join(TASKS), "--tasks-from", tasks, "--json", out)
+    expected = {
+        f"eval/tasks/{name.removesuffix(',none')}": value
+        for name, value in numbers(json.loads(out.read_text())).items()
+    }
+    found = {name: value for name, value in logged[-1].items() if name.startswith("eval/tasks/")}
+    assert len(found) >= 5 and found == pytest.approx(expected, rel=1e-5)
+    without = tmp_path / "without"
+    forge("train", tiny(steps=12, root=without), "--train.steps=7")
+    forge("train", tiny(steps=12, root=without), "--change")
+    assert state(without / "tiny") == state(run)
+
+
+def test_tasks_that_cannot_be_used_are_refused_before_the_first_step(forge, tiny, tmp_path, tasks):
+    gone = TASKS["choice"].replace("choice\n", "gone\n", 1) + SHARED.format(data=tmp_path / "no")
+    (tasks / "gone.yaml").write_text(gone)
+    for name, said in {"no_such_task": "no_such_task", "gone": "cannot be loaded"}.items():
+        extra = IN_THE_LOOP.format(folder=tasks).replace('"choice", "whole", "written"', f'"{name}"')
+        refused = forge("train", tiny(steps=3, extra=extra), check=False)
+        assert refused.returncode == 78 and said in refused.stderr, refused.stderr
+        assert not (tmp_path / "runs" / "tiny" / "config.toml").exists()
 
 
 def test_unknown_task_is_named(forge, tiny, tmp_path):

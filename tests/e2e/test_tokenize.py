@@ -55,6 +55,7 @@ def processes_with(word):
 
 @pytest.mark.slow
 @pytest.mark.dist
+@pytest.mark.timeout(1200)  # five starts of two ranks: 160 s at a load of 26, twice that beside other tests
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
 def test_run_killed_while_it_tokenizes_goes_on_to_the_same_stores(forge, job, tmp_path, how):
     whole, cache, draw = tmp_path / "whole", tmp_path / "cache", random.Random(1)

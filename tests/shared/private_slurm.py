@@ -123,6 +123,16 @@ class PrivateSlurm:
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    def lose(self, node: str) -> None:
+        """The daemon of a node is gone; what it started lives on."""
+        path = self._folder / f"slurmd.{node}.pid"
+        os.kill(int(path.read_text()), signal.SIGKILL)
+        path.unlink()
+
+    def bring_back(self, node: str) -> None:
+        """A lost node answers again."""
+        self._start("slurmd", "-c", "-N", node, "-f", self._folder / "slurm.conf")
+
     def wait_until_empty(self, seconds: float) -> None:
         """Until there is no job in any queue."""
         self.wait(lambda: not self("squeue", "-h").strip(), seconds)

@@ -49,7 +49,11 @@ def launch(tmp_path, cluster, *words) -> int:
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("sweep", [[], ["--sweep=optimizer.lr=1e-3,2e-3"]], ids=["one", "sweep"])
+@pytest.mark.parametrize(
+    "sweep",
+    [[], ["--sweep=optimizer.lr=1e-3,2e-3"], ["--sweep=optimizer.lr=1e-3,2e-3", "--sweep=job.seed=0,1,2"]],
+    ids=["one", "sweep", "grid"],
+)
 def test_script_is_short_and_bash_reads_it(cluster, sweep, tmp_path, capsys):
     refused = bool(sweep) and load_cluster(cluster).again == "chain"
     assert launch(tmp_path, cluster, "--nodes=2", *sweep, "--dry-run") == (78 if refused else 0)
@@ -59,6 +63,27 @@ def test_script_is_short_and_bash_reads_it(cluster, sweep, tmp_path, capsys):
         assert len(script.splitlines()) < 60
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
         assert f"--ntasks-per-node={load_cluster(cluster).ranks}" in script and "#SBATCH --nodes=2" in script
+
+
+def test_sweeps_make_a_grid(slurm, tmp_path):
+    words = "--sweep=optimizer.lr=1e-3,2e-3", "--sweep=job.seed=0,1,2"
+    assert launch(tmp_path, cluster_file(tmp_path), *words) == 0
+    (path,) = (tmp_path / "runs" / "slurm").glob("*.sh")
+    script = path.read_text()
+    assert "#SBATCH --array=0-5\n" in script
+    chosen = script[script.index("overrides=()") : script.index("# A run stops")]
+    told = [
+        subprocess.check_output(
+            ["bash", "-c", chosen + '\necho "${overrides[@]} $run"'],
+            text=True,
+            env={"SLURM_ARRAY_TASK_ID": str(index), "run": "a"},
+        ).strip()
+        for index in range(6)
+    ]
+    assert told == [
+        f"--optimizer.lr={lr} --job.seed={seed} a-{index}"
+        for index, (lr, seed) in enumerate((lr, seed) for lr in ("1e-3", "2e-3") for seed in range(3))
+    ]
 
 
 def cluster_file(tmp_path, text="") -> Path:
@@ -89,6 +114,7 @@ def test_launch_submits_the_script_and_says_where_it_logs(slurm, tmp_path, capsy
         (["--mesh.tp=4"], "mesh.tp = 4"),
         (["--sweep=optimizer.lr"], "expected section.key=value,value"),
         (["--sweep=optimizer.lr=1,-2"], "optimizer.lr"),
+        (["--sweep=job.seed=1,2", "--sweep=job.seed=3"], "each key once"),
         (["--train.stepss=3"], "stepss"),
         (["--sweep=optimizer.betas=[0.9,0.95]"], "of plain values"),
     ],

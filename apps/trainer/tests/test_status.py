@@ -192,3 +192,75 @@ def test_docs_tell_every_exit_code():
     docs = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
     rows = [f"| {code.value} | {code.name.lower()} |" for code in ExitCode]
     assert [row for row in rows if row not in docs] == []
+
+
+FILES = ("config.toml", "metrics.jsonl", "exit.json", "ledger.jsonl", "incidents.jsonl", "history.jsonl",
+         "environment.json", "starts.jsonl", "wandb-id", "lease/epoch-000000001", "lease/beat-000000001",
+         "checkpoints/PROGRESS", "checkpoints/step-000000020/manifest.json", "hang/verdict.txt")  # fmt: skip
+DAMAGE = {
+    "empty": b"",
+    "half": b'{"step": 25, "code": 8',
+    "bytes": bytes(range(256)),
+    "list": b"[]\n",
+    "number": b"7\n",
+    "null": b"null\n",
+    "strings": json.dumps(
+        dict.fromkeys(("step", "loss", "code", "kind", "key", "why", "stretch", "tokens", "when"), "x")
+    ).encode()
+    + b"\n",
+    "nulls": json.dumps(
+        dict.fromkeys(("step", "loss", "code", "kind", "key", "why", "stretch", "tokens", "when"))
+    ).encode()
+    + b"\n",
+    "ledger": json.dumps(
+        {"stretch": 0, "began": "x", "at": None, "from_step": [], "step": {}, "spans": 3, "ended": "no"}
+    ).encode()
+    + b"\n",
+    "kinds": b'{"kind": "rollback", "first": null, "end": "x"}\n{"kind": "repeated"}\n{"kind": "other"}\n',
+    "crash": b'{"failed": true, "step": 20, "code": 1}\n' * 3,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_status_has_no_traceback_whatever_a_file_holds(run, capsys, name):
+    path = run / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for kind, data in DAMAGE.items():
+        path.write_bytes(data)
+        for arguments in ([run], [run, "--exit-code"], [run.parent]):
+            assert main(["status", *map(str, arguments)]) in range(90), kind
+    for make in (path.mkdir, lambda: path.symlink_to(path), lambda: path.symlink_to("/nowhere/at/all")):
+        path.unlink(missing_ok=True) if not path.is_dir() or path.is_symlink() else path.rmdir()
+        make()
+        for arguments in ([run], [run, "--exit-code"], [run.parent]):
+            assert main(["status", *map(str, arguments)]) in range(90), make
+
+
+@pytest.mark.parametrize("kind", ["nothing", "file", "empty", "links", "hidden"])
+def test_status_and_doctor_have_no_traceback_on_any_folder(tmp_path, capsys, kind):
+    place = tmp_path / "place"
+    if kind == "file":
+        place.write_text("x")
+    elif kind != "nothing":
+        place.mkdir()
+        if kind == "links":
+            (place / "self").symlink_to(place)
+            (place / "config.toml").symlink_to(place / "config.toml")
+        if kind == "hidden":
+            (place / "a" / "config.toml").mkdir(parents=True)
+    for command in ("status", "doctor"):
+        assert main([command, str(place)]) in (0, 1, 78)
+
+
+def test_status_tells_a_crash_loop(run, capsys):
+    line = {
+        "failed": True,
+        "step": 20,
+        "code": 1,
+        "job": "7",
+        "nodes": "n[1-2]",
+        "when": "2026-11-23T10:00:00",
+    }
+    (run / "starts.jsonl").write_text((json.dumps(line) + "\n") * 3)
+    text = said(capsys, run)[1]
+    assert "3 starts in a row failed at step 20 without a new checkpoint, the last with exit code 1" in text

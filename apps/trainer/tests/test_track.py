@@ -94,7 +94,8 @@ def test_wandb_lets_nothing_out(tmp_path, monkeypatch, caplog, breaks):
     def fail(*_, **__):
         raise RuntimeError("the service is gone")
 
-    calls = {"log": lambda *_, **__: None, "finish": lambda: None} | {breaks: fail}
+    calls = {"log": lambda *_, **__: None, "finish": lambda: None, "define_metric": lambda *_, **__: None}
+    calls |= {breaks: fail}
     module = types.SimpleNamespace(init=lambda **_: types.SimpleNamespace(**calls), Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, "wandb", module)
     from forge_trainer.track.wandb import Wandb
@@ -109,7 +110,12 @@ def test_wandb_lets_nothing_out(tmp_path, monkeypatch, caplog, breaks):
 
 def test_wandb_tells_runs_of_one_name_apart_and_a_continued_one_keeps_its_id(tmp_path, monkeypatch):
     ids = []
-    module = types.SimpleNamespace(init=lambda **given: ids.append(given["id"]), Settings=lambda **_: None)
+
+    def init(**given):
+        ids.append(given["id"])
+        return types.SimpleNamespace(define_metric=lambda *_, **__: None)
+
+    module = types.SimpleNamespace(init=init, Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, "wandb", module)
     from forge_trainer.track.wandb import Wandb
 
@@ -120,6 +126,39 @@ def test_wandb_tells_runs_of_one_name_apart_and_a_continued_one_keeps_its_id(tmp
     Wandb(WandbConfig(mode="offline"), tmp_path / "moved", "a_run", {})
     first, other, continued = ids
     assert first.startswith("a_run-") and first == continued != other
+
+
+class Service:
+    """A run of W&B as its service keeps it: what is given for a step before the last one is dropped."""
+
+    def __init__(self):
+        self.kept, self.last, self.axes = [], -1, {}
+
+    def define_metric(self, name, step_metric):
+        self.axes[name] = step_metric
+
+    def log(self, record, step=None):
+        step = self.last + 1 if step is None else step
+        if step >= self.last:
+            self.last = step
+            self.kept.append((record[self.axes["*"]], record["loss"]))
+
+    def finish(self):
+        pass
+
+
+def test_wandb_keeps_the_records_of_a_run_that_went_back(tmp_path, monkeypatch):
+    service = Service()
+    module = types.SimpleNamespace(init=lambda **_: service, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    from forge_trainer.track.wandb import Wandb
+
+    told = [(1, 3.0), (2, 2.0), (3, 1.0), (2, 5.0), (3, 4.0)]
+    tracker = Wandb(WandbConfig(), tmp_path, "a_run", {})
+    for step, loss in told:
+        tracker.log({"step": step, "loss": loss})
+    tracker.close()
+    assert service.kept == told
 
 
 @pytest.mark.parametrize(

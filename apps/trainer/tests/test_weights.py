@@ -10,13 +10,16 @@ from forge_ckpt.error import CheckpointError
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_ckpt.weights import write_weights
-from forge_config import ConfigError
+from forge_config import ConfigError, to_toml
 from forge_model import ModelError, config_to_hf, initialize, to_hf
 from forge_parallel.mesh import Mesh
+from forge_parallel.testing import run_ranks
 from forge_trainer.build import open_store
 from forge_trainer.job import load_job
 from forge_trainer.progress import Progress
-from forge_trainer.weights import resume_or_start, set_initial_weights
+from forge_trainer.weights import copy_common, resume_or_start, set_initial_weights
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 RUN = Path(__file__).parents[3] / "configs" / "runs" / "debug.toml"
 OTHER = {
@@ -121,6 +124,108 @@ def test_a_checkpoint_needs_no_folder_of_initial_weights(tmp_path, pretrained):
             parameter.zero_()
     assert resume_or_start(store, state, [model], again) == (Progress(3, 6, 12), "x", {}, {})
     assert all(torch.equal(value, before[name]) for name, value in weights_of(model).items())
+
+
+@pytest.fixture
+def donor(tmp_path):
+    """Another run of the debug model, of which step 7 is saved, and the model."""
+    config = job_of(tmp_path).model
+    model = config.build()
+    initialize(model, 5)
+    store = Store(tmp_path / "runs" / "donor" / "checkpoints")
+    store.save(7, TrainState([model], torch.optim.SGD(model.parameters())).capture())
+    text = to_toml(job_of(tmp_path, '--job.name="donor"'))
+    (tmp_path / "runs" / "donor" / "config.toml").write_text(text)
+    return tmp_path / "runs" / "donor", model
+
+
+def started(job):
+    model = job.model.build()
+    set_initial_weights([model], job)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("form", ["{}@7", "{}/checkpoints@7", "{}/checkpoints/step-000000007"])
+def test_init_from_takes_the_checkpoint_of_another_run(tmp_path, donor, form, capsys):
+    found = started(job_of(tmp_path, f'--train.init_from="{form.format(donor[0])}"'))
+    assert all(torch.equal(value, found[name]) for name, value in weights_of(donor[1]).items())
+    assert f"{len(found)} of {len(found)} tensors are those of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--train.init_from='{}'"], ["say of which step", "donor@7"]),
+        (["--train.init_from='{}@8'"], ["donor@8", "has steps 7"]),
+        (["--train.init_from='{}@7x'"], ["has steps 7"]),
+        (
+            ["--train.init_from='{}@7'", "--model.norm.eps=0.1"],
+            ["norm.eps: 0.1, there 1e-05", "init_exclude"],
+        ),
+        (["--train.init_include=['head']"], ["without init_from"]),
+    ],
+)
+def test_init_from_a_run_is_refused_when_the_job_is_read(tmp_path, donor, overrides, expected):
+    with pytest.raises(ConfigError) as caught:
+        job_of(tmp_path, *(one.format(donor[0]) for one in overrides))
+    assert all(text in str(caught.value) for text in expected), str(caught.value)
+
+
+def test_init_include_and_exclude_take_some_tensors_and_say_which(tmp_path, donor, capsys):
+    patterns = ["--train.init_include=['layers']", "--train.init_exclude=['layers.*.ffn', 'layers.0']"]
+    job = job_of(tmp_path, f'--train.init_from="{donor[0]}@7"', "--model.norm.eps=0.1", *patterns)
+    found, random = started(job), started(job_of(tmp_path))
+    taken = {name for name in found if name.startswith("layers.") and ".ffn." not in name}
+    taken -= {name for name in found if name.startswith("layers.0.")}
+    for name, value in weights_of(donor[1]).items():
+        assert torch.equal(found[name], value if name in taken else random[name]), name
+    told = capsys.readouterr().out
+    assert f"{len(taken)} of {len(found)} tensors are those of {donor[0]}@7" in told
+    assert "norm.eps: 0.1, there 1e-05" in told and "  not taken  head.weight\n" in told
+
+
+@pytest.mark.parametrize("origin", ["donor", "pretrained"])
+def test_init_resize_takes_what_both_have_in_common(tmp_path, request, origin, capsys):
+    folder, model = request.getfixturevalue(origin)
+    name = f"{folder}@7" if origin == "donor" else folder
+    overrides = ["--model.vocab_size=300", "--model.num_layers=5", "--train.init_exclude=['layers.4']"]
+    base = [f'--train.init_from="{name}"', *overrides]
+    grown = started(job_of(tmp_path, *base, "--train.init_resize=['embed', 'head']"))
+    random, old = started(job_of(tmp_path, *overrides[:2])), weights_of(model)
+    for name, value in grown.items():
+        rows = len(old[name]) if name in old else 0
+        assert torch.equal(value[:rows], old[name]) if rows else True, name
+        assert torch.equal(value[rows:], random[name][rows:]), name
+    assert "head.weight: [260, 160] there, [300, 160] here" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=r"not fit the model \(2\):(?s:.*)head.weight is \[260, 160\]"):
+        started(job_of(tmp_path, *base))
+    with pytest.raises(CheckpointError, match=r"name no tensor: layers\.9"):
+        started(job_of(tmp_path, *base, "--train.init_resize=['layers.9']"))
+
+
+def test_init_from_a_damaged_checkpoint_is_refused(tmp_path, donor):
+    path = donor[0] / "checkpoints" / "step-000000007" / "rank-00000.bin"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="is damaged between bytes"):
+        started(job_of(tmp_path, f'--train.init_from="{donor[0]}@7"'))
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (3, 9), (1, 1), (4, 4)])
+def test_copy_common_of_a_sharded_tensor_copies_what_one_process_would(shape):
+    run_ranks(_copies_like_one_process, 2, shape)
+
+
+def _copies_like_one_process(shape):
+    source, whole = torch.arange(float(shape[0] * shape[1])).reshape(shape), torch.full((4, 7), -1.0)
+    expected = whole.clone()
+    rows, columns = min(shape[0], 4), min(shape[1], 7)
+    expected[:rows, :columns] = source[:rows, :columns]
+    for dim in (0, 1):
+        cut = distribute_tensor(whole.clone(), init_device_mesh("cpu", (2,)), [Shard(dim)])
+        copy_common(source, cut)
+        assert torch.equal(cut.full_tensor(), expected)
 
 
 @pytest.mark.parametrize("lost", ["", "checkpoints"])

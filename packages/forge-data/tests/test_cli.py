@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,86 @@ def test_inspect_of_another_tokenizer_shows_no_text(store: Path, capsys: pytest.
 def test_tokenize_names_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tokenize", str(tmp_path / "nowhere"), "--out", str(tmp_path / "s")]) == 1
     assert "nowhere" in capsys.readouterr().err
+
+
+RUN = """
+[data]
+max_tokens = 8
+cache_dir = "{folder}/cache"
+[[data.sources]]
+type = "files"
+held_out = 0.0
+paths = ["{folder}/in"]
+[train]
+steps = 4
+global_batch = 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("plan --train.steps=0", "train.steps: given 0; expected an integer from 1"),
+        ("plan --train.steps=few", "train.steps: given 'few'"),
+        ("plan --train.global_batch=-4", "train.global_batch: given -4"),
+        ("plan --train.global_batch=1.5", "train.global_batch: given 1.5"),
+        ("plan --train.global_batch_tokens=0", "train.global_batch_tokens: given 0"),
+        ("plan --data.temperature=1e-6", "data.temperature: given 1e-06; expected number >= 0.1"),
+        (
+            "plan --data.skip=[{start_step=0,end_step=9223372036854775807}]",
+            "end_step: given 9223372036854775807",
+        ),
+        ("plan --data.skip=[{samples=[9223372036854775807]}]", "samples[0]: given 9223372036854775807"),
+        ('plan --data.sources=[{type="files",paths=[]}]', "expected at least one path"),
+        ('plan --data.sources=[{type="hf",path=""}]', "given path = ''"),
+        ("plan --data.max_tokens=99", "source 0: "),
+        ("sample --step 0 --world-size 0", "given step 0, rank 0 of 0"),
+        ("sample --step 4", "expected a step from 0 below 4"),
+    ],
+)
+def test_run_that_cannot_be_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, words: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("hello there, hello")
+    (tmp_path / "run.toml").write_text(RUN.format(folder=tmp_path))
+    name, *others = command.split()
+    assert main([name, str(tmp_path / "run.toml"), *others]) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "inspect s --docs -1",
+        "tokenize in --out t --workers -3",
+        "sample r --step -1",
+        "sample r --step 0 --limit x",
+    ],
+)
+def test_numbers_below_zero_are_refused(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(command.split())
+    assert "expected an integer from 0" in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_is_no_traceback(store: Path) -> None:
+    code = "import sys; from forge_data.cli import main; sys.exit(main(sys.argv[1:]))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "inspect", str(store)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_error_of_the_system_is_a_line(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(5, "Input/output error", "some/file")
+
+    monkeypatch.setattr("forge_data.cli.TokenStore", refuse)
+    assert main(["inspect", str(store)]) == 1
+    assert capsys.readouterr().err == "[Errno 5] Input/output error: 'some/file'\n"

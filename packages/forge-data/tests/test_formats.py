@@ -86,6 +86,22 @@ def test_read_foreign_refuses_a_cut_megatron_file(tmp_path: Path, ending: str) -
         read_foreign(path)
 
 
+def test_read_foreign_refuses_a_cut_npy(tmp_path: Path) -> None:
+    path = _write_npy(tmp_path / "a.npy")
+    content = path.read_bytes()
+    for size in (6, 20, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(DataError, match=r"a.npy cannot be read"):
+            read_foreign(path)
+
+
+def test_import_refuses_files_without_tokens(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(0, dtype=np.uint16))
+    with pytest.raises(DataError, match=r"no tokens in .*a.npy"):
+        import_tokens([tmp_path / "a.npy"], tmp_path / "out", BytesConfig())
+    assert not (tmp_path / "out").exists()
+
+
 def test_read_foreign_refuses_a_nanoset_without_its_index(tmp_path: Path) -> None:
     path = _write_nanoset(tmp_path / "a.ds", 2)
     (tmp_path / "a.ds.index").unlink()

@@ -135,6 +135,16 @@ def test_max_epochs_is_an_error_before_training_that_names_source_and_step(confi
     assert np.bincount(source)[1] == 25
 
 
+@pytest.mark.parametrize("policy", ["error", "stop", "reweight"])
+def test_run_without_a_whole_step_is_refused_under_every_policy(config: DataConfig, policy: str) -> None:
+    for max_epochs, words in ((0.01, r"b has 50 sequences.*at least 1/50"), (0.1, r"leave 5 seq.*reads 8")):
+        source = TokensConfig(path=config.sources[1].path, name="b", max_epochs=max_epochs)  # type: ignore[attr-defined]
+        short = DataConfig(max_tokens=8, sources=[source], when_exhausted=policy)  # type: ignore[arg-type]
+        for steps in (None, 20):
+            with pytest.raises(DataError, match=words):
+                build_order(short, [50], Run(8, steps))
+
+
 def test_temperature_weighs_by_size() -> None:
     sources = [TokensConfig(path="x"), TokensConfig(path="y")]
     for temperature, share in ((1.0, 0.9), (2.0, 0.75), (1e6, 0.5)):

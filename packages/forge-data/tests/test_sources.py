@@ -1,10 +1,12 @@
 import fcntl
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.loader import build_loader
 from forge_data.sources import FilesConfig, PythonStdlibConfig, TokensConfig, find_files
+from forge_data.tokenize import Making
 from forge_data.tokenizer import BytesConfig
 from forge_data.tokens import TokenStore
 
@@ -92,6 +95,39 @@ def test_files_say_when_no_document_is_held_out(tmp_path: Path) -> None:
 def test_find_files_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere"):
         find_files([str(tmp_path / "nowhere" / "*.txt")])
+
+
+@pytest.mark.parametrize("by", ["folder", "pattern", "name"])
+@pytest.mark.parametrize("kind", ["link to nowhere", "link in a circle", "pipe"])
+def test_find_files_refuses_what_is_no_file(tmp_path: Path, kind: str, by: str) -> None:
+    (tmp_path / "good.txt").write_text("x")
+    wrong = tmp_path / "wrong.txt"
+    if kind == "pipe":
+        os.mkfifo(wrong)
+    else:
+        wrong.symlink_to("wrong.txt" if kind == "link in a circle" else "nowhere")
+    path = {"folder": tmp_path, "pattern": tmp_path / "*.txt", "name": wrong}[by]
+    with pytest.raises(DataError, match=r"is no file that can be read \(a link that leads nowhere"):
+        find_files([str(path)])
+
+
+def test_names_may_hold_anything_but_a_slash(tmp_path: Path) -> None:
+    """Bytes that are no UTF-8, a line break, what patterns are made of."""
+    (tmp_path / "text").mkdir()
+    for name in (b"\xff\xfe.txt", b"new\nline 'q'.txt", b"#*?[].txt", b" .txt"):
+        Path(os.fsdecode(bytes(tmp_path) + b"/text/" + name)).write_text("some text")
+    source = FilesConfig(paths=[str(tmp_path / "text")], held_out=0.5)
+    stores = [source.open(split, BytesConfig(), tmp_path / "ca ch\ne") for split in ("train", "validation")]
+    assert sum(store.manifest.num_docs for store in stores) == 4
+
+
+def test_find_files_reads_each_file_once_where_links_lead_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one.txt").write_text("x")
+    (tmp_path / "a" / "link.txt").symlink_to("one.txt")
+    (tmp_path / "a" / "up").symlink_to("..")
+    for path in (tmp_path, tmp_path / "**", tmp_path / "**" / "*.txt"):
+        assert find_files([str(path)]) == [tmp_path / "a" / "one.txt"]
 
 
 def test_find_files_takes_the_folders_before_a_pattern_as_they_are(
@@ -200,6 +236,37 @@ def test_cache_is_known_by_content_not_by_size_and_time(folder: Path, tmp_path: 
     names = {f.name for f in (tmp_path / "tokens").iterdir() if f.is_dir()}
     source.open("train", BytesConfig(), tmp_path)
     assert {f.name for f in (tmp_path / "tokens").iterdir() if f.is_dir()} == names
+
+
+@pytest.mark.parametrize("change", ["grows", "shrinks", "is replaced", "goes"])
+@pytest.mark.parametrize("when", ["named", "read"])
+def test_text_that_changes_while_it_is_tokenized_is_not_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, when: str
+) -> None:
+    """Its name in the cache would be that of other text."""
+    path, source = folder / "00.txt", FilesConfig(paths=[str(folder / "*.txt")], held_out=0)
+
+    def touch(*_: object) -> None:
+        content = path.read_bytes() if path.exists() else b""
+        if change == "goes":
+            path.unlink(missing_ok=True)
+        elif change == "is replaced":
+            (folder / "other").write_bytes(content[::-1])
+            (folder / "other").replace(path)
+        else:
+            path.write_bytes(content + b"more" if change == "grows" else content[:1])
+
+    def named(*arguments: Any) -> int:
+        name = original(*arguments)
+        touch()
+        return name
+
+    original = importlib.import_module("forge_data.sources")._name
+    if when == "named":
+        monkeypatch.setattr("forge_data.sources._name", named)
+    with pytest.raises(DataError, match=r"00.txt (has changed while|cannot be read)"):
+        source.open("train", BytesConfig(), tmp_path, Making(1, touch if when == "read" else None))
+    assert [file.suffix for file in (tmp_path / "tokens").iterdir()] == [".lock"]
 
 
 def test_source_goes_on_where_a_killed_process_stopped(

@@ -157,17 +157,44 @@ def test_tokenize_replaces_bytes_that_are_no_utf8(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "a.jsonl at 14"),
         ("a.jsonl", b"{not json}\n", "a.jsonl at 0"),
         ("a.jsonl", b'{"text": 3}\n', "int, not text"),
-        ("a.txt.gz", b"not gzip", "unpacked"),
+        ("a.jsonl", b'{"text": ' + b"[" * 100_000, "a.jsonl at 0: no JSON"),
+        ("a.txt.gz", b"not gzip", "a.txt.gz cannot be read or unpacked"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9],
+            "a.jsonl.gz cannot be read or unpacked",
+        ),
+        ("a.parquet", b"no parquet", "a.parquet cannot be read or unpacked"),
+        ("a.parquet", b"", "a.parquet cannot be read or unpacked"),
+        ("a.arrow", b"no arrow at all", "a.arrow cannot be read or unpacked"),
         ("a.txt", b"", "no text in 1 files"),
     ],
 )
 def test_tokenize_refuses_what_is_no_text_and_leaves_nothing(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
+    if name.endswith((".parquet", ".arrow")):
+        pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         tokenize_files([tmp_path / name], tmp_path / "s", BytesConfig(), root=tmp_path)
     assert [f.name for f in tmp_path.iterdir()] == [name]
+
+
+def test_tokenize_names_the_damaged_part_of_a_parquet_file(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["some text " * 99] * 99}), path, compression="gzip")
+    content = bytearray(path.read_bytes())
+    content[4:60] = bytes(56)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a.parquet cannot be read or unpacked"):
+        tokenize_files([path], tmp_path / "s", BytesConfig(), root=tmp_path)
+
+
+def test_tokenize_names_a_file_that_has_gone(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone.txt cannot be read.*No such file"):
+        tokenize_files([tmp_path / "gone.txt"], tmp_path / "s", BytesConfig(), root=tmp_path)
 
 
 def test_tokenize_refuses_a_folder_that_exists(corpus: Path, tmp_path: Path) -> None:

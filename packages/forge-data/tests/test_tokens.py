@@ -1,3 +1,4 @@
+import errno
 import os
 import pickle
 import subprocess
@@ -238,3 +239,19 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "s" / name).mkdir()  # reading it is an OSError
     with pytest.raises(DataError, match=rf"{name} (cannot be read: .*Is a directory|has \d+ bytes)"):
         TokenStore(tmp_path / "s").read(np.asarray([0]), 10)
+
+
+@pytest.mark.parametrize("call", ["mmap.mmap", "os.lseek"])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENODEV])
+def test_file_that_a_file_system_takes_away_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """As NFS does with a file that was replaced, and some file systems with what they cannot map."""
+    store = _write(tmp_path / "s")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(f"forge_data.blocks.{call}", refuse)
+    with pytest.raises(DataError, match=rf"tokens.bin cannot be read: .*{os.strerror(number)}"):
+        store.require_files() if call == "os.lseek" else TokenStore(tmp_path / "s")

@@ -81,12 +81,12 @@ def test_killed_worker_is_an_error_at_once_however_much_it_had_prepared(
 
 
 def test_error_of_a_worker_is_raised_where_its_item_is_asked_for(loader: Loader, tmp_path: Path) -> None:
-    """The file of the store becomes shorter while the workers read it."""
+    """The file of the store becomes shorter while the workers read it: before they look, or after."""
     loader.workers = 2
     items = iter(loader)
     _rows(items, 2)
     os.truncate(tmp_path / "s" / "tokens.bin", 8)
-    with pytest.raises(DataError, match=r"tokens\.bin has 8 bytes"):
+    with pytest.raises((DataError, RuntimeError), match=r"tokens\.bin has 8 bytes|a file .* became shorter"):
         _rows(items, 1_000_000)
     loader.close()
 

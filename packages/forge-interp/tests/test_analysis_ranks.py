@@ -7,7 +7,7 @@ import pytest
 import torch
 from forge_interp.analysis.accumulate import Moments
 from forge_interp.analysis.cca import pwcca
-from forge_interp.analysis.cka import MinibatchCKA, linear_cka
+from forge_interp.analysis.cka import linear_cka
 from forge_interp.analysis.profile import Profile
 from forge_interp.analysis.ridge import ridge_from_moments
 from forks import Forks
@@ -29,8 +29,8 @@ def make_rows(cut: slice) -> dict[str, torch.Tensor]:
     return {"x": x[cut], "y": y[cut]}
 
 
-def accumulate(cut: slice) -> tuple[Moments, MinibatchCKA, Profile]:
-    rows, parts = make_rows(cut), (Moments(WIDTHS), MinibatchCKA(WIDTHS), Profile(WIDTHS, threshold=100.0))
+def accumulate(cut: slice) -> tuple[Moments, Profile]:
+    rows, parts = make_rows(cut), (Moments(WIDTHS), Profile(WIDTHS, threshold=100.0))
     for start in range(0, len(rows["x"]), BATCH):
         for part in parts:
             part.update({name: x[start : start + BATCH] for name, x in rows.items()})
@@ -56,18 +56,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("case", list(CUTS))
 def test_all_reduce_over_two_ranks_equals_one_process(folder, case, rank):
-    whole, whole_batches, whole_profile = accumulate(slice(None))
+    whole, whole_profile = accumulate(slice(None))
     states = torch.load(folder / f"{case}.{rank}.pt")
     moments = Moments(WIDTHS).load_state(states[0])
-    batches = MinibatchCKA(WIDTHS).load_state(states[1])
-    profile = Profile(WIDTHS, threshold=100.0).load_state(states[2])
+    profile = Profile(WIDTHS, threshold=100.0).load_state(states[1])
     assert moments.count == 120
     for measure in (linear_cka, pwcca):
         np.testing.assert_allclose(measure(moments).values, measure(whole).values, atol=1e-10)
     torch.testing.assert_close(moments.mean("y"), whole.mean("y"), rtol=1e-14, atol=0)
     found, expected = (ridge_from_moments(each, "x", "y", 2.0) for each in (moments, whole))
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-8, atol=1e-10)
-    np.testing.assert_allclose(batches.result().values, whole_batches.result().values, atol=1e-12)
     for name in WIDTHS:
         for field, value in vars(whole_profile.result(name)).items():
             np.testing.assert_allclose(vars(profile.result(name))[field], value, rtol=1e-12, err_msg=field)

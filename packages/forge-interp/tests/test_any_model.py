@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_interp import InterpError, ablate, capture, edit, resolve
+from forge_interp import InterpError, ablate, capture, edit
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -200,7 +200,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "spectral": (Spectral, TOKENS),
     "pruned": (pruned, TOKENS),
 }
-DEPENDS_ON_VALUES = ("quantized", "padded", "mixed")  # what they do, so that a dry run cannot know the shapes
 EVERY = pytest.mark.parametrize("name", MODELS)
 QUIET = pytest.mark.filterwarnings(
     "ignore:.*nested tensor",
@@ -363,14 +362,3 @@ def test_names_of_one_module_and_of_one_weight_are_told_apart():
     with torch.no_grad(), edit(model, once), capture(model, ["alias", "tied:in"]) as edited:
         model(x)
     assert torch.equal(edited["alias:out"], acts["alias:out"]) and not edited["alias:out#1"].any()
-
-
-@QUIET
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in DEPENDS_ON_VALUES])
-def test_resolve_knows_the_shapes_of_every_module(name):
-    model, x = made(name)
-    with torch.no_grad():
-        expected = seen_by_hooks(model, lambda: model(x.clone()))
-    report = resolve(model, list(dict.fromkeys(key.partition("#")[0] for key in expected)), x)
-    assert report.problem is None
-    assert report.shapes == {key: (tuple(v.shape), v.dtype) for key, v in expected.items()}

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.analysis.arrays import as_labels, as_matrix, centre, check_alphas, same_rows
-from forge_interp.analysis.cka import MinibatchCKA
 from forge_interp.analysis.probe import probe_layers
 from forge_interp.analysis.similarity import compare_layers
 from forge_interp.errors import InterpError
@@ -22,8 +21,6 @@ def test_analyses_take_a_read_only_memory_map_and_leave_it_as_it_is(tmp_path):
     np.save(tmp_path / "x.npy", values)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     np.testing.assert_array_equal(compare_layers({"a": mapped}).values, compare_layers({"a": values}).values)
-    batches = MinibatchCKA(["a"])
-    batches.update({"a": mapped})
     found, expected = (probe_layers({"a": x}, values[:, 0] ** 2, alphas=(1.0,)) for x in (mapped, values))
     np.testing.assert_array_equal(found.scores, expected.scores)
     np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), values)

@@ -118,7 +118,7 @@ def test_integrated_gradients_are_complete_in_the_limit():
     assert np.abs(plain.values - exact.values).max() > 1e-2  # one gradient is not enough on this net
 
 
-@pytest.mark.parametrize("steps", [2, 3, 4])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_integrated_gradients_are_exact_on_polynomials(steps):
     """Gauss and Legendre's points integrate degree 2 steps - 1 exactly: each point and weight matters."""
     model = nn.Sequential(nn.Identity(), nn.Identity())
@@ -132,8 +132,9 @@ def test_integrated_gradients_are_exact_on_polynomials(steps):
         table = attribution_patching(model, clean, corrupted, "0", power, steps=steps, where=where)
         exact = activation_patching(model, clean, corrupted, "0", power, where=where)
         np.testing.assert_allclose(table.values, exact.values, rtol=1e-12)
-    fewer = attribution_patching(model, clean, corrupted, "0", power, steps=steps - 1)
-    assert abs(fewer.residual.item()) > 1e-3
+    if steps > 1:
+        fewer = attribution_patching(model, clean, corrupted, "0", power, steps=steps - 1)
+        assert abs(fewer.residual.item()) > 1e-3
 
 
 def test_integrated_gradients_share_the_effect_of_a_site_among_its_places():
@@ -190,10 +191,8 @@ def test_attribution_patching_refuses_what_has_no_gradient():
         run(metric=lambda x: x.sum().detach())
     with pytest.raises(InterpError, match=r"torch\.int64.*choose a later site"):
         run(sites="embed:in")
-    with pytest.raises(InterpError, match="steps is 0 and qk_fix False"):
+    with pytest.raises(InterpError, match="steps is 0"):
         run(steps=0)
-    with pytest.raises(InterpError, match="steps is 2 and qk_fix True"):
-        attribution_patching(model, CLEAN, CORRUPTED, "layers.0", metric, steps=2, qk_fix=True)
     with pytest.raises(InterpError, match="one number: reduce"):
         run(metric=lambda x: x[:, -1, 3])
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -216,43 +215,6 @@ class Queries(nn.Module):
         mask = torch.ones(4, 4, dtype=torch.bool).tril()
         z = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return self.out(z.transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("where", [None, "heads", ("heads", "positions"), {"a": (..., 3, slice(1))}])
-def test_the_qk_fix_is_exact_where_all_that_follows_attention_is_linear(where):
-    model = Queries()
-    for site in (":attn.q", ":attn.k"):
-        exact = activation_patching(model, CLEAN, CORRUPTED, site, metric, where=where)
-        fixed = attribution_patching(model, CLEAN, CORRUPTED, site, metric, where=where, qk_fix=True)
-        plain = attribution_patching(model, CLEAN, CORRUPTED, site, metric, where=where)
-        np.testing.assert_allclose(fixed.values, exact.values, atol=1e-12)
-        assert fixed.labels == exact.labels
-        assert np.abs(plain.values - exact.values).max() > 1e-3
-
-
-def test_the_qk_fix_tells_the_calls_of_one_module_apart():
-    class Twice(Queries):
-        def forward(self, tokens: Tensor) -> Tensor:
-            return super().forward(tokens) + 2 * super().forward(tokens.flip(1))
-
-    model = Twice()
-    for name in ("q", "k"):
-        exact = activation_patching(model, CLEAN, CORRUPTED, f":attn.{name}", metric, where="heads")
-        fixed = attribution_patching(
-            model, CLEAN, CORRUPTED, f":attn.{name}", metric, where="heads", qk_fix=True
-        )
-        assert fixed.labels[0] == (f":attn.{name}", f":attn.{name}#1")
-        np.testing.assert_allclose(fixed.values, exact.values, rtol=0, atol=1e-12)
-
-
-def test_the_qk_fix_leaves_other_sites_alone():
-    model = Queries()
-    sites = ["embed", ":attn.v", ":attn.k"]
-    fixed = attribution_patching(model, CLEAN, CORRUPTED, sites, metric, qk_fix=True)
-    plain = attribution_patching(model, CLEAN, CORRUPTED, sites, metric)
-    np.testing.assert_array_equal(fixed.values[:2], plain.values[:2])
-    assert fixed.values[2] != plain.values[2]
-    assert fixed.labels == plain.labels
 
 
 def test_scores_that_the_mask_hides_in_both_runs_count_for_nothing():

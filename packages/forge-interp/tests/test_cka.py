@@ -1,11 +1,10 @@
-import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.cka import MinibatchCKA, linear_cka
+from forge_interp.analysis.cka import linear_cka
 from forge_interp.errors import InterpError
 
 
@@ -70,68 +69,12 @@ def test_cka_is_nan_for_a_constant_layer_and_refuses_three_samples():
         linear_cka(Moments.of({"x": torch.randn(3, 2)}))
 
 
-def test_minibatch_cka_of_one_batch_equals_debiased_cka():
-    layers = make_layers()
-    found = MinibatchCKA(layers)
-    found.update(layers)
-    np.testing.assert_allclose(found.result().values, linear_cka(Moments.of(layers)).values, atol=1e-10)
-
-
-def test_minibatch_cka_equals_summed_gram_form_and_merges():
-    layers = make_layers()
-    cuts = [0, 16, 22, 50, 80]
-    batches = [{name: x[i:j] for name, x in layers.items()} for i, j in itertools.pairwise(cuts)]
-    sums = np.zeros((3, 3))
-    for batch in batches:
-        grams = [(x - x.mean(0)) @ (x - x.mean(0)).T for x in batch.values()]
-        sums += [[_gram_hsic_unbiased(k, m).item() for m in grams] for k in grams]
-    first, second = MinibatchCKA(layers), MinibatchCKA(layers)
-    for i, batch in enumerate(batches):
-        (first if i % 2 else second).update(batch)
-    own = np.sqrt(np.diag(sums))
-    np.testing.assert_allclose(first.merge(second).result().values, sums / own / own[:, None], atol=1e-10)
-
-
-def test_minibatch_cka_finds_the_truth_where_averaging_biased_ones_does_not():
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(8000, 64, generator=random, dtype=torch.float64)
-    layers = {"x": x, "y": 0.6 * x + 0.8 * torch.randn(8000, 64, generator=random, dtype=torch.float64)}
-    truth = linear_cka(Moments.of(layers)).values[0, 1]
-    found, biased = MinibatchCKA(["x"], ["y"]), []
-    for i in range(0, 8000, 32):
-        batch = {name: value[i : i + 32] for name, value in layers.items()}
-        found.update(batch)
-        biased.append(linear_cka(Moments.of(batch), debiased=False).values[0, 1])
-    assert found.result().values.item() == pytest.approx(truth, abs=0.01)
-    assert np.mean(biased) > truth + 0.2
-
-
-def test_minibatch_cka_sums_over_ranks():
-    layers = make_layers()
-    found = MinibatchCKA(layers)
-    found.update(layers)
-    once = found.state()["hsic"].clone()
-    found.all_reduce(lambda tensor: tensor.mul_(2))
-    assert torch.equal(found.state()["hsic"], 2 * once)
-
-
-def test_minibatch_cka_refuses_small_batches_and_missing_layers():
-    found = MinibatchCKA(["x"], ["y"])
-    with pytest.raises(InterpError, match="lacks \\['y'\\]"):
-        found.update({"x": torch.randn(8, 2)})
-    with pytest.raises(InterpError, match="at least 4"):
-        found.update({"x": torch.randn(3, 2), "y": torch.randn(3, 2)})
-
-
 @pytest.mark.parametrize("constant", [0.1, 1e6 + 0.1])
 def test_cka_is_nan_for_a_layer_that_is_constant_up_to_rounding(constant):
     jitter = 1e-15 * torch.randn(101, 2, dtype=torch.float64)
     layers = {"x": torch.randn(101, 3, dtype=torch.float64), "c": constant * (1 + jitter)}
-    batches = MinibatchCKA(layers)
-    batches.update(layers)
     moments = Moments.of(layers)
-    found = [linear_cka(moments).values, linear_cka(moments, debiased=False).values, batches.result().values]
-    for values in found:
+    for values in (linear_cka(moments).values, linear_cka(moments, debiased=False).values):
         assert values[0, 0] == pytest.approx(1, abs=1e-12)
         assert np.isnan(values[1]).all() and np.isnan(values[:, 1]).all()
 
@@ -139,10 +82,8 @@ def test_cka_is_nan_for_a_layer_that_is_constant_up_to_rounding(constant):
 @pytest.mark.parametrize("n", [5, 33])
 def test_debiased_cka_is_nan_where_all_samples_are_equally_far_apart(n):
     layers = {"x": 1.7 * torch.eye(n, dtype=torch.float64), "y": torch.randn(n, 3, dtype=torch.float64)}
-    batches = MinibatchCKA(layers)
-    batches.update(layers)
-    for values in (linear_cka(Moments.of(layers)).values, batches.result().values):
-        assert np.isnan(values[0]).all() and values[1, 1] == pytest.approx(1, abs=1e-12)
+    values = linear_cka(Moments.of(layers)).values
+    assert np.isnan(values[0]).all() and values[1, 1] == pytest.approx(1, abs=1e-12)
 
 
 def test_cka_equals_gram_form_at_four_samples_and_with_more_features_than_samples():
@@ -161,35 +102,3 @@ def test_cka_equals_gram_form_for_activations_with_huge_means_and_one_outlier_fe
         found = linear_cka(Moments.of(moved), debiased=debiased).values
         expected = [[gram_cka(x, y, debiased) for y in layers.values()] for x in layers.values()]
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-8)
-
-
-def test_minibatch_cka_does_not_change_with_a_large_mean():
-    layers = make_layers()
-    found, moved = MinibatchCKA(layers), MinibatchCKA(layers)
-    found.update(layers)
-    moved.update({name: x + 1e6 for name, x in layers.items()})
-    np.testing.assert_allclose(moved.result().values, found.result().values, atol=1e-8)
-
-
-def test_minibatch_cka_state_round_trips_and_refuses_another_shape():
-    layers = make_layers()
-    found = MinibatchCKA(layers)
-    found.update(layers)
-    saved = {name: tensor.clone() for name, tensor in found.state().items()}
-    loaded = MinibatchCKA(layers).load_state(saved)
-    np.testing.assert_array_equal(loaded.result().values, found.result().values)
-    with pytest.raises(InterpError, match=r"'hsic' has \(3, 3\); expected shape \(2, 2\)"):
-        MinibatchCKA(["x", "y"]).load_state(saved)
-    with pytest.raises(InterpError, match="has nothing"):
-        MinibatchCKA(["x", "y"]).load_state({})
-
-
-def test_minibatch_cka_refuses_nan_other_layers_and_an_empty_result():
-    found = MinibatchCKA(["x"])
-    with pytest.raises(InterpError, match="expected update"):
-        found.result()
-    with pytest.raises(InterpError, match="x holds 1 values"):
-        found.update({"x": np.where(np.arange(10) == 3, np.inf, np.arange(10.0))})
-    assert not found.state()["hsic"].any()
-    with pytest.raises(InterpError, match="cannot merge"):
-        found.merge(MinibatchCKA(["y"]))

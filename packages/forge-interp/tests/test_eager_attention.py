@@ -37,6 +37,11 @@ DEBERTA = {
     "pos_att_type": ["c2p", "p2c"],
     "position_buckets": 8,
 }
+SINKS = GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+SINKS |= {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+}
 XGLM = {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": N, "ffn_dim": 48} | SPECIAL
 EAGER = {
     "Bloom": ("BloomForCausalLM", WIDE, "**.self_attention", "dense"),
@@ -48,7 +53,9 @@ EAGER = {
     "DebertaV2": ("DebertaV2Model", DEBERTA, "**.attention.self", None),
     "Gemma2": ("Gemma2ForCausalLM", GROUPED | {"head_dim": 8, "sliding_window": 4}, "**.self_attn", "o_proj"),
     "Llama": ("LlamaForCausalLM", GROUPED, "**.self_attn", "o_proj"),
+    "GptOss": ("GptOssForCausalLM", SINKS, "**.self_attn", "o_proj"),
 }
+REPEATED = ("Gemma2", "Llama", "GptOss")
 
 
 def made(name):
@@ -62,7 +69,7 @@ def made(name):
 def test_patterns_are_the_weights_that_the_model_returns(name, padded):
     model, modules, _ = made(name)
     inputs = text(padded)
-    names = ["scores", "pattern", "v", "z", "entropy"]
+    names = ["scores"] * (name != "GptOss") + ["pattern", "v", "z", "entropy"]
     summary = AttentionSummary(["sink", "previous"])
     with torch.no_grad(), capture(model, [f"{modules}:attn.{part}" for part in names]) as acts:
         expected = model(**inputs, output_attentions=True).attentions
@@ -73,7 +80,7 @@ def test_patterns_are_the_weights_that_the_model_returns(name, padded):
     for key, weights in zip((key for key in acts if key.endswith("attn.pattern")), expected, strict=True):
         torch.testing.assert_close(acts[key], weights, rtol=0, atol=1e-5)
         v, z = (acts[key.replace("pattern", part)] for part in ("v", "z"))
-        assert v.shape[1] == (2 if name in ("Gemma2", "Llama") else N)
+        assert v.shape[1] == (2 if name in REPEATED else N)
         torch.testing.assert_close(weights @ v.repeat_interleave(N // v.shape[1], 1), z, rtol=0, atol=1e-5)
 
 
@@ -81,7 +88,7 @@ def test_patterns_are_the_weights_that_the_model_returns(name, padded):
 @pytest.mark.parametrize("name", [name for name, (*_, projection) in EAGER.items() if projection])
 def test_edits_of_a_head_equal_its_removal_before_the_projection(name, site):
     model, modules, projection = made(name)
-    inputs, grouped = text(False), name in ("Gemma2", "Llama")
+    inputs, grouped = text(False), name in REPEATED
     heads = [2, 3] if grouped and site == "v" else [2]
 
     def remove(module, args):
@@ -140,3 +147,56 @@ def test_gradients_and_edits_of_scores_are_those_of_the_softmax():
     torch.testing.assert_close(acts.gradients[":attn.v"], F.softmax(x @ x.mT, -1).mT.detach() @ (2 * z))
     with torch.no_grad(), edit(model, {":attn.scores": partial(torch.mul, other=0.5)}):
         torch.testing.assert_close(model(x), F.softmax(x @ x.mT / 2, -1) @ x)
+
+
+class Sinks(Attend):
+    """The softmax goes over one more key, without a value: the first or the last."""
+
+    def __init__(self, is_first=False):
+        super().__init__()
+        self.is_first = is_first
+
+    def forward(self, x):
+        scores = x @ x.mT
+        sink = torch.ones_like(scores[..., :1])
+        weights = F.softmax(torch.cat([sink, scores] if self.is_first else [scores, sink], dim=-1), dim=-1)
+        self.weights = weights[..., 1:] if self.is_first else weights[:, :, :, :-1]
+        return self.dropout(self.weights) @ x
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_weights_beside_a_sink_are_those_of_the_product_and_scores_are_refused(is_first):
+    model, x = Sinks(is_first), torch.randn(2, 3, 4, 5)
+    with capture(model, [":attn.pattern", ":attn.z", ":attn.entropy"]) as acts:
+        output = model(x)
+    assert acts[":attn.pattern"].equal(model.weights) and acts[":attn.z"].equal(output)
+    assert (acts[":attn.pattern"].sum(-1) < 0.999).any()
+    torch.testing.assert_close(acts[":attn.entropy"], torch.special.entr(model.weights).sum(-1))
+    with edit(model, {":attn.pattern": partial(torch.mul, other=0.5)}):
+        torch.testing.assert_close(model(x), output / 2)
+    for context in (capture(model, ":attn.scores"), edit(model, {":attn.scores": torch.neg})):
+        with pytest.raises(InterpError, match="sinks; expected pattern"), context:
+            model(x)
+
+
+class Gated(Attend):
+    """Changes the weights in place after the softmax."""
+
+    def forward(self, x):
+        weights = F.softmax(x @ x.mT, dim=-1)
+        weights *= torch.tensor([1.0, 0.5, 0.0])[:, None, None]
+        return weights @ x
+
+
+def test_weights_that_are_changed_after_the_softmax_are_refused_for_reading_and_editing():
+    model, x = Gated(), torch.randn(2, 3, 4, 5)
+    sites = {":attn.scores": torch.clone, ":attn.pattern": torch.clone}
+    for context in (
+        *(edit(model, {site: change}) for site, change in sites.items()),
+        capture(model, [*sites]),
+    ):
+        with pytest.raises(InterpError, match="something else takes part"), context:
+            model(x)
+    expected = model(x)
+    with edit(model, {":attn.z": partial(torch.mul, other=2)}):
+        torch.testing.assert_close(model(x), 2 * expected)

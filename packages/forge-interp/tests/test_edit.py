@@ -236,6 +236,19 @@ def test_means_over_a_data_set_are_of_each_head_and_leave_padding_out():
     torch.testing.assert_close(means[":attn.z"][0, :, 0], acts[":attn.z"].transpose(1, 2)[keep].mean(0))
 
 
+def test_means_over_a_data_set_leave_out_the_padding_that_the_attention_mask_of_the_inputs_says():
+    class Model(nn.Module):
+        def forward(self, x, attention_mask=None):
+            return x * 2
+
+    x, keep = torch.randn(2, 3, 4), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    means = site_means(Model(), [{"x": x, "attention_mask": keep}], "")
+    torch.testing.assert_close(means[":out"], 2 * x[keep.bool()].mean(0))
+    torch.testing.assert_close(site_means(Model(), [{"x": x}], "")[":out"], 2 * x.mean((0, 1)))
+    with pytest.raises(InterpError, match="a mask for each"):
+        site_means(Model(), [x, x], "", keep=[keep])
+
+
 @pytest.mark.parametrize(
     ("where", "mean"),
     [

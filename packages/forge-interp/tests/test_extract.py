@@ -558,11 +558,12 @@ def test_extract_tries_padding_only_where_there_are_ids(tmp_path: Path):
 def test_extract_draws_on_a_terminal_only(
     tmp_path: Path, is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    pytest.importorskip("tqdm")
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)
     extract_representations(Decoder(), ragged(), SITES, tmp_path / "a", batch_size=3)
     extract_representations(Decoder(), ragged(), SITES, tmp_path / "b", batch_size=3, progress=False)
     drawn = capsys.readouterr().err
-    assert drawn.count("extract ") == (drawn.count("\n") and drawn.count("\r"))
+    assert drawn.count("extract: ") == drawn.count("\r")
     assert drawn.count("\n") == is_terminal
     assert ("4/4" in drawn) == is_terminal
 

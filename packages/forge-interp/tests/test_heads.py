@@ -6,9 +6,19 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from forge_interp import ablate, activation_patching, attribution_patching, capture, edit, patch
+import transformers
+from forge_interp import (
+    InterpError,
+    ablate,
+    activation_patching,
+    attribution_patching,
+    capture,
+    edit,
+    patch,
+    site_means,
+)
 
-from .zoo import FAMILIES, GROUPED, build, text
+from .zoo import FAMILIES, GROUPED, VOCAB, build, text
 
 N, K = 4, 2
 
@@ -165,3 +175,38 @@ def test_keys_repeated_for_the_heads_are_read_and_edited_as_they_were_before(how
 
 def test_grouped_names_the_family():
     assert GROUPED["num_attention_heads"] == N and GROUPED["num_key_value_heads"] == K
+
+
+def test_the_mask_of_an_encoder_says_nothing_of_its_decoder_so_means_ask_for_keep():
+    config = transformers.BartConfig(
+        vocab_size=VOCAB,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+    )
+    model, site = build("BartModel", config, "sdpa"), "decoder.layers.0"
+    inputs = text(True)
+    inputs["decoder_input_ids"] = inputs["input_ids"].flip(1)
+    keep = torch.ones_like(inputs["input_ids"])
+    for act in (
+        lambda: site_means(model, [inputs], site),
+        lambda: run_with(model, {site: ablate("mean")}, inputs),
+    ):
+        with pytest.raises(InterpError, match=r"that of its encoder.*expected keep="):
+            act()
+    with torch.no_grad(), capture(model, site) as acts:
+        model(**inputs)
+    mean = acts[site].mean((0, 1))
+    torch.testing.assert_close(site_means(model, [inputs], site, keep=[keep])[f"{site}:out"], mean)
+    got = run_with(model, {site: ablate("mean", keep=keep)}, inputs)
+    torch.testing.assert_close(got, mean.expand_as(got))
+
+
+def run_with(model, edits, inputs):
+    with torch.no_grad(), edit(model, edits), capture(model, list(edits)) as acts:
+        model(**inputs)
+    return next(iter(acts.values()))

@@ -2,10 +2,10 @@ from typing import Any
 
 import pytest
 import torch
-from forge_interp.errors import InterpError
+from forge_interp import InterpError, extract_representations, record
 from forge_interp.extraction.rows import RowMaker, pool_tokens
 from forge_interp.extraction.samples import Batch, Names
-from torch import Tensor
+from torch import Tensor, nn
 
 LEFT = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]).bool()
 RIGHT = LEFT.flip(1)
@@ -134,3 +134,20 @@ def test_rows_of_attention_come_by_token():
     chosen = RowMaker({"a:attn.z": lambda v: v[:, 0]}, None, None)
     chosen.start(Batch.of(ids_of(RIGHT), Names(), 0, 0))
     assert torch.equal(chosen.rows("a:attn.z", value), value[:, 0][RIGHT])
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensor", "ignore:.*enable_nested_tensor")
+def test_nested_values_of_torchs_own_encoder_are_refused_with_remedies_that_work():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    x, padding = torch.randn(3, 5, 8), torch.arange(5) >= torch.tensor([5, 3, 4])[:, None]
+    data = {"src": x, "src_key_padding_mask": padding}
+    options = {"batch_size": 3, "tokens": None, "progress": False}
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padding)
+    with pytest.raises(InterpError, match="enable_nested_tensor=False"):
+        extract_representations(encoder, data, ["layers.1"], **options)
+    assert "nested" in str(record(encoder, {"src": x, "src_key_padding_mask": padding}))
+    pad = {"layers.1": lambda value: value.to_padded_tensor(0.0)}
+    found = extract_representations(encoder, data, ["layers.1"], select=pad, **options)["layers.1"]
+    torch.testing.assert_close(found, expected.flatten(0, 1), rtol=0, atol=1e-6)

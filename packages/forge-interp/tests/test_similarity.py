@@ -6,7 +6,7 @@ import pytest
 import torch
 from forge_interp.analysis.accumulate import Moments
 from forge_interp.analysis.cka import linear_cka
-from forge_interp.analysis.similarity import MEASURES, compare_layers, mutual_knn
+from forge_interp.analysis.similarity import MEASURES, compare_layers
 from forge_interp.errors import InterpError
 
 
@@ -91,58 +91,6 @@ def brute_knn(x: np.ndarray, k: int, metric: str) -> list[set[int]]:
         distances[i] = np.inf
         found.append(set(np.argsort(distances)[:k].tolist()))
     return found
-
-
-@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
-def test_mutual_knn_equals_brute_force(metric):
-    random = np.random.default_rng(0)
-    x = random.normal(size=(90, 6)) + 1
-    y = x[:, :4] + 0.5 * random.normal(size=(90, 4))
-    near = zip(brute_knn(x, 7, metric), brute_knn(y, 7, metric), strict=True)
-    expected = np.mean([len(a & b) / 7 for a, b in near])
-    assert mutual_knn(x, y, k=7, metric=metric) == pytest.approx(expected, abs=1e-12)
-
-
-def test_mutual_knn_in_blocks_is_one_for_a_rotation_and_at_chance_for_independent_layers():
-    random = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(1500, 8, generator=random, dtype=torch.float64) for _ in range(2))
-    rotation = torch.linalg.qr(y[:8]).Q
-    assert mutual_knn(x, x @ rotation) == 1.0
-    assert mutual_knn(x, y) == pytest.approx(10 / 1499, abs=0.003)
-
-
-def test_mutual_knn_refuses_bad_options():
-    x = torch.randn(5, 2)
-    with pytest.raises(InterpError, match="1 <= k < 5"):
-        mutual_knn(x, x, k=5)
-    with pytest.raises(InterpError, match="'dot'"):
-        mutual_knn(x, x, k=2, metric="dot")
-
-
-def test_mutual_knn_keeps_its_digits_far_from_zero():
-    x = np.random.default_rng(0).normal(size=(200, 6))
-    assert mutual_knn(x + 1e7, x, metric="euclidean") == 1.0
-    assert mutual_knn(x + 1e6, x + 1e6 + 1e-12, metric="cosine") == 1.0
-
-
-def test_mutual_knn_does_not_count_a_sample_as_its_own_neighbour():
-    # In y the order along a line is reversed around each sample's nearest: without itself, none is shared.
-    x = np.array([[0.0], [1.0], [10.0], [11.0]])
-    y = np.array([[0.0], [10.0], [1.0], [11.0]])
-    assert mutual_knn(x, y, k=1, metric="euclidean") == 0.0
-    assert mutual_knn(x, y, k=3, metric="euclidean") == 1.0
-
-
-def test_mutual_knn_refuses_rows_of_zeros_and_nan():
-    x = np.random.default_rng(0).normal(size=(20, 3))
-    zero, broken = (np.where(np.arange(20)[:, None] == 4, value, x) for value in (0.0, np.nan))
-    with pytest.raises(InterpError, match="row 4 is 0 and has no cosine"):
-        mutual_knn(x, zero, k=3)
-    assert 0 <= mutual_knn(x, zero, k=3, metric="euclidean") <= 1
-    with pytest.raises(InterpError, match="3 values that are NaN"):
-        mutual_knn(broken, x, k=3)
-    with pytest.raises(InterpError, match="rows are"):
-        mutual_knn(x[:-1], x, k=3)
 
 
 def test_compare_layers_refuses_other_samples_and_no_layers():

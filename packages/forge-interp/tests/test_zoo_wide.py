@@ -35,6 +35,8 @@ NEO |= {"attention_types": [[["global", "local"], 1]], "max_position_embeddings"
 MPT = {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}
 XGLM = {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48} | SPECIAL
 MOE = GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SINKS = MOE | {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4}
+SINKS |= {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
 BIRD = ENCODER | {"attention_type": "original_full"} | SPECIAL
 DISTIL = {"vocab_size": VOCAB, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
 DECODERS = {
@@ -47,7 +49,7 @@ DECODERS = {
     "SmolLM3": GROUPED, "Mixtral": GROUPED | {"num_local_experts": 4}, "Qwen2Moe": MOE, "Qwen3Moe": MOE,
     "Olmoe": MOE, "GPTNeoX": ENCODER | SPECIAL, "GPT2": GPT, "GPTBigCode": GPT, "GPTJ": ROTARY,
     "CodeGen": ROTARY, "GPTNeo": NEO, "Bloom": BLOOM, "Mpt": MPT, "OPT": OPT, "XGLM": XGLM,
-    "BioGpt": ENCODER | SPECIAL, "Falcon": ENCODER | SPECIAL | {"multi_query": True},
+    "BioGpt": ENCODER | SPECIAL, "Falcon": ENCODER | SPECIAL | {"multi_query": True}, "GptOss": SINKS,
 }  # fmt: skip
 ENCODERS = {
     "Bert": ENCODER, "Roberta": ENCODER | SPECIAL, "Electra": ENCODER | {"embedding_size": 32},

@@ -3,6 +3,7 @@ import torch
 from forge_model import DecoderConfig, ModelError, Sampling, generate, initialize
 from forge_model.cache import Cache, LayerCache
 from forge_model.config import GroupedQueryConfig
+from forge_model.mask import Mask
 
 VOCAB = 41
 
@@ -30,6 +31,18 @@ def test_generate_equals_full_forward_for_prompts_of_different_lengths(model):
     prompts = [[1, 2, 3, 4, 5, 6, 7], [9], [11, 12, 13]]
     written = generate(model, prompts, 12, Sampling(temperature=0))
     assert written == [greedy_without_cache(model, p, 12) for p in prompts]
+
+
+def test_generate_without_padding_equals_full_forward_and_makes_no_masks(model, monkeypatch):
+    made, dense = [], Mask.dense
+    monkeypatch.setattr(Mask, "dense", lambda mask, window: made.append(mask.tokens) or dense(mask, window))
+    prompts = [[1, 2, 3], [9, 8, 7]]
+    written = generate(model, prompts, 12, Sampling(temperature=0))
+    monkeypatch.undo()
+    assert written == [greedy_without_cache(model, p, 12) for p in prompts]
+    windowed = model.config.layer(0).attention.window is not None
+    # the first tokens of a window of 4 see everything
+    assert set(made) == ({1} if windowed else set())
 
 
 def test_generate_stops_each_prompt_at_its_own_stop_token(model):

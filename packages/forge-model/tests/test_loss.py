@@ -139,6 +139,47 @@ def test_loss_in_bf16_is_near_float32():
     assert rough.total == pytest.approx(exact.total.item(), rel=5e-3)
 
 
+@pytest.mark.parametrize("softcap", [None, 1.7])
+@pytest.mark.parametrize("chunk", [1, 16, 0])
+def test_loss_and_gradients_in_bf16_are_those_of_float64_but_for_rounding(chunk, softcap):
+    """Chunks share their buffers: what one leaves must not reach the next, of which the last is shorter."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(41, 32, generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(501, 32, generator=generator) * 0.1).bfloat16().requires_grad_()
+    labels = torch.randint(501, (41,), generator=generator)
+    labels[3:7] = -100
+    total = Loss(chunk, 0.01)(hidden, weight, labels, softcap=softcap).total
+    wide = [one.detach().double().requires_grad_() for one in (hidden, weight)]
+    exact = reference(*wide, labels, 0.01, softcap)[0]
+    assert total.item() == pytest.approx(exact.item(), rel=2e-3)
+    theirs = torch.autograd.grad(exact, wide)
+    for a, b in zip(torch.autograd.grad(total, [hidden, weight]), theirs, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a - b).norm() < 2**-7 * b.norm()
+
+
+def test_chunks_in_bf16_share_their_memory():
+    made = []
+    for tokens in (32, 128):
+        hidden = torch.randn(tokens, 8).bfloat16().requires_grad_()
+        weight = torch.randn(1000, 8).bfloat16().requires_grad_()
+        with Operations() as operations:
+            Loss(16)(hidden, weight, torch.randint(1000, (tokens,))).total.backward()
+        made.append(operations.copies)
+    assert made == [0, 0], "logits are converted in place"
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 7])
+def test_loss_of_one_token_equals_full_logits_in_float64(chunk):
+    hidden = torch.randn(1, 1, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(33, 16, dtype=torch.float64, requires_grad=True)
+    total = Loss(chunk, 0.1)(hidden, weight, torch.tensor([[32]])).total
+    expected = reference(hidden, weight, torch.tensor([[32]]), 0.1)[0]
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(one, [hidden, weight]) for one in (total, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("training", "products"), [(True, 3), (False, 1)])
 def test_loss_makes_gradients_only_when_they_are_needed(training, products):
     hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
@@ -167,18 +208,20 @@ def test_loss_never_holds_more_logits_than_a_chunk():
 
 
 class Operations(TorchDispatchMode):
-    """Their names, and the number of elements of the largest tensor that any of them makes."""
+    """Their names, elements of the largest tensor that any makes, and how many convert large tensors."""
 
     def __init__(self):
         super().__init__()
         self.names = []
         self.largest = 0
+        self.copies = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         self.names.append(func.overloadpacket.__name__)
         if isinstance(made, torch.Tensor):
             self.largest = max(self.largest, made.numel())
+            self.copies += self.names[-1] == "_to_copy" and made.numel() >= 16_000
         return made
 
 

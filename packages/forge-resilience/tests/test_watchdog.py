@@ -22,6 +22,15 @@ def started(folder: Path, how: str, ranks: int = 2) -> list[subprocess.Popen]:
     return [subprocess.Popen([*line, str(rank), str(ranks), how], **nowhere) for rank in range(ranks)]
 
 
+def require_no_beats(folder: Path) -> None:
+    """Monitors remove the files of ranks that were killed; they may take a moment."""
+    paths = [Path(told.read_text()) for told in folder.glob("beat-*")]
+    end = time.monotonic() + 10
+    while paths and any(path.exists() for path in paths) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert paths and not any(path.exists() for path in paths)
+
+
 def ended(processes: list[subprocess.Popen]) -> list[int]:
     return [process.wait(timeout=40) for process in processes]
 
@@ -54,6 +63,7 @@ def test_hang_ends_all_ranks_and_names_the_one(tmp_path, how, named, codes):
     if how == "gil":
         assert "watched.py" in (folder / "stacks-1.txt").read_text()
     assert (folder / "collectives-0.json").read_text() == "[]"
+    require_no_beats(tmp_path)
 
 
 @pytest.mark.slow
@@ -67,15 +77,26 @@ def test_stopped_process_is_named_and_killed(tmp_path):
     assert "the process is stopped" in (folder / "verdict.txt").read_text()
 
 
+@pytest.mark.slow
+def test_lone_process_that_is_stopped_at_once_is_killed(tmp_path):
+    [process] = started(tmp_path / "hang", "all", ranks=1)
+    while not (tmp_path / "beat-0").exists():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert ended([process]) == [-9]
+    assert "the process is stopped" in (tmp_path / "hang" / "verdict.txt").read_text()
+    require_no_beats(tmp_path)
+
+
 def test_run_that_goes_on_leaves_nothing(tmp_path):
     folder = tmp_path / "hang"
     folder.mkdir()
     (folder / "verdict.txt").write_text("of before")
-    before = set(Path("/dev/shm").glob("forge-beat-*"))
     processes = started(folder, "none")
     assert ended(processes) == [0, 0]
     assert not folder.exists() and (tmp_path / "hang-before" / "verdict.txt").exists()
-    assert set(Path("/dev/shm").glob("forge-beat-*")) <= before
+    require_no_beats(tmp_path)
 
 
 def test_limits_are_learnt(tmp_path):

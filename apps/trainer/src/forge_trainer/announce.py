@@ -23,12 +23,13 @@ def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
     job = run.job
     parameters, active = _parameters(run)
     of_which = "" if active == parameters else f", {scaled(active)}active"
-    tokens = job.train.steps * job.train.global_batch * job.data.max_tokens
+    tokens = job.batch_sizes.samples(job.train.steps) * job.data.max_tokens
+    batches = " to ".join(map(str, job.batch_sizes.all()))
     flops = job.model.flops_per_token(job.data.max_tokens) * tokens
     yield f"{job.job.name}"
     yield f"  model      {scaled(parameters)} parameters ({parameters:,}){of_which}"
     yield (
-        f"  training   {job.train.steps:,} steps of {job.train.global_batch} x {job.data.max_tokens} tokens: "
+        f"  training   {job.train.steps:,} steps of {batches} x {job.data.max_tokens} tokens: "
         f"{scaled(tokens)} tokens, {tokens / parameters:.3g} a parameter"
     )
     yield f"  compute    {scaled(flops)}FLOPs in all, {scaled(flops / job.train.steps)}FLOPs a step"

@@ -1,11 +1,12 @@
 """From a job to a run: the recipe, top to bottom."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from forge_ckpt.saver import Saver
@@ -24,22 +25,26 @@ from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from forge_trainer.clock import BUILD, Clock
-from forge_trainer.go_back import GoBack, Unfit, open_data, open_validation
+from forge_trainer.evaluations import open_evaluations
+from forge_trainer.go_back import GoBack, Unfit, open_data
 from forge_trainer.guards import Count, Guard, Judges, build_guards
 from forge_trainer.hooks import Hook
 from forge_trainer.hooks.copies import build_copies
 from forge_trainer.hooks.evaluate import Evaluate
 from forge_trainer.hooks.ledger import Ledger
 from forge_trainer.hooks.log import Log
+from forge_trainer.hooks.speed import CompareSpeed
+from forge_trainer.hooks.tasks import EvaluateTasks
 from forge_trainer.job import Job
 from forge_trainer.ladder import Ladder
 from forge_trainer.loop import train
 from forge_trainer.optim import trainable
 from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.optim.groups import freeze
-from forge_trainer.progress import Progress
+from forge_trainer.progress import Progress, Stateful
 from forge_trainer.rollback import Rollbacks, append_incident
 from forge_trainer.run_dir import RunFiles
 from forge_trainer.saves import Saves
@@ -47,7 +52,9 @@ from forge_trainer.say import say
 from forge_trainer.steps.base import Step
 from forge_trainer.steps.repeated import Repeated
 from forge_trainer.steps.update import Update
+from forge_trainer.together import StopTogether
 from forge_trainer.track import Tracker
+from forge_trainer.track.numbers import numbers
 from forge_trainer.track.open import open_trackers
 from forge_trainer.weights import SaveRun, resume_or_start
 
@@ -62,6 +69,7 @@ class Run:
         env: the place of this process.
         mesh: the grid of ranks.
         parts: the parts of the model that this rank holds, sharded and with their values.
+        optimizer: of the parts.
         step: trains and evaluates.
         loader: training data.
         progress: how far it has come.
@@ -79,6 +87,7 @@ class Run:
     env: Env
     mesh: Mesh
     parts: list[nn.Module]
+    optimizer: Optimizer
     step: Step
     loader: Loader
     progress: Progress
@@ -92,18 +101,33 @@ class Run:
 
     def train(self) -> Verdict:
         """Train to the end, or until a guard stops the run; go back where there is trouble. Collective."""
+        with self.clock.span(Hook.span):
+            for hook in self.hooks:
+                hook.on_start(self.progress)
         while (verdict := self._train()) is Verdict.ROLLBACK:
             with self.clock.span("rollback"):
                 if not self.go_back(self):
-                    return Verdict.ABORT
+                    verdict = Verdict.ABORT
+                    break
+        with self.clock.span(Hook.span):
+            for hook in self.hooks:
+                hook.on_end(self.progress, verdict)
         return verdict
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """See `RunView.log`."""
+        if self.trackers:
+            at = {"step": self.progress.step, "tokens": self.progress.tokens}
+            record = numbers(values) | at
+            for tracker in self.trackers:
+                tracker.log(record)
 
     def _train(self) -> Verdict:
         config = self.job.resilience
         repeated = Repeated(self.step, config.check_every_steps, self._tell_of_repetition)
         verdict = train(
             repeated if config.repeat_bad_steps else self.step,
-            iter(self.loader),
+            self.job.batch_sizes.of_steps(self.loader, self.progress.step),
             self.progress,
             self.job.train.steps,
             self.hooks,
@@ -147,7 +171,9 @@ def build(
     signals, clock = signals or stack.enter_context(Signals()), clock or Clock()
     env = Env.detect()
     job.require_layout(env.world_size)
+    together = stack.enter_context(StopTogether(signals, env))
     stack.enter_context(process_group(env, needed=job.parallel.needs_group(env.device.type)))
+    stack.enter_context(together.inside())
     mesh = build_mesh(job.mesh, env)
     stack.enter_context(hold(mesh.control_group))
 
@@ -171,16 +197,22 @@ def build(
     saver = open_saver(job, store, state, judges.deadline, clock, stack)
     copies = build_copies(job.resilience.compare_copies_every_steps, parts, mesh, ladder, progress.step)
     unfit = Unfit(store, ladder, optimizer, mesh, copies)
-    save = SaveRun(saver, lambda: run.loader, counters, rollbacks.taken, unfit, saves.saved)
+    save = SaveRun(
+        saver, lambda: run.loader, counters, rollbacks.taken, unfit, saves.saved, lambda: run.hooks
+    )
     back = GoBack(rollbacks, store, state, update, saves, counters, stack)
     run = Run(
-        job, job.job.directory, env, mesh, parts, step, loader, progress, [], judges.guards, save, trackers,
-        clock, ladder, back,
+        job, job.job.directory, env, mesh, parts, optimizer, step, loader, progress, [], judges.guards, save,
+        trackers, clock, ladder, back,
     )  # fmt: skip
     weights = partial(evaluation_weights, job.optimizer, optimizer)
     run.hooks.extend([copies] if copies is not None else [])
+    if (every := job.resilience.compare_speed_every_steps) and mesh.control_group is not None:
+        run.hooks.append(CompareSpeed(every, run))
     run.hooks.extend(build_hooks(run, judges, weights))
     counters |= {hook.span: hook for hook in run.hooks if isinstance(hook, Log)}
+    counters |= {f"hooks.{h.name}": h for h in run.hooks if h.name and isinstance(h, Stateful)}
+    counters |= {"step": step} if isinstance(step, Stateful) else {}
     for name in counters.keys() & counts.keys():
         counters[name].load_state(counts[name])
     for hook in run.hooks:
@@ -213,6 +245,7 @@ def open_store(job: Job, mesh: Mesh) -> Store:
         partial(local_shard, mesh=mesh),
         files.lease,
         files.progress_marks,
+        config.is_dense,
     )
 
 
@@ -244,9 +277,29 @@ def build_hooks(
         judges.saves.mean_time_to_failure_s = lambda: ledger.mean_time_to_failure_s
         skipped = judges.finite.skipped
         hooks += [ledger, Log(job.train.log_every_steps, run, skipped, tokens_read, lambda: ledger.ratio)]
-    if job.data.has_validation():
-        validation = open_validation(job, run.mesh)
-        hooks.append(Evaluate(job.eval.every_steps, run, validation, weights))
-    elif run.env.rank == 0:
-        say("no source has text for validation: this run is not evaluated\n", sys.stderr)
-    return hooks + [config.build(run) for config in job.hooks.values()]
+    if job.eval.every_steps:
+        sets = open_evaluations(job, run.mesh, lambda: run.clock.enter(BUILD))
+
+        def told(progress: Progress, results: Mapping[str, float]) -> None:
+            for hook in run.hooks:
+                hook.on_eval(progress, results)
+
+        hooks += [Evaluate(job.eval.every_steps, run, sets, weights, told)] if sets else []
+        if not sets and run.env.rank == 0:
+            say("no source has text for validation: this run is not evaluated\n", sys.stderr)
+        hooks += build_tasks(run, weights)
+    for name, config in job.hooks.items():
+        hooks.append(config.build(run))
+        hooks[-1].name = name
+    return hooks
+
+
+def build_tasks(run: Run, weights: Callable[[], AbstractContextManager[None]]) -> list[Hook]:
+    """The evaluation on tasks, if any is asked for. Collective."""
+    config, every = run.job.eval.tasks, run.job.eval.every_steps
+    if config is None:
+        return []
+    # the harness is an extra, and slow to load
+    from forge_trainer.tasks_while_training import Tasks
+
+    return [EvaluateTasks(config.every_steps or every, run, Tasks(config, run), weights)]

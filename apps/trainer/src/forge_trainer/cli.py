@@ -74,7 +74,12 @@ def _add_commands_on_jobs(commands: Any) -> None:
         command.set_defaults(takes_keys=True)
     launch.add_argument("--cluster", required=True, help="a file like those in configs/clusters")
     launch.add_argument("--nodes", type=int, help="as few as the mesh fits if absent")
-    launch.add_argument("--sweep", metavar="KEY=VALUE,...", help="one run for each value, as a job array")
+    launch.add_argument(
+        "--sweep",
+        metavar="KEY=VALUE,...",
+        action="append",
+        help="one run for each value, as a job array; several make a grid",
+    )
     launch.add_argument("--change", action="store_true", help="see forge train")
     launch.add_argument("--dry-run", action="store_true", help="print the batch script instead")
 
@@ -100,7 +105,7 @@ def _add_commands_on_runs(commands: Any) -> None:
     evaluate.add_argument("--num-fewshot", type=int, help="examples before each question")
     evaluate.add_argument("--limit", type=int, help="questions of a task at most")
     evaluate.add_argument("--batch-size", type=int, help="train.micro_batch if absent")
-    evaluate.add_argument("--json", metavar="FILE", help="write what the tasks say")
+    evaluate.add_argument("--json", metavar="FILE", help="write all numbers")
     status = _command(commands, "status", _look, "how far a run has come and what its next start will do")
     status.add_argument(
         "--exit-code", action="store_true", help="print nothing; exit as the last start of the run did"
@@ -109,15 +114,17 @@ def _add_commands_on_runs(commands: Any) -> None:
         "--parameters", action="store_true", help="print how each parameter is trained, and the schedule"
     )
     export = _command(commands, "export", _look, "write the weights of a run as Hugging Face safetensors")
+    verify = _command(commands, "verify-export", _look, "compare an export, in transformers, with the run")
     branch = _command(commands, "branch", _branch, "a new run that goes on from a checkpoint of another")
     after = _command(commands, "after", _after, "called by the batch script: run the job again if that helps")
     or_root = ", or a folder of runs to list"
-    for command in (generate, evaluate, status, export, branch, after):
+    for command in (generate, evaluate, status, export, verify, branch, after):
         command.add_argument("directory", help=f"the run directory{or_root if command is status else ''}")
     branch.add_argument("out", help="the directory of the new run; keys are overridden as in train")
     branch.add_argument("--step", type=int, help="of the checkpoint; the newest if absent")
     branch.set_defaults(takes_keys=True)
     export.add_argument("out", help="the folder to write; must not exist")
+    verify.add_argument("out", help="the folder that forge export wrote")
     after.add_argument("--code", type=int, required=True, help="the exit code of the step")
     after.add_argument("--chained", default="", help="the job that waits for this one")
     after.add_argument("--never", action="store_true", help="do not put the job back into the queue")
@@ -206,12 +213,14 @@ def _look_here(options: argparse.Namespace) -> int:
     if options.command == "status":
         return show_status(options)
     from forge_trainer.trained import evaluate_run, export_run
+    from forge_trainer.verify_export import verify_export
     from forge_trainer.write import generate_text
 
     commands: dict[str, Callable[[argparse.Namespace], None]] = {
         "generate": generate_text,
         "eval": evaluate_run,
         "export": export_run,
+        "verify-export": verify_export,
     }
     commands[options.command](options)
     return ExitCode.DONE

@@ -60,7 +60,8 @@ def open_data(
     Raises:
         DataError: it is not what the run was trained on so far.
     """
-    data = rollbacks.data(job.data)
+    sizes = job.batch_sizes
+    data = sizes.counted_in_items(rollbacks.data(job.data))
     pins = _pinned(data, mesh, places)
     loader = keep_in_touch(
         lambda count: build_loader(
@@ -69,9 +70,9 @@ def open_data(
             rank=mesh.batch.rank,
             world_size=mesh.batch.size,
             micro_batch=job.train.micro_batch,
-            global_batch=job.train.global_batch,
+            global_batch=sizes.unit,
             first_sample=progress.samples,
-            steps=job.train.steps,
+            steps=sizes.items(job.train.steps),
             state={**places, **pins},
             on_progress=lambda done, total: count(),
         ),
@@ -79,6 +80,8 @@ def open_data(
         got_on,
     )
     loader.require(fingerprint, progress.samples)
+    if loader.last_step is not None:
+        loader.last_step = sizes.whole_steps(loader.last_step)
     return loader
 
 
@@ -95,17 +98,6 @@ def _pinned(data: DataConfig, mesh: Mesh, places: Mapping[str, Any]) -> dict[str
     if isinstance(found, DataError):
         raise found
     return found
-
-
-def open_validation(job: Job, mesh: Mesh) -> Loader:
-    """What is evaluated on."""
-    return build_loader(
-        job.data,
-        "validation",
-        rank=mesh.batch.rank,
-        world_size=mesh.batch.size,
-        micro_batch=job.train.micro_batch,
-    )
 
 
 @dataclass

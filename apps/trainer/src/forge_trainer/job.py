@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 from forge_ckpt.config import CheckpointConfig
-from forge_config import ALL_KEYS, Config, Meta, absolute
+from forge_config import Config, Meta, absolute
 from forge_config.load import Loaded, load
 from forge_data.config import DataConfig
 from forge_model.config import LossConfig, ModelConfig
-from forge_model.hf_config import read_config, require_weights_of
 from forge_parallel.config import (
     ActivationCheckpointingConfig,
     CompileConfig,
@@ -31,10 +30,14 @@ from forge_parallel.error import ParallelError
 from forge_resilience.config import ResilienceConfig
 from msgspec import structs
 
+from forge_trainer.batch_sizes import BatchSizes
 from forge_trainer.environment import recorded_folder
+from forge_trainer.eval_config import EvalConfig
 from forge_trainer.hooks import HookConfig
+from forge_trainer.hooks.by_path import classes_in
 from forge_trainer.optim import MuonConfig, OptimizerConfig
-from forge_trainer.portions import TrainConfig, batch_divides, uneven
+from forge_trainer.origin import require_origin
+from forge_trainer.portions import TrainConfig, batch_divides, steps_differ_in_length, uneven
 from forge_trainer.schedule import ScheduleConfig
 from forge_trainer.steps import StepConfig, TextStepConfig
 from forge_trainer.track import TrackConfig
@@ -61,18 +64,6 @@ class JobConfig(Config):
     def directory(self) -> Path:
         """The run directory."""
         return Path(self.root) / self.name
-
-
-class EvalConfig(Config):
-    """Evaluation on held-out text during training.
-
-    Attributes:
-        every_steps: distance of evaluations; the last step is always evaluated.
-    """
-
-    free_keys = (ALL_KEYS,)
-
-    every_steps: Annotated[int, Meta(ge=1)] = 500
 
 
 class Job(Config):
@@ -116,8 +107,13 @@ class Job(Config):
         return structs.replace(self, train=structs.replace(self.train, steps=last_step))
 
     @property
+    def batch_sizes(self) -> BatchSizes:
+        """How many sequences each step takes."""
+        return BatchSizes(self.train)
+
+    @property
     def step_tokens(self) -> int:
-        """Tokens of one optimizer step."""
+        """Tokens of one optimizer step, after the warm-up of the batch."""
         return self.train.global_batch * self.data.max_tokens
 
     def require_layout(self, world_size: int) -> None:
@@ -128,11 +124,17 @@ class Job(Config):
         """
         sizes = self.mesh.sizes(world_size)
         readers = sizes["dp_replicate"] * sizes["dp_shard"]
-        share, rest = divmod(self.train.global_batch, readers)
-        if rest or share % self.train.micro_batch:
-            raise ParallelError(uneven(self.train.global_batch, self.train.micro_batch, readers))
-        if sizes["pp"] > 1:
-            self.pipeline.require_micro_batches(share // self.train.micro_batch, sizes["pp"])
+        for batch in self.batch_sizes.all():
+            share, rest = divmod(batch, readers)
+            if rest or share % self.train.micro_batch:
+                raise ParallelError(uneven(batch, self.train.micro_batch, readers))
+            if sizes["pp"] > 1:
+                self.pipeline.require_micro_batches(share // self.train.micro_batch, sizes["pp"])
+            if share == self.train.micro_batch and getattr(self.step, "noise_scale_every_steps", 0):
+                raise ParallelError(
+                    f"step.noise_scale_every_steps with a global batch of {batch} over {readers} readers: "
+                    "each has one micro-batch, and two are needed to compare; use a smaller train.micro_batch"
+                )
 
     def lr_factor(self, step: int) -> float:
         """What the peak learning rate is multiplied by: the schedule times the phase of the data."""
@@ -194,6 +196,15 @@ def warmup_fits(schedule: ScheduleConfig, train: TrainConfig, data: DataConfig) 
         )
 
 
+def noise_is_measured_without_stages(step: StepConfig, mesh: MeshConfig) -> None:
+    """The halves of a batch would fill a pipeline each."""
+    if mesh.pp > 1 and getattr(step, "noise_scale_every_steps", 0):
+        raise ValueError(
+            f"step.noise_scale_every_steps with mesh.pp = {mesh.pp}: half of the micro-batches may be too "
+            "few for the schedule of the pipeline; measure without a pipeline, or set it to 0"
+        )
+
+
 def something_is_rounded(optimizer: OptimizerConfig, precision: PrecisionConfig) -> None:
     """Only weights that are kept in bfloat16 are rounded."""
     if getattr(optimizer, "rounding", "nearest") == "stochastic" and not precision.pure_bf16:
@@ -205,10 +216,8 @@ def something_is_rounded(optimizer: OptimizerConfig, precision: PrecisionConfig)
 
 def weights_are_of_the_model(job: JobConfig, model: ModelConfig, train: TrainConfig) -> None:
     """The weights that a run starts from belong to its model. A run with checkpoints needs them no more."""
-    if train.init_from is None or (job.directory / "checkpoints").exists():
-        return
-    if (Path(train.init_from) / "config.json").exists():
-        require_weights_of(model, read_config(train.init_from), train.init_from)
+    if train.init_from is not None and not (job.directory / "checkpoints").exists():
+        require_origin(model, train)
 
 
 def axes_divide_the_model(
@@ -224,14 +233,21 @@ def axes_divide_the_model(
     if cp > 1 and context_parallel.method == "ulysses":
         heads = {name: size for name, size in sizes.items() if name.endswith("num_heads")}
         needed += [(name, size, tp * cp, "mesh.tp times mesh.cp") for name, size in heads.items()]
-    pieces = cp * context_parallel.pieces if cp > 1 else 1
-    cuts = pieces * (tp if tensor_parallel.sequence else 1)
+    cuts = sequence_cuts(mesh, tensor_parallel, context_parallel)
     needed.append(("data.max_tokens", data.max_tokens, cuts, "the parts of a sequence"))
     uneven = [f"{name} = {size} is no multiple of {n} ({what})" for name, size, n, what in needed if size % n]
     if uneven:
         fitting = [str(n) for n in range(1, tp) if not any(size % n for size in sizes.values())]
         hint = f"; of smaller mesh.tp {', '.join(fitting)} would divide the model" if fitting else ""
         raise ValueError(f"mesh.tp = {tp}, mesh.cp = {cp}: {'; '.join(uneven)}{hint}")
+
+
+def sequence_cuts(
+    mesh: MeshConfig, tensor_parallel: TensorParallelConfig, context_parallel: ContextParallelConfig
+) -> int:
+    """The length of a sequence is a multiple of this: so many parts are cut of it."""
+    pieces = mesh.cp * context_parallel.pieces if mesh.cp > 1 else 1
+    return pieces * (mesh.tp if tensor_parallel.sequence else 1)
 
 
 def axes_compute_the_model(model: ModelConfig, mesh: MeshConfig) -> None:
@@ -337,9 +353,11 @@ checks: list[Callable[..., None]] = [
     sequences_fit_the_model,
     vocabulary_covers_the_tokenizer,
     batch_divides,
+    steps_differ_in_length,
     data_end_at_a_known_step,
     warmup_fits,
     something_is_rounded,
+    noise_is_measured_without_stages,
     weights_are_of_the_model,
     axes_divide_the_model,
     axes_compute_the_model,
@@ -361,5 +379,6 @@ def load_job(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Job]:
     """
     folders = [recorded_folder(Path(path).parent, key) for key in ("folder", "config_folder")]
     import_folders = [folder for folder in folders if folder is not None]
-    loaded = load(Job, path, overrides=overrides, checks=checks, import_folders=import_folders)
+    every = [*checks, classes_in([Path(path).parent, *import_folders])]
+    loaded = load(Job, path, overrides=overrides, checks=every, import_folders=import_folders)
     return replace(loaded, value=absolute(loaded.value, Path.cwd()))

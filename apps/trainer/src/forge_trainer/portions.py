@@ -1,9 +1,24 @@
 """How long a run trains, and in what portions. Imports no torch."""
 
+import itertools
 from typing import Annotated
 
 from forge_config import Config, Meta
 from forge_data.config import DataConfig
+
+from forge_trainer.schedule import ScheduleConfig
+
+
+class BatchStage(Config):
+    """One stage of a batch that grows.
+
+    Attributes:
+        global_batch: sequences an optimizer step.
+        steps: how many steps it lasts.
+    """
+
+    global_batch: Annotated[int, Meta(ge=1)]
+    steps: Annotated[int, Meta(ge=1)]
 
 
 class TrainConfig(Config):
@@ -14,10 +29,17 @@ class TrainConfig(Config):
         global_batch: sequences an optimizer step, whatever the number of ranks; absent where
             `global_batch_tokens` says it.
         global_batch_tokens: the same in tokens: a whole number of sequences of `data.max_tokens`.
+        batch_warmup: smaller global batches that the run begins with, one after the other; `global_batch`
+            follows them.
         micro_batch: sequences a rank holds at once; the rest of its share is accumulated.
         clip_norm: the global gradient norm is clipped to this; 0 never clips.
         log_every_steps: distance of lines in `metrics.jsonl`, the console and the trackers.
-        init_from: folder of Hugging Face weights (`*.safetensors`) to start from instead of random ones.
+        init_from: weights to start from instead of random ones: a folder of Hugging Face weights
+            (`*.safetensors`), or a checkpoint of another run, `runs/other@300` for its step 300.
+        init_include: patterns of names of tensors that are taken from there; all, if there are none. Patterns
+            are those of `[[optimizer.groups]]`. What is not taken has its random value.
+        init_exclude: patterns of names that are not taken.
+        init_resize: patterns of names whose sizes may differ: what both have in common is taken.
     """
 
     free_keys = ("micro_batch", "log_every_steps")
@@ -28,13 +50,32 @@ class TrainConfig(Config):
     micro_batch: Annotated[int, Meta(ge=1)]
     global_batch: Annotated[int, Meta(ge=0)] = 0
     global_batch_tokens: Annotated[int, Meta(ge=1)] | None = None
+    batch_warmup: tuple[BatchStage, ...] = ()
     clip_norm: Annotated[float, Meta(ge=0)] = 1.0
     log_every_steps: Annotated[int, Meta(ge=1)] = 10
     init_from: str | None = None
+    init_include: tuple[str, ...] = ()
+    init_exclude: tuple[str, ...] = ()
+    init_resize: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.global_batch and self.global_batch_tokens is None:
             raise ValueError("global_batch is missing; say it in sequences, or global_batch_tokens in tokens")
+        if self.init_from is None and self.init_in_parts:
+            raise ValueError(
+                "init_include, init_exclude or init_resize without init_from; say from where to take weights"
+            )
+        warmup = sum(stage.steps for stage in self.batch_warmup)
+        if warmup >= self.steps:
+            raise ValueError(
+                f"train.batch_warmup lasts {warmup} steps, and train.steps = {self.steps}; shorten it, or "
+                "train longer"
+            )
+
+    @property
+    def init_in_parts(self) -> bool:
+        """Whether the weights to start from need not be those of the very same model."""
+        return bool(self.init_include or self.init_exclude or self.init_resize)
 
     def sequences(self, max_tokens: int) -> int:
         """Sequences an optimizer step, of so many tokens each."""
@@ -51,10 +92,36 @@ def batch_divides(train: TrainConfig, data: DataConfig) -> None:
             f"{data.max_tokens} (train.global_batch = {train.global_batch or 'absent'}); use {low} or "
             f"{low + data.max_tokens}"
         )
+    batches = [*(stage.global_batch for stage in train.batch_warmup), batch]
+    if any(later <= before for before, later in itertools.pairwise(batches)):
+        raise ValueError(
+            f"train.batch_warmup and train.global_batch are {', '.join(map(str, batches))} sequences a step; "
+            "each must be larger than the one before"
+        )
+    uneven = next((size for size in batches if size % train.micro_batch), batch)
+    if uneven != batch:
+        raise ValueError(
+            f"train.batch_warmup has a global batch of {uneven}, which is no multiple of train.micro_batch = "
+            f"{train.micro_batch}; change one of them"
+        )
     if batch % train.micro_batch:
         raise ValueError(
             f"train.global_batch = {batch} is no multiple of train.micro_batch = {train.micro_batch}; change "
             "one of them"
+        )
+
+
+def steps_differ_in_length(train: TrainConfig, data: DataConfig, schedule: ScheduleConfig) -> None:
+    """While the batch grows, steps are of different length: what counts them in tokens is refused."""
+    said = {
+        "data.phases": bool(data.phases),
+        "data.sources.max_epochs": any(source.max_epochs is not None for source in data.sources),
+        "schedule.warmup_tokens": bool(schedule.warmup_tokens),
+    }
+    for key in (key for key, is_said in said.items() if is_said and train.batch_warmup):
+        raise ValueError(
+            f"{key} with train.batch_warmup: where it begins or ends follows from tokens a step, which "
+            "differ then; leave one of them out (schedule.warmup_steps counts steps)"
         )
 
 

@@ -130,11 +130,12 @@ def read_history(directory: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path, key: str) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines that hold `key`; damaged lines are left out."""
-    if not path.exists():
+    """The objects of a file of JSON lines that hold `key`; damaged lines, and a file, are left out."""
+    try:
+        with path.open("rb") as file:
+            return [entry for line in file if (entry := parse_line(line)) is not None and key in entry]
+    except OSError:
         return []
-    with path.open("rb") as file:
-        return [entry for line in file if (entry := parse_line(line)) is not None and key in entry]
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ class Saves:
     """Every N steps, or as often as it is worth it; and at the end. All ranks hold the same.
 
     Args:
-        config: says how far apart they are; milestones are due as well.
+        config: says how far apart they are; with "auto", milestones are due as well; so are dense windows.
         step: steps taken so far.
         until: the step to end at.
         group: of all ranks, on the CPU.
@@ -37,14 +37,14 @@ class Saves:
     ) -> None:
         self.mean_time_to_failure_s: Callable[[], float] = lambda: PRIOR_S
         self._every, self._milestones = config.every_steps, config.keep_every_steps
-        self._until, self._group = until, group
+        self._is_dense, self._until, self._group = config.is_dense, until, group
         self._next = step + FIRST_STEPS
         self._stalls: list[float] = []
         self._last = step, time.monotonic()
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after so many steps."""
-        if step == self._until():
+        if step == self._until() or self._is_dense(step):
             return True
         if isinstance(self._every, int):
             return step % self._every == 0

@@ -14,9 +14,11 @@ from forge_resilience.exit_codes import ExitCode
 from forge_resilience.goodput import add_up
 from forge_resilience.hang import VERDICT
 
+from forge_trainer.eval_config import losses_of
 from forge_trainer.hooks.ledger import read_ledger
 from forge_trainer.listing import curve, goodput_line, listing, runs_in
 from forge_trainer.run_dir import RunFiles, read_ended, read_history, read_job, read_lines
+from forge_trainer.slurm.futile import crash_loop
 from forge_trainer.track.console import duration
 
 SAME_AGAIN = {ExitCode.CONFIG, ExitCode.NOT_FINITE, ExitCode.DIVERGED}
@@ -52,7 +54,7 @@ def _lines(directory: Path) -> Iterator[str]:
     job, files = read_job(directory), RunFiles(directory)
     until = _last_step(directory, job.train.steps)
     data = f", of which there were data for {until}" if until < job.train.steps else ""
-    batch = f"{job.train.global_batch} x {job.data.max_tokens} tokens"
+    batch = f"{' to '.join(map(str, job.batch_sizes.all()))} x {job.data.max_tokens} tokens"
     yield f"{directory}: {job.train.steps} steps of {batch}{data}"
     records = read_lines(files.metrics, "step")
     if logged := next((r for r in reversed(records) if "loss" in r), None):
@@ -62,15 +64,16 @@ def _lines(directory: Path) -> Iterator[str]:
             yield f"                at {datetime.fromtimestamp(when):%Y-%m-%d %H:%M:%S}, {_ago(when)}"
     losses = [(r["step"], r["loss"]) for r in records if isinstance(r.get("loss"), int | float)]
     yield from (f"  {line}" for line in curve(losses))
-    if evaluated := next((r for r in reversed(records) if "eval/loss" in r), None):
-        yield f"  validation    step {evaluated['step']}, loss {_number(evaluated, 'eval/loss')}"
+    evaluated = next((r for r in reversed(records) if losses_of(r)), {})
+    for name, loss in losses_of(evaluated).items():
+        yield f"  {name:<13} step {evaluated['step']}, loss {_number({name: loss}, name)}"
     if (goodput := add_up(read_ledger(directory))).wall_s:
         yield f"  goodput       {goodput_line(goodput)}"
     for event in read_history(directory):
         values = f"{event.get('old')} -> {event.get('new')}"
         yield f"  changed       {event['key']}: {values} at step {event.get('step')}"
     for incident in read_lines(files.incidents, "kind")[-INCIDENTS:]:
-        yield f"  {incident['kind']:<13} {_told(incident)}"
+        yield f"  {incident['kind']!s:<13} {_told(incident)}"
     steps = Store(files.checkpoints).steps()
     yield f"  checkpoints   {', '.join(map(str, steps)) or 'none'}"
     yield from _state(directory, steps, until)
@@ -93,8 +96,10 @@ def _state(directory: Path, steps: list[int], until: int) -> Iterator[str]:
         yield f"  last ended    exit code {ended.get('code')} at {ended.get('when')}: {ended.get('reason')}"
     elif holder is not None:
         yield f"  last ended    without a word (killed?); it was {holder}"
-    if ended is None and (verdict := RunFiles(directory).hang / VERDICT).exists():
-        yield f"  {verdict.read_text().splitlines()[0]} (see {verdict.parent.name}/)"
+    if ended is None and (verdict := _verdict(RunFiles(directory).hang)):
+        yield f"  {verdict} (see hang/)"
+    if (futile := crash_loop(directory)) is not None:
+        yield f"  {futile}"
     begins = f"the next start begins at step {steps[-1] if steps else 0}"
     if steps and steps[-1] >= until:
         yield "  complete      starting it again does nothing"
@@ -104,11 +109,20 @@ def _state(directory: Path, steps: list[int], until: int) -> Iterator[str]:
         yield f"  not complete  {begins}"
 
 
+def _verdict(folder: Path) -> str:
+    """The first line of what a hang left; empty without one."""
+    try:
+        return next(iter((folder / VERDICT).read_text(errors="replace").splitlines()), "")
+    except OSError:
+        return ""
+
+
 def _told(incident: Mapping[str, Any]) -> str:
     """An incident in words."""
     if incident["kind"] == "rollback":
         data = " without their data" if incident.get("skip") else ""
-        first, last = incident.get("first"), incident.get("end", 0) - 1
+        first, end = incident.get("first"), incident.get("end")
+        last = end - 1 if isinstance(end, int) else end
         return f"steps {first} to {last}: {incident.get('why')}; back to step {incident.get('to')}{data}"
     if incident["kind"] == "repeated":
         again = "was finite then: suspect the hardware" if incident.get("finite") else "was not finite again"

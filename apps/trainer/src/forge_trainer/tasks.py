@@ -16,6 +16,8 @@ from forge_data.tokenizer import Tokenizer
 from forge_model.generate import Sampling, generate
 from torch import Tensor, nn
 
+from forge_trainer.trained import write_json
+
 try:
     from lm_eval import evaluator, utils
     from lm_eval.api.instance import Instance
@@ -36,12 +38,20 @@ class RunModel(TemplateLM):
         tokenizer: of its run.
         batch_size: sequences that are computed at once.
         seed: of tokens that are drawn.
+        device: where it computes; absent means where its parameters are.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, batch_size: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        batch_size: int,
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self._model, self._tokenizer, self._batch_size = model, tokenizer, batch_size
-        self._device = next(model.parameters()).device
+        self._device = device or next(model.parameters()).device
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self.max_length: int = model.config.max_tokens  # type: ignore[union-attr, assignment]
 
@@ -102,6 +112,7 @@ class RunModel(TemplateLM):
         for options, group in groupby(asked, key=lambda pair: pair[1][1]):
             members = list(group)
             until, sampling, room = _generation(options)
+            sampling = self._sampling(sampling)
             if not 0 < room < self.max_length:
                 raise ConfigError(
                     f"a task asks for {room} new tokens; expected 1 to {self.max_length - 1}, below "
@@ -114,6 +125,10 @@ class RunModel(TemplateLM):
                 for index, text in zip(indices, texts, strict=True):
                     written[members[index][0]] = text
         return written
+
+    def _sampling(self, sampling: Sampling) -> Sampling:
+        """How tokens are chosen."""
+        return sampling
 
     def _continued(
         self, prompts: list[list[int]], room: int, sampling: Sampling, until: list[str]
@@ -135,11 +150,11 @@ class RunModel(TemplateLM):
             texts = [text.split(word)[0] for text in texts]
         return texts
 
-    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
-        """The indices of sequences, those of like length together, the longest first."""
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        for start in range(0, len(order), self._batch_size):
-            yield order[start : start + self._batch_size]
+    def _batches(self, lengths: list[int], parts: int = 1) -> Iterator[list[int]]:
+        """The indices of sequences, of several batches at once; like lengths together, the longest first."""
+        order, count = sorted(range(len(lengths)), key=lambda i: -lengths[i]), parts * self._batch_size
+        for start in range(0, len(order), count):
+            yield order[start : start + count]
 
 
 def _generation(options: dict[str, Any]) -> tuple[list[str], Sampling, int]:
@@ -155,6 +170,36 @@ def _generation(options: dict[str, Any]) -> tuple[list[str], Sampling, int]:
     return [word for word in ([until] if isinstance(until, str) else until) if word], sampling, int(room)
 
 
+class KeptTasks(TaskManager):
+    """Loads tasks once, for evaluations of the same names."""
+
+    _kept: Any = None
+
+    def load(self, spec: Any) -> Any:
+        """See `TaskManager.load`."""
+        if self._kept is None:
+            self._kept = super().load(spec)
+        return self._kept
+
+
+def known_tasks(names: Sequence[str], folder: Path | None, names_key: str, folder_key: str) -> KeptTasks:
+    """Where the tasks are found.
+
+    Raises:
+        ConfigError: one is not known; it names the keys of names and folder.
+    """
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"{folder_key} = {folder} is no folder; expected one with YAML files of tasks")
+    manager = KeptTasks(include_path=None if folder is None else str(folder))
+    unknown = [name for name in names if not manager.match_tasks([name])]
+    if unknown:
+        raise ConfigError(
+            f"{names_key} names {', '.join(unknown)}, which the harness does not know; give the folder of "
+            f"tasks of your own as {folder_key}"
+        )
+    return manager
+
+
 def evaluate_tasks(
     model: nn.Module, tokenizer: Tokenizer, micro_batch: int, options: argparse.Namespace
 ) -> None:
@@ -163,14 +208,9 @@ def evaluate_tasks(
     Raises:
         ConfigError: a task is not known.
     """
-    folder = None if options.tasks_from is None else str(Path(options.tasks_from).resolve())
-    manager, names = TaskManager(include_path=folder), options.tasks.split(",")
-    unknown = [name for name in names if not manager.match_tasks([name])]
-    if unknown:
-        raise ConfigError(
-            f"--tasks names {', '.join(unknown)}, which the harness does not know; give the folder of tasks "
-            "of your own as --tasks-from"
-        )
+    names = options.tasks.split(",")
+    folder = None if options.tasks_from is None else Path(options.tasks_from).resolve()
+    manager = known_tasks(names, folder, "--tasks", "--tasks-from")
     found = evaluator.simple_evaluate(
         RunModel(model, tokenizer, options.batch_size or micro_batch),
         tasks=names,
@@ -181,6 +221,5 @@ def evaluate_tasks(
     )
     results: dict[str, Any] = dict(found or {})
     if options.json is not None:
-        text = json.dumps(results["results"], indent=1, default=str)
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
+        write_json(Path(options.json), results["results"])
     sys.stdout.write(utils.make_table(results) + "\n")

@@ -1,26 +1,35 @@
 """Where the tensors of a run come from and go to: initial values, weights from elsewhere, checkpoints."""
 
+import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+from forge_ckpt.checkpointed import Checkpointed
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.saver import Saver
-from forge_ckpt.state import TrainState
+from forge_ckpt.state import MODEL, TrainState, model_tensors
 from forge_ckpt.store import Store
 from forge_ckpt.weights import Weights
+from forge_config import ConfigError
 from forge_data.loader import Loader
-from forge_model.hf import Renamed, from_hf
-from forge_model.hf_config import require_weights_of
+from forge_model.config import ModelConfig
+from forge_model.hf import from_hf
+from forge_model.hf_config import config_from_hf, require_weights_of
 from forge_model.init import initialize
-from forge_parallel.apply import load_full
+from forge_parallel.env import Env
 from forge_parallel.tensor import local_shard
 from forge_resilience.verdict import Verdict
 from torch import Tensor, nn
 
+from forge_trainer.hooks import Hook
 from forge_trainer.job import Job
+from forge_trainer.origin import Chosen, choose, require_origin, unlike
 from forge_trainer.progress import Progress, Stateful
+from forge_trainer.say import say
 
 
 def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
@@ -31,23 +40,61 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
         job: of the run.
 
     Raises:
-        ModelError: the weights are those of another model; lists every difference.
+        CheckpointError: a tensor does not fit, is damaged or missing, or a pattern names nothing.
+        ConfigError, ModelError: the weights are those of another model; lists every difference.
     """
+    chosen, theirs = (None, {}) if job.train.init_from is None else _chosen(job)
     for part in parts:
-        if job.train.init_from is None:
-            initialize(part, job.job.seed, local_shard)
-            continue
-        weights = Weights(job.train.init_from)
-        config = require_weights_of(job.model, weights.config(), job.train.init_from)
-        theirs: Mapping[str, Tensor] = from_hf(weights, config)
-        load_full(part, _of_part(theirs, part))
+        initialize(part, job.job.seed, local_shard)
+        own = dict([*part.named_parameters(remove_duplicate=False), *part.named_buffers()])
+        for name in (*chosen.taken, *chosen.resized) if chosen is not None else ():
+            if name in own:
+                copy_common(theirs[name], own[name])
 
 
-def _of_part(tensors: Mapping[str, Tensor], part: nn.Module) -> Mapping[str, Tensor]:
-    """Those tensors that a part of the model has; each is still read when it is taken out."""
-    own = [*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)]
-    names = {name for name, _ in own}
-    return Renamed(tensors, {name: name for name in tensors if name in names})
+def _chosen(job: Job) -> tuple[Chosen, Mapping[str, Tensor]]:
+    """Which tensors are taken from elsewhere, and those that there are; told by the first rank."""
+    assert job.train.init_from is not None
+    origin = require_origin(job.model, job.train)
+    if origin.is_checkpoint:
+        there = Checkpointed(origin.folder, MODEL)
+        theirs: Mapping[str, Tensor] = there
+        shapes = {name: tuple(there.manifest.tensors[MODEL + name].shape) for name in there}
+    else:
+        weights = Weights(origin.folder)
+        hf, in_parts = weights.config(), job.train.init_in_parts
+        config = config_from_hf(hf) if in_parts else require_weights_of(job.model, hf, job.train.init_from)
+        theirs, shapes = from_hf(weights, config), _shapes(config)
+    ours = _shapes(job.model)
+    chosen = choose(ours, shapes, job.train)
+    if Env.detect().rank == 0:
+        lines = [*chosen.lines(ours, shapes, job.train.init_from, job.job.seed)]
+        if job.train.init_in_parts:
+            lines += [f"  differs    {line}" for line in unlike(job.model, origin.model())]
+        say("".join(f"{line}\n" for line in lines), sys.stdout)
+    return chosen, theirs
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of all tensors of a model, shared ones once."""
+    with torch.device("meta"):
+        tensors = model_tensors(config.build())
+    return {name.removeprefix(MODEL): tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def copy_common(source: Tensor, target: Tensor) -> None:
+    """Copy what two tensors have in common, from the first index of each dim on.
+
+    Args:
+        source: a full tensor.
+        target: sharded or not; of as many dims. This rank takes the part that it holds.
+    """
+    values, offsets, _ = local_shard(target)
+    ends = [min(o + n, whole) for o, n, whole in zip(offsets, values.shape, source.shape, strict=True)]
+    if all(end > offset for offset, end in zip(offsets, ends, strict=True)):
+        here = tuple(slice(0, end - offset) for offset, end in zip(offsets, ends, strict=True))
+        values[here].copy_(source[tuple(map(slice, offsets, ends))])
 
 
 def resume_or_start(
@@ -85,6 +132,7 @@ class SaveRun:
         rollbacks: those of the run so far; grows.
         unfit: what follows if the state is not to be saved, the same on all ranks. Collective.
         saved: told the step of a save, and for how many seconds training has waited. Collective.
+        hooks: look before each save.
     """
 
     def __init__(
@@ -95,9 +143,10 @@ class SaveRun:
         rollbacks: Sequence[Any],
         unfit: Callable[[int], Verdict],
         saved: Callable[[int, float], None],
+        hooks: Callable[[], Sequence[Hook]] = lambda: (),
     ) -> None:
         self._saver, self._loader, self._counters = saver, loader, counters
-        self._rollbacks, self._unfit, self._saved = rollbacks, unfit, saved
+        self._rollbacks, self._unfit, self._saved, self._hooks = rollbacks, unfit, saved, hooks
 
     def __call__(self, progress: Progress) -> Verdict:
         """Save, or begin to; what follows if the state is not worth it, else CONTINUE. Collective.
@@ -108,7 +157,9 @@ class SaveRun:
         begin = time.monotonic()
         if (verdict := self._unfit(progress.step)) is not Verdict.CONTINUE:
             return verdict
-        counts = {name: counter.state() for name, counter in self._counters.items()}
+        for hook in self._hooks():
+            hook.on_save(progress)
+        counts = {name: _plain(name, counter.state()) for name, counter in self._counters.items()}
         named = self._loader().fingerprint_at(progress.samples)
         meta = {
             "progress": asdict(progress),
@@ -135,3 +186,19 @@ class SaveRun:
     def failed(self) -> bool:
         """Whether the last save failed."""
         return self._saver.failures > 0
+
+
+def _plain(name: str, state: Any) -> Any:
+    """The state of a guard or a hook.
+
+    Raises:
+        ConfigError: JSON cannot hold it.
+    """
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name}: state() returned what a checkpoint cannot hold ({error}); return dictionaries, lists, "
+            "numbers and texts"
+        ) from None
+    return state

@@ -1,4 +1,5 @@
 from .config import CheckpointConfig as CheckpointConfig
+from .config import DenseConfig as DenseConfig
 from .error import CheckpointError as CheckpointError
 from .error import DamagedError as DamagedError
 from .error import LockedError as LockedError
@@ -18,6 +19,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointError",
     "DamagedError",
+    "DenseConfig",
     "Lease",
     "LockedError",
     "Manifest",

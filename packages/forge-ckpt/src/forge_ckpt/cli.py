@@ -1,94 +1,140 @@
-"""The command `forge-ckpt`: ls, show, diff, verify, export, prune."""
+"""The command `forge-ckpt`: look at checkpoints, keep them, remove them, and take tensors out of them."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from forge_ckpt import manifest as manifests
 from forge_ckpt.checkpointed import Checkpointed
-from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError, UnsupportedError
+from forge_ckpt.error import CheckpointError, DamagedError
+from forge_ckpt.pins import pin, unpin
+from forge_ckpt.report import CANNOT, FINE, FOUND, code_of, row, say, say_json, say_row
 from forge_ckpt.store import Store
+
+Run = Callable[[argparse.Namespace], int]
+
+ENDING = "exit code: 0 all is well; 1 something is damaged, missing or different; 2 it cannot be done or told"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 1 when something is damaged, missing or different."""
+    """Run one command; returns its exit code, see `report`."""
     options = _parser().parse_args(arguments)
     try:
-        return options.run(options)
-    except CheckpointError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CANNOT
+    except (CheckpointError, OSError, ValueError) as error:
+        told = str(error).encode("utf-8", "backslashreplace").decode()
+        sys.stderr.write(f"{told}\n")
+        return FOUND if isinstance(error, DamagedError) and options.run is not _diff else CANNOT
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="forge-ckpt", description="Look after the checkpoints of a run.")
+    parser = argparse.ArgumentParser(
+        prog="forge-ckpt", description="Look after the checkpoints of a run.", epilog=ENDING
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    for run, help_text in (
-        (_ls, "the checkpoints there are"),
-        (_show, "what a checkpoint holds"),
-        (_verify, "read every byte and compare it"),
-        (_export, "write the tensors of the model as safetensors, under the names they have here"),
-        (_prune, "remove all but the newest, the newest that is intact, and milestones"),
-    ):
-        command = commands.add_parser(run.__name__.lstrip("_"), help=help_text)
+
+    def add(run: Run, help_text: str, folder: bool = True) -> argparse.ArgumentParser:
+        command = commands.add_parser(run.__name__.lstrip("_"), help=help_text, epilog=ENDING)
         command.set_defaults(run=run)
-        command.add_argument("folder", type=Path, help="the checkpoints, e.g. runs/debug/checkpoints")
-        if run is _prune:
-            command.add_argument("--keep", type=int, required=True, help="newest checkpoints that stay")
-        elif run is not _ls:
-            command.add_argument("--step", type=int, help="default: all (verify), the newest (others)")
-        if run is _export:
-            command.add_argument("out", type=Path, help="the folder to write; must not exist")
-        if run in (_ls, _show, _verify):
-            command.add_argument("--json", action="store_true", help="for programs")
-    command = commands.add_parser("diff", help="which tensors of two checkpoints differ, and by how much")
-    command.set_defaults(run=_diff)
-    command.add_argument("a", type=Path, help="the folder of a step, e.g. checkpoints/step-000000100")
-    command.add_argument("b", type=Path)
-    command.add_argument("--json", action="store_true", help="for programs")
+        command.add_argument("--json", action="store_true", help="for programs: an object a line")
+        if folder:
+            command.add_argument("folder", type=Path, help="of a run, or of its checkpoints")
+        return command
+
+    add(_ls, "the checkpoints there are")
+    show = add(_show, "what a checkpoint holds")
+    verify = add(_verify, "read every byte and compare it")
+    add(_fsck, "look at all that is in the folder: checkpoints, leftovers, pins, the lease")
+    export = add(_export, "write the tensors of the model as safetensors, under the names they have here")
+    pinning = add(_pin, "keep a checkpoint, whatever is pruned"), add(_unpin, "let it be pruned again")
+    for command in pinning:
+        command.add_argument("step", type=_step)
+    prune = add(_prune, "remove all but the newest, the newest that is intact, milestones and pins")
+    prune.add_argument("--keep", type=int, required=True, help="newest checkpoints that stay")
+    for command in (show, verify, export):
+        command.add_argument("--step", type=_step, help="default: all (verify), the newest (others)")
+    export.add_argument("out", type=Path, help="the folder to write; must not exist")
+    imported = add(
+        _import, "weights of a checkpoint of torch DCP, as torchtitan writes, as safetensors", folder=False
+    )
+    imported.add_argument("source", type=Path, help="the folder with its .metadata")
+    imported.add_argument("out", type=Path, help="the folder to write; must not exist")
+    imported.add_argument("--prefix", default="", help="of the names of the weights; left out")
+    imported.add_argument(
+        "--llama",
+        type=Path,
+        metavar="CONFIG",
+        help="a Llama of torchtitan becomes one of Hugging Face: its config.json",
+    )
+    diff = add(_diff, "which tensors of two checkpoints differ, and by how much", folder=False)
+    diff.add_argument("a", type=Path, help="the folder of a step, e.g. checkpoints/step-000000100")
+    diff.add_argument("b", type=Path)
     return parser
 
 
+def _step(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"given {text!r}; expected a number of steps")
+    return int(text)
+
+
+def _store(options: argparse.Namespace, keep: int = 3) -> Store:
+    """The checkpoints of what was named: a run, or the folder of its checkpoints.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    inner = options.folder / "checkpoints"
+    folder = inner if inner.is_dir() else options.folder
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}; expected that of a run or of its checkpoints")
+    return Store(folder, keep)
+
+
 def _ls(options: argparse.Namespace) -> int:
-    store = Store(options.folder)
-    return _tell([_row(store, step, verify=False) for step in store.steps()], options.json)
+    store = _store(options)
+    return _say_rows(store, store.steps(), options, verify=False)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    store = Store(options.folder)
-    steps = store.steps() if options.step is None else [options.step]
-    return _tell([_row(store, step, verify=True) for step in steps], options.json)
+    store = _store(options)
+    return _say_rows(store, store.steps() if options.step is None else [options.step], options, verify=True)
 
 
-def _row(store: Store, step: int, verify: bool) -> dict[str, Any]:
-    try:
-        opened = store.verify(step) if verify else manifests.read(store.folder(step))
-    except CheckpointError as error:
-        return {"step": step, "state": _kind(error), "why": str(error)}
-    return {
-        "step": step,
-        "state": "intact" if verify else "there",
-        "MB": round(opened.num_bytes / 1e6, 1),
-        "tensors": len(opened.tensors),
-        "ranks": opened.world_size,
-        "milestone": opened.milestone,
-    }
+def _say_rows(store: Store, steps: Sequence[int], options: argparse.Namespace, verify: bool) -> int:
+    states = []
+    for step in steps:
+        told = row(store, step, verify)
+        say_row(told, options.json)
+        states.append(told["state"])
+    return code_of(states)
 
 
-def _tell(rows: list[dict[str, Any]], as_json: bool) -> int:
-    for row in rows:
-        if as_json:
-            sys.stdout.write(json.dumps(row) + "\n")
-            continue
-        more = "  ".join(f"{value} {key}" for key, value in row.items() if key in ("MB", "tensors", "ranks"))
-        told = row.get("why", more + ("  milestone" if row.get("milestone") else ""))
-        sys.stdout.write(f"{row['step']:>9}  {row['state']:<11}  {told}\n")
-    return int(any("why" in row for row in rows))
+def _fsck(options: argparse.Namespace) -> int:
+    from forge_ckpt.fsck import fsck
+
+    code = FINE
+    for told in fsck(_store(options).root):
+        code = told.get("code", code)
+        if options.json:
+            say_json(told)
+        elif told["what"] == "checkpoint":
+            say_row(told, as_json=False)
+        else:
+            more = "  ".join(
+                str(told[key]) for key in ("name", "step", "state", "why") if told.get(key, -1) != -1
+            )
+            say(f"{told['what']:>9}  {more}")
+    return code
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -99,46 +145,27 @@ def _show(options: argparse.Namespace) -> int:
     }
     if options.json:
         about = {"step": opened.step, "torch": opened.torch, "ranks": opened.world_size}
-        more = {"meta": opened.meta, "values": opened.values, "tensors": tensors}
-        sys.stdout.write(json.dumps(about | more) + "\n")
-        return 0
-    sys.stdout.write(
-        f"step {opened.step}, torch {opened.torch}, {opened.world_size} ranks, meta {opened.meta}\n"
-    )
+        say_json(about | {"meta": opened.meta, "values": opened.values, "tensors": tensors})
+        return FINE
+    say(f"step {opened.step}, torch {opened.torch}, {opened.world_size} ranks, meta {opened.meta}")
     for key, told in tensors.items():
-        sys.stdout.write(f"  {key}  {told['dtype']} {told['shape']} in {told['boxes']} boxes\n")
-    return 0
+        say(f"  {key}  {told['dtype']} {told['shape']} in {told['boxes']} boxes")
+    return FINE
 
 
 def _opened(options: argparse.Namespace) -> Checkpointed:
-    store = Store(options.folder)
+    store = _store(options)
     return store.tensors(store.newest().step if options.step is None else options.step)
 
 
 def _diff(options: argparse.Namespace) -> int:
-    a, b = Checkpointed(options.a), Checkpointed(options.b)
-    found = {key: "is only in a" for key in a.keys() - b.keys()}
-    found |= {key: "is only in b" for key in b.keys() - a.keys()}
-    found |= {key: told for key in a.keys() & b.keys() if (told := _difference(a, b, key))}
-    for key, told in sorted(found.items()):
-        line = json.dumps({"tensor": key, "difference": told}) if options.json else f"{key}  {told}"
-        sys.stdout.write(line + "\n")
-    return int(bool(found))
+    from forge_ckpt.compare import compare
 
-
-def _difference(a: Checkpointed, b: Checkpointed, key: str) -> str:
-    """How the tensors of two checkpoints differ; nothing if every bit is the same."""
-    import torch
-
-    one, other = a.manifest.tensors[key], b.manifest.tensors[key]
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return f"is {one.dtype} {list(one.shape)}, and {other.dtype} {list(other.shape)}"
-    x, y = a[key].flatten(), b[key].flatten()
-    if torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
-        return ""
-    x, y = (v if v.is_complex() else v.double() for v in (x, y))
-    differing = int((x != y).sum())
-    return f"differs in {differing} of {x.numel()} elements, by at most {float((x - y).abs().max()):.6g}"
+    code = FINE
+    for told in compare(options.a, options.b):
+        code = FOUND
+        say_json(told) if options.json else say(f"{told['tensor']}  {told['difference']}")
+    return code
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -148,18 +175,49 @@ def _export(options: argparse.Namespace) -> int:
     tensors = _opened(options)
     step = tensors.manifest.step
     write_weights(options.out, tensors.under(MODEL), {"step": step})
-    sys.stdout.write(f"wrote the model of step {step} to {options.out}\n")
-    return 0
+    _done(options, f"wrote the model of step {step} to {options.out}", step=step, folder=str(options.out))
+    return FINE
+
+
+def _import(options: argparse.Namespace) -> int:
+    from forge_ckpt.dcp import DcpTensors
+    from forge_ckpt.dcp_names import LlamaOfTitan
+    from forge_ckpt.weights import Renamed, write_weights
+
+    source = DcpTensors(options.source)
+    names, left = source.weights(options.prefix)
+    config = json.loads(options.llama.read_text()) if options.llama else {}
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{options.llama} is no config.json: it holds no object")
+    weights = Renamed(source, names)
+    write_weights(options.out, LlamaOfTitan(weights, config) if options.llama else weights, config)
+    _done(options, f"wrote {len(weights)} tensors to {options.out}", tensors=len(weights), left_out=left)
+    if left and not options.json:
+        say(f"left out {len(left)}, which are no weights (state of an optimizer is not taken over):")
+        for name in left[:10]:
+            say(f"  {name}")
+    return FINE
+
+
+def _pin(options: argparse.Namespace) -> int:
+    pin(_store(options).root, options.step)
+    _done(options, f"step {options.step} stays until it is unpinned", step=options.step, pinned=True)
+    return FINE
+
+
+def _unpin(options: argparse.Namespace) -> int:
+    unpin(_store(options).root, options.step)
+    _done(options, f"step {options.step} may be pruned", step=options.step, pinned=False)
+    return FINE
 
 
 def _prune(options: argparse.Namespace) -> int:
     if options.keep < 1:
         raise CheckpointError(f"given --keep {options.keep}; at least one stays")
-    removed = Store(options.folder, keep=options.keep).prune(verify=True)
-    sys.stdout.write(f"removed {removed or 'nothing'}\n")
-    return 0
+    removed = _store(options, keep=options.keep).prune(verify=True)
+    _done(options, f"removed {removed or 'nothing'}", removed=removed)
+    return FINE
 
 
-def _kind(error: CheckpointError) -> str:
-    kinds = {DamagedError: "damaged", UnreadableError: "unreadable", UnsupportedError: "unsupported"}
-    return kinds.get(type(error), "wrong")
+def _done(options: argparse.Namespace, line: str, **told: object) -> None:
+    say_json(told) if options.json else say(line)

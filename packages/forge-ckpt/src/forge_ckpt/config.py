@@ -5,6 +5,36 @@ from typing import Annotated, Literal
 from forge_config import ALL_KEYS, Config, Meta
 
 
+class DenseConfig(Config):
+    """One entry of `[[checkpoint.dense]]`: steps that are saved beside the others, and stay for good.
+
+    Attributes:
+        to_step: the last step of the window.
+        from_step: its first step.
+        every: distance of the steps in it, counted from `from_step`; or those that are powers of two.
+    """
+
+    free_keys = (ALL_KEYS,)
+
+    to_step: Annotated[int, Meta(ge=1)]
+    from_step: Annotated[int, Meta(ge=1)] = 1
+    every: Annotated[int, Meta(ge=1)] | Literal["powers_of_two"] = "powers_of_two"
+
+    def __post_init__(self) -> None:
+        if self.to_step < self.from_step:
+            raise ValueError(f"to_step = {self.to_step} is before from_step = {self.from_step}")
+        if self.every == "powers_of_two" and self.to_step.bit_length() == (self.from_step - 1).bit_length():
+            raise ValueError(f"there is no power of two from {self.from_step} to {self.to_step}")
+
+    def holds(self, step: int) -> bool:
+        """Whether a step is one of the window."""
+        if not self.from_step <= step <= self.to_step:
+            return False
+        if self.every == "powers_of_two":
+            return step & (step - 1) == 0
+        return (step - self.from_step) % self.every == 0
+
+
 class CheckpointConfig(Config):
     """When checkpoints are written and which are kept.
 
@@ -15,6 +45,7 @@ class CheckpointConfig(Config):
             written; where memory does not suffice for a copy, it waits, and says so.
         keep: newest checkpoints that stay; at least 2, so that there is one to fall back to.
         keep_every_steps: checkpoints at multiples of this stay for good; 0 keeps none.
+        dense: windows of steps that are saved as well, and stay for good.
     """
 
     free_keys = (ALL_KEYS,)
@@ -23,3 +54,8 @@ class CheckpointConfig(Config):
     asynchronous: bool = True
     keep: Annotated[int, Meta(ge=2)] = 3
     keep_every_steps: Annotated[int, Meta(ge=0)] = 0
+    dense: tuple[DenseConfig, ...] = ()
+
+    def is_dense(self, step: int) -> bool:
+        """Whether a step is in one of the windows."""
+        return any(window.holds(step) for window in self.dense)

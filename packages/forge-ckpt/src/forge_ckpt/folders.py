@@ -1,6 +1,7 @@
 """The folder of all checkpoints of a run on one disk, as its first rank sees it. Imports no torch.
 
     checkpoints/step-000001000/     see `manifest`
+    checkpoints/pin-000001000       see `pins`
     checkpoints/PROGRESS            the highest step ever published
 
 What starts with a dot is not a checkpoint: `.tmp-` is being written or was left by a crash, `.bad-` was found
@@ -15,13 +16,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from forge_ckpt import manifest as manifests
 from forge_ckpt.error import CheckpointError, DamagedError
 from forge_ckpt.lease import newest_epoch
 from forge_ckpt.manifest import Manifest
+from forge_ckpt.pins import pins
 
 log = logging.getLogger(__name__)
 
@@ -199,13 +201,18 @@ class Folders:
         shutil.rmtree(trash, ignore_errors=True)
 
     def prune(
-        self, keep: int, every: int, verify: bool, pinned: int | None = None, doubtful: Collection[int] = ()
+        self,
+        keep: int,
+        stays: Callable[[int], bool],
+        verify: bool,
+        pinned: int | None = None,
+        doubtful: Collection[int] = (),
     ) -> list[int]:
-        """Remove what is no longer kept; the newest checkpoint that is intact and milestones always stay.
+        """Remove what is no longer kept; the newest that is intact, milestones and pins always stay.
 
         Args:
             keep: newest checkpoints that stay.
-            every: milestones are the multiples of this; 0 for none but those that were saved as such.
+            stays: whether a step is a milestone; those that were saved as such are, too.
             verify: whether intact means that every byte was read and compared, or only manifests and sizes.
             pinned: the newest intact checkpoint of this step or an earlier one stays, too.
             doubtful: checkpoints that stay, and do not count.
@@ -216,12 +223,13 @@ class Folders:
         steps = [step for step in self.steps() if step not in doubtful]
         if len(steps) <= keep:
             return []
-        intact, stays = self._down_to_intact(steps[::-1], verify)
+        intact, needed = self._down_to_intact(steps[::-1], verify)
         if not intact:
             return []
-        if pinned is not None and stays[-1] > pinned:
-            stays += self._down_to_intact([step for step in steps[::-1] if step <= pinned], verify)[1]
-        going = [step for step in steps[:-keep] if step not in stays and not (every and step % every == 0)]
+        if pinned is not None and needed[-1] > pinned:
+            needed += self._down_to_intact([step for step in steps[::-1] if step <= pinned], verify)[1]
+        needed += pins(self.root)
+        going = [step for step in steps[:-keep] if step not in needed and not stays(step)]
         going = [step for step in going if not self._is_milestone(step)]
         for step in going:
             self.remove(step)

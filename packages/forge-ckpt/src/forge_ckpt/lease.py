@@ -172,10 +172,11 @@ def locked(folder: Path) -> str:
 
 def read_holder(folder: Path) -> Holder | None:
     """Who holds the lease or held it when it died; None when it is free, or its file cannot be read."""
-    epoch = newest_epoch(folder)
-    if not epoch or _is_free(folder, epoch):
+    try:
+        epoch = newest_epoch(folder)
+        return None if not epoch or _is_free(folder, epoch) else _read(folder, epoch)
+    except OSError:
         return None
-    return _read(folder, epoch)
 
 
 def newest_epoch(folder: Path) -> int:

@@ -6,12 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from forge_ckpt.error import CheckpointError
+from forge_ckpt.memory import free_memory_bytes
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 
@@ -140,18 +139,3 @@ class Saver:
                 free / 1e9,
             )
         return free is None or needed <= free
-
-
-def free_memory_bytes() -> int | None:
-    """Host memory that this process may still take: of the machine, or of its cgroup. None if not known."""
-    found = []
-    with suppress(OSError, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with suppress(OSError, ValueError):
-            found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return min(found, default=None)

@@ -43,6 +43,7 @@ class Store:
             have it, which share the writing.
         lease: the folder of the lease of the run; who no longer holds it does not publish.
         marks: files outside of `root` that remember that there were checkpoints.
+        stays: more steps whose checkpoints stay for good.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Store:
         local_shard: LocalShard | None = None,
         lease: Path | None = None,
         marks: Sequence[Path] = (),
+        stays: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self.root = Path(root)
         self.keep = keep
-        self.keep_every_steps = keep_every_steps
+        self._stays = lambda step: stays(step) or bool(keep_every_steps and step % keep_every_steps == 0)
         self._folders = Folders(self.root, lease, marks)
         self._ranks = Ranks(group)
         self._local_shard = local_shard
@@ -141,12 +143,11 @@ class Store:
             import torch
 
             entries, layouts = merge([one.tensors for one in held], held_of, [part for _, part in everyone])
-            every = self.keep_every_steps
             made = Manifest(
                 format=manifests.FORMAT,
                 step=step,
                 torch=str(torch.__version__),
-                milestone=bool(every) and step % every == 0,
+                milestone=self._stays(step),
                 meta=dict(snapshot.meta),
                 values=_merged([one.values for one in held]),
                 files=[file for file, _ in everyone],
@@ -315,7 +316,7 @@ class Store:
         return self._folders.verify(step)
 
     def prune(self, verify: bool = True) -> list[int]:
-        """Remove what is no longer kept; the newest checkpoint that is intact and milestones always stay.
+        """Remove what is no longer kept; the newest that is intact, milestones and pins always stay.
 
         What was passed over when this process loaded stays as well, and does not count.
 
@@ -325,7 +326,7 @@ class Store:
         Returns:
             The steps removed.
         """
-        return self._folders.prune(self.keep, self.keep_every_steps, verify, self.pinned, self._passed_over)
+        return self._folders.prune(self.keep, self._stays, verify, self.pinned, self._passed_over)
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint; by the first rank only."""

@@ -83,6 +83,27 @@ class Weights(Mapping[str, Tensor]):
         return json.loads(path.read_text())
 
 
+class Renamed(Mapping[str, Tensor]):
+    """Tensors of a mapping under other names; each is read when it is asked for.
+
+    Args:
+        tensors: by name.
+        names: for each new name, the one that it has there.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+        self._tensors, self._names = tensors, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def write_weights(
     folder: Path,
     tensors: Mapping[str, Tensor],

@@ -18,8 +18,11 @@ from forge_data.stream import Place, Stream
 
 LOOKAHEAD = 1 << 14
 """Samples located at once: far fewer and larger array operations."""
-READ_TOKENS, READ_SEQUENCES = 1 << 15, 64
-"""What is read at once, for the same reason, at most; a file that shrinks meanwhile kills the process."""
+READ_TOKENS, READ_SEQUENCES = 1 << 16, 256
+"""What is read at once, for the same reason, at most: half a megabyte, which stays in the cache of a core.
+
+The sizes of files are looked at before each read; a file that shrinks within one kills the process.
+"""
 
 
 class Group(NamedTuple):

@@ -11,6 +11,7 @@ import mmap
 import os
 import weakref
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,7 +46,8 @@ class VerifiedFile:
         values: the whole file as an array, unchecked.
 
     Raises:
-        DataError: it is missing or has another size, or its digests are not those that were written.
+        DataError: it is missing, cannot be mapped or has another size, or its digests are not those that were
+            written.
     """
 
     def __init__(self, path: Path, part: Part, dtype: np.dtype[Any]) -> None:
@@ -55,9 +57,9 @@ class VerifiedFile:
         self._descriptor = _open(path)
         weakref.finalize(self, os.close, self._descriptor)
         self.require_size()
-        self._memory = memoryview(
-            mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) if part.bytes else b""
-        )
+        with _explained(path):
+            mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) if part.bytes else b""
+        self._memory = memoryview(mapped)
         self.values = np.frombuffer(self._memory, dtype)
         self._forget()
         self._rows: tuple[int, np.ndarray] = (0, self.values)
@@ -73,7 +75,8 @@ class VerifiedFile:
         Raises:
             DataError: it is shorter or longer.
         """
-        size = os.lseek(self._descriptor, 0, os.SEEK_END)
+        with _explained(self._path):
+            size = os.lseek(self._descriptor, 0, os.SEEK_END)
         if size != self._bytes:
             raise DataError(
                 f"{self._path} has {size} bytes, its manifest says {self._bytes}; copy it again or make the "
@@ -140,8 +143,15 @@ class VerifiedFile:
 
 
 def _open(path: Path) -> int:
-    try:
+    with _explained(path):
         return os.open(path, os.O_RDONLY)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What the file system refuses, as an error that names the file."""
+    try:
+        yield
     except FileNotFoundError:
         raise DataError(f"{path} is missing; copy it again or make the store anew") from None
     except OSError as error:
@@ -150,14 +160,11 @@ def _open(path: Path) -> int:
 
 def _read_digests(path: Path, part: Part) -> np.ndarray:
     """[blocks] uint64, small enough to be compared with the manifest each time."""
-    descriptor = _open(path.with_name(path.name + DIGESTS))
-    try:
-        with os.fdopen(descriptor, "rb") as file:
-            raw = file.read()
-    except OSError as error:
-        raise DataError(f"{path}{DIGESTS} cannot be read: {error}") from None
+    listed = path.with_name(path.name + DIGESTS)
+    with _explained(listed), listed.open("rb") as file:
+        raw = file.read()
     if xxhash.xxh3_128_hexdigest(raw) != part.digest or len(raw) != 8 * -(-part.bytes // BLOCK_BYTES):
-        raise DataError(f"{path}{DIGESTS} is damaged: it is not what the manifest says; copy it again")
+        raise DataError(f"{listed} is damaged: it is not what the manifest says; copy it again")
     return np.frombuffer(raw, "<u8")
 
 

@@ -35,6 +35,9 @@ from forge_data.tokenizer import BytesConfig, HfTokenizerConfig, TokenizerConfig
 from forge_data.tokens import TokenStore
 from forge_data.validate import problems
 
+READER_LEFT = 128 + 13
+"""Exit code where nobody reads the output any more, as of a command that SIGPIPE ends."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -51,8 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "plan": partial(_plan, overrides=overrides),
     }
     try:
-        return run[options.command](options)
-    except (DataError, ConfigError) as error:
+        code = run[options.command](options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # as in `forge-data sample RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
+    except (DataError, ConfigError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
 
@@ -72,7 +80,7 @@ def _add_making(commands: Any) -> None:
     make.add_argument("--tokenizer", default="bytes", help="'bytes', or the path of a tokenizer.json")
     make.add_argument("--eos", default="</s>", help="token of tokenizer.json that ends a document")
     make.add_argument("--field", default="text", help="key of the text in rows")
-    make.add_argument("--workers", type=int, default=cores(), help="processes")
+    make.add_argument("--workers", type=_count, default=cores(), help="processes")
     bring = commands.add_parser("import", help="token files of other projects -> a token store")
     bring.add_argument(
         "paths", nargs="+", type=Path, help="Megatron .bin, nanoset .ds, .npy, raw; litData, MDS folders"
@@ -88,7 +96,7 @@ def _add_making(commands: Any) -> None:
 def _add_looking(commands: Any) -> None:
     look = commands.add_parser("inspect", help="what a store holds, and whether it is intact")
     look.add_argument("folder", type=Path)
-    look.add_argument("--docs", type=int, default=2, help="documents to show")
+    look.add_argument("--docs", type=_count, default=2, help="documents to show")
     look.add_argument("--tokenizer", default="bytes")
     look.add_argument("--eos", default="</s>")
     check = commands.add_parser("validate", help="whether stores are what they say; exit code 1 if not")
@@ -97,12 +105,19 @@ def _add_looking(commands: Any) -> None:
     check.add_argument("--eos", default="</s>")
     seen = commands.add_parser("sample", help="the text that a step of a run reads")
     seen.add_argument("run", help="a run directory or a TOML file; keys are overridden as in plan")
-    seen.add_argument("--step", type=int, required=True, help="from 0")
-    seen.add_argument("--rank", type=int, default=0, help="of the ranks that read different data")
+    seen.add_argument("--step", type=_count, required=True, help="from 0")
+    seen.add_argument("--rank", type=_count, default=0, help="of the ranks that read different data")
     seen.add_argument("--world-size", type=int, default=1, help="how many such ranks there are")
-    seen.add_argument("--limit", type=int, help="sequences at most")
+    seen.add_argument("--limit", type=_count, help="sequences at most")
     ahead = commands.add_parser("plan", help="what a run will read, by phase and source")
     ahead.add_argument("config", help="the TOML file of a run; keys are overridden with --section.key=value")
+
+
+def _count(text: str) -> int:
+    """A number from 0 on, as an argument."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"given {text!r}; expected an integer from 0")
+    return int(text)
 
 
 def _tokenizer(options: argparse.Namespace) -> TokenizerConfig:
@@ -213,11 +228,17 @@ def _run_of(path: str, overrides: Sequence[str]) -> tuple[DataConfig, Run]:
     """The data of a run and how much it reads."""
     job = load(_Job, path, overrides).value
     train, max_tokens = job.train, job.data.max_tokens
-    batch = int(train.get("global_batch", 0)) or int(train.get("global_batch_tokens", 0)) // max_tokens
-    missing = ["train.steps"] * ("steps" not in train) + ["train.global_batch"] * (not batch)
+    said = {key: train[key] for key in ("steps", "global_batch", "global_batch_tokens") if key in train}
+    for key, value in said.items():
+        if type(value) is not int or value < 1:
+            raise DataError(f"{path}: train.{key}: given {value!r}; expected an integer from 1")
+    batch = said.get("global_batch") or said.get("global_batch_tokens", 0) // max_tokens
+    missing = ["train.steps"] * ("steps" not in said) + ["train.global_batch"] * (not batch)
+    if train.get("batch_warmup"):
+        raise DataError(f"{path} sets train.batch_warmup; steps of different length are not planned here")
     if missing:
         raise DataError(f"{path} does not set {' and '.join(missing)}; a plan needs both")
-    return job.data, Run(batch, int(train["steps"]))
+    return job.data, Run(batch, said["steps"])
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:

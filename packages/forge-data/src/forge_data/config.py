@@ -54,7 +54,7 @@ class DataConfig(Config):
     workers: Annotated[int, Meta(ge=0)] = 0
     tokenize_workers: Annotated[int, Meta(ge=0)] = 0
     phases: list[PhaseConfig] = []
-    temperature: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    temperature: Annotated[float, Meta(ge=0.1, le=1e6)] | None = None
     when_exhausted: Literal["error", "stop", "reweight"] = "error"
     skip: list[SkipConfig] = []
     cache_dir: str | None = None

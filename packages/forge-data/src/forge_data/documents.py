@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import io
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from forge_data.columns import Columns, Part
 from forge_data.error import DataError
-from forge_data.remote import HubFile, may_pass
+from forge_data.remote import HubFile, may_pass, said_by
 
 TASK_BYTES = 8 << 20
 """Large .jsonl files are cut into ranges of about this size; small files are worked on one by one."""
@@ -53,12 +54,19 @@ class Task(NamedTuple):
 
 
 def tasks_of(path: Path | HubFile, root: Path) -> list[Task]:
-    """The parts of a file; those of the hub are named after their place in the repository."""
-    if isinstance(path, HubFile):
-        name, size = path.path, path.size
-    else:
+    """The parts of a file; those of the hub are named after their place in the repository.
+
+    Raises:
+        DataError: the file is gone, or damaged.
+    """
+    with _damage_is_named(path):
+        if isinstance(path, HubFile):
+            return _cut(path, path.path, path.size)
         name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
-        size = path.stat().st_size
+        return _cut(path, name, path.stat().st_size)
+
+
+def _cut(path: Path | HubFile, name: str, size: int) -> list[Task]:
     if path.suffix == ".jsonl" or (isinstance(path, HubFile) and path.suffix == ".json"):
         cuts = [*range(0, max(size, 1), TASK_BYTES), size]
         return [Task(path, name, a, b, b - a) for a, b in itertools.pairwise(cuts)]
@@ -81,34 +89,40 @@ def documents(task: Task, columns: Columns) -> Iterator[tuple[str, list[Part]]]:
         DataError: the file is damaged, or a row is not what the columns need.
     """
     path = task.path
-    if not path.name.endswith(HUB_ROW_ENDINGS if isinstance(path, HubFile) else ROW_ENDINGS):
-        yield task.name, [Part(_plain_text(path))]
-        return
-    for place, row in _rows(task, columns.names):
-        if row is None:
-            continue
-        try:
-            parts = columns.parts(row)
-        except DataError as error:
-            raise DataError(f"{path} at {place}: {error}") from None
-        yield f"{task.name}:{place}", parts
+    with _damage_is_named(path):
+        if not path.name.endswith(HUB_ROW_ENDINGS if isinstance(path, HubFile) else ROW_ENDINGS):
+            yield task.name, [Part(_plain_text(path))]
+            return
+        for place, row in _rows(task, columns.names):
+            if row is None:
+                continue
+            try:
+                parts = columns.parts(row)
+            except DataError as error:
+                raise DataError(f"{path} at {place}: {error}") from None
+            yield f"{task.name}:{place}", parts
+
+
+@contextlib.contextmanager
+def _damage_is_named(path: Path | HubFile) -> Iterator[None]:
+    """What the readers of files raise becomes an error that names the file, but for what may pass."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        of_arrow = type(error).__module__.partition(".")[0] == "pyarrow"
+        if may_pass(path, error) or not (of_arrow or isinstance(error, OSError | EOFError | zlib.error)):
+            raise
+        raise DataError(f"{path} cannot be read or unpacked: {said_by(error)}") from error
 
 
 def _plain_text(path: Path | HubFile) -> str:
-    raw = _opened(path, lambda file: file.read())
+    with _open(path) as file:
+        raw = file.read()
     if b"\0" in raw:
         raise DataError(f"{path} holds zero bytes, so it is no text; leave it out by a pattern")
     return raw.decode("utf-8", errors="replace")
-
-
-def _opened(path: Path | HubFile, read: Callable[[IO[bytes]], bytes]) -> bytes:
-    try:
-        with _open(path) as file:
-            return read(file)
-    except (OSError, EOFError, zlib.error) as error:
-        if may_pass(path, error):
-            raise
-        raise DataError(f"{path} cannot be unpacked: {error}") from None
 
 
 def _open(path: Path | HubFile) -> IO[bytes]:
@@ -150,13 +164,8 @@ def _require_columns(path: Path | HubFile, names: list[str], held: list[str]) ->
 def _lines(task: Task) -> Iterator[tuple[int, bytes]]:
     """Lines that start within the part, with the place of their first byte; packed files: their number."""
     if task.path.suffix in (".gz", ".zst"):
-        try:
-            with _open(task.path) as file:
-                yield from enumerate(file)
-        except (OSError, EOFError, zlib.error) as error:
-            if may_pass(task.path, error):
-                raise
-            raise DataError(f"{task.path} cannot be unpacked: {error}") from None
+        with _open(task.path) as file:
+            yield from enumerate(file)
         return
     with _open(task.path) as file:
         if task.start:
@@ -171,7 +180,7 @@ def _json_row(path: Path | HubFile, position: int, line: bytes) -> dict[str, Any
         return None
     try:
         row = json.loads(line.decode("utf-8", errors="replace"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} at {position}: no JSON: {error!r}") from None
     if not isinstance(row, dict):
         raise DataError(f"{path} at {position}: {type(row).__name__}, not an object with columns")
@@ -188,12 +197,7 @@ def _arrow_batches(path: Path | HubFile) -> Iterator[Any]:
             yield from (file.get_batch(number) for number in range(file.num_record_batches))
         except pyarrow.ArrowInvalid:
             opened.seek(0)
-            try:
-                yield from pyarrow.ipc.open_stream(opened)
-            except (pyarrow.ArrowInvalid, OSError) as error:
-                if may_pass(path, error):
-                    raise
-                raise DataError(f"{path} cannot be read as arrow: {error}") from None
+            yield from pyarrow.ipc.open_stream(opened)
 
 
 def _parquet(path: Path | HubFile) -> Any:

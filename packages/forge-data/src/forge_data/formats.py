@@ -87,7 +87,7 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
 def _npy(path: Path) -> Foreign:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     if tokens.ndim != 1:
         raise DataError(f"{path} holds an array of shape {tokens.shape}; expected one dimension")
@@ -161,6 +161,8 @@ def import_tokens(
                     raise DataError(
                         f"{path} from token {begin}: {error}; name its own tokenizer and dtype"
                     ) from None
+        if not writer.num_tokens:
+            raise DataError(f"there are no tokens in {', '.join(map(str, files))}")
     return TokenStore(out)
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Annotated
 
 from forge_config import Meta
+from msgspec import structs
 
 from forge_data.columns import CHATML, Columns, MessagesColumn, PromptColumns, TextColumn
 from forge_data.documents import tasks_of
 from forge_data.error import DataError
 from forge_data.hub import HubSplit, commit_of, downloaded, files_of, tasks_of_split
-from forge_data.sources import Split, TextSourceConfig, find_files, sources
+from forge_data.sources import SourceConfig, Split, TextSourceConfig, find_files, sources
 from forge_data.stream import StreamedText
 from forge_data.tokenize import Held
 
@@ -66,6 +67,11 @@ class HfConfig(TextSourceConfig):
     shuffle_parts: Annotated[int, Meta(ge=0)] = 2
 
     def __post_init__(self) -> None:
+        if not self.path or self.validation == "":
+            raise ValueError(
+                f"given path = {self.path!r} and validation = {self.validation!r}; expected a name on the "
+                "hub, or a path or pattern of this machine"
+            )
         kinds = [self.text, self.messages, self.prompt or self.completion]
         if sum(kind is not None for kind in kinds) > 1 or (self.prompt is None) != (self.completion is None):
             raise ValueError(
@@ -97,6 +103,10 @@ class HfConfig(TextSourceConfig):
     def held(self, split: Split) -> Held:
         """See `TextSourceConfig.held`."""
         return super().held(split) if self.validation is None else Held()
+
+    def whole(self) -> SourceConfig:
+        """See `SourceConfig.whole`; tokenized first, where it was streamed."""
+        return structs.replace(self, held_out=0.0, streaming=False)
 
     def is_streamed(self) -> bool:
         """See `SourceConfig.is_streamed`."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
+from msgspec import structs
 from torch import Tensor
 
 from forge_data.batches import Batches, Group, StreamedBatches, TrainBatches, ValidationBatches
@@ -20,7 +21,7 @@ from forge_data.order import VERSION, Order
 from forge_data.packing import Packing
 from forge_data.packings import build_packings, build_streams, pin_key
 from forge_data.packings import fingerprint_parts as packing_parts
-from forge_data.sources import Split
+from forge_data.sources import SourceConfig, Split
 from forge_data.stores import open_stores
 from forge_data.stream import Place
 from forge_data.tokenize import Progress
@@ -35,7 +36,8 @@ class MicroBatch(NamedTuple):
         inputs: what the model takes: `tokens` and `labels` [B, T] int64; with `mask_documents` also `doc_ids`
             and `positions` [B, T] int64.
         statistics: what it does not: `source` [B] int64, the index of the source of each sequence, -1 for
-            padding; `targets` [] int64, how many labels are not ignored.
+            padding; `targets` [] int64, how many labels are not ignored; in an evaluation also `bytes` [B]
+            int64, those of the text of the targets, where the tokenizer knows them.
         sources: what each source is called.
     """
 
@@ -70,6 +72,7 @@ class Loader:
         sources: what each source is called.
         order: the order of samples, where it goes on; None for a pass over held-out text.
         pins: the versions of streams that have several, by the name that they have in a checkpoint.
+        token_bytes: [vocab_size] of each token, for a pass over held-out text; None tells no `bytes`.
     """
 
     batches: Batches
@@ -82,6 +85,7 @@ class Loader:
     sources: tuple[str, ...] = ()
     order: Order | None = field(default=None, repr=False)
     pins: dict[str, str] = field(default_factory=dict[str, str], repr=False)
+    token_bytes: np.ndarray | None = field(default=None, repr=False)
     _open: list[Workers] = field(default_factory=list[Workers], init=False, repr=False)
     _state: dict[str, Place] = field(default_factory=dict[str, Place], init=False, repr=False)
 
@@ -115,6 +119,12 @@ class Loader:
     ) -> Iterator[list[MicroBatch]]:
         for group in groups:
             micro_batches, self._state = _tensors(group, self.sources), group.state
+            if self.token_bytes is not None:
+                lengths = torch.from_numpy(np.append(self.token_bytes, 0))  # the last is of what is ignored
+                for micro in micro_batches:
+                    labels, last = micro.inputs["labels"], len(self.token_bytes)
+                    known = torch.where((labels >= 0) & (labels < last), labels, last)
+                    micro.statistics["bytes"] = lengths[known].sum(1)
             for start in range(0, len(micro_batches), self.batches.micro_batches):
                 check()
                 yield micro_batches[start : start + self.batches.micro_batches]
@@ -203,7 +213,8 @@ def build_loader(
     if split == "validation":
         evenly = ValidationBatches(packings, micro_batch, config.validation_samples, rank, world_size)
         named = fingerprint(config, cuts, stores, held_out)
-        return Loader(evenly, 0, packings, named, sources=tuple(config.source_names()))
+        names, lengths = tuple(config.source_names()), _token_bytes(config)
+        return Loader(evenly, 0, packings, named, sources=names, token_bytes=lengths)
     _require_even(global_batch, micro_batch, world_size)
     streams = build_streams(config, global_batch, state or {}, started=first_sample > 0)
     for number, stream in streams.items():
@@ -230,6 +241,42 @@ def build_loader(
         order,
         {pin_key(number): stream.text.pin for number, stream in streams.items() if stream.text.pin},
     )
+
+
+def build_set_loader(
+    config: DataConfig,
+    sources: Sequence[SourceConfig],
+    samples: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    micro_batch: int,
+    on_progress: Progress | None = None,
+) -> Loader:
+    """One pass over other text than that of a run, cut as the run cuts its own.
+
+    Args:
+        config: the section `[data]` of the run.
+        sources: of the text, of which nothing is held out.
+        samples: evenly spaced sequences; 0 reads all.
+        rank: of this process among those that read different data.
+        world_size: how many those are.
+        micro_batch: sequences a rank holds at once.
+        on_progress: told how far it is while text is tokenized.
+
+    Raises:
+        DataError: data are missing.
+    """
+    of_set = structs.replace(config, sources=[s.whole() for s in sources], phases=[], skip=[])
+    packings: dict[int, Packing] = dict(build_packings(of_set, open_stores(of_set, "train", on_progress)))
+    evenly = ValidationBatches(packings, micro_batch, samples, rank, world_size)
+    names, lengths = tuple(of_set.source_names()), _token_bytes(config)
+    return Loader(evenly, 0, packings, "", sources=names, token_bytes=lengths)
+
+
+def _token_bytes(config: DataConfig) -> np.ndarray | None:
+    tell = getattr(config.tokenizer.build(), "token_bytes", None)  # a tokenizer of one's own may have none
+    return None if tell is None else tell()
 
 
 def fingerprint(config: DataConfig, named: Sequence[str], *splits: dict[int, TokenStore]) -> str:

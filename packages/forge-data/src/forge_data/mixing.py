@@ -70,11 +70,22 @@ def build_order(config: DataConfig, sizes: Sequence[int], run: Run) -> Order:
         None if source.max_epochs is None else int(source.max_epochs * size)
         for source, size in zip(config.sources, sizes, strict=True)
     ]
+    for name, source, size, cap in zip(names, config.sources, sizes, caps, strict=True):
+        if cap == 0 and size:
+            raise DataError(
+                f"source {name} has {size} sequences, given max_epochs = {source.max_epochs:g}; that is not "
+                f"one of them: give at least 1/{size}, or drop the source"
+            )
     order = Order(config.seed, sizes, weights, phases, caps, skips)
     if config.when_exhausted != "reweight":
         order.end = min([s.start for s in order.segments if s.exhausted] + [order.end or 1 << 62])
         order.end = None if order.end == 1 << 62 else order.end
     last = last_step(order, run)
+    if last == 0:
+        raise DataError(
+            f"max_epochs and skip leave {order.num_samples} sequences, a step reads {run.global_batch}; "
+            "raise max_epochs, leave out less, or add text"
+        )
     if last is not None and run.steps is not None and last < run.steps and config.when_exhausted != "stop":
         raise DataError(_too_long(config, order, run, last))
     return order
@@ -89,12 +100,10 @@ def _too_long(config: DataConfig, order: Order, run: Run, last: int) -> str:
     first = next((s for s in order.segments if s.start == order.end), None)
     names = config.source_names()
     gone = ", ".join(names[s] for s in sorted(first.exhausted)) if first else "all sources"
-    more = (
-        "" if config.when_exhausted == "reweight" else ", or set data.when_exhausted to 'stop' or 'reweight'"
-    )
+    other = "'stop'" if config.when_exhausted == "reweight" else "'stop' or 'reweight'"
     return (
         f"{gone} will have been read as often as max_epochs allows after step {last} of {run.steps}; "
-        f"set train.steps to at most {last}, raise max_epochs{more}"
+        f"set train.steps to at most {last}, raise max_epochs, or set data.when_exhausted to {other}"
     )
 
 
@@ -155,7 +164,8 @@ class Planned(NamedTuple):
 def plan(config: DataConfig, order: Order, run: Run) -> list[Planned]:
     """What a run will read, by phase and source. `run.steps` is known."""
     assert run.steps is not None
-    last = min(run.steps, last_step(order, run) or run.steps)
+    last = last_step(order, run)
+    last = run.steps if last is None else min(run.steps, last)
     steps = [step for step in (0, *phase_starts(config, run)) if step < last]
     found: list[Planned] = []
     for number, (begin, end) in enumerate(zip(steps, [*steps[1:], last], strict=True)):

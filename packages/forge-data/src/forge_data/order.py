@@ -31,8 +31,8 @@ U64 = np.uint64
 
 
 def key(*parts: object) -> int:
-    """64 bits that depend on all parts."""
-    text = "/".join(map(str, parts)).encode()
+    """64 bits that depend on all parts; names of files may hold bytes that are no UTF-8."""
+    text = "/".join(map(str, parts)).encode(errors="surrogateescape")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 

@@ -12,7 +12,7 @@ from forge_data.order import key
 from forge_data.packed import Packed
 from forge_data.packing import Packing
 from forge_data.row_index import VERSION, open_row_index
-from forge_data.stores import cache_folder, open_stores
+from forge_data.stores import cache_folder, named_source, open_stores
 from forge_data.stream import Place, Stream
 from forge_data.tokens import TokenStore
 
@@ -23,7 +23,11 @@ def build_packings(config: DataConfig, stores: Mapping[int, TokenStore]) -> dict
     Raises:
         DataError: a source is shorter than a sequence, or its plan cannot be kept.
     """
-    return {number: _build(config, store) for number, store in stores.items()}
+    found: dict[int, Packing] = {}
+    for number, store in stores.items():
+        with named_source(config, number):
+            found[number] = _build(config, store)
+    return found
 
 
 def build_streams(
@@ -44,8 +48,9 @@ def build_streams(
     for number, source in enumerate(config.sources):
         if not source.is_streamed():
             continue
-        text = source.open_stream(cache_folder(config), state.get(pin_key(number)))
-        lanes = text.num_lanes(global_batch)
+        with named_source(config, number):
+            text = source.open_stream(cache_folder(config), state.get(pin_key(number)))
+            lanes = text.num_lanes(global_batch)
         kept = {lane: state.get(state_key(number, lane)) for lane in range(lanes)}
         if started and None in kept.values():
             raise DataError(

@@ -29,7 +29,7 @@ def sample_lines(
     Raises:
         DataError: there is no such step or rank.
     """
-    share, rest = divmod(run.global_batch, world_size)
+    share, rest = divmod(run.global_batch, max(world_size, 1))
     if not (0 <= rank < world_size and step >= 0) or rest or (run.steps is not None and step >= run.steps):
         raise DataError(
             f"given step {step}, rank {rank} of {world_size}; expected a step from 0 below {run.steps} and a "

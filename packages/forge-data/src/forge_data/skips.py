@@ -18,9 +18,9 @@ class SkipConfig(Config):
         samples: instead of steps, global numbers of samples, as `forge-data sample` prints them.
     """
 
-    start_step: Annotated[int, Meta(ge=0)] | None = None
-    end_step: Annotated[int, Meta(ge=1)] | None = None
-    samples: list[Annotated[int, Meta(ge=0)]] = []
+    start_step: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
+    end_step: Annotated[int, Meta(ge=1, le=1 << 40)] | None = None
+    samples: list[Annotated[int, Meta(ge=0, le=1 << 60)]] = []
 
     def __post_init__(self) -> None:
         steps = self.start_step is not None and self.end_step is not None and self.start_step < self.end_step

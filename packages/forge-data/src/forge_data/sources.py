@@ -13,13 +13,14 @@ from typing import Annotated, Literal
 
 import xxhash
 from forge_config import Config, Meta, Registry
+from msgspec import structs
 
 from forge_data.columns import Columns, TextColumn
 from forge_data.error import DataError
 from forge_data.locks import locked
 from forge_data.order import key
 from forge_data.stream import StreamedText
-from forge_data.tokenize import ALONE, Held, Making, tokenize_files
+from forge_data.tokenize import ALONE, Held, Making, states_of, tokenize_files
 from forge_data.tokenizer import Tokenizer, TokenizerConfig
 from forge_data.tokens import FORMAT, TokenStore
 
@@ -52,6 +53,10 @@ class SourceConfig(Config):
             DataError: the data are missing, or were made with another tokenizer.
         """
         raise NotImplementedError
+
+    def whole(self) -> SourceConfig:
+        """The same text with nothing held out, as it is read to evaluate on all of it."""
+        return self
 
     def is_streamed(self) -> bool:
         """Whether the training text is read while training, by `open_stream` in place of `open`."""
@@ -98,6 +103,10 @@ class TextSourceConfig(SourceConfig):
         """See `SourceConfig.has_validation`."""
         return self.held_out > 0
 
+    def whole(self) -> SourceConfig:
+        """See `SourceConfig.whole`."""
+        return structs.replace(self, held_out=0.0)
+
     def held(self, split: Split) -> Held:
         """Which documents of those files belong to the split."""
         if split == "validation" and not self.has_validation():
@@ -121,6 +130,7 @@ class TextSourceConfig(SourceConfig):
             DataError: there is no such text, or the cache cannot be written.
         """
         root, files = self.root_and_files(split)
+        seen = states_of(files)
         held, columns, what = self.held(split), self.columns(), f"the text of {self.name or 'a source'}"
         folder = cache / "tokens" / f"{_name(root, files, tokenizer.build(), held, columns):016x}"
         if not folder.exists():
@@ -138,6 +148,7 @@ class TextSourceConfig(SourceConfig):
                             workers=making.workers,
                             on_progress=making.saying(what),
                             restart=alone,
+                            seen=seen,
                         )
             except OSError as error:
                 raise DataError(
@@ -221,6 +232,13 @@ class FilesConfig(TextSourceConfig):
     validation: list[str] | None = None
     field: str = "text"
 
+    def __post_init__(self) -> None:
+        if not self.paths or self.validation == []:
+            raise ValueError(
+                f"given paths = {self.paths} and validation = {self.validation}; expected at least one path "
+                "each, or no validation"
+            )
+
     def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
         """See `TextSourceConfig.root_and_files`."""
         own = split == "validation" and self.validation is not None
@@ -244,20 +262,27 @@ def find_files(paths: list[str]) -> list[Path]:
     """The files that names, folders and patterns stand for, sorted.
 
     Raises:
-        DataError: one of them stands for nothing.
+        DataError: one of them stands for nothing, or a name is no file: a link to nowhere, a pipe.
     """
     found: set[Path] = set()
     for path in paths:
         here: set[Path] = set()
-        for name in [path] if Path(path).exists() else _matches(path):
+        for name in [path] if path and Path(path).exists() else _matches(path):
             below = _walk(Path(name), lambda name: not name.startswith("."), {"__pycache__"})
-            here |= {f.resolve() for f in ([Path(name)] if Path(name).is_file() else below)}
+            here |= {Path(os.path.realpath(f)) for f in (below if Path(name).is_dir() else [Path(name)])}
         if not here:
             raise DataError(
                 f"there are no files at {path} (from {Path.cwd()}); give files, folders or patterns"
             )
         found |= here
-    return sorted(found)
+    # A pattern with ** follows a link in a circle until the system refuses; that end is a folder.
+    if wrong := sorted(str(file) for file in found if not (file.is_file() or file.is_dir())):
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise DataError(
+            f"{wrong[0]}{more} is no file that can be read (a link that leads nowhere, a pipe, a socket); "
+            "mend or remove it, or leave it out by a pattern"
+        )
+    return sorted(file for file in found if file.is_file())
 
 
 def _matches(pattern: str) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from forge_data.config import DataConfig
@@ -40,4 +42,17 @@ def open_stores(
             "no source has text for validation; give one `held_out` above 0, or `validation` text of its own"
         )
     making = Making(config.tokenize_workers, on_progress)
-    return {n: config.sources[n].open(split, config.tokenizer, cache, making) for n in taken}
+    stores: dict[int, TokenStore] = {}
+    for number in taken:
+        with named_source(config, number):
+            stores[number] = config.sources[number].open(split, config.tokenizer, cache, making)
+    return stores
+
+
+@contextlib.contextmanager
+def named_source(config: DataConfig, number: int) -> Iterator[None]:
+    """Errors about a source say which of them it is."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"source {config.source_names()[number]}: {error}") from None

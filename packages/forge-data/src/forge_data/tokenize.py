@@ -115,6 +115,7 @@ def tokenize_files(
     workers: int = 1,
     on_progress: Progress | None = None,
     restart: bool = False,
+    seen: Sequence[tuple[int, int]] = (),
 ) -> TokenStore:
     """Write the documents of files, in order, each followed by the end-of-document token.
 
@@ -128,22 +129,23 @@ def tokenize_files(
         workers: processes; 0 is as many as `Making` says. The result does not depend on it.
         on_progress: told how far it is.
         restart: keep what was written when this process is killed, and go on from there the next time.
+        seen: what `states_of` said of the files when `out` was named after them; absent is now.
 
     Raises:
-        DataError: `out` exists, a row has no text, or no document is left.
+        DataError: `out` exists, a row has no text, no document is left, or a file has changed meanwhile.
     """
     if out.exists():
         raise DataError(f"{out} exists already; remove it or choose another folder")
     built = tokenizer.build()
     columns = columns or TextColumn()
+    seen = seen or states_of(files)
     tasks = [task for file in files for task in tasks_of(file, root)]
     work = partial(_tokenize_task, tokenizer=tokenizer, columns=columns, held=held or Held())
     total = sum(task.bytes for task in tasks)
     workers = workers or (cores() if total > SMALL_BYTES else 1)
     made = built.vocab_size, built.digest, columns.masks
     if restart:
-        stats = [(file, file.stat().st_mtime_ns) for file in files]
-        named = key("tokenize", built.digest, columns, held, tasks, stats)
+        named = key("tokenize", built.digest, columns, held, tasks, seen)
         writer: Writer = RestartableWriter(out, *made, work=f"{named:016x}")
     else:
         writer = Writer(out, *made)
@@ -159,7 +161,33 @@ def tokenize_files(
                 on_progress(done, total)
         if not writer.num_docs:
             raise DataError(_nothing(len(files), held or Held()))
+        _require_unchanged(files, seen)
     return TokenStore(out)
+
+
+def states_of(files: Sequence[Path]) -> list[tuple[int, int]]:
+    """Size and time of the last change, in ns, of each file.
+
+    Raises:
+        DataError: one is gone.
+    """
+    found: list[tuple[int, int]] = []
+    for file in files:
+        try:
+            state = file.stat()
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error}") from None
+        found.append((state.st_size, state.st_mtime_ns))
+    return found
+
+
+def _require_unchanged(files: Sequence[Path], seen: Sequence[tuple[int, int]]) -> None:
+    changed = [file for file, a, b in zip(files, seen, states_of(files), strict=True) if a != b]
+    if changed:
+        raise DataError(
+            f"{changed[0]} has changed while the text was tokenized ({len(changed)} of {len(files)} files "
+            "did); start again when nobody writes there"
+        )
 
 
 def _nothing(num_files: int, held: Held) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +33,10 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids; special ids are left out."""
+        ...
+
+    def token_bytes(self) -> np.ndarray | None:
+        """[vocab_size] int64: bytes of text that each id stands for, 0 for special ids; None if not known."""
         ...
 
 
@@ -93,6 +99,10 @@ class Bytes:
         """See `Tokenizer.decode`; bytes that are no UTF-8 become replacement characters."""
         return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
 
+    def token_bytes(self) -> np.ndarray:
+        """See `Tokenizer.token_bytes`."""
+        return (np.arange(self.vocab_size) != self.eos_id).astype(np.int64)
+
 
 @tokenizers.register("hf")
 class HfTokenizerConfig(TokenizerConfig):
@@ -139,21 +149,66 @@ class HfTokenizer:
         file = _file(path)
         if not file.is_file():
             raise DataError(f"there is no tokenizer at {file}")
-        self._inner: Any = Rust.from_file(str(file))
+        try:
+            self._inner: Any = Rust.from_file(str(file))
+        except Exception as error:  # the Rust library knows no other class
+            raise DataError(f"{file} is no tokenizer.json that can be read: {error}") from None
         eos_id = self._inner.token_to_id(eos)
         if eos_id is None:
             raise DataError(f"{file} has no token {eos!r}; name its end-of-document token with tokenizer.eos")
         self.eos_id: int = eos_id
-        self.vocab_size: int = self._inner.get_vocab_size(with_added_tokens=True)
-        self.digest = hashlib.blake2b(file.read_bytes() + eos.encode(), digest_size=16).hexdigest()
+        # Ids may have gaps, so that there are fewer tokens than the largest id says.
+        self.vocab_size: int = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+        named = file.read_bytes() + eos.encode()
+        if self._inner.truncation is not None or self._inner.padding is not None:
+            # Such files were saved for batches of a fixed length; here every document is read to its end.
+            self._inner.no_truncation()
+            self._inner.no_padding()
+            named += b"/whole"
+        self.digest = hashlib.blake2b(named, digest_size=16).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """See `Tokenizer.encode`."""
-        return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        """See `Tokenizer.encode`.
+
+        Raises:
+            DataError: the vocabulary lacks a part of the text, and a token for what is unknown.
+        """
+        try:
+            ids = self._inner.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # as above
+            raise DataError(f"the tokenizer cannot encode {text[:40]!r}...: {error}") from None
+        return np.asarray(ids, dtype=np.int64)
 
     def decode(self, tokens: list[int]) -> str:
         """See `Tokenizer.decode`."""
         return self._inner.decode(tokens, skip_special_tokens=True)
+
+    def token_bytes(self) -> np.ndarray | None:
+        """See `Tokenizer.token_bytes`; known of byte-level BPE and of SentencePiece.
+
+        Counted is the text that the tokenizer has normalized: SentencePiece may have put a space before it.
+        """
+        said = json.loads(self._inner.to_str())
+        decoder = said.get("decoder") or {}
+        kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
+        if "ByteLevel" in kinds:
+            length = len  # each letter stands for one byte
+        elif kinds & {"ByteFallback", "Metaspace"}:
+            length = _sentencepiece_length
+        else:
+            return None
+        found = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, index in self._inner.get_vocab(with_added_tokens=False).items():
+            found[index] = length(token)
+        for added in said["added_tokens"]:
+            found[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+        found[self.eos_id] = 0
+        return found
+
+
+def _sentencepiece_length(token: str) -> int:
+    """Bytes of a token, of which `<0x0A>` is one, and `\u2581` stands for a space."""
+    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else len(token.replace("\u2581", " ").encode())
 
 
 def _file(path: str) -> Path:

@@ -110,10 +110,15 @@ def _end(processes: list[Process]) -> None:
 def _how_it_ended(process: Process) -> str:
     code = process.wait(timeout=5)
     if code < 0:
+        name = signal.Signals(-code).name
+        reason = (
+            "a file that it read became shorter, or its disk failed"
+            if name == "SIGBUS"
+            else "perhaps for want of memory, of which fewer data.workers need less"
+        )
         return (
-            f"a process that prepares batches ({process.pid}) was killed by {signal.Signals(-code).name}, "
-            "perhaps for want of memory, of which fewer data.workers need less; the same command continues "
-            "from the last checkpoint"
+            f"a process that prepares batches ({process.pid}) was killed by {name}: {reason}; the same "
+            "command continues from the last checkpoint"
         )
     return f"a process that prepares batches ({process.pid}) ended with code {code}; its error is said above"
 

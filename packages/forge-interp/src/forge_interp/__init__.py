@@ -2,7 +2,7 @@
 
 from forge_interp.analysis.accumulate import Moments
 from forge_interp.analysis.cca import canonical_correlations, mean_cca, procrustes, pwcca, svcca
-from forge_interp.analysis.cka import LayerSimilarity, MinibatchCKA, linear_cka
+from forge_interp.analysis.cka import LayerSimilarity, linear_cka
 from forge_interp.analysis.probe import (
     LogisticFit,
     ProbeCurve,
@@ -14,8 +14,7 @@ from forge_interp.analysis.probe import (
 from forge_interp.analysis.profile import EffectiveRank, NormProfile, Profile, effective_rank
 from forge_interp.analysis.rdm import compute_rdm, crossnobis, noise_precision
 from forge_interp.analysis.ridge import RidgeFit, fit_ridge, ridge_from_moments
-from forge_interp.analysis.rsa import RSAResult, bootstrap_rsa, compare_rdms, evaluate_models, noise_ceiling
-from forge_interp.analysis.similarity import compare_layers, mutual_knn
+from forge_interp.analysis.similarity import compare_layers
 from forge_interp.attention.call import AttentionCall
 from forge_interp.attention.statistics import AttentionSummary, attention_statistics
 from forge_interp.canonical import CanonicalSites, canonical_sites
@@ -24,7 +23,6 @@ from forge_interp.causal.patching import activation_patching, site_means
 from forge_interp.causal.path_patching import path_patching
 from forge_interp.causal.table import PatchingTable
 from forge_interp.encoding_models.ceiling import Ceiling, repeat_ceiling, split_half_ceiling
-from forge_interp.encoding_models.encode import EncodingResult, encode, encode_layers
 from forge_interp.encoding_models.timing import fir_delays, resample
 from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations, finish_extraction
@@ -35,20 +33,19 @@ from forge_interp.hooks.report import Report, resolve
 from forge_interp.lenses.lens import LensResult, logit_lens, read_lens
 from forge_interp.lenses.tuned_lens import TunedLens
 from forge_interp.lenses.unembedding import Unembedding
-from forge_interp.plot import plot_attention, plot_encoding, plot_probe, plot_similarity
 from forge_interp.record import Recording, record
 
 __all__ = [
     "ActivationStore", "Activations", "AttentionCall", "AttentionSummary", "CanonicalSites", "Ceiling",
-    "EffectiveRank", "EncodingResult", "InterpError", "LayerSimilarity", "LensResult", "LogisticFit",
-    "MinibatchCKA", "Moments", "NormProfile", "PatchingTable", "ProbeCurve", "Profile", "RSAResult",
+    "EffectiveRank", "InterpError", "LayerSimilarity", "LensResult", "LogisticFit",
+    "Moments", "NormProfile", "PatchingTable", "ProbeCurve", "Profile", 
     "Recording", "Report", "RidgeFit", "TunedLens", "Unembedding", "ablate", "activation_patching",
-    "attention_statistics", "attribution_patching", "bootstrap_rsa", "canonical_correlations",
-    "canonical_sites", "capture", "compare_layers", "compare_rdms", "compute_rdm", "control_task",
-    "crossnobis", "each_attention", "edit", "effective_rank", "encode", "encode_layers",
-    "evaluate_models", "extract_representations", "finish_extraction", "fir_delays", "fit_logistic",
-    "fit_ridge", "group_folds", "linear_cka", "logit_lens", "mean_cca", "mutual_knn", "noise_ceiling",
-    "noise_precision", "patch", "path_patching", "plot_attention", "plot_encoding", "plot_probe",
-    "plot_similarity", "probe_layers", "procrustes", "pwcca", "read_lens", "record", "repeat_ceiling",
+    "attention_statistics", "attribution_patching", "canonical_correlations",
+    "canonical_sites", "capture", "compare_layers", "compute_rdm", "control_task",
+    "crossnobis", "each_attention", "edit", "effective_rank", 
+    "extract_representations", "finish_extraction", "fir_delays", "fit_logistic",
+    "fit_ridge", "group_folds", "linear_cka", "logit_lens", "mean_cca", 
+    "noise_precision", "patch", "path_patching", 
+    "probe_layers", "procrustes", "pwcca", "read_lens", "record", "repeat_ceiling",
     "resample", "resolve", "ridge_from_moments", "site_means", "split_half_ceiling", "steer", "svcca",
 ]  # fmt: skip

@@ -37,7 +37,8 @@ class Recording(Mapping[str, Tensor]):
         return len(self.values_by_site)
 
     def __repr__(self) -> str:
-        rows = [(key, str(list(x.shape)), str(x.dtype).removeprefix("torch.")) for key, x in self.items()]
+        shapes = {key: "nested" if x.is_nested else str(list(x.shape)) for key, x in self.items()}
+        rows = [(key, shapes[key], str(x.dtype).removeprefix("torch.")) for key, x in self.items()]
         rows = [("site", "shape", "dtype"), *rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]

@@ -42,12 +42,17 @@ class Cache:
     Args:
         num_layers: layers of the model.
         capacity: most tokens that fit.
-        padding: [B] integer; so many tokens at the left of each row are padding.
+        padding: [B] integer; so many tokens at the left of each row are padding. None where there is none,
+            which needs no masks to go on with one token.
+        device: of the tokens; absent means that of `padding`.
     """
 
-    def __init__(self, num_layers: int, capacity: int, padding: Tensor) -> None:
+    def __init__(
+        self, num_layers: int, capacity: int, padding: Tensor | None, device: torch.device | None = None
+    ) -> None:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self.padding = padding
+        self._device = device or (torch.device("cpu") if padding is None else padding.device)
 
     @property
     def length(self) -> int:
@@ -55,10 +60,10 @@ class Cache:
         return self.layers[0].length
 
     def positions(self, tokens: int) -> Tensor:
-        """[B, T] positions of the next tokens, counted from the first one that is no padding."""
-        index = torch.arange(self.length, self.length + tokens, device=self.padding.device)
-        return (index - self.padding[:, None]).clamp(min=0)
+        """[T] or [B, T] positions of the next tokens, counted from the first one that is no padding."""
+        index = torch.arange(self.length, self.length + tokens, device=self._device)
+        return index if self.padding is None else (index - self.padding[:, None]).clamp(min=0)
 
     def mask(self, tokens: int) -> Mask:
         """What the next tokens may see."""
-        return Mask(tokens, self.padding.device, cached=self.length, padding=self.padding)
+        return Mask(tokens, self._device, cached=self.length, padding=self.padding)

@@ -108,7 +108,8 @@ def generate(
             for chosen in growing.grow(left, written.done).unbind(1):
                 written.add(chosen)
         return written.rows
-    cache = Cache(model.config.num_layers, longest + max_new_tokens, padding)  # type: ignore[arg-type, union-attr]
+    some = padding if any(len(prompt) < longest for prompt in prompts) else None
+    cache = Cache(model.config.num_layers, longest + max_new_tokens, some, device)  # type: ignore[arg-type, union-attr]
     while written.steps < max_new_tokens and not all(written.done):
         chosen = sampling.choose(model(tokens, cache=cache, last_logits=1)[:, -1], generator)
         written.add(chosen)

@@ -219,14 +219,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sums = torch.zeros(3, dtype=wide, device=hidden.device)
         smoothed = torch.zeros((), dtype=wide, device=hidden.device)
         places = torch.empty(len(labels), dtype=wide, device=hidden.device)
+        # chunks share both: logits as the model makes them, later their gradient; and in what is computed in
         buffer = hidden.new_empty(min(options.chunk, len(labels)), len(weight))
+        wider = buffer if hidden.dtype == wide else torch.empty_like(buffer, dtype=wide)
+        product = torch.empty_like(weight) if need_weight and weight.dtype != wide else None
         for start in range(0, len(labels), options.chunk):
             rows = slice(start, start + options.chunk)
             h, target = hidden[rows], labels[rows]
             counts = (target >= 0).to(wide)
             if weights is not None:
                 counts = counts * weights[rows]
-            logits = torch.mm(h, weight.t(), out=buffer[: len(target)]).to(wide)
+            logits = torch.mm(h, weight.t(), out=buffer[: len(target)])
+            logits = logits if wider is buffer else wider[: len(target)].copy_(logits)
             logits, slope = _capped(logits, options.softcap)
             made = _normalize(logits, target, options)
             lse, picked = made.lse, made.picked
@@ -237,11 +241,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_hidden is None and d_weight is None:
                 continue
             d_logits = _differentiate(made, counts, options)
-            d_logits = (d_logits if slope is None else d_logits.mul_(slope)).to(h.dtype)
+            d_logits = d_logits if slope is None else d_logits.mul_(slope)
+            d_logits = d_logits if wider is buffer else buffer[: len(target)].copy_(d_logits)
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[rows])
             if d_weight is not None:
-                _add_product(d_weight, d_logits.t(), h)
+                _add_product(d_weight, d_logits.t(), h, product)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
         cross_entropy, z_loss, count = sums.unbind()
@@ -260,9 +265,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Total += a @ b, in the dtype of `total`."""
-    if a.dtype == total.dtype:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, product: Tensor | None) -> None:
+    """Total += a @ b, in the dtype of `total`; `product` is a buffer where that is not the one of a and b."""
+    if product is None:
         total.addmm_(a, b)
     else:
-        total += a @ b
+        total += torch.mm(a, b, out=product)

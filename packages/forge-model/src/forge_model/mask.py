@@ -17,6 +17,8 @@ from torch import Tensor
 
 BLOCK = 128
 """Tokens of a block of FlexAttention."""
+EVERYTHING = "everything"
+"""In place of a mask: every query sees every key."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class Mask:
         """Whether every query sees exactly the keys up to itself."""
         everything = window is None or window >= self.tokens
         return everything and self.doc_ids is None and self.padding is None and not self.cached
+
+    def sees_everything(self, window: int | None) -> bool:
+        """Whether it is about one query that sees every key, as the next token after a cache does."""
+        everything = window is None or window > self.cached
+        return self.tokens == 1 and everything and self.doc_ids is None and self.padding is None
 
     def sees(self, row: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor:
         """Whether a token sees another, bool, for broadcast indices; padding sees itself: no row is empty.
@@ -166,9 +173,14 @@ class SoftmaxAttention:
     """Scaled dot-product attention of torch; FlexAttention on CUDA where the mask is more than causal."""
 
     def resolve(self, mask: Mask, window: int | None) -> Any:
-        """None for plain causal attention, a block mask of FlexAttention, or [B or 1, 1, T, S] bool."""
+        """None for plain causal attention, `EVERYTHING`, a block mask of FlexAttention, or a mask.
+
+        A mask is [B or 1, 1, T, S] bool.
+        """
         if mask.is_plain_causal(window):
             return None
+        if mask.sees_everything(window):
+            return EVERYTHING
         return flex_blocks(mask, window) if suits_flex(mask) else mask.dense(window)
 
     def __call__(
@@ -176,12 +188,12 @@ class SoftmaxAttention:
     ) -> Tensor:
         """See `Attend.__call__`."""
         grouped = key.shape[1] != query.shape[1]
-        if resolved is None or isinstance(resolved, Tensor):
+        if resolved is None or isinstance(resolved, Tensor | str):
             return F.scaled_dot_product_attention(
                 query,
                 key,
                 value,
-                attn_mask=resolved,
+                attn_mask=resolved if isinstance(resolved, Tensor) else None,
                 is_causal=resolved is None,
                 scale=scale,
                 enable_gqa=grouped,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
@@ -39,6 +41,30 @@ def group_options(device: torch.device, lone: bool) -> dict[str, Any]:
     if device.type == "cuda":
         return {"backend": "cpu:gloo,cuda:nccl", "device_id": device, "store": store}
     return {"backend": "gloo", "store": store}
+
+
+def store_of_restart(
+    world_size: int, timeout: timedelta, environ: Mapping[str, str] = os.environ
+) -> Store | None:
+    """The store of ranks that torchrun has restarted in place; None where torch's own will do.
+
+    The agent's store outlives the ranks, and torch uses the same keys again (2.11 to 2.15): gloo then finds
+    the addresses of ranks that are gone, and most restarts fail. Here each restart has keys of its own.
+
+    Args:
+        world_size: number of ranks.
+        timeout: how long to wait for a key.
+        environ: what torchrun tells.
+    """
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = TCPStore(
+        environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), world_size, is_master=False, timeout=timeout
+    )
+    return PrefixStore(f"forge/restart-{restarts}", store)
 
 
 def flight_record() -> bytes | None:

@@ -93,8 +93,11 @@ def process_group(env: Env, needed: bool = False, timeout_s: float = 1800) -> It
 
     if env.launcher == "slurm":
         _find_master()
+    options = capabilities.group_options(env.device, lone=env.launcher == "none")
+    if env.launcher == "torchrun":
+        options["store"] = capabilities.store_of_restart(env.world_size, timedelta(seconds=timeout_s))
     dist.init_process_group(
-        **capabilities.group_options(env.device, lone=env.launcher == "none"),
+        **options,
         rank=env.rank,
         world_size=env.world_size,
         timeout=timedelta(seconds=timeout_s),

@@ -7,6 +7,7 @@ import os
 import struct
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 _LAYOUT = struct.Struct("<QdddQQ32s")
@@ -70,8 +71,8 @@ class BeatFile:
         return Beat(since, limit, alive, batches, steps, phase.rstrip(b"\0").decode()) if count else None
 
     def remove(self) -> None:
-        """Of the disk."""
-        if os.path.exists(self.path):
+        """Of the disk, if it is still there: the rank and its monitor both do."""
+        with suppress(FileNotFoundError):
             os.unlink(self.path)
 
 

@@ -28,6 +28,8 @@ class ResilienceConfig(Config):
         compare_copies_every_steps: replicas (`mesh.dp_replicate`) compare their weights bit for bit so often,
             and before each checkpoint; copies that differ send the run back to when they were the same. 0
             never compares.
+        compare_speed_every_steps: the ranks compare so often how long each waits for data and takes for the
+            same small computation, and look at the health of the GPUs; 0 never does.
         watchdog: a process beside each rank ends the run when something hangs, and says what.
         hang_least_s: nothing is called hung before; otherwise ten times the longest of its kind so far.
         hang_first_s: how long something may take that comes for the first time: it may compile, or load.
@@ -47,6 +49,7 @@ class ResilienceConfig(Config):
     max_rollbacks: Annotated[int, Meta(ge=0)] = 3
     rollback_margin_steps: Annotated[int, Meta(ge=0)] = 0
     compare_copies_every_steps: Annotated[int, Meta(ge=0)] = 100
+    compare_speed_every_steps: Annotated[int, Meta(ge=0)] = 100
     watchdog: bool = True
     hang_least_s: Annotated[float, Meta(gt=0)] = 300.0
     hang_first_s: Annotated[float, Meta(gt=0)] = 3600.0

@@ -134,6 +134,14 @@ def save_every_s(stall_s: float, mean_time_to_failure_s: float) -> float:
 def line_of(entry: Mapping[str, Any]) -> Line | None:
     """A line of the ledger from JSON; None if it is none."""
     try:
-        return Line(**{name: entry[name] for name in Line.__dataclass_fields__})
-    except (KeyError, TypeError):
+        return Line(
+            int(entry["stretch"]),
+            float(entry["began"]),
+            float(entry["at"]),
+            int(entry["from_step"]),
+            int(entry["step"]),
+            {str(name): float(seconds) for name, seconds in entry["spans"].items()},
+            entry["ended"] is True,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None

@@ -48,7 +48,8 @@ def main(settings: dict[str, Any]) -> None:
         called = beat.steps > 0 and (folder / MARK).exists()
         if called or now - max(beat.since_s, pardon_s) > beat.limit_s:
             _report(settings, folder, beat)
-            return
+            break
+    file.remove()  # a rank that was killed could not
 
 
 def _is_gone(seconds: float) -> bool:

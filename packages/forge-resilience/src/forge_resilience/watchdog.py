@@ -29,9 +29,6 @@ LAST = 50
 
 ALIVE_S = 0.5
 
-MONITORED_AFTER_S = 5.0
-"""A run that ends before pays for no second process."""
-
 
 class Watchdog:
     """Context manager: a process beside this one watches that no phase takes too long.
@@ -66,7 +63,6 @@ class Watchdog:
         self._beat = Beat(time.monotonic(), 0.0, time.monotonic(), 0, 0, "")
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._monitor: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Watchdog:
         if self._rank == 0:
@@ -74,16 +70,20 @@ class Watchdog:
         self._file = BeatFile()
         self._stacks = tempfile.NamedTemporaryFile("w", prefix="forge-stacks-")
         faulthandler.register(signal.SIGQUIT, self._stacks.file, all_threads=True)
+        self._monitor = self._start_monitor()
         self._thread = threading.Thread(target=self._live, name="watchdog", daemon=True)
         self._thread.start()
+        self._listener = threading.Thread(target=self._obey, name="watchdog", daemon=True)
+        self._listener.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
-        if self._monitor is not None:
-            self._monitor.stdin.close()  # type: ignore[union-attr]
-            self._monitor.wait()
+        self._monitor.stdin.close()  # type: ignore[union-attr]
+        self._monitor.wait()
+        self._listener.join()
+        self._monitor.stdout.close()  # type: ignore[union-attr]
         faulthandler.unregister(signal.SIGQUIT)
         self._stacks.close()
         self._file.remove()
@@ -114,15 +114,11 @@ class Watchdog:
         return max(self._least_s, FACTOR * max(recent)) if recent else self._first_s
 
     def _live(self) -> None:
-        """Tell that Python runs; later on, start the monitor."""
-        start = time.monotonic()
+        """Tell that Python runs."""
         while not self._done.wait(ALIVE_S):
             with self._lock:
                 self._beat = replace(self._beat, alive_s=time.monotonic())
                 self._file.write(self._beat)
-            if self._monitor is None and time.monotonic() - start > MONITORED_AFTER_S:
-                self._monitor = self._start_monitor()
-                threading.Thread(target=self._obey, name="watchdog", daemon=True).start()
 
     def _start_monitor(self) -> subprocess.Popen[bytes]:
         settings = {

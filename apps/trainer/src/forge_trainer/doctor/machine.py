@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from forge_resilience.gpu_health import gpu_problems
+
 from forge_trainer.doctor.finding import Finding, fine, skipped
 
 OLDEST, NEWEST = (2, 11), (2, 15)
@@ -44,12 +46,23 @@ def _gpus() -> list[Finding]:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         version = ".".join(map(str, nccl.version()))
-        return [fine("GPUs", ", ".join(names)), fine("NCCL", version), _peers(names)]
+        return [fine("GPUs", ", ".join(names)), fine("NCCL", version), _peers(names), _health()]
     if there:
         why = "training would run on the CPU, a hundred times slower"
         remedy = f"driver and torch must fit: torch is built for CUDA {torch.version.cuda}; see nvidia-smi"
         return [Finding("GPUs", "wrong", f"torch sees none, but /dev has {', '.join(there)}", why, remedy)]
-    return [skipped("GPUs", "none here"), skipped("NCCL", "no GPU")]
+    return [skipped(name, "no GPU here") for name in ("GPUs", "NCCL", "GPU health")]
+
+
+def _health() -> Finding:
+    problems = gpu_problems()
+    if problems is None:
+        return skipped("GPU health", "no nvidia-smi")
+    if problems:
+        why = "such a GPU is slow, or computes wrong numbers, and all ranks wait for it"
+        remedy = "tell who runs the cluster, and leave the node out (sbatch --exclude)"
+        return Finding("GPU health", "wrong", "; ".join(problems), why, remedy)
+    return fine("GPU health", "no memory errors, not slowed down")
 
 
 def _peers(names: list[str]) -> Finding:

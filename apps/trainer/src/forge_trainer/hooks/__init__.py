@@ -4,6 +4,8 @@ from forge_trainer.hooks.base import Hook as Hook
 from forge_trainer.hooks.base import HookConfig as HookConfig
 from forge_trainer.hooks.base import hooks as hooks
 
+from forge_trainer.hooks.by_path import ClassHookConfig as ClassHookConfig  # isort: skip
+from forge_trainer.hooks.norms import NormsConfig as NormsConfig  # isort: skip
 from forge_trainer.hooks.record import RecordConfig as RecordConfig  # isort: skip
 
-__all__ = ["Hook", "HookConfig", "RecordConfig", "hooks"]
+__all__ = ["ClassHookConfig", "Hook", "HookConfig", "NormsConfig", "RecordConfig", "hooks"]

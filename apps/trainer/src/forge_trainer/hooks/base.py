@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from forge_config import ALL_KEYS, Config, Meta, Registry
 
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
     from forge_parallel.env import Env
     from forge_parallel.mesh import Mesh
+    from forge_resilience.verdict import Verdict
     from torch import nn
+    from torch.optim import Optimizer
 
     from forge_trainer.clock import Clock
     from forge_trainer.job import Job
@@ -30,6 +32,7 @@ class RunView(Protocol):
         env: the place of this process among the ranks.
         mesh: the grid of ranks, with `mesh.device`.
         parts: the parts of the model that this rank holds; one, without a pipeline.
+        optimizer: of the parts.
         step: trains and evaluates.
         progress: how far the run has come.
         trackers: where metrics go; empty on all ranks but the first.
@@ -47,6 +50,8 @@ class RunView(Protocol):
     @property
     def parts(self) -> Sequence[nn.Module]: ...  # noqa: D102
     @property
+    def optimizer(self) -> Optimizer: ...  # noqa: D102
+    @property
     def step(self) -> Step: ...  # noqa: D102
     @property
     def progress(self) -> Progress: ...  # noqa: D102
@@ -55,20 +60,46 @@ class RunView(Protocol):
     @property
     def clock(self) -> Clock: ...  # noqa: D102
 
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Hand numbers by name to all trackers, under the step that the run has reached.
+
+        What is no number is left out with a warning. Numbers on the device are waited for. Without effect on
+        all ranks but the first.
+        """
+        ...
+
 
 class Hook:
     """Observes a run. All ranks call it at the same steps, so a hook may use collectives.
 
+    A hook that remembers something has two more methods, `state()` and `load_state(state)` (see
+    `forge_trainer.progress.Stateful`): what the first is, as JSON on the first rank, when a checkpoint is
+    written, the second is given on all ranks when a run goes on from it, before `on_start`.
+
     Attributes:
-        every: distance of calls in steps; the last step of the run is always observed.
+        every: distance of calls of `on_step`; the last step of the run is always observed.
         span: the name under which its time is counted.
+        name: of its table in the configuration; empty for hooks that a run always has.
     """
 
     every: int = 1
     span: str = "hooks"
+    name: str = ""
+
+    def on_start(self, progress: Progress) -> None:
+        """Look before the first step of this process; `progress.step` is that of a checkpoint, or 0."""
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """Look at the state after a step."""
+
+    def on_eval(self, progress: Progress, results: Mapping[str, float]) -> None:
+        """Look at the numbers of an evaluation by the names that are logged, the same on all ranks."""
+
+    def on_save(self, progress: Progress) -> None:
+        """Look before a checkpoint of this step is written, with what `state` is then."""
+
+    def on_end(self, progress: Progress, verdict: Verdict) -> None:
+        """Look after the last step of this process, also where it was stopped; not after an error."""
 
     def rewind(self, progress: Progress) -> None:
         """Go on from an earlier step: the run was taken back to a checkpoint."""

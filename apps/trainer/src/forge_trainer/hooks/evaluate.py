@@ -1,21 +1,23 @@
-"""Evaluates on the held-out text every N steps."""
+"""Evaluates on the held-out text, and on other sets, every N steps."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
+from forge_trainer.eval_config import prefixed
 from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.progress import Progress
 from forge_trainer.steps.base import Batch, StepOutput
 
 
 class Evaluate(Hook):
-    """Logs what the step says about held-out batches, under `eval/`. Collective.
+    """Logs what the step says about each set, under `eval/` or `eval/<set>/`. Collective.
 
     Args:
         every: distance in steps.
         run: what is looked at.
-        batches: a finite pass, each time.
+        sets: a finite pass, each time, by name; that of the held-out text is empty.
         weights: parameters hold the weights to evaluate inside of it.
+        told: hears of the results.
     """
 
     span = "evaluate"
@@ -24,19 +26,20 @@ class Evaluate(Hook):
         self,
         every: int,
         run: RunView,
-        batches: Iterable[Batch],
+        sets: Mapping[str, Iterable[Batch]],
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+        told: Callable[[Progress, Mapping[str, float]], None] = lambda progress, results: None,
     ) -> None:
         self.every = every
-        self._weights = weights
+        self._weights, self._told = weights, told
         self._run = run
-        self._batches = batches
+        self._sets = sets
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """See `Hook.on_step`. Collective."""
+        results: dict[str, float] = {}
         with self._weights():
-            results = self._run.step.evaluate(self._batches)
-        record = {"step": progress.step, "tokens": progress.tokens}
-        record |= {f"eval/{name}": value for name, value in results.items()}
-        for tracker in self._run.trackers:
-            tracker.log(record)
+            for name, batches in self._sets.items():
+                results |= prefixed(name, self._run.step.evaluate(batches))
+        self._run.log(results)
+        self._told(progress, results)

@@ -10,6 +10,7 @@ from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.hooks.figures import Figures
 from forge_trainer.progress import Progress
 from forge_trainer.steps.base import StepOutput
+from forge_trainer.track.numbers import numbers
 
 
 class Log(Hook):
@@ -59,7 +60,7 @@ class Log(Hook):
             "skipped": self._skipped_before - before,
             "goodput": self._goodput(),
         }
-        record |= _on_host(out.metrics)
+        record = _on_host(out.metrics) | record
         read = self._tokens_read(progress.samples)
         record |= {f"tokens/{name}": count for name, count in read.items() if len(read) > 1}
         record |= {f"time/{name}_s": seconds / steps for name, seconds in lap.items()}
@@ -80,8 +81,14 @@ class Log(Hook):
 
 
 def _on_host(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """All scalars in one copy from the device."""
-    if not metrics:
-        return {}
-    values = torch.stack([value.detach().double() for value in metrics.values()])
-    return dict(zip(metrics, values.tolist(), strict=True))
+    """All scalars in one copy from the device; what a step or hook has added and is no number is left out."""
+    scalars = {
+        name: value.detach().double()
+        for name, value in metrics.items()
+        if isinstance(value, Tensor) and not value.ndim and not value.is_complex()
+    }
+    others = numbers({name: value for name, value in metrics.items() if name not in scalars})
+    if not scalars:
+        return others
+    values = torch.stack([value.to(next(iter(scalars.values())).device) for value in scalars.values()])
+    return others | dict(zip(scalars, values.tolist(), strict=True))

@@ -30,15 +30,16 @@ def adamw_step(
         rounded: see `Held.put_values`.
     """
     lr, (beta1, beta2) = group["lr"], betas
-    first = foreach("lerp", held.state("exp_avg", moments), held.grads, 1 - beta1)
-    second = foreach("mul", held.state("exp_avg_sq", moments), beta2)
+    first = held.update("lerp", held.state("exp_avg", moments), held.grads, 1 - beta1)
+    second = held.update("mul", held.state("exp_avg_sq", moments), beta2)
     foreach("addcmul_", second, held.grads, held.grads, 1 - beta2)
     steps = held.steps.double()
-    roots = foreach("div", foreach("sqrt", second), _scalars(held, (1 - beta2**steps).sqrt()))
+    roots = foreach("sqrt", second)
+    foreach("div_", roots, _scalars(held, (1 - beta2**steps).sqrt()))
     foreach("add_", roots, eps)
     direction = foreach("div", first, roots)
     foreach("mul_", direction, _scalars(held, -lr / (1 - beta1**steps)))
-    values = foreach("mul", held.values, 1 - lr * group["weight_decay"])
+    values = held.update("mul", held.values, 1 - lr * group["weight_decay"])
     foreach("add_", values, direction)
     held.put("exp_avg", first)
     held.put("exp_avg_sq", second)

@@ -53,7 +53,9 @@ class AdamWConfig(OptimizerConfig):
             return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
         from forge_trainer.optim.held import HeldOptimizer
 
-        return HeldOptimizer(groups, {"AdamW": self._step})
+        # random numbers of stochastic rounding belong to places in whole tensors
+        elementwise = ["AdamW"] if self.rounding == "nearest" else []
+        return HeldOptimizer(groups, {"AdamW": self._step}, elementwise)
 
     def _step(self, held: Held, group: Mapping[str, Any]) -> None:
         import torch

@@ -63,7 +63,7 @@ class GroupRule(Config):
 
     def names(self, name: str, role: str) -> bool:
         """Whether it applies to a parameter."""
-        named = not self.match or any(_inside(pattern, name) for pattern in self.match)
+        named = not self.match or any(inside(pattern, name) for pattern in self.match)
         return named and (not self.roles or role in self.roles)
 
 
@@ -158,7 +158,7 @@ def require_names(rules: Sequence[GroupRule], names: Iterable[str]) -> None:
     names = list(names)
     for index, rule in enumerate(rules):
         for pattern in rule.match:
-            if not any(_inside(pattern, name) for name in names):
+            if not any(inside(pattern, name) for name in names):
                 kinds = ", ".join(dict.fromkeys(shape_of(name) for name in names))
                 raise ConfigError(
                     f"optimizer.groups[{index}]: {pattern!r} names no parameter; the model has {kinds}"
@@ -200,7 +200,7 @@ def _ranges(parts: tuple[str, ...]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
-def _inside(pattern: str, name: str) -> bool:
+def inside(pattern: str, name: str) -> bool:
     """Whether a pattern names a parameter or a module around it."""
     from forge_parallel.match import matches
 

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from forge_parallel.tensor import local_part
 from torch import Tensor
 
+CHUNK_ELEMENTS = 1 << 18
+"""A rule that works on each element for itself is given about so many at a time on a CPU: they stay in its
+caches, and memory is used again."""
+
+
+class Window(NamedTuple):
+    """Elements of one parameter, of which a rank holds more.
+
+    Attributes:
+        elements: of the flat local part.
+        last: whether these are the last ones: then numbers of the parameter as a whole are written.
+    """
+
+    elements: slice
+    last: bool
+
 
 class Held:
-    """What a rank holds of the parameters of one group that have a gradient, for one step.
+    """What a rank holds of parameters of one group that have a gradient, for one step.
 
     Everything is plain local tensors, in float32 (float64 if the parameter is). New values are written with
     `put`, which leaves the old ones, bit for bit, where the step is not finite.
@@ -20,18 +36,46 @@ class Held:
         values: of the parameters.
         grads: of the parameters.
         steps: [n] how many steps each has taken, this one included.
+        in_place: whether a rule may overwrite `values` and what `state` gives, as the step is known to be
+            finite; see `update`.
+
+    Args:
+        optimizer: whose state it is.
+        finite: [] bool; None where it is known to be true.
+        parameters: with gradients.
+        window: of the only parameter.
     """
 
-    def __init__(self, optimizer: HeldOptimizer, group: Mapping[str, Any]) -> None:
-        self._states, self._finite = optimizer.state, optimizer.finite()
-        self.parameters: list[Tensor] = [p for p in group["params"] if p.grad is not None]
+    def __init__(
+        self,
+        optimizer: HeldOptimizer,
+        finite: Tensor | None,
+        parameters: Sequence[Tensor],
+        window: Window | None = None,
+    ) -> None:
+        self._states, self._finite, self._window = optimizer.state, finite, window
+        self.in_place = finite is None
+        self.parameters = list(parameters)
         self.wide = [torch.promote_types(p.dtype, torch.float32) for p in self.parameters]
-        self.values = self._widened([local_part(p) for p in self.parameters])
-        self.grads = self._widened([local_part(p.grad) for p in self.parameters if p.grad is not None])
+        self.values = self._widened([self._part(p) for p in self.parameters])
+        self.grads = self._widened([self._part(p.grad) for p in self.parameters if p.grad is not None])
         for parameter in self.parameters:
             if "step" not in self._states[parameter]:
                 self._states[parameter]["step"] = torch.zeros((), device=parameter.device)
         self.steps = torch.stack([self._states[p]["step"] for p in self.parameters]) + 1
+
+    def update(self, name: str, targets: list[Tensor], *arguments: Any) -> list[Tensor]:
+        """One of torch's operations on lists; in place where the old values are not needed any more.
+
+        Args:
+            name: of the operation, without `_`.
+            targets: `values`, what `state` gave, or what was made of them.
+            arguments: of the operation.
+        """
+        if self.in_place:
+            foreach(f"{name}_", targets, *arguments)
+            return targets
+        return foreach(name, targets, *arguments)
 
     def state(
         self, name: str, dtype: torch.dtype | None = None, start: list[Tensor] | None = None
@@ -41,7 +85,7 @@ class Held:
         Args:
             name: under which it is saved.
             dtype: it is kept in; None for that of the parameters, at least float32.
-            start: its first values; zeros, if there are none.
+            start: `values`, where these are its first values; zeros, if absent.
         """
         kept: list[Tensor] = []
         for index, parameter in enumerate(self.parameters):
@@ -50,8 +94,9 @@ class Held:
                     parameter, dtype=dtype or self.wide[index], requires_grad=False
                 )
                 if start is not None:
-                    local_part(state[name]).copy_(start[index])
-            kept.append(local_part(state[name]))
+                    # of all of the parameter: other windows of it follow
+                    local_part(state[name]).copy_(local_part(parameter))
+            kept.append(self._part(state[name]))
         return self._widened(kept)
 
     def scalars(self, name: str) -> Tensor:
@@ -65,7 +110,9 @@ class Held:
     def put(self, name: str, new: list[Tensor] | tuple[Tensor, ...]) -> None:
         """New values of some state."""
         for parameter, value in zip(self.parameters, new, strict=True):
-            self._keep(local_part(self._states[parameter][name]), value)
+            kept = self._states[parameter][name]
+            if kept.ndim or parameter.ndim == 0 or self._window is None or self._window.last:
+                self._keep(self._part(kept), value)
 
     def put_values(self, new: list[Tensor], rounded: Callable[[int, Tensor], Tensor] | None = None) -> None:
         """New values of the parameters; the step is counted.
@@ -75,11 +122,17 @@ class Held:
             rounded: from the index of a parameter and its new values to those in its dtype.
         """
         for index, (parameter, value) in enumerate(zip(self.parameters, new, strict=True)):
-            self._keep(local_part(parameter), value if rounded is None else rounded(index, value))
+            self._keep(self._part(parameter), value if rounded is None else rounded(index, value))
         self.put("step", self.steps.unbind())
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        part = local_part(tensor)
+        return part if self._window is None or not part.ndim else part.view(-1)[self._window.elements]
 
     def _keep(self, target: Tensor, new: Tensor) -> None:
         new = new.to(target.dtype)
+        if self.in_place and new.data_ptr() == target.data_ptr():
+            return
         target.copy_(new if self._finite is None else torch.where(self._finite, new, target))
 
     def _widened(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -99,25 +152,33 @@ class HeldOptimizer(torch.optim.Optimizer):
     Args:
         groups: from `OptimizerConfig.param_groups`.
         rules: by kind.
+        elementwise: kinds whose rules work on each element for itself.
     """
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, groups: list[dict[str, Any]], rules: Mapping[str, Rule]) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], rules: Mapping[str, Rule], elementwise: Sequence[str] = ()
+    ) -> None:
         # capturable: checkpoints put scalars of the state on the device of their parameter
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "capturable": True})
-        self._rules = dict(rules)
+        self._rules, self._elementwise = dict(rules), frozenset(elementwise)
 
     def finite(self) -> Tensor | None:
-        """[] bool, false where the step must change nothing; None where nobody said."""
+        """[] bool, false where the step must change nothing; None where it is known to be true.
+
+        On a CPU the flag is read, which waits for nothing.
+        """
         found = getattr(self, "found_inf", None)
-        return None if found is None else found == 0
+        if found is None or (found.device.type == "cpu" and not found):
+            return None
+        return found == 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take a step. Collective, if a rule is."""
         assert closure is None, "no closure is ever given"
-        frozen = getattr(self, "frozen", [False] * len(self.param_groups))
+        finite, frozen = self.finite(), getattr(self, "frozen", [False] * len(self.param_groups))
         for group, is_frozen in zip(self.param_groups, frozen, strict=True):
             rule = self._rules[group["kind"]]
             missing = [parameter for parameter in group["params"] if parameter.grad is None]
@@ -127,7 +188,36 @@ class HeldOptimizer(torch.optim.Optimizer):
                     parameter.grad = torch.zeros_like(parameter)
             elif len(missing) == len(group["params"]):
                 continue
-            rule(Held(self, group), group)
+            for held in self._portions(group, finite):
+                rule(held, group)
+
+    def _portions(self, group: Mapping[str, Any], finite: Tensor | None) -> Iterator[Held]:
+        """All parameters of a group together; on a CPU a few elements at a time, where that is the same."""
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if group["kind"] not in self._elementwise or parameters[0].device.type != "cpu":
+            yield Held(self, finite, parameters)
+            return
+        small: list[Tensor] = []
+        count = 0
+        for parameter in parameters:
+            size = local_part(parameter).numel()
+            if size > CHUNK_ELEMENTS and _is_flat(parameter):
+                for first in range(0, size, CHUNK_ELEMENTS):
+                    window = Window(slice(first, first + CHUNK_ELEMENTS), first + CHUNK_ELEMENTS >= size)
+                    yield Held(self, finite, [parameter], window)
+                continue
+            if small and count + size > CHUNK_ELEMENTS:
+                yield Held(self, finite, small)
+                small, count = [], 0
+            small, count = [*small, parameter], count + size
+        if small:
+            yield Held(self, finite, small)
+
+
+def _is_flat(parameter: Tensor) -> bool:
+    """Whether parameter and gradient lie in memory as they are written, as state made of them does."""
+    assert parameter.grad is not None
+    return local_part(parameter).is_contiguous() and local_part(parameter.grad).is_contiguous()
 
 
 def foreach(name: str, *arguments: Any) -> Any:

@@ -34,15 +34,17 @@ class LionConfig(OptimizerConfig):
         """See `OptimizerConfig.build`."""
         from forge_trainer.optim.held import HeldOptimizer
 
-        return HeldOptimizer(self.param_groups(parameters), {"Lion": self._step})
+        return HeldOptimizer(self.param_groups(parameters), {"Lion": self._step}, elementwise=["Lion"])
 
     def _step(self, held: Held, group: Mapping[str, Any]) -> None:
         from forge_trainer.optim.held import foreach
 
         lr, (beta1, beta2) = group["lr"], self.betas
         average = held.state("exp_avg")
-        direction = foreach("sign", foreach("lerp", average, held.grads, 1 - beta1))
-        values = foreach("mul", held.values, 1 - lr * group["weight_decay"])
-        foreach("add_", values, foreach("mul", direction, -lr))
-        held.put("exp_avg", foreach("lerp", average, held.grads, 1 - beta2))
+        direction = foreach("lerp", average, held.grads, 1 - beta1)
+        foreach("sign_", direction)
+        values = held.update("mul", held.values, 1 - lr * group["weight_decay"])
+        foreach("mul_", direction, -lr)
+        foreach("add_", values, direction)
+        held.put("exp_avg", held.update("lerp", average, held.grads, 1 - beta2))
         held.put_values(values)

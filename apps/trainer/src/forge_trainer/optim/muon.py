@@ -70,7 +70,8 @@ class MuonConfig(OptimizerConfig):
         from forge_trainer.optim.muon_rule import MuonRule
 
         groups = self.param_groups(parameters)
-        return HeldOptimizer(groups, {"AdamW": self._adamw, "Muon": MuonRule(self, mesh)})
+        rules = {"AdamW": self._adamw, "Muon": MuonRule(self, mesh)}
+        return HeldOptimizer(groups, rules, elementwise=["AdamW"])
 
     def _adamw(self, held: Held, group: Mapping[str, Any]) -> None:
         from forge_trainer.optim.adam_rule import adamw_step

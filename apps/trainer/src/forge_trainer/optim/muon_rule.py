@@ -37,12 +37,13 @@ class MuonRule:
     def __call__(self, held: Held, group: Mapping[str, Any]) -> None:
         """Take a step. Collective over `mesh.stage`."""
         config, lr = self._config, group["lr"]
-        momentum = foreach("lerp", held.state("momentum"), held.grads, 1 - config.momentum)
+        momentum = held.update("lerp", held.state("momentum"), held.grads, 1 - config.momentum)
         ahead = foreach("lerp", held.grads, momentum, config.momentum) if config.nesterov else momentum
         updates = self._orthogonal(held, ahead)
         factors = [-lr * self._factor(*parameter.shape[-2:]) for parameter in held.parameters]
-        values = foreach("mul", held.values, 1 - lr * group["weight_decay"])
-        foreach("add_", values, foreach("mul", updates, factors))
+        values = held.update("mul", held.values, 1 - lr * group["weight_decay"])
+        foreach("mul_", updates, factors)
+        foreach("add_", values, updates)
         held.put("momentum", momentum)
         held.put_values(values)
 

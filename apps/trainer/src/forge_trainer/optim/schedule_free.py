@@ -56,7 +56,9 @@ class ScheduleFreeAdamWConfig(OptimizerConfig):
         """See `OptimizerConfig.build`."""
         from forge_trainer.optim.held import HeldOptimizer
 
-        return HeldOptimizer(self.param_groups(parameters), {"ScheduleFreeAdamW": self._step})
+        return HeldOptimizer(
+            self.param_groups(parameters), {"ScheduleFreeAdamW": self._step}, ["ScheduleFreeAdamW"]
+        )
 
     def _step(self, held: Held, group: Mapping[str, Any]) -> None:
         import torch
@@ -65,21 +67,24 @@ class ScheduleFreeAdamWConfig(OptimizerConfig):
 
         lr, (beta1, beta2) = group["lr"], self.betas
         fast = held.state("z", start=held.values)
-        second = foreach("mul", held.state("exp_avg_sq"), beta2)
+        second = held.update("mul", held.state("exp_avg_sq"), beta2)
         foreach("addcmul_", second, held.grads, held.grads, 1 - beta2)
         largest = held.scalars("lr_max").clamp(min=lr)
         weight = held.steps.double() ** self.step_power * largest**self.weight_power
         total = held.scalars("weight_sum") + weight
         share = torch.where(total > 0, weight / total, 0.0)
 
-        roots = foreach("sqrt", foreach("div", second, self._of(held, 1 - beta2 ** held.steps.double())))
+        roots = foreach("div", second, self._of(held, 1 - beta2 ** held.steps.double()))
+        foreach("sqrt_", roots)
         foreach("add_", roots, self.eps)
         direction = foreach("div", held.grads, roots)
         foreach("add_", direction, foreach("mul", held.values, group["weight_decay"]))
-        shares = self._of(held, share)
-        values = foreach("add", held.values, foreach("mul", foreach("sub", fast, held.values), shares))
-        foreach("add_", values, foreach("mul", direction, self._of(held, lr * (beta1 * (1 - share) - 1))))
-        held.put("z", foreach("sub", fast, foreach("mul", direction, lr)))
+        apart = foreach("sub", fast, held.values)
+        foreach("mul_", apart, self._of(held, share))
+        values = held.update("add", held.values, apart)
+        held.put("z", held.update("sub", fast, foreach("mul", direction, lr)))
+        foreach("mul_", direction, self._of(held, lr * (beta1 * (1 - share) - 1)))
+        foreach("add_", values, direction)
         held.put("exp_avg_sq", second)
         held.put("lr_max", largest.unbind())
         held.put("weight_sum", total.unbind())

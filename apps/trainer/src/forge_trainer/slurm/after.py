@@ -12,12 +12,10 @@ from pathlib import Path
 from forge_ckpt.store import Store
 from forge_resilience.exit_codes import ExitCode
 
-from forge_trainer.run_dir import RunFiles, now, read_ended, read_lines
+from forge_trainer.run_dir import RunFiles, now, read_ended
+from forge_trainer.slurm.futile import FUTILE, futile_starts
 from forge_trainer.slurm.script import LOGS
 from forge_trainer.slurm.suspects import suspect_of, suspects
-
-FUTILE = 3
-"""So many starts in a row that failed without a new checkpoint end the chain."""
 
 FINAL = {ExitCode.DONE, ExitCode.CONFIG, ExitCode.NOT_FINITE, ExitCode.DIVERGED}
 """After these a new start would end the same way."""
@@ -69,15 +67,8 @@ def _remember(directory: Path, code: int) -> int:
     steps = Store(RunFiles(directory).checkpoints).steps()
     step = steps[-1] if steps else 0
     failed = code not in (ExitCode.DONE, ExitCode.PREEMPTED)
-    earlier = read_lines(path, "step")
-    if failed:
-        futile = 1
-        for start in reversed(earlier):
-            if not start.get("failed") or start["step"] != step:
-                break
-            futile += 1
-    else:
-        futile = 0
+    earlier = futile_starts(directory)
+    futile = 1 + (len(earlier) if earlier and earlier[0]["step"] == step else 0) if failed else 0
     line = {
         "when": now(),
         "job": os.environ.get("SLURM_JOB_ID"),

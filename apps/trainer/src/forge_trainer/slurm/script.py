@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 from forge_trainer.slurm.config import ClusterConfig
@@ -23,7 +24,8 @@ class Launch:
         python: that calls `forge` after the end of a step.
         cluster: where.
         nodes: how many.
-        sweep: the overrides of each element of a job array; empty for a single run.
+        sweep: the axes of a grid of runs, each the overrides of one key; a job array has one run for each
+            combination, in which the last axis changes fastest. Empty for a single run.
     """
 
     name: str
@@ -66,7 +68,7 @@ def _options(launch: Launch) -> Iterator[str]:
         "output": launch.root
         / LOGS
         / (f"{launch.name}-%A_%a.log" if launch.sweep else f"{launch.name}-%j.log"),
-        "array": f"0-{len(launch.sweep) - 1}" if launch.sweep else "",
+        "array": f"0-{prod(map(len, launch.sweep)) - 1}" if launch.sweep else "",
     }
     yield "#!/bin/bash"
     yield from (f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in named.items() if value != "")
@@ -80,10 +82,12 @@ def _before(launch: Launch) -> Iterator[str]:
     yield from launch.cluster.setup
     yield f"run={shlex.quote(str(launch.root / launch.name))}"
     if launch.sweep:
-        yield "case $SLURM_ARRAY_TASK_ID in"
-        for index, overrides in enumerate(launch.sweep):
-            yield f"{index}) overrides=({shlex.join(overrides)}) ;;"
-        yield "esac"
+        yield "overrides=()"
+        stride = prod(map(len, launch.sweep))
+        for values in launch.sweep:
+            stride //= len(values)
+            yield f"values=({shlex.join(values)})"
+            yield f'overrides+=("${{values[SLURM_ARRAY_TASK_ID / {stride} % {len(values)}]}}")'
         yield "run=$run-$SLURM_ARRAY_TASK_ID"
     if launch.cluster.again == "chain":
         yield "# The next link waits until this one is gone; it is cancelled when the run is complete."

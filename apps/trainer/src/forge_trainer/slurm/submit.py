@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -28,13 +29,13 @@ def launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cluster = load_cluster(options.cluster)
     job = load_job(options.config, overrides).value
     nodes = options.nodes or _fewest_nodes(job, cluster)
-    sweep = [[text] for text in _sweep(options.sweep)]
+    sweep = axes_of(options.sweep or [])
     if sweep and cluster.again == "chain":
         raise ConfigError(
             '--sweep with again = "chain": each run of the array would submit all of them; use "requeue" or '
             '"never"'
         )
-    for each in sweep or [[]]:
+    for each in product(*sweep):
         one = load_job(options.config, [*overrides, *each]).value
         _require_layout(one, nodes * cluster.ranks)
         if not sweep:
@@ -75,10 +76,24 @@ def _require_layout(job: Job, ranks: int) -> None:
         raise ConfigError(f"{ranks} ranks: {error}") from None
 
 
-def _sweep(text: str | None) -> list[str]:
+def axes_of(sweeps: Sequence[str]) -> list[list[str]]:
+    """The axes of a grid of runs: of each key, one override for each value.
+
+    Args:
+        sweeps: each as `optimizer.lr=1e-3,2e-3`.
+
+    Raises:
+        ConfigError: one is not of this form, or two have the same key.
+    """
+    axes = [_values(text) for text in sweeps]
+    names = [values[0].partition("=")[0] for values in axes]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--sweep of {', '.join(names)}; expected each key once")
+    return axes
+
+
+def _values(text: str) -> list[str]:
     """`optimizer.lr=1e-3,2e-3` as one override for each value."""
-    if text is None:
-        return []
     key, equals, values = text.partition("=")
     if not equals or not values or set(values) & set("[]{}\"'"):
         raise ConfigError(f"--sweep={text}; expected section.key=value,value,... of plain values")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from forge_config import Meta
 
 from forge_trainer.steps.base import Step, StepConfig, steps
 
@@ -16,7 +18,14 @@ if TYPE_CHECKING:
 
 @steps.register("text")
 class TextStepConfig(StepConfig):
-    """Next-token training."""
+    """Next-token training.
+
+    Attributes:
+        noise_scale_every_steps: distance of the steps in which the gradient noise scale is measured, for
+            which gradients are summed over the ranks twice; 0 never measures it.
+    """
+
+    noise_scale_every_steps: Annotated[int, Meta(ge=0)] = 0
 
     def build(
         self,
@@ -28,6 +37,9 @@ class TextStepConfig(StepConfig):
         update: Update | None = None,
     ) -> Step:
         """See `StepConfig.build`."""
+        from forge_trainer.steps.noise_scale import NoiseScaleStep
         from forge_trainer.steps.text import TextStep
 
+        if self.noise_scale_every_steps:
+            return NoiseScaleStep(parts, loss_fn, mesh, seed, update, self.noise_scale_every_steps)
         return TextStep(parts, loss_fn, mesh, seed, update)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from forge_trainer.randomness import seed_step
 from forge_trainer.steps.base import Batch, StepOutput
-from forge_trainer.steps.evaluation import evaluating
+from forge_trainer.steps.evaluation import Lengths, evaluated, evaluating
 from forge_trainer.steps.sums import Sums
 from forge_trainer.steps.update import Update
 
@@ -30,6 +29,9 @@ class TextStep:
 
     Gradients are those of the sum of all losses divided by the count of valid targets in the global batch, so
     they do not depend on how the batch is cut into ranks and micro-batches.
+
+    Attributes:
+        runner: runs the parts, also for others who look at the model.
     """
 
     parts: Sequence[nn.Module]
@@ -39,8 +41,8 @@ class TextStep:
     update: Update | None = None
 
     def __post_init__(self) -> None:
-        self._runner = build_runner(self.parts, self.mesh)
-        self._names: dict[bool, dict[str, torch.dtype]] = {}  # of training, and of evaluation
+        self.runner = build_runner(self.parts, self.mesh)
+        self._names: dict[str, torch.dtype] | None = None  # of the sums of training
         self._statistics: dict[str, torch.dtype] | None = None
 
     def train(self, batch: Batch, step: int) -> StepOutput:
@@ -68,14 +70,15 @@ class TextStep:
             sums.add(terms.sums | by_source(terms, next(following)))
             return terms.total / targets
 
-        self._runner.backward([self._inputs(micro) for micro in moved], finish)
-        totals = self._totals(sums, training=True)
+        self._accumulate([self._inputs(micro) for micro in moved], finish)
+        if self._names is None:
+            self._names = sums.names(self.mesh)
+        totals = sums.totals(self.mesh, self._names)
         return {name: mean(name, total) for name, total in totals.items()}
 
-    def _totals(self, sums: Sums, training: bool) -> dict[str, Sum]:
-        if training not in self._names:
-            self._names[training] = sums.names(self.mesh)
-        return sums.totals(self.mesh, self._names[training])
+    def _accumulate(self, micro_batches: Sequence[Inputs], finish: Callable[[Any], Tensor]) -> None:
+        """Add up the gradients of all micro-batches. Collective."""
+        self.runner.backward(micro_batches, finish)
 
     def _of_all_stages(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
         """What every stage of the pipeline tells. Collective."""
@@ -92,23 +95,20 @@ class TextStep:
         return micro.inputs | {"loss_fn": self.loss_fn}
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """See `Step.evaluate`; adds `perplexity` and, of several sources, `loss/<name>`.
+        """See `Step.evaluate`; adds `perplexity`, `bits_per_byte`, and all of a source as `<name>/<source>`.
 
-        NaN when no target is valid.
+        Bits a byte are left out where the bytes of tokens are not known. NaN when no target is valid.
         """
-        sums = Sums(torch.float64)
+        sums, lengths = Sums(torch.float64), Lengths()
         with evaluating(*self.parts):
             for micro in (micro for batch in batches for micro in batch):
+                lengths.add(micro)
                 moved = micro.to(self.mesh.device)
-                terms = self._runner.forward(self._inputs(moved))
+                terms = self.runner.forward(self._inputs(moved))
                 sums.add(terms.sums | by_source(terms, moved) if terms is not None else {})
-        totals = self._totals(sums, training=False)
-        losses = {
-            name: (value / count).item()
-            for name, (value, count) in totals.items()
-            if name == "loss" or name.startswith(BY_SOURCE)
-        }
-        return losses | {"perplexity": math.exp(min(losses["loss"], 700.0))}
+        totals = sums.totals(self.mesh, sums.names(self.mesh))
+        losses = {n: t for n, t in totals.items() if n == "loss" or n.startswith(BY_SOURCE)}
+        return evaluated(losses, lengths.totals(self.mesh))
 
 
 def by_source(terms: LossTerms, micro: MicroBatch) -> dict[str, Sum]:

@@ -6,10 +6,14 @@ from collections import deque
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from forge_trainer.eval_config import losses_of
 from forge_trainer.track.base import Record
 
 WINDOW = 20
 """The time left follows from the speed over so many records."""
+
+TASKS = 8
+"""Most numbers of tasks in a line."""
 
 
 class Console:
@@ -35,8 +39,15 @@ class Console:
     def log(self, record: Record) -> None:
         """See `Tracker.log`."""
         step = int(record["step"])
-        if "eval/loss" in record:
-            self._console.print(f"step {step:>6}  validation loss {record['eval/loss']:.4f} nats a token")
+        if losses := losses_of(record):
+            told = ", ".join(f"{name} loss {loss:.4f} nats a token" for name, loss in losses.items())
+            self._console.print(f"step {step:>6}  {told}", soft_wrap=True)
+            return
+        if tasks := {k: v for k, v in record.items() if k.startswith("eval/tasks/")}:
+            named = [f"{k.removeprefix('eval/tasks/')} {v:.4f}" for k, v in tasks.items()]
+            shown = "  ".join(named[:TASKS])
+            more = f"  and {len(tasks) - TASKS} more in metrics.jsonl" if len(tasks) > TASKS else ""
+            self._console.print(f"step {step:>6}  {shown}{more}", soft_wrap=True)
             return
         if "loss" not in record:  # what a hook measured, for the other trackers
             return

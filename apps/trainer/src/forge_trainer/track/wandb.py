@@ -30,7 +30,7 @@ class Wandb:
         try:
             import wandb
 
-            return wandb.init(
+            run = wandb.init(
                 project=config.project,
                 entity=config.entity,
                 mode=mode,
@@ -41,6 +41,10 @@ class Wandb:
                 config=job,
                 settings=wandb.Settings(init_timeout=CONNECT_TIMEOUT_S, silent=True),
             )
+            # W&B drops records of earlier steps than it has seen, as a run that went back sends them: they
+            # are drawn over the step that they name, and not over W&B's own count.
+            run.define_metric("*", step_metric="step")
+            return run
         except Exception as error:  # a tracker must not end a run
             log.warning("wandb (%s) could not start, training goes on: %s", mode, error)
             return None
@@ -50,7 +54,7 @@ class Wandb:
         if self._run is None:
             return
         try:
-            self._run.log(dict(record), step=int(record["step"]))
+            self._run.log(dict(record))
         except Exception as error:  # a tracker must not end a run
             log.warning("wandb stopped taking records, training goes on: %s", error)
             self._run = None

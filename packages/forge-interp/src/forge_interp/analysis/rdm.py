@@ -107,24 +107,6 @@ def noise_precision(residuals: Array, *, dof: int | None = None) -> np.ndarray:
     return np.linalg.inv(covariance)
 
 
-def square(vector: np.ndarray) -> np.ndarray:
-    """Turn [..., P] entries above the diagonal into symmetric [..., n, n] matrices with a zero diagonal."""
-    n = num_conditions(vector.shape[-1])
-    matrix = np.zeros((*vector.shape[:-1], n, n))
-    rows, columns = np.triu_indices(n, 1)
-    matrix[..., rows, columns] = vector
-    matrix[..., columns, rows] = vector
-    return matrix
-
-
-def num_conditions(num_pairs: int) -> int:
-    """Return n with n (n - 1) / 2 == `num_pairs`; raise InterpError when there is none."""
-    n = round((1 + (1 + 8 * num_pairs) ** 0.5) / 2)
-    if n * (n - 1) // 2 != num_pairs or n < 3:
-        raise InterpError(f"an RDM has {num_pairs} entries; expected n (n - 1) / 2 for n >= 3 conditions")
-    return n
-
-
 def _responses(values: Array, name: str) -> np.ndarray:
     matrix = as_matrix(values, name)
     check_finite(matrix, name)

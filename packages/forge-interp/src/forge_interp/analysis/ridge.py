@@ -94,7 +94,7 @@ def fit_ridge(
     """Fit ridge regression; the penalty is chosen by exact leave-one-out error.
 
     Leave-one-out leaks between samples that are not independent (tokens of one sentence, scans of one run):
-    there use `probe_layers` or `encode`, which choose by groups. `x` are [n, d] features, not rescaled:
+    there use `probe_layers`, which chooses by groups. `x` are [n, d] features, not rescaled:
     z-score them if their units differ; `y` [n] or [n, T] targets, with a penalty each, or one for all (least
     mean error) without `per_target`.
     """

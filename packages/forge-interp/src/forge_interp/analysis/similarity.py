@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.arrays import Array, as_matrix, centre, check_finite, same_rows
+from forge_interp.analysis.arrays import Array, as_matrix, check_finite
 from forge_interp.analysis.cca import mean_cca, procrustes, pwcca, svcca
 from forge_interp.analysis.cka import LayerSimilarity, linear_cka
 from forge_interp.errors import InterpError
@@ -74,43 +74,3 @@ def _projected(x: Tensor, width: int, seed: int) -> Tensor:
     for part in x.split(_BLOCK_ROWS, dim=1):
         out += part @ torch.randn(part.shape[1], width, generator=random, dtype=x.dtype).to(x.device)
     return out / width**0.5
-
-
-def mutual_knn(first: Array, second: Array, *, k: int = 10, metric: str = "cosine") -> float:
-    """Mutual k-nearest-neighbour overlap, a share: the mean over samples of |N_X(i) & N_Y(i)| / k.
-
-    N_X(i) holds the k nearest other samples of i in X. Independent layers give about k / (n - 1). Takes
-    O(n^2 d) time and 16 k n bytes beside one block of 1024 rows of distances. Which of equally near samples
-    count is arbitrary: drop duplicate rows first. The arrays are [n, d] and [n, d'] of the same samples, 1 <=
-    k < n; `metric` is "cosine" (as in the paper; no row may be 0) or "euclidean".
-
-    Source: Huh et al. 2024, arXiv:2405.07987.
-    """
-    x, y = as_matrix(first, "first"), as_matrix(second, "second")
-    n = same_rows({"first": x, "second": y})
-    if not 1 <= k < n:
-        raise InterpError(f"k is {k} with {n} samples; expected 1 <= k < {n}")
-    near_x, near_y = _neighbours(x, k, metric), _neighbours(y.to(x.device), k, metric)
-    joined = torch.cat([near_x, near_y], dim=1).sort(dim=1).values
-    return (joined[:, 1:] == joined[:, :-1]).sum().item() / (n * k)
-
-
-def _neighbours(x: Tensor, k: int, metric: str) -> Tensor:
-    if metric not in ("cosine", "euclidean"):
-        raise InterpError(f"metric is {metric!r}; expected 'cosine' or 'euclidean'")
-    check_finite(x, "a layer")
-    if metric == "cosine":
-        norms = x.norm(dim=1, keepdim=True)
-        if norms.min() == 0:
-            raise InterpError(f"row {int(norms.argmin())} is 0 and has no cosine; drop it or use 'euclidean'")
-        x = x / norms
-    x = centre(x)
-    half_norms = x.square().sum(1) / 2
-    found = []
-    for start in range(0, x.shape[0], _BLOCK_ROWS):
-        block = x[start : start + _BLOCK_ROWS]
-        closeness = block @ x.T - half_norms
-        rows = torch.arange(block.shape[0], device=x.device)
-        closeness[rows, rows + start] = -torch.inf
-        found.append(closeness.topk(k, dim=1).indices)
-    return torch.cat(found)

@@ -46,6 +46,7 @@ class AttentionCall:
     output: Tensor  # [B, N, T, H']
     edits: Mapping[str, Tensor] = field(default_factory=dict)  # raw, scores, pattern in place of the computed
     is_softmax: bool = False
+    has_sinks: bool = False  # whether that softmax went over more keys than have values
     shape: torch.Size | None = None  # of the output as the model goes on with it, if that is another
     packed: int | None = None  # K if the query heads that share keys were packed into queries of one head
     repeats: tuple[int, int] = (1, 1)  # how many times keys, and values, had been repeated
@@ -111,6 +112,9 @@ class AttentionCall:
         shape = torch.Size((*weights.shape[:-1], values.shape[-1]))
         output = values.new_empty(shape, device="meta") if output is None else output
         empty = scores.new_empty(batch, heads, max(queries, keys), 0)
+        edits, chosen = {"scores": scores}, softmax.weights
+        if chosen is not None:
+            edits["pattern"] = chosen.reshape(scores.shape).to(scores.dtype)
         return cls(
             query=empty[:, :, :queries],
             key=empty[:, :, :keys],
@@ -121,8 +125,9 @@ class AttentionCall:
             dropout=softmax.dropout,
             grouped=False,
             output=output.reshape(batch, heads, queries, -1),
-            edits={"scores": scores},
+            edits=edits,
             is_softmax=True,
+            has_sinks=chosen is not None,
             shape=shape,
             repeats=(1, repeats),
         )
@@ -271,6 +276,11 @@ class AttentionCall:
 
     def check_known(self, name: str) -> None:
         """Raise InterpError for what cannot be known of a softmax that the model takes itself."""
+        if self.has_sinks and name == "scores":
+            raise InterpError(
+                "attn.scores do not make the weights alone: the softmax goes over more than these keys, over "
+                "sinks; expected pattern, v, z or a statistic"
+            )
         if self.is_softmax and name in ("q", "k", "raw"):
             raise InterpError(
                 f"attn.{name} is not seen: the model takes the softmax of its scores itself; expected "

@@ -9,7 +9,7 @@ Letters: B sequences, N query heads, K key and value heads, G = N / K, T queries
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,10 +38,14 @@ _KEEPS = (
 
 @dataclass(frozen=True)
 class Softmax:
-    """Where weights of attention come from: of which scores [B, N, T, S]; dropout of weights since."""
+    """Where weights of attention come from: of which scores [B, N, T, S]; dropout of weights since.
+
+    `weights` [.., T, S] are given where the softmax went over more keys than have values, such as sinks.
+    """
 
     scores: Tensor
     dropout: float = 0.0
+    weights: Tensor | None = None
 
 
 class Lineage:
@@ -76,7 +80,14 @@ class Lineage:
         elif function in _KEEPS and args and isinstance(args[0], Tensor) and args[0] in self._softmax:
             before = self._softmax[args[0]]
             dropout = _dropout(*args, **kwargs) if function in _DROPOUT else 0.0
-            self._softmax[result] = Softmax(before.scores, max(before.dropout, dropout))
+            self._softmax[result] = replace(before, dropout=max(before.dropout, dropout))
+        elif (
+            function is Tensor.__getitem__
+            and args[0] in self._softmax
+            and _picks_keys(args[0], args[1], result)
+        ):
+            before = self._softmax[args[0]]
+            self._softmax[result] = replace(before, scores=before.scores[..., args[1][-1]], weights=result)
         if function in _RESHAPES:
             self._note_reshape(args[0] if args else kwargs["input"], result)
         elif function in _REPEATS and args and isinstance(result, Tensor) and result.dim() == 4:
@@ -111,6 +122,12 @@ class Lineage:
         is_packed = packed is not None and key.shape[1] == query.shape[1] < packed
         repeats = (1, 1) if is_packed else (self._repeats.get(key, 1), self._repeats.get(value, 1))
         return {"packed": query.shape[1] if is_packed else None, "repeats": repeats}
+
+
+def _picks_keys(x: Tensor, index: Any, result: Tensor) -> bool:
+    """Whether an index takes some of the last dimension and all of the others."""
+    is_last = isinstance(index, tuple) and (index[0] is Ellipsis or len(index) == x.dim())
+    return is_last and isinstance(index[-1], slice) and result.shape[:-1] == x.shape[:-1]
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **_: Any) -> float:

@@ -1,19 +1,15 @@
 """What would patching every place do, estimated from gradients?"""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
-from forge_interp.attention.call import AttentionCall
 from forge_interp.causal.patching import put, run_captured, same_shape, score_edited
 from forge_interp.causal.table import Grid, Metric, PatchingTable, Where, at_call
 from forge_interp.errors import InterpError
-from forge_interp.hooks.capture import each_attention
 from forge_interp.hooks.edit import Edit, edit
 from forge_interp.model_inputs import Inputs, call_model
 from forge_interp.progress import progress as with_progress
@@ -27,7 +23,6 @@ def attribution_patching(
     metric: Metric,
     *,
     where: Where = None,
-    qk_fix: bool = False,
     steps: int | None = None,
     progress: bool = True,
 ) -> PatchingTable:
@@ -37,9 +32,7 @@ def attribution_patching(
     the corrupted run: first order, exact where the metric is affine in the activation. 2 forward passes and
     1 backward pass for all sites together. Where this goes wrong, and what helps:
 
-    - A saturated softmax hides what queries and keys do. With `qk_fix`, sites attn.q and attn.k are patched
-      for real in their own attention call, and the estimate is first order in the output z of that call
-      only: sum of (z_patched - z_corrupted) * d metric / d z. Costs one more attention call for each place.
+    - A saturated softmax hides what queries and keys do: patch attn.pattern, behind it, or use `steps`.
     - Large effects that cancel. Drop the gradient through one layer at a time and average the absolute
       effects (GradDrop): call this under `edit(model, {"layers.3.ffn:out": torch.Tensor.detach})`.
     - Any saturation. With `steps` the gradient is averaged along the straight line from a_corrupted to
@@ -50,18 +43,17 @@ def attribution_patching(
 
     Gradients of parameters are neither needed nor touched. Sums are in float64. Arguments, results (`values`
     = corrupted + estimated effect) and errors are those of `activation_patching`; autograd must go through
-    model and metric, `steps` is not together with `qk_fix`.
+    model and metric.
 
     Source: Nanda 2023, "Attribution patching"; Kramar et al. 2024, arXiv:2403.00745, sections 2 and 3 (AtP*);
     Sundararajan et al. 2017, arXiv:1703.01365 eq. 1 and proposition 1 (integrated gradients, completeness).
     """
-    if steps is not None and (steps < 1 or qk_fix):
-        raise InterpError(f"steps is {steps} and qk_fix {qk_fix}; expected a positive number, or only qk_fix")
+    if steps is not None and steps < 1:
+        raise InterpError(f"steps is {steps}; expected a positive number")
     acts, clean_score = run_captured(model, clean, sites, metric)
     grid, run, residual = Grid.over(acts, where), _Run(model, corrupted, metric), None
     if steps is None:
-        fixed = [site for site in acts if qk_fix and site.partition("#")[0].endswith((":attn.q", ":attn.k"))]
-        effects, corrupted_score = _first_order(run, acts, fixed, grid)
+        effects, corrupted_score = _first_order(run, acts, grid)
     else:
         bar = with_progress(acts, len(acts), "integrated gradients", progress)
         effects, corrupted_score, residual = _integrated(run, acts, bar, grid, steps)
@@ -77,9 +69,7 @@ class _Run:
     metric: Metric
 
 
-def _first_order(
-    run: _Run, acts: Mapping[str, Tensor], fixed: list[str], grid: Grid
-) -> tuple[list[np.ndarray], float]:
+def _first_order(run: _Run, acts: Mapping[str, Tensor], grid: Grid) -> tuple[list[np.ndarray], float]:
     """The effects at each site from one gradient, and the corrupted metric."""
     base: dict[str, Tensor] = {}
     probes: dict[str, Tensor] = {}
@@ -91,17 +81,9 @@ def _first_order(
 
         return apply
 
-    edits = {site: probe(site) for site in [*acts, *map(_output_of, fixed)]}
-    with _kept_calls(run.model, fixed) as calls:
-        gradients, value = _differentiate(run, edits, probes)
-    effects = []
-    for site in acts:
-        if site in fixed:
-            out = _output_of(site)
-            effects.append(_effects_through_attention(calls[out], site, acts[site], gradients[out], grid))
-        else:
-            effects.append(grid.sums(site, _product(site, acts[site], base[site], gradients[site])))
-    return effects, value
+    gradients, value = _differentiate(run, {site: probe(site) for site in acts}, probes)
+    products = {site: _product(site, acts[site], base[site], gradients[site]) for site in acts}
+    return [grid.sums(site, product) for site, product in products.items()], value
 
 
 def _integrated(
@@ -184,46 +166,3 @@ def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
     return f"a {type(value).__name__}"
-
-
-def _output_of(site: str) -> str:
-    """The attn.z site of the call that an attn.q or attn.k site belongs to."""
-    return site.replace(":attn.q", ":attn.z").replace(":attn.k", ":attn.z")
-
-
-@contextmanager
-def _kept_calls(model: nn.Module, sites: Iterable[str]) -> Iterator[dict[str, AttentionCall]]:
-    """Copies of the attention calls that attn.* sites belong to, by attn.z site, made inside the `with`."""
-    calls: dict[str, AttentionCall] = {}
-    modules = {site.partition(":")[0] for site in sites}
-    if not modules:
-        yield calls
-        return
-
-    def keep(name: str, call: AttentionCall) -> None:
-        module, hash_, number = name.partition("#")
-        tensors = {field: getattr(call, field).detach().clone() for field in ("query", "key", "value")}
-        mask = None if call.mask is None else call.mask.detach().clone()
-        calls.setdefault(f"{module}:attn.z{hash_}{number}", replace(call, **tensors, mask=mask))
-
-    with each_attention(model, modules, keep):
-        yield calls
-
-
-@torch.no_grad()
-def _effects_through_attention(
-    call: AttentionCall, site: str, clean: Tensor, gradient: Tensor, grid: Grid
-) -> np.ndarray:
-    """The effect of each place, first order in the output of one attention call, exact up to there.
-
-    `clean` is the value of `site` (attn.q or attn.k of that call) in the clean run, `gradient` [B, N, T, H']
-    that of the metric with respect to the output of the call. Source: Kramar et al. 2024, section 3.1.
-    """
-    name = "query" if site.partition("#")[0].endswith(".q") else "key"
-    before = call.run(scaled_dot_product_attention).double()
-    effects = np.zeros(grid.shape)
-    for cell in grid.cells():
-        value = put(site, clean, grid.index(site, cell))(getattr(call, name))
-        after = replace(call, **{name: value}).run(scaled_dot_product_attention).double()
-        effects[cell] = ((after - before) * gradient.double()).sum().item()
-    return effects

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from forge_interp.causal.table import Grid, Index, Metric, PatchingTable, Where, at_call, score
 from forge_interp.errors import InterpError
 from forge_interp.hooks.capture import capture
-from forge_interp.hooks.edit import Edit, edit, mean_dims, patch, real_positions
-from forge_interp.hooks.sites import Site
-from forge_interp.model_inputs import Inputs, call_model
+from forge_interp.hooks.edit import Edit, attention_mask, edit, mean_dims, patch, real_positions
+from forge_interp.hooks.sites import Site, named_modules
+from forge_interp.model_inputs import Inputs, arguments, call_model
 from forge_interp.progress import progress as with_progress
 
 
@@ -113,13 +113,17 @@ def site_means(
     """The mean of each site over batch and positions, of each channel and head apart: for `ablate("mean")`.
 
     `batches` are inputs of one forward pass each; `keep` for each of them [B, T], False or 0 for padding,
-    which does not count. Returns by site [D] for values [B, T, D] of modules; [1, N, 1, H] of attention.
+    which does not count; default: the "attention_mask" [B, T] of inputs that have one, else all. Returns by
+    site [D] for values [B, T, D] of modules; [1, N, 1, H] of attention.
     """
     sums: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
-    masks = iter(keep) if keep is not None else None
+    masks, whole = iter(keep) if keep is not None else None, named_modules(model)[""]
     for inputs in batches:
-        mask = next(masks) if masks is not None else None
+        args, kwargs = arguments(inputs)
+        mask = attention_mask(whole, tuple(args), dict(kwargs)) if masks is None else next(masks, None)
+        if masks is not None and mask is None:
+            raise InterpError("keep ends before the batches; expected a mask for each")
         with capture(model, sites) as acts:
             call_model(model, inputs)
         for key, value in acts.items():

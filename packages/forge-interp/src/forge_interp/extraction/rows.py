@@ -49,6 +49,11 @@ class RowMaker:
             value = self._select[pattern](value)
         elif ":attn." in pattern and value.ndim >= 3:
             value = value.movedim(2, 1)
+        if value.is_nested:
+            raise InterpError(
+                f"{pattern} has a nested tensor; expected [samples, tokens, ...]: give nn.TransformerEncoder "
+                "enable_nested_tensor=False, or select=lambda value: value.to_padded_tensor(0.0)"
+            )
         batch = self._current
         self.square += value.ndim >= 3 and ":attn." not in pattern and value.shape[0] == value.shape[1]
         if not value.ndim or len(value) != batch.size:

@@ -20,7 +20,8 @@ from forge_interp.hooks.torch_private import function_modes
 SDPA_ONLY = (
     "F.scaled_dot_product_attention, where attention is seen, nor a softmax and its product with values: for "
     "a Hugging Face model call model.set_attn_implementation('sdpa') or 'eager', call nn.MultiheadAttention "
-    "with need_weights=False (by default it computes its own softmax); FlexAttention has no such path"
+    "with need_weights=False (by default it computes its own softmax); FlexAttention, einsum, and a softmax "
+    "of another shape have no such path: capture the projections of the module"
 )
 Attend = Callable[..., Tensor]
 """(the true function, its args, its kwargs, what was done to these before) -> the result."""
@@ -106,8 +107,10 @@ def _edited(
             call.check_known(name)
             call = replace(call, **{attribute: tap.replaced(tap.begin(), getattr(call, attribute))})
     dense = [(name, tap) for name in ("raw", "scores", "pattern") for tap in named[name]]
-    if not dense:
+    if not dense or call.is_softmax:
         call = replace(call, output=call.run(attention))
+    if dense and call.is_softmax:
+        call.check()  # or what the model did to its weights after the softmax would be lost
     for name, tap in dense:
         call = call.edited(name, partial(tap.replaced, tap.begin()))
     of_z = [tap for tap in captures if tap.site.path == ("z",)]

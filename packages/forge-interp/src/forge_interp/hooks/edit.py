@@ -40,7 +40,7 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
     masks: list[Tensor | None] = [None]
 
     def note_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        masks[-1] = _attention_mask(module, args, kwargs)
+        masks[-1] = attention_mask(module, args, kwargs)
 
     def tap(pattern: str, site: Site) -> Tap:
         if site.part == "attn" and ".".join(site.path) not in ATTENTION_TENSORS:
@@ -63,7 +63,7 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
 
     taps = [tap(pattern, site) for pattern in found for site in found[pattern]]
     with ExitStack() as stack:
-        if any(isinstance(change, MeanAblation) for change in edits.values()):
+        if any(isinstance(change, MeanAblation) and change.needs_mask for change in edits.values()):
             stack.callback(modules[""].register_forward_pre_hook(note_mask, with_kwargs=True).remove)
         stack.enter_context(attached(taps))
         yield
@@ -75,14 +75,24 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
             )
 
 
-def _attention_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """[B, T] the mask for padding that a model is called with, if it is."""
+def attention_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """[B, T] the mask for padding that a model is called with, if it is.
+
+    Raises InterpError: some is padding, and the model has a decoder with other positions.
+    """
     try:
         _, where, *_ = path = values.argument(module, args, kwargs, Site("", "kw", ("attention_mask",)))
     except InterpError:
         return None
     found = kwargs[where] if path[0] == "kwargs" else args[int(where)]
-    return found if isinstance(found, Tensor) and found.ndim == 2 else None
+    if not isinstance(found, Tensor) or found.ndim != 2:
+        return None
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False) and not bool(found.all()):
+        raise InterpError(
+            f"the attention_mask of a {type(module).__name__} is that of its encoder, and a decoder has "
+            "others; expected keep=, the mask of the positions of the sites"
+        )
+    return found
 
 
 def patch(value: Tensor | float, where: Any = None) -> Edit:
@@ -117,7 +127,7 @@ def ablate(
         where: as in `patch`.
         mean: for `mean`, broadcast to `old[where]`; or by site, as `site_means` gives it.
         keep: for `mean`, [B, T] False or 0 for padding, which does not count. Default: the `attention_mask`
-            [B, T] that the model is called with, if it is.
+            [B, T] that the model is called with, if it is; with an encoder and a decoder it has to be given.
         over: for `mean`, the dimensions to average over. Default: the first two of a module's value of up to
             three, [B, T, D]; 0 and 2 of attention's [B, N, T, H]. Images and other values have to say it.
         seed: for `resample`, of the order of the samples.
@@ -143,6 +153,11 @@ class MeanAblation:
     means: Mapping[str, Tensor] | None
     keep: Tensor | None
     over: tuple[int, ...] | None
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the mask of the inputs says what is padding."""
+        return self.means is None and self.keep is None
 
     def __call__(self, old: Tensor, site: Site | None = None, attention_mask: Tensor | None = None) -> Tensor:
         """The value with its mean in it; without a site that of a module."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from forge_interp.attention.placement import is_dtensor, joined
 from forge_interp.errors import InterpError
 from forge_interp.hooks.sites import Site, unwrapped
-from forge_interp.hooks.torch_private import fsdp_parameters, is_fake
+from forge_interp.hooks.torch_private import fsdp_parameters
 
 _SAMPLE = 4096  # elements of a value that ranks compare
 _TOLERANCE = 1e-2  # of the largest: kernels differ by less, other tokens or features by much more
@@ -109,7 +109,7 @@ class Spread:
         self, value: Tensor, module: nn.Module, site: Site, followed: Tensor | None
     ) -> tuple[_Layout, int, int] | None:
         """The matrix that splits this value, the dimension of the value that it splits, and its full size."""
-        if not self._layouts or is_fake(value):
+        if not self._layouts:
             return None
         if site.part == "attn":
             return self._split_heads(value, module, site, value if followed is None else followed)

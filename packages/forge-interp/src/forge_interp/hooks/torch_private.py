@@ -66,19 +66,6 @@ def is_frame_compiled() -> bool:
     return bool(get_eval_frame_callback())
 
 
-def fake_tensors() -> Any:
-    """The mode under which tensors have shapes and no values; its import loads no compiler."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def is_fake(value: Any) -> bool:
-    """Whether a tensor has a shape and no values."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and isinstance(value, module.FakeTensor)
-
-
 def fsdp_parameters(unit: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     """For each parameter of an FSDP2 unit its module, and how tensor parallelism splits it, or None."""
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]

@@ -1,0 +1,83 @@
+"""How many sequences each step of a run takes, while its batch grows. Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from forge_data.config import DataConfig
+from msgspec import structs
+
+from forge_trainer.portions import TrainConfig
+
+T = TypeVar("T")
+
+
+class BatchSizes:
+    """A pure function of the step, so that there is nothing to save.
+
+    Data are read in items of `unit` sequences, of which a step takes as many as it needs: the samples of a
+    run are those of one stream, in its order, however they are cut into steps.
+
+    Args:
+        train: with `global_batch` in sequences.
+    """
+
+    def __init__(self, train: TrainConfig) -> None:
+        self._stages = [(stage.steps, stage.global_batch) for stage in train.batch_warmup]
+        self._last = train.global_batch
+        self.unit = math.gcd(*self.all())
+
+    def all(self) -> list[int]:
+        """The global batches of all stages, in their order."""
+        return [batch for _, batch in self._stages] + [self._last]
+
+    def at(self, step: int) -> int:
+        """Sequences of a step, from 0."""
+        for steps, batch in self._stages:
+            if step < steps:
+                return batch
+            step -= steps
+        return self._last
+
+    def samples(self, steps: int) -> int:
+        """Sequences of the first so many steps."""
+        total = 0
+        for length, batch in self._stages:
+            total += min(steps, length) * batch
+            steps = max(0, steps - length)
+        return total + steps * self._last
+
+    def items(self, steps: int) -> int:
+        """Items of the first so many steps."""
+        return self.samples(steps) // self.unit
+
+    def whole_steps(self, items: int) -> int:
+        """How many steps so many items suffice for."""
+        left, steps = items * self.unit, 0
+        for length, batch in self._stages:
+            if left < length * batch:
+                return steps + left // batch
+            left, steps = left - length * batch, steps + length
+        return steps + left // self._last
+
+    def of_steps(self, items: Iterable[Sequence[T]], step: int) -> Iterator[list[T]]:
+        """The items of each step put together, from a step on."""
+        endless = iter(items)
+        for at in itertools.count(step):
+            count = self.at(at) // self.unit
+            yield [part for item in itertools.islice(endless, count) for part in item]
+
+    def counted_in_items(self, data: DataConfig) -> DataConfig:
+        """The data whose steps are items: those that leave out steps name other numbers."""
+        skips = [
+            skip
+            if skip.start_step is None or skip.end_step is None
+            else structs.replace(
+                skip, start_step=self.items(skip.start_step), end_step=self.items(skip.end_step)
+            )
+            for skip in data.skip
+        ]
+        return structs.replace(data, skip=skips)

@@ -1,0 +1,104 @@
+"""What `[eval]` holds. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from forge_config import ALL_KEYS, Config, Meta
+from forge_data.config import DataConfig as DataConfig  # registers the types of sources
+from forge_data.sources import SourceConfig
+
+MEASURES = ("loss", "perplexity", "bits_per_byte")
+"""What is told of a set."""
+TAKEN = (*MEASURES, "tasks")
+"""No names of sets, for they stand in their place in the names of metrics."""
+
+
+class EvalSetConfig(Config):
+    """Text to evaluate on beside the held-out text of `[data]`, cut into sequences as that is.
+
+    Attributes:
+        sources: all their text is read, with nothing held out.
+        samples: sequences an evaluation reads, evenly spaced; 0 reads all.
+    """
+
+    sources: list[SourceConfig]
+    samples: Annotated[int, Meta(ge=0)] = 256
+
+    def __post_init__(self) -> None:
+        names = [source.name or str(number) for number, source in enumerate(self.sources)]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(
+                f"the sources are named {', '.join(names) or 'not at all'}; give at least one, each a name "
+                "of its own"
+            )
+
+
+class TasksConfig(Config):
+    """Tasks of lm-evaluation-harness that a run is evaluated on while it trains.
+
+    Attributes:
+        names: of tasks or groups of them; logged as `eval/tasks/<task>/<metric>`.
+        folder: YAML files of tasks of your own.
+        every_steps: distance of these evaluations; absent is that of the others.
+        num_fewshot: examples before each question; absent is what a task says.
+        limit: questions of a task at most; absent is all.
+        batch_size: sequences that a rank computes at once; absent is train.micro_batch.
+    """
+
+    path_keys = ("folder",)
+
+    names: list[str]
+    folder: str | None = None
+    every_steps: Annotated[int, Meta(ge=1)] | None = None
+    num_fewshot: Annotated[int, Meta(ge=0)] | None = None
+    limit: Annotated[int, Meta(ge=1)] | None = None
+    batch_size: Annotated[int, Meta(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ValueError('names is empty; name at least one task, e.g. ["arc_easy"]')
+
+
+class EvalConfig(Config):
+    """Evaluation during training: on held-out text, on sets of other text, and on tasks.
+
+    Attributes:
+        every_steps: distance of evaluations; the last step is always evaluated. 0 never evaluates.
+        sets: text to evaluate on beside the held-out text, by name; logged as `eval/<name>/...`.
+        tasks: of lm-evaluation-harness; absent is none.
+    """
+
+    free_keys = (ALL_KEYS,)
+
+    every_steps: Annotated[int, Meta(ge=0)] = 500
+    sets: dict[str, EvalSetConfig] = {}
+    tasks: TasksConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.sets:
+            if name in TAKEN or not name or "/" in name:
+                raise ValueError(
+                    f"a set is named {name!r}; expected a name without / that is none of "
+                    f"{', '.join(TAKEN)}, e.g. [eval.sets.news]"
+                )
+
+
+def prefixed(name: str, results: dict[str, float]) -> dict[str, float]:
+    """The numbers of a set as they are logged."""
+    return {f"eval/{name}/{key}" if name else f"eval/{key}": value for key, value in results.items()}
+
+
+def losses_of(record: Mapping[str, float]) -> dict[str, float]:
+    """The losses of an evaluation in nats a token, by set; that of the held-out text is `validation`."""
+    found: dict[str, float] = {}
+    for key, value in record.items():
+        match key.split("/"):
+            case ["eval", "loss"]:
+                found["validation"] = value
+            case ["eval", name, "loss"] if name not in MEASURES:
+                found[name] = value
+            case _:
+                pass
+    return found

@@ -1,0 +1,37 @@
+"""Evaluates on tasks of lm-evaluation-harness every N steps."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from forge_trainer.hooks.base import Hook, RunView
+from forge_trainer.progress import Progress
+from forge_trainer.steps.base import StepOutput
+
+
+class EvaluateTasks(Hook):
+    """Logs what tasks say, under `eval/tasks/`. Collective.
+
+    Args:
+        every: distance in steps.
+        run: what is looked at.
+        tasks: numbers by name; called by all ranks.
+        weights: parameters hold the weights to evaluate inside of it.
+    """
+
+    span = "evaluate"
+
+    def __init__(
+        self,
+        every: int,
+        run: RunView,
+        tasks: Callable[[], dict[str, float]],
+        weights: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.every = every
+        self._run, self._tasks, self._weights = run, tasks, weights
+
+    def on_step(self, progress: Progress, out: StepOutput) -> None:
+        """See `Hook.on_step`. Collective."""
+        with self._weights():
+            found = self._tasks()
+        self._run.log({f"eval/tasks/{name}": value for name, value in found.items()})

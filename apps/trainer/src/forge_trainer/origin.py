@@ -1,0 +1,206 @@
+"""Which weights does a run start from, and which of them fit its model? Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from forge_ckpt import manifest
+from forge_ckpt.error import CheckpointError
+from forge_ckpt.folders import Folders
+from forge_config import ConfigError
+from forge_model.compare import differences
+from forge_model.config import ModelConfig
+from forge_model.decoder_config import DecoderConfig
+from forge_model.hf_config import config_from_hf, read_config, require_weights_of
+
+from forge_trainer.optim.groups import inside
+from forge_trainer.portions import TrainConfig
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Origin(NamedTuple):
+    """Where weights come from.
+
+    Attributes:
+        folder: of Hugging Face weights, or of one checkpoint.
+        is_checkpoint: which of them.
+    """
+
+    folder: Path
+    is_checkpoint: bool
+
+    def model(self) -> ModelConfig | None:
+        """The model that they were made for; None where nothing beside a checkpoint says so.
+
+        Raises:
+            ConfigError, ModelError: what says so cannot be read.
+        """
+        if not self.is_checkpoint:
+            return (
+                config_from_hf(read_config(self.folder)) if (self.folder / "config.json").exists() else None
+            )
+        from forge_trainer.run_dir import RunFiles, read_job
+
+        run = self.folder.parent.parent
+        return read_job(run).model if RunFiles(run).config.exists() else None
+
+
+def origin_of(name: str) -> Origin:
+    """What `train.init_from` names: a folder of Hugging Face weights, or the checkpoint of a step.
+
+    Args:
+        name: a folder of weights; `RUN@STEP`, where RUN is the directory of a run or of its checkpoints; or
+            the folder of a checkpoint.
+
+    Raises:
+        CheckpointError: there is no such step, or a run is named without one.
+    """
+    path = Path(name)
+    if (path / manifest.NAME).exists():
+        return Origin(path, True)
+    if path.is_dir():
+        if steps := _folders(path).steps():
+            raise CheckpointError(f"given {name}, a run; say of which step: {name}@{steps[-1]}")
+        return Origin(path, False)
+    run, at, step = name.rpartition("@")
+    if not at:
+        return Origin(path, False)
+    folders = _folders(Path(run))
+    has = folders.steps()
+    if not step.isdecimal() or int(step) not in has:
+        raise CheckpointError(f"there is no {name}; {run} has steps {', '.join(map(str, has)) or 'none'}")
+    return Origin(folders.of(int(step)), True)
+
+
+def _folders(run: Path) -> Folders:
+    inner = run / "checkpoints"
+    return Folders(inner if inner.is_dir() else run)
+
+
+def require_origin(model: ModelConfig, train: TrainConfig) -> Origin:
+    """Find the weights that a run starts from; those of another model must be taken in parts.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        ModelError: they belong to another model, or what says to which cannot be read.
+        ConfigError: they belong to another model; lists every difference.
+    """
+    assert train.init_from is not None
+    origin = origin_of(train.init_from)
+    if train.init_in_parts:
+        return origin
+    if not origin.is_checkpoint:
+        if (origin.folder / "config.json").exists():
+            require_weights_of(model, read_config(origin.folder), train.init_from)
+    elif found := unlike(model, origin.model()):
+        listed = "".join(f"\n  {line}" for line in found)
+        raise ConfigError(
+            f"{train.init_from} is a checkpoint of another model than [model] describes:{listed}\nChange "
+            "these keys, or say which tensors to take: train.init_include, init_exclude, init_resize."
+        )
+    return origin
+
+
+def unlike(model: ModelConfig, other: ModelConfig | None) -> list[str]:
+    """Where two models differ, one line each; nothing where that is not known."""
+    if not isinstance(model, DecoderConfig) or not isinstance(other, DecoderConfig):
+        return (
+            [] if other is None or type(model) is type(other) else [f"another type, {type(other).__name__}"]
+        )
+    return differences(model, other)
+
+
+class Chosen(NamedTuple):
+    """Which tensors are taken.
+
+    Attributes:
+        taken: names of those of equal sizes.
+        resized: names of those of which a part is taken.
+        random: names of those of the model that are not taken.
+        unused: names of those that are not of the model, or not wanted.
+    """
+
+    taken: Sequence[str]
+    resized: Sequence[str]
+    random: Sequence[str]
+    unused: Sequence[str]
+
+    def lines(self, ours: Shapes, theirs: Shapes, name: str, seed: int) -> Iterator[str]:
+        """What was loaded and what was not, for a person."""
+        yield f"{len(self.taken) + len(self.resized)} of {len(ours)} tensors are those of {name}"
+        for key in self.resized:
+            yield f"  in part    {key}: {list(theirs[key])} there, {list(ours[key])} here"
+        for kind, keys in ((f"seed {seed}", self.random), ("not taken", self.unused)):
+            yield from (f"  {kind:<10} {line}" for line in grouped(keys))
+
+
+def grouped(names: Iterable[str]) -> list[str]:
+    """Names, those that differ in their numbers only on one line with how many there are."""
+    found = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+    return [
+        name if number == 1 and "*" not in name else f"{name} ({number})" for name, number in found.items()
+    ]
+
+
+def choose(ours: Shapes, theirs: Shapes, train: TrainConfig) -> Chosen:
+    """Which tensors a model takes from elsewhere.
+
+    Args:
+        ours: shapes of the tensors of the model by name.
+        theirs: those that there are.
+        train: the patterns.
+
+    Raises:
+        CheckpointError: a pattern names nothing, or what shall be taken does not fit; lists all of it.
+    """
+    names = sorted({*ours, *theirs})
+    patterns = (*train.init_include, *train.init_exclude, *train.init_resize)
+    if idle := [one for one in patterns if not any(inside(one, name) for name in names)]:
+        raise CheckpointError(
+            f"patterns of train.init_* that name no tensor: {', '.join(idle)}; there are "
+            f"{', '.join(grouped(names)[:20])}"
+        )
+    wanted = [name for name in names if not train.init_include or _any(train.init_include, name)]
+    wanted = [name for name in wanted if not _any(train.init_exclude, name)]
+    resized = [
+        name
+        for name in wanted
+        if _any(train.init_resize, name)
+        and name in ours
+        and name in theirs
+        and ours[name] != theirs[name]
+        and len(ours[name]) == len(theirs[name])
+    ]
+    wrong = [*_misfits([name for name in wanted if name not in resized], ours, theirs)]
+    if wrong:
+        listed = "".join(f"\n  {line}" for line in wrong[:20])
+        raise CheckpointError(
+            f"{train.init_from} does not fit the model ({len(wrong)}):{listed}\nName what is not to be taken "
+            "in train.init_exclude, and what may differ in size in train.init_resize."
+        )
+    used = {*wanted}
+    return Chosen(
+        [name for name in wanted if name not in resized],
+        resized,
+        [name for name in names if name in ours and name not in used],
+        [name for name in names if name in theirs and name not in used],
+    )
+
+
+def _any(patterns: Iterable[str], name: str) -> bool:
+    return any(inside(pattern, name) for pattern in patterns)
+
+
+def _misfits(wanted: Sequence[str], ours: Shapes, theirs: Shapes) -> Iterator[str]:
+    for name in wanted:
+        if name not in theirs:
+            yield f"{name} is not there"
+        elif name not in ours:
+            yield f"{name} is there, and not in the model"
+        elif ours[name] != theirs[name]:
+            yield f"{name} is {list(theirs[name])} there, {list(ours[name])} here"

@@ -1,0 +1,34 @@
+"""Which of the last starts of a SLURM job brought the run no further."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from forge_trainer.run_dir import RunFiles, read_lines
+
+FUTILE = 3
+"""So many starts in a row that failed without a new checkpoint end the chain."""
+
+
+def futile_starts(directory: Path) -> list[dict[str, Any]]:
+    """The last starts in a row that failed at the same step of the newest checkpoint, the newest first."""
+    found: list[dict[str, Any]] = []
+    for start in reversed(read_lines(RunFiles(directory).starts, "step")):
+        if not start.get("failed") or (found and start["step"] != found[0]["step"]):
+            break
+        found.append(start)
+    return found
+
+
+def crash_loop(directory: Path) -> str | None:
+    """That a job was ended for such starts; None if it was not."""
+    futile = futile_starts(directory)
+    if len(futile) < FUTILE:
+        return None
+    last, nodes = futile[0], {str(start["nodes"]) for start in futile if start.get("nodes")}
+    where = f" on {', '.join(sorted(nodes))}" if nodes else ""
+    return (
+        f"crash loop    {len(futile)} starts in a row failed at step {last['step']} without a new "
+        f"checkpoint, the last with exit code {last.get('code')}{where}; SLURM starts it no more"
+    )

@@ -1,0 +1,31 @@
+"""What of the values that somebody wants to log is a number."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_TOLD: set[str] = set()
+"""Names that were warned of in this process."""
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those that are one number, as such; the others are left out, with a warning for each name.
+
+    Args:
+        values: by name: Python's numbers, those of NumPy, tensors of one element.
+    """
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        try:
+            if isinstance(value, str | bytes):
+                raise TypeError("a text")
+            found[str(name)] = value if isinstance(value, int) else float(value)
+        except Exception as error:  # whatever a value raises, it must not end a run
+            if name not in _TOLD:
+                _TOLD.add(name)
+                log.warning(
+                    "%s is not logged, as it is no number: %s (%s)", name, type(value).__name__, error
+                )
+    return found

@@ -1,0 +1,53 @@
+"""Does an export compute what the run computes? Asks `transformers`."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import cast
+
+import torch
+from forge_ckpt.error import CheckpointError
+from forge_config import ConfigError
+from torch import nn
+
+from forge_trainer.run_dir import read_job
+from forge_trainer.trained import load_model
+
+TOLERANCE = 1e-4
+"""Of the largest logit: float32 on both sides, with sums in another order."""
+TOKENS = (4, 64)
+"""Sequences, and tokens of each at most."""
+
+
+@torch.no_grad()
+def verify_export(options: argparse.Namespace) -> None:
+    """`forge verify-export`: compare the logits of an export in `transformers` with those of the run.
+
+    Raises:
+        ConfigError: there is no `transformers`.
+        CheckpointError: it does not load the export, or logits differ; says by how much.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise ConfigError("forge verify-export needs transformers: pip install 'transformers>=5'") from None
+    job, folder = read_job(Path(options.directory)), Path(options.out)
+    model, step = load_model(job)
+    device = next(model.parameters()).device
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"there is no {folder / 'config.json'}; expected what forge export wrote")
+    try:
+        theirs = cast(nn.Module, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"transformers does not load {folder}: {error}") from None
+    draw = torch.Generator().manual_seed(0)
+    shape = TOKENS[0], min(TOKENS[1], job.model.max_tokens)
+    tokens = torch.randint(job.model.vocab_size, shape, generator=draw).to(device)
+    ours, logits = model.float()(tokens).float(), theirs.to(device).eval()(tokens).logits.float()
+    if ours.shape != logits.shape:
+        raise CheckpointError(f"{folder} has logits {list(logits.shape)}; the run has {list(ours.shape)}")
+    apart = float((ours - logits).abs().max() / ours.abs().max())
+    told = f"{folder} and step {step} of {options.directory}: logits differ by {apart:.2g} of the largest"
+    if not apart <= TOLERANCE:
+        raise CheckpointError(f"{told}; expected at most {TOLERANCE:g}: is it the export of this step?")
+    sys.stdout.write(f"{told}, at most, in {tokens.numel()} tokens\n")

@@ -1,0 +1,94 @@
+"""What an evaluation tells, against sums made by hand; which sets can be named."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forge_config import ConfigError, load
+from forge_data.config import DataConfig
+from forge_data.loader import MicroBatch, build_set_loader
+from forge_data.sources import FilesConfig
+from forge_model import DecoderConfig, LossConfig, initialize
+from forge_model.config import GroupedQueryConfig
+from forge_parallel.mesh import Mesh
+from forge_trainer.eval_config import EvalConfig, losses_of, prefixed
+from forge_trainer.steps.text import TextStep
+
+SOURCES = ("code", "prose", "none of it")
+
+
+def test_numbers_of_sources_are_those_of_each_source_alone():
+    """In float64, with made-up lengths in bytes; what a source without targets tells is not a number."""
+    config = DecoderConfig(
+        vocab_size=19, dim=16, num_layers=1, attention=GroupedQueryConfig(num_heads=2), init_std=0.3
+    )
+    model = config.build().double()
+    initialize(model, 0)
+    rows = torch.randint(19, (6, 9), generator=torch.Generator().manual_seed(0))
+    labels = rows[:, 1:].clone()
+    labels[0, :5] = -100
+    source, length = torch.tensor([0, 1, 0, 1, 1, 0]), torch.tensor([3, 9, 8, 30, 7, 5])
+    batch = [
+        MicroBatch(
+            {"tokens": rows[i : i + 2, :-1], "labels": labels[i : i + 2]},
+            {"source": source[i : i + 2], "bytes": length[i : i + 2]},
+            SOURCES,
+        )
+        for i in (0, 2, 4)
+    ]
+    step = TextStep(
+        [model], LossConfig(chunk_tokens=3, label_smoothing=0.1).build(), Mesh(torch.device("cpu"))
+    )
+    found = step.evaluate([batch])
+    nats = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), labels.flatten(), reduction="none").view(6, 8)
+    for name, mine in {"": source >= 0, "/code": source == 0, "/prose": source == 1}.items():
+        total, targets = nats[mine].sum().item(), (labels[mine] >= 0).sum().item()
+        assert found[f"loss{name}"] == pytest.approx(total / targets, rel=1e-12)
+        assert found[f"perplexity{name}"] == pytest.approx(math.exp(total / targets), rel=1e-12)
+        bits = total / math.log(2) / length[mine].sum().item()
+        assert found[f"bits_per_byte{name}"] == pytest.approx(bits, rel=1e-12)
+    assert math.isnan(found["loss/none of it"]) and math.isnan(found["bits_per_byte/none of it"])
+
+
+def test_set_reads_all_text_of_its_sources_once_over_all_ranks(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(9):
+        (folder / f"{number}.txt").write_text(f"{number}" * (20 + number))
+    source = FilesConfig(paths=[str(folder)], held_out=0.5, name="digits")
+    data = DataConfig(max_tokens=8, sources=[source], cache_dir=str(tmp_path / "cache"), validation_samples=1)
+    seen, lengths = [], 0
+    for rank in range(2):
+        loader = build_set_loader(data, [source], 0, rank=rank, world_size=2, micro_batch=3)
+        for micro in (micro for batch in loader for micro in batch):
+            labels = micro.inputs["labels"]
+            seen += labels[labels >= 0].tolist()
+            lengths += int(micro.statistics["bytes"].sum())
+    text = sum(20 + number for number in range(9))
+    assert len(seen) == (text + 9 - 1) // 8 * 8, "whole sequences of all the text"
+    assert lengths == sum(token < 256 for token in seen)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ('[sets.loss]\nsources = [{ type = "python-stdlib" }]', "'loss'"),
+        ('[sets."a/b"]\nsources = [{ type = "python-stdlib" }]', "'a/b'"),
+        ('[sets.tasks]\nsources = [{ type = "python-stdlib" }]', "'tasks'"),
+        ("[tasks]\nnames = []", "at least one task"),
+        ("[sets.news]\nsources = []", "at least one"),
+        ('[sets.news]\nsources = [{ type = "python-stdlib" }]\nsteps = 3', "steps"),
+        ("every_steps = -1", "every_steps"),
+    ],
+)
+def test_section_is_refused(tmp_path, section, said):
+    (tmp_path / "eval.toml").write_text(section)
+    with pytest.raises(ConfigError, match=said):
+        load(EvalConfig, tmp_path / "eval.toml")
+
+
+def test_losses_of_a_record_are_those_of_sets_and_not_of_sources():
+    record = {"step": 3.0} | prefixed("", {"loss": 1.0, "loss/loss": 2.0, "bits_per_byte": 3.0})
+    record |= prefixed("news", {"loss": 4.0, "loss/web": 5.0})
+    assert losses_of(record) == {"validation": 1.0, "news": 4.0}

@@ -1,0 +1,22 @@
+"""At which steps a checkpoint is due, from the TOML of a run on."""
+
+from pathlib import Path
+
+import pytest
+from forge_trainer.job import load_job
+from forge_trainer.saves import Saves
+
+RUN = Path(__file__).parents[3] / "configs" / "runs" / "debug.toml"
+
+
+@pytest.mark.parametrize(("every", "others"), [("10", {10, 20, 30}), ('"auto"', {20, 21, 22, 23, 24})])
+def test_steps_of_dense_windows_are_due_beside_the_others(tmp_path, every, others):
+    path = tmp_path / "dense.toml"
+    path.write_text(
+        f'extends = ["{RUN}"]\n[checkpoint]\nevery_steps = {every}\n[[checkpoint.dense]]\nto_step = 16\n'
+        "[[checkpoint.dense]]\nfrom_step = 12\nto_step = 15\nevery = 3\n"
+    )
+    saves = Saves(load_job(path).value.checkpoint, 0, lambda: 24, None)
+    due = {step for step in range(1, 25) if saves.due(step)}
+    assert {1, 2, 4, 8, 16, 12, 15} <= due
+    assert due - {1, 2, 4, 8, 16, 12, 15} == {step for step in others if step < 24} | {24}

@@ -1,0 +1,55 @@
+"""Which tensors of two checkpoints differ, and by how much?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from forge_ckpt.checkpointed import Checkpointed
+
+
+def compare(a: Path, b: Path) -> Iterator[dict[str, Any]]:
+    """The tensors that are not bit for bit the same, in order of names; two of them in memory at once.
+
+    Args:
+        a: folder of one checkpoint.
+        b: of the other.
+
+    Yields:
+        `tensor`, `difference` in words, and if values differ: `elements` that do, `of` how many, the largest
+        absolute difference `most`, relative to the largest value `relative`, and the root mean square `rms`
+        (text, if not finite).
+
+    Raises:
+        DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.
+    """
+    one, other = Checkpointed(a), Checkpointed(b)
+    for key in sorted({*one, *other}):
+        if key not in other or key not in one:
+            yield {"tensor": key, "difference": f"is only in {'a' if key in one else 'b'}"}
+        elif told := _difference(one, other, key):
+            yield {"tensor": key, **told}
+
+
+def _difference(a: Checkpointed, b: Checkpointed, key: str) -> dict[str, Any]:
+    import torch
+
+    one, other = a.manifest.tensors[key], b.manifest.tensors[key]
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        told = f"is {one.dtype} {list(one.shape)}, and {other.dtype} {list(other.shape)}"
+        return {"difference": told}
+    x, y = a[key].flatten(), b[key].flatten()
+    if torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+        return {}
+    x, y = (v if v.is_complex() else v.double() for v in (x, y))
+    apart = (x - y).abs()
+    differing, most = int(((x != y) & ~(x.isnan() & y.isnan())).sum()), float(apart.max())
+    if not differing:
+        return {"difference": "differs in bits only: in signs of zeros, or in NaNs"}
+    largest = float(torch.maximum(x.abs().max(), y.abs().max()))
+    told = f"differs in {differing} of {x.numel()} elements, by at most {most:.6g}"
+    numbers = {"most": most, "relative": most / largest, "rms": float(apart.square().mean().sqrt())}
+    shown = {name: value if isfinite(value) else str(value) for name, value in numbers.items()}
+    return {"difference": told, "elements": differing, "of": x.numel(), **shown}

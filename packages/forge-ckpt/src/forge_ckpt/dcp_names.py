@@ -1,0 +1,82 @@
+"""How are the weights of torchtitan's Llama called by Hugging Face, and what else differs?
+
+torchtitan rotates neighbours in a head, as Meta's weights do; Hugging Face rotates halves, so that the rows
+of queries and keys change places. Source: torchtitan/models/llama3/model/state_dict_adapter.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from forge_ckpt.error import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+OF_LAYERS = {
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
+
+
+class LlamaOfTitan(Mapping[str, "Tensor"]):
+    """Weights of torchtitan's Llama 3 as Hugging Face has them; each is read when it is asked for.
+
+    Args:
+        tensors: by the names of torchtitan.
+        config: the `config.json` of the model: `num_attention_heads`, `num_key_value_heads`.
+
+    Raises:
+        CheckpointError: a name is not one of that model, or the config does not say how many heads there are.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        heads = config.get("num_attention_heads")
+        key_heads = config.get("num_key_value_heads", heads)
+        if not all(type(number) is int and number > 0 for number in (heads, key_heads)):
+            raise CheckpointError("the config.json says no num_attention_heads; expected that of a Llama")
+        self._heads = {"attention.wq.weight": heads, "attention.wk.weight": key_heads}
+        self._tensors = tensors
+        self._names = {_hf_name(name): name for name in tensors if name != "freqs_cis"}
+
+    def __getitem__(self, name: str) -> Tensor:
+        key = self._names[name]
+        tensor, found = self._tensors[key], _LAYER.fullmatch(key)
+        heads = self._heads.get(found[2]) if found else None
+        if heads is None:
+            return tensor
+        if tensor.ndim != 2 or len(tensor) % (2 * heads):
+            raise CheckpointError(f"{key} is {list(tensor.shape)}, which is not {heads} heads")
+        return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _hf_name(name: str) -> str:
+    if name in NAMES:
+        return NAMES[name]
+    found = _LAYER.fullmatch(name)
+    if found is None or found[2] not in OF_LAYERS:
+        raise CheckpointError(
+            f"{name} is no weight of torchtitan's Llama 3; leave out --llama to keep the names"
+        )
+    return f"model.layers.{found[1]}.{OF_LAYERS[found[2]]}"

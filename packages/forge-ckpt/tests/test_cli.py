@@ -1,0 +1,180 @@
+"""What `forge-ckpt` tells of good, bad and odd folders, and how it ends: without a traceback."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from forge_ckpt import Snapshot, Store
+from forge_ckpt.cli import main
+from forge_ckpt.lease import take
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "run" / "checkpoints", keep=9)
+    for step in (1, 2, 3):
+        store.save(step, Snapshot({"model.w": torch.full((4,), float(step))}))
+    return store
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def rows(capsys, *arguments):
+    code = main([*map(str, arguments), "--json"])
+    return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_fsck_of_a_good_folder_finds_nothing(store, capsys):
+    code, told = rows(capsys, "fsck", store.root.parent)
+    assert code == 0
+    assert [one["state"] for one in told if one["what"] == "checkpoint"] == ["intact"] * 3
+    assert {one["what"]: one["state"] for one in told} == {
+        "checkpoint": "intact",
+        "progress": "reached",
+        "lease": "none",
+        "verdict": "all checkpoints are intact",
+    }
+    assert main(["fsck", str(store.root)]) == 0
+    assert "verdict  all checkpoints are intact" in capsys.readouterr().out
+
+
+def test_fsck_tells_damage_leftovers_pins_links_and_odd_names(store, capsys):
+    flip(store.folder(3) / "rank-00000.bin")
+    for name in (".tmp-0-000000009-x", ".bad-000000002-x", "step-4", "a\nb\x1b[2J"):
+        (store.root / name).mkdir()
+    (store.root / ".bad-000000002-x" / "rank-00000.bin").write_bytes(bytes(2_000_000))
+    (store.root / "pin-000000007").touch()
+    (store.root / "step-000000005").symlink_to(store.folder(1))
+    code, told = rows(capsys, "fsck", store.root)
+    assert code == 1
+    states = {(one["what"], one.get("step", one.get("name"))): one["state"] for one in told}
+    assert states["checkpoint", 3] == states["checkpoint", 5] == "damaged"
+    assert states["leftover", ".tmp-0-000000009-x"] == "tmp" and states["pin", 7] == "dangling"
+    assert states["odd", "step-4"] == states["odd", "a\nb\x1b[2J"] == "unknown"
+    assert states["progress", 3] == "behind"
+    assert next(one["MB"] for one in told if one.get("state") == "bad") == 2.0
+    assert "is a link to" in next(one["why"] for one in told if one.get("step") == 5)
+    assert told[-1]["intact"] == [1, 2] and told[-1]["code"] == 1
+    main(["fsck", str(store.root)])
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_fsck_tells_who_holds_the_lease_and_that_a_save_is_on(store, capsys):
+    (store.root / ".tmp-1-000000009-x").mkdir()
+    lease = take(store.root.parent / "lease")
+    try:
+        _, told = rows(capsys, "fsck", store.root.parent)
+    finally:
+        lease.release()
+    states = {one["what"]: one for one in told}
+    assert states["lease"]["state"] == "held" and str(os.getpid()) in states["lease"]["why"]
+    assert states["leftover"]["state"] == "busy"
+    assert rows(capsys, "fsck", store.root.parent)[1][-2]["state"] == "free"
+
+
+def test_fsck_of_what_is_lost_or_cannot_be_read_says_so(store, tmp_path, capsys):
+    newest = store.folder(3) / "manifest.json"
+    for step in (1, 2):
+        store.remove(step)
+    body = newest.read_bytes().partition(b"\n")[2].replace(b'"format":2', b'"format":9')
+    from forge_ckpt.manifest import digest
+
+    newest.write_bytes(digest(body).hex().encode() + b"\n" + body)
+    assert rows(capsys, "fsck", store.root)[0] == 2
+    store.remove(3)
+    code, told = rows(capsys, "fsck", store.root)
+    assert code == 1 and told[0]["state"] == "lost"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["ls", "none"], 2),
+        (["fsck", "file"], 2),
+        (["show", "run", "--step", "9"], 1),
+        (["verify", "run", "--step", "9"], 1),
+        (["show", "empty"], 2),
+        (["export", "run", "file"], 2),
+        (["export", "run", "file/below"], 2),
+        (["diff", "run", "none"], 2),
+        (["diff", "run/checkpoints/step-000000001", "run/checkpoints/step-000000002"], 1),
+        (["pin", "run", "9"], 2),
+        (["unpin", "run", "1"], 2),
+        (["prune", "run", "--keep", "0"], 2),
+        (["ls", "a\x00b"], 2),
+        (["ls", "x" * 300], 2),
+        (["ls", "loop"], 2),
+    ],
+)
+def test_bad_input_ends_with_a_message_and_the_code_that_is_documented(
+    store, tmp_path, monkeypatch, capsys, arguments, code
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    for more in ([], ["--json"]):
+        assert main([*arguments, *more]) == code
+        told = capsys.readouterr()
+        assert told.err or told.out
+
+
+@pytest.mark.parametrize("step", ["-1", "x", "1e3", "9" * 40, "²"])
+def test_what_is_no_step_is_refused_by_the_parser(store, step, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["pin", str(store.root), step])
+    assert (
+        caught.value.code == 2 and "expected a number of steps" in capsys.readouterr().err
+    ) or step == "-1"
+
+
+def test_every_command_speaks_json_and_pins_are_shown(store, tmp_path, capsys):
+    assert rows(capsys, "pin", store.root.parent, 1) == (0, [{"step": 1, "pinned": True}])
+    assert [one["pinned"] for one in rows(capsys, "ls", store.root.parent)[1]] == [True, False, False]
+    assert rows(capsys, "prune", store.root, "--keep", 1) == (0, [{"removed": [2]}])
+    assert rows(capsys, "unpin", store.root, 1) == (0, [{"step": 1, "pinned": False}])
+    assert rows(capsys, "export", store.root, tmp_path / "out")[1] == [
+        {"step": 3, "folder": str(tmp_path / "out")}
+    ]
+    assert rows(capsys, "show", store.root)[1][0]["tensors"]["model.w"]["shape"] == [4]
+
+
+def test_diff_says_how_much_differs(store, capsys):
+    code, told = rows(capsys, "diff", store.folder(1), store.folder(3))
+    assert code == 1
+    assert told == [
+        {
+            "tensor": "model.w",
+            "difference": "differs in 4 of 4 elements, by at most 2",
+            "elements": 4,
+            "of": 4,
+            "most": 2.0,
+            "relative": pytest.approx(2 / 3),
+            "rms": 2.0,
+        }
+    ]
+
+
+@pytest.mark.parametrize(("value", "told"), [(float("nan"), "nan"), (float("inf"), "inf"), (-0.0, None)])
+def test_diff_of_what_is_not_finite_is_json(tmp_path, capsys, value, told):
+    store = Store(tmp_path)
+    store.save(1, Snapshot({"w": torch.zeros(2)}))
+    store.save(2, Snapshot({"w": torch.tensor([0.0, value])}))
+    code, [one] = rows(capsys, "diff", store.folder(1), store.folder(2))
+    assert code == 1 and one.get("most") == told
+
+
+def test_reader_that_leaves_early_sees_no_traceback(store):
+    code = f"import sys; from forge_ckpt.cli import main; sys.exit(main(['fsck', {str(store.root)!r}]))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
