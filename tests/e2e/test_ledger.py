@@ -43,4 +43,6 @@ def test_checkpoints_come_as_often_as_it_is_worth_it(forge, tiny, tmp_path):
     steps = Store(tmp_path / "runs" / "tiny" / "checkpoints").steps()
     # a save costs milliseconds and failures are rare: nothing after the first but the end
     assert steps == [20, 60]
+    stop_s = [line.stop_s for line in read_ledger(tmp_path / "runs" / "tiny")]
+    assert all(30 < s < 300 for s in stop_s) and stop_s, "the margin of the last save, a step and the hooks"
     assert json.loads((tmp_path / "runs" / "tiny" / "exit.json").read_text())["code"] == 0

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from forge_config import ConfigError
 from forge_trainer.cli import main
 from forge_trainer.run_dir import RunFiles
 from forge_trainer.slurm.config import ClusterConfig, load_cluster
+from forge_trainer.slurm.warning import warning_of
 
 ROOT = Path(__file__).parents[3]
 RUN = str(ROOT / "configs/runs/debug.toml")
@@ -191,6 +193,27 @@ def test_cancelled_job_does_not_run_again(slurm, tmp_path):
     assert slurm.calls() == ["scancel 9"]
 
 
+@pytest.mark.parametrize("told", ["JobState=PENDING Restarts=1", "JobState=RUNNING Restarts=1 BatchFlag=1"])
+@pytest.mark.parametrize("code", [0, 137])
+def test_script_of_a_start_that_slurm_has_replaced_changes_nothing(told, code, slurm, tmp_path, capsys):
+    run = tmp_path / "run"
+    ended(run, 85, job="4")
+    slurm.job_state.write_text(f"{told}\n")
+    assert after(run, code, "--chained=9") == 1
+    said = capsys.readouterr().out
+    assert "this start was lost with a node; SLURM runs the job again by itself" in said
+    assert "exit code" not in said
+    assert slurm.calls() == [] and not (run / "starts.jsonl").exists()
+
+
+def test_preempted_start_that_ended_in_order_is_noted_although_the_job_is_back(slurm, tmp_path):
+    run = tmp_path / "run"
+    slurm.job_state.write_text("JobState=PENDING Restarts=1\n")
+    ended(run, 85)
+    assert after(run, 137) == 85 and slurm.calls() == []
+    assert json.loads((run / "starts.jsonl").read_text())["code"] == 85
+
+
 def test_failing_without_progress_ends_after_three_starts(slurm, tmp_path, capsys):
     run = tmp_path / "run"
     assert [after(run, code) for code in (1, 137, 1)] == [0, 0, 89]
@@ -298,3 +321,73 @@ def test_limit_within_which_a_run_could_not_begin_is_refused():
     ClusterConfig(time="00:03:00", warning_s=120)
     with pytest.raises(ValueError, match="expected at least 180 s, or a shorter warning"):
         ClusterConfig(time="00:02:59", warning_s=120)
+
+
+def stops(run: Path, *stop_s: float) -> None:
+    """A ledger in which each stretch tells twice how long it would have taken to stop."""
+    run.mkdir(parents=True)
+    lines = [
+        {
+            "stretch": nth,
+            "began": 0,
+            "at": 1,
+            "from_step": 0,
+            "step": 1,
+            "spans": {},
+            "ended": True,
+            "stop_s": s,
+        }
+        for nth, last in enumerate(stop_s)
+        for s in (900.0, last)
+    ]
+    (run / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_warning_is_learned_from_what_earlier_starts_needed_to_stop(tmp_path, capsys):
+    run = tmp_path / "runs" / "debug"
+    stops(run, 100, 160, 140)
+    (run / "starts.jsonl").write_text('{"shutdown_s": 20.0}\n{"shutdown_s": null}\n{"step": 1}\n')
+    assert launch(tmp_path, cluster_file(tmp_path), "--job.name=debug", "--dry-run") == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --signal=B:USR1@270\n" in script  # (160 + 20) * 1.5
+    assert "# Warned 270 s before the time limit (learned from 3 earlier starts: 160 s" in script
+    fixed = cluster_file(tmp_path, "warning_s = 77\n")
+    assert launch(tmp_path, fixed, "--job.name=debug", "--dry-run") == 0
+    script = capsys.readouterr().out
+    assert (
+        "@77\n" in script and "# Warned 77 s before the time limit (warning_s of the cluster file)" in script
+    )
+
+
+@pytest.mark.parametrize(
+    ("time", "stop_s", "expected", "said"),
+    [
+        ("24:00:00", [], 120, "no earlier start"),
+        ("00:03:00", [], 60, "no earlier start"),
+        ("24:00:00", [2.0], 60, "1 earlier start:"),
+        ("01:00:00", [5000.0], 1770, "bounded, 7500 s are needed"),
+        ("UNLIMITED", [5000.0], 3600, "bounded"),
+        ("24:00:00", [float("inf"), float("nan"), -5.0, 0.0], 120, "no earlier start"),
+    ],
+)
+def test_learned_warning_is_bounded(time, stop_s, expected, said, tmp_path):
+    stops(tmp_path / "run", *stop_s)
+    found = warning_of(ClusterConfig(time=time), [tmp_path / "run", tmp_path / "never started"])
+    assert found.seconds == expected and said in found.origin
+
+
+def test_warning_of_a_sweep_is_that_of_its_slowest_run(tmp_path, capsys):
+    stops(tmp_path / "runs" / "debug-1", 100)
+    words = ["--job.name=debug", "--sweep=job.seed=0,1", "--dry-run"]
+    assert launch(tmp_path, cluster_file(tmp_path), *words) == 0
+    assert "#SBATCH --signal=B:USR1@150\n" in capsys.readouterr().out
+
+
+def test_end_of_a_job_notes_how_long_after_the_last_word_of_the_run_it_came(slurm, tmp_path):
+    run = tmp_path / "run"
+    ended(run, 85, when=(datetime.now(UTC) - timedelta(seconds=30)).isoformat(timespec="seconds"))
+    after(run, 137)
+    ended(run, 85, when="yesterday")
+    after(run, 137)
+    seconds = [json.loads(line)["shutdown_s"] for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert 30 <= seconds[0] < 45 and seconds[1] is None

@@ -273,7 +273,7 @@ def build_hooks(
         def tokens_read(samples: int) -> dict[str, int]:
             return run.loader.tokens_read(samples)
 
-        ledger = Ledger(run.directory, run.clock, run.progress)
+        ledger = Ledger(run.directory, run.clock, run.progress, judges.deadline.needed_s)
         judges.saves.mean_time_to_failure_s = lambda: ledger.mean_time_to_failure_s
         skipped = judges.finite.skipped
         hooks += [ledger, Log(job.train.log_every_steps, run, skipped, tokens_read, lambda: ledger.ratio)]

@@ -27,6 +27,7 @@ class Line:
         step: steps taken by now.
         spans: seconds of the stretch in each named part; the rest is `other`.
         ended: whether it ended in order: by a signal, a limit of time, a rollback, or its last step.
+        stop_s: how long a stop would have taken then, with a last checkpoint; 0 if that was not known.
     """
 
     stretch: int
@@ -36,6 +37,7 @@ class Line:
     step: int
     spans: Mapping[str, float]
     ended: bool = False
+    stop_s: float = 0.0
 
     @property
     def wall_s(self) -> float:
@@ -142,6 +144,7 @@ def line_of(entry: Mapping[str, Any]) -> Line | None:
             int(entry["step"]),
             {str(name): float(seconds) for name, seconds in entry["spans"].items()},
             entry["ended"] is True,
+            float(entry.get("stop_s", 0.0)),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None

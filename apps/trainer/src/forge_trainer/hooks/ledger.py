@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -37,12 +38,15 @@ class Ledger(Hook):
         directory: of the run.
         clock: of this process.
         progress: where the run begins.
+        stop_s: how long it would take now to stop with a checkpoint.
     """
 
     span = "ledger"
 
-    def __init__(self, directory: Path, clock: Clock, progress: Progress) -> None:
-        self._path, self._clock = RunFiles(directory).ledger, clock
+    def __init__(
+        self, directory: Path, clock: Clock, progress: Progress, stop_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._path, self._clock, self._stop_s = RunFiles(directory).ledger, clock, stop_s
         self._lines = read_ledger(directory)
         self._goodput = add_up(self._lines)
         self._stretch = self._lines[-1].stretch + 1 if self._lines else 0
@@ -76,7 +80,8 @@ class Ledger(Hook):
             compiling = max(0.0, self._first_step_s - usual)
             spans |= {STEP: spans[STEP] - compiling, "compile": compiling}
         spans["start"] = self._start_s or 0.0
-        line = Line(self._stretch, self._began, self._now, self._from_step, self._step, spans, ended)
+        stop_s = round(self._stop_s(), 3)
+        line = Line(self._stretch, self._began, self._now, self._from_step, self._step, spans, ended, stop_s)
         self._told = self._now
         self._lines.append(line)
         self._goodput = add_up(self._lines)

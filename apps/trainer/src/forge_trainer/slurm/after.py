@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from forge_ckpt.store import Store
 from forge_resilience.exit_codes import ExitCode
@@ -20,6 +22,9 @@ from forge_trainer.slurm.suspects import suspect_of, suspects
 FINAL = {ExitCode.DONE, ExitCode.CONFIG, ExitCode.NOT_FINITE, ExitCode.DIVERGED}
 """After these a new start would end the same way."""
 
+LOST = 1
+"""Of the script of a start that SLURM has already replaced; nobody reads it."""
+
 
 def after_job(options: argparse.Namespace) -> int:
     """`forge after`: put the job back into the queue if that helps.
@@ -28,12 +33,16 @@ def after_job(options: argparse.Namespace) -> int:
         0 when the run is complete or goes on; else the code that says why not.
     """
     directory = Path(options.directory)
-    code = _code(directory, options.code)
+    ended = _ended(directory)
+    told = _scontrol("show", "job", os.environ.get("SLURM_JOB_ID", "")).stdout
+    state = _field("JobState", told)
+    if ended is None and _is_replaced(state, told):
+        return _say(LOST, f"this start was lost with a node; SLURM runs the job again by itself ({state})")
+    code = int(ended["code"]) if ended else options.code
     try:
-        failures = _remember(directory, code)
+        failures = _remember(directory, code, ended)
     except OSError as error:  # without memory, a job that fails at once would run again for ever
         return _stop(options, code, f"{directory} cannot be written: {error}")
-    state = _job_state()
     if state == "CANCELLED":
         return _stop(options, code, "cancelled")
     if state not in ("", "RUNNING"):
@@ -49,19 +58,35 @@ def after_job(options: argparse.Namespace) -> int:
         if without:
             _scontrol("update", f"JobId={options.chained}", f"ExcNodeList={','.join(without)}")
         return _say(ExitCode.DONE, f"exit code {code}; job {options.chained} goes on{_without(without)}")
-    return _requeue(code, directory)
+    return _requeue(code, directory, told)
 
 
-def _code(directory: Path, of_step: int) -> int:
-    """The exit code of the run if this start has left one: srun gives the highest of all ranks."""
+def _ended(directory: Path) -> dict[str, Any] | None:
+    """What this start has left of its end; srun knows only the highest code of all ranks."""
     ended = read_ended(directory)
     this = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
-    if ended is None or (ended.get("job"), ended.get("restart")) != this:
-        return of_step
-    return int(ended["code"])
+    return ended if ended is not None and (ended.get("job"), ended.get("restart")) == this else None
 
 
-def _remember(directory: Path, code: int) -> int:
+def _is_replaced(state: str, told: str) -> bool:
+    """Whether SLURM has put the job back or started it again, while this script of an old start lives on.
+
+    The srun of a lost node may end with code 0.
+    """
+    restarts = _field("Restarts", told) or "0"
+    return state in ("PENDING", "REQUEUED") or int(restarts) > int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def _shutdown_s(ended: dict[str, Any] | None) -> float | None:
+    """Seconds since the run said its last word; None if it did not say when."""
+    try:
+        said = datetime.fromisoformat(ended["when"]) if ended else None
+        return None if said is None else max(0.0, (datetime.now(UTC) - said).total_seconds())
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _remember(directory: Path, code: int, ended: dict[str, Any] | None) -> int:
     """Add this end to `starts.jsonl`; how many failed in a row without getting further."""
     path = RunFiles(directory).starts
     steps = Store(RunFiles(directory).checkpoints).steps()
@@ -75,6 +100,7 @@ def _remember(directory: Path, code: int) -> int:
         "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
         "nodes": os.environ.get("SLURM_JOB_NODELIST"),
         "code": int(code),
+        "shutdown_s": _shutdown_s(ended),
         "suspect": suspect_of(read_ended(directory) if code == ExitCode.HUNG else None),
         "failed": failed,
         "step": step,
@@ -85,26 +111,24 @@ def _remember(directory: Path, code: int) -> int:
     return futile
 
 
-def _job_state() -> str:
-    """What SLURM says of this job: RUNNING, CANCELLED, or COMPLETING when it ends it; empty without SLURM."""
-    told = _scontrol("show", "job", os.environ.get("SLURM_JOB_ID", ""))
-    found = re.search(r"JobState=(\w+)", told.stdout)
+def _field(name: str, told: str) -> str:
+    """What SLURM says of this job, such as JobState: RUNNING, CANCELLED, COMPLETING; empty without SLURM."""
+    found = re.search(rf"\b{name}=(\w+)", told)
     return found[1] if found else ""
 
 
-def _requeue(code: int, directory: Path) -> int:
+def _requeue(code: int, directory: Path, told: str) -> int:
     job = os.environ.get("SLURM_JOB_ID", "")
-    told = _scontrol("show", "job", job).stdout
     if "BatchFlag=1" not in told:
         return _say(code, f"exit code {code}; this is no batch job: start it again by hand")
     known = re.search(r"ExcNodeList=(\S+)", told)
     without = suspects(directory)
     if set(without) - set(known[1].split(",") if known else []) and (new := _submit(directory, without)):
         return _say(ExitCode.DONE, f"exit code {code}; job {new} takes its place{_without(without)}")
-    told = _scontrol("requeue", job)
-    if told.returncode:
+    put_back = _scontrol("requeue", job)
+    if put_back.returncode:
         # In a preemption SLURM does it by itself, and refuses to do it twice.
-        return _say(code, f"exit code {code}; not put back into the queue: {told.stderr.strip()}")
+        return _say(code, f"exit code {code}; not put back into the queue: {put_back.stderr.strip()}")
     return _say(ExitCode.DONE, f"exit code {code}; job {job} is back in the queue")
 
 

@@ -8,6 +8,9 @@ from forge_config import Config, ConfigError, Meta, load
 EARLY_S = 60
 """SLURM looks at limits once a minute."""
 
+UNMEASURED_S = 120
+"""The warning of a run that has not measured yet how long it takes to stop."""
+
 
 class ClusterConfig(Config):
     """Where a run is submitted, and what its ranks get there.
@@ -31,8 +34,9 @@ class ClusterConfig(Config):
         again: how the job runs again when it ends before the run does: `requeue` puts the same job back into
             the queue; `chain` has the next job submitted at the start of each, for clusters that forbid
             requeueing; `never` leaves it to the user.
-        warning_s: SLURM's signal so long before the time limit (it may come up to a minute earlier). The run
-            itself stops in time, as it has measured its saves; the signal is for a limit that was lowered.
+        warning_s: SLURM's signal so long before the time limit (it may come up to a minute earlier); if not
+            given, as long as earlier starts of the run needed to stop, with a margin. The run itself stops in
+            time, as it has measured its saves; the signal is for a limit that was lowered.
     """
 
     gpus_per_node: Annotated[int, Meta(ge=0)] = 4
@@ -50,16 +54,17 @@ class ClusterConfig(Config):
     container: list[str] = []
     step_options: list[str] = []
     again: Literal["requeue", "chain", "never"] = "requeue"
-    warning_s: Annotated[int, Meta(ge=1)] = 120
+    warning_s: Annotated[int, Meta(ge=1)] | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory", "time", "partition", "account", "qos", "constraint", "reservation"):
             if any(letter.isspace() for letter in getattr(self, name)):
                 raise ValueError(f"{name} = {getattr(self, name)!r} has white space in it")
-        if (limit_s := seconds(self.time)) is not None and limit_s < self.warning_s + EARLY_S:
+        warning_s = self.warning_s or UNMEASURED_S
+        if (limit_s := seconds(self.time)) is not None and limit_s < warning_s + EARLY_S:
             raise ValueError(
-                f"time = {self.time!r} with warning_s = {self.warning_s}: SLURM may send the warning up to "
-                f"{EARLY_S} s earlier, before the run begins; expected at least {self.warning_s + EARLY_S} "
+                f"time = {self.time!r} with warning_s = {warning_s}: SLURM may send the warning up to "
+                f"{EARLY_S} s earlier, before the run begins; expected at least {warning_s + EARLY_S} "
                 "s, or a shorter warning"
             )
         for option in [*self.options, *self.step_options]:

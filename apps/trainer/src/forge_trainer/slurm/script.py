@@ -3,10 +3,12 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
 from forge_trainer.slurm.config import ClusterConfig
+from forge_trainer.slurm.warning import WarningTime, warning_of
 
 LOGS = "slurm"
 """The folder of scripts and logs, beside the runs."""
@@ -42,6 +44,12 @@ class Launch:
         """Where the batch script lies."""
         return self.root / LOGS / f"{self.name}.sh"
 
+    @cached_property
+    def warning(self) -> WarningTime:
+        """When SLURM warns the run, as its earlier starts say."""
+        runs = [f"-{index}" for index in range(prod(map(len, self.sweep)))] if self.sweep else [""]
+        return warning_of(self.cluster, [self.root / f"{self.name}{run}" for run in runs])
+
 
 def batch_script(launch: Launch) -> str:
     """The script, of fewer than 60 lines; it may be submitted any number of times."""
@@ -63,7 +71,7 @@ def _options(launch: Launch) -> Iterator[str]:
         "qos": cluster.qos,
         "constraint": cluster.constraint,
         "reservation": cluster.reservation,
-        "signal": f"B:USR1@{cluster.warning_s}",
+        "signal": f"B:USR1@{launch.warning.seconds}",
         "open-mode": "append",
         "output": launch.root
         / LOGS
@@ -74,6 +82,7 @@ def _options(launch: Launch) -> Iterator[str]:
     yield from (f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in named.items() if value != "")
     yield f"#SBATCH --{'requeue' if cluster.again == 'requeue' else 'no-requeue'}"
     yield from (f"#SBATCH {option}" for option in cluster.options)
+    yield f"# Warned {launch.warning}."
 
 
 def _before(launch: Launch) -> Iterator[str]:

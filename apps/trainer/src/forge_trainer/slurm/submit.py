@@ -116,5 +116,6 @@ def _submit(made: Launch, text: str) -> int:
     job = told.stdout.strip().partition(";")[0]
     sys.stdout.write(f"job {job}: {made.nodes} nodes of {made.cluster.ranks} ranks, {made.script}\n")
     sys.stdout.write(f"  log     {made.script.parent / made.name}-{job}{'_*' if made.sweep else ''}.log\n")
+    sys.stdout.write(f"  warned  {made.warning}\n")
     sys.stdout.write(f"  watch   forge status {made.root / made.name}{'-N' if made.sweep else ''}\n")
     return ExitCode.DONE
