@@ -1,6 +1,7 @@
 """Where time is counted: against sleeps of known length on a fake counter."""
 
 import pytest
+from forge_resilience.watchdog import Watchdog
 from forge_trainer import clock
 from forge_trainer.clock import Clock
 
@@ -55,3 +56,31 @@ def test_listener_hears_each_span_whole(now):
         with clock.span("sync"):
             now[0] += 2
     assert heard == [("sync", 2.0), ("save", 3.0)]
+    now[0] += 4
+    with clock.span("data"):
+        now[0] += 1
+    assert heard[2:] == [("between", 4.0), ("data", 1.0)] and "between" not in clock.total_s
+
+
+def test_watcher_is_told_of_the_outer_span_again_and_of_the_end():
+    clock, told = Clock(), []
+    clock.watchers.append(told.append)
+    with pytest.raises(KeyError), clock.ending():
+        with clock.span("save"), clock.span("sync"):
+            pass
+        raise KeyError
+    assert told == ["save", "sync", "save", "between", "end"]
+
+
+def test_limit_between_two_spans_is_learned_and_that_of_the_end_is_not(tmp_path):
+    clock = Clock()
+    with Watchdog(tmp_path / "hang", 0, 1, least_s=5, first_s=60) as dog:
+        clock.watchers.append(dog.enter)
+        clock.listeners.append(dog.learn)
+        limits = []
+        with clock.ending():
+            for _ in range(2):
+                with clock.span("step"):
+                    pass
+                limits.append(dog._beat.limit_s)
+        assert [*limits, dog._beat.limit_s] == [60, 5, 60]

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from forge_trainer.clock import BUILD, Clock
+from forge_trainer.clock import BETWEEN, BUILD, Clock
 from forge_trainer.evaluations import open_evaluations
 from forge_trainer.go_back import GoBack, Unfit, open_data
 from forge_trainer.guards import Count, Guard, Judges, build_guards
@@ -253,7 +253,9 @@ def open_saver(
     job: Job, store: Store, state: TrainState, deadline: Deadline, clock: Clock, stack: ExitStack
 ) -> Saver:
     """What writes checkpoints; the deadline hears of its saves and of all that the clock measures."""
-    clock.listeners.append(lambda name, s: deadline.observe(name, s) if name != BUILD else None)
+    clock.listeners.append(
+        lambda name, s: deadline.observe(name, s) if name not in (BUILD, BETWEEN) else None
+    )
     # twice: at a stop, one save may be in flight and the last one follows
     saver = Saver(store, state, job.checkpoint.asynchronous, lambda s: deadline.observe(SAVE, 2 * s))
     stack.callback(saver.close)

@@ -12,7 +12,10 @@ BUILD, STEP = "build", "step"
 """The span before the loop, and that of training itself."""
 
 BETWEEN = "between"
-"""What is done outside of all spans, or after one inside of another."""
+"""What is done outside of all spans. Its lengths are told too; they are in no sum."""
+
+END = "end"
+"""What is done after training until the process is gone."""
 
 
 class Clock:
@@ -20,7 +23,7 @@ class Clock:
 
     Attributes:
         total_s: seconds in each span since the start. A span inside another counts in the inner one only.
-        listeners: told the name and the length in seconds of each span when it ends.
+        listeners: told the name and the length in seconds of each span when it ends, and of what is between.
         watchers: told what is done now, the name of a span, whenever that changes.
     """
 
@@ -29,14 +32,20 @@ class Clock:
         self.listeners: list[Callable[[str, float], None]] = []
         self.watchers: list[Callable[[str], None]] = []
         self._inner_s: list[float] = []
+        self._open: list[str] = []
+        self._between_start: float | None = None
         self._lap_start = time.perf_counter()
         self._lap_s: dict[str, float] = {}
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Count the time spent inside under `name`, also when it ends by an exception."""
-        self.enter(name)
         start = time.perf_counter()
+        if self._between_start is not None:
+            self._tell(BETWEEN, start - self._between_start)
+            self._between_start = None
+        self.enter(name)
+        self._open.append(name)
         self._inner_s.append(0.0)
         try:
             yield
@@ -45,9 +54,23 @@ class Clock:
             self.total_s[name] += spent - self._inner_s.pop()
             if self._inner_s:
                 self._inner_s[-1] += spent
-            for listener in self.listeners:
-                listener(name, spent)
-            self.enter(BETWEEN)
+            self._open.pop()
+            self._tell(name, spent)
+            if not self._open:
+                self._between_start = start + spent
+            self.enter(self._open[-1] if self._open else BETWEEN)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """What comes after this block, however it ends, is the end of the process."""
+        try:
+            yield
+        finally:
+            self.enter(END)
+
+    def _tell(self, name: str, seconds: float) -> None:
+        for listener in self.listeners:
+            listener(name, seconds)
 
     def enter(self, name: str) -> None:
         """Tell watchers what is done from now on; told again, that it has got on."""

@@ -40,7 +40,7 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
         signals.loaded()
     claim, clock = Claim(loaded, change), Clock()
     try:
-        with ExitStack() as stack:
+        with ExitStack() as stack, clock.ending():
             signals = signals or stack.enter_context(Signals())
             watch(loaded.value, claim, clock, stack)
             with clock.span("build"):

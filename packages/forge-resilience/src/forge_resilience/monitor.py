@@ -29,7 +29,7 @@ def main(settings: dict[str, Any]) -> None:
 
     Args:
         settings: `path` of the beat, `stacks` where the rank writes them, its `pid`, `rank`, `ranks`, `host`,
-            `folder` of the reports.
+            `folder` of the reports, and `least_s` after which a stopped rank hangs whatever it was doing.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -46,7 +46,9 @@ def main(settings: dict[str, Any]) -> None:
             continue
         # before the first step, what lies there may be of an earlier start
         called = beat.steps > 0 and (folder / MARK).exists()
-        if called or now - max(beat.since_s, pardon_s) > beat.limit_s:
+        late = now - max(beat.since_s, pardon_s) > beat.limit_s
+        silent_s = now - max(beat.alive_s, pardon_s)
+        if called or late or (silent_s > settings["least_s"] and _state(settings["pid"]) == "T"):
             _report(settings, folder, beat)
             break
     file.remove()  # a rank that was killed could not

@@ -34,7 +34,8 @@ class Watchdog:
     """Context manager: a process beside this one watches that no phase takes too long.
 
     Limits are learnt: ten times the longest of the last phases of that name, but at least `least_s`; a phase
-    that comes for the first time may take `first_s`, for it may compile, or load.
+    that comes for the first time may take `first_s`, for it may compile, or load. A process that is stopped
+    (SIGSTOP) for `least_s` hangs whatever it was doing.
 
     Args:
         folder: of the reports; those of an earlier hang there are moved away.
@@ -129,6 +130,7 @@ class Watchdog:
             "ranks": self._ranks,
             "host": socket.gethostname(),
             "folder": str(self._folder.absolute()),
+            "least_s": self._least_s,
         }
         line = [sys.executable, "-m", "forge_resilience.monitor", json.dumps(settings)]
         pipe = subprocess.PIPE
