@@ -12,7 +12,7 @@ from forge_interp.analysis.probe import (
     probe_layers,
 )
 from forge_interp.analysis.profile import EffectiveRank, NormProfile, Profile, effective_rank
-from forge_interp.analysis.rdm import compute_rdm, crossnobis, noise_precision
+from forge_interp.analysis.rdm import compute_rdm
 from forge_interp.analysis.ridge import RidgeFit, fit_ridge, ridge_from_moments
 from forge_interp.analysis.similarity import compare_layers
 from forge_interp.attention.call import AttentionCall
@@ -42,10 +42,10 @@ __all__ = [
     "Recording", "Report", "RidgeFit", "TunedLens", "Unembedding", "ablate", "activation_patching",
     "attention_statistics", "attribution_patching", "canonical_correlations",
     "canonical_sites", "capture", "compare_layers", "compute_rdm", "control_task",
-    "crossnobis", "each_attention", "edit", "effective_rank", 
+    "each_attention", "edit", "effective_rank", 
     "extract_representations", "finish_extraction", "fir_delays", "fit_logistic",
     "fit_ridge", "group_folds", "linear_cka", "logit_lens", "mean_cca", 
-    "noise_precision", "patch", "path_patching", 
+    "patch", "path_patching", 
     "probe_layers", "procrustes", "pwcca", "read_lens", "record", "repeat_ceiling",
     "resample", "resolve", "ridge_from_moments", "site_means", "split_half_ceiling", "steer", "svcca",
 ]  # fmt: skip
