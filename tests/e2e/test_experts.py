@@ -72,7 +72,8 @@ def test_run_of_experts_is_logged_evaluated_continued_and_exported(forge, tiny, 
     else:
         assert ahead.stdout == plain
 
-    forge("export", run, tmp_path / "hf")
+    forge("export", run, tmp_path / "hf", "--shard-bytes", 40_000)
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == family
     require_loadable(tmp_path / "hf")
     second = tiny(steps=1, name="second.toml", root=tmp_path / "second", extra=extra)

@@ -1,10 +1,21 @@
 """What `forge generate` and `forge export` say to arguments that cannot be right."""
 
+import weakref
+from pathlib import Path
+
 import pytest
+import torch
+from forge_ckpt.checkpointed import Checkpointed
 from forge_ckpt.error import CheckpointError
-from forge_ckpt.weights import write_weights
+from forge_ckpt.state import TrainState
+from forge_ckpt.store import Store
+from forge_ckpt.weights import Weights, write_weights
+from forge_config import to_toml
+from forge_model import initialize, to_hf
 from forge_model.error import ModelError
 from forge_trainer.cli import main
+from forge_trainer.job import load_job
+from forge_trainer.run_dir import RunFiles
 from forge_trainer.write import room_for
 
 
@@ -25,3 +36,66 @@ def test_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file/out cannot be written"):
         write_weights(tmp_path / "file" / "out", {}, {})
+
+
+RUN = Path(__file__).parents[3] / "configs" / "runs" / "debug.toml"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with two checkpoints, and the model of each."""
+    job = load_job(RUN, [f'--job.root="{tmp_path}"'])
+    models = {}
+    files = RunFiles(job.value.job.directory)
+    for step in (1, 2):
+        models[step] = job.value.model.build()
+        initialize(models[step], step)
+        state = TrainState([models[step]], torch.optim.SGD(models[step].parameters()))
+        Store(files.checkpoints).save(step, state.capture())
+    files.config.write_text(to_toml(job.value))
+    return Path(job.value.job.directory), models
+
+
+def exported(capsys, directory, out, *more):
+    assert main(["export", str(directory), str(out), *more]) == 0, capsys.readouterr().err
+    return Weights(out)
+
+
+def require_weights_of(model, weights):
+    theirs = to_hf(dict(model.named_parameters()), load_job(RUN).value.model)
+    assert weights.keys() == theirs.keys()
+    assert all(torch.equal(weights[name], theirs[name]) for name in theirs)
+
+
+def test_export_in_several_files_is_the_model(run, tmp_path, capsys):
+    directory, models = run
+    weights = exported(capsys, directory, tmp_path / "out", "--shard-bytes=500000")
+    require_weights_of(models[2], weights)
+    assert len(list((tmp_path / "out").glob("model-*"))) > 3
+    with pytest.raises(SystemExit):
+        main(["export", str(directory), str(tmp_path / "none"), "--shard-bytes=0"])
+
+
+def test_export_takes_the_older_checkpoint_when_the_end_of_the_newest_is_damaged(run, tmp_path, capsys):
+    directory, models = run
+    path = directory / "checkpoints" / "step-000000002" / "rank-00000.bin"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    require_weights_of(models[1], exported(capsys, directory, tmp_path / "out", "--shard-bytes=500000"))
+    assert sorted(each.name for each in tmp_path.iterdir() if "out" in each.name) == ["out"]
+
+
+def test_export_holds_one_tensor_at_a_time(run, tmp_path, capsys, monkeypatch):
+    directory, _ = run
+    alive, most, read = set(), [], Checkpointed.__getitem__
+
+    def counted(self, name):
+        values = read(self, name).numpy().copy()
+        alive.add(id(values))
+        weakref.finalize(values, alive.discard, id(values))
+        most.append(len(alive))
+        return torch.from_numpy(values)
+
+    monkeypatch.setattr(Checkpointed, "__getitem__", counted)
+    assert len(exported(capsys, directory, tmp_path / "out")) == len(most) and max(most) == 1

@@ -1,6 +1,9 @@
 import copy
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -248,9 +251,46 @@ def test_weights_are_taken_out_one_by_one_and_go_file_by_file(tmp_path):
             Counting.most = max(Counting.most, len(self.alive))
             return tensor
 
-    write_weights(tmp_path / "out", Counting(dict.fromkeys(map(str, range(20)))), {}, shard_bytes=1200)
-    assert Counting.most <= 4  # three a file, and one
+    names = [str(number) for number in range(20)]
+    like = dict.fromkeys(names, torch.zeros(100, device="meta"))
+    write_weights(tmp_path / "out", Counting(dict.fromkeys(names)), {}, shard_bytes=1200, like=like)
+    assert Counting.most == 1
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 7
+    with pytest.raises(CheckpointError, match="files of 0 bytes"):
+        write_weights(tmp_path / "none", {}, {}, shard_bytes=0)
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from forge_ckpt.cli import main
+
+def told(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+folder, small, out = map(Path, sys.argv[1:])
+assert main(["export", str(small), str(out / "warm")]) == 0
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = told("VmRSS")
+assert main(["export", str(folder), str(out / "out"), "--shard-bytes", str(48 << 20)]) == 0
+print(told("VmHWM") - before)
+"""
+
+
+def test_cli_exports_in_the_memory_of_a_file_and_a_tensor(tmp_path):
+    tensors = {f"model.w{number:02d}": torch.randn(4, 1 << 20) for number in range(10)}  # 16 MiB each
+    for name, held in (("small", {"model.w": torch.ones(4)}), ("large", tensors)):
+        Store(tmp_path / name).save(1, Snapshot(held))
+    line = [sys.executable, "-c", PEAK, *(str(tmp_path / name) for name in ("large", "small", ""))]
+    given_back = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is no longer resident
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=given_back)
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout.split()[-1])
+    assert peak <= 1.2 * (48 << 20) + (16 << 20), f"{peak >> 20} MiB"
+    weights = Weights(tmp_path / "out")
+    assert len(list(weights.folder.glob("*.safetensors"))) == 4
+    assert all(torch.equal(weights[key.removeprefix("model.")], value) for key, value in tensors.items())
 
 
 def test_cli_compares_and_exports(tmp_path, capsys):

@@ -428,7 +428,7 @@ def test_weights_survive_files_that_transformers_writes_and_reads(case, tmp_path
     back = to_hf(from_hf(tensors, config), config)
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "config.json").write_text(json.dumps(config_to_hf(config)))
-    safetensors.save_file(back, tmp_path / "ours" / "model.safetensors", metadata={"format": "pt"})
+    safetensors.save_file(dict(back), tmp_path / "ours" / "model.safetensors", metadata={"format": "pt"})
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
     assert again.keys() == model.state_dict().keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())

@@ -124,6 +124,12 @@ def _add_commands_on_runs(commands: Any) -> None:
     branch.add_argument("--step", type=int, help="of the checkpoint; the newest if absent")
     branch.set_defaults(takes_keys=True)
     export.add_argument("out", help="the folder to write; must not exist")
+    export.add_argument(
+        "--shard-bytes",
+        type=_bytes,
+        default=5 << 30,
+        help="a file holds at most this much, or one tensor (default: 5 GiB)",
+    )
     verify.add_argument("out", help="the folder that forge export wrote")
     after.add_argument("--code", type=int, required=True, help="the exit code of the step")
     after.add_argument("--chained", default="", help="the job that waits for this one")
@@ -134,6 +140,13 @@ def _seed(text: str) -> int:
     """A seed that random generators take."""
     if not 0 <= int(text) < 2**63:
         raise argparse.ArgumentTypeError(f"given {text}; expected 0 to 2^63 - 1")
+    return int(text)
+
+
+def _bytes(text: str) -> int:
+    """How much a file may hold."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"given {text}; expected a number of bytes above 0")
     return int(text)
 
 

@@ -4,18 +4,18 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from forge_ckpt import manifest
 from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError
-from forge_ckpt.state import OPTIMIZER, model_tensors
+from forge_ckpt.state import MODEL, OPTIMIZER, model_tensors
 from forge_ckpt.store import Store
 from forge_ckpt.weights import write_weights
 from forge_config import ConfigError
 from forge_model.config import DecoderConfig
-from forge_model.hf import config_to_hf, tensors_of, to_hf
+from forge_model.hf import config_to_hf, to_hf
 from forge_parallel.apply import materialize
 from forge_parallel.mesh import Mesh
 from torch import Tensor, nn
@@ -29,6 +29,41 @@ from forge_trainer.run_dir import RunFiles, read_job
 log = logging.getLogger(__name__)
 
 
+class Evaluated(Mapping[str, Tensor]):
+    """The weights of a checkpoint to evaluate, which may need state of the optimizer; each read when taken.
+
+    Args:
+        store: the checkpoints.
+        step: of the one.
+        model: whose weights they are; may be on the meta device.
+        optimizer: says what is evaluated.
+
+    Raises:
+        CheckpointError: the model has other tensors.
+        DamagedError, UnreadableError: as for `Store.load`; also when one is taken.
+    """
+
+    def __init__(self, store: Store, step: int, model: nn.Module, optimizer: OptimizerConfig) -> None:
+        ours = model_tensors(model)
+        store.require_fit(step, ours)
+        self._names = [name.removeprefix(MODEL) for name in ours]
+        self._there, self._optimizer = store.tensors(step), optimizer
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._there[MODEL + name]
+        keys = {kind: f"{OPTIMIZER}{kind}.{name}" for kind in self._optimizer.averages}
+        if not keys or not all(key in self._there.manifest.tensors for key in keys.values()):
+            return value
+        return self._optimizer.evaluated(value, {kind: self._there[key] for kind, key in keys.items()})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def load_model(job: Job) -> tuple[nn.Module, int]:
     """The model of a run on one device, whole, and the step of its newest checkpoint that is intact.
 
@@ -39,37 +74,44 @@ def load_model(job: Job) -> tuple[nn.Module, int]:
         CheckpointError: there is no intact checkpoint.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model_on_meta(job)
+    materialize(model, device)
+
+    @torch.no_grad()
+    def load(weights: Mapping[str, Tensor]) -> None:
+        for name, tensor in model_tensors(model).items():
+            tensor.copy_(weights[name.removeprefix(MODEL)])
+
+    step = take_newest(job, model, load)
+    return model.eval(), step
+
+
+def model_on_meta(job: Job) -> nn.Module:
+    """The model of a run, without values, in the dtype of its weights."""
     with torch.device("meta"):
         model = job.model.build()
-    materialize(model, device)
     if job.precision.pure_bf16:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def take_newest(job: Job, model: nn.Module, take: Callable[[Mapping[str, Tensor]], None]) -> int:
+    """Call a function with the weights of the newest checkpoint of a run that is intact; returns its step.
+
+    It is called again with older ones where weights turn out to be damaged.
+
+    Raises:
+        CheckpointError: there is no intact checkpoint.
+    """
     store = Store(RunFiles(job.job.directory).checkpoints)
     for step in reversed(store.steps()):
         try:
-            _load(store, step, model, job.optimizer)
-            return model.eval(), step
+            take(Evaluated(store, step, model, job.optimizer))
+            return step
         except (DamagedError, UnreadableError) as error:
             log.warning("the checkpoint of step %d is passed over: %s", step, error)
     raise CheckpointError(f"there is no intact checkpoint in {store.root}")
-
-
-@torch.no_grad()
-def _load(store: Store, step: int, model: nn.Module, optimizer: OptimizerConfig) -> None:
-    """Read the weights to evaluate, which may need state of the optimizer."""
-    opened, targets = manifest.read(store.folder(step)), model_tensors(model)
-    averages: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        keys = {kind: f"{OPTIMIZER}{kind}.{name}" for kind in optimizer.averages}
-        if keys and all(key in opened.tensors for key in keys.values()):
-            dtypes = {kind: getattr(torch, opened.tensors[key].dtype) for kind, key in keys.items()}
-            averages[name] = {kind: torch.empty_like(parameter, dtype=dtypes[kind]) for kind in keys}
-            targets |= {key: averages[name][kind] for kind, key in keys.items()}
-    store.load(step, targets)
-    for name, state in averages.items():
-        parameter = model.get_parameter(name)
-        parameter.copy_(optimizer.evaluated(parameter, state))
 
 
 def evaluate_run(options: argparse.Namespace) -> None:
@@ -113,14 +155,22 @@ def write_json(path: Path, found: Any) -> None:
 
 
 def export_run(options: argparse.Namespace) -> None:
-    """`forge export`: weights as Hugging Face safetensors, configs and tokenizer; all of it or nothing."""
+    """`forge export`: weights as Hugging Face safetensors, configs and tokenizer; all of it or nothing.
+
+    Tensors are read, named and written one by one: the model never lies in memory.
+    """
     job = read_job(Path(options.directory))
-    model, step = load_model(job)
     assert isinstance(job.model, DecoderConfig)
-    tensors = to_hf(tensors_of(model), job.model)
+    config, model = job.model, model_on_meta(job)
+    like = to_hf({name.removeprefix(MODEL): tensor for name, tensor in model_tensors(model).items()}, config)
     ids = {"bos_token_id": None, "eos_token_id": job.data.tokenizer.build().eos_id}
-    folder, files = Path(options.out), job.data.tokenizer.hf_files(job.model.max_tokens)
+    folder, files = Path(options.out), job.data.tokenizer.hf_files(config.max_tokens)
     more = {"generation_config.json": json.dumps(ids, indent=2) + "\n"}
-    write_weights(folder, tensors, config_to_hf(job.model) | ids, files=files | more)
+    hf, size = config_to_hf(config) | ids, options.shard_bytes
+
+    def write(weights: Mapping[str, Tensor]) -> None:
+        write_weights(folder, to_hf(weights, config), hf, size, files | more, like)
+
+    step = take_newest(job, model, write)
     with_tokenizer = "and the tokenizer" if files else "(this type of tokenizer has no Hugging Face form)"
-    sys.stdout.write(f"wrote {len(tensors)} tensors of step {step} to {folder} {with_tokenizer}\n")
+    sys.stdout.write(f"wrote {len(like)} tensors of step {step} to {folder} {with_tokenizer}\n")

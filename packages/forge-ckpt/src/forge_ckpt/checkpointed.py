@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ class Checkpointed(Mapping[str, "Tensor"]):
     def __init__(self, folder: Path, prefix: str = "") -> None:
         self._folder, self._prefix = folder, prefix
         self.manifest = manifests.read(folder)
+        self._index = cache(partial(manifests.read_index, folder, self.manifest))
 
     def under(self, prefix: str) -> Checkpointed:
         """Those whose names begin with a prefix, without it."""
@@ -34,7 +36,17 @@ class Checkpointed(Mapping[str, "Tensor"]):
         name = self._prefix + name
         entry = self.manifest.tensors[name]
         box = Box(empty(entry), (0,) * len(entry.shape), None, entry)
-        return stage(self._folder, self.manifest, {name: box})[name]
+        return stage(self._folder, self.manifest, {name: box}, self._index)[name]
+
+    def on_meta(self) -> dict[str, Tensor]:
+        """Their dtypes and shapes, as tensors without values."""
+        import torch
+
+        described = ((name, self.manifest.tensors[self._prefix + name]) for name in self)
+        return {
+            name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+            for name, entry in described
+        }
 
     def __iter__(self) -> Iterator[str]:
         skip = len(self._prefix)

@@ -75,6 +75,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CONFIG",
         help="a Llama of torchtitan becomes one of Hugging Face: its config.json",
     )
+    for command in (export, imported):
+        command.add_argument(
+            "--shard-bytes",
+            type=_bytes,
+            default=5 << 30,
+            help="a file holds at most this much, or one tensor",
+        )
     diff = add(_diff, "which tensors of two checkpoints differ, and by how much", folder=False)
     diff.add_argument("a", type=Path, help="the folder of a step, e.g. checkpoints/step-000000100")
     diff.add_argument("b", type=Path)
@@ -83,8 +90,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _step(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > 18:
-        raise argparse.ArgumentTypeError(f"given {text!r}; expected a number of steps")
+        raise argparse.ArgumentTypeError(f"given {text!r}; expected a number")
     return int(text)
+
+
+def _bytes(text: str) -> int:
+    if not (number := _step(text)):
+        raise argparse.ArgumentTypeError("given 0; expected a number of bytes")
+    return number
 
 
 def _store(options: argparse.Namespace, keep: int = 3) -> Store:
@@ -174,7 +187,8 @@ def _export(options: argparse.Namespace) -> int:
 
     tensors = _opened(options)
     step = tensors.manifest.step
-    write_weights(options.out, tensors.under(MODEL), {"step": step})
+    weights = tensors.under(MODEL)
+    write_weights(options.out, weights, {"step": step}, options.shard_bytes, like=weights.on_meta())
     _done(options, f"wrote the model of step {step} to {options.out}", step=step, folder=str(options.out))
     return FINE
 
@@ -189,8 +203,10 @@ def _import(options: argparse.Namespace) -> int:
     config = json.loads(options.llama.read_text()) if options.llama else {}
     if not isinstance(config, dict):
         raise CheckpointError(f"{options.llama} is no config.json: it holds no object")
-    weights = Renamed(source, names)
-    write_weights(options.out, LlamaOfTitan(weights, config) if options.llama else weights, config)
+    weights, like = (Renamed(tensors, names) for tensors in (source, source.on_meta()))
+    if options.llama:
+        weights, like = LlamaOfTitan(weights, config), LlamaOfTitan(like, config)
+    write_weights(options.out, weights, config, options.shard_bytes, like=like)
     _done(options, f"wrote {len(weights)} tensors to {options.out}", tensors=len(weights), left_out=left)
     if left and not options.json:
         say(f"left out {len(left)}, which are no weights (state of an optimizer is not taken over):")

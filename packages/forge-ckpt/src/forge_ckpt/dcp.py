@@ -123,6 +123,15 @@ class DcpTensors(Mapping[str, "Tensor"]):
     def __len__(self) -> int:
         return len(self.tensors)
 
+    def on_meta(self) -> dict[str, Tensor]:
+        """Their dtypes and shapes, as tensors without values."""
+        import torch
+
+        return {
+            name: torch.empty(told.size, dtype=getattr(torch, told.dtype), device="meta")
+            for name, told in self.tensors.items()
+        }
+
     def weights(self, prefix: str = "") -> tuple[dict[str, str], list[str]]:
         """Which tensors are the model's: the name of each without the prefix, and of those that are not.
 

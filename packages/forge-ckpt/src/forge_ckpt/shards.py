@@ -218,7 +218,10 @@ class Piece(NamedTuple):
 
 
 def plan(
-    folder: Path, manifest: Manifest, wanted: Mapping[str, tuple[Shape, Shape]]
+    folder: Path,
+    manifest: Manifest,
+    wanted: Mapping[str, tuple[Shape, Shape]],
+    index_of: Callable[[int], Index] | None = None,
 ) -> dict[int, tuple[Index, list[Piece]]]:
     """What to read where: of each rank's file, the index and the pieces in order of their place.
 
@@ -226,6 +229,7 @@ def plan(
         folder: of the checkpoint.
         manifest: of it.
         wanted: start and extents of a box of each tensor that is wanted.
+        index_of: the index of a rank; read and verified, if absent.
 
     Raises:
         DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.
@@ -236,7 +240,7 @@ def plan(
             met[rank].append((key, box))
     planned: dict[int, tuple[Index, list[Piece]]] = {}
     for rank in sorted(met):
-        index = read_index(folder, manifest, rank)
+        index = read_index(folder, manifest, rank) if index_of is None else index_of(rank)
         pieces = [
             piece
             for key, box in met[rank]
@@ -277,8 +281,13 @@ def _strides(size: Shape) -> Shape:
     return tuple(accumulate(size[:0:-1], lambda a, b: a * b, initial=1))[::-1] if size else ()
 
 
-def stage(folder: Path, manifest: Manifest, boxes: Mapping[str, Box]) -> dict[str, Tensor]:
-    """Read boxes from disk, verified, without touching their values.
+def stage(
+    folder: Path,
+    manifest: Manifest,
+    boxes: Mapping[str, Box],
+    index_of: Callable[[int], Index] | None = None,
+) -> dict[str, Tensor]:
+    """Read boxes from disk, verified, without touching their values; for `index_of` see `plan`.
 
     Raises:
         DamagedError: bytes that are needed are not those that were written.
@@ -287,7 +296,7 @@ def stage(folder: Path, manifest: Manifest, boxes: Mapping[str, Box]) -> dict[st
     """
     staged = {key: torch.empty(box.values.shape, dtype=box.values.dtype) for key, box in boxes.items()}
     wanted = {key: (box.offsets, tuple(box.values.shape)) for key, box in boxes.items()}
-    for rank, (index, pieces) in plan(folder, manifest, wanted).items():
+    for rank, (index, pieces) in plan(folder, manifest, wanted, index_of).items():
         path, num_bytes = folder / values_name(rank), manifest.files[rank].num_bytes
         for pieces_read, run in read_runs(path, index, num_bytes, pieces):
             for piece in pieces_read:

@@ -291,12 +291,18 @@ class Store:
             CheckpointError: one is missing or has another shape or dtype.
             DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.
         """
-        from forge_ckpt.shards import commit, misfits, stage
+        from forge_ckpt.shards import commit, stage
+
+        opened, boxes = self.require_fit(step, targets), self._boxes(targets)
+        commit(stage(self.folder(step), opened, boxes), boxes)
+        return opened
+
+    def require_fit(self, step: int, targets: Mapping[str, Tensor]) -> Manifest:
+        """See that a checkpoint holds some tensors; raises as `load` does."""
+        from forge_ckpt.shards import misfits
 
         opened = manifests.read(self.folder(step))
-        boxes = self._boxes(targets)
-        _require_fit(step, [_Staged(wrong=misfits(opened, boxes))], [])
-        commit(stage(self.folder(step), opened, boxes), boxes)
+        _require_fit(step, [_Staged(wrong=misfits(opened, self._boxes(targets)))], [])
         return opened
 
     def tensors(self, step: int) -> Checkpointed:

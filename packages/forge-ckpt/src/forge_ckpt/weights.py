@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -110,28 +110,33 @@ def write_weights(
     config: Mapping[str, Any],
     shard_bytes: int = 5 << 30,
     files: Mapping[str, str] = MappingProxyType({}),
+    like: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write tensors and their `config.json`; the folder appears when all of it is there.
 
-    In memory at once are the tensors of one file and one more, if `tensors` reads each when it is taken out.
+    In memory at once is one tensor, if `tensors` reads each when it is taken out.
 
     Args:
         folder: must not exist.
         tensors: whole ones, by the names they shall have.
         config: of the model.
-        shard_bytes: files are at most about this large.
+        shard_bytes: files hold at most this much, or one tensor.
         files: text of more files by name.
+        like: tensors of the same names, dtypes and shapes, say on the meta device; without them, each of
+            `tensors` is taken out twice.
 
     Raises:
         CheckpointError: the folder exists, or cannot be written; or a tensor has a dtype that safetensors
             does not know.
     """
+    if shard_bytes < 1:
+        raise CheckpointError(f"given files of {shard_bytes} bytes; expected one byte or more")
     if folder.exists():
         raise CheckpointError(f"{folder} exists already; choose another folder")
     partial = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)
-        _write_into(partial, tensors, shard_bytes)
+        _write_into(partial, tensors, tensors if like is None else like, shard_bytes)
         (partial / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
         for name, text in files.items():
             (partial / name).write_text(text, encoding="utf-8")
@@ -142,48 +147,62 @@ def write_weights(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_into(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:
-    files: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
-    total = filled = 0
+class _Described(NamedTuple):
+    """What the header of a file says of a tensor."""
+
+    dtype: str
+    shape: list[int]
+    num_bytes: int
+
+
+def _described(name: str, tensor: Tensor) -> _Described:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{name} is {dtype}; safetensors takes {', '.join(DTYPES)}")
+    return _Described(DTYPES[dtype], list(tensor.shape), tensor.numel() * tensor.element_size())
+
+
+def _write_into(
+    folder: Path, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], shard_bytes: int
+) -> None:
+    shards: list[dict[str, _Described]] = [{}]
+    filled = total = 0
     for name in tensors:
-        tensor = tensors[name].detach().cpu().contiguous()
-        if filled and filled + tensor.nbytes > shard_bytes:
-            files.append(_write_file(folder / str(len(files)), shard))
-            shard, filled = {}, 0
-        shard[name] = tensor
-        filled, total = filled + tensor.nbytes, total + tensor.nbytes
-    files.append(_write_file(folder / str(len(files)), shard))
-    names = [SINGLE] if len(files) == 1 else [
-        f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
+        described = _described(name, like[name])
+        if filled and filled + described.num_bytes > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = described
+        filled, total = filled + described.num_bytes, total + described.num_bytes
+    names = [SINGLE] if len(shards) == 1 else [
+        f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))
     ]  # fmt: skip
-    for index, name in enumerate(names):
-        (folder / str(index)).rename(folder / name)
-    if len(files) > 1:
-        weight_map = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(folder / name, shard, tensors)
+    if len(shards) > 1:
+        weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
         index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
         (folder / INDEX).write_text(index_text)
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Write one file of safetensors; returns the names in it. The library would copy all of it in memory.
+def _write_file(path: Path, shard: Mapping[str, _Described], tensors: Mapping[str, Tensor]) -> None:
+    """Write one file of safetensors, tensor by tensor. The library would hold all of it in memory.
 
     Source: https://github.com/huggingface/safetensors, "Format".
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
-    for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise CheckpointError(f"{name} is {dtype}; safetensors takes {', '.join(DTYPES)}")
-        ends = [place, place := place + tensor.nbytes]
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": ends}
+    for name, told in shard.items():
+        ends = [place, place := place + told.num_bytes]
+        header[name] = {"dtype": told.dtype, "shape": told.shape, "data_offsets": ends}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            file.write(tensor.flatten().view(torch.uint8).numpy().data)
+        for name, told in shard.items():
+            tensor = tensors[name].detach()
+            assert _described(name, tensor) == told, f"{name}: {_described(name, tensor)}, not {told}"
+            file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            del tensor  # before the next is read
         file.flush()
         os.fsync(file.fileno())
-    return list(tensors)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forge_model.decoder_config import DecoderConfig
@@ -24,10 +25,60 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-def to_hf(tensors: Mapping[str, V], config: DecoderConfig) -> dict[str, V]:
+class Made(Mapping[str, V]):
+    """Entries that are made when they are asked for, each by a function."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], V]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> V:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+class Read:
+    """Entries of a mapping; the last one is kept, so that one which is asked for in parts is read once."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries = entries
+        self._last: dict[str, Any] = {}
+
+    def __call__(self, name: str) -> Any:
+        """One of them."""
+        if name not in self._last:
+            self._last.clear()  # before the next one is read
+            self._last[name] = self._entries[name]
+        return self._last[name]
+
+    def expert(self, name: str, index: int) -> Any:
+        """One of the stacked ones, sharing memory."""
+        return self(name)[index]
+
+    def packed(self, names: Sequence[str]) -> Tensor:
+        """[E, O, I] each -> [E, I, parts * O], columns by turns; [E, O] each -> [E, parts * O]."""
+        import torch
+
+        packed = torch.empty(0)
+        for index, name in enumerate(names):
+            part = self(name)
+            part = part.mT if part.ndim == 3 else part
+            if not index:
+                packed = part.new_empty(*part.shape[:-1], part.shape[-1] * len(names))
+            packed[..., index :: len(names)] = part
+            del part  # before the next one is read
+        return packed
+
+
+def to_hf(tensors: Mapping[str, Any], config: DecoderConfig) -> Mapping[str, Any]:
     """Our tensors under their names; a tied head is left out, as `save_pretrained` does.
 
     Stacked experts become one tensor each, sharing memory with them, or are packed as the family does.
+    A tensor is read only when what is made of it is taken out of the result; at most one of them is kept.
 
     Args:
         tensors: from `tensors_of`.
@@ -36,33 +87,38 @@ def to_hf(tensors: Mapping[str, V], config: DecoderConfig) -> dict[str, V]:
     Raises:
         ModelError: a parameter has no counterpart.
     """
-    family, renamed, packed = family_of(config), dict[str, Any](), dict[str, dict[int, Any]]()
-    for name, tensor in tensors.items():
+    family, read = family_of(config), Read(tensors)
+    makers, packed = dict[str, Callable[[], Any]](), dict[str, dict[int, str]]()
+    ours = _on_meta(config) if family.expert_keys else {}
+    for name in tensors:
         if config.tie_embeddings and name == "head.weight":
             continue
         try:
             key = family.hf_key(name, config.num_layers)
+            experts = len(ours[name]) if "{}" in key else 0
         except KeyError:
             raise ModelError(f"{name} has no counterpart in a {family.model_type} checkpoint") from None
         if (place := family.packed(name)) is not None:
-            packed.setdefault(key, {})[place.part] = tensor
-        elif "{}" in key:
-            renamed |= {key.format(index): one for index, one in enumerate(tensor)}  # type: ignore[arg-type]
+            packed.setdefault(key, {})[place.part] = name
+        elif experts:
+            makers |= {key.format(index): partial(read.expert, name, index) for index in range(experts)}
         else:
-            renamed[key] = tensor
-    renamed |= {key: _pack([parts[index] for index in sorted(parts)]) for key, parts in packed.items()}
-    return renamed
+            makers[key] = partial(read, name)
+    for key, parts in packed.items():
+        makers[key] = partial(read.packed, [parts[index] for index in sorted(parts)])
+    return Made(makers)
 
 
-def _pack(parts: list[Tensor]) -> Tensor:
-    """[E, O, I] each -> [E, I, parts * O], columns by turns; [E, O] each -> [E, parts * O]."""
+def _on_meta(config: DecoderConfig) -> dict[str, Tensor]:
+    """Our tensors, without values."""
     import torch
 
-    return torch.stack([part.mT if part.ndim == 3 else part for part in parts], -1).flatten(-2)
+    with torch.device("meta"):
+        return tensors_of(config.build())
 
 
 def _unpack(tensor: Tensor, place: Packed) -> Tensor:
-    """One of what `_pack` was given, sharing memory."""
+    """One of what `Read.packed` was given, sharing memory."""
     part = tensor[..., place.part :: place.parts]
     return part.mT if part.ndim == 3 else part
 
@@ -134,11 +190,7 @@ def from_hf(tensors: Mapping[str, V], config: DecoderConfig) -> Mapping[str, V]:
     Raises:
         ModelError: a tensor is missing, or one is left over; lists them all.
     """
-    import torch
-
-    with torch.device("meta"):
-        ours = tensors_of(config.build())
-    family = family_of(config)
+    family, ours = family_of(config), _on_meta(config)
     keys = {name: family.hf_key(name, config.num_layers) for name in ours}
     experts = {key: len(ours[name]) for name, key in keys.items() if "{}" in key}
     packed = {name: (keys[name], place) for name in ours if (place := family.packed(name)) is not None}
