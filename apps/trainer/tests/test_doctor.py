@@ -67,6 +67,19 @@ def test_limits_and_names_of_the_machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("environ", "state", "found"),
+    [
+        ({"HOME": "/"}, "fine", "none"),
+        ({"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "WARN"}, "fine", "NCCL_DEBUG=WARN, NCCL_P2P_DISABLE=0"),
+        ({"NCCL_IB_DISABLE": "1"}, "warning", "NCCL_IB_DISABLE=1"),
+    ],
+)
+def test_settings_of_nccl_are_named(environ, state, found):
+    finding = machine.nccl_settings(environ)
+    assert finding.state == state and finding.found.startswith(found)
+
+
+@pytest.mark.parametrize(
     ("settings", "states"),
     [
         ("JobRequeue = 1\nKillWait = 30 sec\n", ["fine", "fine"]),

@@ -32,6 +32,7 @@ from forge_trainer.evaluations import open_evaluations
 from forge_trainer.go_back import GoBack, Unfit, open_data
 from forge_trainer.guards import Count, Guard, Judges, build_guards
 from forge_trainer.hooks import Hook
+from forge_trainer.hooks.collectives import CheckCollectives, groups_of
 from forge_trainer.hooks.copies import build_copies
 from forge_trainer.hooks.evaluate import Evaluate
 from forge_trainer.hooks.ledger import Ledger
@@ -209,6 +210,7 @@ def build(
     run.hooks.extend([copies] if copies is not None else [])
     if (every := job.resilience.compare_speed_every_steps) and mesh.control_group is not None:
         run.hooks.append(CompareSpeed(every, run))
+        run.hooks.extend([CheckCollectives(every, run)] if groups_of(mesh) else [])
     run.hooks.extend(build_hooks(run, judges, weights))
     counters |= {hook.span: hook for hook in run.hooks if isinstance(hook, Log)}
     counters |= {f"hooks.{h.name}": h for h in run.hooks if h.name and isinstance(h, Stateful)}

@@ -29,7 +29,8 @@ class ResilienceConfig(Config):
             and before each checkpoint; copies that differ send the run back to when they were the same. 0
             never compares.
         compare_speed_every_steps: the ranks compare so often how long each waits for data and takes for the
-            same small computation, and look at the health of the GPUs; 0 never does.
+            same small computation, look at the health of the GPUs, and check, at the start too, that sums
+            over ranks are right; 0 never does.
         watchdog: a process beside each rank ends the run when something hangs, and says what.
         hang_least_s: nothing is called hung before; otherwise ten times the longest of its kind so far.
         hang_first_s: how long something may take that comes for the first time: it may compile, or load.

@@ -16,6 +16,8 @@ from forge_trainer.doctor.finding import Finding, fine, skipped
 OLDEST, NEWEST = (2, 11), (2, 15)
 """Versions of torch that Forge is tested with."""
 
+SLOW_NCCL = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
+
 FILES = 4096
 SHARED = 2**30
 
@@ -46,12 +48,29 @@ def _gpus() -> list[Finding]:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         version = ".".join(map(str, nccl.version()))
-        return [fine("GPUs", ", ".join(names)), fine("NCCL", version), _peers(names), _health()]
+        return [
+            fine("GPUs", ", ".join(names)),
+            fine("NCCL", version),
+            nccl_settings(),
+            _peers(names),
+            _health(),
+        ]
     if there:
         why = "training would run on the CPU, a hundred times slower"
         remedy = f"driver and torch must fit: torch is built for CUDA {torch.version.cuda}; see nvidia-smi"
         return [Finding("GPUs", "wrong", f"torch sees none, but /dev has {', '.join(there)}", why, remedy)]
-    return [skipped(name, "no GPU here") for name in ("GPUs", "NCCL", "GPU health")]
+    return [skipped(name, "no GPU here") for name in ("GPUs", "NCCL", "NCCL settings", "GPU health")]
+
+
+def nccl_settings(environ: Mapping[str, str] = os.environ) -> Finding:
+    """The variables that NCCL reads, and whether one of them gives a fast way up."""
+    given = {name: value for name, value in sorted(environ.items()) if "NCCL_" in name}
+    found = ", ".join(f"{name}={value}" for name, value in given.items()) or "none: NCCL chooses by itself"
+    slow = [name for name in SLOW_NCCL if given.get(name, "0") != "0"]
+    if slow:
+        why = "ranks then send through slower ways"
+        return Finding("NCCL settings", "warning", found, why, f"unset {' '.join(slow)}, unless you need it")
+    return fine("NCCL settings", found)
 
 
 def _health() -> Finding:

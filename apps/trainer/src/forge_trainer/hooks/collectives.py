@@ -1,0 +1,70 @@
+"""Checks at the start and every N steps that sums over ranks are right, and logs how long they take."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from contextlib import suppress
+
+from forge_ckpt.error import CheckpointError
+from forge_parallel.mesh import Mesh
+from forge_resilience.collective import Checked, check_sum
+from torch.distributed import ProcessGroup
+
+from forge_trainer.hooks.base import Hook, RunView
+from forge_trainer.progress import Progress
+from forge_trainer.rollback import append_incident
+from forge_trainer.say import say
+from forge_trainer.steps.base import StepOutput
+
+
+class CheckCollectives(Hook):
+    """Names each rank that gets a wrong sum. Collective.
+
+    Args:
+        every: distance in steps.
+        run: what is looked at.
+    """
+
+    span = "collectives"
+
+    def __init__(self, every: int, run: RunView) -> None:
+        self.every, self._run = every, run
+
+    def on_start(self, progress: Progress) -> None:
+        """See `Hook.on_start`. Waits for the device. Collective."""
+        self._check(progress)
+
+    def on_step(self, progress: Progress, out: StepOutput) -> None:
+        """See `Hook.on_step`. Waits for the device. Collective."""
+        slowest = self._check(progress)
+        for tracker in self._run.trackers:
+            tracker.log({"step": progress.step, "tokens": progress.tokens} | slowest)
+
+    def _check(self, progress: Progress) -> dict[str, float]:
+        """The seconds of the slowest rank, by group."""
+        import torch.distributed as dist
+
+        mesh = self._run.mesh
+        mine = {name: check_sum(group, mesh.device) for name, group in groups_of(mesh).items()}
+        everyone: list[tuple[str, dict[str, Checked]]] = [("", {})] * self._run.env.world_size
+        dist.all_gather_object(everyone, (socket.gethostname(), mine), group=mesh.control_group)
+        if self._run.env.rank == 0:
+            for rank, (host, found) in enumerate(everyone):
+                for name, checked in found.items():
+                    self._tell(progress.step, rank, host, name, checked.wrong)
+        return {f"collectives/{name}_s": max(found[name].seconds for _, found in everyone) for name in mine}
+
+    def _tell(self, step: int, rank: int, host: str, name: str, wrong: int) -> None:
+        if not wrong:
+            return
+        why = f"rank {rank} on {host} gets {wrong} wrong numbers in sums over the ranks of its {name}"
+        say(f"{why}\n", sys.stderr)
+        with suppress(CheckpointError):  # a disk that takes nothing is no reason to end
+            append_incident(self._run.directory, "hardware", {"step": step, "why": why})
+
+
+def groups_of(mesh: Mesh) -> dict[str, ProcessGroup]:
+    """The largest groups that training uses; together they reach every rank. Empty for a lone one."""
+    views = {"stage": mesh.stage, "pipeline": mesh.pipeline}
+    return {name: view.group for name, view in views.items() if view.group is not None}
