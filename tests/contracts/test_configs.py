@@ -93,6 +93,11 @@ def test_run_loads_and_is_laid_out(name, tmp_path, monkeypatch):
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(parameters, rel=0.03)
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/sweeps/*.toml")), ids=lambda path: path.stem)
+def test_run_of_a_sweep_loads(path):
+    assert load_job(path, ["--optimizer.lr=1e-2"]).value.optimizer.lr == 1e-2
+
+
 def test_mesh_for_nodes_is_refused_on_other_world_sizes(tmp_path):
     run = tmp_path / "run.toml"
     run.write_text(
