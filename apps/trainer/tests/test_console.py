@@ -1,9 +1,40 @@
 """What the console shows of each kind of record."""
 
+import subprocess
+import sys
 from io import StringIO
 
 from forge_trainer.track.console import Console
 from rich.console import Console as RichConsole
+
+
+RECORDS = """
+import sys
+from forge_trainer.track.console import Console
+console = Console("a_run", 0, 3)
+sys.stdin.readline()
+for step in range(1, 4):
+    console.log({"step": step, "loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 1.0})
+    console.log({"step": step, "eval/loss": 1.0})
+console.close()
+sys.stderr.write("at the end")
+"""
+
+
+def test_console_goes_on_when_its_reader_is_gone():
+    process = subprocess.Popen(
+        [sys.executable, "-c", RECORDS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    process.stdin.write("go on\n")
+    process.stdin.close()
+    assert process.stderr.read() == "at the end"
+    assert process.wait() == 0
+    process.stderr.close()
 
 
 def test_log_passes_over_what_a_hook_measured():

@@ -5,8 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forge_config import ConfigError
-from forge_trainer.hooks.figures import PEAK_TFLOPS, Figures
+from forge_model import initialize
+from forge_parallel.activation_checkpointing import checkpoint_activations
+from forge_trainer.hooks.figures import PEAK_TFLOPS, Figures, repeated_flops
 from forge_trainer.job import load_job
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
 
 
 def figures(flags=(), device="cpu", ranks=2) -> Figures:
@@ -29,7 +34,39 @@ def test_mfu_is_model_flops_of_a_device_over_its_peak():
 
 
 def test_cpu_has_no_mfu():
-    assert not any("mfu" in name for name in figures().of(1.0))
+    assert not any(name.startswith(("mfu", "hfu")) for name in figures().of(1.0))
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "every", "selective", "offload"])
+def test_hfu_counts_what_torch_counts(mode):
+    flags = [f"--activation_checkpointing.mode={mode}", "--track.peak_tflops=1"]
+    job = load_job("configs/runs/debug.toml", flags).value
+    model, length = job.model.build(), job.data.max_tokens
+    initialize(model, 0)
+    checkpoint_activations(model.layers.values(), job.activation_checkpointing)
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    # a product whose result nobody needs again is left out otherwise, here the last one of each block
+    with set_checkpoint_early_stop(False), FlopCounterMode(display=False) as counter:
+        with sdpa_kernel(SDPBackend.MATH):
+            model(tokens).logsumexp(-1).sum().backward()
+    every = job.model.flops_per_token(length, causal=False) + repeated_flops(job, causal=False)
+    assert counter.get_total_flops() / length == pytest.approx(every, rel=1e-6)
+    found = figures(flags, ranks=1).of(1e3)
+    needed = job.model.flops_per_token(length) + repeated_flops(job)
+    assert found["hfu"] == pytest.approx(1e3 * needed / 1e12)
+    assert (found["hfu"] > found["mfu"]) == (mode in ("full", "every"))
+
+
+def test_hfu_of_every_second_block_is_that_of_the_uneven_ones():
+    flags = ["--model.num_layers=5", "--activation_checkpointing.mode=every"]
+    job = load_job("configs/runs/debug.toml", flags).value
+    assert repeated_flops(job) == pytest.approx(3 * job.model.layer_flops(job.data.max_tokens)[0])
+
+
+def test_hfu_is_not_guessed_where_the_compiler_chooses():
+    flags = ["--activation_checkpointing.mode=budget", "--compile.enabled=true", "--track.peak_tflops=1"]
+    found = figures(flags).of(1.0)
+    assert "mfu" in found and "hfu" not in found
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,11 @@ class Run:
             for tracker in self.trackers:
                 tracker.log(record)
 
+    def evaluated(self, progress: Progress, results: Mapping[str, float]) -> None:
+        """Tell the hooks what an evaluation found."""
+        for hook in self.hooks:
+            hook.on_eval(progress, results)
+
     def _train(self) -> Verdict:
         config = self.job.resilience
         repeated = Repeated(self.step, config.check_every_steps, self._tell_of_repetition)
@@ -283,12 +288,7 @@ def build_hooks(
         hooks += [ledger, Log(job.train.log_every_steps, run, skipped, tokens_read, lambda: ledger.ratio)]
     if job.eval.every_steps:
         sets = open_evaluations(job, run.mesh, lambda: run.clock.enter(BUILD))
-
-        def told(progress: Progress, results: Mapping[str, float]) -> None:
-            for hook in run.hooks:
-                hook.on_eval(progress, results)
-
-        hooks += [Evaluate(job.eval.every_steps, run, sets, weights, told)] if sets else []
+        hooks += [Evaluate(job.eval.every_steps, run, sets, weights, run.evaluated)] if sets else []
         if not sets and run.env.rank == 0:
             say("no source has text for validation: this run is not evaluated\n", sys.stderr)
         hooks += build_tasks(run, weights)
@@ -306,4 +306,4 @@ def build_tasks(run: Run, weights: Callable[[], AbstractContextManager[None]]) -
     # the harness is an extra, and slow to load
     from forge_trainer.tasks_while_training import Tasks
 
-    return [EvaluateTasks(config.every_steps or every, run, Tasks(config, run), weights)]
+    return [EvaluateTasks(config.every_steps or every, run, Tasks(config, run), weights, run.evaluated)]

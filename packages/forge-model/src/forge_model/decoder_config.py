@@ -212,7 +212,7 @@ class DecoderConfig(ModelConfig):
             raise ValueError(f"{list(layers)} do not add up to model.num_layers = {self.num_layers}")
 
     def layer_flops(self, tokens: int, causal: bool = True) -> list[float]:
-        """Matmul FLOPs a token of each layer, of a forward pass over sequences of `tokens`."""
+        """See `ModelConfig.layer_flops`."""
         layers = (self.layer(index) for index in range(self.num_layers))
         return [
             layer.attention.forward_flops(self.dim, tokens, causal) + layer.ffn.forward_flops(self.dim)

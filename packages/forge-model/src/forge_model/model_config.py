@@ -37,6 +37,10 @@ class ModelConfig(Config):
         """
         raise NotImplementedError
 
+    def layer_flops(self, tokens: int, causal: bool = True) -> list[float]:
+        """Matmul FLOPs a token of each block, of a forward pass over sequences of `tokens`; empty: not known."""
+        return []
+
     def tensor_sizes(self) -> dict[str, int]:
         """The sizes, by key, that tensor parallelism must divide."""
         return {}

@@ -93,7 +93,10 @@ class Hook:
         """Look at the state after a step."""
 
     def on_eval(self, progress: Progress, results: Mapping[str, float]) -> None:
-        """Look at the numbers of an evaluation by the names that are logged, the same on all ranks."""
+        """Look at the numbers of an evaluation by the names that are logged, the same on all ranks.
+
+        Called once for the sets of the run and once for its tasks, with the numbers of each.
+        """
 
     def on_save(self, progress: Progress) -> None:
         """Look before a checkpoint of this step is written, with what `state` is then."""

@@ -12,6 +12,7 @@ from forge_trainer.say import say
 
 if TYPE_CHECKING:
     from forge_trainer.hooks.base import RunView
+    from forge_trainer.job import Job
 
 PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,
@@ -44,10 +45,11 @@ class Figures:
         self._flops = job.model.flops_per_token(job.data.max_tokens)
         self._flops_full = job.model.flops_per_token(job.data.max_tokens, causal=False)
         compute = job.precision.compute_dtype(self._device.type)
+        self._repeated = repeated_flops(job)
         self._peak = job.track.peak_tflops or _peak(self._device, compute)
 
     def of(self, tokens_per_s: float) -> dict[str, float]:
-        """Figures by name, of the whole run but for `tokens_per_s_per_device`, `mfu*` and `memory_gib`."""
+        """Figures by name, of the whole run but for `tokens_per_s_per_device`, `mfu*`, `hfu` and `memory_gib`."""
         by_device = tokens_per_s / self._ranks
         found = {
             "tokens_per_s": tokens_per_s,
@@ -58,7 +60,25 @@ class Figures:
         if self._peak is not None:
             found["mfu"] = by_device * self._flops / 1e12 / self._peak
             found["mfu_full_attention"] = by_device * self._flops_full / 1e12 / self._peak
+            if self._repeated is not None:
+                found["hfu"] = by_device * (self._flops + self._repeated) / 1e12 / self._peak
         return found
+
+
+def repeated_flops(job: Job, causal: bool = True) -> float | None:
+    """FLOPs a token of matmuls and attention that activation checkpointing computes again.
+
+    A checkpointed block counts as a whole, as in Korthikanti et al. 2022, arXiv:2205.05198. None where it is
+    not known: the compiler chooses, each stage of a pipeline counts its blocks for itself, or the model does
+    not say what a block costs.
+    """
+    config = job.activation_checkpointing
+    if config.mode not in ("full", "every", "budget"):
+        return 0.0  # `selective` repeats neither matmuls nor attention
+    layers = job.model.layer_flops(job.data.max_tokens, causal)
+    if config.mode == "budget" or not layers or (config.mode == "every" and job.mesh.pp > 1):
+        return None
+    return sum(layers[:: config.every if config.mode == "every" else 1])
 
 
 def _peak(device: torch.device, compute: str) -> float | None:

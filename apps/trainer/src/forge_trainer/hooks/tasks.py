@@ -1,6 +1,6 @@
 """Evaluates on tasks of lm-evaluation-harness every N steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 from forge_trainer.hooks.base import Hook, RunView
@@ -16,6 +16,7 @@ class EvaluateTasks(Hook):
         run: what is looked at.
         tasks: numbers by name; called by all ranks.
         weights: parameters hold the weights to evaluate inside of it.
+        told: hears of the results.
     """
 
     span = "evaluate"
@@ -26,12 +27,14 @@ class EvaluateTasks(Hook):
         run: RunView,
         tasks: Callable[[], dict[str, float]],
         weights: Callable[[], AbstractContextManager[None]],
+        told: Callable[[Progress, Mapping[str, float]], None] = lambda progress, results: None,
     ) -> None:
         self.every = every
-        self._run, self._tasks, self._weights = run, tasks, weights
+        self._run, self._tasks, self._weights, self._told = run, tasks, weights, told
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """See `Hook.on_step`. Collective."""
         with self._weights():
-            found = self._tasks()
-        self._run.log({f"eval/tasks/{name}": value for name, value in found.items()})
+            found = {f"eval/tasks/{name}": value for name, value in self._tasks().items()}
+        self._run.log(found)
+        self._told(progress, found)

@@ -1,5 +1,6 @@
 """What a person sees: one live line on a terminal, plain lines in a log file."""
 
+import sys
 import time
 from collections import deque
 
@@ -7,6 +8,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from forge_trainer.eval_config import losses_of
+from forge_trainer.say import say
 from forge_trainer.track.base import Record
 
 WINDOW = 20
@@ -16,11 +18,20 @@ TASKS = 8
 """Most numbers of tasks in a line."""
 
 
+class _Terminal(RichConsole):
+    """A console whose reader may go; what follows is lost, and the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """See `rich.console.Console`, which ends the process here."""
+        self.quiet = True
+        say("", sys.stdout)
+
+
 class Console:
     """Shows records. Evaluations stay on the screen; training steps move the live line."""
 
     def __init__(self, name: str, first_step: int, steps: int, console: RichConsole | None = None) -> None:
-        self._console = console or RichConsole(highlight=False)
+        self._console = console or _Terminal(highlight=False)
         self._live = self._console.is_terminal
         self._steps = steps
         self._times = deque([(time.monotonic(), first_step)], maxlen=WINDOW)
