@@ -7,7 +7,6 @@ from io import StringIO
 from forge_trainer.track.console import Console
 from rich.console import Console as RichConsole
 
-
 RECORDS = """
 import sys
 from forge_trainer.track.console import Console
@@ -22,19 +21,18 @@ sys.stderr.write("at the end")
 
 
 def test_console_goes_on_when_its_reader_is_gone():
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", RECORDS],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    process.stdout.close()
-    process.stdin.write("go on\n")
-    process.stdin.close()
-    assert process.stderr.read() == "at the end"
-    assert process.wait() == 0
-    process.stderr.close()
+    ) as process:
+        process.stdout.close()
+        process.stdin.write("go on\n")
+        process.stdin.close()
+        assert process.stderr.read() == "at the end"
+        assert process.wait() == 0
 
 
 def test_log_passes_over_what_a_hook_measured():

@@ -1,6 +1,8 @@
 """What an evaluation tells, against sums made by hand; which sets can be named."""
 
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel.mesh import Mesh
 from forge_trainer.eval_config import EvalConfig, losses_of, prefixed
+from forge_trainer.hooks.tasks import EvaluateTasks
 from forge_trainer.steps.text import TextStep
 
 SOURCES = ("code", "prose", "none of it")
@@ -92,3 +95,16 @@ def test_losses_of_a_record_are_those_of_sets_and_not_of_sources():
     record = {"step": 3.0} | prefixed("", {"loss": 1.0, "loss/loss": 2.0, "bits_per_byte": 3.0})
     record |= prefixed("news", {"loss": 4.0, "loss/web": 5.0})
     assert losses_of(record) == {"validation": 1.0, "news": 4.0}
+
+
+def test_tasks_are_logged_and_told_to_hooks():
+    logged, told = [], []
+    hook = EvaluateTasks(
+        3,
+        SimpleNamespace(log=logged.append),
+        lambda: {"choice/acc": 0.5},
+        nullcontext,
+        lambda progress, results: told.append((progress.step, results)),
+    )
+    hook.on_step(SimpleNamespace(step=6), None)
+    assert logged == [{"eval/tasks/choice/acc": 0.5}] and told == [(6, logged[0])]

@@ -46,9 +46,9 @@ def test_hfu_counts_what_torch_counts(mode):
     checkpoint_activations(model.layers.values(), job.activation_checkpointing)
     tokens = torch.zeros(1, length, dtype=torch.int64)
     # a product whose result nobody needs again is left out otherwise, here the last one of each block
-    with set_checkpoint_early_stop(False), FlopCounterMode(display=False) as counter:
-        with sdpa_kernel(SDPBackend.MATH):
-            model(tokens).logsumexp(-1).sum().backward()
+    counter = FlopCounterMode(display=False)
+    with set_checkpoint_early_stop(False), sdpa_kernel(SDPBackend.MATH), counter:
+        model(tokens).logsumexp(-1).sum().backward()
     every = job.model.flops_per_token(length, causal=False) + repeated_flops(job, causal=False)
     assert counter.get_total_flops() / length == pytest.approx(every, rel=1e-6)
     found = figures(flags, ranks=1).of(1e3)

@@ -5,7 +5,10 @@ import sys
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.signals import Signals, Stopped, stopped_by
 
-from forge_trainer.say import say, settle
+from forge_trainer.say import has_reader, say, settle
+
+READER_GONE = 128 + 13
+"""What a shell says of a command whose reader went away, as in `forge status runs | head -1`."""
 
 
 def main() -> int:
@@ -17,7 +20,16 @@ def main() -> int:
     if sys.argv[1:2] != ["train"]:
         from forge_trainer.cli import main as command
 
-        return command()
+        try:
+            code = command()
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            if has_reader(sys.stdout):  # it was another pipe
+                raise
+            return READER_GONE
+        finally:
+            settle()
     signals = Signals(starting=True)
     try:
         signals.install()

@@ -86,11 +86,12 @@ def _add_commands_on_jobs(commands: Any) -> None:
 
 def _add_commands_on_runs(commands: Any) -> None:
     generate = _command(commands, "generate", _look, "let a run write on")
-    generate.add_argument("--prompt", action="append", help="text to go on from; may be repeated")
-    generate.add_argument("--prompts", metavar="FILE", help="one a line, or .jsonl; prints JSON lines")
-    generate.add_argument("--interactive", action="store_true", help="ask for prompts")
-    generate.add_argument("--batch-size", type=int, help="of --prompts; train.micro_batch if absent")
-    generate.add_argument("--max-new-tokens", type=int, default=256)
+    given = generate.add_mutually_exclusive_group()
+    given.add_argument("--prompt", action="append", help="text to go on from; may be repeated")
+    given.add_argument("--prompts", metavar="FILE", help="one a line, or .jsonl; prints JSON lines")
+    given.add_argument("--interactive", action="store_true", help="ask for prompts")
+    generate.add_argument("--batch-size", type=_count, help="of --prompts; train.micro_batch if absent")
+    generate.add_argument("--max-new-tokens", type=_count, default=256)
     generate.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
     generate.add_argument("--top-k", type=int, default=0, help="0 is off")
     generate.add_argument("--top-p", type=float, default=1.0)
@@ -102,9 +103,9 @@ def _add_commands_on_runs(commands: Any) -> None:
     evaluate = _command(commands, "eval", _look, "the loss of a run on its held-out text, or what tasks say")
     evaluate.add_argument("--tasks", help="tasks of lm-evaluation-harness, with commas between")
     evaluate.add_argument("--tasks-from", metavar="FOLDER", help="YAML files of tasks of your own")
-    evaluate.add_argument("--num-fewshot", type=int, help="examples before each question")
-    evaluate.add_argument("--limit", type=int, help="questions of a task at most")
-    evaluate.add_argument("--batch-size", type=int, help="train.micro_batch if absent")
+    evaluate.add_argument("--num-fewshot", type=_count_or_none, help="examples before each question")
+    evaluate.add_argument("--limit", type=_count, help="questions of a task at most")
+    evaluate.add_argument("--batch-size", type=_count, help="train.micro_batch if absent")
     evaluate.add_argument("--json", metavar="FILE", help="write all numbers")
     status = _command(commands, "status", _look, "how far a run has come and what its next start will do")
     status.add_argument(
@@ -134,6 +135,16 @@ def _add_commands_on_runs(commands: Any) -> None:
     after.add_argument("--code", type=int, required=True, help="the exit code of the step")
     after.add_argument("--chained", default="", help="the job that waits for this one")
     after.add_argument("--never", action="store_true", help="do not put the job back into the queue")
+
+
+def _count(text: str, least: int = 1) -> int:
+    if int(text) < least:
+        raise argparse.ArgumentTypeError(f"given {text}; expected at least {least}")
+    return int(text)
+
+
+def _count_or_none(text: str) -> int:
+    return _count(text, least=0)
 
 
 def _seed(text: str) -> int:

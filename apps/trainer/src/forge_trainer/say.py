@@ -1,6 +1,7 @@
 """What is told to a person is never worth a run: it is lost when the disk is full or the reader is gone."""
 
 import os
+import select
 import sys
 from typing import TextIO
 
@@ -12,6 +13,13 @@ def say(text: str, stream: TextIO) -> None:
         stream.flush()
     except OSError:
         _silence(stream)
+
+
+def has_reader(stream: TextIO) -> bool:
+    """Whether somebody may still read what is written."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return not poll.poll(0)
 
 
 def settle() -> None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -39,7 +40,15 @@ class Writer:
         self._seed = options.seed
 
     def tokens(self, prompt: str) -> list[int]:
-        """Of a prompt; an empty one begins a document."""
+        """Of a prompt; an empty one begins a document.
+
+        Raises:
+            ConfigError: it has characters that are no text, such as bytes that are not UTF-8.
+        """
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"given the prompt {prompt!r}; expected text in UTF-8: {error}") from None
         return [int(token) for token in self._tokenizer.encode(prompt)] or [self._tokenizer.eos_id]
 
     def show(self, prompt: str) -> None:
@@ -68,27 +77,30 @@ class Writer:
     def continued(self, prompts: list[str], batch_size: int) -> Iterator[tuple[int, str]]:
         """What follows each of many prompts, those of like length together: index and text.
 
-        A batch ends where its longest prompt fills the model.
+        Prompts that leave room for fewer tokens are in batches of their own: they shorten no other answer.
         """
         rows = [self.tokens(prompt) for prompt in prompts]
-        for row in rows:
-            room_for(len(row), self._max_tokens)
+        new = [min(self._new_tokens, room_for(len(row), self._max_tokens)) for row in rows]
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        batches = [
+            (new_tokens, alike[start : start + batch_size])
+            for new_tokens, group in groupby(order, key=lambda i: new[i])
+            for alike in [list(group)]
+            for start in range(0, len(alike), batch_size)
+        ]
         self._generator.manual_seed(self._seed)
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
-            longest = max(len(rows[i]) for i in batch)
+        for new_tokens, batch in batches:
             written = generate(
                 self._model,
                 [rows[i] for i in batch],
-                min(self._new_tokens, self._max_tokens - longest),
+                new_tokens,
                 self._sampling,
                 [self._tokenizer.eos_id],
                 self._generator,
                 speculative=self._speculative,
             )
-            for index, new in zip(batch, written, strict=True):
-                text = [token for token in new if token != self._tokenizer.eos_id]
+            for index, answer in zip(batch, written, strict=True):
+                text = [token for token in answer if token != self._tokenizer.eos_id]
                 yield index, self._tokenizer.decode(text)
 
 
@@ -113,17 +125,22 @@ def read_prompts(path: Path) -> list[str]:
         ConfigError: it cannot be read, or a line has no prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # other characters that end a line for Python, such as U+2028, may stand in a string of JSON
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts: {path} cannot be read: {error}") from None
+    lines = text.removesuffix("\n").split("\n") if text else []
     if path.suffix != ".jsonl":
         return lines
     prompts = []
     for number, line in enumerate(lines, 1):
         try:
-            prompts.append(json.loads(line)["prompt"])
-        except (ValueError, TypeError, KeyError):
-            raise ConfigError(f'--prompts: line {number} of {path} is no {{"prompt": "..."}}') from None
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise ConfigError(f'--prompts: line {number} of {path} is no {{"prompt": "..."}}')
+        prompts.append(prompt)
     return prompts
 
 
@@ -141,7 +158,7 @@ def generate_text(options: argparse.Namespace) -> None:
     for prompt in options.prompt or (_typed() if options.interactive else [DEFAULT_PROMPT]):
         try:
             writer.show(prompt)
-        except ModelError as error:
+        except (ConfigError, ModelError) as error:
             if not options.interactive:
                 raise
             sys.stdout.write(f"{error}\n")

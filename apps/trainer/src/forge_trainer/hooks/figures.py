@@ -49,7 +49,7 @@ class Figures:
         self._peak = job.track.peak_tflops or _peak(self._device, compute)
 
     def of(self, tokens_per_s: float) -> dict[str, float]:
-        """Figures by name, of the whole run but for `tokens_per_s_per_device`, `mfu*`, `hfu` and `memory_gib`."""
+        """Figures by name; those by device, `mfu*`, `hfu` and `memory_gib` are not of the whole run."""
         by_device = tokens_per_s / self._ranks
         found = {
             "tokens_per_s": tokens_per_s,
