@@ -38,7 +38,7 @@ class ModelConfig(Config):
         raise NotImplementedError
 
     def layer_flops(self, tokens: int, causal: bool = True) -> list[float]:
-        """Matmul FLOPs a token of each block, of a forward pass over sequences of `tokens`; empty: not known."""
+        """Matmul FLOPs a token of each block in a forward pass over `tokens`; empty if unknown."""
         return []
 
     def tensor_sizes(self) -> dict[str, int]:
