@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 from forge_interp.errors import InterpError
+from forge_interp.extraction.extract import extract_representations
 from forge_interp.extraction.feeding import Feeder, check_padding
 from forge_interp.extraction.samples import Batch, Names
 from torch import Tensor, nn
@@ -143,3 +144,16 @@ def test_check_padding_leaves_empty_samples_out():
     with pytest.raises(InterpError, match="padding changes"):
         check_padding(padded(40, 0, 20), NAMES, rows_of(1.0, torch.float32))
     assert not check_padding(padded(40, 0), NAMES, rows_of(1.0, torch.float32))
+
+
+def test_extraction_of_offloaded_weights_runs_and_wants_a_name(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4)).eval()
+    ids = torch.randint(9, (5, 3))
+    expected = model(ids).detach().flatten(0, 1)
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert all(weight.is_meta for weight in model.parameters())
+    with pytest.raises(InterpError, match=r"0\.weight \(offloaded.*cannot be compared"):
+        extract_representations(model, ids, "1", tmp_path / "acts", progress=False)
+    store = extract_representations(model, ids, "1", tmp_path / "acts", identity="first", progress=False)
+    torch.testing.assert_close(store["1"], expected)

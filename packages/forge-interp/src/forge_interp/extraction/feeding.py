@@ -31,7 +31,8 @@ class Feeder:
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self._named = {p.name for p in parameters if p.kind not in variadic}
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        first = next((t for t in (*model.parameters(), *model.buffers())), None)
+        held = (tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
+        first = next(held, None)  # what accelerate has put elsewhere is on meta, and its hooks move inputs
         self._device = torch.device("cpu") if first is None else first.device
 
     def __call__(self, batch: Batch) -> None:

@@ -95,6 +95,8 @@ def model_identity(model: nn.Module, describe: Describer | None = None) -> dict[
                 buffers.append(f"{name}.{key} {describe(tensor, f'{name}.{key}')}")
         for key, tensor in _saved(module):
             layout.append([name, key, list(tensor.shape), tensor.dtype])
+            if tensor.is_meta:
+                describe.unknown.append(f"{name}.{key} (offloaded: on the meta device)")
             known[tensor] = known[tensor] if tensor in known else _checksum(tensor)
             weights.append(known[tensor])
             count += tensor.numel()
