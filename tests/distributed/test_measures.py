@@ -134,12 +134,13 @@ def test_norms_under_a_layout_are_those_of_one_process(layout):
         compare(many, one)
 
 
-def measured(sizes: dict, readers: int, bad: int = -1) -> list[dict[str, float]]:
+def measured(sizes: dict, readers: int, bad: int = -1, experts: bool = False) -> list[dict[str, float]]:
     """What the step tells of five steps, of which it measures every second.
 
     In one process, the first micro-batch is made of the first ones of all ranks that read elsewhere.
     """
-    run = made(sizes, MODEL, "float64", optimizer=AdamWConfig(lr=0.01))
+    model = EXPERTS if experts else MODEL
+    run = made(sizes, model, "float64", optimizer=AdamWConfig(lr=0.01))
     step = NoiseScaleStep(run.parts, run.step.loss_fn, run.mesh, 0, run.step.update, 2)
     found = []
     for index in range(5):
@@ -205,11 +206,12 @@ def test_step_that_is_not_finite_does_not_count():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", [p for p in slow_unless({"fsdp2"}) if "pp" not in p.values[0]][:4])
+@pytest.mark.parametrize("layout", [p for p in slow_unless({"fsdp2"}) if "pp" not in p.values[0]])
 def test_noise_scale_under_a_layout_is_that_of_one_process(layout):
     ranks, sizes = LAYOUTS[layout]
     readers = ranks // (sizes.get("tp", 1) * sizes.get("cp", 1))
-    one = run_ranks(measured, 1, {}, readers)[0]
-    for many in run_ranks(measured, ranks, sizes, readers):
+    experts = "ep" in sizes
+    one = run_ranks(measured, 1, {}, readers, -1, experts)[0]
+    for many in run_ranks(measured, ranks, sizes, readers, -1, experts):
         for mine, theirs in zip(many, one, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-8)
