@@ -22,9 +22,9 @@ from forge_parallel.runner import build_runner
 from torch import Tensor
 from torch.nn.functional import linear
 
+from forge_trainer.checks import sequence_cuts
 from forge_trainer.eval_config import TasksConfig
 from forge_trainer.hooks.base import RunView
-from forge_trainer.job import sequence_cuts
 from forge_trainer.steps.evaluation import evaluating
 from forge_trainer.tasks import RunModel, evaluator, known_tasks
 
