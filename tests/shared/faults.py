@@ -124,6 +124,8 @@ class Group:
         self.size = size
         self.barrier = threading.Barrier(size)
         self.values: list[bytes] = [b""] * size
+        self.handed: dict[int, Any] = {}
+        self.handed_out = threading.Condition()
 
 
 def thread_ranks(group: Group, rank: int) -> Any:
@@ -144,6 +146,16 @@ def thread_ranks(group: Group, rank: int) -> Any:
 
         def _broadcast(self, values: list[Any], source: int) -> list[Any]:
             return self.gather(values)[source]
+
+        def hand_out(self, tensors: Any, source: int, among: Any) -> None:
+            with group.handed_out:
+                if rank == source:
+                    group.handed[source] = [tensor.clone() for tensor in tensors]
+                    group.handed_out.notify_all()
+                else:
+                    group.handed_out.wait_for(lambda: source in group.handed, 60)
+                    for tensor, values in zip(tensors, group.handed[source], strict=True):
+                        tensor.copy_(values)
 
     made = ThreadRanks()
     made.rank, made.size = rank, group.size

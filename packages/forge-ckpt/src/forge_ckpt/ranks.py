@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
@@ -14,6 +14,7 @@ from forge_ckpt.layout import Entry
 from forge_ckpt.manifest import digest
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from forge_ckpt.shards import Box
@@ -139,6 +140,31 @@ class Ranks:
             elif holders != alike:
                 writers[name] = holders[crc32(name.encode()) % len(holders)]
         return {key: box._replace(is_first_copy=writers.get(key) == self.rank) for key, box in boxes.items()}
+
+    def hand_out(self, tensors: Sequence[Tensor], source: int, among: Sequence[int]) -> None:
+        """Fill the tensors of some ranks with the values that one of them has. Collective among them.
+
+        Args:
+            tensors: contiguous, in host memory; the same dtypes and shapes on these ranks.
+            source: the one whose values they are.
+            among: the ranks, in the order of all.
+        """
+        import torch
+        import torch.distributed as dist
+
+        works = []
+        for tag, tensor in enumerate(tensors):
+            data = tensor.reshape(-1).view(torch.uint8)
+            if not len(data):
+                continue
+            if self.rank != source:
+                works.append(dist.irecv(data, group=self.group, group_src=source, tag=tag))
+                continue
+            for other in among:
+                if other != source:
+                    works.append(dist.isend(data, group=self.group, group_dst=other, tag=tag))
+        for work in works:
+            work.wait()
 
     def _broadcast(self, values: list[Any], source: int) -> list[Any]:
         if self.group is None:

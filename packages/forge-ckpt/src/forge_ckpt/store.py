@@ -6,17 +6,18 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_ckpt import manifest as manifests
 from forge_ckpt.checkpointed import Checkpointed
-from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError, UnsupportedError
+from forge_ckpt.error import CheckpointError, DamagedError
 from forge_ckpt.folders import Folders, write_durably
 from forge_ckpt.layout import Entry, Part, merge, part_of
 from forge_ckpt.manifest import File, Manifest, Snapshot
 from forge_ckpt.ranks import Ranks
+from forge_ckpt.staged import Replicas, Staged, attempt, require_fit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,11 +217,12 @@ class Store:
 
         steps = self._ranks.from_first(self._found)
         for step in (step for step in steps if until is None or step <= until):
-            found = self._stage(step, targets)
+            found, replicas = self._stage(step, targets)
             everyone = self._ranks.gather(found.told())
             if not any(one.damaged or one.unreadable for one in everyone):
-                _require_fit(step, everyone, sorted(found.opened.tensors) if found.opened else [])
+                require_fit(step, everyone, sorted(found.opened.tensors) if found.opened else [])
                 assert found.opened is not None
+                replicas.exchange(found.tensors)
                 commit(found.tensors, found.boxes)
                 return found.opened
             self._ranks.from_first(lambda step=step, everyone=everyone: self._pass_over(step, everyone))
@@ -242,27 +244,23 @@ class Store:
             self._folders.remember(steps[0])
         return steps
 
-    def _stage(self, step: int, targets: Targets) -> _Staged:
-        """Read what this rank needs of a checkpoint, verified."""
-        from forge_ckpt.shards import misfits, stage
+    def _stage(self, step: int, targets: Targets) -> tuple[Staged, Replicas]:
+        """Read what this rank needs of a checkpoint, verified, or its share of that. Collective."""
+        wanted = attempt(lambda: self._wanted(step, targets))
+        replicas = Replicas(self._ranks, wanted)
+        return attempt(lambda: replicas.read(self.folder(step), wanted)), replicas
 
-        try:
-            opened = manifests.read(self.folder(step))
-            wanted = self._boxes(targets(opened.tensors))
-            wrong = misfits(opened, wanted)
-            unwanted = bytes(key not in wanted for key in sorted(opened.tensors))
-            tensors = {} if wrong else stage(self.folder(step), opened, wanted)
-            return _Staged(opened, tensors, wanted, wrong=wrong, unwanted=unwanted)
-        except DamagedError as error:
-            return _Staged(damaged=str(error), file=error.path.name)
-        except UnreadableError as error:
-            return _Staged(unreadable=str(error))
-        except UnsupportedError as error:
-            return _Staged(wrong=[str(error)])
-        except Exception as error:  # the other ranks must hear of it, not wait for this one
-            return _Staged(wrong=[f"{type(error).__name__}: {error}"])
+    def _wanted(self, step: int, targets: Targets) -> Staged:
+        """What this rank needs of a checkpoint."""
+        from forge_ckpt.shards import misfits
 
-    def _pass_over(self, step: int, everyone: Sequence[_Staged]) -> None:
+        opened = manifests.read(self.folder(step))
+        boxes = self._boxes(targets(opened.tensors))
+        wrong = misfits(opened, boxes)
+        unwanted = bytes(key not in boxes for key in sorted(opened.tensors))
+        return Staged(opened, {}, {} if wrong else boxes, wrong=wrong, unwanted=unwanted)
+
+    def _pass_over(self, step: int, everyone: Sequence[Staged]) -> None:
         names = [one.file for one in everyone if one.file]
         proof = self._folders.confirm(step, names) if names else None
         if proof is not None:
@@ -302,7 +300,7 @@ class Store:
         from forge_ckpt.shards import misfits
 
         opened = manifests.read(self.folder(step))
-        _require_fit(step, [_Staged(wrong=misfits(opened, self._boxes(targets)))], [])
+        require_fit(step, [Staged(wrong=misfits(opened, self._boxes(targets)))], [])
         return opened
 
     def tensors(self, step: int) -> Checkpointed:
@@ -337,52 +335,6 @@ class Store:
     def remove(self, step: int) -> None:
         """Remove a checkpoint; by the first rank only."""
         self._folders.remove(step)
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """What a rank has read of a checkpoint, or why it could not.
-
-    Attributes:
-        opened: the manifest.
-        tensors: what this rank holds, by name.
-        boxes: where it goes.
-        damaged: what is damaged.
-        file: the name of the file that is.
-        unreadable: what cannot be read now.
-        wrong: what does not fit the targets, or this version.
-        unwanted: one byte a tensor of the checkpoint in order of names, 1 where this rank does not want it.
-    """
-
-    opened: Manifest | None = None
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    boxes: Mapping[str, Box] = field(default_factory=dict)
-    damaged: str = ""
-    file: str = ""
-    unreadable: str = ""
-    wrong: Sequence[str] = ()
-    unwanted: bytes = b""
-
-    def told(self) -> _Staged:
-        """What the other ranks need to hear."""
-        return _Staged(
-            damaged=self.damaged,
-            file=self.file,
-            unreadable=self.unreadable,
-            wrong=self.wrong,
-            unwanted=self.unwanted,
-        )
-
-
-def _require_fit(step: int, everyone: Sequence[_Staged], names: Sequence[str]) -> None:
-    """Raises CheckpointError if something does not fit some rank, or is wanted by none."""
-    wrong = {line for one in everyone for line in one.wrong}
-    unwanted = [one.unwanted for one in everyone if len(one.unwanted) == len(names)]
-    nobody = (all(column) for column in zip(*unwanted, strict=True))
-    wrong |= {f"{name} is not wanted" for name, no in zip(names, nobody, strict=False) if no}
-    if wrong:
-        shown = "\n".join(f"  {line}" for line in sorted(wrong)[:20])
-        raise CheckpointError(f"step {step} does not fit this model and optimizer ({len(wrong)}):\n{shown}")
 
 
 def _merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

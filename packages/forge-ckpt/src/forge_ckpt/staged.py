@@ -1,0 +1,132 @@
+"""What has each rank read of a checkpoint, who of several replicas reads it, and does it fit all of them?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError, UnsupportedError
+from forge_ckpt.manifest import Manifest, digest
+from forge_ckpt.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge_ckpt.shards import Box
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What a rank has read of a checkpoint, or why it could not.
+
+    Attributes:
+        opened: the manifest.
+        tensors: what this rank holds, by name.
+        boxes: where it goes.
+        damaged: what is damaged.
+        file: the name of the file that is.
+        unreadable: what cannot be read now.
+        wrong: what does not fit the targets, or this version.
+        unwanted: one byte a tensor of the checkpoint in order of names, 1 where this rank does not want it.
+    """
+
+    opened: Manifest | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    boxes: Mapping[str, Box] = field(default_factory=dict)
+    damaged: str = ""
+    file: str = ""
+    unreadable: str = ""
+    wrong: Sequence[str] = ()
+    unwanted: bytes = b""
+
+    def told(self) -> Staged:
+        """What the other ranks need to hear."""
+        return Staged(
+            damaged=self.damaged,
+            file=self.file,
+            unreadable=self.unreadable,
+            wrong=self.wrong,
+            unwanted=self.unwanted,
+        )
+
+
+def attempt(work: Callable[[], Staged]) -> Staged:
+    """What a rank has read, or why it could not: the other ranks must hear of it, not wait for this one."""
+    try:
+        return work()
+    except DamagedError as error:
+        return Staged(damaged=str(error), file=error.path.name)
+    except UnreadableError as error:
+        return Staged(unreadable=str(error))
+    except UnsupportedError as error:
+        return Staged(wrong=[str(error)])
+    except Exception as error:  # the other ranks must hear of it, not wait for this one
+        return Staged(wrong=[f"{type(error).__name__}: {error}"])
+
+
+class Replicas:
+    """The ranks that want the same boxes of a checkpoint: each of them reads some. Collective.
+
+    Args:
+        ranks: all that load.
+        wanted: what this one wants.
+    """
+
+    def __init__(self, ranks: Ranks, wanted: Staged) -> None:
+        self._ranks, self._boxes = ranks, wanted.boxes
+        names = sorted(self._boxes)
+        places = [(name, self._boxes[name].offsets, tuple(self._boxes[name].values.shape)) for name in names]
+        files = wanted.opened.files if wanted.opened is not None else []  # folders may differ between hosts
+        everyone = ranks.gather(digest(msgspec.json.encode((files, places))))
+        self._alike = [rank for rank, theirs in enumerate(everyone) if theirs == everyone[ranks.rank]]
+        self._reader = self._shared_out(names)
+
+    def _shared_out(self, names: Sequence[str]) -> dict[str, int]:
+        """The reader of each tensor: each has neighbours, since they lie in blocks that are read whole."""
+        total, before, reader = sum(box.values.nbytes for box in self._boxes.values()), 0, {}
+        for name in names:
+            num_bytes = self._boxes[name].values.nbytes
+            share = (2 * before + num_bytes) * len(self._alike) // (2 * total or 1)
+            reader[name] = self._alike[min(share, len(self._alike) - 1)]
+            before += num_bytes
+        return reader
+
+    def read(self, folder: Path, wanted: Staged) -> Staged:
+        """Read what this rank shall, verified; the rest of what it wants is memory without values.
+
+        Raises:
+            DamagedError, UnreadableError, UnsupportedError: as for `shards.stage`.
+        """
+        import torch
+
+        from forge_ckpt.shards import stage
+
+        if wanted.opened is None or wanted.wrong:
+            return wanted
+        mine = {name: box for name, box in self._boxes.items() if self._reader[name] == self._ranks.rank}
+        tensors = stage(folder, wanted.opened, mine)
+        for name in self._boxes.keys() - mine.keys():
+            values = self._boxes[name].values
+            tensors[name] = torch.empty(values.shape, dtype=values.dtype)
+        return replace(wanted, tensors=tensors)
+
+    def exchange(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give the others what this rank has read, and take what they have. Collective, of all replicas."""
+        for reader in self._alike if len(self._alike) > 1 else ():
+            names = (name for name in sorted(tensors) if self._reader[name] == reader)
+            self._ranks.hand_out([tensors[name] for name in names], reader, self._alike)
+
+
+def require_fit(step: int, everyone: Sequence[Staged], names: Sequence[str]) -> None:
+    """Raises CheckpointError if something does not fit some rank, or is wanted by none."""
+    wrong = {line for one in everyone for line in one.wrong}
+    unwanted = [one.unwanted for one in everyone if len(one.unwanted) == len(names)]
+    nobody = (all(column) for column in zip(*unwanted, strict=True))
+    wrong |= {f"{name} is not wanted" for name, no in zip(names, nobody, strict=False) if no}
+    if wrong:
+        shown = "\n".join(f"  {line}" for line in sorted(wrong)[:20])
+        raise CheckpointError(f"step {step} does not fit this model and optimizer ({len(wrong)}):\n{shown}")
