@@ -217,6 +217,21 @@ def test_weights_with_a_lost_shard_are_refused(tmp_path):
         Weights(tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", "{", "", "\xff", "[" * 100_000, '{"weight_map": []}', '{"weight_map": {"w": 1}}']
+)
+def test_weights_with_an_index_or_config_of_something_else_are_refused(tmp_path, text):
+    write_weights(tmp_path / "out", {"w": torch.zeros(2)}, {})
+    weights, data = Weights(tmp_path / "out"), text.encode("latin-1")
+    (tmp_path / "out" / "model.safetensors.index.json").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json (cannot be read|holds|has no)"):
+        Weights(tmp_path / "out")
+    if not text.startswith('{"') and text != "{}":
+        (tmp_path / "out" / "config.json").write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"config.json (cannot be read|holds)"):
+            weights.config()
+
+
 def test_weights_are_what_the_library_reads(tmp_path):
     from safetensors.torch import load_file
 

@@ -47,7 +47,12 @@ class Weights(Mapping[str, Tensor]):
         self.folder = Path(folder)
         index = self.folder / INDEX
         if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            weight_map = _object(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(
+                isinstance(one, str) for one in weight_map.values()
+            ):
+                raise CheckpointError(f"{index} has no weight_map of names of files")
+            names = sorted(set(weight_map.values()))
         else:
             names = [SINGLE]
         self._file_of: dict[str, Path] = {}
@@ -75,12 +80,23 @@ class Weights(Mapping[str, Tensor]):
         """The `config.json` beside them.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is none, or it is no object of JSON.
         """
         path = self.folder / "config.json"
         if not path.exists():
             raise CheckpointError(f"there is no {path}")
-        return json.loads(path.read_text())
+        return _object(path)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """What a file of JSON holds."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds {type(found).__name__}; expected an object")
+    return found
 
 
 class Renamed(Mapping[str, Tensor]):
