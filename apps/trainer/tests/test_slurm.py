@@ -201,7 +201,7 @@ def test_script_of_a_start_that_slurm_has_replaced_changes_nothing(told, code, s
     slurm.job_state.write_text(f"{told}\n")
     assert after(run, code, "--chained=9") == 1
     said = capsys.readouterr().out
-    assert "this start was lost with a node; SLURM runs the job again by itself" in said
+    assert "this start was lost with a node or preempted; SLURM runs the job again by itself" in said
     assert "exit code" not in said
     assert slurm.calls() == [] and not (run / "starts.jsonl").exists()
 

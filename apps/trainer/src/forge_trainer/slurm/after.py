@@ -37,7 +37,10 @@ def after_job(options: argparse.Namespace) -> int:
     told = _scontrol("show", "job", os.environ.get("SLURM_JOB_ID", "")).stdout
     state = _field("JobState", told)
     if ended is None and _is_replaced(state, told):
-        return _say(LOST, f"this start was lost with a node; SLURM runs the job again by itself ({state})")
+        return _say(
+            LOST,
+            f"this start was lost with a node or preempted; SLURM runs the job again by itself ({state})",
+        )
     code = int(ended["code"]) if ended else options.code
     try:
         failures = _remember(directory, code, ended)
