@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_model.mask import Attend, Mask, attend_flex, flex_blocks, suits_flex
+from forge_model.mask import Attend, LastKeys, Mask, attend_flex, flex_blocks, suits_flex
 
 
 class ExplicitAttention:
     """Every score is made on the CPU; FlexAttention makes them block by block on CUDA."""
 
     def resolve(self, mask: Mask, window: int | None) -> Any:
-        """A block mask of FlexAttention, or [B or 1, 1, T, S] bool."""
+        """`LastKeys`, a block mask of FlexAttention, or [B or 1, 1, T, S] bool."""
+        if mask.is_one_query():
+            return LastKeys(window)
         return flex_blocks(mask, window) if suits_flex(mask) else mask.dense(window)
 
     def __call__(
@@ -32,20 +34,28 @@ class ExplicitAttention:
     ) -> Tensor:
         """See `forge_model.mask.Attend.__call__`."""
         factor: float = query.shape[-1] ** -0.5 if scale is None else scale
-        if not isinstance(resolved, Tensor):
+        if isinstance(resolved, LastKeys):
+            key, value = resolved.of(key, value)
+        elif not isinstance(resolved, Tensor):
             return _flex(query, key, value, resolved, factor, softcap, sinks)
-        groups = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
         wide = torch.promote_types(query.dtype, torch.float32)
-        scores = torch.matmul(query, key.transpose(-1, -2)).to(wide) * factor
+        scores = _by_group(query, key.transpose(-1, -2)).to(wide) * factor
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~resolved, float("-inf"))
+        if isinstance(resolved, Tensor):
+            scores = scores.masked_fill(~resolved, float("-inf"))
         if sinks is None:
-            return torch.matmul(scores.softmax(-1).to(value.dtype), value)
+            return _by_group(scores.softmax(-1).to(value.dtype), value)
         column = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-        return torch.matmul(weights.to(value.dtype), value)
+        return _by_group(weights.to(value.dtype), value)
+
+
+def _by_group(left: Tensor, right: Tensor) -> Tensor:
+    """[B, N, T, X] @ [B, K, X, Y] -> [B, N, T, Y]: N / K heads share each of K, which is not copied."""
+    kv_heads, tokens = right.shape[1], left.shape[2]
+    rows = left.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    return (rows @ right).unflatten(2, (-1, tokens)).flatten(1, 2)
 
 
 explicit_attention: Attend = ExplicitAttention()

@@ -17,8 +17,21 @@ from torch import Tensor
 
 BLOCK = 128
 """Tokens of a block of FlexAttention."""
-EVERYTHING = "everything"
-"""In place of a mask: every query sees every key."""
+
+
+@dataclass(frozen=True)
+class LastKeys:
+    """In place of a mask: one query, which sees the last keys of its row.
+
+    Attributes:
+        most: so many of them; None means all. Those before need not be read.
+    """
+
+    most: int | None
+
+    def of(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The part of [B, K, S, H] that is seen, of each."""
+        return tensors if self.most is None else tuple(one[:, :, -self.most :] for one in tensors)
 
 
 @dataclass(frozen=True)
@@ -46,10 +59,9 @@ class Mask:
         everything = window is None or window >= self.tokens
         return everything and self.doc_ids is None and self.padding is None and not self.cached
 
-    def sees_everything(self, window: int | None) -> bool:
-        """Whether it is about one query that sees every key, as the next token after a cache does."""
-        everything = window is None or window > self.cached
-        return self.tokens == 1 and everything and self.doc_ids is None and self.padding is None
+    def is_one_query(self) -> bool:
+        """Whether it is about one query that sees all it may, as the next token after a cache does."""
+        return self.tokens == 1 and self.doc_ids is None and self.padding is None
 
     def sees(self, row: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor:
         """Whether a token sees another, bool, for broadcast indices; padding sees itself: no row is empty.
@@ -173,14 +185,14 @@ class SoftmaxAttention:
     """Scaled dot-product attention of torch; FlexAttention on CUDA where the mask is more than causal."""
 
     def resolve(self, mask: Mask, window: int | None) -> Any:
-        """None for plain causal attention, `EVERYTHING`, a block mask of FlexAttention, or a mask.
+        """None for plain causal attention, `LastKeys`, a block mask of FlexAttention, or a mask.
 
         A mask is [B or 1, 1, T, S] bool.
         """
         if mask.is_plain_causal(window):
             return None
-        if mask.sees_everything(window):
-            return EVERYTHING
+        if mask.is_one_query():
+            return LastKeys(window)
         return flex_blocks(mask, window) if suits_flex(mask) else mask.dense(window)
 
     def __call__(
@@ -188,7 +200,9 @@ class SoftmaxAttention:
     ) -> Tensor:
         """See `Attend.__call__`."""
         grouped = key.shape[1] != query.shape[1]
-        if resolved is None or isinstance(resolved, Tensor | str):
+        if isinstance(resolved, LastKeys):
+            key, value = resolved.of(key, value)
+        if resolved is None or isinstance(resolved, Tensor | LastKeys):
             return F.scaled_dot_product_attention(
                 query,
                 key,
