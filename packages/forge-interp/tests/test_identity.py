@@ -422,3 +422,10 @@ def test_describer_is_equal_in_every_process():
         check=True,
     ).stdout.strip()
     assert here["text"] == there and there.startswith("make.<locals>.<lambda>:")
+
+
+def test_unions_of_types_are_compared_as_pickle_would_keep_them():
+    describe = Describer({})
+    first, same, other = (describe(kinds, "select") for kinds in (int | Tensor, int | Tensor, int | str))
+    assert first == same != other
+    assert not describe.unknown

@@ -7,6 +7,7 @@ names, any other object by what pickle would keep of it.
 
 from __future__ import annotations
 
+import copyreg
 import dis
 import functools
 import inspect
@@ -204,7 +205,8 @@ class Describer:
         if isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType | None):
             return [value.__module__, value.__qualname__]
         try:
-            reduced = value.__reduce_ex__(4)
+            reduce = copyreg.dispatch_table.get(type(value))
+            reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
         except Exception:  # whatever an object says that cannot be pickled
             self.unknown.append(f"{place} (a {type(value).__qualname__})")
             return ["unknown"]
