@@ -178,3 +178,25 @@ def test_reader_that_leaves_early_sees_no_traceback(store):
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_export_without_a_model_is_refused(tmp_path, capsys):
+    Store(tmp_path / "run").save(1, Snapshot({"optimizer.w": torch.ones(2)}))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "step 1 holds no tensors of a model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000])
+def test_import_with_a_config_of_something_else_is_refused(tmp_path, capsys, text):
+    (tmp_path / "config.json").write_text(text)
+    line = ["import", str(tmp_path), str(tmp_path / "out"), "--llama", str(tmp_path / "config.json")]
+    assert main(line) == 2
+    assert f"{tmp_path / 'config.json'} " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "1e9", "-1", "x"])
+def test_what_is_no_size_of_a_file_is_refused_by_the_parser(tmp_path, capsys, text):
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path), str(tmp_path / "out"), f"--shard-bytes={text}"])
+    assert "expected a number of bytes above 0" in capsys.readouterr().err

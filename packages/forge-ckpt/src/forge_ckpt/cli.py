@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -89,15 +88,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _step(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > 18:
-        raise argparse.ArgumentTypeError(f"given {text!r}; expected a number")
-    return int(text)
+    return _number(text, "a number of steps")
 
 
 def _bytes(text: str) -> int:
-    if not (number := _step(text)):
-        raise argparse.ArgumentTypeError("given 0; expected a number of bytes")
-    return number
+    return _number(text, "a number of bytes above 0", 1)
+
+
+def _number(text: str, expected: str, least: int = 0) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 18 or int(text) < least:
+        raise argparse.ArgumentTypeError(f"given {text!r}; expected {expected}")
+    return int(text)
 
 
 def _store(options: argparse.Namespace, keep: int = 3) -> Store:
@@ -188,6 +189,8 @@ def _export(options: argparse.Namespace) -> int:
     tensors = _opened(options)
     step = tensors.manifest.step
     weights = tensors.under(MODEL)
+    if not weights:
+        raise CheckpointError(f"step {step} holds no tensors of a model, whose names begin with {MODEL!r}")
     write_weights(options.out, weights, {"step": step}, options.shard_bytes, like=weights.on_meta())
     _done(options, f"wrote the model of step {step} to {options.out}", step=step, folder=str(options.out))
     return FINE
@@ -196,13 +199,11 @@ def _export(options: argparse.Namespace) -> int:
 def _import(options: argparse.Namespace) -> int:
     from forge_ckpt.dcp import DcpTensors
     from forge_ckpt.dcp_names import LlamaOfTitan
-    from forge_ckpt.weights import Renamed, write_weights
+    from forge_ckpt.weights import Renamed, read_object, write_weights
 
+    config = read_object(options.llama) if options.llama else {}
     source = DcpTensors(options.source)
     names, left = source.weights(options.prefix)
-    config = json.loads(options.llama.read_text()) if options.llama else {}
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{options.llama} is no config.json: it holds no object")
     weights, like = (Renamed(tensors, names) for tensors in (source, source.on_meta()))
     if options.llama:
         weights, like = LlamaOfTitan(weights, config), LlamaOfTitan(like, config)

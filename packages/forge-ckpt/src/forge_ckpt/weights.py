@@ -47,7 +47,7 @@ class Weights(Mapping[str, Tensor]):
         self.folder = Path(folder)
         index = self.folder / INDEX
         if index.exists():
-            weight_map = _object(index).get("weight_map")
+            weight_map = read_object(index).get("weight_map")
             if not isinstance(weight_map, dict) or not all(
                 isinstance(one, str) for one in weight_map.values()
             ):
@@ -85,11 +85,15 @@ class Weights(Mapping[str, Tensor]):
         path = self.folder / "config.json"
         if not path.exists():
             raise CheckpointError(f"there is no {path}")
-        return _object(path)
+        return read_object(path)
 
 
-def _object(path: Path) -> dict[str, Any]:
-    """What a file of JSON holds."""
+def read_object(path: Path) -> dict[str, Any]:
+    """What a file of JSON holds.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds something else.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
