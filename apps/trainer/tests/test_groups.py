@@ -82,6 +82,13 @@ def test_pattern_that_names_nothing_is_an_error_that_lists_what_there_is(pattern
         freeze(model(), [GroupRule(match=("embed", pattern))])
 
 
+@pytest.mark.parametrize("match", [(), ("layers.*.ffn",)])
+def test_rule_whose_roles_nothing_has_is_an_error_that_lists_those_there_are(match):
+    there = "matrix" if match else "embedding, norm, matrix, head"
+    with pytest.raises(ConfigError, match=rf"groups\[1\]: .* a role of router; they have {there}$"):
+        freeze(model(), [GroupRule(roles=("norm",)), GroupRule(match=match, roles=("router",))])
+
+
 def test_freezing_everything_is_an_error():
     with pytest.raises(ConfigError, match="every parameter"):
         freeze(model(), [GroupRule(match=("embed", "layers", "norm", "head"), freeze_from=0)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from forge_config import Config, ConfigError, Meta
@@ -63,8 +63,11 @@ class GroupRule(Config):
 
     def names(self, name: str, role: str) -> bool:
         """Whether it applies to a parameter."""
-        named = not self.match or any(inside(pattern, name) for pattern in self.match)
-        return named and (not self.roles or role in self.roles)
+        return self.matches(name) and (not self.roles or role in self.roles)
+
+    def matches(self, name: str) -> bool:
+        """Whether a pattern names a parameter, or there is none."""
+        return not self.match or any(inside(pattern, name) for pattern in self.match)
 
 
 class Treatment(NamedTuple):
@@ -149,13 +152,17 @@ def freeze(model: nn.Module, rules: Sequence[GroupRule]) -> None:
         raise ConfigError("optimizer.groups freezes every parameter; leave something to train")
 
 
-def require_names(rules: Sequence[GroupRule], names: Iterable[str]) -> None:
-    """See that every pattern names a parameter.
+def require_names(rules: Sequence[GroupRule], roles: Mapping[str, str]) -> None:
+    """See that every pattern names a parameter, and every rule one of its roles.
+
+    Args:
+        rules: of the configuration.
+        roles: of all parameters of the model, by name.
 
     Raises:
-        ConfigError: one does not; lists the shapes of names that there are.
+        ConfigError: one does not; lists the shapes of names, or the roles, that there are.
     """
-    names = list(names)
+    names = list(roles)
     for index, rule in enumerate(rules):
         for pattern in rule.match:
             if not any(inside(pattern, name) for name in names):
@@ -163,6 +170,12 @@ def require_names(rules: Sequence[GroupRule], names: Iterable[str]) -> None:
                 raise ConfigError(
                     f"optimizer.groups[{index}]: {pattern!r} names no parameter; the model has {kinds}"
                 )
+        if not any(rule.names(name, role) for name, role in roles.items()):
+            there = dict.fromkeys(r for n, r in roles.items() if rule.matches(n))
+            raise ConfigError(
+                f"optimizer.groups[{index}]: no parameter that it matches has a role of "
+                f"{', '.join(rule.roles)}; they have {', '.join(there)}"
+            )
 
 
 def drop_frozen_gradients(optimizer: Optimizer, step: int) -> None:
