@@ -26,7 +26,7 @@ from statistics import mean
 
 from report import ROOT, table, write
 
-GRIDS = {"adamw": (3e-3, 6e-3, 1.2e-2, 2.4e-2), "muon": (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)}
+GRIDS = {"adamw": (7.5e-4, 1.5e-3, 3e-3, 6e-3), "muon": (3e-3, 6e-3, 1.2e-2, 2.4e-2)}
 SEEDS = (0, 1)
 WINDOW = 24
 """Steps that a point of a curve is averaged over."""

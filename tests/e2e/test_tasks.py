@@ -100,9 +100,30 @@ folder = "{folder}"
 every_steps = 6
 """
 
+HEARS = """
+[hooks.hears]
+type = "class"
+path = "my_lab_hears:Hears"
+"""
+
+EAR = """
+import json
+from forge_trainer.hooks import Hook
+
+
+class Hears(Hook):
+    def __init__(self, run):
+        self.run = run
+
+    def on_eval(self, progress, results):
+        with open(self.run.directory / "heard.jsonl", "a") as file:
+            file.write(json.dumps({"step": progress.step} | dict(results)) + "\\n")
+"""
+
 
 def test_tasks_while_training_say_what_the_trained_run_gets_and_change_nothing(forge, tiny, tmp_path, tasks):
-    job = tiny(steps=12, extra=IN_THE_LOOP.format(folder=tasks))
+    (tmp_path / "my_lab_hears.py").write_text(EAR)
+    job = tiny(steps=12, extra=IN_THE_LOOP.format(folder=tasks) + HEARS)
     forge("train", job, "--train.steps=7")
     said = forge("train", job, "--change").stdout
     assert "whole/bits_per_byte" in said
@@ -110,6 +131,11 @@ def test_tasks_while_training_say_what_the_trained_run_gets_and_change_nothing(f
     logged = [r for r in records(run) if any(name.startswith("eval/tasks/") for name in r)]
     assert [record["step"] for record in logged] == [6, 7, 12]
     forge("eval", run, "--tasks", ",".join(TASKS), "--tasks-from", tasks, "--json", out)
+    heard = [json.loads(line) for line in (run / "heard.jsonl").read_text().splitlines()]
+    of_tasks = [one for one in heard if "eval/loss" not in one]
+    assert [one["step"] for one in of_tasks] == [6, 7, 12]
+    assert all(one.items() <= record.items() for one, record in zip(of_tasks, logged, strict=True))
+    assert len(heard) > len(of_tasks) and all(len(one) > 5 for one in of_tasks)
     expected = {
         f"eval/tasks/{name.removesuffix(',none')}": value
         for name, value in numbers(json.loads(out.read_text())).items()

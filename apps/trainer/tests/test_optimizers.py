@@ -334,6 +334,12 @@ def test_owners_share_the_work_of_each_bucket_evenly():
     assert max(load) <= 1.2 * sum(load) / 4
 
 
+@pytest.mark.parametrize("roles", [(), ("norm",), ("bias", "norm")])
+def test_muon_without_matrices_is_refused(roles):
+    with pytest.raises(ValueError, match="name one of matrix, expert"):
+        MuonConfig(scale="spectral", roles=roles)
+
+
 def test_muon_without_a_scale_is_refused(capsys):
     assert main(["plan", "configs/runs/debug.toml", "--optimizer.type=muon"]) == 78
     assert "scale" in capsys.readouterr().err

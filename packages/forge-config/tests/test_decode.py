@@ -100,6 +100,7 @@ def test_value_is_decoded(load_text, text, name, value):
         ("rate = 1", "given 1; expected number > 0, < 1"),
         ("rate = nan", "given nan; expected number > 0, < 1"),
         ("rate = true", "given true; expected number"),
+        ("limit = inf", "given inf; expected number >= 0"),
         ("rate = [0.5]", "given [0.5]; expected number"),
         ('name = "A"', 'given "A"; expected string of length >= 2, like `^[a-z]+$`'),
         ('name = "a"', 'given "a"; expected string of length >= 2'),

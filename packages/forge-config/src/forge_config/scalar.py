@@ -81,6 +81,8 @@ def _number(given: Any, shape: shapes.IntType | shapes.FloatType) -> int | float
         raise Mismatch(mismatch(given, shape)) from None
     if not _within(value, shape):
         raise Mismatch(mismatch(given, shape))
+    if math.isinf(value) and not _within(math.nan, shape):
+        raise Mismatch(mismatch(given, shape) + "; what has bounds is finite")
     return value
 
 

@@ -56,6 +56,13 @@ class MuonConfig(OptimizerConfig):
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: Annotated[float, Meta(gt=0)] = 1e-8
 
+    def __post_init__(self) -> None:
+        if not {*self.roles} - {"norm", "bias"}:
+            raise ValueError(
+                f"roles = {list(self.roles)} are none of matrices, and muon would be AdamW; name one of "
+                "matrix, expert, router, embedding, head, or use adamw"
+            )
+
     def kind(self, parameter: NamedParameter) -> str:
         """See `OptimizerConfig.kind`."""
         return "Muon" if parameter.role in self.roles and parameter.parameter.ndim >= 2 else "AdamW"
