@@ -41,7 +41,7 @@ def run_of(root: Path, side: str, lr: float, seed: int) -> Path:
 def train(root: Path, flags: Sequence[str], side: str, lr: float, seed: int) -> None:
     """One run, unless it is there."""
     folder = run_of(root, side, lr, seed)
-    if (folder / "exit.json").exists() and held_out(folder) is not None:
+    if (folder / "metrics.jsonl").exists() and held_out(folder) is not None:
         return
     config = ROOT / "configs" / "sweeps" / f"{side}.toml"
     command = [sys.executable, "-m", "forge_trainer", "train", str(config), f"--job.root={root}", *flags]
