@@ -65,8 +65,8 @@ CASES = [
     Case("dim 512, T 2048", 512, 4, 8, 8, 8192, 2, 2048),
     Case("dim 1024, GQA 4", 1024, 4, 16, 4, 8192, 4, 512),
     Case("dim 256, vocabulary 32k", 256, 4, 4, 4, 32768, 8, 512),
-    Case("dim 512, T 512, bf16", 512, 4, 8, 8, 8192, 8, 512, torch.bfloat16),
-    Case("dim 256, vocabulary 32k, bf16", 256, 4, 4, 4, 32768, 8, 512, torch.bfloat16),
+    Case("dim 512, T 512, bf16", 512, 4, 8, 8, 8192, 1, 512, torch.bfloat16),
+    Case("dim 256, vocabulary 32k, bf16", 256, 4, 4, 4, 32768, 1, 512, torch.bfloat16),
 ]
 
 
