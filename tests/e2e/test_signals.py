@@ -47,8 +47,8 @@ def two_ranks(forge, *arguments):
         ]
 
 
-def wait_until_handled(process, number=signal.SIGTERM, limit_s=20.0):
-    """Until the process has a handler for a signal: that is when its first own line has run."""
+def wait_until_handled(process, number=signal.SIGHUP, limit_s=20.0):
+    """Until the process has a handler for a signal, SIGHUP being the last one: its first own line has run."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end and process.poll() is None:
         status = Path(f"/proc/{process.pid}/status").read_text()
