@@ -179,6 +179,21 @@ def test_weights_beside_a_sink_are_those_of_the_product_and_scores_are_refused(i
             model(x)
 
 
+class Indexed(Attend):
+    """Takes all of another softmax by an index that names no dimension."""
+
+    def forward(self, x):
+        self.weights = F.softmax(x @ x.mT, dim=-1)
+        return (self.weights @ x) * F.softmax(x, dim=-1)[()]
+
+
+def test_softmax_may_be_indexed_without_a_dimension():
+    model, x = Indexed(), torch.randn(2, 3, 4, 5)
+    with capture(model, ":attn.pattern") as acts:
+        model(x)
+    assert acts[":attn.pattern"].equal(model.weights)
+
+
 class Gated(Attend):
     """Changes the weights in place after the softmax."""
 

@@ -126,7 +126,9 @@ class Lineage:
 
 def _picks_keys(x: Tensor, index: Any, result: Tensor) -> bool:
     """Whether an index takes some of the last dimension and all of the others."""
-    is_last = isinstance(index, tuple) and (index[0] is Ellipsis or len(index) == x.dim())
+    if not isinstance(index, tuple) or not index:
+        return False
+    is_last = index[0] is Ellipsis or len(index) == x.dim()
     return is_last and isinstance(index[-1], slice) and result.shape[:-1] == x.shape[:-1]
 
 
