@@ -12,7 +12,6 @@ from forge_interp.analysis.probe import (
     probe_layers,
 )
 from forge_interp.analysis.profile import EffectiveRank, NormProfile, Profile, effective_rank
-from forge_interp.analysis.rdm import compute_rdm
 from forge_interp.analysis.ridge import RidgeFit, fit_ridge, ridge_from_moments
 from forge_interp.analysis.similarity import compare_layers
 from forge_interp.attention.call import AttentionCall
@@ -22,8 +21,6 @@ from forge_interp.causal.attribution import attribution_patching
 from forge_interp.causal.patching import activation_patching, site_means
 from forge_interp.causal.path_patching import path_patching
 from forge_interp.causal.table import PatchingTable
-from forge_interp.encoding_models.ceiling import Ceiling, repeat_ceiling, split_half_ceiling
-from forge_interp.encoding_models.timing import fir_delays, resample
 from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations, finish_extraction
 from forge_interp.extraction.store import ActivationStore
@@ -36,16 +33,13 @@ from forge_interp.lenses.unembedding import Unembedding
 from forge_interp.record import Recording, record
 
 __all__ = [
-    "ActivationStore", "Activations", "AttentionCall", "AttentionSummary", "CanonicalSites", "Ceiling",
-    "EffectiveRank", "InterpError", "LayerSimilarity", "LensResult", "LogisticFit",
-    "Moments", "NormProfile", "PatchingTable", "ProbeCurve", "Profile", 
-    "Recording", "Report", "RidgeFit", "TunedLens", "Unembedding", "ablate", "activation_patching",
-    "attention_statistics", "attribution_patching", "canonical_correlations",
-    "canonical_sites", "capture", "compare_layers", "compute_rdm", "control_task",
-    "each_attention", "edit", "effective_rank", 
-    "extract_representations", "finish_extraction", "fir_delays", "fit_logistic",
-    "fit_ridge", "group_folds", "linear_cka", "logit_lens", "mean_cca", 
-    "patch", "path_patching", 
-    "probe_layers", "procrustes", "pwcca", "read_lens", "record", "repeat_ceiling",
-    "resample", "resolve", "ridge_from_moments", "site_means", "split_half_ceiling", "steer", "svcca",
+    "ActivationStore", "Activations", "AttentionCall", "AttentionSummary", "CanonicalSites",
+    "EffectiveRank", "InterpError", "LayerSimilarity", "LensResult", "LogisticFit", "Moments",
+    "NormProfile", "PatchingTable", "ProbeCurve", "Profile", "Recording", "Report", "RidgeFit",
+    "TunedLens", "Unembedding", "ablate", "activation_patching", "attention_statistics",
+    "attribution_patching", "canonical_correlations", "canonical_sites", "capture", "compare_layers",
+    "control_task", "each_attention", "edit", "effective_rank", "extract_representations",
+    "finish_extraction", "fit_logistic", "fit_ridge", "group_folds", "linear_cka", "logit_lens",
+    "mean_cca", "patch", "path_patching", "probe_layers", "procrustes", "pwcca", "read_lens", "record",
+    "resolve", "ridge_from_moments", "site_means", "steer", "svcca",
 ]  # fmt: skip
