@@ -1,9 +1,10 @@
 """Greedy writing with a key-value cache beside `transformers`, with the very same weights.
 
 Issue 13, done-when 4: at least 1.5 times as fast. A Llama of random weights in float32 writes on after
-prompts of 128 tokens, alone and in a batch of 8; both sides take turns in one process, and must write the
-same tokens. `first` is the median time to the first token, mostly of reading the prompt, which is the same
-products of matrices on both sides; `ms a token` that of each further token. `ratio` compares whole turns.
+prompts of 128 tokens, alone and in a batch of 8; all sides take turns in one process, and must write the
+same tokens; `compiled` is ours with `--compile`, after it was compiled. `first` is the median time to the
+first token, mostly of reading the prompt, which is the same products of matrices on all sides; `ms a token`
+that of each further token. `ratio` compares whole turns with those of transformers.
 
 Run alone on the machine: python benchmarks/generate.py [--threads 2] [--rounds 5]
 """
@@ -59,7 +60,10 @@ def sides(ours: nn.Module, theirs: nn.Module, batch: int) -> dict[str, Side]:
         written = theirs.generate(prompts, attention_mask=mask, max_new_tokens=new, do_sample=False)  # type: ignore[operator]
         return written[:, PROMPT:].tolist()
 
-    return {"forge": forge, "transformers": transformers}
+    def compiled(new: int) -> list[list[int]]:
+        return generate(ours, prompts.tolist(), new, Sampling(temperature=0), compiled=True)
+
+    return {"forge": forge, "compiled": compiled, "transformers": transformers}
 
 
 def timed(both: dict[str, Side], rounds: int) -> dict[str, float]:
@@ -74,10 +78,10 @@ def timed(both: dict[str, Side], rounds: int) -> dict[str, float]:
     found = {f"{name} first ms": round(median[name, 1], 2) for name in both}
     further = {name: (median[name, NEW] - median[name, 1]) / (NEW - 1) for name in both}
     found |= {f"{name} ms a token": round(each, 2) for name, each in further.items()}
-    return found | {
-        "ratio a token": round(further["transformers"] / further["forge"], 2),
-        "ratio": round(median["transformers", NEW] / median["forge", NEW], 2),
-    }
+    for name in ("forge", "compiled"):
+        found[f"{name} ratio a token"] = round(further["transformers"] / further[name], 2)
+        found[f"{name} ratio"] = round(median["transformers", NEW] / median[name, NEW], 2)
+    return found
 
 
 def main() -> None:
@@ -93,8 +97,8 @@ def main() -> None:
         for batch in (1, 8):
             both = sides(*models, batch)
             written = [side(NEW) for side in both.values()]  # also warms up
-            if written[0] != written[1]:
-                raise SystemExit(f"{shape}, batch {batch}: the two sides have not written the same")
+            if written[0] != written[1] or written[0] != written[2]:
+                raise SystemExit(f"{shape}, batch {batch}: the sides have not written the same")
             rows.append({"model": shape, "batch": batch} | timed(both, options.rounds))
     print(table(rows))
     write("generate", {"prompt_tokens": PROMPT, "new_tokens": NEW, "rows": rows})

@@ -23,6 +23,7 @@ def test_prompts_of_a_file_are_continued_like_transformers_does(forge, tiny, tmp
     assert plain == objects
     found = [json.loads(line) for line in plain.splitlines()]
     assert [one["prompt"] for one in found] == PROMPTS
+    assert forge("generate", run, "--prompts", files[0], *flags, "--compile").stdout == plain
 
     forge("export", run, folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -13,7 +13,15 @@ from forge_model.config import GroupedQueryConfig
 from forge_trainer.cli import main
 from forge_trainer.write import Writer, read_prompts
 
-OPTIONS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "speculative": False, "seed": 0}
+OPTIONS = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "speculative": False,
+    "compile": False,
+    "seed": 0,
+}
 
 
 @pytest.fixture

@@ -99,6 +99,9 @@ def _add_commands_on_runs(commands: Any) -> None:
     generate.add_argument(
         "--speculative", action="store_true", help="let the modules of model.mtp propose tokens; greedy only"
     )
+    generate.add_argument(
+        "--compile", action="store_true", help="compile the step of a token; pays off for many tokens"
+    )
     generate.add_argument("--seed", type=_seed, default=0)
     evaluate = _command(commands, "eval", _look, "the loss of a run on its held-out text, or what tasks say")
     evaluate.add_argument("--tasks", help="tasks of lm-evaluation-harness, with commas between")

@@ -35,7 +35,8 @@ class Writer:
     ) -> None:
         self._model, self._tokenizer, self._max_tokens = model, tokenizer, max_tokens
         self._sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
-        self._new_tokens, self._speculative = options.max_new_tokens, options.speculative
+        self._new_tokens = options.max_new_tokens
+        self._ways = {"speculative": options.speculative, "compiled": options.compile}
         self._generator = torch.Generator(next(model.parameters()).device)
         self._seed = options.seed
 
@@ -68,10 +69,8 @@ class Writer:
                 sys.stdout.flush()
 
         self._generator.manual_seed(self._seed)
-        stop, ahead = [self._tokenizer.eos_id], self._speculative
-        generate(
-            self._model, [tokens], new_tokens, self._sampling, stop, self._generator, show, speculative=ahead
-        )
+        stop = [self._tokenizer.eos_id]
+        generate(self._model, [tokens], new_tokens, self._sampling, stop, self._generator, show, **self._ways)
         sys.stdout.write("\n")
 
     def continued(self, prompts: list[str], batch_size: int) -> Iterator[tuple[int, str]]:
@@ -97,7 +96,7 @@ class Writer:
                 self._sampling,
                 [self._tokenizer.eos_id],
                 self._generator,
-                speculative=self._speculative,
+                **self._ways,
             )
             for index, answer in zip(batch, written, strict=True):
                 text = [token for token in answer if token != self._tokenizer.eos_id]

@@ -33,7 +33,8 @@ class LayerCache:
 
 
 def _room(tensor: Tensor, capacity: int) -> Tensor:
-    return tensor.new_empty(*tensor.shape[:2], capacity, tensor.shape[3])
+    # zeros: a mask that hides what was never written multiplies its values by 0, and 0 x NaN is NaN
+    return tensor.new_zeros(*tensor.shape[:2], capacity, tensor.shape[3])
 
 
 class Cache:
@@ -52,7 +53,7 @@ class Cache:
     ) -> None:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self.padding = padding
-        self._device = device or (torch.device("cpu") if padding is None else padding.device)
+        self.device = device or (torch.device("cpu") if padding is None else padding.device)
 
     @property
     def length(self) -> int:
@@ -61,9 +62,9 @@ class Cache:
 
     def positions(self, tokens: int) -> Tensor:
         """[T] or [B, T] positions of the next tokens, counted from the first one that is no padding."""
-        index = torch.arange(self.length, self.length + tokens, device=self._device)
+        index = torch.arange(self.length, self.length + tokens, device=self.device)
         return index if self.padding is None else (index - self.padding[:, None]).clamp(min=0)
 
     def mask(self, tokens: int) -> Mask:
         """What the next tokens may see."""
-        return Mask(tokens, self._device, cached=self.length, padding=self.padding)
+        return Mask(tokens, self.device, cached=self.length, padding=self.padding)

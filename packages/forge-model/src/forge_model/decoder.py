@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
         else:
             mask, positions = cache.mask(tokens.shape[1]), cache.positions(tokens.shape[1])
         shared = self._shared(mask, tokens, positions, x.dtype)
-        x = self._blocks(x, shared, cache)
+        x = self.run(x, self._tables(shared), None if cache is None else cache.layers)
         if self.head is not None and labels is not None and ahead_labels is not None:
             return self._losses(x, following, shared, torch.stack([labels, *ahead_labels.unbind(1)]), loss_fn)
         if self.head is None and following:
@@ -187,10 +187,13 @@ class Decoder(nn.Module):
     def _shared(self, mask: Mask, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype) -> _Shared:
         return _Shared(mask, self._rope_tables, tokens, positions, dtype, self.config.dim)
 
-    def _blocks(self, x: Tensor, shared: _Shared, cache: Cache | None) -> Tensor:
-        for name, block in self.layers.items():
-            rope, resolved = shared.of(self._layer_configs[name], block)
-            x = block(x, rope, resolved, None if cache is None else cache.layers[int(name)])
+    def _tables(self, shared: _Shared) -> list[tuple[Rope, Any]]:
+        return [shared.of(self._layer_configs[name], block) for name, block in self.layers.items()]
+
+    def run(self, x: Tensor, tables: list[tuple[Rope, Any]], layers: Sequence[LayerCache] | None) -> Tensor:
+        """[B, T, D] through all blocks, given the rotations and the mask of each, and the cache of each."""
+        for (name, block), (rope, mask) in zip(self.layers.items(), tables, strict=True):
+            x = block(x, rope, mask, None if layers is None else layers[int(name)])
         return x
 
     def _losses(
@@ -216,9 +219,13 @@ class Decoder(nn.Module):
     def hidden_states(self, tokens: Tensor, cache: Cache) -> Tensor:
         """[B, T] -> [B, T, D]: what the head is given, for tokens after those in the cache."""
         assert self.norm is not None
+        return self.norm(self.run(*self.prepared(tokens, cache), cache.layers))
+
+    def prepared(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, list[tuple[Rope, Any]]]:
+        """What `run` is given of tokens [B, T] after those in the cache."""
         mask, positions = cache.mask(tokens.shape[1]), cache.positions(tokens.shape[1])
         (x,) = self._embedded(tokens, None)
-        return self.norm(self._blocks(x, self._shared(mask, tokens, positions, x.dtype), cache))
+        return x, self._tables(self._shared(mask, tokens, positions, x.dtype))
 
     def predict_ahead(
         self, module: nn.Module, tokens: Tensor, hidden: Tensor, cache: LayerCache, mask: Mask

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_model.cache import Cache
+from forge_model.compiled_decoding import CompiledDecoding, shared_capacity
 from forge_model.decoder_config import DecoderConfig
 from forge_model.error import ModelError
 from forge_model.speculate import Speculation
@@ -72,6 +73,7 @@ def generate(
     generator: torch.Generator | None = None,
     on_tokens: Callable[[list[int | None]], Iterable[int] | None] | None = None,
     speculative: bool = False,
+    compiled: bool = False,
 ) -> list[list[int]]:
     """Continue each prompt, with a key-value cache.
 
@@ -85,6 +87,8 @@ def generate(
         on_tokens: called after every step with the new token of each prompt, None where it is done; may
             return the indices of prompts that are done now.
         speculative: let the modules of multi-token prediction propose tokens. Greedy only; writes the same.
+        compiled: compile the step of one token, once for each batch size and each room of 128 tokens; sums
+            are then rounded differently, which may decide between tokens that are about as likely.
 
     Returns:
         The new token ids of each prompt.
@@ -92,7 +96,7 @@ def generate(
     Raises:
         ModelError: a prompt is empty or has a token that the model does not know; there is nothing to write;
             or prompt and answer do not fit into `max_tokens`; or `speculative` without such modules, or with
-            tokens that are drawn.
+            tokens that are drawn; or both `speculative` and `compiled`.
     """
     longest = _longest_prompt(prompts, max_new_tokens, model.config)  # type: ignore[arg-type]
     sampling = sampling or Sampling()
@@ -101,6 +105,8 @@ def generate(
     tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
     written = _Written(len(prompts), stop_tokens, on_tokens)
     if speculative:
+        if compiled:
+            raise ModelError("speculative steps have no fixed number of tokens to compile; give one of both")
         _require_speculation(model, sampling)
         growing = Speculation(model, tokens, padding, max_new_tokens)
         written.add(growing.known[:, -1])
@@ -109,12 +115,22 @@ def generate(
                 written.add(chosen)
         return written.rows
     some = padding if any(len(prompt) < longest for prompt in prompts) else None
-    cache = Cache(model.config.num_layers, longest + max_new_tokens, some, device)  # type: ignore[arg-type, union-attr]
-    while written.steps < max_new_tokens and not all(written.done):
-        chosen = sampling.choose(model(tokens, cache=cache, last_logits=1)[:, -1], generator)
+    capacity = longest + max_new_tokens
+    if compiled:
+        capacity = shared_capacity(capacity, model.config.max_tokens)  # type: ignore[arg-type, union-attr]
+    cache = Cache(model.config.num_layers, capacity, some, device)  # type: ignore[arg-type, union-attr]
+
+    def logits_after(tokens: Tensor) -> Tensor:
+        return model(tokens, cache=cache, last_logits=1)[:, -1]
+
+    logits = logits_after(tokens)
+    decode = CompiledDecoding(model, cache) if compiled else logits_after
+    while True:
+        chosen = sampling.choose(logits, generator)
         written.add(chosen)
-        tokens = chosen[:, None]
-    return written.rows
+        if written.steps == max_new_tokens or all(written.done):
+            return written.rows
+        logits = decode(chosen[:, None])
 
 
 class _Written:
