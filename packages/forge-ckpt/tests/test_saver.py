@@ -1,5 +1,7 @@
 import errno
+import resource
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,6 +112,39 @@ def test_save_is_synchronous_where_memory_does_not_suffice(tmp_path, monkeypatch
     saver.save(3, {})  # the memory of the copy before is there already
     saver.finish()
     assert caplog.text.count("training waits") == 1
+
+
+def test_save_is_synchronous_where_a_copy_finds_no_memory_after_all(tmp_path, caplog):
+    model = nn.Linear(4096, 4096)
+    store = Store(tmp_path)
+    state = TrainState([model], torch.optim.SGD(model.parameters()))
+    saver = Saver(store, state, asynchronous=True)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    try:  # less than the copy takes, which the free memory of the machine does not say
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (40 << 20), before[1]))
+        for at in (1, 2):
+            saver.save(at, {})
+            assert store.steps()[-1] == at
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert caplog.text.count("training waits for checkpoints") == 1 and saver.failures == 0
+    assert torch.equal(store.tensors(2)["model.weight"], model.weight)
+    saver.save(3, {})
+    saver.finish()
+    assert store.steps() == [1, 2, 3] and saver.saved_step == 3
+
+
+def test_save_is_synchronous_where_no_thread_can_start(tmp_path, monkeypatch, caplog):
+    _, _, store, saver = made(tmp_path)
+
+    def none_left(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    saver.save(1, {})
+    saver.finish()
+    assert store.steps() == [1] and "can't start new thread" in caplog.text
 
 
 def test_free_memory_is_known_here():

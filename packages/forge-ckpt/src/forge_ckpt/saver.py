@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge_ckpt.error import CheckpointError
+from forge_ckpt.manifest import Snapshot
 from forge_ckpt.memory import free_memory_bytes
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
@@ -73,15 +74,31 @@ class Saver:
         snapshot = self._state.capture(meta, copy=False)
         snapshot = replace(snapshot, values={**snapshot.values, **(values or {})})
         self._step = step
-        if self._fits(snapshot.tensors):
-            snapshot = self._store.staged(snapshot)
-            self._thread = threading.Thread(
-                target=self._write, args=(step, snapshot, start), name="checkpoint", daemon=True
-            )
-            self._thread.start()
-        else:
+        if not self._fits(snapshot.tensors) or not self._begin_beside(step, snapshot, start):
             self._write(step, snapshot, start)
             self._judge()
+
+    def _begin_beside(self, step: int, snapshot: Snapshot, start: float) -> bool:
+        """Begin to write a copy beside training; whether there was room for the copy and a thread after all.
+
+        This rank alone decides, and the others hear nothing of it: a limit of the process is its own.
+        """
+        try:
+            copy = self._store.staged(snapshot)
+            thread = threading.Thread(
+                target=self._write, args=(step, copy, start), name="checkpoint", daemon=True
+            )
+            thread.start()
+        except (MemoryError, RuntimeError) as error:
+            self._tell_once(f"the state could not be copied: {str(error).partition(chr(10))[0]}")
+            return False
+        self._thread = thread
+        return True
+
+    def _tell_once(self, reason: str) -> None:
+        if not self._told:
+            self._told = True
+            log.warning("training waits for checkpoints: %s", reason)
 
     def finish(self) -> None:
         """Wait until the save in flight, if there is one, is published or has failed. Collective.
@@ -131,11 +148,7 @@ class Saver:
         if not self._asynchronous:
             return False
         needed, free = RESERVE * self._store.staging_bytes(tensors), free_memory_bytes()
-        if free is not None and needed > free and not self._told:
-            self._told = True
-            log.warning(
-                "training waits for checkpoints: a copy of the state takes %.1f GB, and %.1f GB are free",
-                needed / 1e9,
-                free / 1e9,
-            )
-        return free is None or needed <= free
+        if free is None or needed <= free:
+            return True
+        self._tell_once(f"a copy of the state takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
+        return False

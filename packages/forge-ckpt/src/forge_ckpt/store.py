@@ -36,7 +36,7 @@ class Store:
 
     Args:
         root: folder of the checkpoints.
-        keep: newest checkpoints that stay.
+        keep: newest checkpoints that stay, beside those that stay for good.
         keep_every_steps: checkpoints at multiples of this stay for good; 0 keeps none.
         group: a CPU group for nothing else, so that it never waits for training; None in a lone process.
         local_shard: which part of a tensor this rank holds, `functools.partial(forge_parallel.local_shard,
@@ -174,10 +174,17 @@ class Store:
         """A copy in host memory of what this rank holds, so that training may go on; waits for a GPU.
 
         The memory is used again by the next call: the save of this copy must have ended by then.
+
+        Raises:
+            MemoryError, RuntimeError: there is no room for it.
         """
         from forge_ckpt.shards import copy_boxes
 
-        boxes: Mapping[str, Any] = copy_boxes(self._boxes(snapshot.tensors), self._buffers)
+        try:
+            boxes: Mapping[str, Any] = copy_boxes(self._boxes(snapshot.tensors), self._buffers)
+        except (MemoryError, RuntimeError):
+            self._buffers.clear()  # part of a copy is of no use, and the memory is short
+            raise
         return replace(snapshot, tensors=boxes)
 
     def _write(self, partial: Path, boxes: Mapping[str, Box]) -> tuple[File, Part]:
@@ -322,7 +329,8 @@ class Store:
     def prune(self, verify: bool = True) -> list[int]:
         """Remove what is no longer kept; the newest that is intact, milestones and pins always stay.
 
-        What was passed over when this process loaded stays as well, and does not count.
+        Milestones are beside the `keep` newest ones and do not count among them. What was passed over when
+        this process loaded stays as well, and does not count.
 
         Args:
             verify: whether intact means that every byte was read, not only manifests, indices and sizes.
