@@ -58,6 +58,15 @@ def test_dense_windows_hold_their_steps_and_stay(tmp_path):
     assert Store(tmp_path, keep=1).prune() == [5]  # those of windows say so themselves
 
 
+def test_what_stays_for_good_does_not_count_among_the_newest(tmp_path):
+    config = CheckpointConfig(dense=(DenseConfig(from_step=6, to_step=8, every=1),), keep=2)
+    store = saved(tmp_path, 2, 4, 5, 6, 7, 8, keep=2, stays=config.is_dense)
+    assert store.steps() == [4, 5, 6, 7, 8]
+    assert Store(tmp_path, keep=1).prune() == [4]
+    store = saved(tmp_path / "milestones", 5, 10, 12, 15, 20, keep=2, keep_every_steps=10)
+    assert store.steps() == [10, 12, 15, 20]
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

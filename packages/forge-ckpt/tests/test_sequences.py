@@ -78,11 +78,12 @@ class Model:
         """What pruning must leave, by its definition."""
         steps = sorted(looks.keys() - self.doubtful)
         good = [step for step in steps if looks[step]]
-        if len(steps) <= KEEP or not good:
+        passing = [step for step in steps if step % EVERY]
+        if len(passing) <= KEEP or not good:
             return {*steps, *(looks.keys() & self.doubtful)}
         before = [s for s in good if self.pinned is not None and s <= self.pinned][-1:]
         doubtful = looks.keys() & self.doubtful
-        return {*doubtful, *steps[-KEEP:], good[-1], *before, *(s for s in steps if s % EVERY == 0)}
+        return {*doubtful, *passing[-KEEP:], good[-1], *before, *(s for s in steps if s % EVERY == 0)}
 
     def opened(self, size: int) -> list[Store]:
         """A new start of the run."""

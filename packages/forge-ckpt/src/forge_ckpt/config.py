@@ -43,7 +43,8 @@ class CheckpointConfig(Config):
             training waits for one and how often the run has failed, as measured.
         asynchronous: training waits only until its state is copied to host memory, and goes on while it is
             written; where memory does not suffice for a copy, it waits, and says so.
-        keep: newest checkpoints that stay; at least 2, so that there is one to fall back to.
+        keep: newest checkpoints that stay, beside those that stay for good; at least 2, so that there is one
+            to fall back to.
         keep_every_steps: checkpoints at multiples of this stay for good; 0 keeps none.
         dense: windows of steps that are saved as well, and stay for good.
     """

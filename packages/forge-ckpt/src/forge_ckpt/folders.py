@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -211,7 +212,7 @@ class Folders:
         """Remove what is no longer kept; the newest that is intact, milestones and pins always stay.
 
         Args:
-            keep: newest checkpoints that stay.
+            keep: newest checkpoints that stay, not counting milestones.
             stays: whether a step is a milestone; those that were saved as such are, too.
             verify: whether intact means that every byte was read and compared, or only manifests and sizes.
             pinned: the newest intact checkpoint of this step or an earlier one stays, too.
@@ -221,7 +222,8 @@ class Folders:
             The steps removed.
         """
         steps = [step for step in self.steps() if step not in doubtful]
-        if len(steps) <= keep:
+        passing = [step for step in steps if not stays(step) and not self._is_milestone(step)]
+        if len(passing) <= keep:
             return []
         intact, needed = self._down_to_intact(steps[::-1], verify)
         if not intact:
@@ -229,8 +231,7 @@ class Folders:
         if pinned is not None and needed[-1] > pinned:
             needed += self._down_to_intact([step for step in steps[::-1] if step <= pinned], verify)[1]
         needed += pins(self.root)
-        going = [step for step in steps[:-keep] if step not in needed and not stays(step)]
-        going = [step for step in going if not self._is_milestone(step)]
+        going = [step for step in passing[:-keep] if step not in needed]
         for step in going:
             self.remove(step)
         return going
@@ -309,11 +310,16 @@ def _epoch_of(lease: Path | None) -> int:
 
 def _marked(path: Path) -> int:
     try:
-        return max(0, int(path.read_bytes()))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # never waits for a pipe
     except FileNotFoundError:
         return -1
+    try:
+        data = os.read(descriptor, 64) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+        return max(0, int(data))
     except ValueError:
         return 0
+    finally:
+        os.close(descriptor)
 
 
 def write_durably(path: Path, data: bytes) -> None:
