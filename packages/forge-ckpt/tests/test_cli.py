@@ -93,6 +93,34 @@ def test_fsck_of_what_is_lost_or_cannot_be_read_says_so(store, tmp_path, capsys)
     assert code == 1 and told[0]["state"] == "lost"
 
 
+@pytest.mark.parametrize("command", ["ls", "verify"])
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_checkpoints_that_are_all_gone_are_not_well(store, capsys, command, more):
+    for step in (1, 2, 3):
+        store.remove(step)
+    assert main([command, str(store.root.parent), *more]) == 1
+    assert "once held step 3" in capsys.readouterr().err
+
+
+def test_nothing_is_verified_where_no_checkpoint_ever_was(tmp_path, capsys):
+    for command, code in (("verify", 2), ("ls", 0)):
+        assert main([command, str(tmp_path)]) == code
+        assert "there is no checkpoint in" in capsys.readouterr().err
+    code, told = rows(capsys, "fsck", tmp_path)
+    assert code == 0 and told[-1]["state"] == "there are no checkpoints"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_progress_that_is_no_file_neither_hangs_nor_ends_fsck(store, make):
+    (store.root / "PROGRESS").unlink()
+    make(store.root / "PROGRESS")
+    command = "import sys; from forge_ckpt.cli import main; sys.exit(main())"
+    line = [sys.executable, "-c", command, "fsck", str(store.root), "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=20)
+    told = [json.loads(one) for one in done.stdout.splitlines()]
+    assert done.returncode == 0 and told[-1]["intact"] == [1, 2, 3], done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -169,6 +197,33 @@ def test_diff_of_what_is_not_finite_is_json(tmp_path, capsys, value, told):
     store.save(2, Snapshot({"w": torch.tensor([0.0, value])}))
     code, [one] = rows(capsys, "diff", store.folder(1), store.folder(2))
     assert code == 1 and one.get("most") == told
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "differing", "most"),
+    [
+        (torch.tensor([2**53 + 1, 5]), torch.tensor([2**53, 5]), 1, 1.0),
+        (torch.tensor([2**63 - 1]), torch.tensor([-(2**63)]), 1, 2.0**64),
+        (
+            torch.tensor([2**64 - 1], dtype=torch.uint64),
+            torch.tensor([2**64 - 3], dtype=torch.uint64),
+            1,
+            2.0,
+        ),
+        (torch.tensor([1, 2], dtype=torch.uint16), torch.tensor([1, 65535], dtype=torch.uint16), 1, 65533.0),
+        (torch.tensor([float("inf"), 0.0]), torch.tensor([float("inf"), 1.0]), 1, 1.0),
+        (torch.tensor([float("nan"), 0.0]), torch.tensor([float("nan"), 3.0]), 1, 3.0),
+        (torch.tensor([True, False]), torch.tensor([True, True]), 1, 1.0),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 3j]), 1, 1.0),
+        (torch.ones(4).to(torch.float8_e4m3fn), torch.zeros(4).to(torch.float8_e4m3fn), 4, 1.0),
+    ],
+)
+def test_diff_is_exact_of_every_dtype_and_beside_what_is_not_finite(tmp_path, capsys, a, b, differing, most):
+    store = Store(tmp_path)
+    store.save(1, Snapshot({"w": a}))
+    store.save(2, Snapshot({"w": b}))
+    code, [one] = rows(capsys, "diff", store.folder(1), store.folder(2))
+    assert code == 1 and (one["elements"], one["most"]) == (differing, most)
 
 
 def test_reader_that_leaves_early_sees_no_traceback(store):

@@ -90,6 +90,39 @@ def test_import_writes_a_llama_that_transformers_computes_as_torchtitan_does(fol
     assert apart < 1e-5  # norms and rotations of transformers are float32; logits reach 7
 
 
+@pytest.mark.parametrize(
+    ("change", "needle"),
+    [
+        ({"num_key_value_heads": 2}, "k_proj"),
+        ({"num_attention_heads": 4}, "k_proj"),
+        ({"num_attention_heads": 4, "head_dim": 4}, "q_proj"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers = 3"),
+        ({"vocab_size": 99}, "vocab_size = 99"),
+        ({"hidden_size": 16}, "hidden_size = 16"),
+        ({"intermediate_size": 21}, "intermediate_size = 21"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ],
+)
+def test_import_with_the_config_of_another_llama_is_refused(folder, tmp_path, capsys, change, needle):
+    config = {
+        "hidden_size": WRITER.DIM,
+        "num_attention_heads": WRITER.HEADS,
+        "num_key_value_heads": WRITER.KEY_HEADS,
+        "num_hidden_layers": 2,
+        "intermediate_size": WRITER.WIDE,
+        "vocab_size": WRITER.VOCAB,
+    }
+    slim = Path(shutil.copytree(folder, tmp_path / "slim"))
+    forget(slim, "extra.")
+    path, out = tmp_path / "config.json", tmp_path / "hf"
+    path.write_text(json.dumps(config | change))
+    arguments = ["import", str(slim), str(out), "--llama", str(path)]
+    assert main(arguments) == 2 and needle in capsys.readouterr().err
+    assert not out.exists()
+    path.write_text(json.dumps(config))
+    assert main(arguments) == 0
+
+
 def titan(weights, tokens):
     """Logits of torchtitan's Llama 3 in float64, written from its description: neighbours are rotated."""
     w = {name: value.double() for name, value in weights.items()}

@@ -116,12 +116,29 @@ def _store(options: argparse.Namespace, keep: int = 3) -> Store:
 
 def _ls(options: argparse.Namespace) -> int:
     store = _store(options)
-    return _say_rows(store, store.steps(), options, verify=False)
+    return _say_rows(store, _steps(store), options, verify=False)
 
 
 def _verify(options: argparse.Namespace) -> int:
     store = _store(options)
-    return _say_rows(store, store.steps() if options.step is None else [options.step], options, verify=True)
+    if options.step is not None:
+        return _say_rows(store, [options.step], options, verify=True)
+    steps = _steps(store)
+    return _say_rows(store, steps, options, verify=True) if steps else CANNOT
+
+
+def _steps(store: Store) -> list[int]:
+    """The steps there are checkpoints of; says so if there is none.
+
+    Raises:
+        DamagedError: there were some.
+    """
+    steps = store.steps()
+    if not steps and (highest := store.progress()) >= 0:
+        raise DamagedError(store.root, f"once held step {highest}, and no checkpoint is left")
+    if not steps:
+        sys.stderr.write(f"there is no checkpoint in {store.root}\n")
+    return steps
 
 
 def _say_rows(store: Store, steps: Sequence[int], options: argparse.Namespace, verify: bool) -> int:
@@ -198,7 +215,7 @@ def _export(options: argparse.Namespace) -> int:
 
 def _import(options: argparse.Namespace) -> int:
     from forge_ckpt.dcp import DcpTensors
-    from forge_ckpt.dcp_names import LlamaOfTitan
+    from forge_ckpt.dcp_names import LlamaOfTitan, require_config
     from forge_ckpt.weights import Renamed, read_object, write_weights
 
     config = read_object(options.llama) if options.llama else {}
@@ -207,6 +224,7 @@ def _import(options: argparse.Namespace) -> int:
     weights, like = (Renamed(tensors, names) for tensors in (source, source.on_meta()))
     if options.llama:
         weights, like = LlamaOfTitan(weights, config), LlamaOfTitan(like, config)
+        require_config(like, config)
     write_weights(options.out, weights, config, options.shard_bytes, like=like)
     _done(options, f"wrote {len(weights)} tensors to {options.out}", tensors=len(weights), left_out=left)
     if left and not options.json:

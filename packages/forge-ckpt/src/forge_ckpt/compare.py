@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_ckpt.checkpointed import Checkpointed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def compare(a: Path, b: Path) -> Iterator[dict[str, Any]]:
@@ -43,9 +46,13 @@ def _difference(a: Checkpointed, b: Checkpointed, key: str) -> dict[str, Any]:
     x, y = a[key].flatten(), b[key].flatten()
     if torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
         return {}
+    differ, apart = _bits_differ(x, y), _apart(x, y)
+    numbers = x.is_floating_point() or x.is_complex()
     x, y = (v if v.is_complex() else v.double() for v in (x, y))
-    apart = (x - y).abs()
-    differing, most = int(((x != y) & ~(x.isnan() & y.isnan())).sum()), float(apart.max())
+    if numbers:
+        differ &= (x != y) & ~(x.isnan() & y.isnan())
+    apart = apart.masked_fill(~differ, 0)  # infinity less infinity is none
+    differing, most = int(differ.sum()), float(apart.max())
     if not differing:
         return {"difference": "differs in bits only: in signs of zeros, or in NaNs"}
     largest = float(torch.maximum(x.abs().max(), y.abs().max()))
@@ -53,3 +60,24 @@ def _difference(a: Checkpointed, b: Checkpointed, key: str) -> dict[str, Any]:
     numbers = {"most": most, "relative": most / largest, "rms": float(apart.square().mean().sqrt())}
     shown = {name: value if isfinite(value) else str(value) for name, value in numbers.items()}
     return {"difference": told, "elements": differing, "of": x.numel(), **shown}
+
+
+def _bits_differ(x: Tensor, y: Tensor) -> Tensor:
+    """Of each element of two flat tensors, whether any bit of it differs."""
+    import torch
+
+    one, other = (v.view(torch.uint8).reshape(len(v), -1) for v in (x, y))
+    return (one != other).any(1)
+
+
+def _apart(x: Tensor, y: Tensor) -> Tensor:
+    """Absolute differences in float64, those of large integers exact before they are rounded."""
+    import torch
+
+    if x.is_complex():
+        return (x - y).abs()
+    rough = (x.double() - y.double()).abs()
+    if x.dtype not in (torch.int64, torch.uint64):
+        return rough
+    wrapped = (x.view(torch.int64) - y.view(torch.int64)).abs().double()
+    return torch.where(rough < 2.0**62, wrapped, rough)

@@ -31,6 +31,11 @@ OF_LAYERS = {
     "attention_norm.weight": "input_layernorm.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
 }
+_HEADS = {
+    "self_attn.q_proj.weight": "num_attention_heads",
+    "self_attn.k_proj.weight": "num_key_value_heads",
+    "self_attn.v_proj.weight": "num_key_value_heads",
+}
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
@@ -69,6 +74,43 @@ class LlamaOfTitan(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def require_config(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """See that a `config.json` is that of these weights: rows of other heads would be mixed up.
+
+    Args:
+        weights: by the names of Hugging Face; may be on the meta device.
+        config: what it says; what it leaves out is not compared, but for the sizes of heads.
+
+    Raises:
+        CheckpointError: it is not; lists every difference.
+    """
+    rows = {name: tensor.shape[0] for name, tensor in weights.items() if tensor.ndim}
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config.get("hidden_size", heads) // heads
+    layers = {found[1] for name in weights if (found := re.match(r"model\.layers\.(\d+)\.", name))}
+    expected = {"num_hidden_layers": len(layers)}
+    wrong = []
+    for name, count in rows.items():
+        kind = name.split(".", 3)[-1]
+        if name == NAMES["tok_embeddings.weight"]:
+            expected |= {"vocab_size": count, "hidden_size": weights[name].shape[1]}
+        elif kind == OF_LAYERS["feed_forward.w1.weight"]:
+            expected["intermediate_size"] = count
+        elif kind in _HEADS and "hidden_size" in config:
+            needed = (config.get(_HEADS[kind]) or heads) * head_dim
+            wrong += [f"{name} has {count} rows, not {needed}"] if count != needed else []
+    wrong += [
+        f"{key} = {config[key]}, and the weights have {value}"
+        for key, value in expected.items()
+        if config.get(key, value) != value
+    ]
+    if config.get("tie_word_embeddings") and NAMES["output.weight"] in weights:
+        wrong.append("tie_word_embeddings = true, and the weights have an output of their own")
+    if wrong:
+        listed = "".join(f"\n  {line}" for line in wrong[:20])
+        raise CheckpointError(f"the config.json is that of another model:{listed}")
 
 
 def _hf_name(name: str) -> str:

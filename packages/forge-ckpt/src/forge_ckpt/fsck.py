@@ -63,7 +63,8 @@ def fsck(root: Path) -> Iterator[Row]:
     yield {"what": "progress", "step": progress, **_behind(progress, max(intact, default=-1))}
     yield {"what": "lease", **held}
     code = code_of(one["state"] for one in found) or (FOUND if progress >= 0 and not intact else FINE)
-    yield {"what": "verdict", "state": _VERDICTS[code], "intact": intact, "code": code}
+    state = _VERDICTS[code] if found or code else "there are no checkpoints"
+    yield {"what": "verdict", "state": state, "intact": intact, "code": code}
 
 
 _VERDICTS = {
