@@ -61,6 +61,31 @@ def test_init_from_takes_the_weights_of_the_same_model(tmp_path, pretrained):
         assert torch.equal(value, weights_of(model)[name]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_init_from_quantized_weights_is_refused(tmp_path, pretrained, dtype):
+    folder, model = pretrained
+    tensors = to_hf(dict(model.named_parameters()), job_of(tmp_path).model)
+    name = "model.layers.0.mlp.up_proj.weight"
+    config = json.loads((folder / "config.json").read_text())
+    write_weights(tmp_path / "q", {**tensors, name: (tensors[name] * 100).to(dtype)}, config)
+    job = job_of(tmp_path, f'--train.init_from="{tmp_path / "q"}"')
+    with pytest.raises(CheckpointError, match=r"layers.0.ffn.w_up.weight .* is .*int8|float8"):
+        set_initial_weights([job.model.build()], job)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_init_from_takes_weights_of_other_precisions(tmp_path, pretrained, dtype):
+    folder, model = pretrained
+    config, hf = job_of(tmp_path).model, json.loads((folder / "config.json").read_text())
+    tensors = {name: value.to(dtype) for name, value in to_hf(weights_of(model), config).items()}
+    write_weights(tmp_path / "other", tensors, hf)
+    job = job_of(tmp_path, f'--train.init_from="{tmp_path / "other"}"')
+    ours = job.model.build()
+    set_initial_weights([ours], job)
+    for name, value in weights_of(ours).items():
+        assert torch.equal(value, weights_of(model)[name].to(dtype).float()), name
+
+
 def test_init_from_is_kept_as_an_absolute_name(tmp_path, pretrained, monkeypatch):
     monkeypatch.chdir(pretrained[0].parent)
     job = job_of(tmp_path, f'--train.init_from="{pretrained[0].name}"')

@@ -217,6 +217,21 @@ def test_weights_with_a_lost_shard_are_refused(tmp_path):
         Weights(tmp_path / "out")
 
 
+def test_weights_that_are_a_folder_or_change_while_they_are_read_are_an_error_that_names_the_file(tmp_path):
+    write_weights(tmp_path / "out", {"w": torch.zeros(2)}, {})
+    path = tmp_path / "out" / "model.safetensors"
+    weights = Weights(tmp_path / "out")
+    path.write_bytes(b"xx")
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+        weights["w"]
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+        weights["w"]
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+        Weights(tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     "text", ["[]", "{}", "{", "", "\xff", "[" * 100_000, '{"weight_map": []}', '{"weight_map": {"w": 1}}']
 )

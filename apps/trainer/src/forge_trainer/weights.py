@@ -49,7 +49,7 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
         own = dict([*part.named_parameters(remove_duplicate=False), *part.named_buffers()])
         for name in (*chosen.taken, *chosen.resized) if chosen is not None else ():
             if name in own:
-                copy_common(theirs[name], own[name])
+                copy_common(_numbers(name, theirs[name], own[name], job), own[name])
 
 
 def _chosen(job: Job) -> tuple[Chosen, Mapping[str, Tensor]]:
@@ -73,6 +73,20 @@ def _chosen(job: Job) -> tuple[Chosen, Mapping[str, Tensor]]:
             lines += [f"  differs    {line}" for line in unlike(job.model, origin.model())]
         say("".join(f"{line}\n" for line in lines), sys.stdout)
     return chosen, theirs
+
+
+def _numbers(name: str, source: Tensor, target: Tensor, job: Job) -> Tensor:
+    """A tensor from elsewhere; quantized ones are no numbers without their scales.
+
+    Raises:
+        CheckpointError: it is quantized.
+    """
+    if source.dtype != target.dtype and not (source.is_floating_point() and source.element_size() > 1):
+        raise CheckpointError(
+            f"{name} of {job.train.init_from} is {str(source.dtype).removeprefix('torch.')}; expected "
+            "float16, bfloat16, float32 or float64: take weights that are not quantized"
+        )
+    return source
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

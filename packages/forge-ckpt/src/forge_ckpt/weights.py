@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -60,14 +61,11 @@ class Weights(Mapping[str, Tensor]):
             path = self.folder / Path(name).name
             if not path.exists():
                 raise CheckpointError(f"there is no {path}; expected a folder of safetensors")
-            try:
-                with safe_open(path, framework="pt") as file:
-                    self._file_of |= dict.fromkeys(file.keys(), path)
-            except SafetensorError as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from None
+            with _opened(path) as file:
+                self._file_of |= dict.fromkeys(file.keys(), path)
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._file_of[name], framework="pt") as file:
+        with _opened(self._file_of[name]) as file:
             return file.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -86,6 +84,16 @@ class Weights(Mapping[str, Tensor]):
         if not path.exists():
             raise CheckpointError(f"there is no {path}")
         return read_object(path)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file of safetensors. Raises CheckpointError, which names it, if it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
