@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from forge_interp.analysis.arrays import as_labels, as_matrix, centre, check_alphas, same_rows
+from forge_interp.analysis.arrays import as_labels, as_matrix, same_rows
 from forge_interp.analysis.probe import probe_layers
 from forge_interp.analysis.similarity import compare_layers
 from forge_interp.errors import InterpError
@@ -55,25 +55,12 @@ def test_as_matrix_refuses_what_is_no_matrix_of_numbers(values, message):
         as_matrix(values, "x")
 
 
-def test_centre_is_exactly_zero_for_equal_numbers_only():
-    x = torch.tensor([0.1, 1e6 + 0.1, 3.3], dtype=torch.float64).expand(101, 3).clone()
-    assert (x - x.mean(0)).any() and not centre(x).any()
-    assert not centre(x.T, dim=1).any()
-    x[0, 0] += 1e-9
-    assert centre(x)[:, 0].abs().sum() == pytest.approx(2e-9 * 100 / 101, rel=1e-5)
-    assert not centre(x)[:, 1:].any()
-    assert centre(torch.zeros(0, 3)).shape == (0, 3)
-
-
 def test_as_labels_takes_any_tensor():
     assert as_labels(torch.tensor([1.5, 2.0], dtype=torch.bfloat16)).tolist() == [1.5, 2.0]
     assert as_labels(torch.tensor([3, 4])).dtype == np.int64
     assert as_labels(["a", "b"]).tolist() == ["a", "b"]
 
 
-def test_same_rows_and_check_alphas_name_what_is_wrong():
+def test_same_rows_names_what_differs():
     with pytest.raises(InterpError, match=r"rows are \{'a': 2, 'b': 3\}"):
         same_rows({"a": torch.zeros(2, 1), "b": torch.zeros(3, 1)})
-    for alphas in ([], [1.0, 0.0], [-1.0], [float("inf")], [float("nan")]):
-        with pytest.raises(InterpError, match="expected at least one, all positive"):
-            check_alphas(alphas)

@@ -1,52 +1,11 @@
+import sys
+
 import numpy as np
 import pytest
 import torch
-from forge_interp.analysis.probe import control_task, fit_logistic, group_folds, probe_layers, z_score
+from forge_interp.analysis.probe import control_task, group_folds, probe_layers
 from forge_interp.errors import InterpError
-
-
-def make_classes(num_classes: int, n: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng(0)
-    x = random.normal(size=(n, 6))
-    scores = x @ random.normal(size=(6, num_classes)) + random.gumbel(size=(n, num_classes))
-    return x, scores.argmax(1)
-
-
-@pytest.mark.parametrize("num_classes", [2, 4])
-@pytest.mark.parametrize("alpha", [0.1, 10.0])
-def test_logistic_equals_scikit_learn(num_classes, alpha):
-    linear = pytest.importorskip("sklearn.linear_model")
-    x, y = make_classes(num_classes)
-    expected = linear.LogisticRegression(C=1 / alpha, tol=1e-10, max_iter=5000).fit(x, y)
-    found = fit_logistic(x, y, alpha=alpha)
-    np.testing.assert_allclose(found.weights.T, expected.coef_, atol=1e-5)
-    np.testing.assert_array_equal(found.predict(x), expected.predict(x))
-
-
-def test_logistic_multi_label_equals_one_binary_fit_per_label():
-    x, y = make_classes(3)
-    labels = np.stack([y == 0, y == 1], axis=1).astype(np.int64)
-    found = fit_logistic(x, labels, alpha=2.0)
-    for i in range(2):
-        alone = fit_logistic(x, labels[:, i], alpha=2.0)
-        torch.testing.assert_close(found.weights[:, i], alone.weights[:, 0], atol=1e-5, rtol=1e-4)
-    assert found.predict(x).shape == (200, 2)
-
-
-def test_logistic_keeps_string_labels():
-    x, y = make_classes(3)
-    names = np.array(["noun", "verb", "other"])
-    np.testing.assert_array_equal(fit_logistic(x, names[y]).predict(x), names[fit_logistic(x, y).predict(x)])
-
-
-def test_logistic_refuses_what_it_cannot_fit():
-    x, y = make_classes(3)
-    with pytest.raises(InterpError, match="at least two"):
-        fit_logistic(x, np.zeros(200))
-    with pytest.raises(InterpError, match="zeros and ones"):
-        fit_logistic(x, np.stack([y, y], axis=1))
-    with pytest.raises(InterpError, match="L-BFGS stopped"):
-        fit_logistic(1e4 * x, y, alpha=1e-6, max_steps=2)
+from sklearn import linear_model as linear
 
 
 def test_group_folds_split_all_samples_and_no_group():
@@ -57,8 +16,19 @@ def test_group_folds_split_all_samples_and_no_group():
         assert not set(groups[train]) & set(groups[test])
         assert len(train) + len(test) == 300
         assert 60 <= len(test) <= 90
-    with pytest.raises(InterpError, match="num_folds is 18 for 17 groups"):
+    with pytest.raises(ValueError, match="n_splits=18 greater than the number of groups: 17"):
         group_folds(groups, 18)
+
+
+def test_group_folds_balance_sizes_with_one_giant_group_and_repeat_with_their_seed():
+    groups = np.r_[np.zeros(50, int), np.arange(1, 101)]
+    folds = group_folds(groups, 3, seed=4)
+    assert sorted(len(test) for _, test in folds) == [50, 50, 50]
+    again, other = group_folds(groups, 3, seed=4), group_folds(groups, 3, seed=5)
+    assert all(np.array_equal(a[1], b[1]) for a, b in zip(folds, again, strict=True))
+    assert not all(np.array_equal(a[1], b[1]) for a, b in zip(folds, other, strict=True))
+    with pytest.raises(ValueError, match="n_splits=1"):
+        group_folds(groups, 1)
 
 
 def test_control_task_is_a_function_of_the_type_with_the_real_distribution():
@@ -68,16 +38,6 @@ def test_control_task_is_a_function_of_the_type_with_the_real_distribution():
     assert all(len(set(found[types == t])) == 1 for t in np.unique(types)[:50])
     assert found.mean() == pytest.approx(0.2, abs=0.04)
     assert np.mean(found == y) == pytest.approx(0.68, abs=0.04)
-
-
-def test_z_score_uses_the_training_rows_and_zeroes_constant_columns():
-    train, test = torch.randn(50, 3, dtype=torch.float64) * 4 + 2, torch.randn(5, 3, dtype=torch.float64)
-    for constant in (0.1, 1e6 + 0.1, 0.0, 7.0):
-        train[:, 1] = constant * (1 + 1e-15 * train[:, 0])
-        found, moved = z_score(train, test)
-        assert not found[:, 1].any() and not moved[:, 1].any()
-    torch.testing.assert_close(found[:, 0].std(correction=0), found.new_tensor(1.0))
-    torch.testing.assert_close(moved[:, 0], (test[:, 0] - train[:, 0].mean()) / train[:, 0].std(correction=0))
 
 
 def make_layers(n: int = 400) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
@@ -124,7 +84,6 @@ def test_probe_layers_chooses_the_penalty_by_groups():
 
 
 def test_probe_layers_equals_scikit_learn_cross_validation():
-    linear = pytest.importorskip("sklearn.linear_model")
     layers, y, _, _ = make_layers(120)
     found = probe_layers(layers, y, kind="ridge", alphas=(5.0,), num_folds=3)
     for i, x in enumerate(layers.values()):
@@ -138,59 +97,12 @@ def test_probe_layers_refuses_bad_requests():
     layers, y, _, _ = make_layers()
     with pytest.raises(InterpError, match="kind is 'svm'"):
         probe_layers(layers, y, kind="svm")
+    with pytest.raises(InterpError, match=r"alphas are \[1.0, 0.0\]; expected at least one, all positive"):
+        probe_layers(layers, y, alphas=(1.0, 0.0))
     with pytest.raises(InterpError, match="early has 400 rows"):
         probe_layers(layers, y[:-1])
     with pytest.raises(InterpError, match="no control task"):
         _ = probe_layers(layers, y, alphas=(1.0,)).selectivity
-
-
-@pytest.mark.parametrize("num_classes", [2, 4])
-def test_logistic_equals_scikit_learn_newton_to_1e_6(num_classes):
-    linear = pytest.importorskip("sklearn.linear_model")
-    x, y = make_classes(num_classes)
-    for alpha in (0.1, 1.0, 10.0):
-        model = linear.LogisticRegression(C=1 / alpha, solver="newton-cg", tol=1e-12, max_iter=5000)
-        expected, found = model.fit(x, y), fit_logistic(x, y, alpha=alpha)
-        np.testing.assert_allclose(found.weights.T, expected.coef_, atol=1e-6)
-        np.testing.assert_allclose(found.logits(x), model.decision_function(x).reshape(200, -1), atol=2e-6)
-
-
-@pytest.mark.parametrize("num_classes", [2, 3])
-def test_logistic_does_not_change_with_a_large_mean(num_classes):
-    x, y = make_classes(num_classes)
-    found, moved = fit_logistic(x, y), fit_logistic(x + 1e5, y)
-    torch.testing.assert_close(moved.weights, found.weights, atol=1e-5, rtol=0)
-    np.testing.assert_array_equal(moved.predict(x + 1e5), found.predict(x))
-    torch.testing.assert_close(moved.logits(x + 1e5), found.logits(x), atol=1e-4, rtol=0)
-
-
-def test_logistic_takes_tensors_of_any_dtype():
-    x, y = make_classes(2)
-    found = fit_logistic(torch.as_tensor(x), torch.as_tensor(y).bfloat16())
-    torch.testing.assert_close(found.weights, fit_logistic(x, y).weights)
-    assert found.classes is not None and found.classes.tolist() == [0, 1]
-
-
-def test_logistic_refuses_values_that_are_not_finite():
-    x, y = make_classes(2)
-    bad = np.arange(200) == 7
-    with pytest.raises(InterpError, match="y holds 1 values"):
-        fit_logistic(x, np.where(bad, np.nan, y))
-    with pytest.raises(InterpError, match="x holds 6 values"):
-        fit_logistic(np.where(bad[:, None], np.inf, x), y)
-    with pytest.raises(InterpError, match="rows are"):
-        fit_logistic(x, y[:-1])
-
-
-def test_group_folds_balance_sizes_with_one_giant_group_and_repeat_with_their_seed():
-    groups = np.r_[np.zeros(50, int), np.arange(1, 101)]
-    folds = group_folds(groups, 3, seed=4)
-    assert sorted(len(test) for _, test in folds) == [50, 50, 50]
-    again, other = group_folds(groups, 3, seed=4), group_folds(groups, 3, seed=5)
-    assert all(np.array_equal(a[1], b[1]) for a, b in zip(folds, again, strict=True))
-    assert not all(np.array_equal(a[1], b[1]) for a, b in zip(folds, other, strict=True))
-    with pytest.raises(InterpError, match="num_folds is 1 for"):
-        group_folds(groups, 1)
 
 
 def test_control_task_keeps_the_shape_and_refuses_other_samples():
@@ -219,7 +131,6 @@ def test_selectivity_is_low_for_a_layer_that_only_knows_the_type_and_high_for_on
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_probe_layers_equals_a_nested_search_with_scikit_learn(grouped):
-    linear = pytest.importorskip("sklearn.linear_model")
     layers, _, sentences, _ = make_layers(60)
     random, alphas = np.random.default_rng(1), [0.1, 30.0, 1e4]
     y = np.stack([layers["late"][:, 1] + random.normal(size=60), random.normal(size=60)], axis=1)
@@ -258,7 +169,7 @@ def test_ridge_probe_refuses_a_target_without_variance_in_a_fold_and_nan():
     y[:, 1] = 0.1
     with pytest.raises(InterpError, match=r"targets \[1\] never vary in a held-out fold of 12 samples"):
         probe_layers(layers, y)
-    with pytest.raises(InterpError, match="y holds 1 values"):
+    with pytest.raises(ValueError, match="Input y contains NaN"):
         probe_layers(layers, np.where(np.arange(60) == 3, np.nan, np.arange(60)))
     with pytest.raises(InterpError, match="x holds 3 values"):
         probe_layers({"x": np.where(np.arange(240).reshape(60, 4) < 3, np.nan, layers["x"])}, y[:, 0])
@@ -282,3 +193,47 @@ def test_probe_of_labels_is_a_classifier_unless_told_otherwise(kind):
     assert found.unit == "accuracy" and found.scores.mean() == 1.0
     assert kind == "str" or probe_layers({"x": x}, y, kind="ridge", alphas=(1.0,)).unit == "R2"
     assert probe_layers({"x": x}, x[:, 0], alphas=(1.0,)).unit == "R2"
+
+
+def test_probe_of_zeros_and_ones_in_columns_equals_one_probe_for_each_label():
+    layers, y, sentences, _ = make_layers(200)
+    labels = np.stack([y, np.roll(y, 1)], axis=1)
+    options = {"groups": sentences, "alphas": (10.0,)}
+    both = probe_layers(layers, labels, **options)
+    alone = [probe_layers(layers, column, **options).scores for column in labels.T]
+    np.testing.assert_allclose(both.scores, np.mean(alone, axis=0), rtol=1e-12)
+    assert both.unit == "accuracy" and both.scores[1].mean() > 0.7
+
+
+@pytest.mark.parametrize("kind", ["ridge", "logistic"])
+def test_probe_scores_do_not_change_with_units_means_and_constant_features(kind):
+    layers, y, _, _ = make_layers(200)
+    moved = {}
+    for name, x in layers.items():
+        constants = np.tile([0.1, 1e6 + 0.1, 0.0], (200, 1))
+        moved[name] = np.concatenate([1e5 + 1e-3 * x, constants * (1 + 1e-15 * x[:, :1])], axis=1)
+    options = {"kind": kind, "alphas": (0.01, 1.0)}
+    found, expected = (probe_layers(each, y, **options).scores for each in (moved, layers))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_probe_takes_tensors_of_any_dtype():
+    layers, y, _, _ = make_layers(100)
+    expected = probe_layers({name: x.astype(np.float32) for name, x in layers.items()}, y)
+    tensors = {name: torch.as_tensor(x).float().requires_grad_() for name, x in layers.items()}
+    np.testing.assert_array_equal(probe_layers(tensors, torch.as_tensor(y)).scores, expected.scores)
+    as_numbers = probe_layers(tensors, torch.as_tensor(y).bfloat16())
+    np.testing.assert_array_equal(as_numbers.scores, probe_layers(tensors, y, kind="ridge").scores)
+
+
+def test_probe_that_does_not_converge_is_an_error():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(1000, 1)) + 1e-4 * random.normal(size=(1000, 60))  # features that are nearly one
+    with pytest.raises(InterpError, match=r"failed to converge(?s:.*)raise alphas"):
+        probe_layers({"x": x}, random.integers(8, size=1000), alphas=(1e-12,), num_folds=2)
+
+
+def test_probe_without_scikit_learn_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(InterpError, match=r"probe_layers needs sklearn; .*'forge-interp\[probes\]'"):
+        probe_layers({"x": np.zeros((9, 2))}, np.zeros(9))

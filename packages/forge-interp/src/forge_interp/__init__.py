@@ -3,16 +3,8 @@
 from forge_interp.analysis.accumulate import Moments
 from forge_interp.analysis.cca import canonical_correlations, mean_cca, procrustes, pwcca, svcca
 from forge_interp.analysis.cka import LayerSimilarity, linear_cka
-from forge_interp.analysis.probe import (
-    LogisticFit,
-    ProbeCurve,
-    control_task,
-    fit_logistic,
-    group_folds,
-    probe_layers,
-)
-from forge_interp.analysis.profile import EffectiveRank, NormProfile, Profile, effective_rank
-from forge_interp.analysis.ridge import RidgeFit, fit_ridge, ridge_from_moments
+from forge_interp.analysis.effective_rank import EffectiveRank, effective_rank
+from forge_interp.analysis.probe import ProbeCurve, control_task, probe_layers
 from forge_interp.analysis.similarity import compare_layers
 from forge_interp.attention.call import AttentionCall
 from forge_interp.attention.statistics import AttentionSummary, attention_statistics
@@ -34,12 +26,11 @@ from forge_interp.record import Recording, record
 
 __all__ = [
     "ActivationStore", "Activations", "AttentionCall", "AttentionSummary", "CanonicalSites",
-    "EffectiveRank", "InterpError", "LayerSimilarity", "LensResult", "LogisticFit", "Moments",
-    "NormProfile", "PatchingTable", "ProbeCurve", "Profile", "Recording", "Report", "RidgeFit",
-    "TunedLens", "Unembedding", "ablate", "activation_patching", "attention_statistics",
-    "attribution_patching", "canonical_correlations", "canonical_sites", "capture", "compare_layers",
-    "control_task", "each_attention", "edit", "effective_rank", "extract_representations",
-    "finish_extraction", "fit_logistic", "fit_ridge", "group_folds", "linear_cka", "logit_lens",
-    "mean_cca", "patch", "path_patching", "probe_layers", "procrustes", "pwcca", "read_lens", "record",
-    "resolve", "ridge_from_moments", "site_means", "steer", "svcca",
+    "EffectiveRank", "InterpError", "LayerSimilarity", "LensResult", "Moments", "PatchingTable",
+    "ProbeCurve", "Recording", "Report", "TunedLens", "Unembedding", "ablate", "activation_patching",
+    "attention_statistics", "attribution_patching", "canonical_correlations", "canonical_sites",
+    "capture", "compare_layers", "control_task", "each_attention", "edit", "effective_rank",
+    "extract_representations", "finish_extraction", "linear_cka", "logit_lens", "mean_cca", "patch",
+    "path_patching", "probe_layers", "procrustes", "pwcca", "read_lens", "record", "resolve",
+    "site_means", "steer", "svcca",
 ]  # fmt: skip

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, optional
 from forge_interp.hooks.capture import Select, capture
 from forge_interp.hooks.sites import canonical
 from forge_interp.model_inputs import Inputs, call_model
@@ -72,7 +71,7 @@ class Recording(Mapping[str, Tensor]):
 
         Dimensions that all values share are named alike: `batch` is dim 0, others `site.dim1`, ...
         """
-        xarray = _table_package("xarray", "to_xarray")
+        xarray = optional("xarray", "to_xarray", "tables")
         dims = {
             site: ["batch", *(f"{site}.dim{i}" for i in range(1, value.ndim))] for site, value in self.items()
         }
@@ -80,7 +79,7 @@ class Recording(Mapping[str, Tensor]):
 
     def to_dataframe(self) -> Any:
         """A `pandas.DataFrame`, a row a number: site, dim0, dim1, ..., value; needs pandas."""
-        pandas = _table_package("pandas", "to_dataframe")
+        pandas = optional("pandas", "to_dataframe", "tables")
         frames = []
         for site, value in self.items():
             index = torch.cartesian_prod(*(torch.arange(size) for size in value.shape)).reshape(
@@ -113,11 +112,3 @@ def record(
 def _numpy(value: Tensor) -> Any:
     value = value.detach().cpu()
     return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-
-
-def _table_package(name: str, method: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        text = f"{method} needs {name}; install it: pip install 'forge-interp[tables]'"
-        raise InterpError(text) from error

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import torch
 from forge_config import ConfigError
 from forge_data.loader import build_loader
@@ -19,7 +18,6 @@ from forge_interp import (
     ActivationStore,
     InterpError,
     Moments,
-    Profile,
     effective_rank,
     extract_representations,
 )
@@ -155,11 +153,8 @@ def summary(rows: Tensor) -> dict[str, float]:
     x = x[torch.isfinite(x).all(1)]
     if not len(x):
         return dict.fromkeys(("rms", "max_abs", "effective_rank"), math.nan)
-    profile = Profile({"x": x.shape[1]})
-    profile.update({"x": x})
-    sizes = profile.result("x")
-    rms = float(np.sqrt(np.mean(sizes.rms**2)))
-    return {"rms": rms, "max_abs": float(sizes.max_abs.max()), "effective_rank": _effective_rank(x)}
+    rms, max_abs = x.square().mean().sqrt().item(), x.abs().max().item()
+    return {"rms": rms, "max_abs": max_abs, "effective_rank": _effective_rank(x)}
 
 
 def _effective_rank(x: Tensor) -> float:

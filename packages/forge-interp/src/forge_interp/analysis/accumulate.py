@@ -7,7 +7,7 @@ pairs.
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,95 +18,7 @@ from forge_interp.errors import InterpError
 _CHUNK_ELEMENTS = 2**20  # float64 numbers converted at a time: 8 MiB
 
 
-class Accumulator:
-    """Sums of one pass over samples, in tensors that can be saved, sent, and added up over processes."""
-
-    _kind: str  # equal for those that can be added up
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the sums as plain float64 tensors (views, not copies): to save, to send, to add up."""
-        raise NotImplementedError
-
-    def load_state(self, state: Mapping[str, Tensor]) -> Self:
-        """Copy a state of the same kind into this one, all of it or nothing, and return this one.
-
-        Raises InterpError: a tensor is missing, or has another shape.
-        """
-        mine = self.state()
-        for name, tensor in mine.items():
-            if name not in state or state[name].shape != tensor.shape:
-                shape = tuple(state[name].shape) if name in state else "nothing"
-                raise InterpError(f"state {name!r} has {shape}; expected shape {tuple(tensor.shape)}")
-        for name, tensor in mine.items():
-            tensor.copy_(state[name])
-        return self
-
-    def merge(self, other: Self) -> Self:
-        """Add the samples of `other`, of the same kind, in place, and return this one."""
-        if other._kind != self._kind:
-            raise InterpError(f"cannot merge {other._kind} into {self._kind}; expected the same")
-        twin = copy.deepcopy(self).load_state(other.state())
-        if (total := self._total()) is not None:
-            total += twin._total()
-            self._recentre(total)
-            twin._recentre(total)
-        for mine, theirs in zip(self._additive(), twin._additive(), strict=True):
-            mine += theirs
-        for mine, theirs in zip(self._maxima(), twin._maxima(), strict=True):
-            torch.maximum(mine, theirs, out=mine)
-        return self
-
-    def all_reduce(
-        self, add: Callable[[Tensor], object] | None = None, maximum: Callable[[Tensor], object] | None = None
-    ) -> Self:
-        """Replace the samples of this rank by those of all ranks, in place. Collective.
-
-        `add` and `maximum` replace a tensor by its sum and maximum over ranks, in place; default
-        `torch.distributed.all_reduce`.
-        """
-        add = torch.distributed.all_reduce if add is None else add
-        if (total := self._total()) is not None:
-            add(total)
-            self._recentre(total)
-        for tensor in self._additive():
-            add(tensor)
-        for tensor in self._maxima():
-            if maximum is None:
-                torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-            else:
-                maximum(tensor)
-        return self
-
-    def _total(self) -> Any:
-        """What decides the centre of the sums; None where they have none."""
-        return None
-
-    def _recentre(self, total: Tensor) -> None:
-        """Express the sums around the mean that a total of all gives."""
-
-    def _additive(self) -> list[Tensor]:
-        raise NotImplementedError
-
-    def _maxima(self) -> list[Tensor]:
-        return []
-
-
-def checked_batch(batch: Mapping[str, Array], widths: Mapping[str, int]) -> dict[str, Tensor]:
-    """The blocks of a batch as [n, d], in the order of `widths`.
-
-    Raises InterpError: blocks are missing or unknown, a width differs, or a value is NaN or infinite.
-    """
-    if set(batch) != set(widths):
-        raise InterpError(f"batch has {sorted(batch)}; expected {sorted(widths)}")
-    given = {name: as_matrix(batch[name], name, dtype=None) for name in widths}
-    for name, matrix in given.items():
-        if matrix.shape[1] != widths[name]:
-            raise InterpError(f"{name} has {matrix.shape[1]} features; expected {widths[name]}, as in widths")
-        check_finite(matrix, name)
-    return given
-
-
-class Moments(Accumulator):
+class Moments:
     """Second moments of every pair of blocks, from one pass over the samples, in float64.
 
     For blocks x, y with rows x_i, y_i and means mu, nu it holds n, mu, the co-moment sum_i
@@ -147,7 +59,6 @@ class Moments(Accumulator):
             zip(self.names, self.names, strict=True), itertools.product(self.rows, self.columns)
         )
         self._pairs = list(dict.fromkeys(tuple(sorted(pair, key=self._index.__getitem__)) for pair in pairs))
-        self._kind = f"moments of {self.widths}, pairs {self._pairs}"
         total, blocks = ends[-1], len(self.names)
         shapes = [(self.widths[a], self.widths[b]) for a, b in self._pairs]
         sizes = [rows * columns for rows, columns in shapes]
@@ -176,9 +87,17 @@ class Moments(Accumulator):
     def update(self, batch: Mapping[str, Array]) -> None:
         """Add samples, [n, d] per block, all with the same rows; any float dtype, torch or numpy.
 
-        InterpError as `checked_batch`, or where row counts differ; nothing is added then.
+        Raises InterpError, and adds nothing then: blocks are missing or unknown, widths or row counts differ,
+        or a value is NaN or infinite.
         """
-        given = checked_batch(batch, self.widths)
+        if set(batch) != set(self.widths):
+            raise InterpError(f"batch has {sorted(batch)}; expected {sorted(self.widths)}")
+        given = {name: as_matrix(batch[name], name, dtype=None) for name in self.widths}
+        for name, matrix in given.items():
+            if matrix.shape[1] != self.widths[name]:
+                text = f"{name} has {matrix.shape[1]} features; expected {self.widths[name]}, as in widths"
+                raise InterpError(text)
+            check_finite(matrix, name)
         num_rows = same_rows(given)
         step = max(1, _CHUNK_ELEMENTS // self._centre.numel())
         for start in range(0, num_rows, step):
@@ -195,6 +114,46 @@ class Moments(Accumulator):
             "skew": self._skew,
             "products": self._products,
         }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> Self:
+        """Copy a state of the same blocks and pairs into this one, all of it or nothing, and return this one.
+
+        Raises InterpError: a tensor is missing, or has another shape.
+        """
+        mine = self.state()
+        for name, tensor in mine.items():
+            if name not in state or state[name].shape != tensor.shape:
+                shape = tuple(state[name].shape) if name in state else "nothing"
+                raise InterpError(f"state {name!r} has {shape}; expected shape {tuple(tensor.shape)}")
+        for name, tensor in mine.items():
+            tensor.copy_(state[name])
+        return self
+
+    def merge(self, other: Self) -> Self:
+        """Add the samples of `other`, of the same blocks and pairs, in place, and return this one."""
+        if (other.widths, other._pairs) != (self.widths, self._pairs):
+            raise InterpError(
+                f"cannot merge {other.widths} into {self.widths}; expected the same blocks, pairs"
+            )
+        twin = copy.deepcopy(self).load_state(other.state())
+        total = self._total() + twin._total()
+        for each in (self, twin):
+            each._move_to(total[1:] / total[0].clamp_min(1))
+        for mine, theirs in zip(self._additive(), twin._additive(), strict=True):
+            mine += theirs
+        return self
+
+    def all_reduce(self, add: Callable[[Tensor], object] | None = None) -> Self:
+        """Replace the samples of this rank by those of all ranks, in place. Collective.
+
+        `add` replaces a tensor by its sum over ranks, in place; default `torch.distributed.all_reduce`.
+        """
+        add = torch.distributed.all_reduce if add is None else add
+        add(total := self._total())
+        self._move_to(total[1:] / total[0].clamp_min(1))
+        for tensor in self._additive():
+            add(tensor)
+        return self
 
     @property
     def count(self) -> int:
@@ -246,13 +205,11 @@ class Moments(Accumulator):
         return list(rows), list(columns)
 
     def _total(self) -> Tensor:
+        """The number of samples, and the sum of each feature: together they give the mean over all ranks."""
         return torch.cat([self._count, self._sums + self._count * self._centre])
 
-    def _recentre(self, total: Tensor) -> None:
-        self._move_to(total[1:] / total[0].clamp_min(1))
-
     def _additive(self) -> list[Tensor]:
-        return [self._count, self._sums, self._power, self._cross_power, self._skew, self._products]
+        return [tensor for name, tensor in self.state().items() if name != "centre"]
 
     def _add(self, chunk: list[Tensor]) -> None:
         device = self._centre.device

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, optional
 from forge_interp.extraction.parts import (
     ROW_COLUMNS,
     Column,
@@ -76,11 +76,7 @@ def _write_array(file: Any, store: ActivationStore, column: Column) -> None:
 
 
 def _zarr(store: ActivationStore, path: Path) -> None:
-    try:
-        import zarr
-    except ImportError:
-        raise InterpError("zarr is not installed; install it: pip install zarr") from None
-    group = zarr.open_group(path, mode="w")
+    group = optional("zarr", "an export to .zarr", "zarr").open_group(path, mode="w")
     group.attrs["forge_interp"] = store.metadata
     for column in store.columns:
         kind = _as_numpy(torch.empty(0, dtype=column.dtype)).dtype
