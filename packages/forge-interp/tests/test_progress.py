@@ -7,7 +7,6 @@ from forge_interp.causal.attribution import attribution_patching
 from forge_interp.causal.patching import activation_patching
 from forge_interp.causal.path_patching import path_patching
 from forge_interp.extraction.extract import extract_representations
-from forge_interp.lenses.tuned_lens import TunedLens
 from forge_interp.progress import progress
 from torch import nn
 
@@ -50,9 +49,6 @@ LOOPS = {
     ),
     "integrated gradients 3/3": lambda **bar: attribution_patching(
         MODEL, *PAIR, ["0", "1", "2"], torch.sum, steps=2, **bar
-    ),
-    "tuned lens 5/5": lambda **bar: TunedLens(MODEL, "0", norm=nn.Identity(), head="2", check=False).fit(
-        PAIR, steps=5, **bar
     ),
     "extract 3/3": lambda **bar: extract_representations(
         MODEL, [*torch.ones(6, 4)], ["0"], batch_size=2, tokens=None, mask=None, **bar

@@ -20,14 +20,13 @@ from forge_interp.hooks.capture import Activations, capture, each_attention
 from forge_interp.hooks.edit import ablate, edit, patch, steer
 from forge_interp.hooks.report import Report, resolve
 from forge_interp.lenses.lens import LensResult, logit_lens, read_lens
-from forge_interp.lenses.tuned_lens import TunedLens
 from forge_interp.lenses.unembedding import Unembedding
 from forge_interp.record import Recording, record
 
 __all__ = [
     "ActivationStore", "Activations", "AttentionCall", "AttentionSummary", "CanonicalSites",
     "EffectiveRank", "InterpError", "LayerSimilarity", "LensResult", "Moments", "PatchingTable",
-    "ProbeCurve", "Recording", "Report", "TunedLens", "Unembedding", "ablate", "activation_patching",
+    "ProbeCurve", "Recording", "Report", "Unembedding", "ablate", "activation_patching",
     "attention_statistics", "attribution_patching", "canonical_correlations", "canonical_sites",
     "capture", "compare_layers", "control_task", "each_attention", "edit", "effective_rank",
     "extract_representations", "finish_extraction", "linear_cka", "logit_lens", "mean_cca", "patch",

@@ -4,7 +4,8 @@ The logit lens reads a hidden state x of any site with the model's own end: logi
 Letters: L sites, B batch, T tokens, D model dim, V vocabulary, k kept tokens.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ class LensResult:
     logits: dict[str, Tensor] | None  # {site: [..., V]}, only if asked for
 
 
+@torch.no_grad()
 def logit_lens(
     model: nn.Module,
     sites: str | Iterable[str],
@@ -81,7 +83,13 @@ def logit_lens(
     Source: nostalgebraist 2020, "interpreting GPT: the logit lens".
     """
     unembedding = Unembedding(model, norm, head)
-    acts, final = run_with_final(model, sites, unembedding if check else None, args, kwargs)
+    end = unembedding.norm_name if unembedding.norm_name is not None else unembedding.head_name
+    with capture(model, sites) as acts, ExitStack() as stack:
+        is_checked = check and end is not None
+        ends = stack.enter_context(capture(model, f"{end}:in")) if is_checked else {}
+        final = output_logits(run_model(model, args, kwargs))
+    if ends:
+        _check_end(list(ends.values())[-1], final, unembedding)
     how: dict[str, Any] = {"top_k": top_k, "keep_logits": keep_logits, "max_bytes": max_bytes}
     return read_lens(acts, lambda site, hidden: unembedding(hidden), final=final, targets=targets, **how)
 
@@ -121,31 +129,6 @@ def read_lens(
     found: dict[str, Any] = dict.fromkeys(("kl", "target_rank", "target_log_prob"))
     found |= {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     return LensResult(tuple(activations), **found, logits=logits if keep_logits else None)
-
-
-@torch.no_grad()
-def run_with_final(
-    model: nn.Module,
-    sites: str | Iterable[str],
-    check: Unembedding | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> tuple[Mapping[str, Tensor], Tensor]:
-    """Run the model; give the activations of the sites and the model's own logits [..., V].
-
-    Raises InterpError: the norm and head of `check` do not reproduce the logits (if they are modules of it).
-    """
-    end = None
-    if check is not None:
-        end = check.norm_name if check.norm_name is not None else check.head_name
-    with capture(model, sites) as acts:
-        if check is None or end is None:
-            return acts, output_logits(run_model(model, args, kwargs))
-        with capture(model, f"{end}:in") as ends:
-            final = output_logits(run_model(model, args, kwargs))
-    given = list(ends.values())[-1]
-    _check_end(given, final, check)
-    return acts, final
 
 
 def _check_end(given: Tensor, final: Tensor, unembedding: Unembedding) -> None:
@@ -207,20 +190,13 @@ def _summarize(logits: Tensor, top_k: int, final: Tensor | None, targets: Tensor
         "entropy": torch.special.entr(log_probs.exp()).sum(-1),
     }
     if final is not None:
-        found["kl"] = divergence(log_probs, final)
+        own = final.to(device=log_probs.device, dtype=log_probs.dtype).log_softmax(-1)
+        found["kl"] = (own.exp() * (own - log_probs)).where(own > -torch.inf, 0.0).sum(-1)
     if targets is not None:
         targets = targets.to(logits.device)
         valid = targets >= 0
         index = targets.clamp_min(0).long()[:, None]
-        own = log_probs.gather(1, index)
         rank = (logits > logits.gather(1, index)).sum(-1)
         found["target_rank"] = rank.where(valid, -torch.ones_like(rank))
-        found["target_log_prob"] = own[:, 0].where(valid, torch.nan)
+        found["target_log_prob"] = log_probs.gather(1, index)[:, 0].where(valid, torch.nan)
     return found
-
-
-def divergence(log_probs: Tensor, final: Tensor) -> Tensor:
-    """KL(softmax(final) || exp(log_probs)) in nats over the last axis; what has probability 0 adds none."""
-    wide = final.to(device=log_probs.device, dtype=log_probs.dtype).log_softmax(-1)
-    terms = wide.exp() * (wide - log_probs)
-    return terms.where(wide > -torch.inf, 0.0).sum(-1)
