@@ -6,7 +6,7 @@ N heads, T tokens, H head dim.
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_interp import AttentionCall, AttentionSummary, InterpError
+from forge_interp import AttentionCall, InterpError
 from forge_parallel.testing import run_ranks
 from torch import Tensor
 
@@ -90,44 +90,3 @@ def test_attention_of_dtensors_placed_otherwise_is_an_error():
 def test_attention_whose_heads_are_spread_is_an_error(dim):
     for said in run_ranks(of_dtensors, 2, dim, False, (T, T)):
         assert "expected all placed alike, split by sequences and heads at most" in said
-
-
-def summarized(rows: range) -> AttentionSummary:
-    """Of some batches; the first has only seen one of the sites."""
-    summary = AttentionSummary(STATISTICS)
-    for row in rows:
-        for site in ("b", "a") if row else ("b",):
-            summary.update(site, one_call(seed=row))
-    return summary
-
-
-def report(summary: AttentionSummary) -> tuple[list[str], dict[str, Tensor], Tensor]:
-    return summary.sites, {name: summary.values(name) for name in STATISTICS}, summary.counts("previous")
-
-
-def summarized_on_ranks() -> tuple[list[str], dict[str, Tensor], Tensor]:
-    """One rank has seen nothing."""
-    rows = (range(0), range(0, 3), range(3, 4))[torch.distributed.get_rank()]
-    return report(summarized(rows).all_reduce())
-
-
-def test_summary_over_ranks_is_that_of_all_sequences():
-    sites, values, counts = report(summarized(range(4)))
-    assert counts[0, 0] > counts[1, 0] > 0
-    found = run_ranks(summarized_on_ranks, 3)
-    for own_sites, own_values, own_counts in found:
-        assert own_sites == sites and torch.equal(own_counts, counts)
-        for name in STATISTICS:
-            torch.testing.assert_close(own_values[name], values[name])
-            assert torch.equal(own_values[name], found[0][1][name])
-
-
-def summarized_otherwise() -> str:
-    with pytest.raises(InterpError) as caught:
-        AttentionSummary(["entropy"] if torch.distributed.get_rank() else ["sink"]).all_reduce()
-    return str(caught.value)
-
-
-def test_summaries_of_other_statistics_are_refused():
-    for message in run_ranks(summarized_otherwise, 2):
-        assert "cannot merge statistics" in message

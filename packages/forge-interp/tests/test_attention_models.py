@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from forge_interp.attention.call import AttentionCall
-from forge_interp.attention.statistics import AttentionSummary, attention_statistics
+from forge_interp.attention.statistics import attention_statistics
 from forge_interp.errors import InterpError
 from forge_interp.hooks.capture import capture, each_attention
 
@@ -155,26 +155,3 @@ def test_dropout_is_an_error_that_names_eval(name):
         sites = [f"{module}:attn.{part}" for module in family.attention]
         with pytest.raises(InterpError, match=r"dropout 0.1.*model\.eval\(\)"), capture(model, sites):
             model(**family.inputs(False))
-
-
-def test_summary_of_a_model_is_the_mean_over_its_tokens():
-    family = FAMILIES["llama"]()
-    model = family.build("sdpa")
-    summary, found = AttentionSummary(["entropy", "previous"]), []
-    for padded in (False, True):
-        tokens, mask = tokens_and_mask(padded)
-        keep = mask.bool()
-
-        def look(site: str, call: AttentionCall, keep: Tensor = keep) -> None:
-            summary.update(site, call, keep=keep)
-
-        with (
-            each_attention(model, family.attention, look),
-            capture(model, [f"{name}:attn.entropy" for name in family.attention]) as acts,
-        ):
-            model(tokens, attention_mask=mask)
-        found.append(torch.stack([value.transpose(1, 2)[keep] for value in acts.values()]))
-    assert summary.sites == [f"model.layers.{i}.self_attn" for i in range(2)]
-    expected = torch.cat(found, 1).double().mean(1)
-    assert expected.shape == (2, HEADS) and not summary.values("previous").isnan().any()
-    torch.testing.assert_close(summary.values("entropy"), expected)

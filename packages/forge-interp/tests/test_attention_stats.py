@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from forge_interp.attention import call as attention
 from forge_interp.attention.call import AttentionCall
-from forge_interp.attention.statistics import AttentionSummary, attention_statistics
+from forge_interp.attention.statistics import attention_statistics
 from forge_interp.errors import InterpError
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -202,68 +202,3 @@ def test_attention_statistics_refuse_unknown_names():
 def test_attention_statistics_stay_float32_for_half_precision():
     call = random_call(dtype=torch.bfloat16)
     assert attention_statistics(call, ["entropy"])["entropy"].dtype == torch.float32
-
-
-def summary_of(calls: list[AttentionCall], site="a", **kwargs) -> AttentionSummary:
-    summary = AttentionSummary(["entropy", "previous"])
-    for call in calls:
-        summary.update(site, call, **kwargs)
-    return summary
-
-
-def test_summary_is_the_mean_over_all_defined_queries():
-    calls = [random_call(mask=left_padded([0, 4], 12, 12)), random_call((3, 4, 7, 7), is_causal=True)]
-    summary = summary_of(calls)
-    for name in summary.names:
-        parts = [attention_statistics(call, [name])[name] for call in calls]
-        joined = torch.cat([part.transpose(0, 1).flatten(1) for part in parts], 1)
-        torch.testing.assert_close(summary.values(name), joined.nanmean(1)[None])
-        torch.testing.assert_close(summary.counts(name), (~joined.isnan()).sum(1).double()[None])
-    assert summary.counts("previous")[0, 0] == 11 + 7 + 3 * 6
-
-
-def test_summary_merged_equals_one_pass():
-    calls = [random_call((b, 4, 9, 9), is_causal=True) for b in (1, 2, 3)]
-    left, right = summary_of(calls[:1]), summary_of(calls[1:])
-    right.update("b", calls[0])
-    merged = left.merge(right)
-    assert merged.sites == ["a", "b"]
-    torch.testing.assert_close(merged.values("entropy")[:1], summary_of(calls).values("entropy"))
-    torch.testing.assert_close(merged.values("entropy")[1:], summary_of(calls[:1]).values("entropy"))
-    merged.update("b", calls[1])
-    right.update("a", calls[0])
-    torch.testing.assert_close(merged.values("entropy")[:1], summary_of(calls).values("entropy"))
-    torch.testing.assert_close(right.values("entropy")[1:], summary_of(calls[:1]).values("entropy"))
-
-
-def test_summary_leaves_out_what_keep_leaves_out():
-    keys = torch.arange(12) < torch.tensor([12, 7])[:, None]
-    call = random_call(mask=keys[:, None, None])
-    found = summary_of([call], keep=keys).values("entropy")[0]
-    entropy = call.read("entropy", 0)
-    expected = torch.cat([entropy[0], entropy[1, :, :7]], 1).mean(1)
-    torch.testing.assert_close(found, expected)
-    assert not torch.allclose(summary_of([call]).values("entropy")[0], expected)
-
-
-def test_summary_of_no_query_at_all_is_not_a_number():
-    summary = summary_of([random_call()], keep=torch.zeros(2, 12, dtype=torch.bool))
-    assert summary.values("entropy").isnan().all() and not summary.counts("entropy").any()
-
-
-def test_summary_refuses_what_does_not_fit():
-    summary, call = summary_of([random_call()]), random_call()
-    with pytest.raises(InterpError, match=r"keep is \[12\]; expected \[2, 12\]"):
-        summary.update("a", call, keep=torch.ones(12))
-    with pytest.raises(InterpError, match="'a' has 2 heads; expected 4"):
-        summary.update("a", random_call((2, 2, 5, 5)))
-    with pytest.raises(InterpError, match="'sink' was not summarized"):
-        summary.values("sink")
-    for names in (["entropy", "sink", "previous"], ["entropy", "sink"], ["previous", "entropy"]):
-        with pytest.raises(InterpError, match="cannot merge"):
-            summary.merge(AttentionSummary(names))
-    with pytest.raises(InterpError, match="equal numbers of heads"):
-        AttentionSummary().values("sink")
-    summary.update("b", random_call((2, 2, 5, 5)))
-    with pytest.raises(InterpError, match="equal numbers of heads"):
-        summary.values("entropy")

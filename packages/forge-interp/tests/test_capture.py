@@ -189,7 +189,7 @@ def test_lookup_says_what_there_is(model, x):
             with pytest.raises(KeyError, match="head:out: named by the capture, but it has not run"):
                 other["head"]
             model.head(torch.zeros(8))
-        with pytest.raises(KeyError, match=r"layers\.1:in: not captured; there are layers"):
+        with pytest.raises(KeyError, match=r"layers\.1:in: no such value; there are layers"):
             acts["layers.1:in"]
     assert "layers.1" in acts
     assert "layers.2" not in acts
@@ -649,7 +649,7 @@ def test_gradients_are_found_by_any_name_of_a_site_and_leave_no_hooks(model, x):
     x.requires_grad_()
     with capture(model, ["layers.0", ":in"], grad=True) as acts:
         loss = model(x).sum()
-        with pytest.raises(KeyError, match=r"head:out: no gradient; there are none before a backward"):
+        with pytest.raises(KeyError, match=r"head:out: no such value; there are none yet"):
             acts.gradients["head"]
         loss.backward()
     assert torch.equal(acts.gradients[":in"], x.grad)

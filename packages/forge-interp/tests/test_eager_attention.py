@@ -10,7 +10,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import transformers
-from forge_interp import AttentionSummary, InterpError, ablate, capture, each_attention, edit
+from forge_interp import InterpError, ablate, attention_statistics, capture, each_attention, edit
 
 from .zoo import GROUPED, SPECIAL, VOCAB, build, text
 
@@ -70,13 +70,15 @@ def test_patterns_are_the_weights_that_the_model_returns(name, padded):
     model, modules, _ = made(name)
     inputs = text(padded)
     names = ["scores"] * (name != "GptOss") + ["pattern", "v", "z", "entropy"]
-    summary = AttentionSummary(["sink", "previous"])
+    sinks = []
     with torch.no_grad(), capture(model, [f"{modules}:attn.{part}" for part in names]) as acts:
         expected = model(**inputs, output_attentions=True).attentions
-        with each_attention(model, modules, summary.update):
+        with each_attention(
+            model, modules, lambda site, call: sinks.append(attention_statistics(call, ["sink"])["sink"])
+        ):
             model(**inputs)
     found = [acts[key] for key in acts if key.endswith("attn.pattern")]
-    assert len(found) == len(expected) == 2 and summary.values("sink").shape == (2, N)
+    assert len(found) == len(expected) == 2 == len(sinks) and sinks[0].shape[1] == N
     for key, weights in zip((key for key in acts if key.endswith("attn.pattern")), expected, strict=True):
         torch.testing.assert_close(acts[key], weights, rtol=0, atol=1e-5)
         v, z = (acts[key.replace("pattern", part)] for part in ("v", "z"))

@@ -30,7 +30,7 @@ def test_recordings_pickle_and_concatenate(model):
         torch.testing.assert_close(whole[site], expected[site])
     with pytest.raises(InterpError, match="different sites"):
         Recording.concatenate([recordings[0], record(model, batches[0], "0")])
-    with pytest.raises(KeyError, match="not recorded"):
+    with pytest.raises(KeyError, match="no such value; there are"):
         _ = recordings[0]["nothing"]
 
 

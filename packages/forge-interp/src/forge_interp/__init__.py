@@ -3,11 +3,10 @@
 from forge_interp.analysis.accumulate import Moments
 from forge_interp.analysis.cca import canonical_correlations, mean_cca, procrustes, pwcca, svcca
 from forge_interp.analysis.cka import LayerSimilarity, linear_cka
-from forge_interp.analysis.effective_rank import EffectiveRank, effective_rank
 from forge_interp.analysis.probe import ProbeCurve, control_task, probe_layers
 from forge_interp.analysis.similarity import compare_layers
 from forge_interp.attention.call import AttentionCall
-from forge_interp.attention.statistics import AttentionSummary, attention_statistics
+from forge_interp.attention.statistics import attention_statistics
 from forge_interp.canonical import CanonicalSites, canonical_sites
 from forge_interp.causal.attribution import attribution_patching
 from forge_interp.causal.patching import activation_patching, site_means
@@ -18,18 +17,17 @@ from forge_interp.extraction.extract import extract_representations, finish_extr
 from forge_interp.extraction.store import ActivationStore
 from forge_interp.hooks.capture import Activations, capture, each_attention
 from forge_interp.hooks.edit import ablate, edit, patch, steer
-from forge_interp.hooks.report import Report, resolve
+from forge_interp.hooks.sites import resolve
 from forge_interp.lenses.lens import LensResult, logit_lens, read_lens
 from forge_interp.lenses.unembedding import Unembedding
 from forge_interp.record import Recording, record
 
 __all__ = [
-    "ActivationStore", "Activations", "AttentionCall", "AttentionSummary", "CanonicalSites",
-    "EffectiveRank", "InterpError", "LayerSimilarity", "LensResult", "Moments", "PatchingTable",
-    "ProbeCurve", "Recording", "Report", "Unembedding", "ablate", "activation_patching",
-    "attention_statistics", "attribution_patching", "canonical_correlations", "canonical_sites",
-    "capture", "compare_layers", "control_task", "each_attention", "edit", "effective_rank",
-    "extract_representations", "finish_extraction", "linear_cka", "logit_lens", "mean_cca", "patch",
-    "path_patching", "probe_layers", "procrustes", "pwcca", "read_lens", "record", "resolve",
-    "site_means", "steer", "svcca",
+    "ActivationStore", "Activations", "AttentionCall", "CanonicalSites", "InterpError",
+    "LayerSimilarity", "LensResult", "Moments", "PatchingTable", "ProbeCurve", "Recording",
+    "Unembedding", "ablate", "activation_patching", "attention_statistics", "attribution_patching",
+    "canonical_correlations", "canonical_sites", "capture", "compare_layers", "control_task",
+    "each_attention", "edit", "extract_representations", "finish_extraction", "linear_cka", "logit_lens",
+    "mean_cca", "patch", "path_patching", "probe_layers", "procrustes", "pwcca", "read_lens", "record",
+    "resolve", "site_means", "steer", "svcca",
 ]  # fmt: skip

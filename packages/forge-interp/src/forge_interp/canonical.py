@@ -4,9 +4,6 @@ One run of the model on example inputs shows it: nothing is guessed from names o
 there is reported. Letters: B batch, T tokens, D model dim, F width of the MLP.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor, nn
 
@@ -18,29 +15,22 @@ from forge_interp.model_inputs import Inputs, call_model
 NAMES = ("resid_pre", "attn.z", "resid_mid", "mlp.pre", "mlp.post", "resid_post")
 
 
-@dataclass
-class CanonicalSites(Mapping[str, str]):
+class CanonicalSites(dict[str, str]):
     """Sites by canonical name, `blocks.3.resid_pre`; `print` it for what was mapped and what was not.
 
-    With several stacks of blocks (encoder and decoder), `blocks` is the name of each stack.
+    With several stacks of blocks (encoder and decoder), `blocks` is the name of each stack. `missing` are the
+    names that the model has no site for, and why.
     """
 
-    sites: dict[str, str] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)  # names that the model has no site for, and why
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing: dict[str, str] = {}
 
-    def __getitem__(self, name: str) -> str:
-        if name in self.missing:
-            raise KeyError(f"{name}: {self.missing[name]}")
-        return self.sites[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.sites)
-
-    def __len__(self) -> int:
-        return len(self.sites)
+    def __missing__(self, name: str) -> str:
+        raise KeyError(f"{name}: {self.missing.get(name, 'no canonical name of this model')}")
 
     def __repr__(self) -> str:
-        rows = {**self.sites, **{name: f"- {why}" for name, why in self.missing.items()}}
+        rows = {**self, **{name: f"- {why}" for name, why in self.missing.items()}}
         width = max(map(len, rows), default=0)
         return "\n".join(f"{name.ljust(width)}  {site}" for name, site in rows.items())
 
@@ -78,8 +68,8 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
             if place.startswith("-"):
                 found.missing[key] = place[2:]
             else:
-                found.sites[key] = block + place
-    if not found.sites:
+                found[key] = block + place
+    if not found:
         raise InterpError(
             f"{type(model).__name__} ran no list of blocks that keep the shape of their input; expected "
             "ModuleLists such as layers.0, layers.1: name the sites yourself, resolve(model, '**') lists them"

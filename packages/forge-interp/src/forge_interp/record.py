@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,29 +10,19 @@ from torch import Tensor, nn
 
 from forge_interp.errors import InterpError, optional
 from forge_interp.hooks.capture import Select, capture
-from forge_interp.hooks.sites import canonical
+from forge_interp.hooks.sites import BySite
 from forge_interp.model_inputs import Inputs, call_model
 
 
-@dataclass
-class Recording(Mapping[str, Tensor]):
-    """What flowed through a model; `print` it for a table, `pickle` it, look up a site under any spelling."""
+class Recording(BySite):
+    """What flowed through a model, in the order in which it arose; `print` it for a table, `pickle` it.
 
-    values_by_site: dict[str, Tensor]  # in the order in which they arose
-    output: Any  # what the model returned
-    skipped: dict[str, str] = field(default_factory=dict)  # sites of wildcards without a tensor, and why
+    `output` is what the model returned; `skipped` are sites of wildcards without a tensor, and why.
+    """
 
-    def __getitem__(self, site: str) -> Tensor:
-        key = site if site in self.values_by_site else canonical(site)
-        if key not in self.values_by_site:
-            raise KeyError(f"{key}: not recorded; print the recording for what is")
-        return self.values_by_site[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.values_by_site)
-
-    def __len__(self) -> int:
-        return len(self.values_by_site)
+    def __init__(self, values: Mapping[str, Tensor], output: Any, skipped: Mapping[str, str]) -> None:
+        super().__init__(values)
+        self.output, self.skipped = output, dict(skipped)
 
     def __repr__(self) -> str:
         shapes = {key: "nested" if x.is_nested else str(list(x.shape)) for key, x in self.items()}
@@ -46,7 +35,7 @@ class Recording(Mapping[str, Tensor]):
 
     def renamed(self, names: Mapping[str, str]) -> Recording:
         """The values that `names` knows, new name to site, under their new names; see `canonical_sites`."""
-        found = {name: self[site] for name, site in names.items() if canonical(site) in self.values_by_site}
+        found = {name: self[site] for name, site in names.items() if site in self}
         return Recording(found, self.output, self.skipped)
 
     @staticmethod
@@ -106,7 +95,7 @@ def record(
     """
     with torch.no_grad(), capture(model, sites, select=select, device=device) as acts:
         output = call_model(model, inputs)
-    return Recording(dict(acts), output, dict(acts.skipped))
+    return Recording(acts, output, acts.skipped)
 
 
 def _numpy(value: Tensor) -> Any:

@@ -17,8 +17,6 @@ from forge_data.loader import build_loader
 from forge_interp import (
     ActivationStore,
     InterpError,
-    Moments,
-    effective_rank,
     extract_representations,
 )
 from forge_interp.extraction.folder import INDEX
@@ -158,9 +156,8 @@ def summary(rows: Tensor) -> dict[str, float]:
 
 
 def _effective_rank(x: Tensor) -> float:
-    """Of rows [n, d], rotated into the min(n, d) coordinates that they span."""
-    x = torch.linalg.qr(x.T, mode="r").R.T
-    try:
-        return effective_rank(Moments.of({"x": x}), "x").entropy
-    except InterpError:
-        return 0.0
+    """Of rows [n, d]: exp of the entropy of the normalized singular values (Roy and Vetterli 2007)."""
+    singular = torch.linalg.svdvals(x - x.mean(0))
+    share = singular.where(singular > 1e-12 * x.norm(), 0.0)  # what is less is rounding
+    share = share / share.sum().clamp_min(1e-300)
+    return torch.special.entr(share).sum().exp().item() if share.any() else 0.0

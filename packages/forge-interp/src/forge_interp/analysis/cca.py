@@ -85,28 +85,25 @@ def pwcca(
     return over_pairs(moments, "PWCCA", score)
 
 
-def procrustes(moments: Moments, *, form: str = "similarity") -> LayerSimilarity:
+def procrustes(moments: Moments) -> LayerSimilarity:
     """Orthogonal Procrustes of every layer pair, each layer centred and scaled to Frobenius norm 1.
 
     s = |Xc^T Yc|_* / (|Xc|_F |Yc|_F), the largest alignment by any rotation (nuclear norm). Does not change
     under rotation and isotropic scaling of either layer; layers of different width count as padded with
-    zeros. InterpError for a layer that never varies. `form` is "similarity", s in [0, 1]; "distance", 2 - 2 s
-    = min_Q |X - Y Q|_F^2; or "angle", arccos s, in radians, a metric.
+    zeros. s is in [0, 1]; min_Q |X - Y Q|_F^2 is 2 - 2 s, and arccos s, an angle, is a metric. InterpError
+    for a layer that never varies.
 
     Source: Ding et al. 2021, arXiv:2108.01661; angle: Williams et al. 2021, arXiv:2110.14739.
     """
-    forms = {"similarity": lambda s: s, "distance": lambda s: 2 - 2 * s, "angle": math.acos}
-    if form not in forms:
-        raise InterpError(f"form is {form!r}; expected one of {list(forms)}")
 
     def score(row: str, column: str) -> float:
         size = math.sqrt(moments.power(row)) * math.sqrt(moments.power(column))
         if size == 0:
             raise InterpError(f"{row!r} or {column!r} never varies; expected layers with variance")
         aligned = torch.linalg.svdvals(moments.comoment(row, column)).sum().item() / size
-        return forms[form](min(aligned, 1.0))
+        return min(aligned, 1.0)
 
-    return over_pairs(moments, f"Procrustes {form}", score)
+    return over_pairs(moments, "Procrustes similarity", score)
 
 
 def _cca_pairs(moments: Moments, measure: str, keep: float, ridge: float) -> LayerSimilarity:

@@ -125,7 +125,7 @@ def group_folds(groups: np.ndarray, num_folds: int, seed: int = 0) -> list[Fold]
 def _z_scored(x: np.ndarray, train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     from sklearn.preprocessing import StandardScaler
 
-    scaler = StandardScaler().fit(x[train])
+    scaler: Any = StandardScaler().fit(x[train])
     return scaler.transform(x[train]), scaler.transform(x[test])
 
 
@@ -152,7 +152,7 @@ def _fit(kind: str, x: np.ndarray, y: np.ndarray, alphas: np.ndarray, groups: np
                 members = np.arange(len(y)) if groups is None else groups
                 folds = group_folds(members, min(3, max(2, len(np.unique(members)))))
                 guesses = [cross_val_predict(model(alpha), x, y, cv=folds) for alpha in alphas]
-                errors = np.array([_errors(kind, y, guess) for guess in guesses])
+                errors = np.array([_errors(kind, y, np.asarray(guess)) for guess in guesses])
                 best = alphas[errors.argmin(0)]
             return model(best).fit(x, y)
         except ConvergenceWarning as error:

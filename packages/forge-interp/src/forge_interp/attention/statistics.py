@@ -6,7 +6,7 @@ Letters: B sequences, N query heads, T queries, S keys; b and t are parts of B a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -61,92 +61,6 @@ def collecting(call: AttentionCall, names: Sequence[str]) -> tuple[dict[str, Ten
             found[name][tile.batch, :, tile.queries] = value
 
     return found, add
-
-
-class AttentionSummary:
-    """Means over queries and sequences of `attention_statistics` of each head, in one pass, mergeable."""
-
-    def __init__(self, names: Sequence[str] = STATISTICS):
-        self.names = tuple(names)
-        self._sums: dict[str, Tensor] = {}
-
-    @property
-    def sites(self) -> list[str]:
-        """Those seen so far, in the order of their first call."""
-        return list(self._sums)
-
-    def update(self, site: str, call: AttentionCall, *, keep: Tensor | None = None) -> None:
-        """Add the queries of a call; where a statistic is not defined, it counts for nothing.
-
-        Args:
-            site: the row of the result that it belongs to.
-            call: of the attention; of DTensors, the sequences and heads of this rank.
-            keep: [B, T] bool, False for queries to leave out: an attention mask, since models let padding see
-                tokens. Default: all.
-        """
-        call = call.local()
-        batch, _, queries, _ = call.grid
-        if keep is not None and keep.shape != (batch, queries):
-            raise InterpError(f"keep is {list(keep.shape)}; expected [{batch}, {queries}]: its queries")
-        found = attention_statistics(call, self.names)
-        values = torch.stack([found[name] for name in self.names])
-        counted = ~values.isnan()
-        if keep is not None:
-            counted &= keep.to(values.device, torch.bool)[:, None]
-        total = torch.where(counted, values, 0).sum((1, 3), dtype=torch.float64)
-        self._add(site, torch.stack([total, counted.sum((1, 3), dtype=torch.float64)]))
-
-    def merge(self, other: AttentionSummary) -> AttentionSummary:
-        """Add what `other`, of the same statistics, has seen, in place, and return this one."""
-        if other.names != self.names:
-            raise InterpError(f"cannot merge statistics {other.names} into {self.names}; expected the same")
-        for site, sums in other._sums.items():
-            self._add(site, sums)
-        return self
-
-    def all_reduce(self, group: Any = None) -> AttentionSummary:
-        """Replace what this rank has seen by what all ranks have, in place, and return this one. Collective.
-
-        Ranks may have seen different sites; the order is that of the first rank that saw each. `group` are
-        the ranks that have seen other sequences, of the same heads: of a mesh with tensor parallelism those
-        of data parallelism. Default: all.
-        """
-        own = {site: sums.cpu() for site, sums in self._sums.items()}
-        everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(everyone, (self.names, own), group=group)
-        total = AttentionSummary(self.names)
-        for names, sums in everyone:
-            other = AttentionSummary(names)
-            other._sums = sums
-            total.merge(other)
-        devices = {site: sums.device for site, sums in self._sums.items()}
-        self._sums = {site: sums.to(devices.get(site, "cpu")) for site, sums in total._sums.items()}
-        return self
-
-    def counts(self, name: str) -> Tensor:
-        """[sites, N] float64: queries that the mean of a statistic is taken over."""
-        return self._stacked(name)[:, 1]
-
-    def values(self, name: str) -> Tensor:
-        """[sites, N] float64: mean of a statistic; NaN for a head without any query."""
-        sums = self._stacked(name)
-        return sums[:, 0] / sums[:, 1]
-
-    def _add(self, site: str, sums: Tensor) -> None:
-        """[2, statistics, N] sums and counts."""
-        before = self._sums.get(site)
-        if before is not None and before.shape != sums.shape:
-            raise InterpError(f"{site!r} has {sums.shape[2]} heads; expected {before.shape[2]}, as before")
-        self._sums[site] = sums if before is None else before + sums.to(before.device)
-
-    def _stacked(self, name: str) -> Tensor:
-        if name not in self.names:
-            raise InterpError(f"{name!r} was not summarized; expected one of {', '.join(self.names)}")
-        heads = {site: sums.shape[2] for site, sums in self._sums.items()}
-        if len(set(heads.values())) != 1:
-            raise InterpError(f"sites have heads {heads}; expected some sites with equal numbers of heads")
-        first = next(iter(self._sums.values()))
-        return torch.stack([sums[:, self.names.index(name)].to(first.device) for sums in self._sums.values()])
 
 
 def _entropy(tile: Tile) -> Tensor:

@@ -72,21 +72,12 @@ class Processes:
     def agree(self, find: Callable[[], Written]) -> Written:
         """Return what is written of this rank, as its writing process finds. Collective if in step.
 
-        An InterpError of one process is raised on all.
+        An error of one process is raised on all.
         """
         if not self.in_step:
             return find()
-        written, failure = {}, None
-        try:
-            written = find()
-        except InterpError as error:
-            failure = error
-        states: list[Any] = [None] * dist.get_world_size(self.group)
-        state = (self.rank, self.writes, written, failure and str(failure))
-        dist.all_gather_object(states, state, group=self.group)
-        if failed := [text for *_, text in states if text]:
-            raise failure or InterpError(failed[0])
-        found = [written for rank, writes, written, _ in states if rank == self.rank and writes]
+        states = self._gathered(lambda: (self.rank, self.writes, find()))
+        found = [written for rank, writes, written in states if rank == self.rank and writes]
         if len(found) != 1:
             raise InterpError(
                 f"{len(found)} processes write rank {self.rank}; expected one: give writes=False to others"
@@ -118,14 +109,18 @@ class Processes:
             act()
             return
         dist.barrier(self.group)
-        outcome: list[str | None] = [None]
-        first = dist.get_global_rank(self.group, 0)
+        self._gathered(act if dist.get_rank(self.group) == 0 else lambda: None)
+
+    def _gathered(self, find: Callable[[], Any]) -> list[Any]:
+        """What each process of the group finds; an error of one is raised on all. Collective."""
+        found: Any = None
         failure: Exception | None = None
-        if dist.get_rank() == first:
-            try:
-                act()
-            except (InterpError, OSError) as error:
-                outcome[0], failure = str(error), error
-        dist.broadcast_object_list(outcome, src=first, group=self.group)
-        if outcome[0] is not None:
-            raise failure or InterpError(outcome[0])
+        try:
+            found = find()
+        except (InterpError, OSError) as error:
+            failure = error
+        states: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(states, (found, failure and str(failure)), group=self.group)
+        if failed := [text for _, text in states if text is not None]:
+            raise failure or InterpError(failed[0])
+        return [found for found, _ in states]

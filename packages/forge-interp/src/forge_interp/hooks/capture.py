@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from forge_interp.hooks.boards import attached
 from forge_interp.hooks.offload import Offload
 from forge_interp.hooks.passes import Stop, passes_of
 from forge_interp.hooks.sharding import Spread, is_sharded
-from forge_interp.hooks.sites import Site, canonical, find_sites, named_modules
+from forge_interp.hooks.sites import BySite, Site, canonical, find_sites, named_modules
 from forge_interp.hooks.taps import Phase, Tap
 from forge_interp.hooks.torch_private import is_transformed
 
@@ -39,16 +38,7 @@ class _Options:
     offload: Offload
 
 
-class _BySite(dict[str, Tensor]):
-    """Found under any spelling of a site."""
-
-    def __missing__(self, site: str) -> Tensor:
-        if (key := canonical(site)) in self:
-            return self[key]
-        raise KeyError(f"{key}: no gradient; there are {', '.join(self) or 'none before a backward pass'}")
-
-
-class Activations(Mapping[str, Tensor]):
+class Activations(BySite):
     """Captured values by site, `module:part[#call]`; made by `capture`.
 
     `skipped` are sites that a wildcard named and that hold no tensor, and why. `gradients`, with `grad=True`
@@ -57,10 +47,10 @@ class Activations(Mapping[str, Tensor]):
     """
 
     def __init__(self, model: nn.Module, found: Mapping[str, list[Site]], options: _Options) -> None:
-        self.gradients: dict[str, Tensor] = _BySite()
+        super().__init__()
+        self.gradients = BySite()
         self.skipped: dict[str, str] = {}
         self._options = options
-        self._values: dict[str, Tensor] = {}
         self._fired: set[str] = set()
         self._seen: set[str] = set()  # patterns
         self._spread = Spread(model)
@@ -87,22 +77,10 @@ class Activations(Mapping[str, Tensor]):
     def __getitem__(self, site: str | nn.Module) -> Tensor:
         site = site if isinstance(site, str) else self._objects.get(id(site), "?")
         key = canonical(site)
-        if key in self._values:
-            self._options.offload.wait()
-            return self._values[key]
-        if key in self._keys:
+        if key in self._keys and key not in self._values:
             raise KeyError(f"{key}: named by the capture, but it has not run since the with began or clear()")
-        near = get_close_matches(key, self._values, n=4, cutoff=0.3) or list(self._values)[:8]
-        raise KeyError(f"{key}: not captured; there are {', '.join(near) or 'no values yet'}")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __contains__(self, site: object) -> bool:
-        return isinstance(site, str) and canonical(site) in self._values
+        self._options.offload.wait()
+        return super().__getitem__(key)
 
     @property
     def fired(self) -> frozenset[str]:
@@ -115,7 +93,7 @@ class Activations(Mapping[str, Tensor]):
 
     def clear(self) -> None:
         """Forget all values and count calls from 0 again, as between batches."""
-        self._values, self.gradients, self._fired, self.skipped = {}, _BySite(), set(), {}
+        self._values, self.gradients, self._fired, self.skipped = {}, BySite(), set(), {}
         for tap in self._taps:
             tap.calls = 0
         self.begin_pass()
@@ -227,7 +205,7 @@ class Activations(Mapping[str, Tensor]):
             value = (value if value.requires_grad else value.detach().requires_grad_()).clone()
 
         def keep(gradient: Tensor) -> None:
-            self.gradients[str(site)] = self._spread.full(gradient.detach(), module, site).clone()
+            self.gradients._values[str(site)] = self._spread.full(gradient.detach(), module, site).clone()
 
         value.register_hook(keep)
         return value, None if is_attention else value

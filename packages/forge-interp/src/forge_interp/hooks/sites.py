@@ -9,11 +9,12 @@ needs its part: `a:b:out`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
@@ -79,6 +80,29 @@ def canonical(text: str) -> str:
     return str(site.numbered(site.call or 0))
 
 
+class BySite(Mapping[str, Any]):
+    """Values by site, found under any spelling of it."""
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        self._values: dict[str, Any] = dict(values or {})
+
+    def __getitem__(self, site: str) -> Any:
+        key = site if site in self._values else canonical(site)
+        if key in self._values:
+            return self._values[key]
+        near = get_close_matches(key, self._values, n=4, cutoff=0.3) or list(self._values)[:8]
+        raise KeyError(f"{key}: no such value; there are {', '.join(near) or 'none yet'}")
+
+    def __contains__(self, site: object) -> bool:
+        return isinstance(site, str) and (site in self._values or canonical(site) in self._values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by name without wrappers, shared ones under each of their names.
 
@@ -130,6 +154,11 @@ def find_sites(
     if not found:
         raise InterpError("no sites were given; expected at least one, such as 'layers.*:out'")
     return found
+
+
+def resolve(model: nn.Module, sites: str | nn.Module | Iterable[str | nn.Module]) -> dict[str, list[str]]:
+    """The sites that each pattern names, without a run; InterpError where one names no module."""
+    return {pattern: [str(site) for site in found] for pattern, found in find_sites(model, sites).items()}
 
 
 def _parts(name: str) -> list[str]:
