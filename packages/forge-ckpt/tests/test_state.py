@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -260,6 +261,23 @@ def test_weights_are_what_the_library_reads(tmp_path):
     for key, value in tensors.items():
         assert read[key].dtype == value.dtype and read[key].shape == value.shape
         assert torch.equal(read[key].flatten().view(torch.uint8), value.flatten().view(torch.uint8)), key
+
+
+def test_weights_are_on_the_disk_before_their_folder_has_its_name(tmp_path, monkeypatch):
+    synced, out, sync = set(), tmp_path / "out", os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.add(os.readlink(f"/proc/self/fd/{file}")) or sync(file)
+    )
+    rename = Path.rename
+
+    def renamed(path, target):
+        assert {str(path), *map(str, path.iterdir())} <= synced
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    tensors = {"a": torch.zeros(3), "b": torch.ones(4)}
+    write_weights(out, tensors, {"model_type": "llama"}, shard_bytes=1, files={"tokenizer.json": "{}"})
+    assert str(tmp_path) in synced and len(list(out.iterdir())) == 5
 
 
 def test_weights_that_cannot_be_written_leave_nothing(tmp_path):

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forge_ckpt.error import CheckpointError
+from forge_ckpt.folders import sync_folder, write_durably
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -165,10 +166,11 @@ def write_weights(
     try:
         partial.mkdir(parents=True)
         _write_into(partial, tensors, tensors if like is None else like, shard_bytes)
-        (partial / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
-        for name, text in files.items():
-            (partial / name).write_text(text, encoding="utf-8")
+        for name, text in {"config.json": json.dumps(dict(config), indent=2) + "\n", **files}.items():
+            write_durably(partial / name, text.encode())
+        sync_folder(partial)
         partial.rename(folder)
+        sync_folder(folder.parent)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
     finally:
@@ -210,7 +212,7 @@ def _write_into(
     if len(shards) > 1:
         weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
         index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        (folder / INDEX).write_text(index_text)
+        write_durably(folder / INDEX, index_text.encode())
 
 
 def _write_file(path: Path, shard: Mapping[str, _Described], tensors: Mapping[str, Tensor]) -> None:
