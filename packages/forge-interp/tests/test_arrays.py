@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from forge_interp.analysis.arrays import as_labels, as_matrix, same_rows
+from forge_interp.analysis.arrays import as_labels, as_matrix
 from forge_interp.analysis.probe import probe_layers
 from forge_interp.analysis.similarity import compare_layers
 from forge_interp.errors import InterpError
@@ -59,8 +59,3 @@ def test_as_labels_takes_any_tensor():
     assert as_labels(torch.tensor([1.5, 2.0], dtype=torch.bfloat16)).tolist() == [1.5, 2.0]
     assert as_labels(torch.tensor([3, 4])).dtype == np.int64
     assert as_labels(["a", "b"]).tolist() == ["a", "b"]
-
-
-def test_same_rows_names_what_differs():
-    with pytest.raises(InterpError, match=r"rows are \{'a': 2, 'b': 3\}"):
-        same_rows({"a": torch.zeros(2, 1), "b": torch.zeros(3, 1)})

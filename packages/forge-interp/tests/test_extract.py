@@ -293,7 +293,7 @@ def test_extract_refuses_sites_with_other_rows(tmp_path: Path):
 
 def test_extract_refuses_rows_whose_shape_changes(tmp_path: Path):
     samples = [torch.randint(50, (length,)) for length in (4, 4, 5, 5)]
-    with pytest.raises(InterpError, match=r"attn.pattern has rows \[2, 5\].*\[2, 4\].*select"):
+    with pytest.raises(InterpError, match=r"attn.pattern \[2, 5\].*\[2, 4\].*select"):
         extract_representations(Decoder(), samples, "blocks.0:attn.pattern", tmp_path / "a", batch_size=2)
 
 
@@ -600,7 +600,7 @@ def test_extract_says_what_was_captured_nowhere(tmp_path: Path):
         if len(seen) < 3:
             model(batch)
 
-    with pytest.raises(InterpError, match=r"batch 2 captured nothing at blocks.1:out"):
+    with pytest.raises(InterpError, match=r"batch 2 captured nothing else, those before .*blocks.1:out"):
         extract_representations(
             model, ids, "blocks.1", tmp_path / "a", forward=skips, batch_size=2, pool="mean"
         )

@@ -116,20 +116,23 @@ def test_part_is_damaged_when_a_byte_was_changed_or_cut(tmp_path: Path):
     [
         (
             {"a:out": torch.zeros(3, 5), "b:out": torch.zeros(3).bfloat16()},
-            r"a:out has rows \[5\].*\[4\].*pool",
+            r"batch 7 captured a:out \[5\] float32, those before a:out \[4\] float32;.*pool",
         ),
         (
             {"a:out": torch.zeros(3, 4).half(), "b:out": torch.zeros(3).bfloat16()},
-            r"torch.float16.*torch.float32",
+            r"a:out \[4\] float16, those before a:out \[4\] float32",
         ),
-        ({"a:out": torch.zeros(3, 4)}, r"batch 7 captured nothing at b:out"),
+        (
+            {"a:out": torch.zeros(3, 4)},
+            r"batch 7 captured nothing else, those before b:out \[\] bfloat16;.*call of their own",
+        ),
         (
             {"a:out": torch.zeros(3, 4), "b:out": torch.zeros(2).bfloat16()},
             r"batch 7 has rows \{'a:out': 3, 'b:out': 2\}",
         ),
         (
             {"a:out": torch.zeros(3, 4), "b:out": torch.zeros(3).bfloat16(), "c:out": torch.zeros(3)},
-            r"c:out was captured, but not in the first batch",
+            r"batch 7 captured c:out \[\] float32, those before nothing else",
         ),
         ({"a:out": torch.zeros(3, 4).to(torch.complex64)}, "view_as_real"),
     ],

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from forge_interp.analysis.arrays import ROUNDING, Array, as_matrix, check_finite, same_rows
+from forge_interp.analysis.arrays import ROUNDING, Array, as_matrix, check_finite
 from forge_interp.errors import InterpError
 
 _CHUNK_ELEMENTS = 2**20  # float64 numbers converted at a time: 8 MiB
@@ -98,7 +98,11 @@ class Moments:
                 text = f"{name} has {matrix.shape[1]} features; expected {self.widths[name]}, as in widths"
                 raise InterpError(text)
             check_finite(matrix, name)
-        num_rows = same_rows(given)
+        rows = {name: len(matrix) for name, matrix in given.items()}
+        if len(set(rows.values())) > 1:
+            text = f"rows are {rows}; expected one number: every array holds the same samples in order"
+            raise InterpError(text)
+        num_rows = rows[self.names[0]]
         step = max(1, _CHUNK_ELEMENTS // self._centre.numel())
         for start in range(0, num_rows, step):
             self._add([matrix[start : start + step] for matrix in given.values()])

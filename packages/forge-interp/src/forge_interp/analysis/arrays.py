@@ -5,7 +5,7 @@ in float64. Letters: n samples (rows), d features (columns).
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -46,16 +46,6 @@ def as_labels(values: Array | Labels) -> np.ndarray:
         return np.asarray(values)
     values = values.detach().cpu()
     return (values.double() if values.is_floating_point() else values).numpy()
-
-
-def same_rows(matrices: Mapping[str, Tensor]) -> int:
-    """Return the number of rows that all matrices share; InterpError where they differ, or there is none."""
-    rows = {name: matrix.shape[0] for name, matrix in matrices.items()}
-    if len(set(rows.values())) != 1:
-        raise InterpError(
-            f"rows are {rows}; expected one number: every array holds the same samples in order"
-        )
-    return next(iter(rows.values()))
 
 
 def check_finite(values: Tensor, name: str) -> None:

@@ -84,6 +84,8 @@ def probe_layers(
     Source: Alain and Bengio 2016, arXiv:1610.01644 (probes); Hewitt and Liang 2019 (selectivity).
     """
     optional("sklearn", "probe_layers", "probes")
+    from sklearn.preprocessing import StandardScaler
+
     target = as_labels(y)
     kind = kind or ("ridge" if target.dtype.kind == "f" else "logistic")
     if kind not in _ALPHAS:
@@ -99,16 +101,16 @@ def probe_layers(
     tasks = [target] if types is None else [target, control_task(types, target, seed=seed)]
     scores = np.empty((len(tasks), len(layers), num_folds))
     for i, (name, layer) in enumerate(layers.items()):
-        x = as_matrix(layer, name)
-        check_finite(x, name)
+        check_finite(matrix := as_matrix(layer, name), name)
+        x = matrix.cpu().numpy()
         if len(x) != len(target):
             raise InterpError(f"{name} has {len(x)} rows, y has {len(target)}; expected the same samples")
         for fold, (train, test) in enumerate(folds):
-            x_train, x_test = _z_scored(x.cpu().numpy(), train, test)
+            scaler: Any = StandardScaler().fit(x[train])
             inner = None if members is None else members[train]
             for task, labels in enumerate(tasks):
-                fit = _fit(kind, x_train, labels[train], candidates, inner)
-                scores[task, i, fold] = _score(kind, labels[test], fit.predict(x_test))
+                fit = _fit(kind, scaler.transform(x[train]), labels[train], candidates, inner)
+                scores[task, i, fold] = _score(kind, labels[test], fit.predict(scaler.transform(x[test])))
     unit = "R2" if kind == "ridge" else "accuracy"
     return ProbeCurve(tuple(layers), scores[0], scores[1] if len(tasks) == 2 else None, unit)
 
@@ -120,13 +122,6 @@ def group_folds(groups: np.ndarray, num_folds: int, seed: int = 0) -> list[Fold]
     names, codes = np.unique(groups, return_inverse=True)
     order = np.random.default_rng(seed).permutation(len(names))
     return list(GroupKFold(num_folds).split(codes, groups=order[codes]))
-
-
-def _z_scored(x: np.ndarray, train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    from sklearn.preprocessing import StandardScaler
-
-    scaler: Any = StandardScaler().fit(x[train])
-    return scaler.transform(x[train]), scaler.transform(x[test])
 
 
 def _fit(kind: str, x: np.ndarray, y: np.ndarray, alphas: np.ndarray, groups: np.ndarray | None) -> Any:
@@ -156,7 +151,7 @@ def _fit(kind: str, x: np.ndarray, y: np.ndarray, alphas: np.ndarray, groups: np
                 best = alphas[errors.argmin(0)]
             return model(best).fit(x, y)
         except ConvergenceWarning as error:
-            raise InterpError(f"{error}; expected convergence: z-score the features, raise alphas") from error
+            raise InterpError(f"{error}; expected convergence: raise alphas") from error
 
 
 def _errors(kind: str, y: np.ndarray, guess: np.ndarray) -> np.ndarray:

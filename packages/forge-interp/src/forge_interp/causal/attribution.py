@@ -129,8 +129,8 @@ def _differentiate(
         value = run.metric(call_model(run.model, run.inputs))
         if not isinstance(value, Tensor) or not value.requires_grad:
             raise InterpError(
-                f"the metric gave {_describe(value)}; expected a tensor with one number and a gradient: no "
-                ".item(), no argmax, no no_grad or inference_mode in the model or the metric"
+                f"the metric gave a {type(value).__name__} without a gradient; expected a tensor with one: "
+                "no .item(), no argmax, no no_grad or inference_mode in the model or the metric"
             )
         sites = list(probes)
         found = torch.autograd.grad(value, [probes[site] for site in sites], allow_unused=True)
@@ -160,9 +160,3 @@ def _difference(site: str, clean: Tensor, corrupted: Tensor) -> Tensor:
             f"the runs differ at {site!r} by what is not finite; expected one mask in both, and no overflow"
         )
     return difference
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
-    return f"a {type(value).__name__}"

@@ -31,7 +31,7 @@ def path_patching(
     *,
     frozen: str | Iterable[str],
     where: Where = None,
-    receiver_where: Index = None,
+    receiver_where: Index = ...,
     joint: bool = False,
     progress: bool = True,
 ) -> PatchingTable:
@@ -69,8 +69,7 @@ def path_patching(
         edits = {at_call(site): patch(sent)} | {at_call(name): patch(base[name]) for name in held}
         received = _received(model, corrupted, edits, {name: base[name] for name in names["receivers"]})
         for column, group in enumerate(groups):
-            at = ... if receiver_where is None else receiver_where
-            edits = {at_call(name): patch(received[name][at], receiver_where) for name in group}
+            edits = {at_call(name): patch(received[name][receiver_where], receiver_where) for name in group}
             values[(row, *cell, column)] = score_edited(model, corrupted, edits, metric)
     to = replace(
         grid, axes=(*grid.axes, "receiver"), labels=(*grid.labels, tuple(" + ".join(g) for g in groups))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.parts import ROW_COLUMNS, Part, dtype_name, dump, replacing
+from forge_interp.extraction.parts import ROW_COLUMNS, Part, dtype_name, dump, listed, replacing
 
 INDEX = "index.json"
 _FORMAT = 2
@@ -87,8 +87,8 @@ def _write_index(folder: Path, parts: list[Part]) -> None:
         check_same(part.path, part.request, first.request)
         if part.columns != first.columns:
             raise InterpError(
-                f"{part.path} holds {_list(part)}, {first.path.name} holds {_list(first)}; expected the "
-                "same: the processes ran other models or inputs; give resume=False"
+                f"{part.path} holds {listed(part.columns)}, {first.path.name} {listed(first.columns)}; "
+                "expected the same: the processes ran other models or inputs; give resume=False"
             )
     index = {
         "format": _FORMAT,
@@ -133,7 +133,3 @@ def _sync_names(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _list(part: Part) -> str:
-    return ", ".join(f"{c.name} {list(c.shape)} {dtype_name(c.dtype)}" for c in part.columns)

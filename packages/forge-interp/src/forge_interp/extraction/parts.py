@@ -127,7 +127,7 @@ class PartWriter:
     def write(self, name: str, values: Tensor) -> None:
         """Add rows [rows, ...] of the current batch to a column.
 
-        Raises InterpError: their dtype or the shape of a row is not that of the rows before, or not storable.
+        Raises InterpError: their dtype is not storable, or the column has rows of this batch.
         """
         column = Column(name, values.dtype, tuple(values.shape[1:]))
         if values.dtype not in _TYPE_NAMES:
@@ -135,8 +135,6 @@ class PartWriter:
                 f"{name} has dtype {values.dtype}; expected a real one: give dtype=torch.float32, or a "
                 "select such as torch.view_as_real"
             )
-        if self.columns and column not in self.columns:
-            raise InterpError(_not_alike(column, self.columns))
         if name in self._pending:
             raise InterpError(
                 f"{name} was captured twice in one batch; expected once: name one call, {name}#0"
@@ -148,11 +146,14 @@ class PartWriter:
         self._spool.write(data)
 
     def commit(self, batch: Batch) -> None:
-        """End a batch. Raises InterpError: columns are missing, or differ in their number of rows."""
-        if missing := [c.name for c in self.columns if c.name not in self._pending]:
+        """End a batch. Raises InterpError: its columns are others than before, or differ in their rows."""
+        columns = tuple(column for column, _ in self._pending.values())
+        if self.columns and set(columns) != set(self.columns):
+            new, old = set(columns) - set(self.columns), set(self.columns) - set(columns)
             raise InterpError(
-                f"batch {batch.number} captured nothing at {', '.join(missing)}; expected the sites of the "
-                "first batch: extract sites that not every batch reaches in a call of their own"
+                f"batch {batch.number} captured {listed(new)}, those before {listed(old)}; expected the same "
+                "of each: extract sites that not every batch reaches in a call of their own; cut or pad rows "
+                "of other shapes with select, or pool"
             )
         rows = {name: count for name, (_, count) in self._pending.items()}
         if len(set(rows.values())) != 1:
@@ -160,7 +161,7 @@ class PartWriter:
                 f"batch {batch.number} has rows {rows}; expected one number: extract sites with other rows "
                 "in a call of their own, or pool"
             )
-        self.columns = self.columns or tuple(column for column, _ in self._pending.values())
+        self.columns = self.columns or columns
         self.rows, self.batches = self.rows + next(iter(rows.values())), self.batches + 1
         self._inputs, self._pending = batch.checksum(self._inputs), {}
 
@@ -266,15 +267,7 @@ def _crc_of(header: Mapping[str, Any], data: Mapping[str, Any]) -> int:
     return zlib.crc32(dump([header, data]).encode())
 
 
-def _not_alike(column: Column, columns: tuple[Column, ...]) -> str:
-    known = next((c for c in columns if c.name == column.name), None)
-    if known is None:
-        sites = ", ".join(c.name for c in columns if c.name not in ROW_COLUMNS)
-        return (
-            f"{column.name} was captured, but not in the first batch; expected its sites ({sites}): extract "
-            "sites that not every batch reaches in a call of their own"
-        )
-    return (
-        f"{column.name} has rows {list(column.shape)} {column.dtype}, those before have {list(known.shape)} "
-        f"{known.dtype}; expected one shape: cut or pad them to it with select, or pool"
-    )
+def listed(columns: Iterable[Column]) -> str:
+    """Return names, shapes of rows and dtypes, for messages."""
+    texts = [f"{c.name} {list(c.shape)} {dtype_name(c.dtype)}" for c in columns]
+    return ", ".join(sorted(texts)) or "nothing else"

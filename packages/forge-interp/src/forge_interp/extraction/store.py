@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +17,7 @@ from forge_interp.errors import InterpError
 from forge_interp.extraction.export import export
 from forge_interp.extraction.folder import INDEX, Parts
 from forge_interp.extraction.parts import ROW_COLUMNS, Column
-from forge_interp.hooks.sites import canonical
+from forge_interp.hooks.sites import key_of
 
 
 class ActivationStore(Mapping[str, Tensor]):
@@ -99,7 +98,9 @@ class ActivationStore(Mapping[str, Tensor]):
 
     def read(self, site: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return rows [start, stop) of a site, which costs no more memory than these rows."""
-        return self._read(self._key(site), start, self.rows if stop is None else min(stop, self.rows))
+        return self._read(
+            key_of(site, self.sites), start, self.rows if stop is None else min(stop, self.rows)
+        )
 
     def batches(self, rows: int = 4096) -> Iterator[dict[str, Tensor]]:
         """Read all sites in slices {site: [<= rows, ...]}, in order: `moments.update(batch)` takes them."""
@@ -114,12 +115,6 @@ class ActivationStore(Mapping[str, Tensor]):
         NumPy knows no bfloat16: its bits are stored as uint16, except in `.safetensors`.
         """
         export(self, Path(path))
-
-    def _key(self, site: str) -> str:
-        if (key := canonical(site)) in self.sites:
-            return key
-        near = get_close_matches(site, self.sites, n=4, cutoff=0.3) or self.sites[:8]
-        raise KeyError(f"{site}: not in {self.path or 'this store'}; there are {', '.join(near)}")
 
     @cached_property
     def _ends(self) -> list[int]:

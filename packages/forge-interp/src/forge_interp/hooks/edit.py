@@ -95,22 +95,22 @@ def attention_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Te
     return found
 
 
-def patch(value: Tensor | float, where: Any = None) -> Edit:
+def patch(value: Tensor | float, where: Any = ...) -> Edit:
     """Put a value, a number or a tensor that broadcasts to `old[where]`, in place of what is there.
 
-    `where` is an index or a tuple of indices, such as `(slice(None), -1)` for the last token; None for all.
+    `where` is an index or a tuple of indices, such as `(slice(None), -1)` for the last token; default all.
     """
     return lambda old: _put(old, where, value)
 
 
-def steer(vector: Tensor, scale: float = 1.0, where: Any = None) -> Edit:
+def steer(vector: Tensor, scale: float = 1.0, where: Any = ...) -> Edit:
     """Add `scale * vector`; the vector broadcasts to `old[where]`."""
-    return lambda old: _put(old, where, old[_index(where)] + scale * vector.to(old))
+    return lambda old: _put(old, where, old[where] + scale * vector.to(old))
 
 
 def ablate(
     how: Literal["zero", "mean", "resample"] = "zero",
-    where: Any = None,
+    where: Any = ...,
     *,
     mean: Tensor | Mapping[str, Tensor] | None = None,
     keep: Tensor | None = None,
@@ -142,7 +142,7 @@ def ablate(
         raise InterpError(f"ablate({how!r}, mean=...) would not use the mean; expected ablate('mean', ...)")
     if how == "zero":
         return patch(0.0, where)
-    return lambda old: _put(old, where, old[_derangement(len(old), seed).to(old.device)][_index(where)])
+    return lambda old: _put(old, where, old[_derangement(len(old), seed).to(old.device)][where])
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ class MeanAblation:
     def __call__(self, old: Tensor, site: Site | None = None, attention_mask: Tensor | None = None) -> Tensor:
         """The value with its mean in it; without a site that of a module."""
         picked = torch.zeros_like(old, dtype=torch.bool)
-        picked[_index(self.where)] = True
+        picked[self.where] = True
         if self.means is None:
             return torch.where(picked, self._mean(old, picked, site, attention_mask), old)
         key = str((site or Site("")).numbered(0))
@@ -214,12 +214,8 @@ def real_positions(value: Tensor, dims: tuple[int, ...], mask: Tensor, name: str
 
 def _put(old: Tensor, where: Any, new: Tensor | float) -> Tensor:
     changed = old.clone()
-    changed[_index(where)] = torch.as_tensor(new).to(old)
+    changed[where] = torch.as_tensor(new).to(old)
     return changed
-
-
-def _index(where: Any) -> Any:
-    return ... if where is None else where
 
 
 def _derangement(size: int, seed: int) -> Tensor:

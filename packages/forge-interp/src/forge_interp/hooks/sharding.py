@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from forge_interp.attention.placement import is_dtensor, joined
 from forge_interp.errors import InterpError
-from forge_interp.hooks.sites import Site, unwrapped
+from forge_interp.hooks.sites import ATTENTION_TENSORS, Site, unwrapped
 from forge_interp.hooks.torch_private import fsdp_parameters
 
 _SAMPLE = 4096  # elements of a value that ranks compare
 _TOLERANCE = 1e-2  # of the largest: kernels differ by less, other tokens or features by much more
-_DENSE = ("q", "k", "v", "raw", "scores", "pattern", "z")
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class Spread:
         self, value: Tensor, module: nn.Module, site: Site, followed: Tensor
     ) -> tuple[_Layout, int, int] | None:
         name = site.path[0]
-        dim = value.ndim - (3 if name in _DENSE else 2)
+        dim = value.ndim - (3 if name in ATTENTION_TENSORS else 2)
         inside = (self._layouts[id(m)] for m in module.modules() if id(m) in self._layouts)
         layout = next(inside, None)
         if layout is None or dim < 0:

@@ -9,7 +9,7 @@ needs its part: `a:b:out`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -80,6 +80,15 @@ def canonical(text: str) -> str:
     return str(site.numbered(site.call or 0))
 
 
+def key_of(site: str, keys: Collection[str]) -> str:
+    """The one of the keys that a site is, however it is spelled; KeyError names near ones."""
+    key = site if site in keys else canonical(site)
+    if key in keys:
+        return key
+    near = get_close_matches(key, keys, n=4, cutoff=0.3) or list(keys)[:8]
+    raise KeyError(f"{key}: no such value; there are {', '.join(near) or 'none yet'}")
+
+
 class BySite(Mapping[str, Any]):
     """Values by site, found under any spelling of it."""
 
@@ -87,11 +96,7 @@ class BySite(Mapping[str, Any]):
         self._values: dict[str, Any] = dict(values or {})
 
     def __getitem__(self, site: str) -> Any:
-        key = site if site in self._values else canonical(site)
-        if key in self._values:
-            return self._values[key]
-        near = get_close_matches(key, self._values, n=4, cutoff=0.3) or list(self._values)[:8]
-        raise KeyError(f"{key}: no such value; there are {', '.join(near) or 'none yet'}")
+        return self._values[key_of(site, self._values)]
 
     def __contains__(self, site: object) -> bool:
         return isinstance(site, str) and (site in self._values or canonical(site) in self._values)

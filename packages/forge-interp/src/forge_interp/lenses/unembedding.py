@@ -41,12 +41,8 @@ class Unembedding:
         found (all are listed), a name is unknown, or a weight is sharded over a device mesh.
         """
         names = {id(module): name for name, module in named_modules(model).items()}
-        self.head = _find_head(model) if head is None else _take(model, head, "head")
-        self.norm = (
-            _only(model, _ending_in(model, NORM_NAMES), "norm")
-            if norm is None
-            else _take(model, norm, "norm")
-        )
+        self.head = _find(model, "head", head)
+        self.norm = _find(model, "norm", norm)
         self.norm_name, self.head_name = names.get(id(self.norm)), names.get(id(self.head))
         _refuse_sharded(self.norm, f"norm {self.norm_name or ''}")
         _refuse_sharded(self.head, f"head {self.head_name or ''}")
@@ -56,60 +52,32 @@ class Unembedding:
         return self.head(self.norm(hidden))
 
 
-def _take(model: nn.Module, given: Readout, kind: str) -> Callable[[Tensor], Tensor]:
-    if not isinstance(given, str):
+def _find(model: nn.Module, kind: str, given: Readout | None) -> Callable[[Tensor], Tensor]:
+    """What was given, or the one module with a usual name; of heads that which is nearest to the root."""
+    if given is not None and not isinstance(given, str):
         return given
     modules = named_modules(model)
+    outside = [name for name in modules if not any(map(str.isdigit, name.split(".")))]
+    usual = [name for name in outside if name.rpartition(".")[2] in _NAMES[kind]]
+    if kind == "head":
+        nearest = min((name.count(".") for name in usual), default=0)
+        usual = [name for name in usual if name.count(".") == nearest]
+        ask: Any = getattr(model, "get_output_embeddings", None)
+        if given is None and callable(ask) and isinstance(found := ask(), nn.Module):
+            return found
+    given = usual[0] if given is None and len(usual) == 1 else given
     if given in modules:
         return modules[given]
-    near = _ending_in(model, _NAMES[kind]) or _norm_like(model)
-    raise InterpError(
-        f"{kind} is {given!r}, which is no submodule; expected a name of model.named_modules(): "
-        f"perhaps {', '.join(near) or 'none looks like one'}; or pass a function"
-    )
-
-
-def _find_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    ask = getattr(model, "get_output_embeddings", None)
-    found: Any = ask() if callable(ask) else None
-    if isinstance(found, nn.Module):
-        return found
-    candidates = _ending_in(model, HEAD_NAMES)
-    nearest = min((name.count(".") for name in candidates), default=0)
-    candidates = [name for name in candidates if name.count(".") == nearest]
-    return _only(model, candidates, "head")
-
-
-def _only(model: nn.Module, candidates: list[str], kind: str) -> Callable[[Tensor], Tensor]:
-    """Return the single candidate, or say which there are."""
-    if len(candidates) == 1:
-        return _take(model, candidates[0], kind)
-    if candidates:
-        raise InterpError(
-            f"the {kind} of {type(model).__name__} is ambiguous: {', '.join(candidates)}; expected one: "
-            f'pass {kind}="{candidates[0]}" or another of them'
-        )
-    near = _norm_like(model) if kind == "norm" else []
+    if given is not None:
+        what = f"{kind} is {given!r}, which is no submodule"
+    elif usual:
+        what = f"the {kind} of {type(model).__name__} is ambiguous: {', '.join(usual)}"
+    else:
+        what = f"{type(model).__name__} has no module called {', '.join(_NAMES[kind])} outside of its blocks"
+    near = usual or [name for name in outside if kind in type(modules[name]).__name__.lower()][:8]
     hint = "; torch.nn.Identity() if there is none" if kind == "norm" else ""
     hint += f"; near: {', '.join(near)}" if near else ""
-    raise InterpError(
-        f"{type(model).__name__} has no module called {', '.join(_NAMES[kind])} outside of its blocks; "
-        f'expected one: pass {kind}="name" or a function{hint}'
-    )
-
-
-def _ending_in(model: nn.Module, names: tuple[str, ...]) -> list[str]:
-    """Submodules outside of numbered blocks whose last name is one of `names`."""
-    return [name for name in _outside_of_blocks(model) if name.rpartition(".")[2] in names]
-
-
-def _norm_like(model: nn.Module) -> list[str]:
-    modules = named_modules(model)
-    return [name for name in _outside_of_blocks(model) if "norm" in type(modules[name]).__name__.lower()][:8]
-
-
-def _outside_of_blocks(model: nn.Module) -> list[str]:
-    return [name for name in named_modules(model) if not any(map(str.isdigit, name.split(".")))]
+    raise InterpError(f'{what}; expected one: pass {kind}="name" or a function{hint}')
 
 
 def _refuse_sharded(function: Any, name: str) -> None:
