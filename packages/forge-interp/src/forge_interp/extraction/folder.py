@@ -87,7 +87,7 @@ def _write_index(folder: Path, parts: list[Part]) -> None:
         check_same(part.path, part.request, first.request)
         if part.columns != first.columns:
             raise InterpError(
-                f"{part.path} holds {listed(part.columns)}, {first.path.name} {listed(first.columns)}; "
+                f"{part.path} holds {listed(part.columns)}, {first.path.name} holds {listed(first.columns)}; "
                 "expected the same: the processes ran other models or inputs; give resume=False"
             )
     index = {
