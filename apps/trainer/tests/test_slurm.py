@@ -34,7 +34,8 @@ def slurm(tmp_path, monkeypatch):
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
-    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    for name in ("RESTART_COUNT", "ARRAY_JOB_ID", "ARRAY_TASK_ID"):
+        monkeypatch.delenv(f"SLURM_{name}", raising=False)
 
     class Slurm:
         job_state = state
@@ -73,6 +74,7 @@ def test_sweeps_make_a_grid(slurm, tmp_path):
     (path,) = (tmp_path / "runs" / "slurm").glob("*.sh")
     script = path.read_text()
     assert "#SBATCH --array=0-5\n" in script
+    assert "squeue -h -j ${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID " in script, "its end, not that of each"
     chosen = script[script.index("overrides=()") : script.index("# A run stops")]
     told = [
         subprocess.check_output(
@@ -172,6 +174,13 @@ def ended(run: Path, code: int, **other) -> None:
 def test_job_runs_again_where_that_helps(code, returned, calls, slurm, tmp_path):
     assert after(tmp_path / "run", code) == returned
     assert slurm.calls() == calls
+
+
+def test_run_of_a_sweep_puts_back_itself_and_not_all_of_the_array(slurm, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "5")  # the number of the array is that of one of its tasks
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    assert after(tmp_path / "run", 85) == 0
+    assert slurm.calls() == ["scontrol requeue 5_2"]
 
 
 def test_exit_code_of_this_start_counts_more_than_that_of_a_rank_that_was_killed(slurm, tmp_path):

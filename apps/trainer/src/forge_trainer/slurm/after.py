@@ -34,7 +34,7 @@ def after_job(options: argparse.Namespace) -> int:
     """
     directory = Path(options.directory)
     ended = _ended(directory)
-    told = _scontrol("show", "job", os.environ.get("SLURM_JOB_ID", "")).stdout
+    told = _scontrol("show", "job", _job()).stdout
     state = _field("JobState", told)
     if ended is None and _is_replaced(state, told):
         return _say(
@@ -69,6 +69,12 @@ def _ended(directory: Path) -> dict[str, Any] | None:
     ended = read_ended(directory)
     this = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
     return ended if ended is not None and (ended.get("job"), ended.get("restart")) == this else None
+
+
+def _job() -> str:
+    """What names this job alone: one task of an array has the number of all of it (SLURM 22.05)."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
 
 
 def _is_replaced(state: str, told: str) -> bool:
@@ -121,18 +127,17 @@ def _field(name: str, told: str) -> str:
 
 
 def _requeue(code: int, directory: Path, told: str) -> int:
-    job = os.environ.get("SLURM_JOB_ID", "")
     if "BatchFlag=1" not in told:
         return _say(code, f"exit code {code}; this is no batch job: start it again by hand")
     known = re.search(r"ExcNodeList=(\S+)", told)
     without = suspects(directory)
     if set(without) - set(known[1].split(",") if known else []) and (new := _submit(directory, without)):
         return _say(ExitCode.DONE, f"exit code {code}; job {new} takes its place{_without(without)}")
-    put_back = _scontrol("requeue", job)
+    put_back = _scontrol("requeue", _job())
     if put_back.returncode:
         # In a preemption SLURM does it by itself, and refuses to do it twice.
         return _say(code, f"exit code {code}; not put back into the queue: {put_back.stderr.strip()}")
-    return _say(ExitCode.DONE, f"exit code {code}; job {job} is back in the queue")
+    return _say(ExitCode.DONE, f"exit code {code}; job {_job()} is back in the queue")
 
 
 def _submit(directory: Path, without: Sequence[str]) -> str | None:

@@ -107,8 +107,9 @@ def _before(launch: Launch) -> Iterator[str]:
 def _run(launch: Launch) -> Iterator[str]:
     overrides = ' --job.name="${run##*/}" "${overrides[@]}"' if launch.sweep else ""
     step = shlex.join(["srun", "--kill-on-bad-exit=1", *launch.cluster.step_options, *launch.command])
+    job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if launch.sweep else "$SLURM_JOB_ID"
     yield "# A run stops in time by itself; this is for SLURM versions that do not say when the job ends."
-    yield 'end=$(date -d "$(squeue -h -j $SLURM_JOB_ID -o %e 2>/dev/null)" +%s 2>/dev/null)'
+    yield f'end=$(date -d "$(squeue -h -j {job} -o %e 2>/dev/null)" +%s 2>/dev/null)'
     yield "export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-${end:-}}"
     yield '[ -n "$SLURM_JOB_END_TIME" ] || unset SLURM_JOB_END_TIME'
     yield ""
