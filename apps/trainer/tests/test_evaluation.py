@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from forge_config import ConfigError, load
 from forge_data.config import DataConfig
@@ -14,6 +15,7 @@ from forge_data.sources import FilesConfig
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel.mesh import Mesh
+from forge_parallel.testing import run_ranks
 from forge_trainer.eval_config import EvalConfig, losses_of, prefixed
 from forge_trainer.hooks.tasks import EvaluateTasks
 from forge_trainer.steps.text import TextStep
@@ -97,14 +99,29 @@ def test_losses_of_a_record_are_those_of_sets_and_not_of_sources():
     assert losses_of(record) == {"validation": 1.0, "news": 4.0}
 
 
-def test_tasks_are_logged_and_told_to_hooks():
+def _of_tasks(group=None):
     logged, told = [], []
+    first = group is None or dist.get_rank() == 0
     hook = EvaluateTasks(
         3,
-        SimpleNamespace(log=logged.append),
-        lambda: {"choice/acc": 0.5},
+        SimpleNamespace(log=logged.append, mesh=SimpleNamespace(control_group=group)),
+        lambda: {"choice/acc": 0.5} if first else {},  # as the harness does
         nullcontext,
         lambda progress, results: told.append((progress.step, results)),
     )
     hook.on_step(SimpleNamespace(step=6), None)
+    return logged, told
+
+
+def test_tasks_are_logged_and_told_to_hooks():
+    logged, told = _of_tasks()
     assert logged == [{"eval/tasks/choice/acc": 0.5}] and told == [(6, logged[0])]
+
+
+def _of_tasks_on_ranks():
+    return _of_tasks(dist.group.WORLD)
+
+
+@pytest.mark.dist
+def test_all_ranks_are_told_what_tasks_say():
+    assert run_ranks(_of_tasks_on_ranks, 2) == [_of_tasks()] * 2

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 
 from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.progress import Progress
+from forge_trainer.ranks import from_first
 from forge_trainer.steps.base import StepOutput
 
 
@@ -14,7 +15,7 @@ class EvaluateTasks(Hook):
     Args:
         every: distance in steps.
         run: what is looked at.
-        tasks: numbers by name; called by all ranks.
+        tasks: numbers by name; called by all ranks, and those of the first one count.
         weights: parameters hold the weights to evaluate inside of it.
         told: hears of the results.
     """
@@ -35,6 +36,8 @@ class EvaluateTasks(Hook):
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """See `Hook.on_step`. Collective."""
         with self._weights():
-            found = {f"eval/tasks/{name}": value for name, value in self._tasks().items()}
+            numbers = self._tasks()
+        found = {f"eval/tasks/{name}": value for name, value in numbers.items()}
+        found = from_first(lambda: found, self._run.mesh.control_group)
         self._run.log(found)
         self._told(progress, found)
