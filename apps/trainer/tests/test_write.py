@@ -43,11 +43,13 @@ def test_batch_changes_no_answer_where_prompts_fill_the_model(writer, batch_size
 
 def test_prompt_without_room_is_refused(writer):
     with pytest.raises(ModelError, match="prompt of 32 tokens"):
+        writer.show("x" * 32)
+    with pytest.raises(ConfigError, match="line 2: given a prompt of 32 tokens"):
         list(writer.continued(["a", "x" * 32], 4))
 
 
 def test_prompt_that_is_no_text_is_refused(writer):
-    with pytest.raises(ConfigError, match="UTF-8"):
+    with pytest.raises(ConfigError, match=r"line 1: .* UTF-8"):
         list(writer.continued([b"\xff".decode(errors="surrogateescape")], 1))
 
 

@@ -77,9 +77,21 @@ class Writer:
         """What follows each of many prompts, those of like length together: index and text.
 
         Prompts that leave room for fewer tokens are in batches of their own: they shorten no other answer.
+
+        Args:
+            prompts: the lines of a file.
+            batch_size: most of them at once.
+
+        Raises:
+            ConfigError: one is no text or leaves no room; names its line.
         """
-        rows = [self.tokens(prompt) for prompt in prompts]
-        new = [min(self._new_tokens, room_for(len(row), self._max_tokens)) for row in rows]
+        rows, new = list[list[int]](), list[int]()
+        for number, prompt in enumerate(prompts, 1):
+            try:
+                rows.append(self.tokens(prompt))
+                new.append(min(self._new_tokens, room_for(len(rows[-1]), self._max_tokens)))
+            except (ConfigError, ModelError) as error:
+                raise ConfigError(f"--prompts: line {number}: {error}") from None
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         batches = [
             (new_tokens, alike[start : start + batch_size])
