@@ -60,6 +60,15 @@ def test_prompts_and_answers_of_other_lengths_share_what_is_compiled(counter):
     assert counter.frame_count == 1
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_more_shapes_are_compiled_than_torch_would_by_itself(counter):
+    model = built()
+    for batch in (1, 2, 3, 4):
+        prompts = [[5, 6]] * batch
+        assert greedy(model, prompts, 3, compiled=True) == greedy(model, prompts, 3)
+    assert counter.frame_count == 4
+
+
 def test_compiled_decoding_fills_all_the_room_of_a_model(counter):
     model = built()
     assert greedy(model, [[7] * 30], 130, compiled=True) == greedy(model, [[7] * 30], 130)

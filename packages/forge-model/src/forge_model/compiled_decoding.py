@@ -5,6 +5,7 @@ B batch, K kv heads, S capacity, H head dim, V vocabulary.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,6 +19,9 @@ from forge_model.rope import Rope
 
 MULTIPLE = 128
 """Capacities are multiples of it: prompts and answers of like lengths share what is compiled."""
+
+SHAPES = 1024
+"""So many shapes are compiled; torch by itself goes on uncompiled after 8, which is slower than ever."""
 
 
 def shared_capacity(tokens: int, max_tokens: int) -> int:
@@ -37,11 +41,17 @@ class CompiledDecoding:
         self._model = model
         self._cache = _StaticCache(cache)
         self._run = _compiled()
+        # for the first call only, which compiles: it takes a tenth of a millisecond
+        self._limits: AbstractContextManager[None] = torch._dynamo.config.patch(
+            recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES
+        )
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """The logits [B, V] after one more token [B, 1] of each row."""
         x, tables = self._model.prepared(tokens, self._cache)
-        logits = self._run(self._model, x, tables, self._cache.layers)
+        limits, self._limits = self._limits, nullcontext()
+        with limits:
+            logits = self._run(self._model, x, tables, self._cache.layers)
         self._cache.position += 1
         return logits
 
