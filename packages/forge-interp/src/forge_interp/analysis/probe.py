@@ -13,7 +13,6 @@ import numpy as np
 from forge_interp.analysis.arrays import Array, Labels, as_labels, as_matrix, check_finite
 from forge_interp.errors import InterpError, optional
 
-Fold = tuple[np.ndarray, np.ndarray]
 _ALPHAS = {"ridge": np.logspace(-2, 6, 17), "logistic": np.logspace(-1, 3, 5)}
 
 
@@ -115,7 +114,7 @@ def probe_layers(
     return ProbeCurve(tuple(layers), scores[0], scores[1] if len(tasks) == 2 else None, unit)
 
 
-def group_folds(groups: np.ndarray, num_folds: int, seed: int = 0) -> list[Fold]:
+def group_folds(groups: np.ndarray, num_folds: int, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
     """Pairs (train, test) of sample indices, balanced; groups of one size go to the folds at random."""
     from sklearn.model_selection import GroupKFold
 

@@ -205,7 +205,7 @@ class Activations(BySite):
             value = (value if value.requires_grad else value.detach().requires_grad_()).clone()
 
         def keep(gradient: Tensor) -> None:
-            self.gradients._values[str(site)] = self._spread.full(gradient.detach(), module, site).clone()
+            self.gradients.put(str(site), self._spread.full(gradient.detach(), module, site).clone())
 
         value.register_hook(keep)
         return value, None if is_attention else value

@@ -95,11 +95,12 @@ class BySite(Mapping[str, Any]):
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self._values: dict[str, Any] = dict(values or {})
 
+    def put(self, key: str, value: Any) -> None:
+        """Keep the value of a site, whose key is spelled as `canonical` does."""
+        self._values[key] = value
+
     def __getitem__(self, site: str) -> Any:
         return self._values[key_of(site, self._values)]
-
-    def __contains__(self, site: object) -> bool:
-        return isinstance(site, str) and (site in self._values or canonical(site) in self._values)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
