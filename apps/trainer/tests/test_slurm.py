@@ -1,6 +1,7 @@
 """The batch script of a run, and what follows the end of a job; SLURM is played by scripts."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -181,6 +182,36 @@ def test_run_of_a_sweep_puts_back_itself_and_not_all_of_the_array(slurm, tmp_pat
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
     assert after(tmp_path / "run", 85) == 0
     assert slurm.calls() == ["scontrol requeue 5_2"]
+
+
+def test_script_outside_of_slurm_heeds_no_job_of_others(slurm, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_JOB_ID")
+    slurm.job_state.write_text("JobState=CANCELLED BatchFlag=1\n")
+    assert after(tmp_path / "run", 85) == 85
+    assert "this is no batch job: start it again by hand" in capsys.readouterr().out
+    assert slurm.calls() == []
+
+
+@pytest.mark.parametrize(
+    ("told", "given", "end"),
+    [
+        ("2027-11-23T21:22:29", "", "1827004949"),
+        ("2027-11-23T21:22:29", "7", "7"),
+        ("", "", "unset"),
+        ("N/A", "", "unset"),
+        ("2027-11-23T21:22:29\n2028-11-23T21:22:29", "", "unset"),
+    ],
+)
+def test_end_of_a_job_is_given_to_its_ranks_if_it_is_known(told, given, end, slurm, tmp_path):
+    assert launch(tmp_path, cluster_file(tmp_path)) == 0
+    (path,) = (tmp_path / "runs" / "slurm").glob("*.sh")
+    lines = [line for line in path.read_text().splitlines() if line.startswith("e") or "END_TIME" in line]
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.write_text(f"#!/bin/bash\nprintf '{told}'\n")
+    squeue.chmod(0o755)
+    script = "\n".join([*lines, "echo ${SLURM_JOB_END_TIME-unset}"])
+    known = os.environ | {"TZ": "UTC", "SLURM_JOB_END_TIME": given}
+    assert subprocess.check_output(["bash", "-c", script], text=True, env=known).strip() == end
 
 
 def test_exit_code_of_this_start_counts_more_than_that_of_a_rank_that_was_killed(slurm, tmp_path):

@@ -34,7 +34,8 @@ def after_job(options: argparse.Namespace) -> int:
     """
     directory = Path(options.directory)
     ended = _ended(directory)
-    told = _scontrol("show", "job", _job()).stdout
+    # without a number, scontrol shows all jobs of the cluster
+    told = _scontrol("show", "job", _job()).stdout if _job() else ""
     state = _field("JobState", told)
     if ended is None and _is_replaced(state, told):
         return _say(

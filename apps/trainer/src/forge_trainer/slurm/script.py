@@ -109,8 +109,9 @@ def _run(launch: Launch) -> Iterator[str]:
     step = shlex.join(["srun", "--kill-on-bad-exit=1", *launch.cluster.step_options, *launch.command])
     job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if launch.sweep else "$SLURM_JOB_ID"
     yield "# A run stops in time by itself; this is for SLURM versions that do not say when the job ends."
-    yield f'end=$(date -d "$(squeue -h -j {job} -o %e 2>/dev/null)" +%s 2>/dev/null)'
-    yield "export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-${end:-}}"
+    yield f"end=$(squeue -h -j {job} -o %e 2>/dev/null)"
+    yield 'end=${end:+$(date -d "$end" +%s 2>/dev/null)}  # of no text, date would make the last midnight'
+    yield "export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$end}"
     yield '[ -n "$SLURM_JOB_END_TIME" ] || unset SLURM_JOB_END_TIME'
     yield ""
     yield f"{step}{overrides} &"
