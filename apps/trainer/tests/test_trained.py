@@ -86,6 +86,22 @@ def test_export_takes_the_older_checkpoint_when_the_end_of_the_newest_is_damaged
     assert sorted(each.name for each in tmp_path.iterdir() if "out" in each.name) == ["out"]
 
 
+def test_export_takes_a_newer_checkpoint_when_a_run_that_goes_on_has_removed_all_that_there_were(
+    run, tmp_path, capsys, monkeypatch
+):
+    directory, models = run
+    store, read = Store(RunFiles(directory).checkpoints, keep=1), Checkpointed.__getitem__
+
+    def overtaken(self, name):
+        if store.steps() != [3]:
+            state = TrainState([models[1]], torch.optim.SGD(models[1].parameters()))
+            store.save(3, state.capture())
+        return read(self, name)
+
+    monkeypatch.setattr(Checkpointed, "__getitem__", overtaken)
+    require_weights_of(models[1], exported(capsys, directory, tmp_path / "out"))
+
+
 def test_export_holds_one_tensor_at_a_time(run, tmp_path, capsys, monkeypatch):
     directory, _ = run
     alive, most, read = set(), [], Checkpointed.__getitem__

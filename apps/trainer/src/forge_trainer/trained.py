@@ -99,13 +99,15 @@ def model_on_meta(job: Job) -> nn.Module:
 def take_newest(job: Job, model: nn.Module, take: Callable[[Mapping[str, Tensor]], None]) -> int:
     """Call a function with the weights of the newest checkpoint of a run that is intact; returns its step.
 
-    It is called again with older ones where weights turn out to be damaged.
+    It is called again with another one where weights turn out to be damaged, or were removed by a run that
+    went on meanwhile.
 
     Raises:
         CheckpointError: there is no intact checkpoint.
     """
-    store = Store(RunFiles(job.job.directory).checkpoints)
-    for step in reversed(store.steps()):
+    store, tried = Store(RunFiles(job.job.directory).checkpoints), set[int]()
+    while left := {*store.steps()} - tried:
+        tried.add(step := max(left))
         try:
             take(Evaluated(store, step, model, job.optimizer))
             return step

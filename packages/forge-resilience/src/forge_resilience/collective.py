@@ -35,11 +35,12 @@ def check_sum(group: ProcessGroup, device: torch.device) -> Checked:
 
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     numbers = (torch.arange(SIZE, device=device) % PERIOD).float()
-    expected = numbers * ranks + ranks * (ranks - 1) // 2  # whole numbers, exact in float32
+    # whole numbers, exact in float32 up to 100,000 ranks, in whatever order they are summed
+    expected = numbers * ranks + sum(other % PERIOD for other in range(ranks))
     took: list[float] = []
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(REPEATS):  # the first one waits for the slowest rank
-        mine = numbers + rank
+        mine = numbers + rank % PERIOD
         mine[0].item()
         begin = time.perf_counter()
         dist.all_reduce(mine, group=group)
