@@ -276,6 +276,13 @@ def test_step_that_was_not_finite_is_repeated_once(start, tmp_path, monkeypatch,
     assert ("suspect the hardware" in capsys.readouterr().err) == finite
 
 
+def test_run_goes_on_where_a_repeated_step_cannot_be_written_down(start, tmp_path, monkeypatch):
+    fault = Fault(monkeypatch, infinite_gradient)
+    fault.steps, fault.left = {7}, 1
+    (tmp_path / "tiny" / "incidents.jsonl").mkdir(parents=True)
+    assert start() == 0
+
+
 def test_weights_that_are_not_finite_are_never_saved(start, tmp_path, monkeypatch):
     fault = Fault(monkeypatch, infinite_weight)
     assert start(name="without", skip=(7, 8)) == 0

@@ -46,7 +46,7 @@ from forge_trainer.optim import trainable
 from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.optim.groups import freeze
 from forge_trainer.progress import Progress, Stateful
-from forge_trainer.rollback import Rollbacks, append_incident
+from forge_trainer.rollback import Rollbacks, note_incident
 from forge_trainer.run_dir import RunFiles
 from forge_trainer.saves import Saves
 from forge_trainer.say import say
@@ -155,7 +155,7 @@ class Run:
                 else "was not finite again: the data, or the numbers of the run, and not the hardware"
             )
             say(f"step {step} was not finite, was repeated from the same inputs and {means}\n", sys.stderr)
-            append_incident(self.directory, "repeated", {"step": step, "finite": finite})
+            note_incident(self.directory, "repeated", {"step": step, "finite": finite})
 
 
 def build(

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +50,12 @@ def append_incident(directory: Path, kind: str, facts: Mapping[str, Any]) -> Non
             os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error}") from None
+
+
+def note_incident(directory: Path, kind: str, facts: Mapping[str, Any]) -> None:
+    """Add a line that nothing depends on: a disk that takes nothing is no reason to end."""
+    with suppress(CheckpointError):
+        append_incident(directory, kind, facts)
 
 
 def read_rollbacks(directory: Path) -> list[Rollback]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import socket
 import sys
-from contextlib import suppress
 
-from forge_ckpt.error import CheckpointError
 from forge_parallel.mesh import Mesh
 from forge_resilience.collective import Checked, check_sum
 from torch.distributed import ProcessGroup
 
 from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.progress import Progress
-from forge_trainer.rollback import append_incident
+from forge_trainer.rollback import note_incident
 from forge_trainer.say import say
 from forge_trainer.steps.base import StepOutput
 
@@ -60,8 +58,7 @@ class CheckCollectives(Hook):
             return
         why = f"rank {rank} on {host} gets {wrong} wrong numbers in sums over the ranks of its {name}"
         say(f"{why}\n", sys.stderr)
-        with suppress(CheckpointError):  # a disk that takes nothing is no reason to end
-            append_incident(self._run.directory, "hardware", {"step": step, "why": why})
+        note_incident(self._run.directory, "hardware", {"step": step, "why": why})
 
 
 def groups_of(mesh: Mesh) -> dict[str, ProcessGroup]:

@@ -8,17 +8,15 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from contextlib import suppress
 
 import torch
-from forge_ckpt.error import CheckpointError
 from forge_resilience.gpu_health import gpu_problems
 from forge_resilience.straggler import PROBE, Stragglers, scores
 from torch import Tensor
 
 from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.progress import Progress
-from forge_trainer.rollback import append_incident
+from forge_trainer.rollback import note_incident
 from forge_trainer.say import say
 from forge_trainer.steps.base import StepOutput
 
@@ -82,8 +80,7 @@ class CompareSpeed(Hook):
 
     def _tell(self, why: str) -> None:
         say(f"{why}\n", sys.stderr)
-        with suppress(CheckpointError):  # a disk that takes nothing is no reason to end
-            append_incident(self._run.directory, "hardware", {"step": self._run.progress.step, "why": why})
+        note_incident(self._run.directory, "hardware", {"step": self._run.progress.step, "why": why})
 
 
 def probe_s(matrix: Tensor) -> float:
