@@ -204,9 +204,10 @@ class Store:
     def resume(self, targets: Targets, until: int | None = None) -> Manifest | None:
         """Load the newest intact checkpoint, in place. Collective.
 
-        Every rank verifies the bytes it needs before any live tensor changes. What any rank finds damaged or
-        unreadable is passed over by all, and the next older one is tried; it is put aside as `.bad-...` if
-        the first rank finds the damage too.
+        All bytes that any rank needs are verified before any live tensor changes, by that rank or by a
+        replica of it, which hands them over. What any rank finds damaged or unreadable is passed over by
+        all, and the next older one is tried; it is put aside as `.bad-...` if the first rank finds the damage
+        too.
 
         Args:
             targets: given what a checkpoint holds, the tensors to load it into.
