@@ -105,15 +105,8 @@ def generate(
     tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
     written = _Written(len(prompts), stop_tokens, on_tokens)
     if speculative:
-        if compiled:
-            raise ModelError("speculative steps have no fixed number of tokens to compile; give one of both")
-        _require_speculation(model, sampling)
-        growing = Speculation(model, tokens, padding, max_new_tokens)
-        written.add(growing.known[:, -1])
-        while (left := max_new_tokens - written.steps) and not all(written.done):
-            for chosen in growing.grow(left, written.done).unbind(1):
-                written.add(chosen)
-        return written.rows
+        _require_speculation(model, sampling, compiled)
+        return _speculated(Speculation(model, tokens, padding, max_new_tokens), max_new_tokens, written)
     some = padding if any(len(prompt) < longest for prompt in prompts) else None
     capacity = longest + max_new_tokens
     if compiled:
@@ -162,7 +155,17 @@ class _Written:
                 self.done[index] = True
 
 
-def _require_speculation(model: nn.Module, sampling: Sampling) -> None:
+def _speculated(growing: Speculation, max_new_tokens: int, written: _Written) -> list[list[int]]:
+    written.add(growing.known[:, -1])
+    while (left := max_new_tokens - written.steps) and not all(written.done):
+        for chosen in growing.grow(left, written.done).unbind(1):
+            written.add(chosen)
+    return written.rows
+
+
+def _require_speculation(model: nn.Module, sampling: Sampling, compiled: bool) -> None:
+    if compiled:
+        raise ModelError("speculative steps have no fixed number of tokens to compile; give one of both")
     if sampling.temperature != 0:
         raise ModelError(
             f"given temperature = {sampling.temperature} with speculative generation, which is greedy; use 0"
