@@ -184,7 +184,7 @@ def peak_of(what: str, how: str, megabytes: int, folder: Path) -> float:
 
 
 def print_peak(what: str, how: str, state: State, root: Path) -> None:
-    """Of the second save or the first load of this process, as `peak_of` reads it."""
+    """Of the first save or load of this process, as `peak_of` reads it."""
     place = root / "peak"
     if what == "load":
         state.save(how, place / "1")
