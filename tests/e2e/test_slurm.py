@@ -103,13 +103,13 @@ def test_run_with_a_killed_rank_goes_on_and_ends_bit_identical(slurm, tiny, run,
     assert [start["failed"] for start in starts(run)] == [True, False]
 
 
-def a_rank(run: Path) -> int:
-    """A process that trains in this directory."""
+def a_rank(run: Path, word: bytes = b"train") -> int:
+    """A process that trains in this directory, and has a word in its command line."""
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and (folder / "cmdline").exists():
             words = (folder / "cmdline").read_bytes().split(b"\0")
             job = str(run.parent.parent / "tiny.toml").encode()
-            if b"train" in words and job in words and b"python" in words[0]:
+            if {b"train", job, word} <= {*words} and b"python" in words[0]:
                 return int(folder.name)
     raise AssertionError("no rank")
 
@@ -170,3 +170,13 @@ def test_sweeps_are_an_array_of_runs(slurm, tiny, run, launch):
     first = [losses(one)[0] for one in runs]
     assert first[0] == first[2] != first[1] == first[3]  # the seed, which changes fastest
     assert losses(runs[0]) != losses(runs[2])
+
+
+def test_run_of_a_sweep_that_is_killed_starts_no_other_again(slurm, tiny, run, launch):
+    launch(tiny(steps=STEPS), "--sweep=job.seed=0,1", nodes=1)
+    first, last = (run.with_name(f"tiny-{index}") for index in range(2))
+    slurm.wait(lambda: reached(last) >= 10 and reached(first) >= 10, 180)
+    os.kill(a_rank(run, b"--job.name=tiny-1"), signal.SIGKILL)  # its job has the number of the array
+    slurm.wait_until_empty(400)
+    assert [start["failed"] for start in starts(last)] == [True, False], log(run)
+    assert [(start["code"], start["restart"]) for start in starts(first)] == [(0, "0")], log(run)
