@@ -150,6 +150,13 @@ def incidents(folder, kind):
     return [line for line in lines if line["kind"] == kind]
 
 
+def test_line_of_a_rollback_that_lacks_something_is_refused_by_name(start, tmp_path, capsys):
+    assert start("--train.steps=4") == 0
+    (tmp_path / "tiny" / "incidents.jsonl").write_text('{"kind": "rollback", "to": 2}\n')
+    assert start("--train.steps=4") == ExitCode.CONFIG
+    assert "incidents.jsonl: a rollback without first, end" in capsys.readouterr().err
+
+
 SPIKES = "--resilience.spike_deviations=20", "--resilience.spike_window=8", "--resilience.spike_steps=3"
 
 

@@ -147,5 +147,18 @@ def test_save_is_synchronous_where_no_thread_can_start(tmp_path, monkeypatch, ca
     assert store.steps() == [1] and "can't start new thread" in caplog.text
 
 
+@pytest.mark.parametrize("room", [40, 10**9], ids=["waits", "beside"])
+def test_ranks_that_wait_for_a_save_and_those_that_do_not_end_at_the_same_call(tmp_path, monkeypatch, room):
+    _, _, _, saver = made(tmp_path)
+    monkeypatch.setattr(savers, "free_memory_bytes", lambda: room)
+    monkeypatch.setattr("forge_ckpt.shards.write_boxes", lambda *_: Path("/nowhere/there").read_bytes())
+    for step in (1, 2, 3):
+        saver.save(step, {})
+    assert saver.failures == 2
+    with pytest.raises(CheckpointError, match="3 saves in a row"):
+        saver.finish()
+    saver.finish()
+
+
 def test_free_memory_is_known_here():
     assert (savers.free_memory_bytes() or 0) > 1e6

@@ -59,10 +59,16 @@ def note_incident(directory: Path, kind: str, facts: Mapping[str, Any]) -> None:
 
 
 def read_rollbacks(directory: Path) -> list[Rollback]:
-    """Those of a run, oldest first."""
-    lines = read_lines(RunFiles(directory).incidents, "kind")
-    fields = Rollback.__dataclass_fields__
-    found = (line for line in lines if line["kind"] == ROLLBACK)
+    """Those of a run, oldest first.
+
+    Raises:
+        CheckpointError: a line of one lacks something.
+    """
+    path, fields = RunFiles(directory).incidents, Rollback.__dataclass_fields__
+    found = [line for line in read_lines(path, "kind") if line["kind"] == ROLLBACK]
+    for line in found:
+        if missing := [name for name in fields if name not in line]:
+            raise CheckpointError(f"{path}: a rollback without {', '.join(missing)}: {json.dumps(line)}")
     return [Rollback(**{name: line[name] for name in fields}) for line in found]
 
 

@@ -48,7 +48,7 @@ class Saver:
         self.failures = 0
         self._store, self._state, self._observe = store, state, observe
         self._asynchronous = asynchronous
-        self._told = False
+        self._told = self._unjudged = False
         self._step = -1
         self._error: Exception | None = None
         self._seconds = 0.0
@@ -76,7 +76,10 @@ class Saver:
         self._step = step
         if not self._fits(snapshot.tensors) or not self._begin_beside(step, snapshot, start):
             self._write(step, snapshot, start)
-            self._judge()
+            # ranks that write beside training hear of a failure as they finish: a run ends on all at once
+            self._unjudged = self._asynchronous and self._error is not None
+            if not self._unjudged:
+                self._judge()
 
     def _begin_beside(self, step: int, snapshot: Snapshot, start: float) -> bool:
         """Begin to write a copy beside training; whether there was room for the copy and a thread after all.
@@ -110,6 +113,9 @@ class Saver:
             self._thread.join()
             self._thread = None
             self._observe(self._seconds)
+            self._judge()
+        elif self._unjudged:
+            self._unjudged = False
             self._judge()
 
     def close(self, timeout_s: float = 120.0) -> None:
