@@ -21,6 +21,8 @@ def test_analyses_take_a_read_only_memory_map_and_leave_it_as_it_is(tmp_path):
     np.save(tmp_path / "x.npy", values)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     np.testing.assert_array_equal(compare_layers({"a": mapped}).values, compare_layers({"a": values}).values)
+    np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), values)
+    pytest.importorskip("sklearn")
     found, expected = (probe_layers({"a": x}, values[:, 0] ** 2, alphas=(1.0,)) for x in (mapped, values))
     np.testing.assert_array_equal(found.scores, expected.scores)
     np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), values)

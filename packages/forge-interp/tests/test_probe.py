@@ -5,7 +5,8 @@ import pytest
 import torch
 from forge_interp.analysis.probe import control_task, group_folds, probe_layers
 from forge_interp.errors import InterpError
-from sklearn import linear_model as linear
+
+linear = pytest.importorskip("sklearn.linear_model")
 
 
 def test_group_folds_split_all_samples_and_no_group():
