@@ -89,6 +89,17 @@ def test_compiled_decoding_draws_the_same_tokens_and_stops_alike(counter):
     assert len({len(row) for row in plain}) > 1
 
 
+def test_machine_without_a_compiler_is_told_so(monkeypatch):
+    def none_found(graph, inputs):
+        raise OSError("no compiler for C++")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(compiled_decoding._logits, backend=none_found, dynamic=False)
+    monkeypatch.setattr(compiled_decoding, "_compiled", lambda: compiled)
+    with pytest.raises(ModelError, match="cannot be compiled here, go on without: no compiler for C"):
+        greedy(built(), ALIKE, 3, compiled=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ffn", [SwiGLUConfig(), MoEConfig(num_experts=4, top_k=2)], ids=["dense", "experts"])
 def test_the_compiler_of_torch_writes_the_same(ffn):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forge_model.cache import Cache, LayerCache
+from forge_model.error import ModelError
 from forge_model.mask import Mask
 from forge_model.rope import Rope
 
@@ -47,11 +48,22 @@ class CompiledDecoding:
         )
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """The logits [B, V] after one more token [B, 1] of each row."""
+        """The logits [B, V] after one more token [B, 1] of each row.
+
+        Raises:
+            ModelError: it cannot be compiled, say because there is no compiler for C++.
+        """
+        from torch._dynamo.exc import BackendCompilerFailed  # takes seconds, and is here by now
+
         x, tables = self._model.prepared(tokens, self._cache)
         limits, self._limits = self._limits, nullcontext()
-        with limits:
-            logits = self._run(self._model, x, tables, self._cache.layers)
+        try:
+            with limits:
+                logits = self._run(self._model, x, tables, self._cache.layers)
+        except BackendCompilerFailed as error:
+            raise ModelError(
+                f"generation cannot be compiled here, go on without: {error.inner_exception}"
+            ) from error
         self._cache.position += 1
         return logits
 
