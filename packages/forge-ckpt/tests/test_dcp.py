@@ -30,6 +30,14 @@ def load_writer():
 
 
 WRITER = load_writer()
+SIZES = {
+    "hidden_size": WRITER.DIM,
+    "num_attention_heads": WRITER.HEADS,
+    "num_key_value_heads": WRITER.KEY_HEADS,
+    "num_hidden_layers": 2,
+    "intermediate_size": WRITER.WIDE,
+    "vocab_size": WRITER.VOCAB,
+}
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +71,9 @@ def test_every_tensor_is_what_was_saved(folder):
 
 def test_import_writes_a_llama_that_transformers_computes_as_torchtitan_does(folder, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
-    config = {
+    config = SIZES | {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": WRITER.DIM,
-        "num_attention_heads": WRITER.HEADS,
-        "num_key_value_heads": WRITER.KEY_HEADS,
-        "num_hidden_layers": 2,
-        "intermediate_size": WRITER.WIDE,
-        "vocab_size": WRITER.VOCAB,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
@@ -104,22 +106,14 @@ def test_import_writes_a_llama_that_transformers_computes_as_torchtitan_does(fol
     ],
 )
 def test_import_with_the_config_of_another_llama_is_refused(folder, tmp_path, capsys, change, needle):
-    config = {
-        "hidden_size": WRITER.DIM,
-        "num_attention_heads": WRITER.HEADS,
-        "num_key_value_heads": WRITER.KEY_HEADS,
-        "num_hidden_layers": 2,
-        "intermediate_size": WRITER.WIDE,
-        "vocab_size": WRITER.VOCAB,
-    }
     slim = Path(shutil.copytree(folder, tmp_path / "slim"))
     forget(slim, "extra.")
     path, out = tmp_path / "config.json", tmp_path / "hf"
-    path.write_text(json.dumps(config | change))
+    path.write_text(json.dumps(SIZES | change))
     arguments = ["import", str(slim), str(out), "--llama", str(path)]
     assert main(arguments) == 2 and needle in capsys.readouterr().err
     assert not out.exists()
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(SIZES))
     assert main(arguments) == 0
 
 
