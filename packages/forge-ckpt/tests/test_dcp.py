@@ -117,6 +117,20 @@ def test_import_with_the_config_of_another_llama_is_refused(folder, tmp_path, ca
     assert main(arguments) == 0
 
 
+@pytest.mark.parametrize("value", ["8", None, [8], {}, 8.0, -8, 0, True, float("nan")])
+@pytest.mark.parametrize("key", [*SIZES, "head_dim"])
+def test_import_with_a_size_that_is_no_number_is_refused(copy, tmp_path, capsys, key, value):
+    forget(copy, "extra.")
+    path, out = tmp_path / "config.json", tmp_path / "hf"
+    path.write_text(json.dumps(SIZES | {key: value}))
+    code = main(["import", str(copy), str(out), "--llama", str(path)])
+    if value is None and key in ("num_key_value_heads", "head_dim"):  # as many as heads; hidden_size / heads
+        assert "k_proj" in capsys.readouterr().err if key == "num_key_value_heads" else code == 0
+    else:
+        told = capsys.readouterr().err
+        assert code == 2 and f"{key} = {value!r}; expected" in told and not out.exists(), told
+
+
 def titan(weights, tokens):
     """Logits of torchtitan's Llama 3 in float64, written from its description: neighbours are rotated."""
     w = {name: value.double() for name, value in weights.items()}

@@ -36,6 +36,10 @@ _HEADS = {
     "self_attn.k_proj.weight": "num_key_value_heads",
     "self_attn.v_proj.weight": "num_key_value_heads",
 }
+_NULLABLE = ("num_key_value_heads", "head_dim")
+_SIZES = (
+    "num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", *_NULLABLE
+)  # fmt: skip
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
@@ -47,14 +51,20 @@ class LlamaOfTitan(Mapping[str, "Tensor"]):
         config: the `config.json` of the model: `num_attention_heads`, `num_key_value_heads`.
 
     Raises:
-        CheckpointError: a name is not one of that model, or the config does not say how many heads there are.
+        CheckpointError: a name is not one of that model, the config does not say how many heads there are, or
+            a size is no number.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-        heads = config.get("num_attention_heads")
-        key_heads = config.get("num_key_value_heads", heads)
-        if not all(type(number) is int and number > 0 for number in (heads, key_heads)):
+        if "num_attention_heads" not in config:
             raise CheckpointError("the config.json says no num_attention_heads; expected that of a Llama")
+        for key in config.keys() & _SIZES:
+            value = config[key]
+            is_size = type(value) is int and value > 0
+            if not is_size and (value is not None or key not in _NULLABLE):
+                raise CheckpointError(f"the config.json says {key} = {value!r}; expected a whole number above 0")
+        heads = config["num_attention_heads"]
+        key_heads = config.get("num_key_value_heads") or heads
         self._heads = {"attention.wq.weight": heads, "attention.wk.weight": key_heads}
         self._tensors = tensors
         self._names = {_hf_name(name): name for name in tensors if name != "freqs_cis"}
