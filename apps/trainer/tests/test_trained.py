@@ -1,5 +1,7 @@
 """What `forge generate` and `forge export` say to arguments that cannot be right."""
 
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -30,6 +32,30 @@ def test_seed_out_of_range_is_an_error_of_usage(seed, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["generate", "nowhere", f"--seed={seed}"])
     assert ended.value.code == 2 and "--seed" in capsys.readouterr().err
+
+
+CUT_OFF = """
+import os, signal, sys
+from forge_trainer import __main__, cli
+def command():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    finally:
+        print("cleaned up")
+cli.main = command
+sys.exit(__main__.main())
+"""
+
+
+def test_command_that_gets_sigterm_removes_what_is_partial():
+    ended = subprocess.run([sys.executable, "-c", CUT_OFF], capture_output=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (143, b"cleaned up\n", b"")
+
+
+def test_folder_whose_name_is_too_long_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(CheckpointError, match="xxx cannot be written"):
+        write_weights(tmp_path / ("x" * 300), {}, {})
 
 
 def test_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):

@@ -255,3 +255,26 @@ def test_what_is_no_size_of_a_file_is_refused_by_the_parser(tmp_path, capsys, te
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path), str(tmp_path / "out"), f"--shard-bytes={text}"])
     assert "expected a number of bytes above 0" in capsys.readouterr().err
+
+
+CUT_OFF = """
+import os, signal, sys
+from forge_ckpt import weights
+from forge_ckpt.cli import main
+number = signal.Signals[sys.argv.pop()]
+weights.sync_folder = lambda folder: os.kill(os.getpid(), number)
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_export_that_is_cut_off_leaves_nothing_or_the_next_one_tells(store, tmp_path, caplog, name):
+    out = tmp_path / "out" / "first"
+    command = [sys.executable, "-c", CUT_OFF, "export", str(store.root), str(out), name]
+    assert subprocess.run(command, timeout=100, check=False).returncode in (143, -9)
+    left = [*out.parent.iterdir()]
+    assert len(left) == (name == "SIGKILL"), left
+    assert main(["export", str(store.root), str(out.with_name("second"))]) == 0
+    assert len(caplog.messages) == len(left)
+    for path, told in zip(left, caplog.messages, strict=True):
+        assert told.startswith(f"{path} (0.0 MB)") and "remove it" in told

@@ -1,5 +1,6 @@
 """The command `forge`, also `python -m forge_trainer` for torchrun: signals first, then everything else."""
 
+import signal
 import sys
 
 from forge_resilience.exit_codes import ExitCode
@@ -18,6 +19,7 @@ def main() -> int:
         The exit code: see `forge_resilience.exit_codes`.
     """
     if sys.argv[1:2] != ["train"]:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is partial is removed
         from forge_trainer.cli import main as command
 
         try:

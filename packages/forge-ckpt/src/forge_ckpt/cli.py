@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ ENDING = "exit code: 0 all is well; 1 something is damaged, missing or different
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code, see `report`."""
     options = _parser().parse_args(arguments)
+    if arguments is None:  # a process of its own: what is partial is removed
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         code = options.run(options)
         sys.stdout.flush()

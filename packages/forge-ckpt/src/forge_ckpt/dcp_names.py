@@ -62,7 +62,9 @@ class LlamaOfTitan(Mapping[str, "Tensor"]):
             value = config[key]
             is_size = type(value) is int and value > 0
             if not is_size and (value is not None or key not in _NULLABLE):
-                raise CheckpointError(f"the config.json says {key} = {value!r}; expected a whole number above 0")
+                raise CheckpointError(
+                    f"the config.json says {key} = {value!r}; expected a whole number above 0"
+                )
         heads = config["num_attention_heads"]
         key_heads = config.get("num_key_value_heads") or heads
         self._heads = {"attention.wq.weight": heads, "attention.wk.weight": key_heads}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,8 +20,11 @@ from torch import Tensor
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.folders import sync_folder, write_durably
 
+log = logging.getLogger(__name__)
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_PARTIAL = ".partial-"
 DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -143,7 +147,8 @@ def write_weights(
 ) -> None:
     """Write tensors and their `config.json`; the folder appears when all of it is there.
 
-    In memory at once is one tensor, if `tensors` reads each when it is taken out.
+    In memory at once is one tensor, if `tensors` reads each when it is taken out. What earlier calls
+    that were killed left beside the folder is told, and stays: another process may be writing it.
 
     Args:
         folder: must not exist.
@@ -160,10 +165,11 @@ def write_weights(
     """
     if shard_bytes < 1:
         raise CheckpointError(f"given files of {shard_bytes} bytes; expected one byte or more")
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already; choose another folder")
-    partial = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+    partial = folder.with_name(f"{_PARTIAL}{folder.name}-{secrets.token_hex(4)}")
     try:
+        if folder.exists():
+            raise CheckpointError(f"{folder} exists already; choose another folder")
+        _tell_partial(folder.parent)
         partial.mkdir(parents=True)
         _write_into(partial, tensors, tensors if like is None else like, shard_bytes)
         for name, text in {"config.json": json.dumps(dict(config), indent=2) + "\n", **files}.items():
@@ -175,6 +181,14 @@ def write_weights(
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _tell_partial(folder: Path) -> None:
+    """Say which exports in a folder have not come to their end."""
+    told = "%s (%.1f MB) is part of an export: if none is under way, one was killed; remove it"
+    for left in sorted(folder.glob(f"{_PARTIAL}*")):
+        with suppress(OSError):  # it may have come to its end just now
+            log.warning(told, left, sum(file.stat().st_size for file in left.iterdir()) / 1e6)
 
 
 class _Described(NamedTuple):
