@@ -177,6 +177,15 @@ def test_init_from_takes_the_checkpoint_of_another_run(tmp_path, donor, form, ca
     assert f"{len(found)} of {len(found)} tensors are those of" in capsys.readouterr().out
 
 
+def test_init_from_weights_that_are_damaged_says_of_none_that_they_are_taken(tmp_path, donor, capsys):
+    job = job_of(tmp_path, f'--train.init_from="{donor[0]}@7"')
+    values = donor[0] / "checkpoints" / "step-000000007" / "rank-00000.bin"
+    values.write_bytes(values.read_bytes()[:-64] + bytes(64))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        started(job)
+    assert not capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

@@ -43,17 +43,19 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
         CheckpointError: a tensor does not fit, is damaged or missing, or a pattern names nothing.
         ConfigError, ModelError: the weights are those of another model; lists every difference.
     """
-    chosen, theirs = (None, {}) if job.train.init_from is None else _chosen(job)
+    chosen, theirs, lines = (None, {}, ()) if job.train.init_from is None else _chosen(job)
     for part in parts:
         initialize(part, job.job.seed, local_shard)
         own = dict([*part.named_parameters(remove_duplicate=False), *part.named_buffers()])
         for name in (*chosen.taken, *chosen.resized) if chosen is not None else ():
             if name in own:
                 copy_common(_numbers(name, theirs[name], own[name], job), own[name])
+    if Env.detect().rank == 0:
+        say("".join(f"{line}\n" for line in lines), sys.stdout)
 
 
-def _chosen(job: Job) -> tuple[Chosen, Mapping[str, Tensor]]:
-    """Which tensors are taken from elsewhere, and those that there are; told by the first rank."""
+def _chosen(job: Job) -> tuple[Chosen, Mapping[str, Tensor], Sequence[str]]:
+    """Which tensors are taken from elsewhere, those that there are, and what to say once they are taken."""
     assert job.train.init_from is not None
     origin = require_origin(job.model, job.train)
     if origin.is_checkpoint:
@@ -67,12 +69,10 @@ def _chosen(job: Job) -> tuple[Chosen, Mapping[str, Tensor]]:
         theirs, shapes = from_hf(weights, config), _shapes(config)
     ours = _shapes(job.model)
     chosen = choose(ours, shapes, job.train)
-    if Env.detect().rank == 0:
-        lines = [*chosen.lines(ours, shapes, job.train.init_from, job.job.seed)]
-        if job.train.init_in_parts:
-            lines += [f"  differs    {line}" for line in unlike(job.model, origin.model())]
-        say("".join(f"{line}\n" for line in lines), sys.stdout)
-    return chosen, theirs
+    lines = [*chosen.lines(ours, shapes, job.train.init_from, job.job.seed)]
+    if job.train.init_in_parts:
+        lines += [f"  differs    {line}" for line in unlike(job.model, origin.model())]
+    return chosen, theirs, lines
 
 
 def _numbers(name: str, source: Tensor, target: Tensor, job: Job) -> Tensor:
