@@ -150,6 +150,22 @@ def test_checkpoint_that_does_not_fit_is_an_error_not_damage(tmp_path, change, n
     assert Store(tmp_path).steps() == [1]
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9")]
+)
+def test_memory_that_is_short_while_a_checkpoint_is_read_is_no_misfit(tmp_path, monkeypatch, error):
+    def short(*_):
+        raise error
+
+    saved(tmp_path, 1)
+    monkeypatch.setattr("forge_ckpt.shards._read_blocks", short)
+    with pytest.raises(CheckpointError) as caught:
+        resume(tmp_path)
+    told = f": {error}" if str(error) else ""
+    assert str(caught.value) == f"step 1 could not be loaded on rank 0: {type(error).__name__}{told}"
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-000000001"]
+
+
 def test_tensor_that_nobody_wants_is_an_error(tmp_path):
     saved(tmp_path, 1)
     wanted = {key: value for key, value in blanks().items() if key != "model.b"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError, UnsupportedError
+from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError
 from forge_ckpt.manifest import Manifest, digest
 from forge_ckpt.ranks import Ranks
 
@@ -31,6 +31,7 @@ class Staged:
         file: the name of the file that is.
         unreadable: what cannot be read now.
         wrong: what does not fit the targets, or this version.
+        failed: why this rank could not go on, say for want of memory; tells nothing of the checkpoint.
         unwanted: one byte a tensor of the checkpoint in order of names, 1 where this rank does not want it.
     """
 
@@ -41,6 +42,7 @@ class Staged:
     file: str = ""
     unreadable: str = ""
     wrong: Sequence[str] = ()
+    failed: str = ""
     unwanted: bytes = b""
 
     def told(self) -> Staged:
@@ -50,6 +52,7 @@ class Staged:
             file=self.file,
             unreadable=self.unreadable,
             wrong=self.wrong,
+            failed=self.failed,
             unwanted=self.unwanted,
         )
 
@@ -62,10 +65,10 @@ def attempt(work: Callable[[], Staged]) -> Staged:
         return Staged(damaged=str(error), file=error.path.name)
     except UnreadableError as error:
         return Staged(unreadable=str(error))
-    except UnsupportedError as error:
+    except CheckpointError as error:
         return Staged(wrong=[str(error)])
     except Exception as error:  # the other ranks must hear of it, not wait for this one
-        return Staged(wrong=[f"{type(error).__name__}: {error}"])
+        return Staged(failed=": ".join(filter(None, [type(error).__name__, str(error)])))
 
 
 class Replicas:
@@ -122,7 +125,10 @@ class Replicas:
 
 
 def require_fit(step: int, everyone: Sequence[Staged], names: Sequence[str]) -> None:
-    """Raises CheckpointError if something does not fit some rank, or is wanted by none."""
+    """Raises CheckpointError if some rank could not read, something does not fit it, or is wanted by none."""
+    for rank, one in enumerate(everyone):
+        if one.failed:
+            raise CheckpointError(f"step {step} could not be loaded on rank {rank}: {one.failed}")
     wrong = {line for one in everyone for line in one.wrong}
     unwanted = [one.unwanted for one in everyone if len(one.unwanted) == len(names)]
     nobody = (all(column) for column in zip(*unwanted, strict=True))
