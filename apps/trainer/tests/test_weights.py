@@ -15,8 +15,10 @@ from forge_model import ModelError, config_to_hf, initialize, to_hf
 from forge_parallel.mesh import Mesh
 from forge_parallel.testing import run_ranks
 from forge_trainer.build import open_store
+from forge_trainer.cli import main
 from forge_trainer.job import load_job
 from forge_trainer.progress import Progress
+from forge_trainer.run_dir import read_job
 from forge_trainer.weights import copy_common, resume_or_start, set_initial_weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -175,6 +177,18 @@ def test_init_from_takes_the_checkpoint_of_another_run(tmp_path, donor, form, ca
     found = started(job_of(tmp_path, f'--train.init_from="{form.format(donor[0])}"'))
     assert all(torch.equal(value, found[name]) for name, value in weights_of(donor[1]).items())
     assert f"{len(found)} of {len(found)} tensors are those of" in capsys.readouterr().out
+
+
+def test_branch_of_a_run_needs_the_weights_no_more_that_it_started_from(tmp_path, donor):
+    name = f"{donor[0]}@7"
+    old, new = tmp_path / "runs" / "old", tmp_path / "runs" / "new"
+    job = job_of(tmp_path, '--job.name="old"', f'--train.init_from="{name}"')
+    shutil.copytree(donor[0], old)
+    (old / "config.toml").write_text(to_toml(job))
+    shutil.rmtree(donor[0])
+    assert main(["branch", str(old), str(new)]) == 0
+    assert read_job(new).train.init_from == name
+    assert (new / "checkpoints" / "step-000000007").is_dir()
 
 
 def test_init_from_weights_that_are_damaged_says_of_none_that_they_are_taken(tmp_path, donor, capsys):

@@ -25,7 +25,7 @@ def branch_run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if new.exists():
         raise ConfigError(f"{new} exists; choose another folder for the new run")
     place = [f'--job.name="{new.name}"', f'--job.root="{new.resolve().parent}"']
-    loaded = load_job(RunFiles(old).config, [*overrides, *place])
+    loaded = load_job(RunFiles(old).config, [*overrides, *place], branch=True)
     judged = judge(read_job(old), loaded.value)
     never = [str(one.change) for one in judged if one.may is MayChange.NEVER]
     if never:

@@ -31,7 +31,7 @@ from forge_resilience.config import ResilienceConfig
 from msgspec import structs
 
 from forge_trainer.batch_sizes import BatchSizes
-from forge_trainer.checks import checks
+from forge_trainer.checks import checks, weights_are_of_the_model
 from forge_trainer.environment import recorded_folder
 from forge_trainer.eval_config import EvalConfig
 from forge_trainer.hooks import HookConfig
@@ -158,17 +158,23 @@ class Job(Config):
         )
 
 
-def load_job(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Job]:
+def load_job(path: Path | str, overrides: Sequence[str] = (), branch: bool = False) -> Loaded[Job]:
     """Read a job from TOML and `--section.key=value` overrides.
 
     The names of its files are made absolute here: what a run keeps means the same wherever it is opened. The
     modules that the `config.toml` of a run imports are looked for where they were when it was started, too.
+
+    Args:
+        path: of the file.
+        overrides: of the command line.
+        branch: whether the run begins with a checkpoint: weights of `train.init_from` are not looked for.
 
     Raises:
         ConfigError: with every problem found, each with its place.
     """
     folders = [recorded_folder(Path(path).parent, key) for key in ("folder", "config_folder")]
     import_folders = [folder for folder in folders if folder is not None]
-    every = [*checks, classes_in([Path(path).parent, *import_folders])]
+    wanted = (check for check in checks if not (branch and check is weights_are_of_the_model))
+    every = [*wanted, classes_in([Path(path).parent, *import_folders])]
     loaded = load(Job, path, overrides=overrides, checks=every, import_folders=import_folders)
     return replace(loaded, value=absolute(loaded.value, Path.cwd()))
