@@ -118,13 +118,15 @@ def beside(folder: str) -> None:
     saver = Saver(store, state, asynchronous=True)
     original = store._write
 
-    def fail(*_):
-        raise OSError("no room")
+    def fail_once(partial, boxes):
+        if rank == 1 and "-000000003-" in partial.name:
+            raise OSError("no room")
+        return original(partial, boxes)
 
+    store._write = fail_once
     expected = {}
     for step in range(1, 6):
         train(parts, optimizer, step, step + 1)
-        store._write = fail if (step, rank) == (3, 1) else original
         saver.save(step, {"step": step})
         expected[step] = {key: value.clone() for key, value in state.capture().tensors.items()}
         for _ in range(50):

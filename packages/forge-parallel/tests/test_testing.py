@@ -2,6 +2,7 @@ import multiprocessing
 import os
 import threading
 import time
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
@@ -35,6 +36,13 @@ def die_on_one() -> None:
 def hang_on_one() -> None:
     if dist.get_rank() == 1:
         time.sleep(60)
+
+
+def look_for_the_other() -> None:
+    """The first rank returns at once; the other looks whether it is still connected."""
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        dist.isend(torch.ones(1), 0)
 
 
 def unpicklable() -> object:
@@ -73,6 +81,10 @@ def test_run_ranks_names_the_rank_that_hangs_and_recovers():
     assert run_ranks(place, 2, "")[1][2] == 2.0
 
 
+def test_run_ranks_lets_no_rank_leave_before_the_others():
+    run_ranks(look_for_the_other, 2)
+
+
 def test_run_ranks_says_why_a_result_does_not_come_back():
     with pytest.raises(RankError, match="unpicklable"):
         run_ranks(unpicklable, 1)
@@ -87,6 +99,10 @@ def test_assert_matches_single_names_curve_rank_and_step():
     assert_matches_single(curve, 2, 1e-7, rtol={"loss": 1e-6})
     with pytest.raises(AssertionError, match="loss of rank 0 at step 1"):
         assert_matches_single(curve, 2, 1e-3, rtol={"loss": 1e-6})
+
+
+def done() -> str:
+    return "done"
 
 
 class LateProcess:
@@ -112,10 +128,10 @@ class LateProcess:
 
 
 def test_the_start_of_the_processes_does_not_count_as_time_of_the_job(monkeypatch):
-    monkeypatch.setattr(testing, "_work", lambda *job: "done")
+    monkeypatch.setattr(testing, "_group", lambda *place: nullcontext())
     pool = testing._Pool()
     pool._context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=LateProcess)
     try:
-        assert pool.run(place, 2, ("x",), timeout_s=0.5) == ["done", "done"]
+        assert pool.run(done, 2, (), timeout_s=0.5) == ["done", "done"]
     finally:
         pool.close()

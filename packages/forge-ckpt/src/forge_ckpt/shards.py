@@ -140,13 +140,13 @@ class _Blocks:
         self._in_block = 0
 
     def write(self, data: memoryview | bytes) -> None:
-        self._file.write(data)
         view = memoryview(data)
         self.num_bytes += len(view)
         while len(view):
             now = view[: BLOCK_BYTES - self._in_block]
             view = view[len(now) :]
             self._begun.update(now)
+            self._file.write(now)  # block by block, while the cache of the processor holds it
             self._in_block += len(now)
             if self._in_block == BLOCK_BYTES:
                 self.end_block()

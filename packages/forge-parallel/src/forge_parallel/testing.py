@@ -12,7 +12,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -121,13 +122,13 @@ class _Pool:
                     job = (address, args, rank, world_size, os.path.join(folder, "store"), timeout_s)
                     pipe.send_bytes(pickle.dumps(job))
                 answers = self._collect(workers, timeout_s)
+                left = self._have_left(workers, answers)
         except BaseException:
             # Also when a test times out in here: the late answers must not reach the next job.
             self.close()
             raise
         bad = {rank: text for rank, (state, text) in answers.items() if state != "ok"}
-        tired = any(_threads(process.pid) > MOST_THREADS for process, _ in self._workers)
-        if tired or any(answers[rank][0] != "raised" for rank in bad):
+        if not left or any(_threads(process.pid) > MOST_THREADS for process, _ in self._workers):
             self.close()
         if bad:
             said = "\n".join(f"-- rank {rank}: {text}" for rank, text in sorted(bad.items()))
@@ -182,6 +183,20 @@ class _Pool:
         for rank in waiting.values():
             answers[rank] = ("hung", "did not answer in time")
         return answers
+
+    def _have_left(
+        self, workers: Sequence[tuple[Any, Connection]], answers: Mapping[int, tuple[str, Any]]
+    ) -> bool:
+        """Wait until all ranks have left the group of their job; whether they may take another one."""
+        if any(state in ("died", "hung") for state, _ in answers.values()):
+            return False
+        end = time.monotonic() + GRACE_S
+        try:
+            return all(
+                pipe.poll(max(0.0, end - time.monotonic())) and pipe.recv_bytes() for _, pipe in workers
+            )
+        except (EOFError, ConnectionError):
+            return False
 
     def close(self) -> None:
         for process, pipe in self._workers:
@@ -246,16 +261,25 @@ def _serve(pipe: Connection) -> None:
             job = pipe.recv_bytes()
         except (EOFError, ConnectionError):
             return
+        address, args, *place = pickle.loads(job)
+        answered = False
         try:
-            answer = pickle.dumps(("ok", _work(*pickle.loads(job))))
+            with _group(*place):
+                pipe.send_bytes(pickle.dumps(("ok", _find(address)(*args))))
+                answered = True
         except BaseException:
-            answer = pickle.dumps(("raised", traceback.format_exc()))
-        pipe.send_bytes(answer)
+            if not answered:
+                pipe.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
+        pipe.send_bytes(b"left")
 
 
-def _work(
-    address: tuple[str, str], args: tuple[Any, ...], rank: int, world_size: int, store: str, timeout_s: float
-) -> Any:
+@contextmanager
+def _group(rank: int, world_size: int, store: str, timeout_s: float) -> Iterator[None]:
+    """The default group of a job. A quick rank does not leave while a slow one still connects to it.
+
+    Neither to this group nor to those that the job makes: no barrier of torch follows those. A rank that
+    fails leaves at once, so that the others notice.
+    """
     import torch.distributed as dist
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -267,8 +291,8 @@ def _work(
         timeout=timedelta(seconds=timeout_s),
     )
     try:
-        # A quick rank must not leave while a slow one still connects to it.
         dist.barrier()
-        return _find(address)(*args)
+        yield
+        dist.barrier()
     finally:
         dist.destroy_process_group()
