@@ -20,6 +20,7 @@ from faults import LONG, Calls, Killed, figure, files, on_ranks, write_files
 from forge_ckpt import CheckpointError, Snapshot, Store
 from forge_ckpt import manifest as manifests
 from forge_ckpt.layout import Entry
+from forge_ckpt.pins import pin, unpin
 from forge_ckpt.shards import Box
 
 ROWS, MOST_RANKS = 7, 3
@@ -49,6 +50,7 @@ class Model:
         self.published: dict[int, tuple[int, dict[str, bytes]]] = {}
         self.epoch = self.contents = self.step = 0
         self.pinned: int | None = None
+        self.pins: set[int] = set()
         self.doubtful: set[int] = set()
         self.stores: list[Store] = []
         self.done: Counter[str] = Counter()
@@ -83,7 +85,8 @@ class Model:
             return {*steps, *(looks.keys() & self.doubtful)}
         before = [s for s in good if self.pinned is not None and s <= self.pinned][-1:]
         doubtful = looks.keys() & self.doubtful
-        return {*doubtful, *passing[-KEEP:], good[-1], *before, *(s for s in steps if s % EVERY == 0)}
+        stays = {s for s in steps if s % EVERY == 0 or s in self.pins}
+        return {*doubtful, *passing[-KEEP:], good[-1], *before, *stays}
 
     def opened(self, size: int) -> list[Store]:
         """A new start of the run."""
@@ -257,6 +260,17 @@ class Model:
     def do_pin(self) -> None:
         self.pinned = self.draw.choice([None, *self.disk(), 1000])
 
+    def do_pin_by_hand(self) -> None:
+        """As `forge-ckpt pin` and `unpin` do, whatever the run does."""
+        step = self.draw.choice([int(path.name[5:]) for path in self.folder.glob("step-*")] or [1])
+        if step in self.pins:
+            unpin(self.folder, step)
+            self.pins.discard(step)
+        elif (self.folder / f"step-{step:09d}").exists():
+            pin(self.folder, step)
+            self.pins.add(step)
+            self.done["pinned"] += 1
+
     def do_start(self) -> None:
         self.start()
         self.done["started"] += 1
@@ -285,6 +299,7 @@ OPERATIONS = {
     Model.do_corrupt: 4,
     Model.do_prune: 1,
     Model.do_pin: 1,
+    Model.do_pin_by_hand: 1,
     Model.do_start: 2,
     Model.do_start_unreadable: 2,
 }
