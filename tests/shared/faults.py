@@ -124,7 +124,7 @@ class Group:
         self.size = size
         self.barrier = threading.Barrier(size)
         self.values: list[bytes] = [b""] * size
-        self.handed: dict[int, Any] = {}
+        self.handed: dict[tuple[int, int], Any] = {}
         self.handed_out = threading.Condition()
 
 
@@ -147,15 +147,13 @@ def thread_ranks(group: Group, rank: int) -> Any:
         def _broadcast(self, values: list[Any], source: int) -> list[Any]:
             return self.gather(values)[source]
 
-        def hand_out(self, tensors: Any, source: int, among: Any) -> None:
+        def swap(self, gives: Any, to: int, takes: Any, source: int) -> None:
             with group.handed_out:
-                if rank == source:
-                    group.handed[source] = [tensor.clone() for tensor in tensors]
-                    group.handed_out.notify_all()
-                else:
-                    group.handed_out.wait_for(lambda: source in group.handed, 60)
-                    for tensor, values in zip(tensors, group.handed[source], strict=True):
-                        tensor.copy_(values)
+                group.handed[rank, to] = [tensor.clone() for tensor in gives]
+                group.handed_out.notify_all()
+                group.handed_out.wait_for(lambda: (source, rank) in group.handed, 60)
+                for tensor, values in zip(takes, group.handed.pop((source, rank)), strict=True):
+                    tensor.copy_(values)
 
     made = ThreadRanks()
     made.rank, made.size = rank, group.size

@@ -141,28 +141,27 @@ class Ranks:
                 writers[name] = holders[crc32(name.encode()) % len(holders)]
         return {key: box._replace(is_first_copy=writers.get(key) == self.rank) for key, box in boxes.items()}
 
-    def hand_out(self, tensors: Sequence[Tensor], source: int, among: Sequence[int]) -> None:
-        """Fill the tensors of some ranks with the values that one of them has. Collective among them.
+    def swap(self, gives: Sequence[Tensor], to: int, takes: Sequence[Tensor], source: int) -> None:
+        """Send tensors to one rank while others are received from another.
 
         Args:
-            tensors: contiguous, in host memory; the same dtypes and shapes on these ranks.
-            source: the one whose values they are.
-            among: the ranks, in the order of all.
+            gives: contiguous, in host memory; `to` takes as many, of the same dtypes and shapes.
+            to: who gets them.
+            takes: filled with what `source` gives.
+            source: whose values those are.
         """
         import torch
         import torch.distributed as dist
 
         works = []
-        for tag, tensor in enumerate(tensors):
-            data = tensor.reshape(-1).view(torch.uint8)
-            if not len(data):
-                continue
-            if self.rank != source:
+        for tag, tensor in enumerate(takes):
+            if tensor.numel():
+                data = tensor.reshape(-1).view(torch.uint8)
                 works.append(dist.irecv(data, group=self.group, group_src=source, tag=tag))
-                continue
-            for other in among:
-                if other != source:
-                    works.append(dist.isend(data, group=self.group, group_dst=other, tag=tag))
+        for tag, tensor in enumerate(gives):
+            if tensor.numel():
+                data = tensor.reshape(-1).view(torch.uint8)
+                works.append(dist.isend(data, group=self.group, group_dst=to, tag=tag))
         for work in works:
             work.wait()
 

@@ -118,10 +118,17 @@ class Replicas:
         return replace(wanted, tensors=tensors)
 
     def exchange(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give the others what this rank has read, and take what they have. Collective, of all replicas."""
-        for reader in self._alike if len(self._alike) > 1 else ():
-            names = (name for name in sorted(tensors) if self._reader[name] == reader)
-            self._ranks.hand_out([tensors[name] for name in names], reader, self._alike)
+        """Give the others what this rank has read, and take what they have. Collective, of all replicas.
+
+        Each sends to one of the others and receives from another at a time, so that all links are in use.
+        """
+        read_by: dict[int, list[Tensor]] = {rank: [] for rank in self._alike}
+        for name in sorted(tensors):
+            read_by[self._reader[name]].append(tensors[name])
+        size, mine = len(self._alike), self._alike.index(self._ranks.rank)
+        for distance in range(1, size):
+            to, source = self._alike[(mine + distance) % size], self._alike[(mine - distance) % size]
+            self._ranks.swap(read_by[self._ranks.rank], to, read_by[source], source)
 
 
 def require_fit(step: int, everyone: Sequence[Staged], names: Sequence[str]) -> None:
