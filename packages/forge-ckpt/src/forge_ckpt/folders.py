@@ -18,6 +18,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from forge_ckpt import manifest as manifests
@@ -48,6 +49,7 @@ class Folders:
         self._lease = lease
         self._marks = [root / PROGRESS, *marks]
         self._own_epoch = _epoch_of(lease)
+        self._reachable = False
 
     def of(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -126,8 +128,10 @@ class Folders:
             for name in os.listdir(self.root):
                 if match := _SWAP.fullmatch(name):
                     target = self.of(int(match[1]))
-                    old = self.root / name.replace(".swap-", ".old-", 1)
-                    os.rename(self.root / name, old if target.exists() else target)
+                    if target.exists():
+                        sync_folder(self.root)  # or a power cut leaves neither under its name
+                        target = self.root / name.replace(".swap-", ".old-", 1)
+                    os.rename(self.root / name, target)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -135,11 +139,21 @@ class Folders:
 
     def _after_commit(self, step: int) -> None:
         """What follows is worth a warning, and no reason to call the save failed."""
-        for work in (lambda: sync_folder(self.root), lambda: self._mark(step)):
+        for work in (self._sync, lambda: self._mark(step)):
             try:
                 work()
             except OSError as error:
                 log.warning("step %d is saved, but: %s", step, error)
+
+    def _sync(self) -> None:
+        """See the name of a checkpoint on the disk; the first time, those of the folders around it too."""
+        sync_folder(self.root)
+        for folder in self.root.absolute().parents if not self._reachable else ():
+            with suppress(PermissionError):  # somebody else made it
+                sync_folder(folder)
+            if folder.is_mount():
+                break
+        self._reachable = True
 
     def _mark(self, step: int) -> None:
         highest = str(max(step, self.progress())).encode()
