@@ -174,5 +174,5 @@ def test_power_cut_at_any_moment_leaves_what_was_confirmed(tmp_path, ranks):
             outcomes[told] = outcomes.get(told, 0) + 1
     assert len(disk.left) > 100 and len(outcomes) == 2, outcomes
     told = ", ".join(f"{count:,} {what}" for what, count in sorted(outcomes.items()))
-    figure(f"power cut at any moment of saves, what was not synced lost in part, {ranks} rank{'s'[:ranks > 1]}",
+    figure(f"power cut at any moment of saves, what was not synced lost in part, ranks: {ranks}",
            len(disk.left), f"the newest confirmed is found ({told})")  # fmt: skip
