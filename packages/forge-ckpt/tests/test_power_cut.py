@@ -87,11 +87,8 @@ class Disk:
         for keeps in (0.0, 1.0, *(self._draw.random() for _ in range(self._draws))):
             tree: Tree = {}
             self._survives(self._top, "", keeps, tree)
-            key = (
-                self._confirmed(),
-                *sorted((name, data) for name, data in tree.items() if data is not None),
-            )
-            self.left[key] = tree
+            contents = ((name, data) for name, data in tree.items() if data is not None)
+            self.left[self._confirmed(), *sorted(contents)] = tree
 
     def _survives(self, number: int, path: str, keeps: float, tree: Tree) -> None:
         names = dict(self._synced_names.get(number, {}))
