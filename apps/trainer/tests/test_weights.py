@@ -265,6 +265,10 @@ def test_copy_common_of_a_sharded_tensor_copies_what_one_process_would(shape):
     run_ranks(_copies_like_one_process, 2, shape)
 
 
+def box(start, size):
+    return tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+
+
 def _copies_like_one_process(shape):
     source, whole = torch.arange(float(shape[0] * shape[1])).reshape(shape), torch.full((4, 7), -1.0)
     expected = whole.clone()
@@ -272,7 +276,7 @@ def _copies_like_one_process(shape):
     expected[:rows, :columns] = source[:rows, :columns]
     for dim in (0, 1):
         cut = distribute_tensor(whole.clone(), init_device_mesh("cpu", (2,)), [Shard(dim)])
-        copy_common(source, cut)
+        copy_common(shape, lambda start, size: source[box(start, size)], cut)
         assert torch.equal(cut.full_tensor(), expected)
 
 

@@ -262,7 +262,7 @@ import os, signal, sys
 from forge_ckpt import weights
 from forge_ckpt.cli import main
 number = signal.Signals[sys.argv.pop()]
-weights.sync_folder = lambda folder: os.kill(os.getpid(), number)
+weights.sync = lambda folder: os.kill(os.getpid(), number)
 main()
 """
 

@@ -436,7 +436,7 @@ def contend(root: Path, writer: int, step: int) -> None:
 
 def orphan(root: Path) -> None:
     """A start on another machine, which hears of nothing: saves until it may not any more."""
-    leases._machine = lambda: "another machine"
+    leases.this_machine = lambda: "another machine"
     leases.take(root / "lease", beat_s=1000)
     store = Store(root / "checkpoints", keep=3, lease=root / "lease")
     (root / "ready").touch()

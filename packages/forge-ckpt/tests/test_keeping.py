@@ -53,7 +53,7 @@ def test_checkpoint_that_could_not_be_read_stays_until_its_successor_is_there(tm
 
 def test_checkpoint_that_cannot_be_read_now_is_not_removed(tmp_path, monkeypatch):
     store = saved(tmp_path, 1, 2, 3, 4, keep=9)
-    store.keep, store.pinned, read = 1, 2, manifests.read_index
+    store.keep, store.sound, read = 1, 2, manifests.read_index
 
     def unreadable(folder, *rest):
         return fail() if folder.name in ("step-000000002", "step-000000003") else read(folder, *rest)
@@ -74,10 +74,10 @@ def test_what_was_passed_over_does_not_count_when_older_ones_are_removed(tmp_pat
     read = manifests.read
     store = Store(tmp_path, keep=2)
 
-    def unreadable(folder):
+    def unreadable(folder, sizes=True):
         if folder.name != "step-000000001":
             raise manifests.UnreadableError(str(folder))
-        return read(folder)
+        return read(folder, sizes)
 
     with monkeypatch.context() as patched:
         patched.setattr(manifests, "read", unreadable)
@@ -90,7 +90,7 @@ def test_what_was_passed_over_does_not_count_when_older_ones_are_removed(tmp_pat
 def test_last_intact_one_before_a_spike_stays_when_a_newer_one_is_damaged(tmp_path):
     store = saved(tmp_path, 1, 2, 3, 4, keep=9)
     (store.folder(2) / "rank-00000.json").write_bytes(b"")
-    store.keep, store.pinned = 1, 2
+    store.keep, store.sound = 1, 2
     assert store.prune() == [2, 3]
     assert store.steps() == [1, 4]
 

@@ -49,8 +49,9 @@ class Model:
         self.lease.mkdir(parents=True)
         self.published: dict[int, tuple[int, dict[str, bytes]]] = {}
         self.epoch = self.contents = self.step = 0
-        self.pinned: int | None = None
+        self.sound: int | None = None
         self.pins: set[int] = set()
+        self.sounds: dict[int, int | None] = {}
         self.doubtful: set[int] = set()
         self.stores: list[Store] = []
         self.done: Counter[str] = Counter()
@@ -83,10 +84,21 @@ class Model:
         passing = [step for step in steps if step % EVERY]
         if len(passing) <= KEEP or not good:
             return {*steps, *(looks.keys() & self.doubtful)}
-        before = [s for s in good if self.pinned is not None and s <= self.pinned][-1:]
+        sound = self.newest_sound(steps) if self.sound is None else self.sound
+        before = [s for s in good if sound is not None and s <= sound][-1:]
         doubtful = looks.keys() & self.doubtful
         stays = {s for s in steps if s % EVERY == 0 or s in self.pins}
         return {*doubtful, *passing[-KEEP:], good[-1], *before, *stays}
+
+    def newest_sound(self, steps: list[int]) -> int | None:
+        """What the newest checkpoint says that the run may go back to, if its manifest can be read."""
+        for step in steps[::-1]:
+            path = self.folder / f"step-{step:09d}" / manifests.NAME
+            if not path.exists() and step not in self.disk():
+                return None  # it is being saved
+            if path.exists() and path.read_bytes() == self.published[step][1][manifests.NAME]:
+                return self.sounds[step]
+        return None
 
     def opened(self, size: int) -> list[Store]:
         """A new start of the run."""
@@ -98,7 +110,7 @@ class Model:
         """Load the newest intact checkpoint on some ranks."""
         size, expected = self.draw.randint(1, MOST_RANKS), self.intact() if self.published else []
         expected = [step for step in expected if step != unreadable]
-        self.stores, self.pinned = self.opened(size), None
+        self.stores, self.sound = self.opened(size), None
         live = [
             {key: value.clone() if key == "model.b" else value._replace(values=value.values.clone())
              for key, value in cut(tensors(-1), rank, size).items()}
@@ -135,7 +147,7 @@ class Model:
 
         def write(rank, ranks):
             stores[rank]._ranks = ranks
-            stores[rank].pinned = self.pinned
+            stores[rank].sound = self.sound
             if rank == armed:
                 arm()
             stores[rank].save(step, Snapshot(cut(tensors(content), rank, len(stores)), {"content": content}))
@@ -152,6 +164,7 @@ class Model:
         if not path.exists() or f'"content":{content}}}'.encode() not in (path / manifests.NAME).read_bytes():
             return False
         self.published[step] = content, files(path)
+        self.sounds[step] = self.sound
         self.doubtful.discard(step)
         return True
 
@@ -217,7 +230,8 @@ class Model:
         published = self.take_note(self.step, content, step)
         if others:
             at, content, step = others
-            self.take_note(step, content)
+            if self.take_note(step, content):
+                self.sounds[step] = None  # that process knows of nothing
             looks = [n for n, path in enumerate(self.calls.paths) if path == str(self.lease)]
             assert not published or looks[-1] < at - 1, "who lost the lease has published"
             self.done["raced"] += 1
@@ -253,12 +267,12 @@ class Model:
 
     def do_prune(self) -> None:
         expected = self.kept(self.looks(verify=True))
-        self.stores[0].pinned = self.pinned
+        self.stores[0].sound = self.sound
         self.stores[0].prune()
         assert self.disk().keys() == expected
 
     def do_pin(self) -> None:
-        self.pinned = self.draw.choice([None, *self.disk(), 1000])
+        self.sound = self.draw.choice([None, *self.disk(), 1000])
 
     def do_pin_by_hand(self) -> None:
         """As `forge-ckpt pin` and `unpin` do, whatever the run does."""

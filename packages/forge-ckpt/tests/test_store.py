@@ -391,7 +391,7 @@ def test_highest_step_ever_saved_never_sinks(tmp_path):
     assert Store(tmp_path).progress() == 5
 
 
-@pytest.mark.parametrize("work", ["_mark", "remove"])
+@pytest.mark.parametrize("work", ["_mark", "_to_trash"])
 def test_error_after_the_commit_is_no_failed_save(tmp_path, monkeypatch, caplog, work):
     store = saved(tmp_path, 1, 2, 3)
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from forge_ckpt.disk import sync, write_durably
+from forge_ckpt.error import CheckpointError
 from forge_ckpt.store import Store
 from forge_config import Change, ConfigError, MayChange, judge, to_toml
 
 from forge_trainer.job import load_job
+from forge_trainer.rollback import ROLLBACK, append_incident, read_rollbacks
 from forge_trainer.run_dir import RunFiles, append_history, read_job
 
 
@@ -20,6 +25,7 @@ def branch_run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
     Raises:
         ConfigError: the new run exists, a key may not change, or the old run has no such checkpoint.
+        CheckpointError: the checkpoint is damaged, or a disk did not do what it should.
     """
     old, new = Path(options.directory), Path(options.out)
     if new.exists():
@@ -31,17 +37,34 @@ def branch_run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if never:
         raise ConfigError(f"a branch of {old} cannot change {'; '.join(never)}: start a new run for that")
     step = _step(Store(RunFiles(old).checkpoints), options.step, old)
-    partial = new.with_name(f".{new.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    folder = Store(RunFiles(old).checkpoints).folder(step)
-    shutil.copytree(folder, RunFiles(partial).checkpoints / folder.name)
-    if RunFiles(old).environment.exists():
-        shutil.copy(RunFiles(old).environment, RunFiles(partial).environment)
-    RunFiles(partial).config.write_text(to_toml(loaded.value, imports=loaded.imports))
+    partial = new.with_name(f".{new.name}-{secrets.token_hex(4)}.partial")
     recorded = [one.change for one in judged if one.may is MayChange.RECORDED]
-    append_history(partial, step, [Change("job", str(old.resolve()), str(new.resolve())), *recorded])
-    partial.replace(new)
+    try:
+        _copy_checkpoint(RunFiles(old).checkpoints, RunFiles(partial).checkpoints, step)
+        if RunFiles(old).environment.exists():
+            shutil.copy(RunFiles(old).environment, RunFiles(partial).environment)
+        # what earlier rollbacks have left out of the data, this checkpoint has not seen
+        known = Store(RunFiles(partial).checkpoints).verify(step).meta.get("rollbacks", 0)
+        for rollback in read_rollbacks(old)[:known]:
+            append_incident(partial, ROLLBACK, asdict(rollback))
+        write_durably(RunFiles(partial).config, to_toml(loaded.value, imports=loaded.imports).encode())
+        append_history(partial, step, [Change("job", str(old.resolve()), str(new.resolve())), *recorded])
+        sync(partial)
+        partial.replace(new)
+        sync(new.parent)
+    except OSError as error:
+        raise CheckpointError(f"{new} cannot be made from {old}: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     sys.stdout.write(f"{new} goes on from step {step} of {old}: forge train {RunFiles(new).config}\n")
+
+
+def _copy_checkpoint(source: Path, target: Path, step: int) -> None:
+    """Copy a checkpoint, and see it on the disk."""
+    name = Store(source).folder(step).name
+    shutil.copytree(source / name, target / name)
+    for path in (*(target / name).iterdir(), target / name, target):
+        sync(path)
 
 
 def _step(store: Store, wanted: int | None, old: Path) -> int:

@@ -163,7 +163,7 @@ def build(
     stack: ExitStack,
     signals: Signals | None = None,
     clock: Clock | None = None,
-    hold: Callable[[ProcessGroup | None], AbstractContextManager[None]] = nullcontext,
+    hold: Callable[[ProcessGroup | None], AbstractContextManager[int | None]] = lambda group: nullcontext(),
 ) -> Run:
     """Make a run, continued from its newest checkpoint if it has one. Collective.
 
@@ -172,7 +172,8 @@ def build(
         stack: what the run opens is closed with it.
         signals: entered; without it the run makes its own.
         clock: counts from before the build; without it the run makes its own.
-        hold: given the control group, makes this start the only one that writes to the run directory.
+        hold: given the control group, makes this start the only one that writes to the run directory; gives
+            the number of its lease.
     """
     signals, clock = signals or stack.enter_context(Signals()), clock or Clock()
     env = Env.detect()
@@ -181,13 +182,13 @@ def build(
     stack.enter_context(process_group(env, needed=job.parallel.needs_group(env.device.type)))
     stack.enter_context(together.inside())
     mesh = build_mesh(job.mesh, env)
-    stack.enter_context(hold(mesh.control_group))
+    epoch = stack.enter_context(hold(mesh.control_group))
 
     parts = build_parts(job, mesh)
     with without_dynamo():
         optimizer = job.optimizer.build(trainable(parts), mesh)
     state = TrainState(parts, optimizer)
-    store = open_store(job, mesh)
+    store = open_store(job, mesh, epoch)
     rollbacks = Rollbacks(job.job.directory, store, mesh.control_group)
     progress, fingerprint, counts, begins = resume_or_start(store, state, parts, job)
     loader = open_data(job, mesh, rollbacks, progress, fingerprint, begins, lambda: clock.enter(BUILD))
@@ -240,7 +241,7 @@ def build_parts(job: Job, mesh: Mesh) -> list[nn.Module]:
     return parts
 
 
-def open_store(job: Job, mesh: Mesh) -> Store:
+def open_store(job: Job, mesh: Mesh, epoch: int | None = None) -> Store:
     """The checkpoints of the run, with a group of their own: they are written beside training. Collective."""
     config, files = job.checkpoint, RunFiles(job.job.directory)
     group = host_group() if mesh.control_group is not None else None
@@ -252,6 +253,7 @@ def open_store(job: Job, mesh: Mesh) -> Store:
         partial(local_shard, mesh=mesh),
         files.lease,
         files.progress_marks,
+        epoch,
         config.is_dense,
     )
 

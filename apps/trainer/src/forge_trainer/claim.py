@@ -69,8 +69,8 @@ class Claim:
         self._exit: dict[str, Any] = {}
 
     @contextmanager
-    def hold(self, group: ProcessGroup | None) -> Iterator[None]:
-        """Be the only one who writes to the run directory. Collective.
+    def hold(self, group: ProcessGroup | None) -> Iterator[int]:
+        """Be the only one who writes to the run directory; gives the number of the lease. Collective.
 
         The first rank takes the lease; the others hear of it before they touch anything.
 
@@ -82,7 +82,7 @@ class Claim:
             error, self._epoch, self.changes = from_first(self._take, group)
             if error is not None:
                 raise error
-            yield
+            yield self._epoch
         except BaseException as error:
             self.ended(_code(error), f"{type(error).__name__}: {error}")
             raise

@@ -180,7 +180,7 @@ class Unfit:
 
     def __call__(self, step: int) -> Verdict:
         """CONTINUE if every parameter is finite, and all copies are the same. Waits for the device."""
-        self.store.pinned = self.ladder.sound(step)
+        self.store.sound = self.ladder.sound(step)
         mine = Verdict.CONTINUE if self._all_finite() else Verdict.ABORT
         if agree(mine, self.mesh.control_group) is not Verdict.CONTINUE:
             return self.ladder.not_finite(step)

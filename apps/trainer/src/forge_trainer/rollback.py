@@ -112,6 +112,7 @@ class Rollbacks:
 
     def _discard(self) -> None:
         """Remove checkpoints of what was given up."""
+        self._store.settle()  # or one of them comes back later
         for step in self._store.steps():
             later = [nth for nth, one in enumerate(self.taken, 1) if step > one.to]
             try:

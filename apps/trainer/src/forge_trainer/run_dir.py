@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from forge_ckpt.folders import write_durably
+from forge_ckpt.disk import write_durably
 from forge_config import Change, ConfigError, Judged, MayChange, judge, to_toml
 
 from forge_trainer.environment import FILE, recorded_folder

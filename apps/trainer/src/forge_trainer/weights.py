@@ -1,10 +1,10 @@
 """Where the tensors of a run come from and go to: initial values, weights from elsewhere, checkpoints."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from forge_ckpt.error import CheckpointError
 from forge_ckpt.saver import Saver
 from forge_ckpt.state import MODEL, TrainState, model_tensors
 from forge_ckpt.store import Store
+from forge_ckpt.values import from_json, to_json
 from forge_ckpt.weights import Weights
 from forge_config import ConfigError
 from forge_data.loader import Loader
@@ -30,6 +31,11 @@ from forge_trainer.job import Job
 from forge_trainer.origin import Chosen, choose, require_origin, unlike
 from forge_trainer.progress import Progress, Stateful
 from forge_trainer.say import say
+
+Shape = tuple[int, ...]
+
+Read = Callable[[Shape, Shape], Tensor]
+"""Given where a box of a tensor starts and its extents, its values."""
 
 
 def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
@@ -49,7 +55,9 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
         own = dict([*part.named_parameters(remove_duplicate=False), *part.named_buffers()])
         for name in (*chosen.taken, *chosen.resized) if chosen is not None else ():
             if name in own:
-                copy_common(_numbers(name, theirs[name], own[name], job), own[name])
+                dtype, shape, read = _source(theirs, name)
+                _require_numbers(name, dtype, own[name], job)
+                copy_common(shape, read, own[name])
     if Env.detect().rank == 0:
         say("".join(f"{line}\n" for line in lines), sys.stdout)
 
@@ -61,7 +69,7 @@ def _chosen(job: Job) -> tuple[Chosen, Mapping[str, Tensor], Sequence[str]]:
     if origin.is_checkpoint:
         there = Checkpointed(origin.folder, MODEL)
         theirs: Mapping[str, Tensor] = there
-        shapes = {name: tuple(there.manifest.tensors[MODEL + name].shape) for name in there}
+        shapes = {name: there.entry(name).shape for name in there}
     else:
         weights = Weights(origin.folder)
         hf, in_parts = weights.config(), job.train.init_in_parts
@@ -75,18 +83,17 @@ def _chosen(job: Job) -> tuple[Chosen, Mapping[str, Tensor], Sequence[str]]:
     return chosen, theirs, lines
 
 
-def _numbers(name: str, source: Tensor, target: Tensor, job: Job) -> Tensor:
-    """A tensor from elsewhere; quantized ones are no numbers without their scales.
+def _require_numbers(name: str, dtype: torch.dtype, target: Tensor, job: Job) -> None:
+    """See that a tensor from elsewhere is not quantized: it would be no numbers without its scales.
 
     Raises:
-        CheckpointError: it is quantized.
+        CheckpointError: it is.
     """
-    if source.dtype != target.dtype and not (source.is_floating_point() and source.element_size() > 1):
+    if dtype != target.dtype and not (dtype.is_floating_point and dtype.itemsize > 1):
         raise CheckpointError(
-            f"{name} of {job.train.init_from} is {str(source.dtype).removeprefix('torch.')}; expected "
+            f"{name} of {job.train.init_from} is {str(dtype).removeprefix('torch.')}; expected "
             "float16, bfloat16, float32 or float64: take weights that are not quantized"
         )
-    return source
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -96,19 +103,33 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name.removeprefix(MODEL): tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
+def _source(theirs: Mapping[str, Tensor], name: str) -> tuple[torch.dtype, Shape, Read]:
+    """Dtype and shape of a tensor from elsewhere, and what reads a box of it: of a checkpoint, only that."""
+    if isinstance(theirs, Checkpointed):
+        entry = theirs.entry(name)
+        return getattr(torch, entry.dtype), entry.shape, partial(theirs.part, name)
+    whole = theirs[name]
+
+    def read(start: Shape, size: Shape) -> Tensor:
+        return whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+
+    return whole.dtype, tuple(whole.shape), read
+
+
 @torch.no_grad()
-def copy_common(source: Tensor, target: Tensor) -> None:
+def copy_common(shape: Shape, read: Read, target: Tensor) -> None:
     """Copy what two tensors have in common, from the first index of each dim on.
 
     Args:
-        source: a full tensor.
+        shape: of the source, whole.
+        read: reads a box of it.
         target: sharded or not; of as many dims. This rank takes the part that it holds.
     """
     values, offsets, _ = local_shard(target)
-    ends = [min(o + n, whole) for o, n, whole in zip(offsets, values.shape, source.shape, strict=True)]
-    if all(end > offset for offset, end in zip(offsets, ends, strict=True)):
-        here = tuple(slice(0, end - offset) for offset, end in zip(offsets, ends, strict=True))
-        values[here].copy_(source[tuple(map(slice, offsets, ends))])
+    ends = [min(o + n, whole) for o, n, whole in zip(offsets, values.shape, shape, strict=True)]
+    size = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
+    if min(size, default=1) > 0:
+        values[tuple(map(slice, size))].copy_(read(offsets, size))
 
 
 def resume_or_start(
@@ -133,7 +154,8 @@ def resume_or_start(
         return Progress(), None, {}, {}
     state.restore(found.values)
     meta = found.meta
-    return Progress(**meta["progress"]), meta["data"], meta.get("counts", {}), found.values
+    counts = {name: _state(saved) for name, saved in meta.get("counts", {}).items()}
+    return Progress(**meta["progress"]), meta["data"], counts, found.values
 
 
 class SaveRun:
@@ -202,17 +224,18 @@ class SaveRun:
         return self._saver.failures > 0
 
 
-def _plain(name: str, state: Any) -> Any:
-    """The state of a guard or a hook.
+def _plain(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a guard or a hook, as JSON that comes back exactly; `_state` is the inverse.
 
     Raises:
         ConfigError: JSON cannot hold it.
     """
     try:
-        json.dumps(state)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{name}: state() returned what a checkpoint cannot hold ({error}); return dictionaries, lists, "
-            "numbers and texts"
-        ) from None
-    return state
+        return to_json(dict(state), "it")
+    except (CheckpointError, TypeError) as error:
+        raise ConfigError(f"{name}: state() returned what a checkpoint cannot hold: {error}") from None
+
+
+def _state(saved: dict[str, Any]) -> dict[str, Any]:
+    """What `_plain` was given; or, from an older version, JSON as it is."""
+    return from_json(saved) if saved.keys() == {"dict"} else saved

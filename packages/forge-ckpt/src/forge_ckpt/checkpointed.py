@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_ckpt import manifest as manifests
+from forge_ckpt.layout import Entry, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,18 +32,33 @@ class Checkpointed(Mapping[str, "Tensor"]):
         return Checkpointed(self._folder, self._prefix + prefix)
 
     def __getitem__(self, name: str) -> Tensor:
+        shape = self.entry(name).shape
+        return self.part(name, (0,) * len(shape), shape)
+
+    def entry(self, name: str) -> Entry:
+        """Dtype and shape of a tensor."""
+        return self.manifest.tensors[self._prefix + name]
+
+    def part(self, name: str, start: Shape, size: Shape) -> Tensor:
+        """A box of a tensor; only the blocks that hold it are read, verified.
+
+        Args:
+            name: of the tensor.
+            start: index of its first element.
+            size: its extents.
+        """
         from forge_ckpt.shards import Box, empty, stage
 
         name = self._prefix + name
         entry = self.manifest.tensors[name]
-        box = Box(empty(entry), (0,) * len(entry.shape), None, entry)
+        box = Box(empty(Entry(entry.dtype, size)), start, None, entry)
         return stage(self._folder, self.manifest, {name: box}, self._index)[name]
 
     def on_meta(self) -> dict[str, Tensor]:
         """Their dtypes and shapes, as tensors without values."""
         import torch
 
-        described = ((name, self.manifest.tensors[self._prefix + name]) for name in self)
+        described = ((name, self.entry(name)) for name in self)
         return {
             name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
             for name, entry in described

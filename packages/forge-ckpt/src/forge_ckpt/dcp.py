@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,8 @@ class Described(msgspec.Struct, frozen=True):
                 raise CheckpointError(f"a chunk of {name} is {values.dtype} {list(values.size)}")
             if len(values.stride) != len(values.size) or (last + 1) * item > values.bytes:
                 raise CheckpointError(f"a chunk of {name} reaches beyond its storage")
+            if prod(values.size) * item > values.bytes:
+                raise CheckpointError(f"a chunk of {name} has more elements than its storage")
 
 
 class _Contents(msgspec.Struct, frozen=True):
@@ -169,11 +172,11 @@ def _read_apart(folder: Path) -> bytes:
 
 def _read_values(path: Path, values: Values) -> bytearray:
     """The bytes of a storage, compared with their CRC-32."""
-    data = bytearray(values.bytes)
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size < values.first + values.bytes:
                 raise DamagedError(path, "is too short")
+            data = bytearray(values.bytes)
             file.seek(values.first)
             rest = memoryview(data)
             while len(rest) and (count := file.readinto(rest)):

@@ -81,6 +81,8 @@ REBUILT, ELSE = _record("Rebuilt"), _record("Else")
 class Name(str):
     """A dtype or the class of a storage, by name."""
 
+    __slots__ = ()
+
 
 _OF_METADATA = {
     "Metadata": METADATA_CLASS,

@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from forge_ckpt import manifest as manifests
+from forge_ckpt.disk import sync, write_durably
 from forge_ckpt.error import CheckpointError, DamagedError
 from forge_ckpt.lease import newest_epoch
 from forge_ckpt.manifest import Manifest
@@ -42,13 +43,20 @@ class Folders:
         root: the folder.
         lease: the folder of the lease of the run, if there is one: who no longer holds it does not publish.
         marks: more files that remember the highest step, outside of the folder.
+        epoch: which lease is ours; if None, the newest one now.
     """
 
-    def __init__(self, root: Path, lease: Path | None = None, marks: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        root: Path,
+        lease: Path | None = None,
+        marks: Sequence[Path] = (),
+        epoch: int | None = None,
+    ) -> None:
         self.root = root
         self._lease = lease
         self._marks = [root / PROGRESS, *marks]
-        self._own_epoch = _epoch_of(lease)
+        self._own_epoch = _epoch_of(lease) if epoch is None else epoch
         self._reachable = False
 
     def of(self, step: int) -> Path:
@@ -89,7 +97,7 @@ class Folders:
         """
         data = manifests.encode(manifest)
         write_durably(partial / manifests.NAME, data)
-        sync_folder(partial)
+        sync(partial)
         self.require_lease()
         target = self.of(manifest.step)
         if replaces and target.exists():
@@ -129,7 +137,7 @@ class Folders:
                 if match := _SWAP.fullmatch(name):
                     target = self.of(int(match[1]))
                     if target.exists():
-                        sync_folder(self.root)  # or a power cut leaves neither under its name
+                        sync(self.root)  # or a power cut leaves neither under its name
                         target = self.root / name.replace(".swap-", ".old-", 1)
                     os.rename(self.root / name, target)
         except FileNotFoundError:
@@ -147,10 +155,10 @@ class Folders:
 
     def _sync(self) -> None:
         """See the name of a checkpoint on the disk; the first time, those of the folders around it too."""
-        sync_folder(self.root)
+        sync(self.root)
         for folder in self.root.absolute().parents if not self._reachable else ():
             with suppress(PermissionError):  # somebody else made it
-                sync_folder(folder)
+                sync(folder)
             if folder.is_mount():
                 break
         self._reachable = True
@@ -201,26 +209,36 @@ class Folders:
                 self._remove(self.root / name)
             elif name.startswith(".trash-"):
                 shutil.rmtree(self.root / name, ignore_errors=True)
+        for mark in self._marks:
+            left = re.compile(rf"\.{re.escape(mark.name)}-[0-9a-f]{{8}}")
+            for name in os.listdir(mark.parent) if mark.parent.is_dir() else ():
+                if left.fullmatch(name):
+                    (mark.parent / name).unlink(missing_ok=True)
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint."""
         self._remove(self.of(step))
 
     def _remove(self, path: Path) -> None:
+        trash = self._to_trash(path)
+        if trash is not None:
+            shutil.rmtree(trash, ignore_errors=True)
+
+    def _to_trash(self, path: Path) -> Path | None:
         """By a name that nobody else uses: a folder that is published meanwhile is not emptied."""
         trash = self.root / f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}"
         try:
             os.rename(path, trash)
         except FileNotFoundError:
-            return  # published, or removed by somebody else
-        shutil.rmtree(trash, ignore_errors=True)
+            return None  # published, or removed by somebody else
+        return trash
 
     def prune(
         self,
         keep: int,
         stays: Callable[[int], bool],
         verify: bool,
-        pinned: int | None = None,
+        sound: int | None = None,
         doubtful: Collection[int] = (),
     ) -> list[int]:
         """Remove what is no longer kept; the newest that is intact, milestones and pins always stay.
@@ -229,7 +247,8 @@ class Folders:
             keep: newest checkpoints that stay, not counting milestones.
             stays: whether a step is a milestone; those that were saved as such are, too.
             verify: whether intact means that every byte was read and compared, or only manifests and sizes.
-            pinned: the newest intact checkpoint of this step or an earlier one stays, too.
+            sound: the newest intact checkpoint of this step or an earlier one stays, too; if None, what the
+                newest checkpoint says of that.
             doubtful: checkpoints that stay, and do not count.
 
         Returns:
@@ -242,13 +261,28 @@ class Folders:
         intact, needed = self._down_to_intact(steps[::-1], verify)
         if not intact:
             return []
-        if pinned is not None and needed[-1] > pinned:
-            needed += self._down_to_intact([step for step in steps[::-1] if step <= pinned], verify)[1]
+        sound = self._sound(steps) if sound is None else sound
+        if sound is not None and needed[-1] > sound:
+            needed += self._down_to_intact([step for step in steps[::-1] if step <= sound], verify)[1]
         needed += pins(self.root)
-        going = [step for step in passing[:-keep] if step not in needed]
-        for step in going:
-            self.remove(step)
-        return going
+        return [step for step in passing[:-keep] if step not in needed and self._remove_unpinned(step)]
+
+    def _sound(self, steps: Sequence[int]) -> int | None:
+        """What the newest checkpoint says that the run may go back to."""
+        for step in steps[::-1]:
+            with suppress(CheckpointError):
+                return manifests.read(self.of(step), sizes=False).sound
+        return None
+
+    def _remove_unpinned(self, step: int) -> bool:
+        """Remove a checkpoint unless it was pinned at this moment; whether it is removed."""
+        trash = self._to_trash(self.of(step))
+        if trash is not None and step in pins(self.root):
+            os.rename(trash, self.of(step))
+            return False
+        if trash is not None:
+            shutil.rmtree(trash, ignore_errors=True)
+        return True
 
     def verify(self, step: int) -> Manifest:
         """Read a whole checkpoint and compare every byte.
@@ -306,7 +340,7 @@ class Folders:
 
     def _is_milestone(self, step: int) -> bool:
         try:
-            return manifests.read(self.of(step)).milestone
+            return manifests.read(self.of(step), sizes=False).milestone
         except DamagedError:
             return False
         except CheckpointError:
@@ -332,22 +366,5 @@ def _marked(path: Path) -> int:
         return max(0, int(data))
     except ValueError:
         return 0
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file and see it on the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """See the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -72,11 +72,12 @@ class Holder:
         since = datetime.now(UTC).isoformat(timespec="seconds")
         job = os.environ.get("SLURM_JOB_ID")
         process = _process(pid) or UNKNOWN
-        return cls(platform.node(), pid, since, job, _machine(), _namespace(), process, secrets.token_hex(8))
+        nonce = secrets.token_hex(8)
+        return cls(platform.node(), pid, since, job, this_machine(), _namespace(), process, nonce)
 
     def is_alive(self) -> bool | None:
         """Whether the process runs; None when that cannot be told from this machine or container."""
-        if (self.machine, self.namespace) != (_machine(), _namespace()):
+        if (self.machine, self.namespace) != (this_machine(), _namespace()):
             return None
         return _process(self.pid) in (self.started, UNKNOWN)
 
@@ -278,7 +279,8 @@ def _bytes(path: Path) -> bytes | None:
 
 
 @cache
-def _machine() -> str:
+def this_machine() -> str:
+    """Names the machine until its next boot."""
     boot = _bytes(Path("/proc/sys/kernel/random/boot_id"))
     return boot.decode().strip() if boot else f"{platform.node()}-{uuid.getnode():x}"
 

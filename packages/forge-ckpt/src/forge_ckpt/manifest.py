@@ -9,6 +9,7 @@ Both kinds of JSON begin with a line that holds the digest of the rest.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from base64 import b64decode, b64encode
@@ -115,6 +116,8 @@ class Manifest(msgspec.Struct, frozen=True):
         step: optimizer steps taken.
         torch: version of torch.
         milestone: it is never pruned.
+        sound: the newest checkpoint that is not of a later step than this is needed as well: the run may go
+            back to it.
         meta: everything that is no tensor and is one for all ranks.
         values: plain values by name, of all ranks together.
         files: what each rank wrote.
@@ -131,6 +134,7 @@ class Manifest(msgspec.Struct, frozen=True):
     files: list[File]
     layouts: list[Layout]
     tensors: dict[str, Entry]
+    sound: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -209,11 +213,12 @@ def encode_digests(digests: list[bytes]) -> str:
     return b64encode(b"".join(digests)).decode()
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Path, sizes: bool = True) -> Manifest:
     """The manifest of a checkpoint, its digest and the sizes of all files compared.
 
     Args:
         folder: named after its step.
+        sizes: look at the files too: two for each rank that wrote.
 
     Raises:
         DamagedError: names what is wrong.
@@ -235,7 +240,7 @@ def read(folder: Path) -> Manifest:
         raise UnsupportedError(f"{path} is not one that we write: {error}") from None
     if folder.name != step_name(manifest.step):
         raise DamagedError(folder, f"holds step {manifest.step}; somebody copied or renamed it")
-    for rank, file in enumerate(manifest.files):
+    for rank, file in enumerate(manifest.files if sizes else ()):
         require_size(folder / values_name(rank), file.num_bytes)
         if version == FORMAT:
             require_size(folder / index_name(rank), file.index_bytes)
@@ -276,6 +281,28 @@ def read_index(folder: Path, manifest: Manifest, rank: int) -> Index:
     ):
         raise UnsupportedError(f"{path} has not one digest for each block")
     return index
+
+
+def require_json(meta: Mapping[str, Any]) -> None:
+    """See that meta comes back as what it is, but for tuples, which come back as lists.
+
+    Raises:
+        CheckpointError: JSON cannot hold it.
+    """
+    for key, value in meta.items():
+        try:
+            same = json.loads(json.dumps(value, allow_nan=False)) == copied(value)
+        except (TypeError, ValueError, RecursionError):
+            same = False
+        if not same:
+            raise CheckpointError(f"meta {key!r} would not come back as it is: {value!r:.200}; expected JSON")
+
+
+def copied(value: Any) -> Any:
+    """A copy of plain values; tuples become lists, as in JSON."""
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def require_size(path: Path, num_bytes: int) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 from pathlib import Path
 
+from forge_ckpt.disk import sync
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.manifest import step_name
 
@@ -38,6 +39,7 @@ def pin(root: Path, step: int) -> None:
     path = _path(root, step)
     if (root / step_name(step)).is_dir():
         path.touch()
+        sync(root)
         if (root / step_name(step)).is_dir():  # whoever prunes from now on sees the pin
             return
         path.unlink(missing_ok=True)

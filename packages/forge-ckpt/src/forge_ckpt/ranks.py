@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from heapq import heapreplace
 from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.layout import Entry
+from forge_ckpt.lease import this_machine
 from forge_ckpt.manifest import digest
 
 if TYPE_CHECKING:
@@ -20,18 +22,6 @@ if TYPE_CHECKING:
     from forge_ckpt.shards import Box
 
 R = TypeVar("R")
-
-
-class Held(msgspec.Struct, frozen=True):
-    """What a rank holds.
-
-    Attributes:
-        tensors: dtype and shape of each, by name.
-        values: plain values by name.
-    """
-
-    tensors: dict[str, Entry]
-    values: dict[str, Any]
 
 
 class Ranks:
@@ -47,6 +37,11 @@ class Ranks:
             import torch.distributed as dist
 
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def on_this_machine(self) -> int:
+        """How many of the ranks share the memory of this machine. Collective."""
+        machines = self.gather(this_machine())
+        return machines.count(machines[self.rank])
 
     def gather(self, value: R) -> list[R]:
         """The value of each rank, on every rank. Collective."""
@@ -100,18 +95,31 @@ class Ranks:
             raise CheckpointError(answer[1])
         return answer[0]
 
-    def held(self, tensors: Mapping[str, Entry], values: Mapping[str, Any]) -> tuple[list[Held], list[int]]:
-        """What the ranks hold, each different answer once, and which one is that of each rank. Collective."""
-        mine = msgspec.json.encode(Held(dict(sorted(tensors.items())), dict(sorted(values.items()))))
+    def held(self, tensors: Mapping[str, Entry]) -> tuple[list[dict[str, Entry]], list[int]]:
+        """Tensors by name that ranks hold, each different answer once, and that of each rank. Collective."""
+        mine = msgspec.json.encode(dict(sorted(tensors.items())))
         digests = self.gather(digest(mine))
         distinct = list(dict.fromkeys(digests))
         found = []
         for one in distinct:
             data = self._broadcast([mine], digests.index(one))[0]
-            found.append(msgspec.json.decode(data, type=Held))
+            found.append(msgspec.json.decode(data, type=dict[str, Entry]))
         return found, [distinct.index(one) for one in digests]
 
-    def share(self, boxes: Mapping[str, Box], held: list[Held], held_of: list[int]) -> dict[str, Box]:
+    def values_to_first(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The plain values of all ranks, each different answer once, on the first rank. Collective.
+
+        Raises:
+            CheckpointError: on every rank when some of any are not JSON.
+        """
+        mine = self.each(lambda: msgspec.json.encode(dict(sorted(values.items()))))
+        digests = self.gather(digest(mine))
+        is_first = digests.index(digests[self.rank]) == self.rank
+        return [msgspec.json.decode(data) for data in self.to_first(mine if is_first else None) if data]
+
+    def share(
+        self, boxes: Mapping[str, Box], held: Sequence[Mapping[str, Entry]], held_of: Sequence[int]
+    ) -> dict[str, Box]:
         """Decide who writes what several ranks hold, so that each of them writes some. Collective.
 
         Ranks that hold the same box of every tensor, as replicas do, share what any of them is to write; so
@@ -128,15 +136,19 @@ class Ranks:
         alike = [rank for rank, (which, _) in enumerate(everyone) if which == mine]
         due = np.bitwise_or.reduce([np.frombuffer(everyone[rank][1], np.uint8) for rank in alike])
         writers: dict[str, int] = {}
-        bytes_of = dict.fromkeys(alike, 0)
+        least = [(0, rank) for rank in alike]
+        holders_of: dict[tuple[bool, ...], list[int]] = {}
         due_of = dict(zip(names, np.unpackbits(due, count=len(names)), strict=True))
         for name in sorted(names, key=lambda name: (-boxes[name].values.nbytes, name)):
             holders = alike
             if boxes[name].is_first_copy is None:
-                holders = [rank for rank, which in enumerate(held_of) if name in held[which].tensors]
+                among = tuple(name in one for one in held)
+                if among not in holders_of:
+                    holders_of[among] = [rank for rank, which in enumerate(held_of) if among[which]]
+                holders = holders_of[among]
             if holders == alike and (due_of[name] or boxes[name].is_first_copy is None):
-                writers[name] = min(alike, key=lambda rank: (bytes_of[rank], rank))
-                bytes_of[writers[name]] += boxes[name].values.nbytes
+                num_bytes, writers[name] = least[0]
+                heapreplace(least, (num_bytes + boxes[name].values.nbytes, writers[name]))
             elif holders != alike:
                 writers[name] = holders[crc32(name.encode()) % len(holders)]
         return {key: box._replace(is_first_copy=writers.get(key) == self.rank) for key, box in boxes.items()}

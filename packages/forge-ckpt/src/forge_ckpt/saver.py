@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge_ckpt.error import CheckpointError
-from forge_ckpt.manifest import Snapshot
+from forge_ckpt.manifest import Snapshot, copied
 from forge_ckpt.memory import free_memory_bytes
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
@@ -49,6 +49,7 @@ class Saver:
         self._store, self._state, self._observe = store, state, observe
         self._asynchronous = asynchronous
         self._told = self._unjudged = False
+        self._ranks_here: int | None = None
         self._step = -1
         self._error: Exception | None = None
         self._seconds = 0.0
@@ -66,27 +67,39 @@ class Saver:
                 are put together.
 
         Raises:
-            CheckpointError: this is the third save in a row that failed; or the optimizer holds something
-                that cannot be saved.
+            CheckpointError: this is the third save in a row that failed.
         """
         self.finish()
         start = time.monotonic()
-        snapshot = self._state.capture(meta, copy=False)
-        snapshot = replace(snapshot, values={**snapshot.values, **(values or {})})
+        snapshot = self._captured(meta, values or {})
         self._step = step
-        if not self._fits(snapshot.tensors) or not self._begin_beside(step, snapshot, start):
+        if self._asynchronous and self._ranks_here is None:
+            self._ranks_here = self._store.ranks_on_this_machine()
+        if isinstance(snapshot, CheckpointError) or not self._begin_beside(step, snapshot, start):
             self._write(step, snapshot, start)
             # ranks that write beside training hear of a failure as they finish: a run ends on all at once
             self._unjudged = self._asynchronous and self._error is not None
             if not self._unjudged:
                 self._judge()
 
-    def _begin_beside(self, step: int, snapshot: Snapshot, start: float) -> bool:
-        """Begin to write a copy beside training; whether there was room for the copy and a thread after all.
+    def _captured(self, meta: Mapping[str, Any], values: Mapping[str, Any]) -> Snapshot | CheckpointError:
+        """The state, or why it cannot be saved, which fails the save on all ranks."""
+        try:
+            if short := [name for name in values if name.count(".") < 2]:
+                raise CheckpointError(f"a value is named {short[0]!r}; expected three parts or more, a.b.c")
+            snapshot = self._state.capture(meta, copy=False)
+            return replace(snapshot, values={**snapshot.values, **copied(values)})
+        except CheckpointError as error:
+            return error
 
-        This rank alone decides, and the others hear nothing of it: a limit of the process is its own.
+    def _begin_beside(self, step: int, snapshot: Snapshot, start: float) -> bool:
+        """Begin to write a copy beside training; whether that is wanted, and there is room for it.
+
+        This rank alone decides, and the others hear nothing of it: the collectives are the same.
         """
         try:
+            if not self._fits(snapshot.tensors):
+                return False
             copy = self._store.staged(snapshot)
             thread = threading.Thread(
                 target=self._write, args=(step, copy, start), name="checkpoint", daemon=True
@@ -94,6 +107,8 @@ class Saver:
             thread.start()
         except (MemoryError, RuntimeError) as error:
             self._tell_once(f"the state could not be copied: {str(error).partition(chr(10))[0]}")
+            return False
+        except ValueError:  # something cannot be saved: the save says so, on all ranks
             return False
         self._thread = thread
         return True
@@ -126,6 +141,10 @@ class Saver:
                 log.warning(
                     "the save of step %d is given up: it did not end in %.0f s", self._step, timeout_s
                 )
+            elif self._error is not None:
+                log.warning("%s", self._error)
+            else:
+                self.saved_step = self._step
             self._thread = None
 
     def _write(self, step: int, snapshot: Any, start: float) -> None:
@@ -150,10 +169,11 @@ class Saver:
             )
 
     def _fits(self, tensors: Mapping[str, Any]) -> bool:
-        """Whether to write beside training: this rank alone decides, as the collectives are the same."""
+        """Whether to write beside training."""
         if not self._asynchronous:
             return False
         needed, free = RESERVE * self._store.staging_bytes(tensors), free_memory_bytes()
+        needed *= self._ranks_here or 1  # which all take their copies now
         if free is None or needed <= free:
             return True
         self._tell_once(f"a copy of the state takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")

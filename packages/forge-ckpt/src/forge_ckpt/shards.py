@@ -23,6 +23,7 @@ from forge_ckpt.manifest import (
     digest,
     encode_digests,
     read_index,
+    require_size,
     values_name,
 )
 
@@ -105,6 +106,16 @@ def empty(entry: Entry) -> Tensor:
     return torch.empty((), dtype=getattr(torch, entry.dtype)).expand(entry.shape)
 
 
+def staging_bytes(boxes: Mapping[str, Box], buffers: Mapping[str, Tensor]) -> int:
+    """Host memory that `copy_boxes` takes beyond these buffers. Pinned memory comes in powers of two."""
+    total = 0
+    for key, box in boxes.items():
+        buffer, size = buffers.get(key), box.values.nbytes
+        if buffer is None or buffer.nbytes != size:
+            total += 1 << (size - 1).bit_length() if size and box.values.device.type == "cuda" else size
+    return total
+
+
 def copy_boxes(boxes: Mapping[str, Box], buffers: dict[str, Tensor]) -> dict[str, Box]:
     """Copy to host memory what this rank holds; pinned if it comes from a GPU.
 
@@ -119,8 +130,8 @@ def copy_boxes(boxes: Mapping[str, Box], buffers: dict[str, Tensor]) -> dict[str
             pinned = box.values.device.type == "cuda"
             buffer = torch.empty(box.values.shape, dtype=box.values.dtype, pin_memory=pinned)
             buffers[key] = buffer
-        waiting = waiting or box.values.device.type == "cuda"
-        buffer.copy_(box.values, non_blocking=True)
+        waiting = waiting or buffer.is_pinned()
+        buffer.copy_(box.values, non_blocking=buffer.is_pinned())
         copied[key] = box._replace(values=buffer)
     for gone in buffers.keys() - boxes.keys():
         del buffers[gone]
@@ -178,7 +189,8 @@ def write_boxes(
         blocks.write(b"\0" * (-blocks.num_bytes % ALIGNMENT))
         offsets[key] = blocks.num_bytes
         written[key] = box.offsets, tuple(box.values.shape)
-        blocks.write(box.values.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        values = box.values.resolve_conj().resolve_neg().cpu().contiguous()
+        blocks.write(values.flatten().view(torch.uint8).numpy().data)
     blocks.end_block()
     return Index(BLOCK_BYTES, encode_digests(blocks.digests), offsets), blocks.num_bytes, written
 
@@ -192,6 +204,18 @@ def misfits(manifest: Manifest, boxes: Mapping[str, Box]) -> list[str]:
         )
         if have != want:
             wrong.append(f"{key} is {have}, wanted {want}")
+    return wrong
+
+
+def unwritable(boxes: Mapping[str, Box]) -> list[str]:
+    """Into which boxes no values can be copied, one line each."""
+    wrong = []
+    for key, box in boxes.items():
+        values = box.values
+        if values.device.type == "meta":
+            wrong.append(f"{key} is to be loaded into a tensor on the meta device")
+        elif any(n > 1 and not stride for n, stride in zip(values.shape, values.stride(), strict=True)):
+            wrong.append(f"{key} is to be loaded into a tensor whose elements share memory")
     return wrong
 
 
@@ -317,10 +341,11 @@ def read_runs(
     """Read pieces that lie next to each other at once, in whole blocks, each compared with its digest.
 
     Raises:
-        DamagedError: names the block.
+        DamagedError: names the block; or it is no plain file of `num_bytes`.
         UnreadableError: a read failed.
     """
     digests, size = index.blocks(), index.block_bytes
+    require_size(path, num_bytes)
     try:
         with path.open("rb", buffering=0) as file:
             for run in _runs(pieces, size):

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from forge_ckpt.shards import Box
 
 
+MOST_TOLD = 20
+"""So many tensors that do not fit are named; there may be as many as there are tensors, on each rank."""
+
+
 @dataclass(frozen=True)
 class Staged:
     """What a rank has read of a checkpoint, or why it could not.
@@ -51,7 +55,7 @@ class Staged:
             damaged=self.damaged,
             file=self.file,
             unreadable=self.unreadable,
-            wrong=self.wrong,
+            wrong=self.wrong if len(self.wrong) <= MOST_TOLD else [*self.wrong[:MOST_TOLD], "..."],
             failed=self.failed,
             unwanted=self.unwanted,
         )
@@ -141,5 +145,6 @@ def require_fit(step: int, everyone: Sequence[Staged], names: Sequence[str]) -> 
     nobody = (all(column) for column in zip(*unwanted, strict=True))
     wrong |= {f"{name} is not wanted" for name, no in zip(names, nobody, strict=False) if no}
     if wrong:
-        shown = "\n".join(f"  {line}" for line in sorted(wrong)[:20])
-        raise CheckpointError(f"step {step} does not fit this model and optimizer ({len(wrong)}):\n{shown}")
+        shown = "\n".join(f"  {line}" for line in [*sorted(wrong - {"..."}), *wrong & {"..."}][:MOST_TOLD])
+        count = f"{len(wrong)}" if "..." not in wrong else f"more than {MOST_TOLD}"
+        raise CheckpointError(f"step {step} does not fit this model and optimizer ({count}):\n{shown}")

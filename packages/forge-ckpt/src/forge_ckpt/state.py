@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.optim import Optimizer
 
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.layout import Entry
-from forge_ckpt.manifest import Snapshot
+from forge_ckpt.manifest import Snapshot, copied
 from forge_ckpt.values import from_json, to_json
 
 MODEL = "model."
@@ -38,7 +40,7 @@ class TrainState:
         optimizer: with state that is tensors or plain values; parameters that it does not know are skipped.
 
     Raises:
-        CheckpointError: a name is in two parts.
+        CheckpointError: a name is in two parts, or a module keeps extra state, which is not saved.
     """
 
     def __init__(self, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
@@ -48,9 +50,11 @@ class TrainState:
             for name, parameter in part.named_parameters():
                 self._names.setdefault(parameter, name)
         self._parts = list(parts)
+        _require_no_extra_state(parts)
         _require_distinct([*self._names.values(), *(name for p in parts for name in persistent_buffers(p))])
         self._optimizer = optimizer
         self._made_with = [_made_with(optimizer, group) for group in optimizer.param_groups]
+        self._blanks: list[tuple[Tensor, str]] = []
 
     def capture(self, meta: Mapping[str, Any] | None = None, copy: bool = True) -> Snapshot:
         """What to save, as it is now. Waits for the device.
@@ -61,15 +65,16 @@ class TrainState:
                 ones, for a save that training waits for.
 
         Raises:
-            CheckpointError: the optimizer holds something that is neither tensor nor plain value.
+            CheckpointError: the optimizer holds something that is neither tensor nor plain value, or has
+                parameter groups that it had not when this was made.
         """
-        tensors = self._tensors()
+        tensors, values = self._tensors(), self._values()
         if copy:
             tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
-        return Snapshot(tensors, _copied(meta or {}), self._values())
+        return Snapshot(tensors, copied(meta or {}), values)
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Give the optimizer back what it kept beside tensors.
+        """Give the optimizer back what it kept beside tensors; what had not moved then is as it was made.
 
         Args:
             values: of the checkpoint whose tensors were loaded; those of parameters that this rank does not
@@ -86,9 +91,13 @@ class TrainState:
                 of_group.setdefault(name, {})[kind] = value
             elif where + "." == STATE and name in parameters:
                 self._optimizer.state[parameters[name]][kind] = from_json(value)
-        for group in self._optimizer.param_groups:
-            for key, value in _entries(of_group, self._names_in(group)).items():
+        for group, made_with in self._groups():
+            entries = _entries(of_group, self._names_in(group))
+            for key, value in entries.items():
                 _set(group, key, from_json(value))
+            for key in made_with.keys() & group.keys() - entries.keys():
+                if not made_with[key].is_of(group[key]):
+                    _set(group, key, made_with[key].restored())
 
     def targets(self, held: Mapping[str, Entry]) -> dict[str, Tensor]:
         """The tensors to load a checkpoint into; optimizer state that does not exist yet is made.
@@ -97,6 +106,9 @@ class TrainState:
             held: what the checkpoint holds; optimizer state of parameters that this rank does not have, or
                 does not train, is passed over.
         """
+        for parameter, kind in self._blanks:  # another checkpoint, which was not loaded after all, held them
+            self._optimizer.state[parameter].pop(kind, None)
+        self._blanks.clear()
         parameters = {name: parameter for parameter, name in self._names.items()}
         groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
         for key, entry in held.items():
@@ -108,6 +120,7 @@ class TrainState:
                 continue
             if kind not in self._optimizer.state[parameter]:
                 self._optimizer.state[parameter][kind] = _blank(entry, parameter, groups[parameter])
+                self._blanks.append((parameter, kind))
         return self._tensors()
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -122,9 +135,10 @@ class TrainState:
         """What the optimizer keeps beside tensors, as JSON."""
         owner = type(self._optimizer).__name__
         values = {STATE + key: value for key, value in self._kept().items() if not isinstance(value, Tensor)}
-        for group, made_with in zip(self._optimizer.param_groups, self._made_with, strict=True):
+        for group, made_with in self._groups():
             for key, value in group.items():
-                if key != "params" and not (key in made_with and _mark(value) == made_with[key]):
+                if key != "params" and not (key in made_with and made_with[key].is_of(value)):
+                    _require_kind(key, owner)
                     values |= {f"{GROUP}{key}.{name}": value for name in self._names_in(group)}
         return {key: to_json(value, f"{key.split('.')[1]!r} of {owner}") for key, value in values.items()}
 
@@ -136,11 +150,22 @@ class TrainState:
                 f"{type(self._optimizer).__name__} holds state of {unknown[0]!s:.80}, which is no parameter "
                 "of the model; expected an optimizer of the parameters that the model has now"
             )
-        return {
-            f"{kind}.{self._names[parameter]}": value
-            for parameter, state in self._optimizer.state.items()
-            for kind, value in state.items()
-        }
+        kept = {}
+        for parameter, state in self._optimizer.state.items():
+            for kind, value in state.items():
+                _require_kind(kind, type(self._optimizer).__name__)
+                kept[f"{kind}.{self._names[parameter]}"] = value
+        return kept
+
+    def _groups(self) -> list[tuple[dict[str, Any], dict[str, _Mark]]]:
+        """Each parameter group, and what was in it when this was made."""
+        groups, owner = self._optimizer.param_groups, type(self._optimizer).__name__
+        if len(groups) != len(self._made_with):
+            raise CheckpointError(
+                f"{owner} has {len(groups)} parameter groups, and had {len(self._made_with)}; make "
+                "TrainState once they are complete"
+            )
+        return list(zip(groups, self._made_with, strict=True))
 
     def _names_in(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[parameter] for parameter in group["params"] if parameter in self._names]
@@ -165,6 +190,23 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def _require_kind(kind: object, owner: str) -> None:
+    """Raises CheckpointError if something that an optimizer keeps has no name that can be told apart."""
+    if not isinstance(kind, str) or "." in kind:
+        raise CheckpointError(f"{owner} keeps something named {kind!r}; expected text without a dot")
+
+
+def _require_no_extra_state(parts: Sequence[nn.Module]) -> None:
+    """Raises CheckpointError if a module keeps what is neither parameter nor buffer."""
+    for part in parts:
+        for name, module in part.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise CheckpointError(
+                    f"{name or 'the model'} ({type(module).__name__}) has get_extra_state, which is not "
+                    "saved; expected all of its state in parameters and persistent buffers"
+                )
+
+
 def _require_distinct(names: Sequence[str]) -> None:
     """Raises CheckpointError if two tensors have one name."""
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
@@ -175,19 +217,41 @@ def _require_distinct(names: Sequence[str]) -> None:
         )
 
 
-def _made_with(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+class _Mark:
+    """What an entry of a group was, to see whether it has changed since, in place too, and to put it back."""
+
+    def __init__(self, value: object) -> None:
+        self._value = self._copy(value)
+
+    def is_of(self, value: object) -> bool:
+        """Whether a value is what this one was; of what has neither JSON nor equality, whether it is it."""
+        try:
+            return bool(self._value == self._copy(value))
+        except (ValueError, RuntimeError):  # of many elements: to_json tells that they cannot be saved
+            return False
+
+    def restored(self) -> Any:
+        """The value as it was."""
+        kind, value = self._value
+        return from_json(value) if kind == "json" else self._copy(value)[1]
+
+    @staticmethod
+    def _copy(value: object) -> tuple[str, Any]:
+        try:
+            return "json", to_json(value, "")
+        except CheckpointError:
+            if type(value).__eq__ is object.__eq__:
+                return "object", value
+            with suppress(TypeError, RuntimeError):  # it cannot be copied
+                return "object", deepcopy(value)
+            return "object", value
+
+
+def _made_with(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, _Mark]:
     """The entries of a group before the first step; of an optimizer with state, what it had by default."""
     if not optimizer.state:
-        return {key: _mark(value) for key, value in group.items() if key != "params"}
-    return {key: _mark(value) for key, value in optimizer.defaults.items() if not isinstance(value, Tensor)}
-
-
-def _mark(value: object) -> Any:
-    """Something that differs once a value has changed in place; of what has no JSON, the object itself."""
-    try:
-        return to_json(value, "")
-    except CheckpointError:
-        return value
+        return {key: _Mark(value) for key, value in group.items() if key != "params"}
+    return {key: _Mark(value) for key, value in optimizer.defaults.items() if not isinstance(value, Tensor)}
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
@@ -212,12 +276,6 @@ def _entries(saved: Mapping[str, dict[str, Any]], names: list[str]) -> dict[str,
                 "of their own"
             )
     return next(iter(sources.values()), {})
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _blank(entry: Entry, parameter: Tensor, group: dict[str, object]) -> Tensor:

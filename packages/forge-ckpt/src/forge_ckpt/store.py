@@ -8,12 +8,13 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forge_ckpt import manifest as manifests
 from forge_ckpt.checkpointed import Checkpointed
+from forge_ckpt.disk import write_durably
 from forge_ckpt.error import CheckpointError, DamagedError
-from forge_ckpt.folders import Folders, write_durably
+from forge_ckpt.folders import Folders
 from forge_ckpt.layout import Entry, Part, merge, part_of
 from forge_ckpt.manifest import File, Manifest, Snapshot
 from forge_ckpt.ranks import Ranks
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from forge_ckpt.shards import Box, LocalShard
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Targets = Callable[[Mapping[str, Entry]], Mapping[str, "Tensor"]]
 """Given what a checkpoint holds, the tensors to load it into."""
@@ -44,6 +47,7 @@ class Store:
             have it, which share the writing.
         lease: the folder of the lease of the run; who no longer holds it does not publish.
         marks: files outside of `root` that remember that there were checkpoints.
+        epoch: which lease is ours, `Lease.epoch`; if None, the newest one when this is made.
         stays: more steps whose checkpoints stay for good.
     """
 
@@ -56,16 +60,18 @@ class Store:
         local_shard: LocalShard | None = None,
         lease: Path | None = None,
         marks: Sequence[Path] = (),
+        epoch: int | None = None,
         stays: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self.root = Path(root)
         self.keep = keep
         self._stays = lambda step: stays(step) or bool(keep_every_steps and step % keep_every_steps == 0)
-        self._folders = Folders(self.root, lease, marks)
+        self._folders = Folders(self.root, lease, marks, epoch)
         self._ranks = Ranks(group)
         self._local_shard = local_shard
-        self.pinned: int | None = None
-        """Pruning keeps the newest checkpoint that is not of a later step than this."""
+        self.sound: int | None = None
+        """Pruning keeps the newest checkpoint that is not of a later step than this: a run may go back to it.
+        Saved with each checkpoint, so that others who prune know it too."""
         self._passed_over: set[int] = set()
         self._buffers: dict[str, Tensor] = {}
 
@@ -86,7 +92,7 @@ class Store:
         """The highest step ever published, even if its checkpoint is gone; -1 if there was none."""
         return self._folders.progress()
 
-    def save(self, step: int, snapshot: Snapshot) -> None:
+    def save(self, step: int, snapshot: Snapshot | CheckpointError) -> None:
         """Write a checkpoint and remove those no longer kept. Collective.
 
         Does nothing if the step is there and intact already. A checkpoint that is there is never written
@@ -94,8 +100,9 @@ class Store:
 
         Args:
             step: optimizer steps taken.
-            snapshot: what this rank holds. Ranks may hold different tensors and values (stages of a
-                pipeline); what has one name on several ranks must be the same there.
+            snapshot: what this rank holds, or why it has nothing to save, which fails the save. Ranks may
+                hold different tensors and values (stages of a pipeline); what has one name on several ranks
+                must be the same there.
 
         Raises:
             CheckpointError: on every rank when any of them could not write; earlier checkpoints are
@@ -103,9 +110,10 @@ class Store:
         """
         ranks, partial = self._ranks, None
         try:
-            partial = ranks.from_first(lambda: self._begin(step))
+            begun, partial = ranks.from_first(lambda: (step, self._begin(step)))
             if partial is None:
                 return
+            ranks.each(lambda: _require_same(step, begun))
             self._write_all(step, partial, snapshot)
         except CheckpointError as error:
             if ranks.rank == 0 and partial is not None:
@@ -120,6 +128,8 @@ class Store:
 
     def _begin(self, step: int) -> Path | None:
         """A new folder to write into, or None when the step is there already."""
+        if step < 0:
+            raise CheckpointError(f"given step {step}; expected 0 or more")
         self._folders.require_lease()
         self._folders.settle()
         if self.folder(step).exists():
@@ -132,10 +142,12 @@ class Store:
                 self._folders.put_aside(step, "bad", error)
         return self._folders.begin(step)
 
-    def _write_all(self, step: int, partial: Path, snapshot: Snapshot) -> None:
+    def _write_all(self, step: int, partial: Path, snapshot: Snapshot | CheckpointError) -> None:
         ranks = self._ranks
-        boxes = ranks.each(lambda: self._boxes(snapshot.tensors))
-        held, held_of = ranks.held({key: box.entry for key, box in boxes.items()}, snapshot.values)
+        boxes = ranks.each(lambda: self._boxes(_captured(snapshot).tensors))
+        snapshot = _captured(snapshot)
+        held, held_of = ranks.held({key: box.entry for key, box in boxes.items()})
+        values = ranks.values_to_first(snapshot.values)
         boxes = ranks.share(boxes, held, held_of)
         written = ranks.each(lambda: self._write(partial, boxes))
         everyone = ranks.to_first(written)
@@ -143,17 +155,19 @@ class Store:
         def publish() -> None:
             import torch
 
-            entries, layouts = merge([one.tensors for one in held], held_of, [part for _, part in everyone])
+            manifests.require_json(snapshot.meta)
+            entries, layouts = merge(held, held_of, [part for _, part in everyone])
             made = Manifest(
                 format=manifests.FORMAT,
                 step=step,
                 torch=str(torch.__version__),
                 milestone=self._stays(step),
                 meta=dict(snapshot.meta),
-                values=_merged([one.values for one in held]),
+                values=_merged(values),
                 files=[file for file, _ in everyone],
                 layouts=layouts,
                 tensors=entries,
+                sound=self.sound,
             )
             self._folders.publish(partial, made, replaces=step in self._passed_over)
 
@@ -166,9 +180,17 @@ class Store:
 
     def staging_bytes(self, tensors: Mapping[str, Tensor]) -> int:
         """Host memory that `staged` takes beyond what it has taken before."""
-        boxes = self._boxes(tensors)
-        taken = sum(buffer.nbytes for buffer in self._buffers.values())
-        return max(0, sum(box.values.nbytes for box in boxes.values()) - taken)
+        from forge_ckpt.shards import staging_bytes
+
+        return staging_bytes(self._boxes(tensors), self._buffers)
+
+    def ranks_on_this_machine(self) -> int:
+        """How many of the ranks share its memory. Collective."""
+        return self._ranks.on_this_machine()
+
+    def settle(self) -> None:
+        """End what a crash may have left in the middle; by the first rank only."""
+        self._folders.settle()
 
     def staged(self, snapshot: Snapshot) -> Snapshot:
         """A copy in host memory of what this rank holds, so that training may go on; waits for a GPU.
@@ -211,7 +233,7 @@ class Store:
 
         Args:
             targets: given what a checkpoint holds, the tensors to load it into.
-            until: checkpoints of later steps are passed by.
+            until: checkpoints of later steps are passed by; one that is saved again is replaced.
 
         Returns:
             Its manifest, or None if this run never had a checkpoint.
@@ -224,6 +246,7 @@ class Store:
         from forge_ckpt.shards import commit
 
         steps = self._ranks.from_first(self._found)
+        self._passed_over |= {step for step in steps if until is not None and step > until}
         for step in (step for step in steps if until is None or step <= until):
             found, replicas = self._stage(step, targets)
             everyone = self._ranks.gather(found.told())
@@ -260,11 +283,12 @@ class Store:
 
     def _wanted(self, step: int, targets: Targets) -> Staged:
         """What this rank needs of a checkpoint."""
-        from forge_ckpt.shards import misfits
+        from forge_ckpt.shards import misfits, unwritable
 
-        opened = manifests.read(self.folder(step))
+        # the first rank looks at the files of all ranks, the others see those that they read
+        opened = manifests.read(self.folder(step), sizes=self._ranks.rank == 0)
         boxes = self._boxes(targets(opened.tensors))
-        wrong = misfits(opened, boxes)
+        wrong = [*misfits(opened, boxes), *unwritable(boxes)]
         unwanted = bytes(key not in boxes for key in sorted(opened.tensors))
         return Staged(opened, {}, {} if wrong else boxes, wrong=wrong, unwanted=unwanted)
 
@@ -272,7 +296,10 @@ class Store:
         names = [one.file for one in everyone if one.file]
         proof = self._folders.confirm(step, names) if names else None
         if proof is not None:
-            self._folders.put_aside(step, "bad", proof)
+            try:
+                return self._folders.put_aside(step, "bad", proof)
+            except OSError as error:
+                log.warning("step %d is damaged, and could not be put aside: %s", step, error)
         else:
             reason = next(one.damaged or one.unreadable for one in everyone if one.damaged or one.unreadable)
             log.warning("step %d is passed over and left where it is: %s", step, reason)
@@ -297,9 +324,10 @@ class Store:
             CheckpointError: one is missing or has another shape or dtype.
             DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.
         """
-        from forge_ckpt.shards import commit, stage
+        from forge_ckpt.shards import commit, stage, unwritable
 
         opened, boxes = self.require_fit(step, targets), self._boxes(targets)
+        require_fit(step, [Staged(wrong=unwritable(boxes))], [])
         commit(stage(self.folder(step), opened, boxes), boxes)
         return opened
 
@@ -339,11 +367,22 @@ class Store:
         Returns:
             The steps removed.
         """
-        return self._folders.prune(self.keep, self._stays, verify, self.pinned, self._passed_over)
+        return self._folders.prune(self.keep, self._stays, verify, self.sound, self._passed_over)
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint; by the first rank only."""
         self._folders.remove(step)
+
+
+def _require_same(step: int, first: int) -> None:
+    if step != first:
+        raise CheckpointError(f"this is step {step} here, and {first} on the first rank")
+
+
+def _captured(snapshot: Snapshot | CheckpointError) -> Snapshot:
+    if isinstance(snapshot, CheckpointError):
+        raise snapshot
+    return snapshot
 
 
 def _merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

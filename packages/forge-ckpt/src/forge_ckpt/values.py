@@ -18,7 +18,7 @@ SMALL = 64
 
 
 def to_json(value: object, where: str) -> Any:
-    """Numbers, text, None, small tensors, and lists and tuples of them, as JSON.
+    """Numbers, text, None, small tensors, and lists, tuples and dictionaries of them, as JSON.
 
     Args:
         value: what to write.
@@ -37,11 +37,13 @@ def to_json(value: object, where: str) -> Any:
         return [to_json(item, where) for item in value]
     if type(value) is tuple:
         return {"tuple": [to_json(item, where) for item in value]}
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {"dict": {key: to_json(item, where) for key, item in value.items()}}
     if isinstance(value, Tensor) and value.numel() <= SMALL:
         return {"tensor": to_json(value.tolist(), where), "dtype": str(value.dtype).removeprefix("torch.")}
     raise CheckpointError(
-        f"{where} is {value!r}; expected numbers, text, None, tensors of up to {SMALL} elements, or lists "
-        "and tuples of them: keep anything else out of the optimizer's state"
+        f"{where} is {value!r:.200}; expected numbers, text, None, tensors of up to {SMALL} elements, or "
+        "lists, tuples and dictionaries (by text) of them: keep anything else elsewhere"
     )
 
 
@@ -66,4 +68,6 @@ def _from_json(value: Any) -> Any:
         return torch.tensor(_from_json(value["tensor"]), dtype=getattr(torch, value["dtype"]))
     if "tuple" in value:
         return tuple(_from_json(item) for item in value["tuple"])
+    if "dict" in value:
+        return {key: _from_json(item) for key, item in value["dict"].items()}
     return int(value["int"]) if "int" in value else float(value["float"])

@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from forge_ckpt.disk import sync, write_durably
 from forge_ckpt.error import CheckpointError
-from forge_ckpt.folders import sync_folder, write_durably
 
 log = logging.getLogger(__name__)
 
@@ -174,9 +174,9 @@ def write_weights(
         _write_into(partial, tensors, tensors if like is None else like, shard_bytes)
         for name, text in {"config.json": json.dumps(dict(config), indent=2) + "\n", **files}.items():
             write_durably(partial / name, text.encode())
-        sync_folder(partial)
+        sync(partial)
         partial.rename(folder)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
     finally:
