@@ -15,7 +15,7 @@ import pytest
 import torch
 from forge_ckpt import CheckpointError, DamagedError, UnsupportedError, Weights
 from forge_ckpt.cli import main
-from forge_ckpt.dcp import DcpTensors
+from forge_ckpt.dcp import Chunk, DcpTensors, Described, Values
 
 HERE = Path(__file__).parent
 OLD = HERE / "fixtures" / "dcp-torch-2.11"
@@ -264,6 +264,13 @@ def test_files_elsewhere_are_not_read(copy, name):
     (copy / ".metadata").write_bytes(pickle.dumps(found))
     with pytest.raises(UnsupportedError):
         DcpTensors(copy)
+
+
+def test_a_tensor_of_more_elements_than_it_stores_is_refused():
+    size = (1 << 40,)
+    values = Values("float32", offset=0, size=size, stride=(0,), crc=0, first=0, bytes=4)
+    with pytest.raises(CheckpointError, match="has more elements than its storage"):
+        Described("float32", size, [Chunk((0,), size, "x", values)]).check("w")
 
 
 @pytest.mark.parametrize("change", ["size", "chunk", "lost", "dtype", "offset", "transformed"])

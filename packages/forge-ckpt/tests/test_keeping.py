@@ -8,8 +8,10 @@ import pytest
 import torch
 from forge_ckpt import CheckpointError, Snapshot, Store
 from forge_ckpt import manifest as manifests
+from forge_ckpt.cli import main
 from forge_ckpt.folders import Folders
 from forge_ckpt.lease import take
+from forge_ckpt.pins import pin
 
 
 def saved(root, *steps: int, **options) -> Store:
@@ -155,3 +157,42 @@ def test_manifest_that_could_not_be_read_again_is_not_written(monkeypatch, kind)
         made = manifests.Manifest(2, 1, "x" * 200, False, {}, {}, [], [], {})
     with pytest.raises(CheckpointError, match="expected at most 100"):
         manifests.encode(made)
+
+
+def test_pin_that_comes_while_its_checkpoint_is_removed_keeps_it(tmp_path, monkeypatch):
+    saved(tmp_path, 1, 2, 3, keep=9)
+    to_trash = Folders._to_trash
+
+    def pinned_just_before(self, path):
+        pin(tmp_path, 1) if path.name == "step-000000001" else None
+        return to_trash(self, path)
+
+    monkeypatch.setattr(Folders, "_to_trash", pinned_just_before)
+    assert Store(tmp_path, keep=1).prune() == [2]
+    Store(tmp_path).verify(1)
+    assert Store(tmp_path).steps() == [1, 3] and not list(tmp_path.glob(".trash-*"))
+
+
+def test_whoever_prunes_keeps_what_the_run_may_go_back_to(tmp_path, capsys):
+    store = saved(tmp_path, 1, 2, 3, keep=9)
+    store.sound = 2
+    store.save(4, Snapshot({"w": torch.tensor(4.0)}))
+    store.save(5, Snapshot({"w": torch.tensor(5.0)}))
+    assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
+    assert Store(tmp_path).steps() == [2, 5]
+
+
+def test_start_whose_lease_was_taken_over_before_it_had_a_store_does_not_save(tmp_path):
+    mine = take(tmp_path / "lease", beat_s=1000)
+    (tmp_path / "lease" / f"epoch-{mine.epoch + 1:09d}").touch()
+    store = Store(tmp_path / "run", lease=tmp_path / "lease", epoch=mine.epoch)
+    with pytest.raises(CheckpointError, match="another process took over"):
+        store.save(1, Snapshot({}))
+    mine.release()
+
+
+def test_damaged_checkpoint_that_cannot_be_put_aside_is_passed_over(tmp_path, monkeypatch):
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step-000000002" / "rank-00000.bin").write_bytes(b"")
+    monkeypatch.setattr(Folders, "put_aside", fail)
+    assert resumed(Store(tmp_path)) == 1

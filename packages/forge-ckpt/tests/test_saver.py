@@ -162,3 +162,48 @@ def test_ranks_that_wait_for_a_save_and_those_that_do_not_end_at_the_same_call(t
 
 def test_free_memory_is_known_here():
     assert (savers.free_memory_bytes() or 0) > 1e6
+
+
+def test_values_are_those_of_the_moment_of_the_save(tmp_path, monkeypatch):
+    _, _, store, saver = made(tmp_path)
+    held, values = Held(store, monkeypatch), {"data.place.0": {"rows": [1]}}
+    saver.save(1, {}, values)
+    values["data.place.0"]["rows"].append(2)
+    held.go.set()
+    saver.finish()
+    assert store.newest().values["data.place.0"] == {"rows": [1]}
+
+
+def test_what_cannot_be_saved_is_a_failed_save_and_no_error_of_its_own(tmp_path, caplog):
+    model, optimizer, store, saver = made(tmp_path)
+    saver.save(1, {}, {"place": 3})
+    saver.finish()
+    assert saver.failures == 1 and "a value is named 'place'" in caplog.text
+    optimizer.state[model.weight]["odd"] = object()
+    saver.save(2, {})
+    saver.finish()
+    assert saver.failures == 2 and "'odd' of AdamW is " in caplog.text
+    del optimizer.state[model.weight]["odd"]
+    saver.save(3, {})
+    saver.finish()
+    assert saver.failures == 0 and store.steps() == [3]
+
+
+def test_save_in_flight_that_fails_as_the_process_ends_is_told(tmp_path, monkeypatch, caplog):
+    _, _, store, saver = made(tmp_path)
+    saver.save(1, {})
+    saver.close()
+    assert saver.saved_step == 1
+    monkeypatch.setattr(store, "_write_all", lambda *_: 1 / 0)
+    saver.save(2, {})
+    saver.close()
+    assert saver.saved_step == 1 and "division by zero" in caplog.text
+
+
+def test_copies_of_all_ranks_of_a_machine_must_fit(tmp_path, monkeypatch, caplog):
+    _, _, store, saver = made(tmp_path)
+    needed = savers.RESERVE * store.staging_bytes(saver._state.capture(copy=False).tensors, {})
+    monkeypatch.setattr(savers, "free_memory_bytes", lambda: 2 * needed)
+    monkeypatch.setattr(store, "ranks_on_this_machine", lambda: 3)
+    saver.save(1, {})
+    assert store.steps() == [1] and "training waits for checkpoints" in caplog.text

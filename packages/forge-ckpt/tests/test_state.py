@@ -374,3 +374,85 @@ def test_cli_lists_verifies_and_prunes(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["state"] == "damaged"
     assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
     assert store.steps() == [3]
+
+
+def test_older_checkpoint_of_less_state_loads_when_the_newest_is_damaged(tmp_path):
+    """A parameter that was frozen at first has state in the newest one only."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    store, state = Store(tmp_path), TrainState([model], optimizer)
+    for step in (1, 2):
+        parts = model if step == 2 else model[1]
+        parts(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        store.save(step, state.capture())
+    expected = {key: value.clone() for key, value in store.tensors(1).items()}
+    path = store.folder(2) / "rank-00000.bin"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    resumed = TrainState([other], torch.optim.AdamW(other.parameters()))
+    found = Store(tmp_path).resume(resumed.targets)
+    assert found is not None and found.step == 1
+    now = resumed.capture().tensors
+    assert now.keys() == expected.keys() and all(torch.equal(now[key], expected[key]) for key in now)
+
+
+def test_what_had_not_moved_when_it_was_saved_is_put_back(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+    group |= {"k": 0, "scale": torch.ones(2), "seen": {"tokens": 0}}
+    state, store = TrainState([model], optimizer), Store(tmp_path)
+    store.save(1, state.capture())
+    group["k"], group["lr"] = 7, 0.5
+    group["scale"] += 1
+    group["seen"]["tokens"] = 9
+    store.save(2, state.capture())
+    for step, expected in ((1, (0, 0.1, 1.0, 0)), (2, (7, 0.5, 2.0, 9)), (1, (0, 0.1, 1.0, 0))):
+        found = store.resume(state.targets, until=step)
+        assert found is not None and found.step == step
+        state.restore(found.values)
+        now = (group["k"], group["lr"], group["scale"][1].item(), group["seen"]["tokens"])
+        assert now == expected, step
+
+
+def test_what_has_no_json_is_refused_once_it_changes_in_place(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0] |= {"names": {"a"}, "rule": len, "stream": object()}
+    state = TrainState([model], optimizer)
+    assert state.capture().values == {}
+    optimizer.param_groups[0]["names"].add("b")
+    with pytest.raises(CheckpointError, match="'names' of SGD is "):
+        state.capture()
+
+
+@pytest.mark.parametrize("kind", ["a.b", 0])
+@pytest.mark.parametrize("where", ["state", "group"])
+def test_names_that_cannot_be_told_apart_are_refused(kind, where):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainState([model], optimizer)
+    (optimizer.state[model.weight] if where == "state" else optimizer.param_groups[0])[kind] = 1
+    with pytest.raises(CheckpointError, match=f"something named {kind!r}"):
+        state.capture()
+
+
+def test_groups_that_were_added_later_are_refused():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    state = TrainState([model], optimizer)
+    optimizer.add_param_group({"params": [model.bias]})
+    with pytest.raises(CheckpointError, match="has 2 parameter groups, and had 1"):
+        state.capture()
+
+
+def test_modules_with_extra_state_are_refused():
+    class Scaled(nn.Linear):
+        def get_extra_state(self):
+            return {"scale": 3}
+
+    model = nn.Sequential(Scaled(2, 2))
+    with pytest.raises(CheckpointError, match=r"0 \(Scaled\) has get_extra_state"):
+        TrainState([model], torch.optim.SGD(model.parameters(), lr=0.1))

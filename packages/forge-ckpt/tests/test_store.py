@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import on_ranks
 from forge_ckpt import CheckpointError, DamagedError, Snapshot, Store
 from forge_ckpt import manifest as manifests
 
@@ -512,3 +513,94 @@ def test_any_box_of_any_layout_is_read_as_it_was(tmp_path, seed, monkeypatch):
         wanted = shards.Box(into, low, True, opened.tensors["w"])
         staged = shards.stage(store.folder(1), opened, {"w": wanted})
         assert torch.equal(staged["w"], value[box])
+
+
+def on_three(root, *saves) -> list:
+    """Each of three ranks saves what it is given."""
+
+    def save(rank, ranks):
+        store = Store(root, keep=9)
+        store._ranks = ranks
+        store.save(*saves[rank])
+
+    return on_ranks(3, save)
+
+
+def test_ranks_that_save_different_steps_are_told(tmp_path):
+    results = on_three(tmp_path, *((step, Snapshot(tensors(1), {})) for step in (1, 1, 2)))
+    assert all("rank 2: this is step 2 here, and 1 on the first rank" in str(one) for one in results)
+    assert Store(tmp_path).steps() == []
+
+
+@pytest.mark.parametrize("value", [object(), "\ud800"])
+def test_what_one_rank_cannot_write_down_fails_the_save_on_all(tmp_path, value):
+    values = [{"a.b.c": 1}, {"a.b.d": value}, {}]
+    results = on_three(tmp_path, *((1, Snapshot(tensors(1), {}, one)) for one in values))
+    assert all(isinstance(one, CheckpointError) and "rank 1: " in str(one) for one in results), results
+    assert on_three(tmp_path, *[(2, Snapshot(tensors(2), {}))] * 3) == [None] * 3
+    assert Store(tmp_path).steps() == [2] and not list(tmp_path.glob(".tmp-*"))
+
+
+def test_ranks_with_values_of_their_own_still_share_the_writing(tmp_path):
+    held = {f"w{number}": torch.full((100,), float(number)) for number in range(6)}
+    snapshots = [Snapshot(held, {}, {f"data.place.{rank}": rank}) for rank in range(3)]
+    assert on_three(tmp_path, *((1, one) for one in snapshots)) == [None] * 3
+    sizes = [(tmp_path / "step-000000001" / f"rank-0000{rank}.bin").stat().st_size for rank in range(3)]
+    assert max(sizes) < 2 * min(sizes)
+    assert Store(tmp_path).newest().values == {f"data.place.{rank}": rank for rank in range(3)}
+
+
+@pytest.mark.parametrize("meta", [{"x": float("nan")}, {"x": {1: 2}}, {"x": b"bytes"}, {"x": [object()]}])
+def test_meta_that_would_not_come_back_is_refused(tmp_path, meta):
+    with pytest.raises(CheckpointError, match="meta 'x' would not come back as it is"):
+        Store(tmp_path).save(1, Snapshot({}, meta))
+    assert Store(tmp_path).steps() == []
+
+
+def test_steps_below_zero_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="given step -1"):
+        Store(tmp_path).save(-1, Snapshot({}, {}))
+
+
+def test_what_comes_after_a_way_back_is_saved(tmp_path):
+    saved(tmp_path, 1, 2, 3, keep=9)
+    store, into = Store(tmp_path, keep=2), blanks()
+    found = store.resume(lambda held: into, until=1)
+    assert found is not None and found.step == 1
+    for step, content in ((2, 12), (3, 13)):
+        store.save(step, Snapshot(tensors(content), {"at": content}))
+        assert store.newest().meta == {"at": content} if step == 3 else step in store.steps()
+    assert {key: torch.equal(store.tensors(2)[key], value) for key, value in tensors(12).items()}
+    into, found = resume(tmp_path)
+    assert found is not None and found.step == 3
+    assert_holds(into, 13)
+
+
+def test_views_are_saved_as_what_they_show(tmp_path):
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    held = {"conj": x.conj(), "neg": x.conj().imag, "t": x.T, "one": torch.ones(()).expand(3)}
+    store = Store(tmp_path)
+    store.save(1, Snapshot(held))
+    assert all(torch.equal(store.tensors(1)[key], value) for key, value in held.items())
+
+
+@pytest.mark.parametrize("target", [torch.zeros(2).expand(7, 5, 2)[..., 0], torch.zeros(7, 5, device="meta")])
+def test_targets_that_take_no_values_are_refused_before_any_changes(tmp_path, target):
+    saved(tmp_path, 1)
+    into = blanks()
+    for load in (Store(tmp_path).resume, lambda targets: Store(tmp_path).load(1, targets({}))):
+        with pytest.raises(CheckpointError, match=r"model.w is to be loaded into a tensor"):
+            load(lambda held: into | {"model.w": target})
+    assert_unchanged = blanks()
+    assert all(torch.equal(into[key], value) for key, value in assert_unchanged.items())
+
+
+def test_files_that_a_crash_has_left_beside_marks_are_removed(tmp_path):
+    mark, root = tmp_path / "marks" / "run", tmp_path / "run"
+    Store(root, marks=[mark]).save(1, Snapshot({}))
+    left = [root / ".PROGRESS-0123abcd", mark.parent / ".run-0123abcd"]
+    others = [mark.parent / ".run-2-0123abcd", mark.parent / "run-0123abcd"]
+    for path in (*left, *others):
+        path.touch()
+    Store(root, marks=[mark]).save(2, Snapshot({}))
+    assert [path.exists() for path in (*left, *others)] == [False, False, True, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import secrets
 import shutil
 import sys
@@ -11,13 +12,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from forge_ckpt.disk import sync, write_durably
-from forge_ckpt.error import CheckpointError
+from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError
+from forge_ckpt.folders import Folders
+from forge_ckpt.manifest import step_name
 from forge_ckpt.store import Store
 from forge_config import Change, ConfigError, MayChange, judge, to_toml
 
 from forge_trainer.job import load_job
 from forge_trainer.rollback import ROLLBACK, append_incident, read_rollbacks
 from forge_trainer.run_dir import RunFiles, append_history, read_job
+
+log = logging.getLogger(__name__)
 
 
 def branch_run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -36,15 +41,14 @@ def branch_run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     never = [str(one.change) for one in judged if one.may is MayChange.NEVER]
     if never:
         raise ConfigError(f"a branch of {old} cannot change {'; '.join(never)}: start a new run for that")
-    step = _step(Store(RunFiles(old).checkpoints), options.step, old)
+    steps = _steps(Store(RunFiles(old).checkpoints), options.step, old)
     partial = new.with_name(f".{new.name}-{secrets.token_hex(4)}.partial")
     recorded = [one.change for one in judged if one.may is MayChange.RECORDED]
     try:
-        _copy_checkpoint(RunFiles(old).checkpoints, RunFiles(partial).checkpoints, step)
+        step, known = _copied(RunFiles(old).checkpoints, RunFiles(partial).checkpoints, steps)
         if RunFiles(old).environment.exists():
             shutil.copy(RunFiles(old).environment, RunFiles(partial).environment)
         # what earlier rollbacks have left out of the data, this checkpoint has not seen
-        known = Store(RunFiles(partial).checkpoints).verify(step).meta.get("rollbacks", 0)
         for rollback in read_rollbacks(old)[:known]:
             append_incident(partial, ROLLBACK, asdict(rollback))
         write_durably(RunFiles(partial).config, to_toml(loaded.value, imports=loaded.imports).encode())
@@ -52,6 +56,7 @@ def branch_run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         sync(partial)
         partial.replace(new)
         sync(new.parent)
+        Folders(RunFiles(new).checkpoints, marks=RunFiles(new).progress_marks).remember(step)
     except OSError as error:
         raise CheckpointError(f"{new} cannot be made from {old}: {error}") from None
     finally:
@@ -59,22 +64,40 @@ def branch_run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     sys.stdout.write(f"{new} goes on from step {step} of {old}: forge train {RunFiles(new).config}\n")
 
 
-def _copy_checkpoint(source: Path, target: Path, step: int) -> None:
-    """Copy a checkpoint, and see it on the disk."""
-    name = Store(source).folder(step).name
-    shutil.copytree(source / name, target / name)
-    for path in (*(target / name).iterdir(), target / name, target):
-        sync(path)
+def _copied(source: Path, target: Path, steps: Sequence[int]) -> tuple[int, int]:
+    """Copy the first of some checkpoints that is intact; its step, and how many rollbacks it knows.
+
+    Raises:
+        DamagedError, UnreadableError, UnsupportedError: none is, this is of the last.
+    """
+    for step in steps:
+        name = step_name(step)
+        try:
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(source / name, target / name)
+            found = Store(target).verify(step)
+        except (shutil.Error, FileNotFoundError, DamagedError, UnreadableError) as error:
+            told = "it was removed meanwhile, or cannot be read" if isinstance(error, OSError) else str(error)
+            if step == steps[-1]:
+                raise CheckpointError(f"step {step} cannot be copied: {told}") from None
+            log.warning("step %d is passed over: %s", step, told)
+        else:
+            for path in (*(target / name).iterdir(), target / name, target):
+                sync(path)
+            return step, found.meta.get("rollbacks", 0)
+    raise AssertionError("there are steps")
 
 
-def _step(store: Store, wanted: int | None, old: Path) -> int:
-    """The checkpoint to branch from.
+def _steps(store: Store, wanted: int | None, old: Path) -> list[int]:
+    """The checkpoints to branch from, the first being the one that is meant.
 
     Raises:
         ConfigError: the run has none, or not this one.
     """
     steps = store.steps()
-    if not steps or (wanted is not None and wanted not in steps):
-        has = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"{old} has no checkpoint of step {wanted or 'any'}; it has {has}")
-    return steps[-1] if wanted is None else wanted
+    if not steps:
+        raise ConfigError(f"{old} has no checkpoint")
+    if wanted is not None and wanted not in steps:
+        has = ", ".join(map(str, steps))
+        raise ConfigError(f"{old} has no checkpoint of step {wanted}; it has {has}")
+    return steps[::-1] if wanted is None else [wanted]

@@ -94,5 +94,6 @@ def _outcome(run: Run, verdict: Verdict, claim: Claim) -> tuple[ExitCode, str]:
         return run.ladder.trouble.code, f"stopped at step {step}: {run.ladder.trouble.why}"
     if step >= job.train.steps:
         return ExitCode.DONE, "complete"
-    saved = "with a checkpoint" if not run.save.failed else "WITHOUT a checkpoint, which could not be written"
-    return ExitCode.PREEMPTED, f"stopped at step {step} {saved}; the same command continues it"
+    if run.save.failed:  # as an error that a new start may not have; where it has, such starts come to an end
+        return ExitCode.FAILED, f"stopped at step {step} WITHOUT a checkpoint, which could not be written"
+    return ExitCode.PREEMPTED, f"stopped at step {step} with a checkpoint; the same command continues it"

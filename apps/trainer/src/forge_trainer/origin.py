@@ -183,6 +183,11 @@ def choose(ours: Shapes, theirs: Shapes, train: TrainConfig) -> Chosen:
             f"{train.init_from} does not fit the model ({len(wrong)}):{listed}\nName what is not to be taken "
             "in train.init_exclude, and what may differ in size in train.init_resize."
         )
+    if not wanted:
+        raise CheckpointError(
+            f"train.init_include and init_exclude leave nothing of {train.init_from}; leave out "
+            "train.init_from if all of the model is to be random"
+        )
     used = {*wanted}
     return Chosen(
         [name for name in wanted if name not in resized],

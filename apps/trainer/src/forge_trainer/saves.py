@@ -19,7 +19,7 @@ class Saves:
     """Every N steps, or as often as it is worth it; and at the end. All ranks hold the same.
 
     Args:
-        config: says how far apart they are; with "auto", milestones are due as well; so are dense windows.
+        config: says how far apart they are; milestones and dense windows are due as well.
         step: steps taken so far.
         until: the step to end at.
         group: of all ranks, on the CPU.
@@ -46,9 +46,9 @@ class Saves:
         """Whether a checkpoint is due after so many steps."""
         if step == self._until() or self._is_dense(step):
             return True
-        if isinstance(self._every, int):
-            return step % self._every == 0
-        return step >= self._next or (self._milestones > 0 and step % self._milestones == 0)
+        if self._milestones and step % self._milestones == 0:
+            return True
+        return step % self._every == 0 if isinstance(self._every, int) else step >= self._next
 
     def rewind(self, step: int) -> None:
         """The run goes on from an earlier step."""

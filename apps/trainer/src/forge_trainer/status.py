@@ -74,9 +74,16 @@ def _lines(directory: Path) -> Iterator[str]:
         yield f"  changed       {event['key']}: {values} at step {event.get('step')}"
     for incident in read_lines(files.incidents, "kind")[-INCIDENTS:]:
         yield f"  {incident['kind']!s:<13} {_told(incident)}"
-    steps = Store(files.checkpoints).steps()
-    yield f"  checkpoints   {', '.join(map(str, steps)) or 'none'}"
-    yield from _state(directory, steps, until)
+    store = Store(files.checkpoints, marks=files.progress_marks)
+    try:
+        steps = store.steps()
+        lost = not steps and (highest := store.progress()) >= 0
+    except OSError as error:
+        yield f"  checkpoints   cannot be read: {error}"
+        return
+    none = f"none, and there was one of step {highest}" if lost else "none"
+    yield f"  checkpoints   {', '.join(map(str, steps)) or none}"
+    yield from _state(directory, steps, until, lost)
 
 
 def _last_step(directory: Path, steps: int) -> int:
@@ -86,7 +93,7 @@ def _last_step(directory: Path, steps: int) -> int:
     return min(steps, step) if ended.get("code") == ExitCode.DONE and isinstance(step, int) else steps
 
 
-def _state(directory: Path, steps: list[int], until: int) -> Iterator[str]:
+def _state(directory: Path, steps: list[int], until: int, lost: bool) -> Iterator[str]:
     holder, ended = read_holder(RunFiles(directory).lease), read_ended(directory)
     if holder is not None and holder.is_alive() is not False:
         elsewhere = "" if holder.is_alive() else ", as far as can be told from here"
@@ -103,6 +110,8 @@ def _state(directory: Path, steps: list[int], until: int) -> Iterator[str]:
     begins = f"the next start begins at step {steps[-1] if steps else 0}"
     if steps and steps[-1] >= until:
         yield "  complete      starting it again does nothing"
+    elif lost:
+        yield "  not complete  the next start refuses to begin at step 0: the checkpoints are gone"
     elif ended is not None and ended.get("code") in SAME_AGAIN:
         yield f"  not complete  {begins}, and ends the same way unless something is changed"
     else:

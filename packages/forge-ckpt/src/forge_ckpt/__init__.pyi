@@ -6,6 +6,7 @@ from .error import LockedError as LockedError
 from .error import UnreadableError as UnreadableError
 from .error import UnsupportedError as UnsupportedError
 from .lease import Lease as Lease
+from .lease import take as take
 from .manifest import Manifest as Manifest
 from .manifest import Snapshot as Snapshot
 from .saver import Saver as Saver
@@ -31,5 +32,6 @@ __all__ = [
     "UnsupportedError",
     "Weights",
     "model_tensors",
+    "take",
     "write_weights",
 ]

@@ -6,13 +6,14 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from forge_ckpt.checkpointed import Checkpointed
 from forge_ckpt.error import CheckpointError, DamagedError
+from forge_ckpt.folders import marks_around
 from forge_ckpt.pins import pin, unpin
-from forge_ckpt.report import CANNOT, FINE, FOUND, code_of, row, say, say_json, say_row
+from forge_ckpt.report import CANNOT, FINE, FOUND, Row, code_of, row, rows, say, say_json, say_row
 from forge_ckpt.store import Store
 
 Run = Callable[[argparse.Namespace], int]
@@ -114,20 +115,20 @@ def _store(options: argparse.Namespace, keep: int = 3) -> Store:
     folder = inner if inner.is_dir() else options.folder
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}; expected that of a run or of its checkpoints")
-    return Store(folder, keep)
+    return Store(folder, keep, marks=marks_around(folder))
 
 
 def _ls(options: argparse.Namespace) -> int:
     store = _store(options)
-    return _say_rows(store, _steps(store), options, verify=False)
+    _steps(store)
+    return _say_rows(rows(store, verify=False), options)
 
 
 def _verify(options: argparse.Namespace) -> int:
     store = _store(options)
     if options.step is not None:
-        return _say_rows(store, [options.step], options, verify=True)
-    steps = _steps(store)
-    return _say_rows(store, steps, options, verify=True) if steps else CANNOT
+        return _say_rows([row(store, options.step, verify=True)], options)
+    return _say_rows(rows(store, verify=True), options) if _steps(store) else CANNOT
 
 
 def _steps(store: Store) -> list[int]:
@@ -144,10 +145,9 @@ def _steps(store: Store) -> list[int]:
     return steps
 
 
-def _say_rows(store: Store, steps: Sequence[int], options: argparse.Namespace, verify: bool) -> int:
+def _say_rows(found: Iterable[Row], options: argparse.Namespace) -> int:
     states = []
-    for step in steps:
-        told = row(store, step, verify)
+    for told in found:
         say_row(told, options.json)
         states.append(told["state"])
     return code_of(states)
@@ -196,7 +196,7 @@ def _diff(options: argparse.Namespace) -> int:
     from forge_ckpt.compare import compare
 
     code = FINE
-    for told in compare(options.a, options.b):
+    for told in compare(options.a.resolve(), options.b.resolve()):
         code = FOUND
         say_json(told) if options.json else say(f"{told['tensor']}  {told['difference']}")
     return code

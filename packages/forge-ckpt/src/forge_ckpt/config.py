@@ -45,7 +45,7 @@ class CheckpointConfig(Config):
             written; where memory does not suffice for a copy, it waits, and says so.
         keep: newest checkpoints that stay, beside those that stay for good; at least 2, so that there is one
             to fall back to.
-        keep_every_steps: checkpoints at multiples of this stay for good; 0 keeps none.
+        keep_every_steps: checkpoints at multiples of this are saved as well, and stay for good; 0 keeps none.
         dense: windows of steps that are saved as well, and stay for good.
     """
 

@@ -69,7 +69,8 @@ class Folders:
             names = os.listdir(self.root)
         except FileNotFoundError:
             return []
-        return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
+        found = (int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
+        return sorted(step for step in found if manifests.step_name(step) in names)
 
     def begin(self, step: int) -> Path:
         """A new folder to write a step into, beside where it will be.
@@ -345,6 +346,12 @@ class Folders:
             return False
         except CheckpointError:
             return True  # it may be one
+
+
+def marks_around(root: Path) -> list[Path]:
+    """Where a run with checkpoints in this folder remembers that it had some, outside of it."""
+    run = root.absolute().parent
+    return [run / PROGRESS, run.parent / ".progress" / run.name]
 
 
 def _epoch_of(lease: Path | None) -> int:

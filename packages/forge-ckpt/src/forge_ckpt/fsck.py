@@ -8,11 +8,11 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge_ckpt.folders import PROGRESS, Folders
+from forge_ckpt.folders import PROGRESS, Folders, marks_around
 from forge_ckpt.lease import newest_epoch, read_holder
 from forge_ckpt.manifest import step_name
 from forge_ckpt.pins import pins
-from forge_ckpt.report import CANNOT, FINE, FOUND, Row, code_of, row
+from forge_ckpt.report import CANNOT, FINE, FOUND, Row, code_of, rows
 from forge_ckpt.store import Store
 
 LEFTOVERS = {
@@ -44,12 +44,10 @@ def fsck(root: Path) -> Iterator[Row]:
     """
     store, names = Store(root), sorted(os.listdir(root))
     found: list[Row] = []
-    for step in store.steps():
-        one = row(store, step, verify=True)
-        if one["state"] == "damaged" and not os.path.lexists(store.folder(step)):
-            continue  # the run has removed it meanwhile
-        if store.folder(step).is_symlink():
-            one["why"] = f"{one.get('why', '')} is a link to {os.readlink(store.folder(step))}".strip()
+    for one in rows(store, verify=True):
+        folder = store.folder(one["step"])
+        if folder.is_symlink():
+            one["why"] = f"{one.get('why', '')} is a link to {os.readlink(folder)}".strip()
         found.append({"what": "checkpoint", **one})
         yield found[-1]
     held = _lease(root.parent / "lease")
@@ -59,7 +57,10 @@ def fsck(root: Path) -> Iterator[Row]:
     for step in pins(root):
         if not (root / step_name(step)).exists():
             yield {"what": "pin", "step": step, "state": "dangling", "why": "there is no such checkpoint"}
-    progress, intact = Folders(root).progress(), [one["step"] for one in found if one["state"] == "intact"]
+    progress, intact = (
+        Folders(root, marks=marks_around(root)).progress(),
+        [one["step"] for one in found if one["state"] == "intact"],
+    )
     yield {"what": "progress", "step": progress, **_behind(progress, max(intact, default=-1))}
     yield {"what": "lease", **held}
     code = code_of(one["state"] for one in found) or (FOUND if progress >= 0 and not intact else FINE)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 NAME = "manifest.json"
-MAX_BYTES = 1 << 25
+MAX_BYTES = 1 << 26
 """No manifest is larger: 70 G parameters with Adam on 1,024 ranks take 5 MB."""
 MAX_INDEX_BYTES = 1 << 26
 """No index is larger: enough for 700 GB from one rank."""
@@ -335,11 +335,11 @@ def read_file(path: Path, num_bytes: int | None = None, most: int = MAX_BYTES) -
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or found.st_size > most:
                 raise DamagedError(path, f"is no file of at most {most} bytes")
-            data = file.read(most)
+            data = file.read(found.st_size)
     except FileNotFoundError:
         raise DamagedError(path, "is missing") from None
     except OSError as error:
-        if path.is_symlink():
+        if os.path.islink(path):
             raise DamagedError(path, "is a link; expected a file") from None
         raise UnreadableError(f"{path} cannot be read: {error}") from None
     if num_bytes is not None and len(data) != num_bytes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from forge_ckpt import manifest as manifests
@@ -16,6 +17,9 @@ FINE, FOUND, CANNOT = 0, 1, 2
 """Exit codes: all is well; something is damaged, missing or different; it cannot be done or told."""
 
 Row = dict[str, Any]
+
+SOUND = {"there", "intact"}
+"""States of checkpoints that nothing is wrong with, as far as was looked."""
 
 
 def say(line: str) -> None:
@@ -38,7 +42,7 @@ def state_of(error: CheckpointError) -> str:
 
 def code_of(states: Iterable[str]) -> int:
     """The exit code that follows from what was found of each checkpoint."""
-    found = {*states} - {"there", "intact"}
+    found = {*states} - SOUND
     return FINE if not found else FOUND if "damaged" in found else CANNOT
 
 
@@ -63,6 +67,24 @@ def row(store: Store, step: int, verify: bool) -> Row:
         "milestone": opened.milestone,
         "pinned": step in pins(store.root),
     }
+
+
+def rows(store: Store, verify: bool) -> Iterator[Row]:
+    """What there is to say of all checkpoints, oldest first.
+
+    A run may go on meanwhile: what it has removed is left out; if nothing else was there, what it has added
+    is told as well.
+    """
+    told: set[int] = set()
+    sound = False
+    while new := [step for step in store.steps() if step not in told] if not sound else []:
+        for step in new:
+            told.add(step)
+            one = row(store, step, verify)
+            if one["state"] == "damaged" and not os.path.lexists(store.folder(step)):
+                continue
+            sound = sound or one["state"] in SOUND
+            yield one
 
 
 def say_row(row: Row, as_json: bool) -> None:

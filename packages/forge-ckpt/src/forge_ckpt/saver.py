@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.manifest import Snapshot, copied
 from forge_ckpt.memory import free_memory_bytes
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +31,7 @@ class Saver:
     """Saves the state of a run, one save at a time. Used by all ranks of the store in the same order.
 
     Beside training (`asynchronous`), training waits only until the state is copied to host memory. A thread
-    writes the copy: it goes on when the process is signalled, and ends with it.
+    writes the copy: it goes on when the process is signalled, and ends with it. So call `finish` at the end.
 
     Args:
         store: its group is used by nothing else.
@@ -51,7 +54,9 @@ class Saver:
         self._told = self._unjudged = False
         self._ranks_here: int | None = None
         self._step = -1
-        self._error: Exception | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
         self._seconds = 0.0
         self._thread: threading.Thread | None = None
 
@@ -100,7 +105,8 @@ class Saver:
         try:
             if not self._fits(snapshot.tensors):
                 return False
-            copy = self._store.staged(snapshot)
+            copy = self._store.staged(snapshot, self._buffers)
+            self._ended.clear()
             thread = threading.Thread(
                 target=self._write, args=(step, copy, start), name="checkpoint", daemon=True
             )
@@ -125,7 +131,7 @@ class Saver:
             CheckpointError: three saves in a row have failed.
         """
         if self._thread is not None:
-            self._thread.join()
+            self._ended.wait()  # not join: what interrupts that leaves a thread that seems to have ended
             self._thread = None
             self._observe(self._seconds)
             self._judge()
@@ -135,17 +141,16 @@ class Saver:
 
     def close(self, timeout_s: float = 120.0) -> None:
         """Wait for the save in flight as the process ends, whatever happened; raises nothing."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                log.warning(
-                    "the save of step %d is given up: it did not end in %.0f s", self._step, timeout_s
-                )
-            elif self._error is not None:
-                log.warning("%s", self._error)
-            else:
-                self.saved_step = self._step
-            self._thread = None
+        if self._thread is None:
+            return
+        if not self._ended.wait(timeout_s):
+            log.warning("the save of step %d is given up: it did not end in %.0f s", self._step, timeout_s)
+            return
+        self._thread = None
+        if self._error is not None:
+            log.warning("%s", self._error)
+        else:
+            self.saved_step = self._step
 
     def _write(self, step: int, snapshot: Any, start: float) -> None:
         try:
@@ -153,7 +158,9 @@ class Saver:
             self._error = None
         except Exception as error:  # in a thread there is nobody above
             self._error = error
-        self._seconds = time.monotonic() - start
+        finally:
+            self._seconds = time.monotonic() - start
+            self._ended.set()
 
     def _judge(self) -> None:
         if self._error is None:
@@ -172,7 +179,7 @@ class Saver:
         """Whether to write beside training."""
         if not self._asynchronous:
             return False
-        needed, free = RESERVE * self._store.staging_bytes(tensors), free_memory_bytes()
+        needed, free = RESERVE * self._store.staging_bytes(tensors, self._buffers), free_memory_bytes()
         needed *= self._ranks_here or 1  # which all take their copies now
         if free is None or needed <= free:
             return True

@@ -123,20 +123,21 @@ def copy_boxes(boxes: Mapping[str, Box], buffers: dict[str, Tensor]) -> dict[str
         boxes: by name.
         buffers: of the copy before, which are taken again where they fit; kept up to date.
     """
-    copied, waiting = {}, False
+    copied, waiting = {}, set()
     for key, box in boxes.items():
         buffer = buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype) != (box.values.shape, box.values.dtype):
             pinned = box.values.device.type == "cuda"
             buffer = torch.empty(box.values.shape, dtype=box.values.dtype, pin_memory=pinned)
             buffers[key] = buffer
-        waiting = waiting or buffer.is_pinned()
+        if buffer.is_pinned():
+            waiting.add(box.values.device)
         buffer.copy_(box.values, non_blocking=buffer.is_pinned())
         copied[key] = box._replace(values=buffer)
     for gone in buffers.keys() - boxes.keys():
         del buffers[gone]
-    if waiting:
-        torch.cuda.synchronize()
+    for device in waiting:
+        torch.cuda.synchronize(device)
     return copied
 
 

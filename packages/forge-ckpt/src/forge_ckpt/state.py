@@ -279,9 +279,12 @@ def _entries(saved: Mapping[str, dict[str, Any]], names: list[str]) -> dict[str,
 
 
 def _blank(entry: Entry, parameter: Tensor, group: dict[str, object]) -> Tensor:
-    """A tensor for optimizer state: laid out like its parameter if it has its shape, else plain."""
+    """A tensor for optimizer state: laid out like its parameter if it has its shape, else plain.
+
+    Counts of steps are on the CPU, where torch's optimizers keep them unless they run on a GPU as a whole.
+    """
     dtype = getattr(torch, entry.dtype)
     if tuple(parameter.shape) == entry.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    on_device = bool(group.get("fused") or group.get("capturable"))
+    on_device = bool(entry.shape or group.get("fused") or group.get("capturable"))
     return torch.zeros(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,8 @@ class Store:
         epoch: int | None = None,
         stays: Callable[[int], bool] = lambda step: False,
     ) -> None:
+        if keep < 1:
+            raise CheckpointError(f"given keep {keep}; expected 1 or more")
         self.root = Path(root)
         self.keep = keep
         self._stays = lambda step: stays(step) or bool(keep_every_steps and step % keep_every_steps == 0)
@@ -73,7 +76,7 @@ class Store:
         """Pruning keeps the newest checkpoint that is not of a later step than this: a run may go back to it.
         Saved with each checkpoint, so that others who prune know it too."""
         self._passed_over: set[int] = set()
-        self._buffers: dict[str, Tensor] = {}
+        self._saving = threading.Lock()
 
     @property
     def first(self) -> bool:
@@ -95,8 +98,8 @@ class Store:
     def save(self, step: int, snapshot: Snapshot | CheckpointError) -> None:
         """Write a checkpoint and remove those no longer kept. Collective.
 
-        Does nothing if the step is there and intact already. A checkpoint that is there is never written
-        into.
+        Does nothing if the step is there already, as its manifest and the sizes of its files say. A
+        checkpoint that is there is never written into.
 
         Args:
             step: optimizer steps taken.
@@ -108,6 +111,10 @@ class Store:
             CheckpointError: on every rank when any of them could not write; earlier checkpoints are
             untouched.
         """
+        with self._saving:
+            self._save(step, snapshot)
+
+    def _save(self, step: int, snapshot: Snapshot | CheckpointError) -> None:
         ranks, partial = self._ranks, None
         try:
             begun, partial = ranks.from_first(lambda: (step, self._begin(step)))
@@ -123,7 +130,7 @@ class Store:
         if ranks.rank == 0:
             try:
                 self.prune(verify=False)  # the newest was written just now
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 log.warning("step %d is saved, but older ones could not be removed: %s", step, error)
 
     def _begin(self, step: int) -> Path | None:
@@ -178,11 +185,11 @@ class Store:
 
         return {key: box_of(key, tensor, self._local_shard) for key, tensor in tensors.items()}
 
-    def staging_bytes(self, tensors: Mapping[str, Tensor]) -> int:
-        """Host memory that `staged` takes beyond what it has taken before."""
+    def staging_bytes(self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> int:
+        """Host memory that `staged` takes beyond these buffers."""
         from forge_ckpt.shards import staging_bytes
 
-        return staging_bytes(self._boxes(tensors), self._buffers)
+        return staging_bytes(self._boxes(tensors), buffers)
 
     def ranks_on_this_machine(self) -> int:
         """How many of the ranks share its memory. Collective."""
@@ -192,10 +199,12 @@ class Store:
         """End what a crash may have left in the middle; by the first rank only."""
         self._folders.settle()
 
-    def staged(self, snapshot: Snapshot) -> Snapshot:
+    def staged(self, snapshot: Snapshot, buffers: dict[str, Tensor]) -> Snapshot:
         """A copy in host memory of what this rank holds, so that training may go on; waits for a GPU.
 
-        The memory is used again by the next call: the save of this copy must have ended by then.
+        Args:
+            snapshot: what to copy.
+            buffers: memory of the copy before, which must have been saved by now; taken again, kept up to date.
 
         Raises:
             MemoryError, RuntimeError: there is no room for it.
@@ -203,9 +212,9 @@ class Store:
         from forge_ckpt.shards import copy_boxes
 
         try:
-            boxes: Mapping[str, Any] = copy_boxes(self._boxes(snapshot.tensors), self._buffers)
+            boxes: Mapping[str, Any] = copy_boxes(self._boxes(snapshot.tensors), buffers)
         except (MemoryError, RuntimeError):
-            self._buffers.clear()  # part of a copy is of no use, and the memory is short
+            buffers.clear()  # part of a copy is of no use, and the memory is short
             raise
         return replace(snapshot, tensors=boxes)
 
@@ -259,7 +268,7 @@ class Store:
             self._ranks.from_first(lambda step=step, everyone=everyone: self._pass_over(step, everyone))
             self._passed_over.add(step)
         if (highest := max([self._ranks.from_first(self.progress), *steps])) >= 0:
-            marks = ", ".join(map(str, self._folders.marks()))
+            marks = ", ".join(map(str, self._folders.marks())) or "what it holds"
             raise CheckpointError(
                 f"{self.root} once held step {highest}, and no intact checkpoint is left; is the disk there? "
                 "Look before starting anew. A run that starts again at step 0 needs another name, or "

@@ -60,14 +60,20 @@ class Weights(Mapping[str, Tensor]):
                 raise CheckpointError(f"{index} has no weight_map of names of files")
             names = sorted(set(weight_map.values()))
         else:
-            names = [SINGLE]
+            weight_map, names = None, [SINGLE]
         self._file_of: dict[str, Path] = {}
         for name in names:
             path = self.folder / Path(name).name
             if not path.exists():
                 raise CheckpointError(f"there is no {path}; expected a folder of safetensors")
             with _opened(path) as file:
-                self._file_of |= dict.fromkeys(file.keys(), path)
+                there = {*file.keys()}
+            promised = (
+                there if weight_map is None else {key for key, own in weight_map.items() if own == name}
+            )
+            if missing := sorted(promised - there):
+                raise CheckpointError(f"{index} says that {path} holds {missing[0]}, and it does not")
+            self._file_of |= dict.fromkeys(promised, path)
 
     def __getitem__(self, name: str) -> Tensor:
         with _opened(self._file_of[name]) as file:
@@ -167,6 +173,8 @@ def write_weights(
         raise CheckpointError(f"given files of {shard_bytes} bytes; expected one byte or more")
     partial = folder.with_name(f"{_PARTIAL}{folder.name}-{secrets.token_hex(4)}")
     try:
+        if "__metadata__" in tensors:
+            raise CheckpointError("a tensor is named __metadata__, which safetensors keeps for itself")
         if folder.exists():
             raise CheckpointError(f"{folder} exists already; choose another folder")
         _tell_partial(folder.parent)
