@@ -20,3 +20,11 @@ def test_steps_of_dense_windows_are_due_beside_the_others(tmp_path, every, other
     due = {step for step in range(1, 25) if saves.due(step)}
     assert {1, 2, 4, 8, 16, 12, 15} <= due
     assert due - {1, 2, 4, 8, 16, 12, 15} == {step for step in others if step < 24} | {24}
+
+
+@pytest.mark.parametrize("every", ["7", '"auto"'])
+def test_milestones_are_due_whatever_the_distance_of_the_others(tmp_path, every):
+    path = tmp_path / "milestones.toml"
+    path.write_text(f'extends = ["{RUN}"]\n[checkpoint]\nevery_steps = {every}\nkeep_every_steps = 5\n')
+    saves = Saves(load_job(path).value.checkpoint, 0, lambda: 24, None)
+    assert {5, 10, 15, 20} <= {step for step in range(1, 25) if saves.due(step)}

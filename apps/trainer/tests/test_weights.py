@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from forge_ckpt import shards
+from forge_ckpt.checkpointed import Checkpointed
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
@@ -19,7 +22,7 @@ from forge_trainer.cli import main
 from forge_trainer.job import load_job
 from forge_trainer.progress import Progress
 from forge_trainer.run_dir import read_job
-from forge_trainer.weights import copy_common, resume_or_start, set_initial_weights
+from forge_trainer.weights import _plain, _state, copy_common, resume_or_start, set_initial_weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -289,3 +292,43 @@ def test_run_whose_folder_vanished_does_not_start_at_step_0(tmp_path, lost):
     shutil.rmtree(job.job.directory / lost)
     with pytest.raises(CheckpointError, match=r"once held step 3.*\.progress/debug"):
         resume_or_start(open_store(job, Mesh(torch.device("cpu"))), state, [model], job)
+
+
+def test_init_from_that_leaves_nothing_is_refused(tmp_path, donor):
+    patterns = ["--train.init_include=['layers.0']", "--train.init_exclude=['layers']"]
+    with pytest.raises(CheckpointError, match="leave nothing of"):
+        started(job_of(tmp_path, f'--train.init_from="{donor[0]}@7"', *patterns))
+
+
+def test_init_from_a_checkpoint_reads_what_a_rank_holds(tmp_path, donor):
+    run_ranks(_reads_its_part, 2, str(donor[0] / "checkpoints" / "step-000000007"))
+
+
+def _reads_its_part(folder):
+    read, original = [], shards._read_blocks
+
+    def counted(file, path, first, last, *rest):
+        read.append(last - first)
+        return original(file, path, first, last, *rest)
+
+    shards._read_blocks = counted
+    try:
+        there, mesh = Checkpointed(Path(folder), "model."), init_device_mesh("cpu", (2,))
+        name = "head.weight"
+        entry = there.entry(name)
+        target = distribute_tensor(torch.zeros(entry.shape), mesh, [Shard(0)])
+        copy_common(entry.shape, partial(there.part, name), target)
+    finally:
+        shards._read_blocks = original
+    rank, whole = torch.distributed.get_rank(), there[name]
+    assert torch.equal(target.to_local(), whole.chunk(2)[rank])
+    assert whole.nbytes / 2 <= sum(read) <= whole.nbytes / 2 + 2 * shards.BLOCK_BYTES
+
+
+def test_state_of_hooks_comes_back_exactly():
+    state = {"best": float("inf"), "mean": [float("nan"), -0.0], "seen": {"a": 2**70}, "none": None}
+    back = _state(json.loads(json.dumps(_plain("hook", state), allow_nan=False)))
+    assert repr(back) == repr(state)
+    assert _state({"skipped": 3}) == {"skipped": 3}  # as older versions wrote it
+    with pytest.raises(ConfigError, match=r"hook: state\(\) returned what a checkpoint cannot hold"):
+        _plain("hook", {"x": object()})

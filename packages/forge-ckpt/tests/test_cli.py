@@ -1,5 +1,6 @@
 """What `forge-ckpt` tells of good, bad and odd folders, and how it ends: without a traceback."""
 
+import errno
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 import torch
 from forge_ckpt import Snapshot, Store
+from forge_ckpt import manifest as manifests
 from forge_ckpt.cli import main
 from forge_ckpt.lease import take
 
@@ -278,3 +280,76 @@ def test_export_that_is_cut_off_leaves_nothing_or_the_next_one_tells(store, tmp_
     assert len(caplog.messages) == len(left)
     for path, told in zip(left, caplog.messages, strict=True):
         assert told.startswith(f"{path} (0.0 MB)") and "remove it" in told
+
+
+def break_folder(monkeypatch, folder):
+    """Nothing in a folder can be opened or looked at any more, as of a disk that has gone bad."""
+
+    def failing(original):
+        def call(path, *args, **kwargs):
+            if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(f"{folder}/"):
+                raise OSError(errno.EIO, "Input/output error", os.fspath(path))
+            return original(path, *args, **kwargs)
+
+        return call
+
+    for name in ("open", "lstat", "stat"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+
+
+def test_step_that_can_never_be_read_is_told_passed_over_and_left_alone(store, monkeypatch, capsys):
+    break_folder(monkeypatch, store.folder(3))
+    for command, state in (("ls", "there"), ("verify", "intact"), ("fsck", "intact")):
+        code, told = rows(capsys, command, store.root)
+        states = [one["state"] for one in told if one.get("what", "checkpoint") == "checkpoint"]
+        assert (code, states) == (2, [state, state, "unreadable"]), command
+    live = {"model.w": torch.zeros(4)}
+    again = Store(store.root, keep=2)
+    found = again.resume(lambda held: live)
+    assert found is not None and found.step == 2 and store.newest().step == 2
+    for step in (4, 5, 6, 7):
+        again.save(step, Snapshot({"model.w": torch.full((4,), float(step))}))
+    assert again.steps() == [3, 6, 7]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "fsck"])
+@pytest.mark.parametrize("goes", [[1], [1, 2, 3]])
+def test_what_a_run_removes_and_adds_meanwhile_is_no_damage(store, monkeypatch, capsys, command, goes):
+    read, done = manifests.read, []
+
+    def read_late(folder, sizes=True):
+        if not done:
+            done.append(True)
+            store.save(4, Snapshot({"model.w": torch.ones(4)}))
+            [store.remove(step) for step in goes]
+        return read(folder, sizes)
+
+    monkeypatch.setattr(manifests, "read", read_late)
+    code, told = rows(capsys, command, store.root)
+    steps = [one["step"] for one in told if one.get("what", "checkpoint") == "checkpoint"]
+    assert (code, steps) == (0, [2, 3] if goes == [1] else [4])
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "fsck"])
+def test_folder_that_was_emptied_is_not_well_as_the_run_remembers(tmp_path, capsys, command):
+    run = tmp_path / "runs" / "one"
+    store = Store(run / "checkpoints", marks=[run.parent / ".progress" / "one"])
+    store.save(3, Snapshot({"model.w": torch.ones(4)}))
+    for path in (store.folder(3), store.root / "PROGRESS"):
+        path.rename(tmp_path / path.name)
+    assert main([command, str(run)]) == 1
+    told = capsys.readouterr()
+    assert "step 3" in told.out + told.err
+
+
+def test_folders_that_only_look_like_steps_are_no_checkpoints(store):
+    for name in ("step-0000000009", "step-٠٠٠٠٠٠٠٠٩"):
+        (store.root / name).mkdir()
+    assert store.steps() == [1, 2, 3] and store.newest().step == 3
+
+
+def test_diff_takes_folders_by_any_path(store, monkeypatch, tmp_path):
+    monkeypatch.chdir(store.folder(1))
+    (tmp_path / "latest").symlink_to(store.folder(1))
+    assert main(["diff", ".", "../step-000000002"]) == 1
+    assert main(["diff", ".", str(tmp_path / "latest")]) == 0

@@ -207,3 +207,36 @@ def test_copies_of_all_ranks_of_a_machine_must_fit(tmp_path, monkeypatch, caplog
     monkeypatch.setattr(store, "ranks_on_this_machine", lambda: 3)
     saver.save(1, {})
     assert store.steps() == [1] and "training waits for checkpoints" in caplog.text
+
+
+def test_wait_that_is_interrupted_forgets_no_save(tmp_path, monkeypatch):
+    _, _, store, saver = made(tmp_path)
+    held, wait = Held(store, monkeypatch), saver._ended.wait
+    saver.save(1, {})
+
+    def interrupted(timeout=None):
+        monkeypatch.setattr(saver._ended, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saver._ended, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        saver.finish()
+    saver.close(timeout_s=0.01)
+    assert saver.saved_step is None
+    threading.Timer(0.2, held.go.set).start()
+    saver.save(2, {})
+    saver.finish()
+    assert store.steps() == [1, 2] and saver.failures == 0
+
+
+def test_two_savers_of_one_store_write_one_after_the_other(tmp_path, monkeypatch):
+    model, optimizer, store, one = made(tmp_path)
+    other = Saver(store, TrainState([model], optimizer), asynchronous=True)
+    held = Held(store, monkeypatch)
+    for step, saver in ((1, one), (2, other)):
+        with torch.no_grad():
+            model.weight.fill_(step)
+        saver.save(step, {})
+    held.go.set()
+    one.finish(), other.finish()
+    assert [store.tensors(step)["model.weight"][0, 0] for step in store.steps()] == [1, 2]

@@ -10,6 +10,9 @@ import pytest
 import torch
 from forge_ckpt import CheckpointError, Snapshot, Store, TrainState, Weights, write_weights
 from forge_ckpt.cli import main
+from forge_ckpt.layout import Entry
+from forge_ckpt.state import _blank
+from safetensors.torch import save_file
 from torch import nn
 
 
@@ -456,3 +459,30 @@ def test_modules_with_extra_state_are_refused():
     model = nn.Sequential(Scaled(2, 2))
     with pytest.raises(CheckpointError, match=r"0 \(Scaled\) has get_extra_state"):
         TrainState([model], torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(("shape", "device"), [((), "cpu"), ((4,), "meta"), ((4, 3), "meta")])
+def test_state_that_is_no_count_is_made_where_its_parameter_is(shape, device):
+    """Adafactor keeps sums of rows and columns."""
+    parameter = nn.Parameter(torch.empty(4, 3, device="meta"))
+    made = _blank(Entry("float32", shape), parameter, {})
+    assert made.shape == shape and made.device.type == device
+
+
+def test_weights_are_those_of_the_file_that_the_index_names(tmp_path):
+    for number, name in ((1.0, "a"), (2.0, "b")):
+        save_file({"w": torch.full((2,), number), name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    index = {"w": "a.safetensors", "b": "b.safetensors"}
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": index}))
+    found = Weights(tmp_path)
+    assert set(found) == {"w", "b"} and found["w"][0] == 1
+    path.write_text(json.dumps({"weight_map": index | {"c": "b.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"says that .*b.safetensors holds c, and it does not"):
+        Weights(tmp_path)
+
+
+def test_name_that_safetensors_keeps_for_itself_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="__metadata__"):
+        write_weights(tmp_path / "out", {"__metadata__": torch.zeros(1)}, {})
+    assert not (tmp_path / "out").exists()

@@ -204,7 +204,7 @@ class Store:
 
         Args:
             snapshot: what to copy.
-            buffers: memory of the copy before, which must have been saved by now; taken again, kept up to date.
+            buffers: memory of the copy before, which must have been saved by now; kept up to date.
 
         Raises:
             MemoryError, RuntimeError: there is no room for it.
