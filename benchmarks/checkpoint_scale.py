@@ -1,10 +1,12 @@
 """What a checkpoint of 70B parameters with Adam costs at 1,024 ranks, apart from its values.
 
     python benchmarks/checkpoint_scale.py [--ranks 1024] [--loaders 512] [--layers 80] [--replicas 1]
+        [--columns 1]
 
 Runs the real code of the first rank (decode what all ranks sent, merge, check coverage, encode) and of one
 loading rank (decode the root, find what to read, decode the indices it needs), without any values. Tensors
 are cut by rows into equal chunks, as FSDP2 does; replicas (HSDP) hold the same boxes and share the writing.
+With --columns N, who loads wants one of N parts of each row of a matrix, as some tensor parallel ranks do.
 """
 
 import argparse
@@ -67,6 +69,14 @@ def chunk(shape: Shape, rank: int, ranks: int) -> tuple[Shape, Shape] | None:
     return ((low, *(0,) * (len(shape) - 1)), (high - low, *shape[1:])) if high > low else None
 
 
+def column(start: Shape, size: Shape, index: int, columns: int) -> tuple[Shape, Shape]:
+    """One of some equal parts of each row of a matrix; of other tensors all."""
+    if len(size) != 2:
+        return start, size
+    part = size[1] // columns
+    return (start[0], index * part), (size[0], part)
+
+
 def written(entries: dict[str, Entry], rank: int, ranks: int, replicas: int) -> tuple[Part, Index, int]:
     """What a rank tells the first one, its index, and the bytes of its file."""
     boxes, offsets, place = {}, {}, 0
@@ -89,6 +99,7 @@ def main() -> None:
     parser.add_argument("--loaders", type=int, default=512)
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--columns", type=int, default=1)
     options = parser.parse_args()
     shapes = model(options.layers)
     entries = state(shapes)
@@ -119,7 +130,13 @@ def main() -> None:
         opened = manifests.read(folder)
         read_s = time.perf_counter() - start
         loader = options.loaders // 2
-        wanted = {key: chunk(entry.shape, loader, options.loaders) for key, entry in opened.tensors.items()}
+        rows = {
+            key: chunk(entry.shape, loader // options.columns, options.loaders // options.columns)
+            for key, entry in opened.tensors.items()
+        }
+        wanted = {
+            key: box and column(*box, loader % options.columns, options.columns) for key, box in rows.items()
+        }
         planned = plan(folder, opened, {key: box for key, box in wanted.items() if box is not None})
         plan_s = time.perf_counter() - start
         asked = sum(4 * prod(box[1]) for box in wanted.values() if box is not None)
@@ -132,6 +149,7 @@ def main() -> None:
         "ranks": options.ranks,
         "replicas": options.replicas,
         "loaders": options.loaders,
+        "columns": options.columns,
         "tensors": len(entries),
         "layouts": len(layouts),
         "gathered MB": sum(map(len, sent)) / 1e6,
@@ -144,7 +162,10 @@ def main() -> None:
     }
     print(table([{"what": name, "value": value} for name, value in results.items()]))
     print(json.dumps(results))
-    write(f"checkpoint_scale_{options.replicas}", results)
+    write(
+        f"checkpoint_scale_{options.replicas}" + f"_columns_{options.columns}" * (options.columns > 1),
+        results,
+    )
 
 
 if __name__ == "__main__":

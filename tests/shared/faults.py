@@ -2,7 +2,8 @@
 
 `FORGE_FAULTS=long` makes the fault tests draw as many faults as issue 11 asks for (about half an hour on two
 cores); without it they take a few minutes. With `FORGE_FAULTS_JSON=<file>` each test writes its figure there,
-and `python tests/shared/faults.py` makes the table of docs/checkpoints.md from benchmarks/results.
+and `python tests/shared/faults.py FILE` keeps them in benchmarks/results, and makes the table of
+docs/checkpoints.md.
 """
 
 import errno
@@ -47,7 +48,7 @@ def table() -> str:
 
 def read_figures() -> dict[str, dict[str, Any]]:
     """Those that are kept in the repository."""
-    return json.loads(FIGURES.read_text())
+    return json.loads(FIGURES.read_text())["results"]
 
 
 class Killed(BaseException):
@@ -197,5 +198,9 @@ def write_files(folder: Path, found: dict[str, bytes]) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from report import write
+
+    write(FIGURES.stem, json.loads(Path(sys.argv[1]).read_text()))
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2])

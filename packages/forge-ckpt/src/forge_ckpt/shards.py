@@ -196,30 +196,6 @@ def write_boxes(
     return Index(BLOCK_BYTES, encode_digests(blocks.digests), offsets), blocks.num_bytes, written
 
 
-def misfits(manifest: Manifest, boxes: Mapping[str, Box]) -> list[str]:
-    """Which tensors a checkpoint does not hold in their shape and dtype, one line each."""
-    wrong = [f"{key} is not in the checkpoint" for key in boxes.keys() - manifest.tensors.keys()]
-    for key in boxes.keys() & manifest.tensors.keys():
-        have, want = (
-            f"{entry.dtype} {list(entry.shape)}" for entry in (manifest.tensors[key], boxes[key].entry)
-        )
-        if have != want:
-            wrong.append(f"{key} is {have}, wanted {want}")
-    return wrong
-
-
-def unwritable(boxes: Mapping[str, Box]) -> list[str]:
-    """Into which boxes no values can be copied, one line each."""
-    wrong = []
-    for key, box in boxes.items():
-        values = box.values
-        if values.device.type == "meta":
-            wrong.append(f"{key} is to be loaded into a tensor on the meta device")
-        elif any(n > 1 and not stride for n, stride in zip(values.shape, values.stride(), strict=True)):
-            wrong.append(f"{key} is to be loaded into a tensor whose elements share memory")
-    return wrong
-
-
 class Piece(NamedTuple):
     """Elements that lie in one box of the checkpoint and in one box that is wanted.
 

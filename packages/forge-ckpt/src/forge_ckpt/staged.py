@@ -148,3 +148,27 @@ def require_fit(step: int, everyone: Sequence[Staged], names: Sequence[str]) -> 
         shown = "\n".join(f"  {line}" for line in [*sorted(wrong - {"..."}), *wrong & {"..."}][:MOST_TOLD])
         count = f"{len(wrong)}" if "..." not in wrong else f"more than {MOST_TOLD}"
         raise CheckpointError(f"step {step} does not fit this model and optimizer ({count}):\n{shown}")
+
+
+def misfits(manifest: Manifest, boxes: Mapping[str, Box]) -> list[str]:
+    """Which tensors a checkpoint does not hold in their shape and dtype, one line each."""
+    wrong = [f"{key} is not in the checkpoint" for key in boxes.keys() - manifest.tensors.keys()]
+    for key in boxes.keys() & manifest.tensors.keys():
+        have, want = (
+            f"{entry.dtype} {list(entry.shape)}" for entry in (manifest.tensors[key], boxes[key].entry)
+        )
+        if have != want:
+            wrong.append(f"{key} is {have}, wanted {want}")
+    return wrong
+
+
+def unwritable(boxes: Mapping[str, Box]) -> list[str]:
+    """Into which boxes no values can be copied, one line each."""
+    wrong = []
+    for key, box in boxes.items():
+        values = box.values
+        if values.device.type == "meta":
+            wrong.append(f"{key} is to be loaded into a tensor on the meta device")
+        elif any(n > 1 and not stride for n, stride in zip(values.shape, values.stride(), strict=True)):
+            wrong.append(f"{key} is to be loaded into a tensor whose elements share memory")
+    return wrong

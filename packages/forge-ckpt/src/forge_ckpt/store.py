@@ -19,7 +19,7 @@ from forge_ckpt.folders import Folders
 from forge_ckpt.layout import Entry, Part, merge, part_of
 from forge_ckpt.manifest import File, Manifest, Snapshot
 from forge_ckpt.ranks import Ranks
-from forge_ckpt.staged import Replicas, Staged, attempt, require_fit
+from forge_ckpt.staged import Replicas, Staged, attempt, misfits, require_fit, unwritable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -292,8 +292,6 @@ class Store:
 
     def _wanted(self, step: int, targets: Targets) -> Staged:
         """What this rank needs of a checkpoint."""
-        from forge_ckpt.shards import misfits, unwritable
-
         # the first rank looks at the files of all ranks, the others see those that they read
         opened = manifests.read(self.folder(step), sizes=self._ranks.rank == 0)
         boxes = self._boxes(targets(opened.tensors))
@@ -333,7 +331,7 @@ class Store:
             CheckpointError: one is missing or has another shape or dtype.
             DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.
         """
-        from forge_ckpt.shards import commit, stage, unwritable
+        from forge_ckpt.shards import commit, stage
 
         opened, boxes = self.require_fit(step, targets), self._boxes(targets)
         require_fit(step, [Staged(wrong=unwritable(boxes))], [])
@@ -342,8 +340,6 @@ class Store:
 
     def require_fit(self, step: int, targets: Mapping[str, Tensor]) -> Manifest:
         """See that a checkpoint holds some tensors; raises as `load` does."""
-        from forge_ckpt.shards import misfits
-
         opened = manifests.read(self.folder(step))
         require_fit(step, [Staged(wrong=misfits(opened, self._boxes(targets)))], [])
         return opened
