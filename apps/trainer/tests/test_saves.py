@@ -1,9 +1,13 @@
 """At which steps a checkpoint is due, from the TOML of a run on."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from forge_resilience.exit_codes import ExitCode
+from forge_resilience.verdict import Verdict
 from forge_trainer.job import load_job
+from forge_trainer.launch import _outcome
 from forge_trainer.saves import Saves
 
 RUN = Path(__file__).parents[3] / "configs" / "runs" / "debug.toml"
@@ -28,3 +32,14 @@ def test_milestones_are_due_whatever_the_distance_of_the_others(tmp_path, every)
     path.write_text(f'extends = ["{RUN}"]\n[checkpoint]\nevery_steps = {every}\nkeep_every_steps = 5\n')
     saves = Saves(load_job(path).value.checkpoint, 0, lambda: 24, None)
     assert {5, 10, 15, 20} <= {step for step in range(1, 25) if saves.due(step)}
+
+
+@pytest.mark.parametrize(("failed", "code"), [(False, ExitCode.PREEMPTED), (True, ExitCode.FAILED)])
+def test_stop_whose_checkpoint_could_not_be_written_is_a_failure(failed, code):
+    """Starts that fail in a row without getting further come to an end, preempted ones go on for ever."""
+    run = SimpleNamespace(
+        progress=SimpleNamespace(step=5),
+        job=SimpleNamespace(train=SimpleNamespace(steps=9)),
+        save=SimpleNamespace(failed=failed),
+    )
+    assert _outcome(run, Verdict.STOP, SimpleNamespace())[0] is code
