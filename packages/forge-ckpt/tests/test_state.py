@@ -486,3 +486,35 @@ def test_name_that_safetensors_keeps_for_itself_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="__metadata__"):
         write_weights(tmp_path / "out", {"__metadata__": torch.zeros(1)}, {})
     assert not (tmp_path / "out").exists()
+
+
+def test_load_that_fails_leaves_the_state_of_the_optimizer_alone(tmp_path):
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    store, state = Store(tmp_path), TrainState([model], optimizer)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    store.save(1, state.capture())
+    other = nn.Linear(3, 3)
+    resumed = TrainState([other], torch.optim.AdamW(other.parameters()))
+    found = store.resume(resumed.targets)
+    assert found is not None
+    resumed.restore(found.values)
+    before = {key: value.clone() for key, value in resumed.capture().tensors.items()}
+    store.save(2, Snapshot({"model.other": torch.zeros(2)}))
+    with pytest.raises(CheckpointError, match="does not fit"):
+        store.resume(resumed.targets)
+    now = resumed.capture().tensors
+    assert now.keys() == before.keys() and all(torch.equal(now[key], before[key]) for key in now)
+
+
+def test_groups_of_an_optimizer_that_has_state_keep_what_they_were_made_with(tmp_path):
+    model = nn.Linear(3, 3)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}]
+    optimizer, store = torch.optim.Adagrad(groups, lr=0.1), Store(tmp_path)
+    store.save(1, Snapshot(TrainState([model], optimizer).capture().tensors))
+    state = TrainState([model], optimizer)
+    found = store.resume(state.targets)
+    assert found is not None and found.values == {}
+    state.restore(found.values)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]

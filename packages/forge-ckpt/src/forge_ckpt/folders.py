@@ -212,8 +212,8 @@ class Folders:
                 shutil.rmtree(self.root / name, ignore_errors=True)
         for mark in self._marks:
             left = re.compile(rf"\.{re.escape(mark.name)}-[0-9a-f]{{8}}")
-            for name in os.listdir(mark.parent) if mark.parent.is_dir() else ():
-                if left.fullmatch(name):
+            with suppress(OSError):
+                for name in filter(left.fullmatch, os.listdir(mark.parent)):
                     (mark.parent / name).unlink(missing_ok=True)
 
     def remove(self, step: int) -> None:

@@ -53,6 +53,7 @@ class TrainState:
         _require_no_extra_state(parts)
         _require_distinct([*self._names.values(), *(name for p in parts for name in persistent_buffers(p))])
         self._optimizer = optimizer
+        self._was_new = not optimizer.state
         self._made_with = [_made_with(optimizer, group) for group in optimizer.param_groups]
         self._blanks: list[tuple[Tensor, str]] = []
 
@@ -83,6 +84,7 @@ class TrainState:
         Raises:
             CheckpointError: parameters that share a group now come from groups that differ.
         """
+        self._blanks.clear()  # they have their values now
         of_group: dict[str, dict[str, Any]] = {}
         parameters = {name: parameter for parameter, name in self._names.items()}
         for key, value in values.items():
@@ -95,7 +97,7 @@ class TrainState:
             entries = _entries(of_group, self._names_in(group))
             for key, value in entries.items():
                 _set(group, key, from_json(value))
-            for key in made_with.keys() & group.keys() - entries.keys():
+            for key in made_with.keys() & group.keys() - entries.keys() if self._was_new else ():
                 if not made_with[key].is_of(group[key]):
                     _set(group, key, made_with[key].restored())
 
