@@ -96,3 +96,12 @@ def test_status_of_a_run_whose_checkpoints_are_gone_says_that_it_will_not_start(
     (run / "checkpoints").touch()
     assert main(["status", str(run)]) == 0
     assert "cannot be read" in capsys.readouterr().out
+
+
+def test_disk_that_is_full_is_no_damage(run, monkeypatch, capsys):
+    def full(source, target):
+        raise shutil.Error([(source, target, "[Errno 28] No space left on device")])
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    assert branch(run) == 78
+    assert "No space left on device" in capsys.readouterr().err and not (run.parent / "new").exists()

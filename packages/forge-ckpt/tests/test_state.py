@@ -420,10 +420,18 @@ def test_what_had_not_moved_when_it_was_saved_is_put_back(tmp_path):
         assert now == expected, step
 
 
+class NeverEqual:
+    def __eq__(self, other):
+        return False
+
+    __hash__ = None
+
+
 def test_what_has_no_json_is_refused_once_it_changes_in_place(tmp_path):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.param_groups[0] |= {"names": {"a"}, "rule": len, "stream": object()}
+    tables = {"table": [torch.zeros(100)], "odd": NeverEqual()}
+    optimizer.param_groups[0] |= {"names": {"a"}, "rule": len, "stream": object(), **tables}
     state = TrainState([model], optimizer)
     assert state.capture().values == {}
     optimizer.param_groups[0]["names"].add("b")

@@ -2,6 +2,7 @@ import errno
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -526,13 +527,26 @@ def on_three(root, *saves) -> list:
     return on_ranks(3, save)
 
 
-def test_ranks_that_save_different_steps_are_told(tmp_path):
+@pytest.mark.parametrize("there", [[], [1]])
+def test_ranks_that_save_different_steps_are_told(tmp_path, there):
+    saved(tmp_path, *there)
     results = on_three(tmp_path, *((step, Snapshot(tensors(1), {})) for step in (1, 1, 2)))
     assert all("rank 2: this is step 2 here, and 1 on the first rank" in str(one) for one in results)
-    assert Store(tmp_path).steps() == []
+    assert Store(tmp_path).steps() == there
 
 
-@pytest.mark.parametrize("value", [object(), "\ud800"])
+def test_ranks_of_other_machines_do_not_share_memory(monkeypatch):
+    machine_of: dict[int, str] = {}
+
+    def count(rank, ranks):
+        machine_of[threading.get_ident()] = "aba"[rank]
+        return ranks.on_this_machine()
+
+    monkeypatch.setattr("forge_ckpt.ranks.this_machine", lambda: machine_of[threading.get_ident()])
+    assert on_ranks(3, count) == [2, 1, 2]
+
+
+@pytest.mark.parametrize("value", [object(), "\ud800", float("nan"), {1: 2}])
 def test_what_one_rank_cannot_write_down_fails_the_save_on_all(tmp_path, value):
     values = [{"a.b.c": 1}, {"a.b.d": value}, {}]
     results = on_three(tmp_path, *((1, Snapshot(tensors(1), {}, one)) for one in values))
@@ -552,7 +566,7 @@ def test_ranks_with_values_of_their_own_still_share_the_writing(tmp_path):
 
 @pytest.mark.parametrize("meta", [{"x": float("nan")}, {"x": {1: 2}}, {"x": b"bytes"}, {"x": [object()]}])
 def test_meta_that_would_not_come_back_is_refused(tmp_path, meta):
-    with pytest.raises(CheckpointError, match="meta 'x' would not come back as it is"):
+    with pytest.raises(CheckpointError, match="'x' would not come back as it is"):
         Store(tmp_path).save(1, Snapshot({}, meta))
     assert Store(tmp_path).steps() == []
 

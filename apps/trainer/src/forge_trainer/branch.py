@@ -53,10 +53,12 @@ def branch_run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
             append_incident(partial, ROLLBACK, asdict(rollback))
         write_durably(RunFiles(partial).config, to_toml(loaded.value, imports=loaded.imports).encode())
         append_history(partial, step, [Change("job", str(old.resolve()), str(new.resolve())), *recorded])
+        here, there = RunFiles(partial), RunFiles(new)
+        Folders(here.checkpoints, marks=here.progress_marks[:1]).remember(step)
         sync(partial)
         partial.replace(new)
         sync(new.parent)
-        Folders(RunFiles(new).checkpoints, marks=RunFiles(new).progress_marks).remember(step)
+        Folders(there.checkpoints, marks=there.progress_marks).remember(step)
     except OSError as error:
         raise CheckpointError(f"{new} cannot be made from {old}: {error}") from None
     finally:
@@ -68,7 +70,8 @@ def _copied(source: Path, target: Path, steps: Sequence[int]) -> tuple[int, int]
     """Copy the first of some checkpoints that is intact; its step, and how many rollbacks it knows.
 
     Raises:
-        DamagedError, UnreadableError, UnsupportedError: none is, this is of the last.
+        CheckpointError: none is; it says what is wrong with the last.
+        OSError: a copy cannot be written.
     """
     for step in steps:
         name = step_name(step)
@@ -76,16 +79,18 @@ def _copied(source: Path, target: Path, steps: Sequence[int]) -> tuple[int, int]
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(source / name, target / name)
             found = Store(target).verify(step)
-        except (shutil.Error, FileNotFoundError, DamagedError, UnreadableError) as error:
-            told = "it was removed meanwhile, or cannot be read" if isinstance(error, OSError) else str(error)
-            if step == steps[-1]:
-                raise CheckpointError(f"step {step} cannot be copied: {told}") from None
-            log.warning("step %d is passed over: %s", step, told)
+        except (shutil.Error, FileNotFoundError) as error:
+            if (source / name).exists():
+                raise OSError(error.args[0][0][2] if isinstance(error, shutil.Error) else error) from None
+            told = "it was removed meanwhile"
+        except (DamagedError, UnreadableError) as error:
+            told = str(error)
         else:
             for path in (*(target / name).iterdir(), target / name, target):
                 sync(path)
             return step, found.meta.get("rollbacks", 0)
-    raise AssertionError("there are steps")
+        log.warning("step %d is passed over: %s", step, told)
+    raise CheckpointError(f"step {step} cannot be copied: {told}")
 
 
 def _steps(store: Store, wanted: int | None, old: Path) -> list[int]:

@@ -283,19 +283,19 @@ def read_index(folder: Path, manifest: Manifest, rank: int) -> Index:
     return index
 
 
-def require_json(meta: Mapping[str, Any]) -> None:
-    """See that meta comes back as what it is, but for tuples, which come back as lists.
+def require_json(values: Mapping[str, Any]) -> None:
+    """See that values come back as what they are, but for tuples, which come back as lists.
 
     Raises:
         CheckpointError: JSON cannot hold it.
     """
-    for key, value in meta.items():
+    for key, value in values.items():
         try:
             same = json.loads(json.dumps(value, allow_nan=False)) == copied(value)
         except (TypeError, ValueError, RecursionError):
             same = False
         if not same:
-            raise CheckpointError(f"meta {key!r} would not come back as it is: {value!r:.200}; expected JSON")
+            raise CheckpointError(f"{key!r} would not come back as it is: {value!r:.200}; expected JSON")
 
 
 def copied(value: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.layout import Entry
 from forge_ckpt.lease import this_machine
-from forge_ckpt.manifest import digest
+from forge_ckpt.manifest import digest, require_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,7 +112,12 @@ class Ranks:
         Raises:
             CheckpointError: on every rank when some of any are not JSON.
         """
-        mine = self.each(lambda: msgspec.json.encode(dict(sorted(values.items()))))
+
+        def encoded() -> bytes:
+            require_json(values)
+            return msgspec.json.encode(dict(sorted(values.items())))
+
+        mine = self.each(encoded)
         digests = self.gather(digest(mine))
         is_first = digests.index(digests[self.rank]) == self.rank
         return [msgspec.json.decode(data) for data in self.to_first(mine if is_first else None) if data]

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,8 @@ class Saver:
         snapshot = self._captured(meta, values or {})
         self._step = step
         if self._asynchronous and self._ranks_here is None:
-            self._ranks_here = self._store.ranks_on_this_machine()
+            with suppress(RuntimeError):  # a rank has died: the save says so
+                self._ranks_here = self._store.ranks_on_this_machine()
         if isinstance(snapshot, CheckpointError) or not self._begin_beside(step, snapshot, start):
             self._write(step, snapshot, start)
             # ranks that write beside training hear of a failure as they finish: a run ends on all at once
@@ -90,12 +92,14 @@ class Saver:
     def _captured(self, meta: Mapping[str, Any], values: Mapping[str, Any]) -> Snapshot | CheckpointError:
         """The state, or why it cannot be saved, which fails the save on all ranks."""
         try:
-            if short := [name for name in values if name.count(".") < 2]:
+            if short := [name for name in values if str(name).count(".") < 2]:
                 raise CheckpointError(f"a value is named {short[0]!r}; expected three parts or more, a.b.c")
             snapshot = self._state.capture(meta, copy=False)
             return replace(snapshot, values={**snapshot.values, **copied(values)})
         except CheckpointError as error:
             return error
+        except Exception as error:  # the other ranks must hear of it, not wait for this one
+            return CheckpointError(f"{type(error).__name__}: {error}")
 
     def _begin_beside(self, step: int, snapshot: Snapshot, start: float) -> bool:
         """Begin to write a copy beside training; whether that is wanted, and there is room for it.

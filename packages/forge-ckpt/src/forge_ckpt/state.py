@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -97,12 +96,16 @@ class TrainState:
             entries = _entries(of_group, self._names_in(group))
             for key, value in entries.items():
                 _set(group, key, from_json(value))
-            for key in made_with.keys() & group.keys() - entries.keys() if self._was_new else ():
+            if not self._was_new or not self._names_in(group):
+                continue
+            for key in made_with.keys() & group.keys() - entries.keys():
                 if not made_with[key].is_of(group[key]):
                     _set(group, key, made_with[key].restored())
 
     def targets(self, held: Mapping[str, Entry]) -> dict[str, Tensor]:
         """The tensors to load a checkpoint into; optimizer state that does not exist yet is made.
+
+        To go back to a checkpoint from before there was some state, remove that from the optimizer first.
 
         Args:
             held: what the checkpoint holds; optimizer state of parameters that this rank does not have, or
@@ -223,30 +226,32 @@ class _Mark:
     """What an entry of a group was, to see whether it has changed since, in place too, and to put it back."""
 
     def __init__(self, value: object) -> None:
-        self._value = self._copy(value)
+        try:
+            self._kept = "json", to_json(value, "")
+        except CheckpointError:
+            self._kept = "object", _copy_of(value)
 
     def is_of(self, value: object) -> bool:
         """Whether a value is what this one was; of what has neither JSON nor equality, whether it is it."""
+        kind, kept = self._kept
         try:
-            return bool(self._value == self._copy(value))
-        except (ValueError, RuntimeError):  # of many elements: to_json tells that they cannot be saved
+            return to_json(value, "") == kept if kind == "json" else value is kept or bool(value == kept)
+        except (CheckpointError, ValueError, RuntimeError):  # of many elements: to_json tells of them
             return False
 
     def restored(self) -> Any:
         """The value as it was."""
-        kind, value = self._value
-        return from_json(value) if kind == "json" else self._copy(value)[1]
+        kind, kept = self._kept
+        return from_json(kept) if kind == "json" else _copy_of(kept)
 
-    @staticmethod
-    def _copy(value: object) -> tuple[str, Any]:
-        try:
-            return "json", to_json(value, "")
-        except CheckpointError:
-            if type(value).__eq__ is object.__eq__:
-                return "object", value
-            with suppress(TypeError, RuntimeError):  # it cannot be copied
-                return "object", deepcopy(value)
-            return "object", value
+
+def _copy_of(value: Any) -> Any:
+    """A copy that tells whether the value has changed in place; the value itself where there is none."""
+    try:
+        copy = deepcopy(value)
+        return copy if copy == value else value
+    except Exception:  # whatever its own ways to copy and to compare raise
+        return value
 
 
 def _made_with(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, _Mark]:

@@ -118,9 +118,9 @@ class Store:
         ranks, partial = self._ranks, None
         try:
             begun, partial = ranks.from_first(lambda: (step, self._begin(step)))
+            ranks.each(lambda: _require_same(step, begun))
             if partial is None:
                 return
-            ranks.each(lambda: _require_same(step, begun))
             self._write_all(step, partial, snapshot)
         except CheckpointError as error:
             if ranks.rank == 0 and partial is not None:
@@ -242,7 +242,8 @@ class Store:
 
         Args:
             targets: given what a checkpoint holds, the tensors to load it into.
-            until: checkpoints of later steps are passed by; one that is saved again is replaced.
+            until: checkpoints of later steps are passed by; one that is saved again is replaced, the others
+                stay, and the next plain `resume` finds them: remove them if they are given up.
 
         Returns:
             Its manifest, or None if this run never had a checkpoint.
