@@ -92,6 +92,31 @@ def written(entries: dict[str, Entry], rank: int, ranks: int, replicas: int) -> 
     return part_of(sorted(entries), boxes), Index(BLOCK_BYTES, digests, offsets), place
 
 
+def load_plan(folder: Path, loaders: int, columns: int) -> dict[str, float]:
+    """What one of some loading ranks finds out before it reads values, and how much it would read."""
+    start = time.perf_counter()
+    opened = manifests.read(folder)
+    read_s = time.perf_counter() - start
+    loader = loaders // 2
+    wanted = {}
+    for key, entry in opened.tensors.items():
+        rows = chunk(entry.shape, loader // columns, loaders // columns)
+        if rows is not None:
+            wanted[key] = column(*rows, loader % columns, columns)
+    planned = plan(folder, opened, wanted)
+    plan_s = time.perf_counter() - start
+    blocks = 0
+    for _, pieces in planned.values():
+        spans = {b for p in pieces for b in range(p.first // BLOCK_BYTES, -(-p.last // BLOCK_BYTES))}
+        blocks += len(spans) * BLOCK_BYTES
+    return {
+        "read root s": read_s,
+        "load plan s": plan_s,
+        "files read": len(planned),
+        "bytes read / asked": blocks / sum(4 * prod(size) for _, size in wanted.values()),
+    }
+
+
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser()
@@ -126,24 +151,7 @@ def main() -> None:
         publish_s = time.perf_counter() - start
         (folder / manifests.NAME).write_bytes(data)
 
-        start = time.perf_counter()
-        opened = manifests.read(folder)
-        read_s = time.perf_counter() - start
-        loader = options.loaders // 2
-        rows = {
-            key: chunk(entry.shape, loader // options.columns, options.loaders // options.columns)
-            for key, entry in opened.tensors.items()
-        }
-        wanted = {
-            key: box and column(*box, loader % options.columns, options.columns) for key, box in rows.items()
-        }
-        planned = plan(folder, opened, {key: box for key, box in wanted.items() if box is not None})
-        plan_s = time.perf_counter() - start
-        asked = sum(4 * prod(box[1]) for box in wanted.values() if box is not None)
-        blocks = 0
-        for _, pieces in planned.values():
-            spans = {b for p in pieces for b in range(p.first // BLOCK_BYTES, -(-p.last // BLOCK_BYTES))}
-            blocks += len(spans) * BLOCK_BYTES
+        loaded = load_plan(folder, options.loaders, options.columns)
     results = {
         "parameters": parameters,
         "ranks": options.ranks,
@@ -155,10 +163,7 @@ def main() -> None:
         "gathered MB": sum(map(len, sent)) / 1e6,
         "publish s": publish_s,
         "root manifest MB": len(data) / 1e6,
-        "read root s": read_s,
-        "load plan s": plan_s,
-        "files read": len(planned),
-        "bytes read / asked": blocks / asked,
+        **loaded,
     }
     print(table([{"what": name, "value": value} for name, value in results.items()]))
     print(json.dumps(results))

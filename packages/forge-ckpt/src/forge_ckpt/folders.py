@@ -158,7 +158,7 @@ class Folders:
         """See the name of a checkpoint on the disk; the first time, those of the folders around it too."""
         sync(self.root)
         for folder in self.root.absolute().parents if not self._reachable else ():
-            with suppress(PermissionError):  # somebody else made it
+            with suppress(OSError):  # somebody else made it, or it is of another kind
                 sync(folder)
             if folder.is_mount():
                 break

@@ -57,10 +57,8 @@ def fsck(root: Path) -> Iterator[Row]:
     for step in pins(root):
         if not (root / step_name(step)).exists():
             yield {"what": "pin", "step": step, "state": "dangling", "why": "there is no such checkpoint"}
-    progress, intact = (
-        Folders(root, marks=marks_around(root)).progress(),
-        [one["step"] for one in found if one["state"] == "intact"],
-    )
+    progress = Folders(root, marks=marks_around(root)).progress()
+    intact = [one["step"] for one in found if one["state"] == "intact"]
     yield {"what": "progress", "step": progress, **_behind(progress, max(intact, default=-1))}
     yield {"what": "lease", **held}
     code = code_of(one["state"] for one in found) or (FOUND if progress >= 0 and not intact else FINE)
