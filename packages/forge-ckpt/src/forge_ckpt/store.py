@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from forge_ckpt import manifest as manifests
 from forge_ckpt.checkpointed import Checkpointed
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from forge_ckpt.shards import Box, LocalShard
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 Targets = Callable[[Mapping[str, Entry]], Mapping[str, "Tensor"]]
 """Given what a checkpoint holds, the tensors to load it into."""
