@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from data_tools import beside, tokenizing
 from forge_data.config import DataConfig
-from forge_data.loader import build_loader
-from forge_data.order import Order
-from forge_data.sources import TokensConfig
-from forge_data.tokens import TokenStore, Writer
+from forge_data.loading.loader import build_loader
+from forge_data.order.order import Order
+from forge_data.sources.config import TokensConfig
+from forge_data.store.tokens import TokenStore, Writer
 from report import table, write
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from forge_data.tokenize import tokenize_files
-from forge_data.tokenizer import HfTokenizerConfig
-from forge_data.tokens import TokenStore
+from forge_data.store.tokenize import tokenize_files
+from forge_data.store.tokens import TokenStore
+from forge_data.tokenizer.tokenizer import HfTokenizerConfig
 
 MICRO_BATCH = 8
 TOOL_TOKENS = 20_000_000

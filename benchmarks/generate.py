@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from forge_model import DecoderConfig, Sampling, config_to_hf, generate, initialize, to_hf
 from forge_model.config import GroupedQueryConfig
-from forge_model.hf import tensors_of
+from forge_model.hf.tensors import tensors_of
 from report import table, write
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from forge_model.config import MoEConfig, SigmoidRouterConfig, SwiGLUConfig
-from forge_model.moe import MoE
-from forge_model.routing import one_per_slot, serve
+from forge_model.moe.layer import MoE
+from forge_model.moe.routing import one_per_slot, serve
 from report import table, write
 from torch import Tensor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from forge_config import Config
+from forge_model.attention.rope_config import RopeConfig
 from forge_model.config import (
     GroupedQueryConfig,
     ModelConfig,
@@ -12,8 +13,7 @@ from forge_model.config import (
     SigmoidRouterConfig,
     SwiGLUConfig,
 )
-from forge_model.decoder_config import DecoderConfig
-from forge_model.rope_config import RopeConfig
+from forge_model.decoder.config import DecoderConfig
 from forge_parallel.config import (
     ActivationCheckpointingConfig,
     CompileConfig,

@@ -79,7 +79,7 @@ def measure(case: Case, steps: int, warmup: int) -> dict[str, float | str | None
 def _batch(case: Case, device: Any) -> Any:
     """One micro-batch on the device, its count of targets on the host, as the loader gives it."""
     import torch
-    from forge_data.loader import MicroBatch
+    from forge_data.loading.loader import MicroBatch
 
     generator = torch.Generator().manual_seed(0)
     vocab, shape = case.config.vocab_size, (case.micro_batch, case.tokens)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from forge_interp import InterpError, capture
 from forge_model import DecoderConfig, LossConfig, initialize
-from forge_model.cache import Cache
+from forge_model.attention.cache import Cache
+from forge_model.attention.mask import Mask
+from forge_model.attention.rope import rope_table, rotate
 from forge_model.config import GroupedQueryConfig
-from forge_model.mask import Mask
-from forge_model.rope import rope_table, rotate
 
 VOCAB, LENGTH, LAYERS = 61, 11, 3
 CASES = {

@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
-from forge_data.packed import Packed
-from forge_data.row_index import open_row_index
-from forge_data.tokens import TokenStore, Writer
+from forge_data.packing.packed import Packed
+from forge_data.packing.row_index import open_row_index
+from forge_data.store.tokens import TokenStore, Writer
 from forge_model import DecoderConfig, initialize
 
 T = 32

@@ -6,9 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from forge_data.loader import MicroBatch
+from forge_data.loading.loader import MicroBatch
 from forge_model import DecoderConfig
-from forge_model.balance import Load
 from forge_model.config import (
     GroupedQueryConfig,
     LayerOverride,
@@ -16,7 +15,8 @@ from forge_model.config import (
     SigmoidRouterConfig,
     SwiGLUConfig,
 )
-from forge_model.moe import moe_layers
+from forge_model.moe.balance import Load
+from forge_model.moe.layer import moe_layers
 from forge_parallel import Mesh, ParallelConfig
 from forge_parallel.testing import run_ranks
 from parity import made

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from forge_model import DecoderConfig, LossConfig, initialize
-from forge_model.attention_config import GroupedQueryConfig
+from forge_model.attention.config import GroupedQueryConfig
 from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, local_shard, parallelize
 from forge_parallel.apply import materialize
 from forge_parallel.config import ContextParallelConfig, FSDPConfig, PipelineConfig, TensorParallelConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 from forge_ckpt import Store, TrainState
 from forge_model import DecoderConfig
-from forge_model.attention_config import GroupedQueryConfig
+from forge_model.attention.config import GroupedQueryConfig
 from forge_parallel import local_shard
 from forge_parallel.tensor import local_part
 from forge_parallel.testing import run_ranks

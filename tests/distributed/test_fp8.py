@@ -8,8 +8,8 @@ import torch
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_model import DecoderConfig, initialize
-from forge_model.attention_config import GroupedQueryConfig
-from forge_model.ffn_config import SwiGLUConfig
+from forge_model.attention.config import GroupedQueryConfig
+from forge_model.ffn.config import SwiGLUConfig
 from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, local_shard, parallelize
 from forge_parallel.apply import materialize, set_sync
 from forge_parallel.config import FP8Config

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forge_data.loader import MicroBatch
+from forge_data.loading.loader import MicroBatch
 from forge_model import DecoderConfig
-from forge_model.attention_config import GroupedQueryConfig
+from forge_model.attention.config import GroupedQueryConfig
 from forge_model.config import MoEConfig, SigmoidRouterConfig
 from forge_parallel.testing import run_ranks
 from forge_trainer.hooks import NormsConfig

@@ -4,9 +4,9 @@ from functools import cache
 
 import pytest
 import torch
-from forge_data.loader import MicroBatch
+from forge_data.loading.loader import MicroBatch
 from forge_model import DecoderConfig
-from forge_model.attention_config import GroupedQueryConfig
+from forge_model.attention.config import GroupedQueryConfig
 from forge_parallel import Env, Mesh, MeshConfig, build_mesh
 from forge_parallel.tensor import local_part
 from forge_parallel.testing import run_ranks

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from forge_model import DecoderConfig
-from forge_model.attention_config import GroupedQueryConfig
+from forge_model.attention.config import GroupedQueryConfig
 from forge_model.config import MoEConfig, SigmoidRouterConfig
 from forge_parallel import Env, MeshConfig, build_mesh
 from forge_parallel.testing import run_ranks

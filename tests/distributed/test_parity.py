@@ -5,10 +5,10 @@ from functools import cache
 import pytest
 import torch
 from forge_model import DecoderConfig
-from forge_model.attention_config import GroupedQueryConfig, LatentConfig
-from forge_model.decoder_config import LayerOverride
-from forge_model.ffn_config import GeGLUConfig, MLPConfig, SwiGLUConfig
-from forge_model.mtp_config import MTPConfig
+from forge_model.attention.config import GroupedQueryConfig, LatentConfig
+from forge_model.decoder.config import LayerOverride
+from forge_model.decoder.mtp_config import MTPConfig
+from forge_model.ffn.config import GeGLUConfig, MLPConfig, SwiGLUConfig
 from forge_model.norm_config import LayerNormConfig, RMSNormConfig
 from forge_parallel import (
     ParallelConfig,

@@ -4,10 +4,10 @@ import random
 
 import pytest
 from forge_data.config import DataConfig
-from forge_data.sources import PythonStdlibConfig
+from forge_data.sources.config import PythonStdlibConfig
 from forge_model import DecoderConfig
-from forge_model.attention_config import GroupedQueryConfig
-from forge_model.ffn_config import SwiGLUConfig
+from forge_model.attention.config import GroupedQueryConfig
+from forge_model.ffn.config import SwiGLUConfig
 from forge_parallel import MeshConfig, ParallelConfig
 from forge_parallel.config import (
     PIPELINES,

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from forge_model.balance import EXTRAS
 from forge_model.config import MoEConfig
-from forge_model.moe import MoE
-from forge_model.router import Routed
-from forge_model.routing import Routing, one_per_slot
+from forge_model.moe.balance import EXTRAS
+from forge_model.moe.layer import MoE
+from forge_model.moe.router import Routed
+from forge_model.moe.routing import Routing, one_per_slot
 from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, local_shard, parallelize
 from forge_parallel.testing import run_ranks
 from torch import Tensor, nn

@@ -22,7 +22,7 @@ class Harm(Hook):
     def on_step(self, progress, out):
         if progress.step != 3 or self.rank:
             return
-        line = ["pgrep", "-P", str(os.getpid()), "-f", "forge_data.workers"]
+        line = ["pgrep", "-P", str(os.getpid()), "-f", "forge_data.loading.workers"]
         children = subprocess.check_output(line, text=True).split()
         Path(os.environ["HARM_PIDS"]).write_text(" ".join(children))
         if self.how == "raise":

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_model.mask import BLOCK, Mask, flex_blocks, softmax_attention
+from forge_model.attention.mask import BLOCK, Mask, flex_blocks, softmax_attention
 from forge_parallel import View
 from forge_parallel.context_parallel import Cut, GatherKeys
 

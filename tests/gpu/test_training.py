@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from forge_ckpt.state import TrainState
-from forge_data.loader import MicroBatch
+from forge_data.loading.loader import MicroBatch
 from forge_model import DecoderConfig, LossConfig, initialize
-from forge_model.attention_config import GroupedQueryConfig
-from forge_model.ffn_config import SwiGLUConfig
+from forge_model.attention.config import GroupedQueryConfig
+from forge_model.ffn.config import SwiGLUConfig
 from forge_parallel import (
     Env,
     MeshConfig,

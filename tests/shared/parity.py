@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from forge_data.loader import MicroBatch
+from forge_data.loading.loader import MicroBatch
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_parallel import (
     Env,

@@ -6,7 +6,7 @@ import random
 import pytest
 from forge_config import ConfigError
 from forge_data.config import DataConfig
-from forge_data.skips import SkipConfig
+from forge_data.order.skips import SkipConfig
 from forge_trainer.batch_sizes import BatchSizes
 from forge_trainer.job import load_job
 from forge_trainer.portions import BatchStage, TrainConfig

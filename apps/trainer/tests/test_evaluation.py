@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from forge_config import ConfigError, load
 from forge_data.config import DataConfig
-from forge_data.loader import MicroBatch, build_set_loader
-from forge_data.sources import FilesConfig
+from forge_data.loading.loader import MicroBatch, build_set_loader
+from forge_data.sources.config import FilesConfig
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel.mesh import Mesh

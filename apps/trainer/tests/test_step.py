@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_data.loader import MicroBatch
+from forge_data.loading.loader import MicroBatch
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel.mesh import Mesh

@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import pytest
 from forge_config import ConfigError
-from forge_data.tokenizer import Bytes
+from forge_data.tokenizer.tokenizer import Bytes
 from forge_model import DecoderConfig, ModelError, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_trainer.cli import main

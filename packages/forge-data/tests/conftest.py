@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forge_data.tokens import TokenStore, Writer
+from forge_data.store.tokens import TokenStore, Writer
 
 MakeStore = Callable[..., Path]
 

@@ -3,9 +3,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from forge_data.batches import TrainBatches
-from forge_data.order import Order
-from forge_data.packing import Sequences
+from forge_data.loading.batches import TrainBatches
+from forge_data.order.order import Order
+from forge_data.packing.packing import Sequences
 
 
 class Virtual:

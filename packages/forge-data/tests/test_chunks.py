@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forge_data.chunks import read_chunks
 from forge_data.error import DataError
-from forge_data.formats import import_tokens
-from forge_data.tokenizer import BytesConfig
+from forge_data.store.chunks import read_chunks
+from forge_data.store.formats import import_tokens
+from forge_data.tokenizer.tokenizer import BytesConfig
 
 DOCUMENTS = [[1, 2, 256], [3, 256], [4, 5, 6, 7, 256], [8, 256]]
 

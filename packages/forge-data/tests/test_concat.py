@@ -2,10 +2,10 @@ import pickle
 
 import numpy as np
 import pytest
-from forge_data.concat import Concat
 from forge_data.error import DataError
-from forge_data.packing import IGNORE
-from forge_data.tokens import TokenStore
+from forge_data.packing.concat import Concat
+from forge_data.packing.packing import IGNORE
+from forge_data.store.tokens import TokenStore
 
 
 @pytest.mark.parametrize("size", [9, 10, 16, 17, 24, 25, 100])

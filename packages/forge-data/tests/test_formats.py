@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from forge_data.cli import main
 from forge_data.error import DataError
-from forge_data.formats import import_tokens, read_foreign
-from forge_data.tokenizer import BytesConfig
-from forge_data.tokens import TokenStore
+from forge_data.store.formats import import_tokens, read_foreign
+from forge_data.store.tokens import TokenStore
+from forge_data.tokenizer.tokenizer import BytesConfig
 
 DOCS = [[1, 2, 3, 256], [4, 256], [5, 6, 7, 8, 9, 256]]
 FLAT = [token for doc in DOCS for token in doc]

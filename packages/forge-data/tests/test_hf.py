@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from forge_data.columns import MessagesColumn
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.hf import HfConfig
-from forge_data.loader import build_loader
-from forge_data.tokenizer import BytesConfig
-from forge_data.tokens import TokenStore
+from forge_data.loading.loader import build_loader
+from forge_data.sources.columns import MessagesColumn
+from forge_data.sources.hf import HfConfig
+from forge_data.store.tokens import TokenStore
+from forge_data.tokenizer.tokenizer import BytesConfig
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

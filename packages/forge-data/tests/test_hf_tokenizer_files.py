@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from forge_data.tokenizer import BytesConfig, HfTokenizerConfig
+from forge_data.tokenizer.tokenizer import BytesConfig, HfTokenizerConfig
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from forge_data import documents
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.hf import HfConfig
-from forge_data.loader import build_loader
+from forge_data.loading.loader import build_loader
+from forge_data.sources import documents
+from forge_data.sources.hf import HfConfig
 from local_hub import LocalHub
 
 T, BATCH = 16, 8
@@ -34,7 +34,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", served.endpoint)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
     monkeypatch.setenv("HF_HOME", str(cache))
-    monkeypatch.setattr("forge_data.remote.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("forge_data.sources.remote.FIRST_WAIT_S", 0.01)
     documents._footer.cache_clear()
     yield served
     served.close()
@@ -89,8 +89,8 @@ def _steps(config: DataConfig, steps: int, world: int = 1, done: int = 0, state:
 def test_stream_of_the_hub_reads_what_its_files_read(
     hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("forge_data.documents.TASK_BYTES", 700)
-    monkeypatch.setattr("forge_data.remote.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("forge_data.sources.documents.TASK_BYTES", 700)
+    monkeypatch.setattr("forge_data.sources.remote.BLOCK_BYTES", 1000)
     commit = hub.commit("some/set", _files(tmp_path / "hub", kind).parent)
     local = _files(tmp_path / "local", kind.replace("json", "jsonl") if "json." in f"{kind}." else kind)
     expected, _ = _steps(_config(tmp_path, path=str(local)), 40)
@@ -131,8 +131,8 @@ def test_hub_that_stays_away_is_an_error_after_a_while(
 ) -> None:
     slept = [1.0]
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
-    monkeypatch.setattr("forge_data.remote.time", clock)
-    monkeypatch.setattr("forge_data.remote.PATIENCE_S", 0.3)
+    monkeypatch.setattr("forge_data.sources.remote.time", clock)
+    monkeypatch.setattr("forge_data.sources.remote.PATIENCE_S", 0.3)
     hub.commit("some/set", _files(tmp_path / "hub", "parquet").parent)
     _steps(_config(tmp_path, path="some/set"), 1)
     hub.drop = lambda *_: True

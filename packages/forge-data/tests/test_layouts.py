@@ -2,8 +2,8 @@ import itertools
 
 import numpy as np
 import pytest
-from forge_data.layouts import Layout, bestfit, crop, cut, layouts, pad
-from forge_data.sources import PythonStdlibConfig
+from forge_data.packing.layouts import Layout, bestfit, crop, cut, layouts, pad
+from forge_data.sources.config import PythonStdlibConfig
 
 T = 8
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.loader import Loader, build_loader
-from forge_data.phases import PhaseConfig
-from forge_data.sources import TokensConfig
+from forge_data.loading.loader import Loader, build_loader
+from forge_data.order.phases import PhaseConfig
+from forge_data.sources.config import TokensConfig
 
 T = 8
 
@@ -66,7 +66,7 @@ def test_loader_serves_the_same_stream_over_random_schedules_of_ranks_and_kills(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Any world size, accumulation and kill points: the same global batches, each exactly once."""
-    monkeypatch.setattr("forge_data.batches.LOOKAHEAD", 64)
+    monkeypatch.setattr("forge_data.loading.batches.LOOKAHEAD", 64)
     config, batch = request.getfixturevalue(name), 48
     whole = _global(config, 40, 1, micro_batch=4, global_batch=batch)
     draw, done, served = random.Random(0), 0, []
@@ -87,7 +87,7 @@ def test_packed_mixture_is_the_same_over_all_schedules_of_ranks_workers_and_kill
     mixture: DataConfig, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     """Each number of ranks from 1 to 16 divides one of the batches; each takes 0 to 4 workers in turn."""
-    monkeypatch.setattr("forge_data.batches.LOOKAHEAD", 64)
+    monkeypatch.setattr("forge_data.loading.batches.LOOKAHEAD", 64)
     draw, done, served = random.Random(batch), 0, []
     schedule = list(itertools.product([n for n in range(1, 17) if batch % n == 0], range(5)))
     draw.shuffle(schedule)

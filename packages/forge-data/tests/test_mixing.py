@@ -6,11 +6,11 @@ import pytest
 from forge_data.cli import main
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.loader import build_loader
-from forge_data.mixing import Run, build_order, plan
-from forge_data.order import MIX_BLOCK, Order
-from forge_data.phases import PhaseConfig
-from forge_data.sources import TokensConfig
+from forge_data.loading.loader import build_loader
+from forge_data.order.mixing import Run, build_order, plan
+from forge_data.order.order import MIX_BLOCK, Order
+from forge_data.order.phases import PhaseConfig
+from forge_data.sources.config import TokensConfig
 
 SIZES = [5000, 900, 30_000]
 

@@ -4,7 +4,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from forge_data.error import DataError
-from forge_data.order import MIX_BLOCK, VERSION, Order, permute
+from forge_data.order.order import MIX_BLOCK, VERSION, Order, permute
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 1000, 4096, 65537])

@@ -3,15 +3,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forge_data import row_index
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.layouts import layouts
-from forge_data.packed import Packed
-from forge_data.packings import build_packings
-from forge_data.row_index import open_row_index
-from forge_data.sources import TokensConfig
-from forge_data.tokens import TokenStore
+from forge_data.packing import row_index
+from forge_data.packing.build import build_packings
+from forge_data.packing.layouts import layouts
+from forge_data.packing.packed import Packed
+from forge_data.packing.row_index import open_row_index
+from forge_data.sources.config import TokensConfig
+from forge_data.store.tokens import TokenStore
 
 T = 8
 LENGTHS = np.random.default_rng(0).integers(1, 30, 60).tolist()

@@ -8,12 +8,12 @@ import pytest
 from forge_data.cli import main
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.loader import build_loader
-from forge_data.mixing import Run, build_order, last_step, plan
-from forge_data.order import Order
-from forge_data.phases import PhaseConfig
-from forge_data.skips import SkipConfig, Skips, build_skips
-from forge_data.sources import TokensConfig
+from forge_data.loading.loader import build_loader
+from forge_data.order.mixing import Run, build_order, last_step, plan
+from forge_data.order.order import Order
+from forge_data.order.phases import PhaseConfig
+from forge_data.order.skips import SkipConfig, Skips, build_skips
+from forge_data.sources.config import TokensConfig
 
 B = 8
 

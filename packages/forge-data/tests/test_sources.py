@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forge_data import tokenize
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.loader import build_loader
-from forge_data.sources import FilesConfig, PythonStdlibConfig, TokensConfig, find_files
-from forge_data.tokenize import Making
-from forge_data.tokenizer import BytesConfig
-from forge_data.tokens import TokenStore
+from forge_data.loading.loader import build_loader
+from forge_data.sources.config import FilesConfig, PythonStdlibConfig, TokensConfig, find_files
+from forge_data.store import tokenize
+from forge_data.store.tokenize import Making
+from forge_data.store.tokens import TokenStore
+from forge_data.tokenizer.tokenizer import BytesConfig
 
 
 def _text(store: TokenStore) -> str:
@@ -40,7 +40,7 @@ def test_files_are_split_and_cached(folder: Path, tmp_path: Path, monkeypatch: p
     both = _text(train) + _text(held)
     assert sorted(both.split(">")) == sorted("".join(f"<{n}>" for n in range(100)).split(">"))
     assert train.manifest.num_docs * 0.25 > 5 and held.manifest.num_docs > 5
-    monkeypatch.setattr("forge_data.sources.tokenize_files", None)
+    monkeypatch.setattr("forge_data.sources.config.tokenize_files", None)
     assert source.open("train", BytesConfig(), tmp_path).manifest == train.manifest
 
 
@@ -157,8 +157,8 @@ def test_python_stdlib_holds_source_text_without_tests(tmp_path: Path) -> None:
 
 def test_source_is_built_once_when_several_processes_ask(folder: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from forge_data.sources import FilesConfig\n"
-        "from forge_data.tokenizer import BytesConfig\n"
+        "import sys; from pathlib import Path; from forge_data.sources.config import FilesConfig\n"
+        "from forge_data.tokenizer.tokenizer import BytesConfig\n"
         f"s = FilesConfig(paths=[{str(folder)!r}]).open('train', BytesConfig(), Path({str(tmp_path)!r}))\n"
         "s.verify(); assert 'torch' not in sys.modules; print(s.manifest.digest)"
     )
@@ -207,7 +207,7 @@ def test_source_waits_for_the_process_that_builds_it(folder: Path, tmp_path: Pat
 def test_tokens_refuses_a_store_of_another_tokenizer(make_store, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store("s", [10])
     assert len(TokensConfig(path=str(path)).open("train", BytesConfig(), path)) == 10
-    monkeypatch.setattr("forge_data.tokenizer.Bytes.digest", "other")
+    monkeypatch.setattr("forge_data.tokenizer.tokenizer.Bytes.digest", "other")
     with pytest.raises(DataError, match="bytes-256"):
         TokensConfig(path=str(path)).open("train", BytesConfig(), path)
 
@@ -261,9 +261,9 @@ def test_text_that_changes_while_it_is_tokenized_is_not_kept(
         touch()
         return name
 
-    original = importlib.import_module("forge_data.sources")._name
+    original = importlib.import_module("forge_data.sources.config")._name
     if when == "named":
-        monkeypatch.setattr("forge_data.sources._name", named)
+        monkeypatch.setattr("forge_data.sources.config._name", named)
     with pytest.raises(DataError, match=r"00.txt (has changed while|cannot be read)"):
         source.open("train", BytesConfig(), tmp_path, Making(1, touch if when == "read" else None))
     assert [file.suffix for file in (tmp_path / "tokens").iterdir()] == [".lock"]
@@ -281,7 +281,7 @@ def test_source_goes_on_where_a_killed_process_stopped(
         done.append(task.name)
         return work(task, **settings)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("forge_data.restart.COMMIT_S", 0.0)
+    monkeypatch.setattr("forge_data.store.restart.COMMIT_S", 0.0)
     monkeypatch.setattr(tokenize, "_tokenize_task", killed)
     with pytest.raises(KeyboardInterrupt):
         source.open("train", BytesConfig(), tmp_path / "cache")

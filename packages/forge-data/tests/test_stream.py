@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.hf import HfConfig
-from forge_data.loader import Loader, build_loader
-from forge_data.phases import PhaseConfig
-from forge_data.skips import SkipConfig
-from forge_data.sources import TokensConfig
+from forge_data.loading.loader import Loader, build_loader
+from forge_data.order.phases import PhaseConfig
+from forge_data.order.skips import SkipConfig
+from forge_data.sources.config import TokensConfig
+from forge_data.sources.hf import HfConfig
 
 T, BATCH, EOS = 16, 8, 256
 

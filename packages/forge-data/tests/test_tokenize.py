@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forge_data.columns import TextColumn
 from forge_data.error import DataError
-from forge_data.sources import find_files
-from forge_data.tokenize import Held, tokenize_files
-from forge_data.tokenizer import BytesConfig
-from forge_data.tokens import TokenStore
+from forge_data.sources.columns import TextColumn
+from forge_data.sources.config import find_files
+from forge_data.store.tokenize import Held, tokenize_files
+from forge_data.store.tokens import TokenStore
+from forge_data.tokenizer.tokenizer import BytesConfig
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_tokenize_takes_one_process_for_little_text_and_else_one_for_each_core(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    tokenize = importlib.import_module("forge_data.tokenize")
+    tokenize = importlib.import_module("forge_data.store.tokenize")
     inner = tokenize._map
     monkeypatch.setattr(
         tokenize, "_map", lambda work, tasks, workers: asked.append(workers) or inner(work, tasks, 1)
@@ -79,7 +79,7 @@ def test_tokenize_writes_the_same_bytes_however_files_are_cut(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     whole = _bytes(_run(corpus, tmp_path / "whole").folder)
-    monkeypatch.setattr("forge_data.documents.TASK_BYTES", size)
+    monkeypatch.setattr("forge_data.sources.documents.TASK_BYTES", size)
     assert _bytes(_run(corpus, tmp_path / "cut").folder) == whole
 
 
@@ -138,7 +138,7 @@ def test_tokenize_reads_arrow_and_zst(tmp_path: Path, monkeypatch: pytest.Monkey
         table = pyarrow.table({"text": texts})
         with (ipc.new_stream if kind == "stream" else ipc.new_file)(str(path), table.schema) as writer:
             writer.write_table(table, max_chunksize=7)
-    monkeypatch.setattr("forge_data.documents.ARROW_BATCHES", 3)
+    monkeypatch.setattr("forge_data.sources.documents.ARROW_BATCHES", 3)
     assert _texts(_run(path, tmp_path / "s")) == texts
 
 
@@ -206,8 +206,8 @@ def test_tokenize_refuses_a_folder_that_exists(corpus: Path, tmp_path: Path) -> 
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from forge_data.tokenize import tokenize_files
-from forge_data.tokenizer import BytesConfig
+from forge_data.store.tokenize import tokenize_files
+from forge_data.tokenizer.tokenizer import BytesConfig
 
 def stop(done, total):
     print("going", flush=True)
@@ -256,12 +256,12 @@ def test_tokenize_goes_on_where_it_was_killed_and_writes_the_same_bytes(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commits: int
 ) -> None:
     """Killed after some tasks; whatever the disk holds beyond the last commit does not matter."""
-    monkeypatch.setattr("forge_data.documents.TASK_BYTES", 1000)
+    monkeypatch.setattr("forge_data.sources.documents.TASK_BYTES", 1000)
     whole = _bytes(_run(corpus, tmp_path / "whole").folder)
-    monkeypatch.setattr("forge_data.restart.COMMIT_S", 0.0)
+    monkeypatch.setattr("forge_data.store.restart.COMMIT_S", 0.0)
     done: list[str] = []
-    work = "forge_data.tokenize._tokenize_task"
-    tokenize = importlib.import_module("forge_data.tokenize")._tokenize_task
+    work = "forge_data.store.tokenize._tokenize_task"
+    tokenize = importlib.import_module("forge_data.store.tokenize")._tokenize_task
 
     def until_killed(task, **settings):
         if len(done) == commits:
@@ -281,7 +281,7 @@ def test_tokenize_goes_on_where_it_was_killed_and_writes_the_same_bytes(
 
 
 def test_tokenize_begins_anew_when_the_text_has_changed(corpus: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("forge_data.restart.COMMIT_S", 0.0)
+    monkeypatch.setattr("forge_data.store.restart.COMMIT_S", 0.0)
 
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt

@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forge_data.error import DataError
-from forge_data.tokenize import tokenize_files
-from forge_data.tokenizer import BytesConfig, HfTokenizerConfig
+from forge_data.store.tokenize import tokenize_files
+from forge_data.tokenizer.tokenizer import BytesConfig, HfTokenizerConfig
 
 
 @pytest.mark.parametrize("text", ["", "plain", "naïve 東京 🙂", "\x00\n"])

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from forge_data import blocks
 from forge_data.error import DataError
-from forge_data.tokens import MANIFEST, TokenStore, Writer
+from forge_data.store import blocks
+from forge_data.store.tokens import MANIFEST, TokenStore, Writer
 
 
 def _write(folder: Path, vocab_size: int = 257) -> TokenStore:
@@ -207,7 +207,7 @@ def test_writer_says_that_the_disk_is_full_and_leaves_nothing(tmp_path: Path) ->
     """A limit on the size of files stands for the full disk; it also strikes when buffers are flushed."""
     code = (
         "import resource, signal, sys, numpy as np; from pathlib import Path\n"
-        "from forge_data.tokens import Writer; from forge_data.error import DataError\n"
+        "from forge_data.store.tokens import Writer; from forge_data.error import DataError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "size = int(sys.argv[1])\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))\n"
@@ -252,6 +252,6 @@ def test_file_that_a_file_system_takes_away_is_named(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(f"forge_data.blocks.{call}", refuse)
+    monkeypatch.setattr(f"forge_data.store.blocks.{call}", refuse)
     with pytest.raises(DataError, match=rf"tokens.bin cannot be read: .*{os.strerror(number)}"):
         store.require_files() if call == "os.lseek" else TokenStore(tmp_path / "s")

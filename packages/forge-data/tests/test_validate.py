@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from forge_data.blocks import HashedFile
 from forge_data.cli import main
-from forge_data.tokens import Manifest, Writer
+from forge_data.store.blocks import HashedFile
+from forge_data.store.tokens import Manifest, Writer
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.job_signals import STEP_SIGNALS
-from forge_data.loader import Loader, build_loader
-from forge_data.sources import TokensConfig
+from forge_data.loading.loader import Loader, build_loader
+from forge_data.sources.config import TokensConfig
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_error_of_a_worker_is_raised_where_its_item_is_asked_for(loader: Loader,
 
 SCRIPT = """
 import os, pickle, signal, sys
-from forge_data.workers import Workers
+from forge_data.loading.workers import Workers
 items = Workers(pickle.loads(bytes.fromhex(sys.argv[1])), 2)
 next(items)
 print(*(p.pid for p in items.processes), flush=True)
@@ -120,5 +120,5 @@ def test_process_ends_within_seconds_however_it_ends_and_its_workers_with_it(
 
 
 def test_workers_need_no_torch() -> None:
-    code = "import sys, forge_data.workers; sys.exit('torch' in sys.modules)"
+    code = "import sys, forge_data.loading.workers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,7 +1,8 @@
 import pytest
 import torch
-from forge_model import DecoderConfig, ModelError, Sampling, compiled_decoding, generate, initialize
+from forge_model import DecoderConfig, ModelError, Sampling, generate, initialize
 from forge_model.config import GroupedQueryConfig, LatentConfig, MoEConfig, SwiGLUConfig
+from forge_model.generation import compiled as compiled_decoding
 from torch._dynamo.testing import CompileCounter
 
 VOCAB = 41

@@ -1,8 +1,8 @@
 import pytest
 import torch
 from forge_model import Decoder, DecoderConfig, LossConfig, ModelError, initialize
+from forge_model.attention.mask import Mask, flex_blocks, softmax_attention
 from forge_model.config import GroupedQueryConfig, LayerNormConfig, MLPConfig
-from forge_model.mask import Mask, flex_blocks, softmax_attention
 
 VOCAB = 61
 CPU = torch.device("cpu")

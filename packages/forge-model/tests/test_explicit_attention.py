@@ -3,10 +3,10 @@
 import pytest
 import torch
 from forge_model import DecoderConfig, ModelError, initialize
+from forge_model.attention.explicit import explicit_attention
+from forge_model.attention.mask import Mask, flex_blocks, softmax_attention
 from forge_model.config import GroupedQueryConfig, RMSNormConfig
-from forge_model.explicit_attention import explicit_attention
 from forge_model.layers import ZeroCenteredRMSNorm
-from forge_model.mask import Mask, flex_blocks, softmax_attention
 
 B, N, K, T, H = 2, 4, 2, 9, 6
 OPTIONS = {
@@ -68,7 +68,7 @@ def test_without_options_it_is_softmax_attention():
 def test_flex_attention_gives_the_same(options, monkeypatch):
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr("forge_model.mask._compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr("forge_model.attention.mask._compiled_flex", lambda: flex_attention)
     inputs = [x.detach() for x in tensors()]
     mask = Mask(T, torch.device("cpu"), torch.arange(T).div(4, rounding_mode="floor").expand(B, -1))
     with torch.no_grad():

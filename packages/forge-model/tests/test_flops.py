@@ -3,7 +3,7 @@ import torch
 from forge_config import Config, load
 from forge_model import DecoderConfig, initialize
 from forge_model.config import GroupedQueryConfig, LatentConfig, MLPConfig, ModelConfig, SwiGLUConfig
-from forge_model.families import FAMILIES, preset
+from forge_model.hf.families import FAMILIES, preset
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

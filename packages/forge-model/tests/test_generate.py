@@ -1,10 +1,10 @@
 import pytest
 import torch
 from forge_model import DecoderConfig, ModelError, Sampling, generate, initialize
-from forge_model.cache import Cache, LayerCache
+from forge_model.attention.cache import Cache, LayerCache
+from forge_model.attention.explicit import explicit_attention
+from forge_model.attention.mask import Mask, softmax_attention
 from forge_model.config import GroupedQueryConfig
-from forge_model.explicit_attention import explicit_attention
-from forge_model.mask import Mask, softmax_attention
 
 VOCAB = 41
 

@@ -15,10 +15,10 @@ from forge_model import (
     initialize,
     to_hf,
 )
-from forge_model.cache import Cache
-from forge_model.compare import differences
+from forge_model.attention.cache import Cache
 from forge_model.config import DecoderConfig, GroupedQueryConfig, LayerOverride, SwiGLUConfig
-from forge_model.hf import tensors_of
+from forge_model.decoder.compare import differences
+from forge_model.hf.tensors import tensors_of
 from torch.overrides import TorchFunctionMode
 
 transformers = pytest.importorskip("transformers")

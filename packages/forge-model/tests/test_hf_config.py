@@ -7,7 +7,7 @@ import sys
 import pytest
 from forge_config import Config, ConfigError, load, to_toml
 from forge_model import ModelError, config_from_hf, config_to_hf
-from forge_model.compare import differences
+from forge_model.attention.rope_config import YarnRopeConfig
 from forge_model.config import (
     DecoderConfig,
     GroupedQueryConfig,
@@ -19,8 +19,8 @@ from forge_model.config import (
     RopeConfig,
     SwiGLUConfig,
 )
-from forge_model.families import FAMILIES
-from forge_model.rope_config import YarnRopeConfig
+from forge_model.decoder.compare import differences
+from forge_model.hf.families import FAMILIES
 
 CLASSES = {
     "deepseek_v3": "DeepseekV3Config",
@@ -317,10 +317,10 @@ def test_model_from_a_folder_with_keys_that_cannot_be_followed_lists_them(tmp_pa
         load(Whole, path)
 
 
-MODULES = "config families hf_config hf_rope compare decoder_config attention_config ffn_config norm_config"
+MODULES = "config hf.families hf.config hf.rope decoder.compare decoder.config attention.config ffn.config norm_config"
 
 
-@pytest.mark.parametrize("module", [*MODULES.split(), "rope_config", "loss_config", "model_config"])
+@pytest.mark.parametrize("module", [*MODULES.split(), "attention.rope_config", "loss.config", "model_config"])
 def test_configuration_imports_no_torch(module):
     code = f"import sys, forge_model.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

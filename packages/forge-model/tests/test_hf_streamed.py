@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 from forge_model import config_from_hf, from_hf, initialize, to_hf
-from forge_model.families import FAMILIES
-from forge_model.hf import tensors_of
+from forge_model.hf.families import FAMILIES
+from forge_model.hf.tensors import tensors_of
 
 SHAPE = {
     "hidden_size": 48,

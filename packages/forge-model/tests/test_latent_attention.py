@@ -3,7 +3,7 @@
 import pytest
 import torch
 from forge_model import DecoderConfig, initialize
-from forge_model.cache import Cache
+from forge_model.attention.cache import Cache
 from forge_model.config import LatentConfig
 
 LATENT = LatentConfig(num_heads=3, kv_rank=10, q_rank=14, nope_dim=6, rope_dim=8, value_dim=5)

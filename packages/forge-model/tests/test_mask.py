@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from forge_model.mask import BLOCK, Mask, flex_blocks
+from forge_model.attention.mask import BLOCK, Mask, flex_blocks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")

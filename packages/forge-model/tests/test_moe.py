@@ -15,9 +15,9 @@ from forge_model.config import (
     SoftmaxRouterConfig,
     SwiGLUConfig,
 )
-from forge_model.experts import Experts, grouped_linear
-from forge_model.moe import moe_layers
-from forge_model.routing import Routing, one_per_slot, serve, within_capacity
+from forge_model.moe.experts import Experts, grouped_linear
+from forge_model.moe.layer import moe_layers
+from forge_model.moe.routing import Routing, one_per_slot, serve, within_capacity
 from msgspec.structs import replace
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint

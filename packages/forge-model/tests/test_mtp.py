@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forge_model import DecoderConfig, LossConfig, ModelError, Sampling, generate, initialize
-from forge_model.cache import Cache
+from forge_model.attention.cache import Cache
 from forge_model.config import GroupedQueryConfig, LatentConfig, MTPConfig
-from forge_model.loss import LossTerms, Sum
+from forge_model.loss.cross_entropy import LossTerms, Sum
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

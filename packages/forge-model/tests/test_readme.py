@@ -35,5 +35,5 @@ def test_readme_configuration_loads(tmp_path: Path):
 
 
 def test_config_imports_no_torch():
-    code = "import sys, forge_model.config, forge_model.families; sys.exit('torch' in sys.modules)"
+    code = "import sys, forge_model.config, forge_model.hf.families; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

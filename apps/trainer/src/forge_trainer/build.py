@@ -12,7 +12,7 @@ import torch
 from forge_ckpt.saver import Saver
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
-from forge_data.loader import Loader
+from forge_data.loading.loader import Loader
 from forge_parallel.apply import materialize, parallelize
 from forge_parallel.capabilities import host_group, without_dynamo
 from forge_parallel.env import Env, process_group

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from forge_config import ALL_KEYS, Config, Meta
 from forge_data.config import DataConfig as DataConfig  # registers the types of sources
-from forge_data.sources import SourceConfig
+from forge_data.sources.config import SourceConfig
 
 MEASURES = ("loss", "perplexity", "bits_per_byte")
 """What is told of a set."""

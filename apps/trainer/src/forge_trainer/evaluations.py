@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from forge_data.loader import Loader, build_loader, build_set_loader
+from forge_data.loading.loader import Loader, build_loader, build_set_loader
 from forge_parallel.mesh import Mesh
 
 from forge_trainer.job import Job

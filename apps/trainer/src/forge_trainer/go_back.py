@@ -13,8 +13,8 @@ from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.loader import Loader, build_loader
-from forge_data.packings import pin_streams
+from forge_data.loading.loader import Loader, build_loader
+from forge_data.packing.build import pin_streams
 from forge_parallel.apply import reshard
 from forge_parallel.mesh import Mesh
 from forge_parallel.tensor import local_part

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from forge_data.skips import SkipConfig
+from forge_data.order.skips import SkipConfig
 from forge_resilience.config import ResilienceConfig
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.finite import LAST_STEPS, FiniteGuard

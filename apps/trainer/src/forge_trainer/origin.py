@@ -12,10 +12,10 @@ from forge_ckpt import manifest
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.folders import Folders
 from forge_config import ConfigError
-from forge_model.compare import differences
 from forge_model.config import ModelConfig
-from forge_model.decoder_config import DecoderConfig
-from forge_model.hf_config import config_from_hf, read_config, require_weights_of
+from forge_model.decoder.compare import differences
+from forge_model.decoder.config import DecoderConfig
+from forge_model.hf.config import config_from_hf, read_config, require_weights_of
 
 from forge_trainer.optim.groups import inside
 from forge_trainer.portions import TrainConfig

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from forge_config import ConfigError
-from forge_data.tokenizer import Tokenizer
-from forge_model.generate import Sampling, generate
+from forge_data.tokenizer.tokenizer import Tokenizer
+from forge_model.generation.generate import Sampling, generate
 from torch import Tensor, nn
 
 from forge_trainer.trained import write_json

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from forge_config import ConfigError
-from forge_model.generate import Sampling
-from forge_model.loss import LossTerms, Sum, VocabularyShard
+from forge_model.generation.generate import Sampling
+from forge_model.loss.cross_entropy import LossTerms, Sum, VocabularyShard
 from forge_parallel.runner import build_runner
 from torch import Tensor
 from torch.nn.functional import linear
@@ -43,8 +43,8 @@ def likelihood(
 ) -> LossTerms:
     """What a head is given in place of a loss: `rows` [B] are negative log-likelihoods and wrong guesses.
 
-    Arguments are those of `forge_model.loss.Loss`. A guess is the likeliest token. Collective over the parts
-    of the vocabulary.
+    Arguments are those of `forge_model.loss.cross_entropy.Loss`. A guess is the likeliest token. Collective
+    over the parts of the vocabulary.
     """
     at = (labels >= 0).nonzero(as_tuple=True)
     rows = torch.zeros(2, len(labels), dtype=torch.float64, device=hidden.device)

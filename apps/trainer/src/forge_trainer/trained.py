@@ -15,7 +15,7 @@ from forge_ckpt.store import Store
 from forge_ckpt.weights import write_weights
 from forge_config import ConfigError
 from forge_model.config import DecoderConfig
-from forge_model.hf import config_to_hf, to_hf
+from forge_model.hf.tensors import config_to_hf, to_hf
 from forge_parallel.apply import materialize
 from forge_parallel.mesh import Mesh
 from torch import Tensor, nn

@@ -16,11 +16,11 @@ from forge_ckpt.store import Store
 from forge_ckpt.values import from_json, to_json
 from forge_ckpt.weights import Weights
 from forge_config import ConfigError
-from forge_data.loader import Loader
+from forge_data.loading.loader import Loader
 from forge_model.config import ModelConfig
-from forge_model.hf import from_hf
-from forge_model.hf_config import config_from_hf, require_weights_of
-from forge_model.init import initialize
+from forge_model.decoder.init import initialize
+from forge_model.hf.config import config_from_hf, require_weights_of
+from forge_model.hf.tensors import from_hf
 from forge_parallel.env import Env
 from forge_parallel.tensor import local_shard
 from forge_resilience.verdict import Verdict

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 from forge_config import ConfigError
-from forge_data.tokenizer import Tokenizer
+from forge_data.tokenizer.tokenizer import Tokenizer
 from forge_model.error import ModelError
-from forge_model.generate import Sampling, generate
+from forge_model.generation.generate import Sampling, generate
 from torch import nn
 
 from forge_trainer.run_dir import read_job

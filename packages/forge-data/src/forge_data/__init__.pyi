@@ -1,17 +1,17 @@
 from .config import DataConfig as DataConfig
 from .error import DataError as DataError
-from .loader import Loader as Loader
-from .loader import MicroBatch as MicroBatch
-from .loader import build_loader as build_loader
-from .order import Order as Order
-from .order import permute as permute
-from .sources import SourceConfig as SourceConfig
-from .tokenize import tokenize_files as tokenize_files
-from .tokenizer import Tokenizer as Tokenizer
-from .tokenizer import TokenizerConfig as TokenizerConfig
-from .tokenizer import tokenizers as tokenizers
-from .tokens import TokenStore as TokenStore
-from .tokens import Writer as Writer
+from .loading.loader import Loader as Loader
+from .loading.loader import MicroBatch as MicroBatch
+from .loading.loader import build_loader as build_loader
+from .order.order import Order as Order
+from .order.order import permute as permute
+from .sources.config import SourceConfig as SourceConfig
+from .store.tokenize import tokenize_files as tokenize_files
+from .store.tokens import TokenStore as TokenStore
+from .store.tokens import Writer as Writer
+from .tokenizer.tokenizer import Tokenizer as Tokenizer
+from .tokenizer.tokenizer import TokenizerConfig as TokenizerConfig
+from .tokenizer.tokenizer import tokenizers as tokenizers
 
 __all__ = [
     "DataConfig",

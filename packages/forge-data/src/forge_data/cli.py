@@ -22,18 +22,18 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from forge_data.columns import TextColumn as Text
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.formats import RAW_DTYPES, import_tokens
-from forge_data.mixing import Run, build_order, plan_lines
-from forge_data.packings import train_packings
-from forge_data.sample import sample_lines
-from forge_data.sources import find_files
-from forge_data.tokenize import cores, say_progress, tokenize_files
-from forge_data.tokenizer import BytesConfig, HfTokenizerConfig, TokenizerConfig
-from forge_data.tokens import TokenStore
-from forge_data.validate import problems
+from forge_data.loading.sample import sample_lines
+from forge_data.order.mixing import Run, build_order, plan_lines
+from forge_data.packing.build import train_packings
+from forge_data.sources.columns import TextColumn as Text
+from forge_data.sources.config import find_files
+from forge_data.store.formats import RAW_DTYPES, import_tokens
+from forge_data.store.tokenize import cores, say_progress, tokenize_files
+from forge_data.store.tokens import TokenStore
+from forge_data.store.validate import problems
+from forge_data.tokenizer.tokenizer import BytesConfig, HfTokenizerConfig, TokenizerConfig
 
 READER_LEFT = 128 + 13
 """Exit code where nobody reads the output any more, as of a command that SIGPIPE ends."""

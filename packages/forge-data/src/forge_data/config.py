@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from forge_config import Config, Meta
 
-from forge_data.hf import HfConfig as HfConfig  # registers its type
-from forge_data.phases import PhaseConfig, lr_scale
-from forge_data.skips import SkipConfig
-from forge_data.sources import SourceConfig
-from forge_data.tokenizer import BytesConfig, TokenizerConfig
+from forge_data.order.phases import PhaseConfig, lr_scale
+from forge_data.order.skips import SkipConfig
+from forge_data.sources.config import SourceConfig
+from forge_data.sources.hf import HfConfig as HfConfig  # registers its type
+from forge_data.tokenizer.tokenizer import BytesConfig, TokenizerConfig
 
 
 class DataConfig(Config):
@@ -100,7 +100,7 @@ class DataConfig(Config):
         return [name for name, source in named if source.is_streamed()]
 
     def lr_scale(self, step: int, steps: int, global_batch: int) -> float:
-        """What phases multiply the learning rate of a step by; see `forge_data.phases.lr_scale`."""
+        """What phases multiply the learning rate of a step by; see `forge_data.order.phases.lr_scale`."""
         return lr_scale(self.phases, step, steps, global_batch * self.max_tokens)
 
     def has_validation(self) -> bool:

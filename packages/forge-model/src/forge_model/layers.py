@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_model.roles import Role
+from forge_model.decoder.roles import Role
 
 
 class Linear(nn.Linear):

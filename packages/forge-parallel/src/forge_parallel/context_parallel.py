@@ -186,7 +186,8 @@ def context_parallel(model: nn.Module, plan: Plan, ranks: View, config: ContextP
     What the model returns is of the tokens of this rank: losses are to be summed over `Mesh.loss`.
 
     Args:
-        model: any module whose attention has an attribute `attend`, as in `forge_model.mask.Attend`.
+        model: any module whose attention has an attribute `attend`, as in
+            `forge_model.attention.mask.Attend`.
         plan: `attention` and `sequence_inputs` are used.
         ranks: `Mesh.context`.
         config: the section `[context_parallel]`.

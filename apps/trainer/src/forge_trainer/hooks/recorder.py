@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from forge_config import ConfigError
-from forge_data.loader import build_loader
+from forge_data.loading.loader import build_loader
 from forge_interp import (
     ActivationStore,
     InterpError,

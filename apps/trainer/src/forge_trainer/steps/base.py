@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from forge_config import Config, Registry
 
 if TYPE_CHECKING:
-    from forge_data.loader import MicroBatch
+    from forge_data.loading.loader import MicroBatch
     from forge_parallel.mesh import Mesh
     from torch import Tensor, nn
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from forge_data.loader import MicroBatch
-from forge_model.loss import Sum
+from forge_data.loading.loader import MicroBatch
+from forge_model.loss.cross_entropy import Sum
 from forge_parallel.apply import reshard
 from forge_parallel.mesh import Mesh
 from torch import Tensor, nn

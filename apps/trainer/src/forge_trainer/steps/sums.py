@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from forge_model.loss import Sum
+from forge_model.loss.cross_entropy import Sum
 from forge_parallel.mesh import Mesh
 from torch import Tensor
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from forge_data.loader import MicroBatch
-from forge_model.loss import LossTerms, Sum
+from forge_data.loading.loader import MicroBatch
+from forge_model.loss.cross_entropy import LossTerms, Sum
 from forge_parallel.mesh import Mesh
 from forge_parallel.runner import Inputs, build_runner
 from torch import Tensor, nn

@@ -1,0 +1,316 @@
+"""From a configuration to the batches of a rank, as tensors. B sequences, T tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from msgspec import structs
+from torch import Tensor
+
+from forge_data.config import DataConfig
+from forge_data.error import DataError
+from forge_data.loading.batches import Batches, Group, StreamedBatches, TrainBatches, ValidationBatches
+from forge_data.loading.workers import Workers
+from forge_data.order.mixing import Run, build_order, fingerprint_parts, last_step, plan_lines
+from forge_data.order.order import VERSION, Order
+from forge_data.packing.build import build_packings, build_streams, pin_key
+from forge_data.packing.build import fingerprint_parts as packing_parts
+from forge_data.packing.packing import Packing
+from forge_data.packing.stream import Place
+from forge_data.sources.config import SourceConfig, Split
+from forge_data.store.stores import open_stores
+from forge_data.store.tokenize import Progress
+from forge_data.store.tokens import TokenStore
+
+
+class MicroBatch(NamedTuple):
+    """Sequences that a rank holds at once.
+
+    Attributes:
+        inputs: what the model takes: `tokens` and `labels` [B, T] int64; with `mask_documents` also `doc_ids`
+            and `positions` [B, T] int64.
+        statistics: what it does not: `source` [B] int64, the index of the source of each sequence, -1 for
+            padding; `targets` [] int64, how many labels are not ignored; in an evaluation also `bytes` [B]
+            int64, those of the text of the targets, where the tokenizer knows them.
+        sources: what each source is called.
+    """
+
+    inputs: dict[str, Tensor]
+    statistics: dict[str, Tensor]
+    sources: tuple[str, ...] = ()
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same on a device, copied without waiting where the memory allows it."""
+        inputs, statistics = (
+            {name: tensor.to(device, non_blocking=True) for name, tensor in part.items()}
+            for part in (self.inputs, self.statistics)
+        )
+        return MicroBatch(inputs, statistics, self.sources)
+
+
+@dataclass
+class Loader:
+    """Iterates over this rank's parts of the global batches, each a list of micro-batches.
+
+    The whole state of the data of a run is `first_sample` plus the samples consumed since, and of sources
+    that are streamed what `state` tells; workers have none.
+
+    Attributes:
+        batches: what item i is.
+        workers: processes that prepare items ahead; 0 prepares them when asked.
+        packings: the sequences of each source, by its place in the configuration.
+        fingerprint: names data and order; another fingerprint is another stream.
+        plan: what the run will read by phase and source, where its steps are known.
+        last_step: how many whole steps there are data for; None for any number.
+        fingerprint_at: names the stream of so many samples: later phases and skips may still change.
+        sources: what each source is called.
+        order: the order of samples, where it goes on; None for a pass over held-out text.
+        pins: the versions of streams that have several, by the name that they have in a checkpoint.
+        token_bytes: [vocab_size] of each token, for a pass over held-out text; None tells no `bytes`.
+    """
+
+    batches: Batches
+    workers: int
+    packings: dict[int, Packing]
+    fingerprint: str
+    plan: list[str] = field(default_factory=list[str])
+    last_step: int | None = None
+    fingerprint_at: Callable[[int], str] = field(default=lambda _: "", repr=False)
+    sources: tuple[str, ...] = ()
+    order: Order | None = field(default=None, repr=False)
+    pins: dict[str, str] = field(default_factory=dict[str, str], repr=False)
+    token_bytes: np.ndarray | None = field(default=None, repr=False)
+    _open: list[Workers] = field(default_factory=list[Workers], init=False, repr=False)
+    _state: dict[str, Place] = field(default_factory=dict[str, Place], init=False, repr=False)
+
+    def require(self, fingerprint: str | None, samples: int = 0) -> None:
+        """See that the stream is the one a checkpoint was made on; None is any.
+
+        Args:
+            fingerprint: that a checkpoint holds.
+            samples: consumed up to it.
+
+        Raises:
+            DataError: it is another one.
+        """
+        if fingerprint not in (None, self.fingerprint, self.fingerprint_at(samples)):
+            raise DataError(
+                "the data are not those the run was trained on so far (content, weights, seed or length of "
+                "sequences, or the held-out text differ); bring them back, or start a new run"
+            )
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        if isinstance(self.batches, ValidationBatches):
+            return self._items(map(self.batches.group, range(len(self.batches))))
+        if self.workers == 0:
+            return self._items(map(self.batches.group, itertools.count()))
+        workers = Workers(self.batches, self.workers)  # they start before the first item is asked for
+        self._open.append(workers)
+        return self._items(workers, workers.require_alive)
+
+    def _items(
+        self, groups: Iterator[Group], check: Callable[[], None] = lambda: None
+    ) -> Iterator[list[MicroBatch]]:
+        for group in groups:
+            micro_batches, self._state = _tensors(group, self.sources), group.state
+            if self.token_bytes is not None:
+                lengths = torch.from_numpy(np.append(self.token_bytes, 0))  # the last is of what is ignored
+                for micro in micro_batches:
+                    labels, last = micro.inputs["labels"], len(self.token_bytes)
+                    known = torch.where((labels >= 0) & (labels < last), labels, last)
+                    micro.statistics["bytes"] = lengths[known].sum(1)
+            for start in range(0, len(micro_batches), self.batches.micro_batches):
+                check()
+                yield micro_batches[start : start + self.batches.micro_batches]
+
+    def state(self) -> dict[str, Any]:
+        """Where the lanes of streams that this rank reads go on behind the last item, as JSON by name."""
+        return {**self.pins, **{name: list(place) for name, place in self._state.items()}}
+
+    def tokens_read(self, samples: int) -> dict[str, int]:
+        """Tokens of each source, padding included, in the first so many samples of the run; by its name."""
+        if self.order is None:
+            return {}
+        max_tokens = next(iter(self.packings.values())).max_tokens
+        counts = self.order.counts(samples).tolist()
+        return {name: count * max_tokens for name, count in zip(self.sources, counts, strict=True)}
+
+    def close(self) -> None:
+        """End all worker processes; iterators of this loader cannot be used any more."""
+        while self._open:
+            self._open.pop().close()
+
+
+def _tensors(group: Group, sources: tuple[str, ...]) -> list[MicroBatch]:
+    """The micro-batches of a group: views, cut by few calls."""
+    labels = group.rows[..., 1:] if group.labels is None else group.labels
+    columns = map(_unbind, (group.rows[..., :-1], labels, group.source, group.targets))
+    others = zip(*map(_unbind, group.extra.values()), strict=True)
+    extra = [dict(zip(group.extra, arrays, strict=True)) for arrays in others]
+    return [
+        MicroBatch(
+            {"tokens": tokens, "labels": targets, **more}, {"source": source, "targets": count}, sources
+        )
+        for tokens, targets, source, count, more in zip(
+            *columns, extra or [{}] * len(group.rows), strict=True
+        )
+    ]
+
+
+def _unbind(array: np.ndarray) -> Sequence[Tensor]:
+    return [torch.from_numpy(array[0, ...])] if len(array) == 1 else torch.from_numpy(array).unbind()
+
+
+def build_loader(
+    config: DataConfig,
+    split: Split,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    micro_batch: int,
+    global_batch: int = 0,
+    first_sample: int = 0,
+    steps: int | None = None,
+    state: Mapping[str, Any] | None = None,
+    on_progress: Progress | None = None,
+) -> Loader:
+    """The loader of one rank.
+
+    Args:
+        config: the section `[data]`.
+        split: `train` is endless and shuffled, `validation` one pass in order.
+        rank: of this process among those that read different data.
+        world_size: how many those are. The global batches do not depend on it.
+        micro_batch: sequences a rank holds at once.
+        global_batch: sequences an optimizer step over all ranks; training only.
+        first_sample: samples consumed so far, from which the stream goes on.
+        steps: of the whole run, where that is known: where phases begin, and whether the sources suffice.
+        state: what `Loader.state` told on all ranks, of any number, after `first_sample` samples; other
+            names in it are passed over. Needed where sources are streamed.
+        on_progress: told how far it is while text is tokenized.
+
+    Raises:
+        DataError: data are missing, or the global batch cannot be cut evenly.
+    """
+    if not (0 <= rank < world_size and micro_batch >= 1 and first_sample >= 0):
+        raise DataError(
+            f"rank {rank} of {world_size}, micro_batch {micro_batch}, first_sample {first_sample}: expected "
+            "a rank from 0 below world_size, a micro_batch from 1 and a first_sample from 0"
+        )
+    stores = open_stores(config, split, on_progress)
+    # The held-out text belongs to what a run is: its evaluations are to be compared.
+    held_out: dict[int, TokenStore] = {}
+    if split == "train" and config.has_validation():
+        held_out = open_stores(config, "validation", on_progress)
+    packings: dict[int, Packing] = dict(build_packings(config, stores))
+    cuts = packing_parts(config)
+    if split == "validation":
+        evenly = ValidationBatches(packings, micro_batch, config.validation_samples, rank, world_size)
+        named = fingerprint(config, cuts, stores, held_out)
+        names, lengths = tuple(config.source_names()), _token_bytes(config)
+        return Loader(evenly, 0, packings, named, sources=names, token_bytes=lengths)
+    _require_even(global_batch, micro_batch, world_size)
+    streams = build_streams(config, global_batch, state or {}, started=first_sample > 0)
+    for number, stream in streams.items():
+        _require_shared(config.source_names()[number], stream.lanes, world_size)
+    packings = dict(sorted((packings | streams).items()))
+    cuts += [f"stream {number} {stream.lanes} {stream.digest()}" for number, stream in streams.items()]
+    run = Run(global_batch, steps)
+    order = build_order(config, [len(p) for p in packings.values()], run)
+
+    def fingerprint_at(samples: int | None) -> str:
+        named = cuts + fingerprint_parts(config, order, run, samples)
+        return fingerprint(config, named, stores, held_out)
+
+    cut = packings, micro_batch, order, first_sample, global_batch, rank, world_size
+    return Loader(
+        StreamedBatches(streams, *cut) if streams else TrainBatches(*cut),
+        config.workers,
+        packings,
+        fingerprint_at(None),
+        plan_lines(config, order, run),
+        last_step(order, run),
+        fingerprint_at,
+        tuple(config.source_names()),
+        order,
+        {pin_key(number): stream.text.pin for number, stream in streams.items() if stream.text.pin},
+    )
+
+
+def build_set_loader(
+    config: DataConfig,
+    sources: Sequence[SourceConfig],
+    samples: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    micro_batch: int,
+    on_progress: Progress | None = None,
+) -> Loader:
+    """One pass over other text than that of a run, cut as the run cuts its own.
+
+    Args:
+        config: the section `[data]` of the run.
+        sources: of the text, of which nothing is held out.
+        samples: evenly spaced sequences; 0 reads all.
+        rank: of this process among those that read different data.
+        world_size: how many those are.
+        micro_batch: sequences a rank holds at once.
+        on_progress: told how far it is while text is tokenized.
+
+    Raises:
+        DataError: data are missing.
+    """
+    of_set = structs.replace(config, sources=[s.whole() for s in sources], phases=[], skip=[])
+    packings: dict[int, Packing] = dict(build_packings(of_set, open_stores(of_set, "train", on_progress)))
+    evenly = ValidationBatches(packings, micro_batch, samples, rank, world_size)
+    names, lengths = tuple(of_set.source_names()), _token_bytes(config)
+    return Loader(evenly, 0, packings, "", sources=names, token_bytes=lengths)
+
+
+def _token_bytes(config: DataConfig) -> np.ndarray | None:
+    tell = getattr(config.tokenizer.build(), "token_bytes", None)  # a tokenizer of one's own may have none
+    return None if tell is None else tell()
+
+
+def fingerprint(config: DataConfig, named: Sequence[str], *splits: dict[int, TokenStore]) -> str:
+    """Names a stream: the content of every source and split, the weights, the seed, how sequences are cut."""
+    parts = [
+        *(f"{n} {store.manifest.digest}" for stores in splits for n, store in stores.items()),
+        *(repr(s.weight) for s in config.sources),
+        repr((VERSION, config.seed, config.max_tokens, config.mask_documents)),
+        *named,
+    ]
+    return xxhash.xxh3_128_hexdigest("/".join(parts).encode())
+
+
+def _require_even(global_batch: int, micro_batch: int, world_size: int) -> None:
+    portion = micro_batch * world_size
+    if global_batch < 1 or global_batch % portion:
+        lower = global_batch // portion * portion
+        near = f"{lower} or {lower + portion}" if lower else f"{portion}"
+        fitting = [m for m in range(1, micro_batch + 1) if global_batch % (m * world_size) == 0]
+        ranks = [n for n in range(1, world_size) if global_batch % (n * micro_batch) == 0]
+        micro = f", or a micro-batch of {fitting[-1]}" if fitting else ""
+        fewer = f", or {ranks[-1]} ranks" if ranks and global_batch else ""
+        raise DataError(
+            f"a global batch of {global_batch} sequences cannot be cut into micro-batches of {micro_batch} "
+            f"on {world_size} ranks; use a global batch of {near}{micro}{fewer}"
+        )
+
+
+def _require_shared(name: str, lanes: int, world_size: int) -> None:
+    """Each lane of a stream is read by one rank."""
+    if lanes % world_size:
+        fitting = [n for n in range(1, lanes + 1) if lanes % n == 0]
+        raise DataError(
+            f"the stream {name} has {lanes} lanes, which {world_size} ranks that read cannot share evenly; "
+            f"use {', '.join(map(str, fitting[-5:]))} ranks, or in a new run set `lanes` to a multiple of "
+            f"{world_size}"
+        )

@@ -1,0 +1,224 @@
+"""From a configuration to the order of samples, and what it will have served when. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from forge_data.config import DataConfig
+from forge_data.error import DataError
+from forge_data.order.order import Order
+from forge_data.order.skips import build_skips
+
+
+class Run(NamedTuple):
+    """How much of the order a run reads.
+
+    Attributes:
+        global_batch: sequences a step.
+        steps: of the whole run.
+    """
+
+    global_batch: int
+    steps: int | None = None
+
+    def tokens(self, max_tokens: int) -> int:
+        """Tokens a step."""
+        return self.global_batch * max_tokens
+
+
+def phase_starts(config: DataConfig, run: Run) -> list[int]:
+    """The first step of each phase.
+
+    Raises:
+        DataError: they do not rise, or a fraction of an unknown number of steps is asked for.
+    """
+    if run.steps is None and any(phase.start_fraction is not None for phase in config.phases):
+        raise DataError("a phase with start_fraction needs to know the steps of the run; say `steps`")
+    starts = [p.first_step(run.steps or 0, run.tokens(config.max_tokens)) for p in config.phases]
+    if any(later <= before for before, later in zip([0, *starts], starts, strict=False)):
+        raise DataError(
+            f"the phases begin at steps {', '.join(map(str, starts))}; each must begin after step 0 and "
+            "after the one before: change their order or their starts"
+        )
+    return starts
+
+
+def build_order(config: DataConfig, sizes: Sequence[int], run: Run) -> Order:
+    """The order of samples of all sources.
+
+    Args:
+        config: the section `[data]`.
+        sizes: samples in each source.
+        run: how much of it is read.
+
+    Raises:
+        DataError: a source is empty or too rare, phases do not rise, or the run reads a source more often
+            than its `max_epochs`.
+    """
+    weights = [source.weight for source in config.sources]
+    if config.temperature is not None:
+        # Rounded, so that machines whose powers differ in the last bit agree on the order.
+        powers = (w * size ** (1 / config.temperature) for w, size in zip(weights, sizes, strict=True))
+        weights = [float(f"{value:.6g}") for value in powers]
+    names, skips = config.source_names(), build_skips(config.skip, run.global_batch)
+    phases = [
+        (skips.ordinal(start * run.global_batch), [phase.weights.get(name, 0.0) for name in names])
+        for start, phase in zip(phase_starts(config, run), config.phases, strict=True)
+    ]
+    caps = [
+        None if source.max_epochs is None else int(source.max_epochs * size)
+        for source, size in zip(config.sources, sizes, strict=True)
+    ]
+    for name, source, size, cap in zip(names, config.sources, sizes, caps, strict=True):
+        if cap == 0 and size:
+            raise DataError(
+                f"source {name} has {size} sequences, given max_epochs = {source.max_epochs:g}; that is not "
+                f"one of them: give at least 1/{size}, or drop the source"
+            )
+    order = Order(config.seed, sizes, weights, phases, caps, skips)
+    if config.when_exhausted != "reweight":
+        order.end = min([s.start for s in order.segments if s.exhausted] + [order.end or 1 << 62])
+        order.end = None if order.end == 1 << 62 else order.end
+    last = last_step(order, run)
+    if last == 0:
+        raise DataError(
+            f"max_epochs and skip leave {order.num_samples} sequences, a step reads {run.global_batch}; "
+            "raise max_epochs, leave out less, or add text"
+        )
+    if last is not None and run.steps is not None and last < run.steps and config.when_exhausted != "stop":
+        raise DataError(_too_long(config, order, run, last))
+    return order
+
+
+def last_step(order: Order, run: Run) -> int | None:
+    """How many whole steps there are samples for; None for any number."""
+    return None if order.num_samples is None else order.num_samples // run.global_batch
+
+
+def _too_long(config: DataConfig, order: Order, run: Run, last: int) -> str:
+    first = next((s for s in order.segments if s.start == order.end), None)
+    names = config.source_names()
+    gone = ", ".join(names[s] for s in sorted(first.exhausted)) if first else "all sources"
+    other = "'stop'" if config.when_exhausted == "reweight" else "'stop' or 'reweight'"
+    return (
+        f"{gone} will have been read as often as max_epochs allows after step {last} of {run.steps}; "
+        f"set train.steps to at most {last}, raise max_epochs, or set data.when_exhausted to {other}"
+    )
+
+
+def fingerprint_parts(config: DataConfig, order: Order, run: Run, samples: int | None = None) -> list[str]:
+    """What of the mixture, beyond seed and weights, names the stream; nothing where nothing is asked for.
+
+    Args:
+        config: the section `[data]`.
+        order: built from it.
+        run: how much of it is read.
+        samples: how many of the run are meant; later phases and skips do not count. Absent: all.
+    """
+    parts: list[str] = []
+    if config.temperature is not None:
+        parts.append(f"temperature {config.temperature!r}")
+    starts = {segment.phase: segment.start for segment in reversed(order.segments)}
+    for number, (step, phase) in enumerate(zip(phase_starts(config, run), config.phases, strict=True), 1):
+        if samples is None or step * run.global_batch < samples:
+            weights = [phase.weights.get(name, 0.0) for name in config.source_names()]
+            parts.append(f"phase {starts.get(number)} {weights!r}")
+    if any(source.max_epochs is not None for source in config.sources):
+        parts.append(f"max_epochs {[s.max_epochs for s in config.sources]!r} {_policy(config)}")
+    skips = order.skips
+    return parts + [
+        f"skip {a} {b}"
+        for n, (a, b) in enumerate(skips.intervals)
+        if samples is None or skips.first_place(n) < samples
+    ]
+
+
+def _policy(config: DataConfig) -> str:
+    """Whether the stream ends with an error or by itself makes no other stream."""
+    return "error" if config.when_exhausted == "stop" else config.when_exhausted
+
+
+class Planned(NamedTuple):
+    """What a source gives in a phase.
+
+    Attributes:
+        phase: its number; 0 is the start of the run.
+        first_step: of the phase.
+        source: the name of the source.
+        sequences: read in this phase.
+        tokens: read in this phase.
+        epochs: how often the source will have been read at the end of the phase, from the start of the run.
+        exhausted_at_step: where it runs out in this phase; None if it does not.
+    """
+
+    phase: int
+    first_step: int
+    source: str
+    sequences: int
+    tokens: int
+    epochs: float
+    exhausted_at_step: int | None
+
+
+def plan(config: DataConfig, order: Order, run: Run) -> list[Planned]:
+    """What a run will read, by phase and source. `run.steps` is known."""
+    assert run.steps is not None
+    last = last_step(order, run)
+    last = run.steps if last is None else min(run.steps, last)
+    steps = [step for step in (0, *phase_starts(config, run)) if step < last]
+    found: list[Planned] = []
+    for number, (begin, end) in enumerate(zip(steps, [*steps[1:], last], strict=True)):
+        before, after = (order.counts(step * run.global_batch) for step in (begin, end))
+        for source, name in enumerate(config.source_names()):
+            sequences = int(after[source] - before[source])
+            found.append(
+                Planned(
+                    number,
+                    begin,
+                    name,
+                    sequences,
+                    sequences * config.max_tokens,
+                    float(after[source]) / order.sizes[source],
+                    _exhausted(order, source, number, run),
+                )
+            )
+    return found
+
+
+def _exhausted(order: Order, source: int, phase: int, run: Run) -> int | None:
+    assert run.steps is not None
+    before: frozenset[int] = frozenset()
+    for segment in order.segments:
+        if segment.phase == phase and source in segment.exhausted - before:
+            step = order.skips.place(segment.start) // run.global_batch
+            return step if step < run.steps else None
+        before = segment.exhausted
+    return None
+
+
+def plan_lines(config: DataConfig, order: Order, run: Run) -> list[str]:
+    """The plan as lines of text; none where the steps of the run are not known."""
+    if run.steps is None:
+        return []
+    planned = plan(config, order, run)
+    streamed = config.streamed_names()
+    lines: list[str] = []
+    for number in sorted({one.phase for one in planned}):
+        rows = [one for one in planned if one.phase == number]
+        total = sum(one.tokens for one in rows) or 1
+        scale = config.phases[number - 1].lr_scale if number else 1.0
+        rate = f", learning rate x {scale:g}" if scale != 1 else ""
+        lines.append(f"phase {number} from step {rows[0].first_step:,}: {total:,} tokens{rate}")
+        for one in rows:
+            ends = "" if one.exhausted_at_step is None else f", exhausted at step {one.exhausted_at_step:,}"
+            lines.append(
+                f"  source {one.source}: {one.tokens:,} tokens ({one.tokens / total:.1%}), "
+                f"{'streamed' if one.source in streamed else f'{one.epochs:.3g} epochs by its end'}{ends}"
+            )
+    last = last_step(order, run)
+    if last is not None and last < run.steps:
+        lines.append(
+            f"the run ends at step {last:,} of {run.steps:,}: a source is read max_epochs times there"
+        )
+    return lines + [f"left out: {skip}" for skip in config.skip]

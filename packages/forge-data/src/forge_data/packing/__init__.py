@@ -1,0 +1,1 @@
+"""Which sequences a source has."""

@@ -1,0 +1,329 @@
+"""Where text comes from: the registry of `[[data.sources]]`. Imports no torch."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import xxhash
+from forge_config import Config, Meta, Registry
+from msgspec import structs
+
+from forge_data.error import DataError
+from forge_data.locks import locked
+from forge_data.order.order import key
+from forge_data.packing.stream import StreamedText
+from forge_data.sources.columns import Columns, TextColumn
+from forge_data.store.tokenize import ALONE, Held, Making, states_of, tokenize_files
+from forge_data.store.tokens import FORMAT, TokenStore
+from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
+
+Split = Literal["train", "validation"]
+
+
+class SourceConfig(Config):
+    """Interface of `[[data.sources]]`.
+
+    Attributes:
+        weight: share of the sequences, relative to the other sources.
+        name: what phases and plans call it; absent means its place, from 0.
+        max_epochs: how often it may be read; absent means any number of times.
+    """
+
+    weight: Annotated[float, Meta(gt=0, le=1e12)] = 1.0
+    name: str | None = None
+    max_epochs: Annotated[float, Meta(gt=0, le=1e12)] | None = None
+
+    def has_validation(self) -> bool:
+        """Whether there is text for validation; training needs none."""
+        raise NotImplementedError
+
+    def open(
+        self, split: Split, tokenizer: TokenizerConfig, cache: Path, making: Making = ALONE
+    ) -> TokenStore:
+        """The tokens of a split, made first when need be.
+
+        Raises:
+            DataError: the data are missing, or were made with another tokenizer.
+        """
+        raise NotImplementedError
+
+    def whole(self) -> SourceConfig:
+        """The same text with nothing held out, as it is read to evaluate on all of it."""
+        return self
+
+    def is_streamed(self) -> bool:
+        """Whether the training text is read while training, by `open_stream` in place of `open`."""
+        return False
+
+    def pin_stream(self) -> str | None:
+        """Names the version of what is streamed that a new run reads to its end; None where there is one.
+
+        Raises:
+            DataError: it cannot be found out.
+        """
+        return None
+
+    def open_stream(self, cache: Path, pin: str | None = None) -> StreamedText:
+        """What is streamed.
+
+        Args:
+            cache: a folder for what need not be found out twice.
+            pin: from `pin_stream`, at the start of the run.
+
+        Raises:
+            DataError: the data are missing.
+        """
+        raise NotImplementedError
+
+
+sources = Registry("source", SourceConfig)
+
+
+class TextSourceConfig(SourceConfig):
+    """Text that is tokenized at the first use and kept in the cache, named after the content of its files.
+
+    Attributes:
+        held_out: fraction of the documents kept for validation, chosen by their names.
+    """
+
+    held_out: Annotated[float, Meta(ge=0, lt=1)] = 0.02
+
+    def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
+        """The folder that names are relative to, and the files in the order they are read."""
+        raise NotImplementedError
+
+    def has_validation(self) -> bool:
+        """See `SourceConfig.has_validation`."""
+        return self.held_out > 0
+
+    def whole(self) -> SourceConfig:
+        """See `SourceConfig.whole`."""
+        return structs.replace(self, held_out=0.0)
+
+    def held(self, split: Split) -> Held:
+        """Which documents of those files belong to the split."""
+        if split == "validation" and not self.has_validation():
+            raise DataError(
+                "this source holds nothing out for validation: held_out is 0; set it to e.g. 0.02"
+            )
+        return Held(split=split, fraction=self.held_out)
+
+    def columns(self) -> Columns:
+        """Which parts of a row make a document."""
+        return TextColumn()
+
+    def open(
+        self, split: Split, tokenizer: TokenizerConfig, cache: Path, making: Making = ALONE
+    ) -> TokenStore:
+        """See `SourceConfig.open`. Processes that ask at once wait for the first of them.
+
+        What a killed process has tokenized is kept, but for its last ten seconds.
+
+        Raises:
+            DataError: there is no such text, or the cache cannot be written.
+        """
+        root, files = self.root_and_files(split)
+        seen = states_of(files)
+        held, columns, what = self.held(split), self.columns(), f"the text of {self.name or 'a source'}"
+        folder = cache / "tokens" / f"{_name(root, files, tokenizer.build(), held, columns):016x}"
+        if not folder.exists():
+            try:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                with locked(folder.with_suffix(".lock"), f"{what} is tokenized") as alone:
+                    if not folder.exists():
+                        tokenize_files(
+                            files,
+                            folder,
+                            tokenizer,
+                            root=root,
+                            columns=columns,
+                            held=held,
+                            workers=making.workers,
+                            on_progress=making.saying(what),
+                            restart=alone,
+                            seen=seen,
+                        )
+            except OSError as error:
+                raise DataError(
+                    f"the tokens cannot be kept in {cache}: {error}; set data.cache_dir or $FORGE_CACHE"
+                ) from None
+        return TokenStore(folder)
+
+
+def _name(root: Path, files: list[Path], tokenizer: Tokenizer, held: Held, columns: Columns) -> int:
+    """Names tokens after what they are made from: the text itself, for times and sizes tell nothing of it."""
+    listed = [(str(f.relative_to(root)), _content(f)) for f in files]
+    return key(FORMAT, tokenizer.digest, held, columns, listed)
+
+
+def _content(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # pyright: ignore[reportArgumentType]
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+@sources.register("python-stdlib")
+class PythonStdlibConfig(TextSourceConfig):
+    """The source files of the Python standard library on this machine: real text, offline, some 10 MB.
+
+    Tests and installed packages are left out. The text is that of the running interpreter, so it differs
+    between Python versions.
+    """
+
+    def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
+        """See `TextSourceConfig.root_and_files`."""
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = sorted(_walk(root, lambda name: name.endswith(".py"), _LEFT_OUT))
+        if not files:
+            raise DataError(f"{sys.executable} has no source files in {root}; use a source of type 'files'")
+        return root, files
+
+
+@sources.register("installed-docs")
+class InstalledDocsConfig(TextSourceConfig):
+    """The documentation that installed packages bring along: descriptions (METADATA), .md and .rst files.
+
+    Prose about code, offline, some megabytes; which packages are installed differs between machines.
+    """
+
+    def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
+        """See `TextSourceConfig.root_and_files`."""
+        root = Path(sysconfig.get_paths()["purelib"])
+        endings = (".md", ".rst", "METADATA")
+        files = sorted(_walk(root, lambda name: name.endswith(endings), {"test", "tests", "__pycache__"}))
+        if not files:
+            raise DataError(f"no package in {root} brings documentation; use a source of type 'files'")
+        return root, files
+
+
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def _walk(root: Path, takes: Callable[[str], bool], left_out: set[str]) -> Iterator[Path]:
+    """Files below a folder; folders that are left out are not even listed."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if takes(name))
+
+
+@sources.register("files")
+class FilesConfig(TextSourceConfig):
+    """Files of text: .jsonl and .parquet hold a document a row, every other file is one document.
+
+    Attributes:
+        paths: files, folders (everything in them but hidden names) or patterns such as `corpus/**/*.py`.
+        validation: the same for validation; absent holds out some of `paths`.
+        field: the key of the text in .jsonl and .parquet.
+    """
+
+    # Where text lies may change: the fingerprint of the stream says whether it is the same text.
+    free_keys = path_keys = ("paths", "validation")
+
+    paths: list[str]
+    validation: list[str] | None = None
+    field: str = "text"
+
+    def __post_init__(self) -> None:
+        if not self.paths or self.validation == []:
+            raise ValueError(
+                f"given paths = {self.paths} and validation = {self.validation}; expected at least one path "
+                "each, or no validation"
+            )
+
+    def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
+        """See `TextSourceConfig.root_and_files`."""
+        own = split == "validation" and self.validation is not None
+        files = find_files(self.validation or [] if own else self.paths)
+        return Path(os.path.commonpath([f.parent for f in files])), files
+
+    def has_validation(self) -> bool:
+        """See `SourceConfig.has_validation`."""
+        return super().has_validation() or self.validation is not None
+
+    def held(self, split: Split) -> Held:
+        """See `TextSourceConfig.held`."""
+        return super().held(split) if self.validation is None else Held()
+
+    def columns(self) -> Columns:
+        """See `TextSourceConfig.columns`."""
+        return TextColumn(self.field)
+
+
+def find_files(paths: list[str]) -> list[Path]:
+    """The files that names, folders and patterns stand for, sorted.
+
+    Raises:
+        DataError: one of them stands for nothing, or a name is no file: a link to nowhere, a pipe.
+    """
+    found: set[Path] = set()
+    for path in paths:
+        here: set[Path] = set()
+        for name in [path] if path and Path(path).exists() else _matches(path):
+            below = _walk(Path(name), lambda name: not name.startswith("."), {"__pycache__"})
+            here |= {Path(os.path.realpath(f)) for f in (below if Path(name).is_dir() else [Path(name)])}
+        if not here:
+            raise DataError(
+                f"there are no files at {path} (from {Path.cwd()}); give files, folders or patterns"
+            )
+        found |= here
+    # A pattern with ** follows a link in a circle until the system refuses; that end is a folder.
+    if wrong := sorted(str(file) for file in found if not (file.is_file() or file.is_dir())):
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise DataError(
+            f"{wrong[0]}{more} is no file that can be read (a link that leads nowhere, a pipe, a socket); "
+            "mend or remove it, or leave it out by a pattern"
+        )
+    return sorted(file for file in found if file.is_file())
+
+
+def _matches(pattern: str) -> list[str]:
+    """What a pattern stands for. The folders it begins with are taken as they are, brackets in them too."""
+    parts = Path(pattern).parts
+    start = Path()
+    while len(parts) > 1 and (start / parts[0]).is_dir():
+        start, parts = start / parts[0], parts[1:]
+    found = glob.glob(str(Path(*parts)), root_dir=start, recursive=True)
+    return [str(start / name) for name in found]
+
+
+@sources.register("tokens")
+class TokensConfig(SourceConfig):
+    """A token store made by `forge-data tokenize`.
+
+    Attributes:
+        path: the store with the training text.
+        validation: the store with the held-out text; without it this source is not evaluated on.
+    """
+
+    free_keys = path_keys = ("path", "validation")
+
+    path: str
+    validation: str | None = None
+
+    def has_validation(self) -> bool:
+        """See `SourceConfig.has_validation`."""
+        return self.validation is not None
+
+    def open(
+        self, split: Split, tokenizer: TokenizerConfig, cache: Path, making: Making = ALONE
+    ) -> TokenStore:
+        """See `SourceConfig.open`."""
+        path = self.path if split == "train" else self.validation
+        if path is None:
+            raise DataError(f"the source {self.path} names no validation store; set `validation` to one")
+        store = TokenStore(path)
+        if store.manifest.tokenizer != tokenizer.build().digest:
+            raise DataError(
+                f"{path} was made with tokenizer {store.manifest.tokenizer}, [data.tokenizer] is another; "
+                "name the one it was made with, or tokenize the text again"
+            )
+        return store

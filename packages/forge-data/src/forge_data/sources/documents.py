@@ -1,0 +1,227 @@
+"""Which documents files hold, and how files are cut into parts that can be read alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import io
+import itertools
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from forge_data.error import DataError
+from forge_data.sources.columns import Columns, Part
+from forge_data.sources.remote import HubFile, may_pass, said_by
+
+TASK_BYTES = 8 << 20
+"""Large .jsonl files are cut into ranges of about this size; small files are worked on one by one."""
+
+ARROW_BATCHES = 16
+"""Record batches of an .arrow file that are read together; `datasets` writes a thousand rows in each."""
+
+ROW_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
+"""Files with a document a row."""
+
+HUB_ROW_ENDINGS = (*ROW_ENDINGS, ".json", ".json.gz", ".json.zst")
+"""The same on the hub, where .json is a name of lines of JSON."""
+
+ALL_BATCHES = 1 << 40
+
+FOOTERS = 64
+"""What of parquet files of the hub is kept, to be asked for once."""
+
+
+class Task(NamedTuple):
+    """Part of a file: bytes (.jsonl), a row group (.parquet), record batches (.arrow), or all of it.
+
+    Attributes:
+        path: the file.
+        name: its name relative to the root; documents are named after it.
+        start: where the part starts.
+        stop: where it ends.
+        bytes: about how many bytes are read.
+    """
+
+    path: Path | HubFile
+    name: str
+    start: int
+    stop: int
+    bytes: int
+
+
+def tasks_of(path: Path | HubFile, root: Path) -> list[Task]:
+    """The parts of a file; those of the hub are named after their place in the repository.
+
+    Raises:
+        DataError: the file is gone, or damaged.
+    """
+    with _damage_is_named(path):
+        if isinstance(path, HubFile):
+            return _cut(path, path.path, path.size)
+        name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
+        return _cut(path, name, path.stat().st_size)
+
+
+def _cut(path: Path | HubFile, name: str, size: int) -> list[Task]:
+    if path.suffix == ".jsonl" or (isinstance(path, HubFile) and path.suffix == ".json"):
+        cuts = [*range(0, max(size, 1), TASK_BYTES), size]
+        return [Task(path, name, a, b, b - a) for a, b in itertools.pairwise(cuts)]
+    if path.suffix == ".parquet":
+        groups = _parquet(path).num_row_groups
+        return [Task(path, name, group, group + 1, size // groups) for group in range(groups)]
+    if path.suffix == ".arrow" and isinstance(path, HubFile):
+        return [Task(path, name, 0, ALL_BATCHES, size)]  # it would be read up to each part
+    if path.suffix == ".arrow":
+        count = sum(1 for _ in _arrow_batches(path))
+        cuts = [*range(0, count, ARROW_BATCHES), count]
+        return [Task(path, name, a, b, size * (b - a) // count) for a, b in itertools.pairwise(cuts)]
+    return [Task(path, name, 0, size, size)]
+
+
+def documents(task: Task, columns: Columns) -> Iterator[tuple[str, list[Part]]]:
+    """Name and parts of each document of a task. Bytes that are no UTF-8 become replacement characters.
+
+    Raises:
+        DataError: the file is damaged, or a row is not what the columns need.
+    """
+    path = task.path
+    with _damage_is_named(path):
+        if not path.name.endswith(HUB_ROW_ENDINGS if isinstance(path, HubFile) else ROW_ENDINGS):
+            yield task.name, [Part(_plain_text(path))]
+            return
+        for place, row in _rows(task, columns.names):
+            if row is None:
+                continue
+            try:
+                parts = columns.parts(row)
+            except DataError as error:
+                raise DataError(f"{path} at {place}: {error}") from None
+            yield f"{task.name}:{place}", parts
+
+
+@contextlib.contextmanager
+def _damage_is_named(path: Path | HubFile) -> Iterator[None]:
+    """What the readers of files raise becomes an error that names the file, but for what may pass."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        of_arrow = type(error).__module__.partition(".")[0] == "pyarrow"
+        if may_pass(path, error) or not (of_arrow or isinstance(error, OSError | EOFError | zlib.error)):
+            raise
+        raise DataError(f"{path} cannot be read or unpacked: {said_by(error)}") from error
+
+
+def _plain_text(path: Path | HubFile) -> str:
+    with _open(path) as file:
+        raw = file.read()
+    if b"\0" in raw:
+        raise DataError(f"{path} holds zero bytes, so it is no text; leave it out by a pattern")
+    return raw.decode("utf-8", errors="replace")
+
+
+def _open(path: Path | HubFile) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return gzip.open(path.open() if isinstance(path, HubFile) else path)  # pyright: ignore[reportReturnType]
+    if path.suffix == ".zst":
+        packed = path.open() if isinstance(path, HubFile) else str(path)
+        return io.BufferedReader(_pyarrow().input_stream(packed, compression="zstd"))
+    return path.open() if isinstance(path, HubFile) else path.open("rb")
+
+
+def _rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Place and row; None for an empty line."""
+    if task.path.suffix == ".parquet":
+        yield from _parquet_rows(task, names)
+    elif task.path.suffix == ".arrow":
+        batches = itertools.islice(_arrow_batches(task.path), task.start, task.stop)
+        for number, batch in enumerate(batches, task.start):
+            _require_columns(task.path, names, batch.schema.names)
+            rows = batch.select(names).to_pylist()
+            yield from ((f"{number}.{index}", row) for index, row in enumerate(rows))
+    else:
+        for position, line in _lines(task):
+            yield str(position), _json_row(task.path, position, line)
+
+
+def _parquet_rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    file = _parquet(task.path)
+    _require_columns(task.path, names, file.schema_arrow.names)
+    rows = file.read_row_group(task.start, columns=names).to_pylist()
+    yield from ((f"{task.start}.{index}", row) for index, row in enumerate(rows))
+
+
+def _require_columns(path: Path | HubFile, names: list[str], held: list[str]) -> None:
+    if missing := [name for name in names if name not in held]:
+        raise DataError(f"{path} has no column {missing[0]!r}; it has {', '.join(held)}")
+
+
+def _lines(task: Task) -> Iterator[tuple[int, bytes]]:
+    """Lines that start within the part, with the place of their first byte; packed files: their number."""
+    if task.path.suffix in (".gz", ".zst"):
+        with _open(task.path) as file:
+            yield from enumerate(file)
+        return
+    with _open(task.path) as file:
+        if task.start:
+            file.seek(task.start - 1)
+            file.readline()
+        while (position := file.tell()) < task.stop:
+            yield position, file.readline()
+
+
+def _json_row(path: Path | HubFile, position: int, line: bytes) -> dict[str, Any] | None:
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} at {position}: no JSON: {error!r}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{path} at {position}: {type(row).__name__}, not an object with columns")
+    return row  # pyright: ignore[reportUnknownVariableType]
+
+
+def _arrow_batches(path: Path | HubFile) -> Iterator[Any]:
+    """Record batches of a stream, as `datasets` writes it, or of a file with an index."""
+    pyarrow = _pyarrow()
+    hub = isinstance(path, HubFile)
+    with pyarrow.PythonFile(path.open()) if hub else pyarrow.memory_map(str(path)) as opened:
+        try:
+            file = pyarrow.ipc.open_file(opened)
+            yield from (file.get_batch(number) for number in range(file.num_record_batches))
+        except pyarrow.ArrowInvalid:
+            opened.seek(0)
+            yield from pyarrow.ipc.open_stream(opened)
+
+
+def _parquet(path: Path | HubFile) -> Any:
+    _pyarrow()
+    from pyarrow.parquet import ParquetFile
+
+    if isinstance(path, HubFile):
+        return ParquetFile(path.open(ahead=False), metadata=_footer(path), pre_buffer=True)
+    return ParquetFile(path)
+
+
+@functools.lru_cache(FOOTERS)
+def _footer(path: HubFile) -> Any:
+    from pyarrow.parquet import ParquetFile
+
+    return ParquetFile(path.open(ahead=False)).metadata
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError:
+        raise DataError(
+            "reading .parquet, .arrow and .zst needs: pip install 'forge-data[parquet]'"
+        ) from None
+    return pyarrow

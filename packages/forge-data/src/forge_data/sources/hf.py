@@ -1,0 +1,151 @@
+"""Data sets of the Hugging Face hub, and files of this machine with the same columns. Imports no torch.
+
+Eager: rows are tokenized once into a store of the cache, by one process of a machine while the others wait.
+Streaming: rows are read while training, see `forge_data.packing.stream`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from forge_config import Meta
+from msgspec import structs
+
+from forge_data.error import DataError
+from forge_data.packing.stream import StreamedText
+from forge_data.sources.columns import CHATML, Columns, MessagesColumn, PromptColumns, TextColumn
+from forge_data.sources.config import SourceConfig, Split, TextSourceConfig, find_files, sources
+from forge_data.sources.documents import tasks_of
+from forge_data.sources.hub import HubSplit, commit_of, downloaded, files_of, tasks_of_split
+from forge_data.store.tokenize import Held
+
+
+@sources.register("hf")
+class HfConfig(TextSourceConfig):
+    """A data set of the hub, or a folder or files (.parquet, .arrow, .jsonl, also .gz and .zst).
+
+    Exactly one kind of columns is read: `text`, or `messages`, or `prompt` with `completion`.
+
+    Attributes:
+        path: a name on the hub such as `HuggingFaceFW/fineweb-edu`, or a path or pattern of this machine,
+            which counts where it exists.
+        subset: the configuration of a data set of the hub.
+        revision: a commit, tag or branch of it; absent is the main branch. A run that streams it goes on
+            with the commit that it began with.
+        split: of a data set of the hub.
+        validation: the path of the validation text, or the name of its split on the hub; absent holds out
+            some of `path`.
+        text: the column with the text; absent means `text` if no other kind is named.
+        messages: the column with conversations; only what the assistant says is a target.
+        prompt: the column with what is no target.
+        completion: the column with the target.
+        template: of a turn of a conversation; `{role}` and `{content}` are put in.
+        streaming: read the text while training, from the hub too, instead of tokenizing it first. Nothing is
+            held out: name `validation` to evaluate.
+        lanes: of a stream: its parts (row groups, ranges of bytes, files) are dealt to so many, which ranks
+            share evenly; 0 takes a divisor of the global batch, at most 64 and one for every four parts.
+        shuffle_parts: of a stream: how many parts of a lane have their documents shuffled together, which
+            bounds its memory; 0 reads files in their order.
+    """
+
+    free_keys = path_keys = ()
+
+    path: str
+    subset: str | None = None
+    revision: str | None = None
+    split: str = "train"
+    validation: str | None = None
+    text: str | None = None
+    messages: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    template: str = CHATML
+    streaming: bool = False
+    lanes: Annotated[int, Meta(ge=0)] = 0
+    shuffle_parts: Annotated[int, Meta(ge=0)] = 2
+
+    def __post_init__(self) -> None:
+        if not self.path or self.validation == "":
+            raise ValueError(
+                f"given path = {self.path!r} and validation = {self.validation!r}; expected a name on the "
+                "hub, or a path or pattern of this machine"
+            )
+        kinds = [self.text, self.messages, self.prompt or self.completion]
+        if sum(kind is not None for kind in kinds) > 1 or (self.prompt is None) != (self.completion is None):
+            raise ValueError(
+                f"{self.path}: given text = {self.text!r}, messages = {self.messages!r}, prompt = "
+                f"{self.prompt!r}, completion = {self.completion!r}; expected one of text, messages, or "
+                "prompt with completion"
+            )
+        if self.streaming and self.max_epochs is not None:
+            raise ValueError(
+                f"{self.path}: given streaming = true and max_epochs = {self.max_epochs:g}; how "
+                "long a stream is, is not known: leave max_epochs out and bound train.steps, or set "
+                "streaming = false"
+            )
+        if "{content}" not in self.template:
+            raise ValueError(f"template = {self.template!r} has no {{content}}; put it where the text goes")
+
+    def columns(self) -> Columns:
+        """See `TextSourceConfig.columns`."""
+        if self.messages is not None:
+            return MessagesColumn(self.messages, self.template)
+        if self.prompt is not None and self.completion is not None:
+            return PromptColumns(self.prompt, self.completion)
+        return TextColumn(self.text or "text")
+
+    def has_validation(self) -> bool:
+        """See `SourceConfig.has_validation`."""
+        return (super().has_validation() and not self.streaming) or self.validation is not None
+
+    def held(self, split: Split) -> Held:
+        """See `TextSourceConfig.held`."""
+        return super().held(split) if self.validation is None else Held()
+
+    def whole(self) -> SourceConfig:
+        """See `SourceConfig.whole`; tokenized first, where it was streamed."""
+        return structs.replace(self, held_out=0.0, streaming=False)
+
+    def is_streamed(self) -> bool:
+        """See `SourceConfig.is_streamed`."""
+        return self.streaming
+
+    def pin_stream(self) -> str | None:
+        """See `SourceConfig.pin_stream`: the commit of a data set of the hub."""
+        if is_local(self.path):
+            return None
+        return commit_of(HubSplit(self.path, self.subset, self.split), self.revision)
+
+    def open_stream(self, cache: Path, pin: str | None = None) -> StreamedText:
+        """See `SourceConfig.open_stream`."""
+        if is_local(self.path):
+            root, files = self.root_and_files("train")
+            tasks = tuple(task for file in files for task in tasks_of(file, root))
+        else:
+            pin = pin or self.pin_stream()
+            assert pin is not None
+            tasks = tasks_of_split(HubSplit(self.path, self.subset, self.split), pin, cache)
+        return StreamedText(tasks, self.columns(), self.lanes, self.shuffle_parts, pin)
+
+    def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
+        """See `TextSourceConfig.root_and_files`."""
+        own = self.validation if split == "validation" else None
+        if is_local(self.path) and (self.subset is not None or self.revision is not None):
+            raise DataError(
+                f"{self.path} are files of this machine, given subset = {self.subset!r} and revision = "
+                f"{self.revision!r}, which only data sets of the hub have; leave them out"
+            )
+        if is_local(self.path) or (own is not None and not own.isidentifier() and is_local(own)):
+            files = find_files([own or self.path])
+        else:
+            asked = HubSplit(self.path, self.subset, own or self.split)
+            only = files_of(asked, commit_of(asked, self.revision)) if self.streaming else None
+            files = downloaded(asked, self.revision, only)
+        return Path(os.path.commonpath([file.parent for file in files])), files
+
+
+def is_local(path: str) -> bool:
+    """Whether a path stands for files of this machine: it exists, or can be no name of the hub."""
+    return Path(path).exists() or any(c in path for c in "*?[") or path.startswith(("/", ".", "~"))

@@ -1,0 +1,286 @@
+"""From files of text to a token store, with several processes and the same bytes whatever their number."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from forge_data.error import DataError
+from forge_data.job_signals import blocked
+from forge_data.order.order import key
+from forge_data.sources.columns import Columns, Part, TextColumn
+from forge_data.sources.documents import Task, documents, tasks_of
+from forge_data.store.restart import RestartableWriter
+from forge_data.store.tokens import TokenStore, Writer, store_dtype
+from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
+
+AHEAD = 4
+"""Tasks in flight for each process."""
+
+SMALL_BYTES = 16 << 20
+"""Less text is tokenized sooner by one process than others take to start."""
+
+SAID_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """Which documents belong to a split, decided by their names.
+
+    Attributes:
+        split: `validation` takes the held-out documents, `train` the others.
+        fraction: how many are held out.
+    """
+
+    split: Literal["train", "validation"] = "train"
+    fraction: float = 0.0
+
+    def takes(self, name: str) -> bool:
+        """Whether a document belongs to the split."""
+        held_out = key("held-out", name) / 2**64 < self.fraction
+        return held_out == (self.split == "validation")
+
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes read so far and in all."""
+
+
+class Making(NamedTuple):
+    """How the text of a source becomes tokens; the tokens do not depend on it.
+
+    Attributes:
+        workers: processes; 0 is one for each core that this process may use, or one alone for little text.
+        on_progress: told how far it is, after each part of a file.
+    """
+
+    workers: int = 1
+    on_progress: Progress | None = None
+
+    def saying(self, what: str) -> Progress:
+        """`on_progress`, and lines on standard error now and then."""
+        say = say_progress(what)
+
+        def told(done: int, total: int) -> None:
+            say(done, total)
+            if self.on_progress is not None:
+                self.on_progress(done, total)
+
+        return told
+
+
+ALONE = Making()
+"""By one process, told to nobody."""
+
+
+def say_progress(what: str) -> Progress:
+    """Writes lines on standard error, now and then."""
+    last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SAID_EVERY_S:
+            last = time.monotonic()
+            sys.stderr.write(f"tokenizing {what}: {done:,} of {total:,} bytes\n")
+
+    return show
+
+
+def cores() -> int:
+    """Those this process may use, which on a cluster are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tokenize_files(
+    files: Sequence[Path],
+    out: Path,
+    tokenizer: TokenizerConfig,
+    *,
+    root: Path,
+    columns: Columns | None = None,
+    held: Held | None = None,
+    workers: int = 1,
+    on_progress: Progress | None = None,
+    restart: bool = False,
+    seen: Sequence[tuple[int, int]] = (),
+) -> TokenStore:
+    """Write the documents of files, in order, each followed by the end-of-document token.
+
+    Args:
+        files: .jsonl (also .gz and .zst), .parquet and .arrow hold a document a row; others are one.
+        out: folder of the store; must not exist.
+        tokenizer: of the text.
+        root: names of documents are relative to this.
+        columns: which parts of a row make a document; absent means the column `text`.
+        held: which documents are taken; all when absent.
+        workers: processes; 0 is as many as `Making` says. The result does not depend on it.
+        on_progress: told how far it is.
+        restart: keep what was written when this process is killed, and go on from there the next time.
+        seen: what `states_of` said of the files when `out` was named after them; absent is now.
+
+    Raises:
+        DataError: `out` exists, a row has no text, no document is left, or a file has changed meanwhile.
+    """
+    if out.exists():
+        raise DataError(f"{out} exists already; remove it or choose another folder")
+    built = tokenizer.build()
+    columns = columns or TextColumn()
+    seen = seen or states_of(files)
+    tasks = [task for file in files for task in tasks_of(file, root)]
+    work = partial(_tokenize_task, tokenizer=tokenizer, columns=columns, held=held or Held())
+    total = sum(task.bytes for task in tasks)
+    workers = workers or (cores() if total > SMALL_BYTES else 1)
+    made = built.vocab_size, built.digest, columns.masks
+    if restart:
+        named = key("tokenize", built.digest, columns, held, tasks, seen)
+        writer: Writer = RestartableWriter(out, *made, work=f"{named:016x}")
+    else:
+        writer = Writer(out, *made)
+    with writer:
+        kept = writer.tasks if isinstance(writer, RestartableWriter) else 0
+        done = sum(task.bytes for task in tasks[:kept])
+        for task, found in zip(tasks[kept:], _map(work, tasks[kept:], workers), strict=True):
+            writer.add(*found)
+            if isinstance(writer, RestartableWriter):
+                writer.task_done()
+            done += task.bytes
+            if on_progress is not None:
+                on_progress(done, total)
+        if not writer.num_docs:
+            raise DataError(_nothing(len(files), held or Held()))
+        _require_unchanged(files, seen)
+    return TokenStore(out)
+
+
+def states_of(files: Sequence[Path]) -> list[tuple[int, int]]:
+    """Size and time of the last change, in ns, of each file.
+
+    Raises:
+        DataError: one is gone.
+    """
+    found: list[tuple[int, int]] = []
+    for file in files:
+        try:
+            state = file.stat()
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error}") from None
+        found.append((state.st_size, state.st_mtime_ns))
+    return found
+
+
+def _require_unchanged(files: Sequence[Path], seen: Sequence[tuple[int, int]]) -> None:
+    changed = [file for file, a, b in zip(files, seen, states_of(files), strict=True) if a != b]
+    if changed:
+        raise DataError(
+            f"{changed[0]} has changed while the text was tokenized ({len(changed)} of {len(files)} files "
+            "did); start again when nobody writes there"
+        )
+
+
+def _nothing(num_files: int, held: Held) -> str:
+    if not held.fraction:
+        return f"there is no text in {num_files} files"
+    return (
+        f"no document of {num_files} files is in the {held.split} split with held_out = {held.fraction:g}; "
+        "change it, or give validation text of its own"
+    )
+
+
+def _map(work: Callable[[Task], Any], tasks: Sequence[Task], workers: int) -> Iterator[Any]:
+    """`map` in this process, or over several; in order either way, with few results waiting at a time.
+
+    Raises:
+        DataError: a process died.
+    """
+    if workers <= 1:
+        yield from map(work, tasks)
+        return
+    # forkserver: a fork of a process with threads may hang, and the server has no torch to copy
+    context = multiprocessing.get_context("forkserver")
+    with blocked():
+        ensure_running()
+    waiting: deque[Future[Any]] = deque()
+    count = min(workers, max(1, len(tasks)))
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent) as pool:
+        try:
+            for task in tasks:
+                waiting.append(pool.submit(work, task))
+                if len(waiting) > AHEAD * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise DataError(
+                "a process that tokenized was killed, perhaps for want of memory; use fewer (--workers, or "
+                "data.tokenize_workers)"
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """In a process of the pool: end when the one that asks has died, rather than wait for it for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+_built: dict[TokenizerConfig, Tokenizer] = {}
+
+
+class _Done(NamedTuple):
+    """Ids of the documents of a task, one after the other; their lengths; which ids are targets, if asked."""
+
+    tokens: np.ndarray
+    lengths: list[int]
+    targets: np.ndarray | None
+
+
+def _tokenize_task(task: Task, tokenizer: TokenizerConfig, columns: Columns, held: Held) -> _Done:
+    if tokenizer not in _built:
+        _built[tokenizer] = tokenizer.build()
+    encoder = _built[tokenizer]
+    found, lengths, targets = list[np.ndarray](), list[int](), list[np.ndarray]()
+    for name, parts in documents(task, columns):
+        if not held.takes(name) or not any(part.text for part in parts):
+            continue
+        ids = document_ids(encoder, parts)
+        found += ids
+        lengths.append(sum(map(len, ids)))
+        if columns.masks:
+            targets.append(document_targets(ids, parts))
+    tokens = np.concatenate(found) if found else np.zeros(0, store_dtype(encoder.vocab_size))
+    if not columns.masks:
+        return _Done(tokens, lengths, None)
+    return _Done(tokens, lengths, np.concatenate([np.zeros(0, dtype=bool), *targets]))
+
+
+def document_ids(encoder: Tokenizer, parts: Sequence[Part]) -> list[np.ndarray]:
+    """The ids of each part of a document in the dtype of stores, and behind them that of its end."""
+    dtype = store_dtype(encoder.vocab_size)
+    ids = [encoder.encode(part.text).astype(dtype) for part in parts]
+    return [*ids, np.asarray([encoder.eos_id], dtype=dtype)]
+
+
+def document_targets(ids: Sequence[np.ndarray], parts: Sequence[Part]) -> np.ndarray:
+    """[n] bool, whether each of the ids of `document_ids` is a target; the end is one with the last part."""
+    are = [part.is_target for part in parts]
+    return np.repeat(np.asarray([*are, are[-1]]), [len(i) for i in ids])

@@ -1,0 +1,1 @@
+"""Attention: masks, caches, rotations, and what attends."""

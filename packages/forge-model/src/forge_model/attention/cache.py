@@ -1,0 +1,70 @@
+"""Keys and values of the tokens a generation has seen. B batch, K kv heads, S capacity, H head dim."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forge_model.attention.mask import Mask
+
+
+class LayerCache:
+    """Keys and values of one layer, [B, K, S, H] each, allocated at the first use, written from the left."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._key: Tensor | None = None
+        self._value: Tensor | None = None
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add [B, K, T, H], whose widths H may differ, and return all there is, [B, K, length, H]."""
+        if self._key is None or self._value is None:
+            self._key, self._value = (_room(one, self.capacity) for one in (key, value))
+        end = self.length + key.shape[2]
+        self._key[:, :, self.length : end] = key
+        self._value[:, :, self.length : end] = value
+        self.length = end
+        return self._key[:, :, :end], self._value[:, :, :end]
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens but the first `length`; keeps those it has if they are fewer."""
+        self.length = min(self.length, length)
+
+
+def _room(tensor: Tensor, capacity: int) -> Tensor:
+    # zeros: a mask that hides what was never written multiplies its values by 0, and 0 x NaN is NaN
+    return tensor.new_zeros(*tensor.shape[:2], capacity, tensor.shape[3])
+
+
+class Cache:
+    """Keys and values of all layers, and which of the cached tokens are padding.
+
+    Args:
+        num_layers: layers of the model.
+        capacity: most tokens that fit.
+        padding: [B] integer; so many tokens at the left of each row are padding. None where there is none,
+            which needs no masks to go on with one token.
+        device: of the tokens; absent means that of `padding`.
+    """
+
+    def __init__(
+        self, num_layers: int, capacity: int, padding: Tensor | None, device: torch.device | None = None
+    ) -> None:
+        self.layers = [LayerCache(capacity) for _ in range(num_layers)]
+        self.padding = padding
+        self.device = device or (torch.device("cpu") if padding is None else padding.device)
+
+    @property
+    def length(self) -> int:
+        """Tokens seen so far."""
+        return self.layers[0].length
+
+    def positions(self, tokens: int) -> Tensor:
+        """[T] or [B, T] positions of the next tokens, counted from the first one that is no padding."""
+        index = torch.arange(self.length, self.length + tokens, device=self.device)
+        return index if self.padding is None else (index - self.padding[:, None]).clamp(min=0)
+
+    def mask(self, tokens: int) -> Mask:
+        """What the next tokens may see."""
+        return Mask(tokens, self.device, cached=self.length, padding=self.padding)

@@ -1,0 +1,219 @@
+"""What `[model.attention]` holds, and what attention costs in FLOPs. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from forge_config import Config, Meta, Registry
+from msgspec.structs import replace
+
+from forge_model.norm_config import NormConfig, RMSNormConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Count = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class AttentionConfig(Config):
+    """Interface of `[model.attention]`."""
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a token sees at most, itself included; None means all."""
+        return None
+
+    def build(self, dim: int, norm: NormConfig) -> nn.Module:
+        """A module taking ([B, T, D], rope, mask, cache) to [B, T, D].
+
+        Its attribute `attend`, a `forge_model.attention.mask.Attend`, computes softmax attention and makes
+        the mask.
+        """
+        raise NotImplementedError
+
+    def rotary_dim(self, dim: int) -> int:
+        """Width of the part of a head that is rotated."""
+        raise NotImplementedError
+
+    def resolved(self, dim: int) -> AttentionConfig:
+        """The same with the defaults that depend on the width of the model written out."""
+        return self
+
+    def forward_flops(self, dim: int, tokens: int, causal: bool) -> float:
+        """Matmul FLOPs a token of a forward pass over sequences of `tokens`."""
+        raise NotImplementedError
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """The sizes, by key, that tensor parallelism must divide."""
+        return {}
+
+    def require_axes(self, norm: NormConfig, tp: int, cp: int) -> None:
+        """See `ModelConfig.require_axes`; `norm` is that of the layer."""
+
+
+attentions = Registry("attention", AttentionConfig, default="gqa")
+
+
+@attentions.register("gqa")
+class GroupedQueryConfig(AttentionConfig):
+    """Multi-head, grouped-query or multi-query attention (Ainslie et al. 2023, arXiv:2305.13245).
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: key-value heads; absent means as many as query heads.
+        head_dim: width of a head; absent means dim / num_heads.
+        qk_norm: normalize queries and keys before the rotation.
+        qk_norm_over: what is normalized together: each head (as Qwen3), or all heads at once (as OLMo 2).
+        bias: biases on the query, key and value projections.
+        output_bias: bias on the output projection.
+        sliding_window: a token sees at most so many tokens, itself included; absent means all.
+        scale: factor of the scores; absent means 1/sqrt(head_dim).
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv:2408.00118 section 2); absent
+            means they stay as they are. Costs speed: such scores have no fused kernel but FlexAttention.
+        sinks: every head has a learnt score for one more key that has no value, so that its weights may sum
+            to less than one (GPT-OSS, arXiv:2508.10925). Costs the same.
+    """
+
+    num_heads: Count = 8
+    num_kv_heads: Count | None = None
+    head_dim: Count | None = None
+    qk_norm: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"
+    bias: bool = False
+    output_bias: bool = False
+    sliding_window: Count | None = None
+    scale: Positive | None = None
+    softcap: Positive | None = None
+    sinks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {self.kv_heads} does not divide num_heads = {self.num_heads}; "
+                "every key-value head serves the same number of query heads"
+            )
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim} is odd; rotary embeddings rotate pairs")
+
+    @property
+    def window(self) -> int | None:
+        """See `AttentionConfig.window`."""
+        return self.sliding_window
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads, the default resolved."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """See `AttentionConfig.tensor_sizes`."""
+        return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
+
+    def require_axes(self, norm: NormConfig, tp: int, cp: int) -> None:
+        """See `AttentionConfig.require_axes`."""
+        in_parts = isinstance(norm, RMSNormConfig) and not norm.zero_centered
+        if tp > 1 and self.qk_norm and self.qk_norm_over == "projection" and not in_parts:
+            raise ValueError(
+                'qk_norm_over = "projection" normalizes the heads of all ranks together, which only a plain '
+                "rmsnorm can do in parts; choose that norm, normalize each head, or set mesh.tp = 1"
+            )
+
+    def rotary_dim(self, dim: int) -> int:
+        """See `AttentionConfig.rotary_dim`."""
+        return dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    def resolved(self, dim: int) -> AttentionConfig:
+        """See `AttentionConfig.resolved`."""
+        head_dim = self.rotary_dim(dim)
+        scale = None if self.scale == head_dim**-0.5 else self.scale
+        return replace(self, num_kv_heads=self.kv_heads, head_dim=head_dim, scale=scale)
+
+    def build(self, dim: int, norm: NormConfig) -> nn.Module:
+        """See `AttentionConfig.build`."""
+        from forge_model.attention.grouped_query import Attention
+
+        return Attention(self, dim, norm)
+
+    def forward_flops(self, dim: int, tokens: int, causal: bool) -> float:
+        """See `AttentionConfig.forward_flops`; `causal` counts only the visible pairs of tokens."""
+        width = self.num_heads * self.rotary_dim(dim)
+        kv_width = self.kv_heads * self.rotary_dim(dim)
+        projections = 2 * dim * (2 * width + 2 * kv_width)
+        return projections + 4 * width * visible(tokens, causal, self.sliding_window)
+
+
+@attentions.register("mla")
+class LatentConfig(AttentionConfig):
+    """Multi-head latent attention (DeepSeek-V2 and V3, arXiv:2405.04434, arXiv:2412.19437 section 2.1.1).
+
+    Attributes:
+        num_heads: heads.
+        kv_rank: width of the latent of which keys and values are made; with `rope_dim`, what a cache keeps.
+        q_rank: width of the latent of which queries are made; absent means that they are not compressed.
+        nope_dim: width of the part of a query and key that has no position.
+        rope_dim: width of the part that is rotated; all heads share that of the key.
+        value_dim: width of a value.
+        bias: biases on the projections to the latents and on the output.
+        rope_pairs: neighbours are rotated together, as DeepSeek's weights are laid out; otherwise the halves.
+        scale: factor of the scores; absent means 1/sqrt(nope_dim + rope_dim).
+        latent_eps: of the norms of the latents.
+    """
+
+    num_heads: Count = 8
+    kv_rank: Count = 512
+    q_rank: Count | None = None
+    nope_dim: Count = 128
+    rope_dim: Count = 64
+    value_dim: Count = 128
+    bias: bool = False
+    rope_pairs: bool = True
+    scale: Positive | None = None
+    latent_eps: Positive = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim = {self.rope_dim} is odd; rotary embeddings rotate pairs")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query."""
+        return self.nope_dim + self.rope_dim
+
+    def latent_norm(self, norm: NormConfig) -> NormConfig:
+        """The norm of the latents, of the kind of the layer's."""
+        return replace(norm, eps=self.latent_eps)
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """See `AttentionConfig.tensor_sizes`."""
+        return {"num_heads": self.num_heads}
+
+    def rotary_dim(self, dim: int) -> int:
+        """See `AttentionConfig.rotary_dim`."""
+        return self.rope_dim
+
+    def resolved(self, dim: int) -> AttentionConfig:
+        """See `AttentionConfig.resolved`."""
+        return replace(self, scale=None) if self.scale == self.head_dim**-0.5 else self
+
+    def build(self, dim: int, norm: NormConfig) -> nn.Module:
+        """See `AttentionConfig.build`."""
+        from forge_model.attention.latent import LatentAttention
+
+        return LatentAttention(self, dim, norm)
+
+    def forward_flops(self, dim: int, tokens: int, causal: bool) -> float:
+        """See `AttentionConfig.forward_flops`; as in training, where nothing is absorbed."""
+        width, values = self.num_heads * self.head_dim, self.num_heads * self.value_dim
+        queries = dim * width if self.q_rank is None else self.q_rank * (dim + width)
+        keys = dim * (self.kv_rank + self.rope_dim)
+        keys += self.kv_rank * (self.num_heads * self.nope_dim + values)
+        return 2 * (queries + keys + values * dim) + 2 * (width + values) * visible(tokens, causal, None)
+
+
+def visible(tokens: int, causal: bool, window: int | None) -> float:
+    """Mean number of keys a query sees."""
+    if not causal:
+        return tokens
+    window = min(tokens, window or tokens)
+    return (window * (window + 1) / 2 + (tokens - window) * window) / tokens

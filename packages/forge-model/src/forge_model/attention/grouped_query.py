@@ -1,0 +1,67 @@
+"""Multi-head to multi-query attention. B batch, T tokens, N heads, K kv heads, H head dim, D model dim."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from forge_model.attention.cache import LayerCache
+from forge_model.attention.config import GroupedQueryConfig
+from forge_model.attention.explicit import explicit_attention
+from forge_model.attention.mask import Attend, softmax_attention
+from forge_model.attention.rope import Rope, rotate
+from forge_model.layers import Linear, Sinks
+from forge_model.norm_config import NormConfig
+
+
+class Attention(nn.Module):
+    """Self-attention with rotary positions and, when asked for, normalized queries and keys.
+
+    Attributes:
+        attend: computes softmax attention; may be replaced.
+    """
+
+    def __init__(self, config: GroupedQueryConfig, dim: int, norm: NormConfig) -> None:
+        super().__init__()
+        explicit = config.softcap is not None or config.sinks
+        self.attend: Attend = explicit_attention if explicit else softmax_attention
+        self.scale, self.softcap = config.scale, config.softcap
+        self.head_dim = config.rotary_dim(dim)
+        width, kv_width = config.num_heads * self.head_dim, config.kv_heads * self.head_dim
+        self.wq = Linear(dim, width, bias=config.bias)
+        self.wk = Linear(dim, kv_width, bias=config.bias)
+        self.wv = Linear(dim, kv_width, bias=config.bias)
+        self.wo = Linear(width, dim, bias=config.output_bias)
+        self.sinks = Sinks(config.num_heads) if config.sinks else None
+        self.norm_heads = config.qk_norm_over == "head"
+        widths = (self.head_dim, self.head_dim) if self.norm_heads else (width, kv_width)
+        self.q_norm, self.k_norm = (norm.build(w) if config.qk_norm else None for w in widths)
+
+    def forward(self, x: Tensor, rope: Rope, mask: Any, cache: LayerCache | None = None) -> Tensor:
+        """[B, T, D] -> [B, T, D].
+
+        Args:
+            x: the residual stream, normalized.
+            rope: of these T positions.
+            mask: what `attend.resolve` made for the window of this layer.
+            cache: keys and values of earlier tokens; these are added to it.
+        """
+        query = self._heads(self.wq(x), self.q_norm)
+        key = self._heads(self.wk(x), self.k_norm)
+        value = self._heads(self.wv(x), None)
+        query, key = rotate(query, *rope), rotate(key, *rope)
+        if cache is not None:
+            key, value = cache.extend(key, value)
+        out = self.attend(query, key, value, mask, self.scale, **self._options())
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+    def _options(self) -> dict[str, Any]:
+        """What `attend` must do beside softmax attention."""
+        softcap = {} if self.softcap is None else {"softcap": self.softcap}
+        return softcap if self.sinks is None else softcap | {"sinks": self.sinks()}
+
+    def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """[B, T, N*H] -> [B, N, T, H], normalized."""
+        if norm is not None and not self.norm_heads:
+            x = norm(x)
+        x = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return norm(x) if norm is not None and self.norm_heads else x

@@ -1,0 +1,103 @@
+"""How positions turn queries and keys. B batch, T tokens, N heads, H head dim."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_model.attention.rope_config import RopeConfig
+
+Rope = tuple[Tensor, Tensor]
+"""Cosines and sines, each [T, H/2] or [B, 1, T, H/2], float32 or, in a float64 model, float64."""
+
+
+def rope_table(
+    config: RopeConfig, head_dim: int, positions: Tensor, dtype: torch.dtype = torch.float32
+) -> Rope:
+    """Cosines and sines of every position.
+
+    Args:
+        config: which frequencies.
+        head_dim: H, even.
+        positions: [T] or [B, T] integer.
+        dtype: what it is computed in and returned as.
+
+    Returns:
+        Two tensors, [T, H/2] or [B, 1, T, H/2].
+    """
+    frequencies = torch.tensor(config.frequencies(head_dim), dtype=dtype, device=positions.device)
+    return _table(frequencies, config.attention_factor(), positions)
+
+
+def _table(frequencies: Tensor, factor: float, positions: Tensor) -> Rope:
+    angles = positions.to(frequencies.dtype)[..., None] * frequencies
+    if angles.ndim == 3:
+        angles = angles[:, None]
+    return angles.cos() * factor, angles.sin() * factor
+
+
+class RopeTables:
+    """The tables of a model; those of positions 0, 1, 2, ... are kept for the next forward pass.
+
+    So are all frequencies: copying them to a GPU would make every forward pass wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[tuple[Any, ...], Rope]] = []
+        self._frequencies: dict[tuple[Any, ...], Tensor] = {}
+
+    def __call__(
+        self, config: RopeConfig, head_dim: int, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype
+    ) -> Rope:
+        """The table for `tokens` [B, T] at `positions` [T] or [B, T]; None counts from 0."""
+        frequencies = self._frequencies_of(config, head_dim, dtype, tokens.device)
+        if positions is not None:
+            return _table(frequencies, config.attention_factor(), positions)
+        length, device = tokens.shape[1], tokens.device
+        shared = (length, device, dtype)
+        key = (*shared, head_dim, config)
+        for kept, table in self._kept:
+            if kept == key:
+                return table
+        # Made under inference mode, a kept table could not be used in training later.
+        with torch.inference_mode(False):
+            table = _table(frequencies, config.attention_factor(), torch.arange(length, device=device))
+        if type(table[0]) is Tensor:  # no fake tensor of a dry run
+            self._kept = [one for one in self._kept if one[0][:3] == shared] + [(key, table)]
+        return table
+
+    def _frequencies_of(
+        self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        key = (config, head_dim, dtype, device)
+        if key in self._frequencies:
+            return self._frequencies[key]
+        with torch.inference_mode(False):
+            made = torch.tensor(config.frequencies(head_dim), dtype=dtype, device=device)
+        if type(made) is Tensor:
+            self._frequencies[key] = made
+        return made
+
+
+def pairs_to_halves(x: Tensor) -> Tensor:
+    """[..., H] with pairs (0, 1), (2, 3), ... side by side -> the same with their members in two halves."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of each head by position.
+
+    Args:
+        x: [B, N, T, H] queries or keys, H even, any float dtype.
+        cos: [T, H/2] or [B, 1, T, H/2] from `rope_table`.
+        sin: like `cos`.
+
+    Returns:
+        [B, N, T, H] in the dtype of `x`; computed in float32, or float64 if `x` is.
+
+    Source: Su et al. 2021, arXiv:2104.09864 eq. 34 (half-split layout, as in Llama).
+    """
+    wide = torch.promote_types(x.dtype, cos.dtype)
+    first, second = x.to(wide).chunk(2, dim=-1)
+    cos, sin = cos.to(wide), sin.to(wide)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,1 @@
+"""Decoders: blocks, their plan, roles, initial values, multi-token prediction."""

@@ -1,0 +1,243 @@
+"""What `[model]` of a decoder holds: its parts, which may differ by layer. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from forge_config import Config, Meta
+from msgspec import field
+
+from forge_model.attention.config import AttentionConfig, Count, GroupedQueryConfig, Positive
+from forge_model.attention.rope_config import RopeConfig
+from forge_model.decoder.mtp_config import MTPConfig
+from forge_model.ffn.config import FfnConfig, SwiGLUConfig
+from forge_model.model_config import ModelConfig, models
+from forge_model.moe.config import MoEConfig
+from forge_model.norm_config import NormConfig, RMSNormConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+INDEX = r"(-?\d+|(-?\d+)?:(-?\d+)?(:(-?\d+)?)?)"
+INDICES = rf"^{INDEX}(,{INDEX})*$"
+NormOrder = Literal["pre", "reordered", "sandwich"]
+
+
+class LayerConfig(Config):
+    """The parts of one block."""
+
+    attention: AttentionConfig
+    ffn: FfnConfig
+    norm: NormConfig
+    rope: RopeConfig
+    norm_order: NormOrder = "pre"
+
+
+class LayerOverride(Config):
+    """Layers that differ from the others: `[[model.overrides]]`.
+
+    Attributes:
+        layers: which ones: an index or a slice as in Python ("-1" is the last, "5::6" every sixth from 5 on),
+            or several with commas between ("0,3,8:10").
+        attention: stands in for the attention of the model, all of it; absent means the same.
+        ffn: stands in for the feed-forward of the model.
+        norm: stands in for the norm of the model.
+        rope: stands in for the rotary embedding of the model.
+    """
+
+    layers: Annotated[str, Meta(pattern=INDICES)]
+    attention: AttentionConfig | None = None
+    ffn: FfnConfig | None = None
+    norm: NormConfig | None = None
+    rope: RopeConfig | None = None
+
+    def indices(self, num_layers: int) -> list[int]:
+        """The layers of a model of `num_layers` that are meant; empty if one of its parts names none."""
+        parts = [_indices(part, num_layers) for part in self.layers.split(",")]
+        return [index for part in parts for index in part] if all(parts) else []
+
+
+def _indices(text: str, num_layers: int) -> range:
+    """The layers that one index or slice names."""
+    parts = [int(part) if part else None for part in text.split(":")]
+    if len(parts) > 1:
+        return range(num_layers)[slice(*parts)]
+    index = parts[0]
+    assert index is not None
+    return range(num_layers)[index : index + 1 or None]
+
+
+@models.register("decoder")
+class DecoderConfig(ModelConfig):
+    """A decoder.
+
+    Attributes:
+        preset: fills in all keys that are absent, e.g. `llama-1b`; see `forge_model.hf.families`.
+        from: fills them in from the `config.json` in this folder. The run keeps the keys, not the folder.
+        dim: width of the residual stream.
+        num_layers: blocks.
+        tie_embeddings: the head uses the embedding matrix.
+        init_std: standard deviation of the initial matrices; those that write into the residual stream are
+            scaled by 1/sqrt(2 num_layers).
+        attention: the attention of every layer that no override names; so are `ffn`, `norm` and `rope`.
+        norm: of the layers, and of the last hidden state.
+        norm_order: where a layer has its norms: "pre": x + f(norm(x)); "reordered": x + norm(f(x)), as OLMo 2
+            (arXiv:2501.00656); "sandwich": x + norm(f(norm(x))), as Gemma 2 (arXiv:2408.00118).
+        embedding_scale: what embeddings are multiplied by; Gemma has sqrt(dim).
+        logit_softcap: logits become logit_softcap * tanh(logit / logit_softcap) (arXiv:2408.00118); absent
+            means they stay as they are.
+        mtp: modules that predict tokens after the next one.
+        overrides: layers that differ; where two name a layer, the later one counts.
+    """
+
+    preset: str | None = None
+    from_: str | None = field(default=None, name="from")
+    dim: Count
+    num_layers: Count
+    tie_embeddings: bool = False
+    init_std: Annotated[float, Meta(gt=0)] = 0.02
+    attention: AttentionConfig = GroupedQueryConfig()
+    ffn: FfnConfig = SwiGLUConfig()
+    norm: NormConfig = RMSNormConfig()
+    rope: RopeConfig = RopeConfig()
+    norm_order: NormOrder = "pre"
+    embedding_scale: Positive = 1.0
+    logit_softcap: Positive | None = None
+    mtp: MTPConfig = MTPConfig()
+    overrides: list[LayerOverride] = []
+
+    @classmethod
+    def expand(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """Lay the keys of `[model]` over those of its preset or of the folder named by `from`.
+
+        Raises:
+            ValueError: there is no such preset; the folder has no usable `config.json`; or both are named.
+        """
+        if isinstance(tree.get("from"), str):
+            from forge_model.hf.config import model_tree
+
+            if "preset" in tree:
+                raise ValueError("preset and from both fill in the keys of the model; give one of them")
+            return _over(model_tree(tree["from"]), {key: tree[key] for key in tree if key != "from"})
+        if "preset" not in tree:
+            return tree
+        from forge_model.hf.families import preset
+
+        return _over(preset(tree["preset"]), tree)
+
+    def __post_init__(self) -> None:
+        if self.mtp.num_modules >= self.max_tokens:
+            raise ValueError(
+                f"mtp.num_modules = {self.mtp.num_modules} of sequences of max_tokens = {self.max_tokens}: "
+                "no token stands so far ahead; use fewer modules"
+            )
+        for number, override in enumerate(self.overrides):
+            if not override.indices(self.num_layers):
+                raise ValueError(
+                    f"overrides[{number}].layers = {override.layers!r} names no layer; "
+                    f"num_layers = {self.num_layers}, the first layer is 0"
+                )
+        for index in range(self.num_layers):
+            attention = self.layer(index).attention
+            heads = getattr(attention, "num_heads", None)
+            if heads and getattr(attention, "head_dim", None) is None and self.dim % (2 * heads):
+                raise ValueError(
+                    f"dim = {self.dim} is no even multiple of attention.num_heads = {heads} (layer {index}); "
+                    "change one of them or give attention.head_dim"
+                )
+
+    def layer(self, index: int) -> LayerConfig:
+        """The parts of one layer, the overrides applied; -1 is the last."""
+        index %= self.num_layers
+        parts: dict[str, Any] = {name: getattr(self, name) for name in LayerConfig.__struct_fields__}
+        for override in self.overrides:
+            if index in override.indices(self.num_layers):
+                parts |= {name: part for name in parts if (part := getattr(override, name, None)) is not None}
+        return LayerConfig(**parts)
+
+    def build(self) -> nn.Module:
+        """See `ModelConfig.build`."""
+        from forge_model.decoder.decoder import Decoder
+
+        return Decoder(self)
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """See `ModelConfig.tensor_sizes`."""
+        sizes = {"vocab_size": self.vocab_size}
+        for index in range(self.num_layers):
+            layer = self.layer(index)
+            parts = {"attention": layer.attention.tensor_sizes(), "ffn": layer.ffn.tensor_sizes(self.dim)}
+            named = {f"{part}.{key}": size for part, found in parts.items() for key, size in found.items()}
+            for key, size in named.items():
+                same = sizes.setdefault(key, size) == size
+                sizes |= {} if same else {f"layer {index} {key}": size}
+        return sizes
+
+    def require_axes(self, tp: int, cp: int) -> None:
+        """See `ModelConfig.require_axes`."""
+        for index in range(self.num_layers):
+            layer = self.layer(index)
+            try:
+                layer.attention.require_axes(layer.norm, tp, cp)
+            except ValueError as error:
+                raise ValueError(f"layer {index}: {error}") from None
+
+    def expert_counts(self) -> dict[str, int]:
+        """See `ModelConfig.expert_counts`."""
+        return {name: ffn.num_experts for name, ffn in self._moe().items()}
+
+    def expert_groups(self) -> dict[str, int]:
+        """See `ModelConfig.expert_groups`."""
+        routers = {name: ffn.router for name, ffn in self._moe().items()}
+        chosen = {name: (getattr(r, "groups", 1), getattr(r, "top_groups", 1)) for name, r in routers.items()}
+        return {name: groups if groups > top else 1 for name, (groups, top) in chosen.items()}
+
+    def _moe(self) -> dict[str, MoEConfig]:
+        layers = {f"layer {index}": self.layer(index).ffn for index in range(self.num_layers)}
+        return {name: ffn for name, ffn in layers.items() if isinstance(ffn, MoEConfig)}
+
+    def require_stages(self, layers: Sequence[int]) -> None:
+        """See `ModelConfig.require_stages`."""
+        if self.tie_embeddings:
+            raise ValueError(
+                "the embedding on the first stage and the head on the last are one parameter, which two "
+                "stages cannot share; untie them (model.tie_embeddings = false)"
+            )
+        if len(layers) > self.num_layers:
+            raise ValueError(
+                f"{len(layers)} stages need as many layers; model.num_layers = {self.num_layers}"
+            )
+        if all(layers) and sum(layers) != self.num_layers:
+            raise ValueError(f"{list(layers)} do not add up to model.num_layers = {self.num_layers}")
+
+    def layer_flops(self, tokens: int, causal: bool = True) -> list[float]:
+        """See `ModelConfig.layer_flops`."""
+        layers = (self.layer(index) for index in range(self.num_layers))
+        return [
+            layer.attention.forward_flops(self.dim, tokens, causal) + layer.ffn.forward_flops(self.dim)
+            for layer in layers
+        ]
+
+    def flops_per_token(self, tokens: int, causal: bool = True) -> float:
+        """See `ModelConfig.flops_per_token`."""
+        depths = self.mtp.num_modules
+        layers = self.layer_flops(tokens, causal)
+        blocks = sum(layers) + depths * layers[-1]
+        heads = (1 + depths) * 2 * self.dim * self.vocab_size
+        return 3 * (blocks + heads + depths * 4 * self.dim**2)
+
+
+def _over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(lower)
+    for name, value in upper.items():
+        below = merged.get(name)
+        if isinstance(below, dict) and isinstance(value, dict) and _same_type(below, value):
+            value = _over(below, value)
+        merged[name] = value
+    return merged
+
+
+def _same_type(lower: dict[str, Any], upper: dict[str, Any]) -> bool:
+    """Whether the upper table refines the lower one, rather than choosing another kind of part."""
+    return upper.get("type", lower.get("type")) == lower.get("type")

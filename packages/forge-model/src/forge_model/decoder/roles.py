@@ -1,0 +1,54 @@
+"""What each parameter is for: said once by the modules, used by initial values, optimizers and plans."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+
+from forge_model.error import ModelError
+
+Role = Literal["embedding", "head", "norm", "matrix", "bias", "router", "expert"]
+
+OF_TYPE: dict[type[nn.Module], dict[str, Role]] = {
+    nn.Embedding: {"weight": "embedding"},
+    nn.Linear: {"weight": "matrix", "bias": "bias"},
+    nn.LayerNorm: {"weight": "norm", "bias": "bias"},
+    nn.RMSNorm: {"weight": "norm"},
+}
+"""Roles of the parameters of torch's own layers. Any other module says them in an attribute `roles` of the
+same form."""
+
+
+def parameter_roles(model: nn.Module) -> dict[str, Role]:
+    """The role of every parameter by name, a shared one once, under its first name (tied: embedding).
+
+    Raises:
+        ModelError: a module has parameters of which it does not say the role; lists them all.
+    """
+    first_names = {parameter: name for name, parameter in model.named_parameters()}
+    roles: dict[str, Role] = {}
+    unknown: list[str] = []
+    for prefix, module in model.named_modules():
+        said = _roles_of(module)
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if first_names[parameter] != name:
+                continue
+            if leaf in said:
+                roles[name] = said[leaf]
+            else:
+                unknown.append(name)
+    if unknown:
+        raise ModelError(
+            f"no role is known for {', '.join(unknown)}; give their modules an attribute "
+            "roles = {parameter: role}, with one of the roles of forge_model.decoder.roles.Role"
+        )
+    return roles
+
+
+def _roles_of(module: nn.Module) -> dict[str, Role]:
+    said = getattr(module, "roles", None)
+    if isinstance(said, dict):
+        return said
+    return next((roles for kind, roles in OF_TYPE.items() if isinstance(module, kind)), {})

@@ -1,0 +1,101 @@
+"""What `[model.ffn]` holds, and what a feed-forward costs in FLOPs. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from forge_config import Config, Meta, Registry
+from msgspec.structs import replace
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class FfnConfig(Config):
+    """Interface of `[model.ffn]`.
+
+    Attributes:
+        dim: hidden width; absent means the default of the kind.
+        bias: biases on all projections.
+    """
+
+    dim: Count | None = None
+    bias: bool = False
+
+    def build(self, dim: int) -> nn.Module:
+        """A module [..., D] -> [..., D]."""
+        raise NotImplementedError
+
+    def hidden(self, dim: int) -> int:
+        """The hidden width, the default resolved."""
+        raise NotImplementedError
+
+    def resolved(self, dim: int) -> FfnConfig:
+        """The same with the default of the hidden width written out."""
+        return replace(self, dim=self.hidden(dim))
+
+    def tensor_sizes(self, dim: int) -> dict[str, int]:
+        """The sizes, by key, that tensor parallelism must divide."""
+        return {"dim": self.hidden(dim)}
+
+    def forward_flops(self, dim: int) -> float:
+        """Matmul FLOPs a token of a forward pass."""
+        raise NotImplementedError
+
+
+ffns = Registry("ffn", FfnConfig, default="swiglu")
+
+
+@ffns.register("swiglu")
+class SwiGLUConfig(FfnConfig):
+    """Gated feed-forward with SiLU (arXiv:2002.05202); default width 8/3 dim, rounded up to 64."""
+
+    activation: ClassVar[str] = "silu"
+
+    def hidden(self, dim: int) -> int:
+        """See `FfnConfig.hidden`."""
+        return -(-8 * dim // 3 // 64) * 64 if self.dim is None else self.dim
+
+    def build(self, dim: int) -> nn.Module:
+        """See `FfnConfig.build`."""
+        from forge_model.ffn.dense import GatedFfn
+
+        return GatedFfn(dim, self.hidden(dim), self.activation, self.bias)
+
+    def forward_flops(self, dim: int) -> float:
+        """See `FfnConfig.forward_flops`."""
+        return 6 * dim * self.hidden(dim)
+
+
+@ffns.register("geglu")
+class GeGLUConfig(SwiGLUConfig):
+    """Gated feed-forward with GELU by its tanh formula, as in Gemma (arXiv:2002.05202); width as `swiglu`."""
+
+    activation: ClassVar[str] = "gelu_tanh"
+
+
+@ffns.register("mlp")
+class MLPConfig(FfnConfig):
+    """Plain feed-forward; default width 4 dim.
+
+    Attributes:
+        activation: the nonlinearity.
+    """
+
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"] = "gelu"
+
+    def hidden(self, dim: int) -> int:
+        """See `FfnConfig.hidden`."""
+        return 4 * dim if self.dim is None else self.dim
+
+    def build(self, dim: int) -> nn.Module:
+        """See `FfnConfig.build`."""
+        from forge_model.ffn.dense import MLP
+
+        return MLP(dim, self.hidden(dim), self.activation, self.bias)
+
+    def forward_flops(self, dim: int) -> float:
+        """See `FfnConfig.forward_flops`."""
+        return 4 * dim * self.hidden(dim)

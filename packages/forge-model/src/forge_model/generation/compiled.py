@@ -1,0 +1,139 @@
+"""One more token of each row at shapes that never change: compiled once, not once a token.
+
+B batch, K kv heads, S capacity, H head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_model.attention.cache import Cache, LayerCache
+from forge_model.attention.mask import Mask
+from forge_model.attention.rope import Rope
+from forge_model.error import ModelError
+
+MULTIPLE = 128
+"""Capacities are multiples of it: prompts and answers of like lengths share what is compiled."""
+
+SHAPES = 1024
+"""So many shapes are compiled; torch by itself goes on uncompiled after 8, which is slower than ever."""
+
+
+def shared_capacity(tokens: int, max_tokens: int) -> int:
+    """The room for so many tokens that other rows of about this length have too."""
+    return min(max_tokens, -(-tokens // MULTIPLE) * MULTIPLE)
+
+
+class CompiledDecoding:
+    """Continues rows by one token a call.
+
+    Args:
+        model: a `Decoder`, unsharded on one device.
+        cache: of the prompts, whose room it takes over.
+    """
+
+    def __init__(self, model: Any, cache: Cache) -> None:
+        self._model = model
+        self._cache = _StaticCache(cache)
+        self._run = _compiled()
+        # for the first call only, which compiles: it takes a tenth of a millisecond
+        self._limits: AbstractContextManager[None] = torch._dynamo.config.patch(
+            recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES
+        )
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """The logits [B, V] after one more token [B, 1] of each row.
+
+        Raises:
+            ModelError: it cannot be compiled, say because there is no compiler for C++.
+        """
+        from torch._dynamo.exc import BackendCompilerFailed  # takes seconds, and is here by now
+
+        x, tables = self._model.prepared(tokens, self._cache)
+        limits, self._limits = self._limits, nullcontext()
+        try:
+            with limits:
+                logits = self._run(self._model, x, tables, self._cache.layers)
+        except BackendCompilerFailed as error:
+            raise ModelError(
+                f"generation cannot be compiled here, go on without: {error.inner_exception}"
+            ) from error
+        self._cache.position += 1
+        return logits
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(_logits, dynamic=False)
+
+
+def _logits(model: Any, x: Tensor, tables: list[tuple[Rope, Any]], layers: list[LayerCache]) -> Tensor:
+    return model.read_out(model.run(x, tables, layers))[:, -1]
+
+
+class _StaticLayer(LayerCache):
+    """Keys and values that are always given whole; one token is written where a tensor says."""
+
+    def __init__(self, layer: LayerCache, position: Tensor) -> None:
+        super().__init__(layer.capacity)
+        self._key, self._value, self._position = layer._key, layer._value, position
+        self.length = 1  # it has some; a number that changed would be compiled anew
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [B, K, 1, H] and return all the room, [B, K, S, H]."""
+        assert self._key is not None and self._value is not None
+        self._key.index_copy_(2, self._position, key)
+        self._value.index_copy_(2, self._position, value)
+        return self._key, self._value
+
+
+class _StaticCache:
+    """Takes the place of a `Cache` that has seen the prompts."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.position = torch.tensor([cache.length], device=cache.device)
+        self.layers = [_StaticLayer(layer, self.position) for layer in cache.layers]
+        self._padding = cache.padding
+
+    def positions(self, tokens: int) -> Tensor:
+        """[1] or [B, 1], as `Cache.positions` for one token."""
+        if self._padding is None:
+            return self.position
+        return (self.position - self._padding[:, None]).clamp(min=0)
+
+    def mask(self, tokens: int) -> Mask:
+        """What the next token may see."""
+        device = self.position.device
+        room = self.layers[0].capacity
+        return _OneOfRoom(1, device, cached=1, padding=self._padding, position=self.position, room=room)
+
+
+@dataclass(frozen=True)
+class _OneOfRoom(Mask):
+    """One query at a position that only a tensor knows, and all the room for keys."""
+
+    position: Tensor | None = None
+    room: int = 0
+
+    def is_plain_causal(self, window: int | None) -> bool:
+        """Never: keys beyond the position have not been written."""
+        return False
+
+    def is_one_query(self) -> bool:
+        """No: it does not see the last keys of the room."""
+        return False
+
+    def dense(self, window: int | None) -> Tensor:
+        """[B or 1, 1, 1, S] bool."""
+        assert self.position is not None
+        rows = None
+        if self.padding is not None:
+            rows = torch.arange(len(self.padding), device=self.device)[:, None, None, None]
+        visible = self.sees(rows, self.position[:, None], torch.arange(self.room, device=self.device), window)
+        return visible if visible.ndim == 4 else visible[None, None]

@@ -1,0 +1,198 @@
+"""How a model writes on. B batch, T tokens, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from forge_model.attention.cache import Cache
+from forge_model.decoder.config import DecoderConfig
+from forge_model.error import ModelError
+from forge_model.generation.compiled import CompiledDecoding, shared_capacity
+from forge_model.generation.speculate import Speculation
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: keep only so many of the likeliest; 0 is off.
+        top_p: keep the smallest set of likeliest tokens with at least this probability; 1 is off.
+        min_p: drop tokens less likely than this fraction of the likeliest; 0 is off.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        good = self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1
+        if not good:
+            raise ModelError(
+                f"given {self}; expected temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
+            )
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+        """[B, V] -> [B] int64."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        logits = self.filter(logits.float() / self.temperature)
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+    def filter(self, logits: Tensor) -> Tensor:
+        """[B, V] with the tokens that may not be chosen at minus infinity."""
+        if self.top_k and self.top_k < logits.shape[-1]:
+            kth = logits.topk(self.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < kth, float("-inf"))
+        if self.min_p > 0:
+            probability = logits.softmax(-1)
+            floor = self.min_p * probability.amax(-1, keepdim=True)
+            logits = logits.masked_fill(probability < floor, float("-inf"))
+        if self.top_p < 1:
+            sorted_logits, order = logits.sort(descending=True)
+            probability = sorted_logits.softmax(-1)
+            before = probability.cumsum(-1) - probability
+            dropped = torch.zeros_like(before, dtype=torch.bool).scatter_(1, order, before >= self.top_p)
+            logits = logits.masked_fill(dropped, float("-inf"))
+        return logits
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop_tokens: Sequence[int] = (),
+    generator: torch.Generator | None = None,
+    on_tokens: Callable[[list[int | None]], Iterable[int] | None] | None = None,
+    speculative: bool = False,
+    compiled: bool = False,
+) -> list[list[int]]:
+    """Continue each prompt, with a key-value cache.
+
+    Args:
+        model: a `Decoder`, unsharded on one device.
+        prompts: token ids; of different lengths, padded on the left inside. None may be empty.
+        max_new_tokens: most tokens written for a prompt, at least 1.
+        sampling: how tokens are chosen.
+        stop_tokens: a prompt is done when one of these was written; it is part of the result.
+        generator: random numbers, on the device of the model.
+        on_tokens: called after every step with the new token of each prompt, None where it is done; may
+            return the indices of prompts that are done now.
+        speculative: let the modules of multi-token prediction propose tokens. Greedy only; writes the same.
+        compiled: compile the step of one token, once for each batch size and each room of 128 tokens; sums
+            are then rounded differently, which may decide between tokens that are about as likely.
+
+    Returns:
+        The new token ids of each prompt.
+
+    Raises:
+        ModelError: a prompt is empty or has a token that the model does not know; there is nothing to write;
+            or prompt and answer do not fit into `max_tokens`; or `speculative` without such modules, or with
+            tokens that are drawn; or both `speculative` and `compiled`.
+    """
+    longest = _longest_prompt(prompts, max_new_tokens, model.config)  # type: ignore[arg-type]
+    sampling = sampling or Sampling()
+    device = next(model.parameters()).device
+    padding = torch.tensor([longest - len(p) for p in prompts], device=device)
+    tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+    written = _Written(len(prompts), stop_tokens, on_tokens)
+    if speculative:
+        _require_speculation(model, sampling, compiled)
+        return _speculated(Speculation(model, tokens, padding, max_new_tokens), max_new_tokens, written)
+    some = padding if any(len(prompt) < longest for prompt in prompts) else None
+    capacity = longest + max_new_tokens
+    if compiled:
+        capacity = shared_capacity(capacity, model.config.max_tokens)  # type: ignore[arg-type, union-attr]
+    cache = Cache(model.config.num_layers, capacity, some, device)  # type: ignore[arg-type, union-attr]
+
+    def logits_after(tokens: Tensor) -> Tensor:
+        return model(tokens, cache=cache, last_logits=1)[:, -1]
+
+    logits = logits_after(tokens)
+    decode = CompiledDecoding(model, cache) if compiled else logits_after
+    while True:
+        chosen = sampling.choose(logits, generator)
+        written.add(chosen)
+        if written.steps == max_new_tokens or all(written.done):
+            return written.rows
+        logits = decode(chosen[:, None])
+
+
+class _Written:
+    """The new tokens of each prompt."""
+
+    def __init__(
+        self,
+        prompts: int,
+        stop_tokens: Sequence[int],
+        on_tokens: Callable[[list[int | None]], Iterable[int] | None] | None,
+    ) -> None:
+        self.rows: list[list[int]] = [[] for _ in range(prompts)]
+        self.done = [False] * prompts
+        self.steps = 0
+        self._stop_tokens, self._on_tokens = stop_tokens, on_tokens
+
+    def add(self, chosen: Tensor) -> None:
+        """One token [B] for each prompt that is not done."""
+        if all(self.done):
+            return
+        self.steps += 1
+        new: list[int | None] = [None if d else t for d, t in zip(self.done, chosen.tolist(), strict=True)]
+        for index, token in enumerate(new):
+            if token is not None:
+                self.rows[index].append(token)
+                self.done[index] = token in self._stop_tokens
+        if self._on_tokens is not None:
+            for index in self._on_tokens(new) or ():
+                self.done[index] = True
+
+
+def _speculated(growing: Speculation, max_new_tokens: int, written: _Written) -> list[list[int]]:
+    written.add(growing.known[:, -1])
+    while (left := max_new_tokens - written.steps) and not all(written.done):
+        for chosen in growing.grow(left, written.done).unbind(1):
+            written.add(chosen)
+    return written.rows
+
+
+def _require_speculation(model: nn.Module, sampling: Sampling, compiled: bool) -> None:
+    if compiled:
+        raise ModelError("speculative steps have no fixed number of tokens to compile; give one of both")
+    if sampling.temperature != 0:
+        raise ModelError(
+            f"given temperature = {sampling.temperature} with speculative generation, which is greedy; use 0"
+        )
+    if not len(getattr(model, "mtp", ())):
+        raise ModelError(
+            "this model has no modules for multi-token prediction to propose tokens; generate without "
+            "`speculative`, or train with model.mtp.num_modules above 0"
+        )
+
+
+def _longest_prompt(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: DecoderConfig) -> int:
+    """The length of the longest prompt, once it is clear that all of them can be continued."""
+    if max_new_tokens < 1:
+        raise ModelError(f"given max_new_tokens = {max_new_tokens}; expected at least 1")
+    if not prompts or not all(prompts):
+        raise ModelError("a prompt has no tokens; give at least one, e.g. the end-of-document token")
+    unknown = sorted({t for prompt in prompts for t in prompt if not 0 <= t < config.vocab_size})
+    if unknown:
+        raise ModelError(
+            f"a prompt has the tokens {unknown}; the model knows 0 to {config.vocab_size - 1} (vocab_size). "
+            "Was it made by another tokenizer?"
+        )
+    longest = max(len(prompt) for prompt in prompts)
+    if longest + max_new_tokens > config.max_tokens:
+        raise ModelError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit into max_tokens = "
+            f"{config.max_tokens}; shorten one of them"
+        )
+    return longest

@@ -1,0 +1,246 @@
+"""Between `[model]` and the `config.json` of a Hugging Face checkpoint. Imports no torch.
+
+A key of a `config.json` that changes what is computed is understood or refused. A key that is absent means
+what the config class of `transformers` 5.23 says (`Family.keys`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from forge_config import plain
+from msgspec.structs import replace
+
+from forge_model.decoder.compare import differences
+from forge_model.decoder.config import DecoderConfig
+from forge_model.error import ModelError
+from forge_model.hf.families import FAMILIES, Family
+from forge_model.hf.rope import ROPE_KEYS
+from forge_model.model_config import ModelConfig
+
+FIXED: dict[str, Any] = {
+    "attention_dropout": 0,
+    "is_encoder_decoder": False,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "rope_interleaved": False,
+    "use_mrope": False,
+}
+"""Keys that can be read with this value only, unless the family understands them."""
+
+SAME = {"swish": "silu"}
+"""Values that mean another one."""
+
+HARMLESS = frozenset(
+    [
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_flash_attn_2_enabled",
+        "_name_or_path",
+        "_sliding_window_pattern",
+        "architectures",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "do_sample",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "id2label",
+        "is_llama_config",
+        "label2id",
+        "max_length",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "router_aux_loss_coef",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "task_specific_params",
+        "temperature",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+    ]
+)
+"""Keys that change nothing of what a decoder computes."""
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
+    """The model that a `config.json` describes.
+
+    Raises:
+        ModelError: an unknown model type, or keys that we cannot follow; lists them all.
+    """
+    family = next((family for family in FAMILIES if family.model_type == hf.get("model_type")), None)
+    if family is None:
+        known = ", ".join(family.model_type for family in FAMILIES)
+        raise ModelError(f"given model_type {hf.get('model_type')!r}; expected one of {known}")
+    hf, problems = _unaliased(hf, family)
+    keys = family.keys | family.old_keys
+    full = {"rope_theta": family.theta} | {name: key.default for name, key in keys.items()} | dict(hf)
+    problems += [*_problems(hf, family)]
+    problems = problems or [*family.problems(full)]
+    try:
+        if not problems:
+            return family.read(full)
+    except ValueError as error:
+        problems = [str(error)]
+    raise ModelError(f"this config.json of a {family.model_type} cannot be read: {'; '.join(problems)}")
+
+
+def _unaliased(hf: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """The keys by their own names, and those that contradict each other."""
+    given = {name: value for name, value in hf.items() if name not in family.aliases}
+    problems = []
+    for alias, name in family.aliases.items():
+        if alias in hf and given.setdefault(name, hf[alias]) != hf[alias]:
+            problems.append(f"{alias} = {hf[alias]!r} and {name} = {given[name]!r} mean the same")
+    return given, problems
+
+
+def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Keys that are not known, or have values that are not."""
+    keys, fixed = family.keys | family.old_keys, FIXED | family.fixed
+    for name, value in hf.items():
+        key = keys.get(name)
+        if key is not None:
+            if not key.accepts(value):
+                yield f"{name} = {value!r}, expected {key.kind.__name__}"
+        elif name in fixed:
+            if value not in (fixed[name], None) and SAME.get(str(value)) != fixed[name]:
+                yield f"{name} = {value!r}, only {fixed[name]!r} can be read"
+        elif value is not None and name not in HARMLESS and name not in ROPE_KEYS:
+            yield f"{name} = {value!r} is not known"
+
+
+def family_of(config: DecoderConfig) -> Family:
+    """The family whose checkpoints can hold this model: the first whose `config.json` of it means the same.
+
+    Raises:
+        ModelError: no family can; says what the nearest one would make of it.
+    """
+    return _held(config)[0]
+
+
+def _held(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
+    """The family that can hold a model, and the keys of its `config.json`."""
+    obstacles: dict[str, tuple[int, list[str]]] = {}
+    for family in FAMILIES:
+        try:
+            keys = _keys(family, config)
+            found = differences(config, config_from_hf(keys))
+        except ModelError as error:
+            found = [str(error)]
+        else:
+            if not found:
+                return family, keys
+        obstacles.setdefault("; ".join(found), (len(found), []))[1].append(family.model_type)
+    fewest = min(count for count, _ in obstacles.values())
+    nearest = [f"\n  {', '.join(of)}: {what}" for what, (count, of) in obstacles.items() if count == fewest]
+    raise ModelError(f"no Hugging Face family can hold this model; what stands in the way:{''.join(nearest)}")
+
+
+def _keys(family: Family, config: DecoderConfig) -> dict[str, Any]:
+    """The keys of a `config.json` that shape the model."""
+    known = {*family.keys, *family.old_keys, *ROPE_KEYS}
+    written = {name: value for name, value in family.write(config).items() if name in known}
+    fixed = {name: value for name, value in family.fixed.items() if value is not None}
+    return {"architectures": [family.architecture], "model_type": family.model_type, **written, **fixed}
+
+
+def config_to_hf(
+    config: DecoderConfig,
+    *,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+) -> dict[str, Any]:
+    """The `config.json` of a checkpoint of this model.
+
+    Args:
+        config: of the model.
+        bos_token_id: what the tokenizer puts before a document; None is written as null, for otherwise
+            `transformers` assumes the ids of Llama 2.
+        eos_token_id: what ends a document.
+        pad_token_id: what fills rows up.
+
+    Raises:
+        ModelError: no family can hold it.
+    """
+    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    return _held(config)[1] | ids
+
+
+def require_weights_of(config: ModelConfig, hf: Mapping[str, Any], place: str) -> DecoderConfig:
+    """See that weights were made for this very model.
+
+    Args:
+        config: `[model]`.
+        hf: the `config.json` beside the weights.
+        place: where they lie, for the message.
+
+    Returns:
+        `config`.
+
+    Raises:
+        ModelError: they belong to another model; lists every difference.
+    """
+    if not isinstance(config, DecoderConfig):
+        raise ModelError(f"{place} holds weights of a decoder; [model] is a {type(config).__name__}")
+    other = config_from_hf(hf)
+    if not config.mtp.num_modules:  # modules for multi-token prediction may be left out
+        other = replace(other, mtp=config.mtp)
+    found = differences(config, other)
+    if found:
+        listed = "".join(f"\n  {line}" for line in found)
+        raise ModelError(
+            f"{place} holds the weights of another model than [model] describes:{listed}\n"
+            f'Change these keys, or take them from there: model.from = "{place}".'
+        )
+    return config
+
+
+def read_config(folder: Path | str) -> dict[str, Any]:
+    """The `config.json` of a folder.
+
+    Raises:
+        ModelError: there is none, or it is no JSON object.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} cannot be read: {error}; expected a folder of a Hugging Face model"
+        ) from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds {type(found).__name__}; expected a JSON object")
+    return found
+
+
+def model_tree(folder: Path | str) -> dict[str, Any]:
+    """The keys of `[model]` for the model in a folder, every default filled in.
+
+    Raises:
+        ModelError: there is no `config.json`, or it cannot be followed.
+    """
+    try:
+        tree = plain(config_from_hf(read_config(folder)))
+    except ModelError as error:
+        raise ModelError(f"from = {str(folder)!r}: {error}") from None
+    return {key: value for key, value in tree.items() if key != "type"}

@@ -1,0 +1,66 @@
+"""Published shapes and how their checkpoints name things. Imports no torch."""
+
+from copy import deepcopy
+from typing import Any
+
+from forge_model.hf.families.deepseek import DEEPSEEK_V3 as DEEPSEEK_V3
+from forge_model.hf.families.family import Family as Family
+from forge_model.hf.families.gemma import GEMMA2 as GEMMA2
+from forge_model.hf.families.gemma import GEMMA3 as GEMMA3
+from forge_model.hf.families.gpt_oss import GPT_OSS as GPT_OSS
+from forge_model.hf.families.llama import LLAMA as LLAMA
+from forge_model.hf.families.mistral import MISTRAL as MISTRAL
+from forge_model.hf.families.moe import MIXTRAL as MIXTRAL
+from forge_model.hf.families.moe import OLMOE as OLMOE
+from forge_model.hf.families.moe import QWEN3_MOE as QWEN3_MOE
+from forge_model.hf.families.olmo import OLMO2 as OLMO2
+from forge_model.hf.families.qwen import QWEN2 as QWEN2
+from forge_model.hf.families.qwen import QWEN3 as QWEN3
+
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    QWEN3,
+    QWEN2,
+    MISTRAL,
+    OLMO2,
+    GEMMA2,
+    GEMMA3,
+    MIXTRAL,
+    QWEN3_MOE,
+    OLMOE,
+    DEEPSEEK_V3,
+    GPT_OSS,
+)
+"""Tried in this order when a model is exported; the first that can express it is taken."""
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The keys of `[model]` of a preset, without `preset` itself.
+
+    Raises:
+        ValueError: there is no such preset; lists those that exist.
+    """
+    for family in FAMILIES:
+        if name in family.presets:
+            return deepcopy(family.presets[name])
+    known = sorted(name for family in FAMILIES for name in family.presets)
+    raise ValueError(f"unknown preset {name!r}; known: {', '.join(known)}")
+
+
+__all__ = [
+    "DEEPSEEK_V3",
+    "FAMILIES",
+    "GEMMA2",
+    "GEMMA3",
+    "GPT_OSS",
+    "LLAMA",
+    "MISTRAL",
+    "MIXTRAL",
+    "OLMO2",
+    "OLMOE",
+    "QWEN2",
+    "QWEN3",
+    "QWEN3_MOE",
+    "Family",
+    "preset",
+]

@@ -1,0 +1,143 @@
+"""Between `[model.rope]` and the rotary keys of a Hugging Face `config.json`. Imports no torch.
+
+Source: `modeling_rope_utils.py` of `transformers` 5.23 (which keys are read, and what their absence means).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import isfinite, log
+from typing import Any
+
+import msgspec
+
+from forge_model.attention.rope_config import LinearRopeConfig, Llama3RopeConfig, RopeConfig, YarnRopeConfig
+
+ORIGINAL = "original_max_position_embeddings"
+ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", ORIGINAL})
+"""The keys of a `config.json` that are read here."""
+
+EVERY_KIND = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+NEEDED: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": {"factor"},
+}
+STRUCTS: dict[str, type[RopeConfig]] = {
+    "default": RopeConfig,
+    "linear": LinearRopeConfig,
+    "llama3": Llama3RopeConfig,
+    "yarn": YarnRopeConfig,
+}
+OPTIONAL: dict[str, set[str]] = {
+    "llama3": {ORIGINAL},
+    "yarn": {ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+}
+
+
+def _parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary parameters, the old keys beside them taken in."""
+    found = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    found.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
+    found.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    return found
+
+
+def _kind(given: Mapping[str, Any]) -> Any:
+    return given.get("rope_type", given.get("type", "default"))
+
+
+def rope_problems(hf: Mapping[str, Any]) -> Iterator[str]:
+    """What of the rotary keys cannot be followed."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(hf.get(name) or {}, dict):
+            yield f"{name} = {hf[name]!r}, expected a table"
+            return
+    given = _parameters(hf)
+    kind = _kind(given)
+    if not isinstance(kind, str) or kind not in NEEDED:
+        yield f"rope_type = {kind!r}, only {', '.join(NEEDED)} can be read"
+        return
+    if given["partial_rotary_factor"] not in (None, 1):
+        yield f"partial_rotary_factor = {given['partial_rotary_factor']!r}, only 1 can be read"
+    missing = sorted(NEEDED[kind] - given.keys())
+    if missing:
+        yield f"a {kind} rope without {', '.join(missing)}"
+    known = EVERY_KIND | NEEDED[kind] | OPTIONAL.get(kind, set())
+    for name, value in given.items():
+        if name not in known and value is not None:
+            yield f"{name} = {value!r} is not known of a {kind} rope"
+        elif name in known - {"rope_type", "type", "truncate"} and not _is_number(value):
+            yield f"{name} = {value!r} of the rope, expected a number"
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    )
+
+
+def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
+    """The rotary embedding of a `config.json` in which `rope_problems` finds nothing.
+
+    Raises:
+        ValueError: a number is outside of its bounds.
+    """
+    given = _parameters(hf)
+    kind = _kind(given)
+    values = {"theta": given["rope_theta"]} | {name: given[name] for name in NEEDED[kind]}
+    longest = hf["max_position_embeddings"]
+    original = hf.get(ORIGINAL) or given.get(ORIGINAL) or longest
+    if kind == "llama3":
+        values["original_max_tokens"] = original
+    if kind == "yarn":
+        values["factor"] = factor = longest / original if given["factor"] is None else given["factor"]
+        values |= {
+            "beta_fast": given.get("beta_fast") or 32.0,
+            "beta_slow": given.get("beta_slow") or 1.0,
+            "original_max_tokens": original,
+            "truncate": given.get("truncate", True),
+            "scale": _yarn_scale(given, factor),
+        }
+    try:
+        return msgspec.convert(values, STRUCTS[kind])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the {kind} rope: {error}") from None
+
+
+def _yarn_scale(given: Mapping[str, Any], factor: float) -> float | None:
+    """What cosines and sines are multiplied by, where that is not the published function of the factor."""
+    if given.get("attention_factor") is not None:
+        return given["attention_factor"]
+    above, below = given.get("mscale"), given.get("mscale_all_dim")
+    if not (above and below):
+        return None
+    return 1.0 if factor <= 1 else (0.1 * above * log(factor) + 1) / (0.1 * below * log(factor) + 1)
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """The table `rope_parameters`."""
+    given: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
+    if isinstance(rope, LinearRopeConfig):
+        return given | {"rope_type": "linear", "factor": rope.factor}
+    if isinstance(rope, Llama3RopeConfig):
+        return given | {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            ORIGINAL: rope.original_max_tokens,
+        }
+    if isinstance(rope, YarnRopeConfig):
+        scale = {} if rope.scale is None else {"attention_factor": rope.scale}
+        return given | {
+            "rope_type": "yarn",
+            "factor": rope.factor,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "truncate": rope.truncate,
+            ORIGINAL: rope.original_max_tokens,
+            **scale,
+        }
+    return given

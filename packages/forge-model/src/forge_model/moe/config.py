@@ -1,0 +1,110 @@
+"""What `[model.ffn]` holds with `type = "moe"`. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from forge_config import Config, Meta
+from msgspec.structs import replace
+
+from forge_model.ffn.config import Count, FfnConfig, SwiGLUConfig, ffns
+from forge_model.moe.router_config import MAX_FLOAT, ExpertChoiceConfig, RouterConfig, SoftmaxRouterConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class ClampConfig(Config):
+    """The gated unit (w_up x + 1) g sigmoid(alpha g), g = w_gate x, with bounds (GPT-OSS, arXiv:2508.10925).
+
+    Attributes:
+        limit: w_gate x is at most this, and w_up x lies within it on both sides.
+        alpha: how steep the sigmoid is.
+    """
+
+    limit: Annotated[float, Meta(gt=0)] = 7.0
+    alpha: Annotated[float, Meta(gt=0)] = 1.702
+
+
+@ffns.register("moe")
+class MoEConfig(FfnConfig):
+    """Mixture of experts: each token is served by a few of many feed-forwards (arXiv:1701.06538 eq. 1).
+
+    Attributes:
+        dim: hidden width of one expert; absent means that of a dense layer divided by `top_k`, so that a
+            token costs about as much as in a dense layer.
+        bias: biases on the projections of the experts.
+        num_experts: that a router chooses from.
+        top_k: experts of a token (on average, where experts choose).
+        router: how they are brought together.
+        activation: the nonlinearity.
+        gated: an expert is w_down(activation(w_gate x) * w_up x); otherwise w_down(activation(w_up x)).
+        clamp: the gated unit of GPT-OSS in place of silu; absent means the plain one.
+        capacity_factor: an expert serves at most so many times its even share of the tokens that are routed
+            at once; it drops those that come last. Absent means that it drops none.
+        shared_experts: experts beside, each of the width `shared_dim`, that serve every token.
+        shared_dim: hidden width of each shared expert; absent means `dim`.
+        shared_gate: the shared experts are weighed by a sigmoid for each token (as Qwen2-MoE).
+    """
+
+    num_experts: Count = 8
+    top_k: Count = 2
+    router: RouterConfig = SoftmaxRouterConfig()
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"] = "silu"
+    gated: bool = True
+    clamp: ClampConfig | None = None
+    capacity_factor: Annotated[float, Meta(gt=0, le=MAX_FLOAT)] | None = None
+    shared_experts: Annotated[int, Meta(ge=0)] = 0
+    shared_dim: Count | None = None
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k = {self.top_k} of num_experts = {self.num_experts}; choose no more than there are"
+            )
+        if self.capacity_factor is not None and isinstance(self.router, ExpertChoiceConfig):
+            raise ValueError(
+                "capacity_factor with an expert_choice router, whose experts all serve the same number of "
+                "tokens; leave it out"
+            )
+        if not self.shared_experts and (self.shared_gate or self.shared_dim is not None):
+            raise ValueError("shared_gate or shared_dim without shared_experts; give their number")
+        if self.clamp is not None and (self.shared_experts or not self.gated or self.activation != "silu"):
+            raise ValueError(
+                "clamp with shared experts, without gates, or with another activation than silu; it stands "
+                "for the gated unit with silu, which shared experts have"
+            )
+        self.router.require(self.num_experts, self.top_k)
+
+    def hidden(self, dim: int) -> int:
+        """See `FfnConfig.hidden`: of one expert."""
+        if self.dim is not None:
+            return self.dim
+        return -(-SwiGLUConfig().hidden(dim) // self.top_k // 8) * 8
+
+    def resolved(self, dim: int) -> FfnConfig:
+        """See `FfnConfig.resolved`."""
+        hidden = self.hidden(dim)
+        shared = (self.shared_dim or hidden) if self.shared_experts else None
+        return replace(self, dim=hidden, shared_dim=shared)
+
+    def shared_hidden(self, dim: int) -> int:
+        """Hidden width of all shared experts together."""
+        return self.shared_experts * (self.shared_dim or self.hidden(dim))
+
+    def build(self, dim: int) -> nn.Module:
+        """See `FfnConfig.build`."""
+        from forge_model.moe.layer import MoE
+
+        return MoE(self, dim)
+
+    def tensor_sizes(self, dim: int) -> dict[str, int]:
+        """See `FfnConfig.tensor_sizes`: experts are not cut."""
+        return {}
+
+    def forward_flops(self, dim: int) -> float:
+        """See `FfnConfig.forward_flops`: of what a token uses, with none dropped."""
+        matrices = 3 if self.gated else 2
+        width = self.top_k * self.hidden(dim) + self.shared_hidden(dim)
+        return 2 * dim * (self.num_experts + matrices * width + self.shared_gate)

@@ -1,0 +1,179 @@
+"""Mixture of experts in the place of a feed-forward. B batch, T tokens, D model dim, E experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from forge_model.decoder.roles import Role
+from forge_model.ffn.dense import MLP, GatedFfn
+from forge_model.moe.balance import EXTRAS, Load, Tally, tallied
+from forge_model.moe.experts import Experts
+from forge_model.moe.routing import Routing, serve, within_capacity
+
+if TYPE_CHECKING:
+    from forge_model.moe.config import MoEConfig
+
+
+class Dispatch(Protocol):
+    """Brings rows to experts and back: `here`, or what brings them to experts on other ranks."""
+
+    def __call__(
+        self,
+        experts: Callable[[Tensor, Tensor], Tensor],
+        rows: Tensor,
+        ends: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """[R, D] -> [R, D], what the experts make of each row.
+
+        Args:
+            experts: of this rank, called as `Experts.forward`.
+            rows: those of the first expert first.
+            ends: [E] int32, of all experts, where the rows of each end; rows after the last are not served.
+            meanwhile: called once, best while rows travel.
+        """
+        ...
+
+
+def here(
+    experts: Callable[[Tensor, Tensor], Tensor],
+    rows: Tensor,
+    ends: Tensor,
+    meanwhile: Callable[[], None] | None = None,
+) -> Tensor:
+    """See `Dispatch`: all experts are on this rank."""
+    out = experts(rows, ends)
+    if meanwhile is not None:
+        meanwhile()
+    return out
+
+
+class MoE(nn.Module):
+    """A router, experts, perhaps shared ones that serve every token.
+
+    Attributes:
+        dispatch: brings tokens to experts; another one may be put in its place.
+        sum_over_sequence: sums a tensor, in place, over the ranks that have other tokens of the same
+            sequences; None if there are none.
+        step_tokens: of the global batch; what the losses of this layer are divided by. None means the tokens
+            of each call.
+        tally: of the calls since the last optimizer step.
+    """
+
+    dispatch: Dispatch
+    step_tokens: int | None = None
+    sum_over_sequence: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, config: MoEConfig, dim: int) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = config.num_experts, config.top_k
+        self.capacity_factor = config.capacity_factor
+        self.router = config.router.build(dim, config.num_experts, config.top_k)
+        hidden = config.hidden(dim)
+        self.experts = Experts(
+            config.num_experts, dim, hidden, config.activation, config.gated, config.bias, config.clamp
+        )
+        self.shared = _shared(config, dim) if config.shared_experts else None
+        self.shared_gate = SharedGate(dim) if config.shared_gate else None
+        self.dispatch = here
+        self.tally = Tally()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        routing, loss, counted = self.router(x, self.sum_over_sequence)
+        if self.capacity_factor is not None:
+            even = x.shape[0] * x.shape[1] * self.top_k / self.num_experts
+            routing = within_capacity(routing, self.num_experts, ceil(self.capacity_factor * even))
+            counted = counted + _dropped(routing, self.num_experts)
+        shared: list[Tensor] = []
+        meanwhile = None if self.shared is None else lambda: shared.append(self._of_shared(x))
+        experts = partial(self.dispatch, self.experts, meanwhile=meanwhile)
+        out = serve(experts, x.flatten(0, 1), routing, self.num_experts).view_as(x)
+        if torch.is_grad_enabled():
+            tokens = x.shape[0] * x.shape[1]
+            out = tallied(out, loss * (tokens / (self.step_tokens or tokens)), counted, self.tally)
+        return out + shared[0] if shared else out
+
+    def _of_shared(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D], what the experts make that serve every token."""
+        assert self.shared is not None
+        made = self.shared(x)
+        return made if self.shared_gate is None else self.shared_gate(x) * made
+
+    def idle_parameters(self) -> int:
+        """Parameters of experts that do not serve a token."""
+        return (
+            sum(p.numel() for p in self.experts.parameters())
+            // self.num_experts
+            * (self.num_experts - self.top_k)
+        )
+
+    def load(self, sums: Tensor) -> dict[str, Tensor]:
+        """Let the router learn from the sums of a step over all ranks; returns statistics, [] each."""
+        load = Load.of(sums)
+        self.router.learn(load)
+        return load.statistics() | dict(self.router.statistics())
+
+
+class SharedGate(nn.Module):
+    """sigmoid(w x), one number a token."""
+
+    roles: ClassVar[dict[str, Role]] = {"weight": "router"}
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, 1]."""
+        return nn.functional.linear(x, self.weight).sigmoid()
+
+
+def _shared(config: MoEConfig, dim: int) -> nn.Module:
+    """All shared experts as one feed-forward: the sum of several is one of their widths together."""
+    hidden = config.shared_hidden(dim)
+    return (GatedFfn if config.gated else MLP)(dim, hidden, config.activation, False)
+
+
+def _dropped(routing: Routing, num_experts: int) -> Tensor:
+    """[E + len(EXTRAS)] float64, how many pairs are dropped, at its place."""
+    dropped = (routing.experts == num_experts).sum().double()
+    place = num_experts + EXTRAS.index("dropped")
+    return torch.nn.functional.pad(dropped[None], (place, len(EXTRAS) - EXTRAS.index("dropped") - 1))
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoE]:
+    """The mixtures of experts in a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def learn_from_load(layers: dict[str, MoE], sum_: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Let routers learn what a step has counted, in one sum over ranks. Collective.
+
+    Args:
+        layers: from `moe_layers`, the same on all ranks of the sum.
+        sum_: over all ranks that see other tokens.
+
+    Returns:
+        Statistics on the device, [] each, by `<name of the layer>/<statistic>`.
+    """
+    if not layers:
+        return {}
+    sizes = [layer.num_experts + len(EXTRAS) for layer in layers.values()]
+    taken = [layer.tally.take() for layer in layers.values()]
+    device = next(next(iter(layers.values())).parameters()).device
+    sums = [
+        torch.zeros(size, dtype=torch.float64, device=device) if one is None else one
+        for one, size in zip(taken, sizes, strict=True)
+    ]
+    everyone = sum_(torch.cat(sums)).split(sizes)
+    found = {}
+    for (name, layer), total in zip(layers.items(), everyone, strict=True):
+        found |= {f"{name}/{key}": value for key, value in layer.load(total).items()}
+    return found

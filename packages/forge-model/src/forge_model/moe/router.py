@@ -1,0 +1,213 @@
+"""Routers: which expert serves which token. B batch, T tokens of a row, N tokens, K chosen, E experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_model.decoder.roles import Role
+from forge_model.moe.balance import EXTRAS, Load, assigned, balance_loss, to_sum_one, z_loss
+from forge_model.moe.router_config import ExpertChoiceConfig, RouterConfig, SigmoidRouterConfig, TopKConfig
+from forge_model.moe.routing import Routing, one_per_slot
+
+Sum_ = Callable[[Tensor], Tensor]
+
+
+class Routed(NamedTuple):
+    """What a router makes of tokens.
+
+    Attributes:
+        routing: pairs of tokens and experts, none dropped.
+        loss: [] weighted auxiliary losses, means over the tokens.
+        counted: [E + len(EXTRAS)] float64, sums over the tokens, `dropped` not yet known.
+    """
+
+    routing: Routing
+    loss: Tensor
+    counted: Tensor
+
+
+class Router(nn.Module):
+    """Logits of tokens for experts, always in float32 at least.
+
+    Attributes:
+        weight: [E, D].
+        bias: [E], or None.
+    """
+
+    roles: ClassVar[dict[str, Role]] = {"weight": "router", "bias": "bias"}
+
+    def __init__(self, config: RouterConfig, dim: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = num_experts, top_k
+        self.z_loss_weight = config.z_loss_weight
+        self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        biased = isinstance(config, TopKConfig) and config.bias
+        self.bias: nn.Parameter | None = nn.Parameter(torch.empty(num_experts)) if biased else None
+
+    def forward(self, x: Tensor, sum_over_sequence: Sum_ | None = None) -> Routed:
+        """Route [B, T, D].
+
+        Args:
+            x: the tokens of this rank.
+            sum_over_sequence: sums a tensor, in place, over the ranks that have other tokens of the same
+                sequences; None if there are none.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def learn(self, load: Load) -> None:
+        """Change what depends on the load of a step, before the optimizer takes it. In place."""
+
+    def statistics(self) -> Mapping[str, Tensor]:
+        """[] each, by name, beside those of the load."""
+        return {}
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [N, E]."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(wide)
+        return F.linear(x.flatten(0, 1).to(wide), self.weight.to(wide), bias)
+
+    def _counted(self, counts: Tensor, extras: Mapping[str, Tensor | float], tokens: int) -> Tensor:
+        """Counts, and means as sums over the tokens."""
+        means = [torch.as_tensor(extras.get(name, 0.0), device=counts.device) for name in EXTRAS[:2]]
+        sums = [mean.detach().double() * tokens for mean in means]
+        rest = [torch.full((), value, dtype=torch.float64, device=counts.device) for value in (0.0, tokens)]
+        return torch.cat([counts.double(), torch.stack([*sums, *rest])])
+
+
+class TopKRouter(Router):
+    """Each token chooses `top_k` experts."""
+
+    def __init__(self, config: TopKConfig, dim: int, num_experts: int, top_k: int) -> None:
+        super().__init__(config, dim, num_experts, top_k)
+        self.config = config
+
+    def affinities(self, logits: Tensor) -> Tensor:
+        """[N, E], not negative: what weights are made of."""
+        raise NotImplementedError
+
+    def selected_by(self, affinities: Tensor) -> Tensor:
+        """[N, E]: by what experts are selected."""
+        return affinities
+
+    def group_scores(self, scores: Tensor) -> Tensor:
+        """[N, groups, E / groups] -> [N, groups]: how good a group is."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, sum_over_sequence: Sum_ | None = None) -> Routed:
+        """See `Router.forward`."""
+        logits = self.logits(x)
+        affinities = self.affinities(logits)
+        with torch.no_grad():
+            experts = self._in_best_groups(self.selected_by(affinities)).topk(self.top_k).indices
+        weights = affinities.gather(1, experts)
+        if self.config.normalize:
+            weights = to_sum_one(weights)
+        routing = one_per_slot(experts, weights * self.config.scale)
+        counts = assigned(routing.experts, len(x), self.num_experts)
+        loss, seen = self._losses(logits, affinities, counts, sum_over_sequence)
+        return Routed(routing, loss, self._counted(counts.sum(0), seen, len(logits)))
+
+    def _in_best_groups(self, scores: Tensor) -> Tensor:
+        """[N, E] with -inf for experts of groups that are not chosen."""
+        config = self.config
+        if config.groups == config.top_groups:
+            return scores
+        grouped = scores.unflatten(1, (config.groups, -1))
+        best = self.group_scores(grouped).topk(config.top_groups).indices
+        outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+        return grouped.masked_fill(outside[..., None], float("-inf")).flatten(1)
+
+    def _losses(
+        self, logits: Tensor, affinities: Tensor, counts: Tensor, sum_: Sum_ | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted sum, and each without its weight."""
+        config, rows = self.config, len(counts)
+        normalizers = z_loss(logits)
+        batch = balance_loss(affinities[None], counts.sum(0, keepdim=True))
+        loss = self.z_loss_weight * normalizers + config.batch_balance_weight * batch
+        if config.sequence_balance_weight:
+            # the loss is linear in the affinities: each rank adds those of its tokens
+            every = counts if sum_ is None else sum_(counts.clone())
+            sequences = balance_loss(affinities.unflatten(0, (rows, -1)), every)
+            loss = loss + config.sequence_balance_weight * sequences
+        return loss, {"balance": batch, "z_loss": normalizers}
+
+
+class SoftmaxRouter(TopKRouter):
+    """Affinities are a softmax over the experts. Source: Fedus et al. 2021, arXiv:2101.03961 eq. 1."""
+
+    def affinities(self, logits: Tensor) -> Tensor:
+        """See `TopKRouter.affinities`."""
+        return logits.softmax(-1)
+
+    def group_scores(self, scores: Tensor) -> Tensor:
+        """See `TopKRouter.group_scores`; DeepSeek-V2, arXiv:2405.04434 section 2.1.4."""
+        return scores.amax(-1)
+
+
+class SigmoidRouter(TopKRouter):
+    """Affinities are sigmoids; a bias that follows the load selects.
+
+    Source: DeepSeek-V3, arXiv:2412.19437 eq. 13 to 16.
+
+    Attributes:
+        selection_bias: [E] float32, added for selection only; no gradient flows into it.
+    """
+
+    selection_bias: Tensor
+
+    def __init__(self, config: SigmoidRouterConfig, dim: int, num_experts: int, top_k: int) -> None:
+        super().__init__(config, dim, num_experts, top_k)
+        self.bias_rate = config.bias_rate
+        self.register_buffer("selection_bias", torch.empty(num_experts))
+
+    def affinities(self, logits: Tensor) -> Tensor:
+        """See `TopKRouter.affinities`."""
+        return logits.sigmoid()
+
+    def selected_by(self, affinities: Tensor) -> Tensor:
+        """See `TopKRouter.selected_by`."""
+        return affinities + self.selection_bias
+
+    def group_scores(self, scores: Tensor) -> Tensor:
+        """See `TopKRouter.group_scores`."""
+        return scores.topk(2).values.sum(-1)
+
+    @torch.no_grad()
+    def learn(self, load: Load) -> None:
+        """See `Router.learn`. Source: arXiv:2408.15664 algorithm 1, by the sign of the error."""
+        error = load.counts.mean() - load.counts
+        self.selection_bias.add_(error.sign().to(self.selection_bias.dtype), alpha=self.bias_rate)
+
+    def statistics(self) -> Mapping[str, Tensor]:
+        """See `Router.statistics`."""
+        return {"bias_range": self.selection_bias.max() - self.selection_bias.min()}
+
+
+class ExpertChoiceRouter(Router):
+    """Each expert chooses its tokens. Source: Zhou et al. 2022, arXiv:2202.09368 eq. 1 to 3."""
+
+    def __init__(self, config: ExpertChoiceConfig, dim: int, num_experts: int, top_k: int) -> None:
+        super().__init__(config, dim, num_experts, top_k)
+
+    def forward(self, x: Tensor, sum_over_sequence: Sum_ | None = None) -> Routed:
+        """See `Router.forward`; each expert serves N top_k / E tokens, one at least."""
+        logits = self.logits(x)
+        tokens = len(logits)
+        each = min(tokens, max(1, tokens * self.top_k // self.num_experts))
+        weights, chosen = logits.softmax(-1).t().topk(each)
+        experts = torch.arange(self.num_experts, device=x.device).repeat_interleave(
+            each, output_size=each * self.num_experts
+        )
+        normalizers = z_loss(logits)
+        counts = torch.full((self.num_experts,), each, dtype=torch.int64, device=x.device)
+        counted = self._counted(counts, {"z_loss": normalizers}, tokens)
+        routing = Routing(chosen.flatten(), experts, weights.flatten())
+        return Routed(routing, self.z_loss_weight * normalizers, counted)

@@ -1,0 +1,130 @@
+"""What `[model.ffn.router]` holds: how tokens and experts are brought together. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from forge_config import Config, Meta, Registry
+
+if TYPE_CHECKING:
+    from forge_model.moe.router import Router
+
+Count = Annotated[int, Meta(ge=1)]
+MAX_FLOAT = sys.float_info.max
+Weight = Annotated[float, Meta(ge=0, le=MAX_FLOAT)]
+
+
+class RouterConfig(Config):
+    """Interface of `[model.ffn.router]`.
+
+    Attributes:
+        z_loss_weight: of the mean squared log-normalizer of the logits (arXiv:2202.08906 eq. 5).
+    """
+
+    z_loss_weight: Weight = 0.0
+
+    def build(self, dim: int, num_experts: int, top_k: int) -> Router:
+        """A module [B, T, D] -> `forge_model.moe.router.Routed`."""
+        raise NotImplementedError
+
+    def require(self, num_experts: int, top_k: int) -> None:
+        """See that it can choose `top_k` of so many experts.
+
+        Raises:
+            ValueError: it cannot.
+        """
+
+
+class TopKConfig(RouterConfig):
+    """What routers have in common by which each token chooses `top_k` experts.
+
+    Attributes:
+        normalize: the weights of the chosen experts are divided by their sum.
+        scale: factor on the weights, after normalization.
+        bias: the logits have a bias that is learned (as gpt-oss).
+        groups: the experts lie in so many groups of equal size, one after the other.
+        top_groups: a token chooses among the experts of so many groups: with as many groups as nodes, its
+            copies go to no more than so many nodes (arXiv:2412.19437 section 2.1.2, node-limited routing).
+        batch_balance_weight: of the auxiliary loss over all tokens that are routed at once, so of a
+            micro-batch on a rank (arXiv:2101.03961 eq. 4 to 6).
+        sequence_balance_weight: of the auxiliary loss of each sequence (arXiv:2412.19437 eq. 17 to 20).
+    """
+
+    normalize: bool = True
+    scale: Annotated[float, Meta(gt=0, le=MAX_FLOAT)] = 1.0
+    bias: bool = False
+    groups: Count = 1
+    top_groups: Count = 1
+    batch_balance_weight: Weight = 0.0
+    sequence_balance_weight: Weight = 0.0
+
+    def require(self, num_experts: int, top_k: int) -> None:
+        """See `RouterConfig.require`."""
+        if num_experts % self.groups or self.top_groups > self.groups:
+            raise ValueError(
+                f"router.groups = {self.groups} and router.top_groups = {self.top_groups} of num_experts = "
+                f"{num_experts}; groups must divide the experts, and no more than all can be chosen"
+            )
+        if top_k > num_experts // self.groups * self.top_groups:
+            raise ValueError(
+                f"top_k = {top_k} of {num_experts // self.groups * self.top_groups} experts in "
+                f"router.top_groups = {self.top_groups} groups; choose fewer experts or more groups"
+            )
+
+
+routers = Registry("router", RouterConfig, default="softmax")
+
+
+@routers.register("softmax")
+class SoftmaxRouterConfig(TopKConfig):
+    """Affinities are a softmax over all experts; a group is as good as its best expert (arXiv:2405.04434)."""
+
+    def build(self, dim: int, num_experts: int, top_k: int) -> Router:
+        """See `RouterConfig.build`."""
+        from forge_model.moe.router import SoftmaxRouter
+
+        return SoftmaxRouter(self, dim, num_experts, top_k)
+
+
+@routers.register("sigmoid")
+class SigmoidRouterConfig(TopKConfig):
+    """Affinities are sigmoids (DeepSeek-V3, arXiv:2412.19437 eq. 15); a group is as good as its best two.
+
+    Attributes:
+        bias_rate: after each step, the bias by which experts are selected moves by so much, up for experts
+            below the mean load, down for those above it (arXiv:2408.15664 algorithm 1). It selects only: it
+            changes no weight. 0 leaves it where it is.
+    """
+
+    bias_rate: Weight = 1e-3
+
+    def build(self, dim: int, num_experts: int, top_k: int) -> Router:
+        """See `RouterConfig.build`."""
+        from forge_model.moe.router import SigmoidRouter
+
+        return SigmoidRouter(self, dim, num_experts, top_k)
+
+    def require(self, num_experts: int, top_k: int) -> None:
+        """See `RouterConfig.require`."""
+        super().require(num_experts, top_k)
+        if self.groups > 1 and num_experts // self.groups < 2:
+            raise ValueError(
+                f"router.groups = {self.groups} of num_experts = {num_experts}: a group is judged by its "
+                "best two experts; use fewer groups"
+            )
+
+
+@routers.register("expert_choice")
+class ExpertChoiceConfig(RouterConfig):
+    """Each expert chooses as many tokens as any other (arXiv:2202.09368 eq. 1 to 3).
+
+    Among all tokens that are routed at once, so that a token has `top_k` experts on average, and perhaps
+    none. What a token is given depends on tokens after it: not for models that generate.
+    """
+
+    def build(self, dim: int, num_experts: int, top_k: int) -> Router:
+        """See `RouterConfig.build`."""
+        from forge_model.moe.router import ExpertChoiceRouter
+
+        return ExpertChoiceRouter(self, dim, num_experts, top_k)
