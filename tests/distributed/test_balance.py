@@ -16,7 +16,7 @@ from forge_model.config import (
     SwiGLUConfig,
 )
 from forge_model.moe.balance import Load
-from forge_model.moe.layer import moe_layers
+from forge_model.moe.layer import expert_layers
 from forge_parallel import Mesh, ParallelConfig
 from forge_parallel.testing import run_ranks
 from parity import made
@@ -63,7 +63,7 @@ def load(sizes: dict, bias_rate: float, steps: int) -> float:
     """The load of the busiest expert over the mean, in the last steps; 0 on ranks without experts."""
     parts, _, step, mesh = made(sizes, model(bias_rate), "float32", ParallelConfig())
     counts: list[Tensor] = []
-    for router in (layer.router for part in parts for layer in moe_layers(part).values()):
+    for router in (layer.router for part in parts for layer in expert_layers(part).values()):
         router.learn = partial(noted, counts, router.learn)
     for index in range(steps):
         step.train(skewed(index, mesh), index)

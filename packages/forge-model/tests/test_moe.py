@@ -16,7 +16,7 @@ from forge_model.config import (
     SwiGLUConfig,
 )
 from forge_model.moe.experts import Experts, grouped_linear
-from forge_model.moe.layer import moe_layers
+from forge_model.moe.layer import expert_layers
 from forge_model.moe.routing import Routing, one_per_slot, serve, within_capacity
 from msgspec.structs import replace
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -242,7 +242,7 @@ def test_losses_of_layers_reach_the_gradient_with_their_weights():
     model, plain = built(decoder(router)), built(decoder(SoftmaxRouterConfig()))
     tokens = torch.randint(VOCAB, (3, TOKENS))
     found = {}
-    for layer in moe_layers(plain).values():
+    for layer in expert_layers(plain).values():
         layer.router.z_loss_weight, layer.router.config = 0.05, router
         layer.router.register_forward_hook(lambda module, _, out: found.update({id(module): out.loss}))
         layer.forward = lambda x, layer=layer: serve(
@@ -289,8 +289,8 @@ def test_losses_and_loads_do_not_depend_on_micro_batches():
 def test_bias_follows_the_load_of_training_only_once_a_step():
     model = built(decoder(SigmoidRouterConfig(bias_rate=0.25)))
     tokens = torch.randint(VOCAB, (2, TOKENS))
-    chosen: dict[str, list[torch.Tensor]] = {name: [] for name in moe_layers(model)}
-    for name, layer in moe_layers(model).items():
+    chosen: dict[str, list[torch.Tensor]] = {name: [] for name in expert_layers(model)}
+    for name, layer in expert_layers(model).items():
         layer.router.register_forward_hook(lambda _, __, out, n=name: chosen[n].append(out.routing.experts))
     for block in model.layers.values():
         block.forward = lambda *args, f=block.forward: checkpoint(f, *args, use_reentrant=False)
@@ -302,7 +302,7 @@ def test_bias_follows_the_load_of_training_only_once_a_step():
 
     found = model.before_optimizer_step(lambda sums: 3 * sums)
 
-    for name, layer in moe_layers(model).items():
+    for name, layer in expert_layers(model).items():
         counts = torch.cat([chosen[name][1], chosen[name][3]]).bincount(minlength=6)
         assert torch.equal(layer.router.selection_bias, 0.25 * (counts.float().mean() - counts).sign())
         assert found[f"{name}/load_max_over_mean"] == counts.max() / counts.float().mean()
@@ -310,16 +310,16 @@ def test_bias_follows_the_load_of_training_only_once_a_step():
         shares = counts[counts > 0] / counts.sum()
         entropy = -(shares * shares.log()).sum() / torch.tensor(6).log()
         assert found[f"{name}/load_entropy"].item() == pytest.approx(entropy.item(), rel=1e-6)
-    before = [layer.router.selection_bias.clone() for layer in moe_layers(model).values()]
+    before = [layer.router.selection_bias.clone() for layer in expert_layers(model).values()]
     model.before_optimizer_step(lambda sums: sums)
-    after = [layer.router.selection_bias for layer in moe_layers(model).values()]
+    after = [layer.router.selection_bias for layer in expert_layers(model).values()]
     assert all(map(torch.equal, before, after)), "no token, no change"
 
 
 def test_drop_rate_counts_the_pairs_that_no_expert_serves():
     model = built(decoder(SoftmaxRouterConfig(), capacity_factor=0.5))
     train_on(model, torch.randint(VOCAB, (2, TOKENS)))
-    layer = moe_layers(model)["layers.0.ffn"]
+    layer = expert_layers(model)["layers.0.ffn"]
     counts = layer.tally.sums[:6]
     dropped = (counts - 4).clamp(min=0).sum() / counts.sum()  # half of 24 * 2 / 6
     assert model.before_optimizer_step(lambda sums: sums)["layers.0.ffn/drop_rate"] == dropped > 0
@@ -334,7 +334,7 @@ def test_experts_start_as_dense_matrices_do():
             expected = 0.3 / (4**0.5 if name.endswith("w_down") else 1)
             for expert in parameter:
                 assert expert.std().item() == pytest.approx(expected, rel=0.1), name
-    assert all(not layer.router.selection_bias.any() for layer in moe_layers(model).values())
+    assert all(not layer.router.selection_bias.any() for layer in expert_layers(model).values())
     roles = model.parameter_roles()
     assert roles["layers.0.ffn.experts.w_up"] == "expert"
     assert roles["layers.0.ffn.router.weight"] == "router"

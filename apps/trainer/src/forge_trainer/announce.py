@@ -44,7 +44,8 @@ def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
     elif run.progress.step:
         yield f"  goes on    from the checkpoint of step {run.progress.step:,}"
     else:
-        weights = f"the weights of {job.train.init_from}" if job.train.init_from else f"seed {job.job.seed}"
+        origins = " and ".join(job.train.origins.values())
+        weights = f"the weights of {origins}" if origins else f"seed {job.job.seed}"
         yield f"  begins     at step 0, with {weights}"
 
 

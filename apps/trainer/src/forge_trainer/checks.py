@@ -26,7 +26,7 @@ from forge_parallel.dispatch_config import DispatcherConfig
 from forge_parallel.error import ParallelError
 
 from forge_trainer.optim import MuonConfig, OptimizerConfig
-from forge_trainer.origin import require_origin
+from forge_trainer.origin import require_origins
 from forge_trainer.portions import TrainConfig, batch_divides, steps_differ_in_length
 from forge_trainer.schedule import ScheduleConfig
 from forge_trainer.steps import StepConfig
@@ -94,7 +94,7 @@ def something_is_rounded(optimizer: OptimizerConfig, precision: PrecisionConfig)
 def weights_are_of_the_model(job: JobConfig, model: ModelConfig, train: TrainConfig) -> None:
     """The weights that a run starts from belong to its model. A run with checkpoints needs them no more."""
     if train.init_from is not None and not (job.directory / "checkpoints").exists():
-        require_origin(model, train)
+        require_origins(model, train)
 
 
 def axes_divide_the_model(
@@ -127,10 +127,15 @@ def sequence_cuts(
     return pieces * (mesh.tp if tensor_parallel.sequence else 1)
 
 
-def axes_compute_the_model(model: ModelConfig, mesh: MeshConfig) -> None:
+def axes_compute_the_model(
+    model: ModelConfig,
+    mesh: MeshConfig,
+    tensor_parallel: TensorParallelConfig,
+    context_parallel: ContextParallelConfig,
+) -> None:
     """Ranks that share matrices or sequences compute what one process does."""
     try:
-        model.require_axes(mesh.tp, mesh.cp)
+        model.require_axes(mesh.tp, mesh.cp, tensor_parallel.sequence, context_parallel.method)
     except ValueError as error:
         raise ValueError(f"mesh.tp = {mesh.tp}, mesh.cp = {mesh.cp}: {error}") from None
 

@@ -6,19 +6,24 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge_ckpt import manifest
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.folders import Folders
-from forge_config import ConfigError
+from forge_config import ConfigError, plain
+from forge_config.plain import flat
 from forge_model.config import ModelConfig
 from forge_model.decoder.compare import differences
 from forge_model.decoder.config import DecoderConfig
-from forge_model.hf.config import config_from_hf, read_config, require_weights_of
+from forge_model.error import ModelError
+from forge_model.hf.config import config_from_hf, read_config
 
 from forge_trainer.optim.groups import inside
 from forge_trainer.portions import TrainConfig
+
+if TYPE_CHECKING:
+    from forge_model.hf.checkpoint import HuggingFace
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -27,12 +32,16 @@ class Origin(NamedTuple):
     """Where weights come from.
 
     Attributes:
+        name: as the configuration says it.
         folder: of Hugging Face weights, or of one checkpoint.
         is_checkpoint: which of them.
+        prefix: of the weights of the model that come from there; "" is all of them.
     """
 
+    name: str
     folder: Path
     is_checkpoint: bool
+    prefix: str = ""
 
     def model(self) -> ModelConfig | None:
         """The model that they were made for; None where nothing beside a checkpoint says so.
@@ -41,13 +50,14 @@ class Origin(NamedTuple):
             ConfigError, ModelError: what says so cannot be read.
         """
         if not self.is_checkpoint:
-            return (
-                config_from_hf(read_config(self.folder)) if (self.folder / "config.json").exists() else None
-            )
+            return self._decoder() if (self.folder / "config.json").exists() else None
         from forge_trainer.run_dir import RunFiles, read_job
 
         run = self.folder.parent.parent
         return read_job(run).model if RunFiles(run).config.exists() else None
+
+    def _decoder(self) -> ModelConfig:
+        return config_from_hf(read_config(self.folder))
 
 
 def origin_of(name: str) -> Origin:
@@ -62,19 +72,19 @@ def origin_of(name: str) -> Origin:
     """
     path = Path(name)
     if (path / manifest.NAME).exists():
-        return Origin(path, True)
+        return Origin(name, path, True)
     if path.is_dir():
         if steps := _folders(path).steps():
             raise CheckpointError(f"given {name}, a run; say of which step: {name}@{steps[-1]}")
-        return Origin(path, False)
+        return Origin(name, path, False)
     run, at, step = name.rpartition("@")
     if not at:
-        return Origin(path, False)
+        return Origin(name, path, False)
     folders = _folders(Path(run))
     has = folders.steps()
     if not step.isdecimal() or int(step) not in has:
         raise CheckpointError(f"there is no {name}; {run} has steps {', '.join(map(str, has)) or 'none'}")
-    return Origin(folders.of(int(step)), True)
+    return Origin(name, folders.of(int(step)), True)
 
 
 def _folders(run: Path) -> Folders:
@@ -82,37 +92,85 @@ def _folders(run: Path) -> Folders:
     return Folders(inner if inner.is_dir() else run)
 
 
-def require_origin(model: ModelConfig, train: TrainConfig) -> Origin:
+def require_origins(model: ModelConfig, train: TrainConfig) -> list[Origin]:
     """Find the weights that a run starts from; those of another model must be taken in parts.
 
     Raises:
         CheckpointError: there is no such checkpoint.
         ModelError: they belong to another model, or what says to which cannot be read.
-        ConfigError: they belong to another model; lists every difference.
+        ConfigError: they belong to another model, every difference of which is listed; or the model has no
+            weights of such a prefix, or none that come from Hugging Face.
     """
-    assert train.init_from is not None
-    origin = origin_of(train.init_from)
-    if train.init_in_parts:
+    return [
+        _required(part_of(model, prefix), origin_of(name)._replace(prefix=prefix), train.init_in_parts)
+        for prefix, name in train.origins.items()
+    ]
+
+
+def part_of(model: ModelConfig, prefix: str) -> ModelConfig:
+    """The model that has the weights of a prefix: the model itself where that is empty.
+
+    Raises:
+        ConfigError: it has no such part.
+    """
+    parts = {"": model} | model.parts()
+    if prefix not in parts:
+        known = ", ".join(model.parts()) or "none: give train.init_from one place, as text"
+        raise ConfigError(f"train.init_from names {prefix!r}; the parts of this model are {known}")
+    return parts[prefix]
+
+
+def _required(model: ModelConfig, origin: Origin, in_parts: bool) -> Origin:
+    if in_parts:
         return origin
     if not origin.is_checkpoint:
         if (origin.folder / "config.json").exists():
-            require_weights_of(model, read_config(origin.folder), train.init_from)
+            form_of(model, origin.name).require(read_config(origin.folder), origin.name)
     elif found := unlike(model, origin.model()):
         listed = "".join(f"\n  {line}" for line in found)
         raise ConfigError(
-            f"{train.init_from} is a checkpoint of another model than [model] describes:{listed}\nChange "
+            f"{origin.name} is a checkpoint of another model than [model] describes:{listed}\nChange "
             "these keys, or say which tensors to take: train.init_include, init_exclude, init_resize."
         )
     return origin
 
 
+def form_of(model: ModelConfig, place: str) -> HuggingFace:
+    """How a model becomes one of Hugging Face and back.
+
+    Raises:
+        ModelError: it does not; `place` is what was asked for.
+    """
+    if (form := model.hugging_face()) is None:
+        raise ModelError(
+            f"{place}: a {type(model).__name__} has no form in Hugging Face (its `hugging_face` gives none)"
+        )
+    return form
+
+
 def unlike(model: ModelConfig, other: ModelConfig | None) -> list[str]:
     """Where two models differ, one line each; nothing where that is not known."""
-    if not isinstance(model, DecoderConfig) or not isinstance(other, DecoderConfig):
-        return (
-            [] if other is None or type(model) is type(other) else [f"another type, {type(other).__name__}"]
-        )
-    return differences(model, other)
+    if other is None:
+        return []
+    if isinstance(model, DecoderConfig) and isinstance(other, DecoderConfig):
+        return differences(model, other)
+    if type(model) is not type(other):
+        return [f"another type, {type(other).__name__}"]
+    parts, theirs = model.parts(), other.parts()
+    if parts.keys() != theirs.keys():
+        return [f"parts {', '.join(parts)}, there {', '.join(theirs)}"]
+    lines = [f"{name}.{line}" for name, part in parts.items() for line in unlike(part, theirs[name])]
+    mine, its = (_outside(one, parts) for one in (model, other))
+    return lines + [
+        f"{key}: {mine.get(key, 'absent')!r}, there {its.get(key, 'absent')!r}"
+        for key in {**mine, **its}
+        if mine.get(key) != its.get(key)
+    ]
+
+
+def _outside(model: ModelConfig, parts: Mapping[str, ModelConfig]) -> dict[str, Any]:
+    """The keys of a model that are not those of its parts, flat."""
+    return {key: value for key, value in flat(plain(model)).items() if key.split(".")[0] not in parts}
 
 
 class Chosen(NamedTuple):
@@ -165,7 +223,8 @@ def choose(ours: Shapes, theirs: Shapes, train: TrainConfig) -> Chosen:
             f"patterns of train.init_* that name no tensor: {', '.join(idle)}; there are "
             f"{', '.join(grouped(names)[:20])}"
         )
-    wanted = [name for name in names if not train.init_include or _any(train.init_include, name)]
+    wanted = [name for name in names if any(not p or name.startswith(f"{p}.") for p in train.origins)]
+    wanted = [name for name in wanted if not train.init_include or _any(train.init_include, name)]
     wanted = [name for name in wanted if not _any(train.init_exclude, name)]
     resized = [
         name
@@ -176,16 +235,17 @@ def choose(ours: Shapes, theirs: Shapes, train: TrainConfig) -> Chosen:
         and ours[name] != theirs[name]
         and len(ours[name]) == len(theirs[name])
     ]
+    named = " and ".join(train.origins.values())
     wrong = [*_misfits([name for name in wanted if name not in resized], ours, theirs)]
     if wrong:
         listed = "".join(f"\n  {line}" for line in wrong[:20])
         raise CheckpointError(
-            f"{train.init_from} does not fit the model ({len(wrong)}):{listed}\nName what is not to be taken "
+            f"{named} does not fit the model ({len(wrong)}):{listed}\nName what is not to be taken "
             "in train.init_exclude, and what may differ in size in train.init_resize."
         )
     if not wanted:
         raise CheckpointError(
-            f"train.init_include and init_exclude leave nothing of {train.init_from}; leave out "
+            f"train.init_include and init_exclude leave nothing of {named}; leave out "
             "train.init_from if all of the model is to be random"
         )
     used = {*wanted}

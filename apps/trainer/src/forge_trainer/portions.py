@@ -35,7 +35,8 @@ class TrainConfig(Config):
         clip_norm: the global gradient norm is clipped to this; 0 never clips.
         log_every_steps: distance of lines in `metrics.jsonl`, the console and the trackers.
         init_from: weights to start from instead of random ones: a folder of Hugging Face weights
-            (`*.safetensors`), or a checkpoint of another run, `runs/other@300` for its step 300.
+            (`*.safetensors`), or a checkpoint of another run, `runs/other@300` for its step 300. A model that
+            is composed of others takes a table: the prefix of their weights, and where those come from.
         init_include: patterns of names of tensors that are taken from there; all, if there are none. Patterns
             are those of `[[optimizer.groups]]`. What is not taken has its random value.
         init_exclude: patterns of names that are not taken.
@@ -53,7 +54,7 @@ class TrainConfig(Config):
     batch_warmup: tuple[BatchStage, ...] = ()
     clip_norm: Annotated[float, Meta(ge=0)] = 1.0
     log_every_steps: Annotated[int, Meta(ge=1)] = 10
-    init_from: str | None = None
+    init_from: str | dict[str, str] | None = None
     init_include: tuple[str, ...] = ()
     init_exclude: tuple[str, ...] = ()
     init_resize: tuple[str, ...] = ()
@@ -65,12 +66,24 @@ class TrainConfig(Config):
             raise ValueError(
                 "init_include, init_exclude or init_resize without init_from; say from where to take weights"
             )
+        if isinstance(self.init_from, dict) and not (self.init_from and all(self.init_from)):
+            raise ValueError(
+                f"given init_from = {self.init_from}; expected a table of prefixes of weights, none of them "
+                "empty, or one place as text"
+            )
         warmup = sum(stage.steps for stage in self.batch_warmup)
         if warmup >= self.steps:
             raise ValueError(
                 f"train.batch_warmup lasts {warmup} steps, and train.steps = {self.steps}; shorten it, or "
                 "train longer"
             )
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Where weights come from, by the prefix of their names; "" is all of the model."""
+        if self.init_from is None:
+            return {}
+        return self.init_from if isinstance(self.init_from, dict) else {"": self.init_from}
 
     @property
     def init_in_parts(self) -> bool:

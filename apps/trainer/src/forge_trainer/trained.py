@@ -14,8 +14,6 @@ from forge_ckpt.state import MODEL, OPTIMIZER, model_tensors
 from forge_ckpt.store import Store
 from forge_ckpt.weights import write_weights
 from forge_config import ConfigError
-from forge_model.config import DecoderConfig
-from forge_model.hf.tensors import config_to_hf, to_hf
 from forge_parallel.apply import materialize
 from forge_parallel.mesh import Mesh
 from torch import Tensor, nn
@@ -24,6 +22,7 @@ from forge_trainer.eval_config import prefixed
 from forge_trainer.evaluations import open_evaluations
 from forge_trainer.job import Job
 from forge_trainer.optim import OptimizerConfig
+from forge_trainer.origin import form_of
 from forge_trainer.run_dir import RunFiles, read_job
 
 log = logging.getLogger(__name__)
@@ -162,16 +161,15 @@ def export_run(options: argparse.Namespace) -> None:
     Tensors are read, named and written one by one: the model never lies in memory.
     """
     job = read_job(Path(options.directory))
-    assert isinstance(job.model, DecoderConfig)
-    config, model = job.model, model_on_meta(job)
-    like = to_hf({name.removeprefix(MODEL): tensor for name, tensor in model_tensors(model).items()}, config)
+    form, model = form_of(job.model, "forge export"), model_on_meta(job)
+    like = form.theirs({name.removeprefix(MODEL): tensor for name, tensor in model_tensors(model).items()})
     ids = {"bos_token_id": None, "eos_token_id": job.data.tokenizer.build().eos_id}
-    folder, files = Path(options.out), job.data.tokenizer.hf_files(config.max_tokens)
+    folder, files = Path(options.out), job.data.tokenizer.hf_files(job.model.max_tokens)
     more = {"generation_config.json": json.dumps(ids, indent=2) + "\n"}
-    hf, size = config_to_hf(config) | ids, options.shard_bytes
+    hf, size = form.config() | ids, options.shard_bytes
 
     def write(weights: Mapping[str, Tensor]) -> None:
-        write_weights(folder, to_hf(weights, config), hf, size, files | more, like)
+        write_weights(folder, form.theirs(weights), hf, size, files | more, like)
 
     step = take_newest(job, model, write)
     with_tokenizer = "and the tokenizer" if files else "(this type of tokenizer has no Hugging Face form)"

@@ -2,10 +2,10 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from forge_ckpt.checkpointed import Checkpointed
@@ -17,10 +17,9 @@ from forge_ckpt.values import from_json, to_json
 from forge_ckpt.weights import Weights
 from forge_config import ConfigError
 from forge_data.loading.loader import Loader
-from forge_model.config import ModelConfig
+from forge_model.config import DecoderConfig, ModelConfig
 from forge_model.decoder.init import initialize
-from forge_model.hf.config import config_from_hf, require_weights_of
-from forge_model.hf.tensors import from_hf
+from forge_model.hf.config import config_from_hf
 from forge_parallel.env import Env
 from forge_parallel.tensor import local_shard
 from forge_resilience.verdict import Verdict
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from forge_trainer.hooks import Hook
 from forge_trainer.job import Job
-from forge_trainer.origin import Chosen, choose, require_origin, unlike
+from forge_trainer.origin import Origin, choose, form_of, part_of, require_origins, unlike
 from forge_trainer.progress import Progress, Stateful
 from forge_trainer.say import say
 
@@ -49,41 +48,64 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
         CheckpointError: a tensor does not fit, is damaged or missing, or a pattern names nothing.
         ConfigError, ModelError: the weights are those of another model; lists every difference.
     """
-    chosen, theirs, lines = (None, {}, ()) if job.train.init_from is None else _chosen(job)
+    origins = require_origins(job.model, job.train)
+    ours = _shapes(job.model) if origins else {}
+    there = {name: tensor for origin in origins for name, tensor in _tensors_of(origin, job)}
+    theirs = {name: tensor.shape for name, tensor in there.items()}
+    chosen = choose(ours, theirs, job.train) if origins else None
     for part in parts:
         initialize(part, job.job.seed, local_shard)
         own = dict([*part.named_parameters(remove_duplicate=False), *part.named_buffers()])
         for name in (*chosen.taken, *chosen.resized) if chosen is not None else ():
             if name in own:
-                dtype, shape, read = _source(theirs, name)
-                _require_numbers(name, dtype, own[name], job)
+                dtype, shape, read = _source(there[name])
+                _require_numbers(name, dtype, own[name], there[name].origin)
                 copy_common(shape, read, own[name])
-    if Env.detect().rank == 0:
+    if Env.detect().rank == 0 and chosen is not None:
+        named = " and ".join(job.train.origins.values())
+        lines = [*chosen.lines(ours, theirs, named, job.job.seed)]
+        for origin in origins if job.train.init_in_parts else ():
+            differs = unlike(part_of(job.model, origin.prefix), origin.model())
+            lines += [f"  differs    {line}" for line in differs]
         say("".join(f"{line}\n" for line in lines), sys.stdout)
 
 
-def _chosen(job: Job) -> tuple[Chosen, Mapping[str, Tensor], Sequence[str]]:
-    """Which tensors are taken from elsewhere, those that there are, and what to say once they are taken."""
-    assert job.train.init_from is not None
-    origin = require_origin(job.model, job.train)
+class _There(NamedTuple):
+    """A tensor of an origin.
+
+    Attributes:
+        tensors: that it is one of.
+        name: its name among them, as the part of the model calls it.
+        shape: of it.
+        origin: what the configuration calls the place.
+    """
+
+    tensors: Mapping[str, Tensor]
+    name: str
+    shape: Shape
+    origin: str
+
+
+def _tensors_of(origin: Origin, job: Job) -> Iterator[tuple[str, _There]]:
+    """The tensors that there are, by the names that they have in the model."""
     if origin.is_checkpoint:
         there = Checkpointed(origin.folder, MODEL)
-        theirs: Mapping[str, Tensor] = there
+        tensors: Mapping[str, Tensor] = there
         shapes = {name: there.entry(name).shape for name in there}
     else:
+        model = part_of(job.model, origin.prefix)
         weights = Weights(origin.folder)
-        hf, in_parts = weights.config(), job.train.init_in_parts
-        config = config_from_hf(hf) if in_parts else require_weights_of(job.model, hf, job.train.init_from)
-        theirs, shapes = from_hf(weights, config), _shapes(config)
-    ours = _shapes(job.model)
-    chosen = choose(ours, shapes, job.train)
-    lines = [*chosen.lines(ours, shapes, job.train.init_from, job.job.seed)]
-    if job.train.init_in_parts:
-        lines += [f"  differs    {line}" for line in unlike(job.model, origin.model())]
-    return chosen, theirs, lines
+        if job.train.init_in_parts and isinstance(model, DecoderConfig):
+            model = config_from_hf(weights.config())
+        form = form_of(model, origin.name)
+        if not job.train.init_in_parts:
+            form.require(weights.config(), origin.name)
+        tensors, shapes = form.ours(weights), _shapes(model)
+    for name, shape in shapes.items():
+        yield f"{origin.prefix}.{name}".lstrip("."), _There(tensors, name, shape, origin.name)
 
 
-def _require_numbers(name: str, dtype: torch.dtype, target: Tensor, job: Job) -> None:
+def _require_numbers(name: str, dtype: torch.dtype, target: Tensor, origin: str) -> None:
     """See that a tensor from elsewhere is not quantized: it would be no numbers without its scales.
 
     Raises:
@@ -91,7 +113,7 @@ def _require_numbers(name: str, dtype: torch.dtype, target: Tensor, job: Job) ->
     """
     if dtype != target.dtype and not (dtype.is_floating_point and dtype.itemsize > 1):
         raise CheckpointError(
-            f"{name} of {job.train.init_from} is {str(dtype).removeprefix('torch.')}; expected "
+            f"{name} of {origin} is {str(dtype).removeprefix('torch.')}; expected "
             "float16, bfloat16, float32 or float64: take weights that are not quantized"
         )
 
@@ -103,12 +125,12 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name.removeprefix(MODEL): tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _source(theirs: Mapping[str, Tensor], name: str) -> tuple[torch.dtype, Shape, Read]:
+def _source(there: _There) -> tuple[torch.dtype, Shape, Read]:
     """Dtype and shape of a tensor from elsewhere, and what reads a box of it: of a checkpoint, only that."""
-    if isinstance(theirs, Checkpointed):
-        entry = theirs.entry(name)
-        return getattr(torch, entry.dtype), entry.shape, partial(theirs.part, name)
-    whole = theirs[name]
+    if isinstance(there.tensors, Checkpointed):
+        entry = there.tensors.entry(there.name)
+        return getattr(torch, entry.dtype), entry.shape, partial(there.tensors.part, there.name)
+    whole = there.tensors[there.name]
 
     def read(start: Shape, size: Shape) -> Tensor:
         return whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]

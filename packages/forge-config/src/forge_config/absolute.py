@@ -33,6 +33,9 @@ def _named(held: Any, folder: Path) -> Any:
     if isinstance(held, list | tuple):
         names = cast(list[Any], held)
         return type(names)(_named(one, folder) for one in names)
+    if isinstance(held, dict):
+        table = cast(dict[Any, Any], held)
+        return {name: _named(one, folder) for name, one in table.items()}
     if isinstance(held, str | Path) and held != "":
         return type(held)(folder / held)
     return held

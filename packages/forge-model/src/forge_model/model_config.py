@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_config import Config, Meta, Registry
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from forge_model.hf.checkpoint import HuggingFace
+
 Count = Annotated[int, Meta(ge=1)]
 
 
 class ModelConfig(Config):
-    """Interface of `[model]`.
+    """Interface of `[model]`. A model may have `vocab_size` and `max_tokens` as keys, or derive them."""
 
-    Attributes:
-        vocab_size: token ids the model knows.
-        max_tokens: longest sequence.
-    """
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model knows."""
+        raise NotImplementedError
 
-    vocab_size: Count
-    max_tokens: Count = 2048
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence."""
+        raise NotImplementedError
 
     def build(self) -> nn.Module:
         """The model, with parameters not yet meaningful; build it under `torch.device("meta")`."""
         raise NotImplementedError
+
+    def parts(self) -> dict[str, ModelConfig]:
+        """The models that this one is composed of, by the prefix of their weights; empty if it is one."""
+        return {}
+
+    def items(self) -> Any:
+        """What reads items of samples that are no text: a `forge_data.sources.items.ItemReader`, or None."""
+        return None
+
+    def hugging_face(self) -> HuggingFace | None:
+        """How weights become those of a Hugging Face model and back; None if there is no such way."""
+        return None
 
     def flops_per_token(self, tokens: int, causal: bool = True) -> float:
         """Model FLOPs a token of forward and backward, recomputation not counted.
@@ -37,6 +53,16 @@ class ModelConfig(Config):
         """
         raise NotImplementedError
 
+    def step_flops(self, shapes: Mapping[str, Sequence[int]], causal: bool = True) -> float:
+        """Model FLOPs of forward and backward over a batch.
+
+        Args:
+            shapes: of the inputs by name, `tokens` [B, T] among them.
+            causal: see `flops_per_token`.
+        """
+        batch, tokens = shapes["tokens"]
+        return batch * tokens * self.flops_per_token(tokens, causal)
+
     def layer_flops(self, tokens: int, causal: bool = True) -> list[float]:
         """Matmul FLOPs a token of each block in a forward pass over `tokens`; empty if unknown."""
         return []
@@ -45,12 +71,14 @@ class ModelConfig(Config):
         """The sizes, by key, that tensor parallelism must divide."""
         return {}
 
-    def require_axes(self, tp: int, cp: int) -> None:
+    def require_axes(self, tp: int, cp: int, sequence: bool = True, method: str = "gather") -> None:
         """See that tensor and context parallelism compute what one process does.
 
         Args:
             tp: ranks that share matrices.
             cp: ranks that share a sequence.
+            sequence: whether the residual stream is cut over the ranks of tp.
+            method: of context parallelism.
 
         Raises:
             ValueError: they do not.

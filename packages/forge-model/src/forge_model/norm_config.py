@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from forge_config import Config, Meta, Registry
+
+from forge_model.side_inputs import Needs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,7 +17,10 @@ class NormConfig(Config):
 
     Attributes:
         eps: added to the variance.
+        needs: the side inputs that the module is given by keyword.
     """
+
+    needs: ClassVar[Needs] = {}
 
     eps: Annotated[float, Meta(gt=0)] = 1e-5
 

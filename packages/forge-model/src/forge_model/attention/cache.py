@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from forge_model.attention.mask import Mask
+from forge_model.error import ModelError
 
 
 class LayerCache:
@@ -46,13 +47,21 @@ class Cache:
         padding: [B] integer; so many tokens at the left of each row are padding. None where there is none,
             which needs no masks to go on with one token.
         device: of the tokens; absent means that of `padding`.
+
+    Attributes:
+        shift: [B] integer, added to the positions of further tokens, where those of the prompt are no count
+            of its tokens; None adds nothing.
+        side: side inputs of further tokens, of which a pass needs not give others.
     """
+
+    shift: Tensor | None = None
 
     def __init__(
         self, num_layers: int, capacity: int, padding: Tensor | None, device: torch.device | None = None
     ) -> None:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self.padding = padding
+        self.side: dict[str, Tensor] = {}
         self.device = device or (torch.device("cpu") if padding is None else padding.device)
 
     @property
@@ -63,8 +72,21 @@ class Cache:
     def positions(self, tokens: int) -> Tensor:
         """[T] or [B, T] positions of the next tokens, counted from the first one that is no padding."""
         index = torch.arange(self.length, self.length + tokens, device=self.device)
-        return index if self.padding is None else (index - self.padding[:, None]).clamp(min=0)
+        return positions_after(index, self.padding, self.shift)
 
-    def mask(self, tokens: int) -> Mask:
-        """What the next tokens may see."""
-        return Mask(tokens, self.device, cached=self.length, padding=self.padding)
+    def mask(self, tokens: int, span_ids: Tensor | None = None) -> Mask:
+        """What the next tokens may see; those of one span [B, T], other than 0, see each other both ways.
+
+        Raises:
+            ModelError: spans were given, and there are tokens already, whose spans are not kept.
+        """
+        if span_ids is not None and self.length:
+            raise ModelError("given span_ids after a cache that has tokens; give them with the first tokens")
+        return Mask(tokens, self.device, cached=self.length, padding=self.padding, span_ids=span_ids)
+
+
+def positions_after(index: Tensor, padding: Tensor | None, shift: Tensor | None) -> Tensor:
+    """[T] or [B, T]: the positions of tokens by their index [T] in the cache; see `Cache`."""
+    if padding is not None:
+        index = (index - padding[:, None]).clamp(min=0)
+    return index if shift is None else index + shift[:, None]

@@ -18,7 +18,7 @@ class ExplicitAttention:
 
     def resolve(self, mask: Mask, window: int | None) -> Any:
         """`LastKeys`, a block mask of FlexAttention, or [B or 1, 1, T, S] bool."""
-        if mask.is_one_query():
+        if mask.sees_last_keys(window):
             return LastKeys(window)
         return flex_blocks(mask, window) if suits_flex(mask) else mask.dense(window)
 

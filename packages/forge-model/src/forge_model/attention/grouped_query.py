@@ -1,6 +1,6 @@
 """Multi-head to multi-query attention. B batch, T tokens, N heads, K kv heads, H head dim, D model dim."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -20,6 +20,16 @@ class Attention(nn.Module):
         attend: computes softmax attention; may be replaced.
     """
 
+    residual_writers: ClassVar[tuple[str, ...]] = ("wo.weight",)
+    projection_roles: ClassVar[dict[str, str]] = {
+        "": "gather",
+        "wq": "colwise",
+        "wk": "colwise",
+        "wv": "colwise",
+        "wo": "rowwise",
+        "sinks": "heads",
+    }
+
     def __init__(self, config: GroupedQueryConfig, dim: int, norm: NormConfig) -> None:
         super().__init__()
         explicit = config.softcap is not None or config.sinks
@@ -35,20 +45,23 @@ class Attention(nn.Module):
         self.norm_heads = config.qk_norm_over == "head"
         widths = (self.head_dim, self.head_dim) if self.norm_heads else (width, kv_width)
         self.q_norm, self.k_norm = (norm.build(w) if config.qk_norm else None for w in widths)
+        of_norm = "head_norm" if self.norm_heads else "cut_norm"
+        self.tensor_roles = {"q_norm": of_norm, "k_norm": of_norm, **self.projection_roles}
 
-    def forward(self, x: Tensor, rope: Rope, mask: Any, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Any, cache: LayerCache | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D].
 
         Args:
             x: the residual stream, normalized.
-            rope: of these T positions.
+            rope: of these T positions; None leaves queries and keys without any.
             mask: what `attend.resolve` made for the window of this layer.
             cache: keys and values of earlier tokens; these are added to it.
         """
         query = self._heads(self.wq(x), self.q_norm)
         key = self._heads(self.wk(x), self.k_norm)
         value = self._heads(self.wv(x), None)
-        query, key = rotate(query, *rope), rotate(key, *rope)
+        if rope is not None:
+            query, key = rotate(query, *rope), rotate(key, *rope)
         if cache is not None:
             key, value = cache.extend(key, value)
         out = self.attend(query, key, value, mask, self.scale, **self._options())

@@ -6,7 +6,7 @@ without position, R of the rotated part, V of a value.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ class LatentAttention(nn.Module):
         wkv_up: the latent to keys and values, head by head (W^UK, W^UV).
     """
 
+    residual_writers: ClassVar[tuple[str, ...]] = ("wo.weight",)
+
     def __init__(self, config: LatentConfig, dim: int, norm: NormConfig) -> None:
         super().__init__()
         self.attend: Attend = softmax_attention
@@ -42,7 +44,10 @@ class LatentAttention(nn.Module):
         heads, rank = config.num_heads, config.kv_rank
         width = heads * (config.nope_dim + config.rope_dim)
         self.wq = None if config.q_rank else Linear(dim, width, bias=False)
+        self.tensor_roles = {"": "gather", "wkv_down": "replicated", "kv_norm": "replicated"}
+        self.tensor_roles |= {"wq": "colwise", "wkv_up": "colwise", "wo": "rowwise"}
         if config.q_rank:
+            self.tensor_roles |= {"wq_down": "replicated", "q_norm": "head_norm", "wq_up": "colwise"}
             self.wq_down = Linear(dim, config.q_rank, bias=config.bias)
             self.q_norm = config.latent_norm(norm).build(config.q_rank)
             self.wq_up = Linear(config.q_rank, width, bias=False)
@@ -51,7 +56,7 @@ class LatentAttention(nn.Module):
         self.wkv_up = Linear(rank, heads * (config.nope_dim + config.value_dim), bias=False)
         self.wo = Linear(heads * config.value_dim, dim, bias=config.bias)
 
-    def forward(self, x: Tensor, rope: Rope, mask: Any, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Any, cache: LayerCache | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D]; arguments as those of `forge_model.attention.grouped_query.Attention`."""
         query = self.wq_up(self.q_norm(self.wq_down(x))) if self.wq is None else self.wq(x)
         query = query.unflatten(-1, (-1, self.nope_dim + self.rope_dim)).transpose(1, 2)
@@ -65,8 +70,8 @@ class LatentAttention(nn.Module):
         look = self._absorbed if absorbed else self._expanded
         return self.wo(look(plain, rotated, latent, shared, mask).transpose(1, 2).flatten(-2))
 
-    def _rotated(self, x: Tensor, rope: Rope) -> Tensor:
-        return rotate(pairs_to_halves(x) if self.rope_pairs else x, *rope)
+    def _rotated(self, x: Tensor, rope: Rope | None) -> Tensor:
+        return x if rope is None else rotate(pairs_to_halves(x) if self.rope_pairs else x, *rope)
 
     def _expanded(self, plain: Tensor, rotated: Tensor, latent: Tensor, shared: Tensor, mask: Any) -> Tensor:
         """[B, N, T, P], [B, N, T, R], [B, 1, S, L], [B, 1, S, R] -> [B, N, T, V]; makes keys and values."""

@@ -21,7 +21,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class LastKeys:
-    """In place of a mask: one query, which sees the last keys of its row.
+    """In place of a mask: every query sees the last keys of its row, as one query after a cache does.
 
     Attributes:
         most: so many of them; None means all. Those before need not be read.
@@ -38,6 +38,8 @@ class LastKeys:
 class Mask:
     """What all layers of a forward pass see: earlier tokens of their document that are no padding.
 
+    Later ones too, where attention is not causal, or where both are of one span.
+
     Tokens are counted from the start of their row, those in the cache first.
 
     Attributes:
@@ -46,6 +48,9 @@ class Mask:
         doc_ids: [B, S] integer, of all keys; a token sees only tokens of its own id.
         cached: keys before the first query.
         padding: [B] integer; so many tokens at the left of each row are padding.
+        span_ids: [B, S] integer, of all keys; tokens of one id other than 0 see each other both ways, also
+            beyond a window.
+        causal: a token sees no later ones but those of its span. Otherwise a window reaches to both sides.
     """
 
     tokens: int
@@ -53,28 +58,43 @@ class Mask:
     doc_ids: Tensor | None = None
     cached: int = 0
     padding: Tensor | None = None
+    span_ids: Tensor | None = None
+    causal: bool = True
+
+    @property
+    def by_row(self) -> Tensor | None:
+        """What differs by row, if anything does."""
+        return next((one for one in (self.doc_ids, self.padding, self.span_ids) if one is not None), None)
 
     def is_plain_causal(self, window: int | None) -> bool:
         """Whether every query sees exactly the keys up to itself."""
         everything = window is None or window >= self.tokens
-        return everything and self.doc_ids is None and self.padding is None and not self.cached
+        return self.causal and everything and self.by_row is None and not self.cached
 
-    def is_one_query(self) -> bool:
-        """Whether it is about one query that sees all it may, as the next token after a cache does."""
-        return self.tokens == 1 and self.doc_ids is None and self.padding is None
+    def sees_last_keys(self, window: int | None) -> bool:
+        """Whether every query sees the last `window` keys, of all: the next token after a cache, for one."""
+        if self.by_row is not None:
+            return False
+        everything = window is None or window >= self.cached + self.tokens
+        return (self.tokens == 1 and self.causal) or (not self.causal and everything)
 
     def sees(self, row: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor:
         """Whether a token sees another, bool, for broadcast indices; padding sees itself: no row is empty.
 
         Args:
-            row: of the batch; None if neither `doc_ids` nor `padding` are given.
+            row: of the batch; None if nothing differs by row.
             query: of the token that looks.
             key: of the token looked at.
             window: a token sees at most so many tokens, itself included.
         """
-        visible = key <= query
+        visible = key <= query if self.causal else (key >= 0) & (query >= 0)
         if window is not None:
             visible = visible & (key > query - window)
+            if not self.causal:
+                visible = visible & (key < query + window)
+        if self.span_ids is not None:
+            span = self.span_ids[row, query]
+            visible = visible | ((span != 0) & (span == self.span_ids[row, key]))
         if self.doc_ids is not None:
             visible = visible & (self.doc_ids[row, query] == self.doc_ids[row, key])
         if self.padding is not None:
@@ -85,7 +105,7 @@ class Mask:
         """[B or 1, 1, T, S] bool, True where a query sees a key."""
         key = torch.arange(self.cached + self.tokens, device=self.device)
         query = key[self.cached :, None]
-        by_row = self.doc_ids if self.doc_ids is not None else self.padding
+        by_row = self.by_row
         row = None if by_row is None else torch.arange(len(by_row), device=self.device)[:, None, None, None]
         visible = self.sees(row, query, key, window)
         return visible if visible.ndim == 4 else visible[None, None]
@@ -106,13 +126,13 @@ def flex_blocks(mask: Mask, window: int | None) -> Any:
         return mask.sees(row, query + before, key, window)
 
     keys, queries = _Blocks(0, before + mask.tokens, mask), _Blocks(before, mask.tokens, mask)
-    some = (keys.first <= queries.last[:, None])[None]
-    every = (keys.last <= queries.first[:, None])[None]
-    if window is not None:
-        some = some & (keys.last > queries.first[:, None] - window)
-        every = every & (keys.first > queries.last[:, None] - window)
+    some, every = _in_reach(keys, queries, window, mask.causal)
+    if mask.span_ids is not None:
+        (low, high), (own_low, own_high) = keys.ranges(mask.span_ids), queries.ranges(mask.span_ids)
+        meet = (low[:, None] <= own_high[:, :, None]) & (high[:, None] >= own_low[:, :, None])
+        some = some | (meet & (high[:, None] > 0) & (own_high[:, :, None] > 0))
     if mask.doc_ids is not None:
-        (low, high), (own_low, own_high) = keys.documents(), queries.documents()
+        (low, high), (own_low, own_high) = keys.ranges(mask.doc_ids), queries.ranges(mask.doc_ids)
         some = some & (low[:, None] <= own_high[:, :, None]) & (high[:, None] >= own_low[:, :, None])
         every = every & (low == high)[:, None] & (low[:, None] == own_low[:, :, None])
         every = every & (high[:, None] == own_high[:, :, None])
@@ -127,6 +147,22 @@ def flex_blocks(mask: Mask, window: int | None) -> Any:
     )
 
 
+def _in_reach(keys: _Blocks, queries: _Blocks, window: int | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """Whether queries of a block look at some, and at all, keys of another: two [1, queries, keys] bool."""
+    some = (keys.first <= queries.last[:, None])[None]
+    every = (keys.last <= queries.first[:, None])[None]
+    if not causal:
+        some, every = torch.ones_like(some), torch.ones_like(every)
+    if window is None:
+        return some, every
+    some = some & (keys.last > queries.first[:, None] - window)
+    every = every & (keys.first > queries.last[:, None] - window)
+    if not causal:
+        some = some & (keys.first < queries.last[:, None] + window)
+        every = every & (keys.last < queries.first[:, None] + window)
+    return some, every
+
+
 class _Blocks:
     """Blocks of tokens of a mask, from the token `start` on: their first and last token, [blocks]."""
 
@@ -134,13 +170,13 @@ class _Blocks:
         self.first = torch.arange(0, tokens, BLOCK, device=mask.device) + start
         self.last = (self.first + BLOCK - 1).clamp(max=start + tokens - 1)
         self.complete = self.first + BLOCK <= start + tokens
-        self._doc_ids = None if mask.doc_ids is None else mask.doc_ids[:, start:]
+        self._start = start
 
-    def documents(self) -> tuple[Tensor, Tensor]:
-        """The least and the greatest id in each block, [B, blocks]."""
-        assert self._doc_ids is not None
-        short = -self._doc_ids.shape[1] % BLOCK
-        padded = torch.cat([self._doc_ids, self._doc_ids[:, -1:].expand(-1, short)], 1)
+    def ranges(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the greatest of ids [B, S] in each block, [B, blocks]."""
+        ids = ids[:, self._start :]
+        short = -ids.shape[1] % BLOCK
+        padded = torch.cat([ids, ids[:, -1:].expand(-1, short)], 1)
         blocks = padded.unflatten(1, (-1, BLOCK))
         return blocks.amin(-1), blocks.amax(-1)
 
@@ -191,7 +227,7 @@ class SoftmaxAttention:
         """
         if mask.is_plain_causal(window):
             return None
-        if mask.is_one_query():
+        if mask.sees_last_keys(window):
             return LastKeys(window)
         return flex_blocks(mask, window) if suits_flex(mask) else mask.dense(window)
 

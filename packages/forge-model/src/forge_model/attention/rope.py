@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from forge_model.attention.rope_config import RopeConfig
+from forge_model.error import ModelError
 
 Rope = tuple[Tensor, Tensor]
 """Cosines and sines, each [T, H/2] or [B, 1, T, H/2], float32 or, in a float64 model, float64."""
@@ -19,18 +20,38 @@ def rope_table(
     Args:
         config: which frequencies.
         head_dim: H, even.
-        positions: [T] or [B, T] integer.
+        positions: [T], [B, T] or [B, axes, T] integer; several axes for a configuration that has them.
         dtype: what it is computed in and returned as.
 
     Returns:
         Two tensors, [T, H/2] or [B, 1, T, H/2].
     """
     frequencies = torch.tensor(config.frequencies(head_dim), dtype=dtype, device=positions.device)
-    return _table(frequencies, config.attention_factor(), positions)
+    return _table(frequencies, config.attention_factor(), _of_pairs(config, head_dim, positions))
+
+
+def _of_pairs(config: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
+    """[T, 1], [B, T, 1] or [B, T, H/2]: the positions by which pairs turn.
+
+    Raises:
+        ModelError: there are other axes of positions than the configuration has.
+    """
+    if positions.ndim < 3:
+        return positions[..., None]
+    axes = config.axes(head_dim)
+    if axes is None or positions.shape[1] != 1 + max(axes):
+        has = "one axis" if axes is None else f"{1 + max(axes)} axes"
+        raise ModelError(
+            f"positions {list(positions.shape)} of {positions.shape[1]} axes; the rotation has {has}"
+        )
+    # one slice for each run of pairs: no index tensor, which would be a copy to the device
+    parts = [positions[:, axis, :, None].expand(-1, -1, axes.count(axis)) for axis in dict.fromkeys(axes)]
+    return torch.cat(parts, -1)
 
 
 def _table(frequencies: Tensor, factor: float, positions: Tensor) -> Rope:
-    angles = positions.to(frequencies.dtype)[..., None] * frequencies
+    """Of positions [..., T, 1 or H/2]."""
+    angles = positions.to(frequencies.dtype) * frequencies
     if angles.ndim == 3:
         angles = angles[:, None]
     return angles.cos() * factor, angles.sin() * factor
@@ -49,10 +70,10 @@ class RopeTables:
     def __call__(
         self, config: RopeConfig, head_dim: int, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype
     ) -> Rope:
-        """The table for `tokens` [B, T] at `positions` [T] or [B, T]; None counts from 0."""
+        """The table for `tokens` [B, T] at `positions` as of `rope_table`; None counts from 0."""
         frequencies = self._frequencies_of(config, head_dim, dtype, tokens.device)
         if positions is not None:
-            return _table(frequencies, config.attention_factor(), positions)
+            return _table(frequencies, config.attention_factor(), _of_pairs(config, head_dim, positions))
         length, device = tokens.shape[1], tokens.device
         shared = (length, device, dtype)
         key = (*shared, head_dim, config)
@@ -61,7 +82,8 @@ class RopeTables:
                 return table
         # Made under inference mode, a kept table could not be used in training later.
         with torch.inference_mode(False):
-            table = _table(frequencies, config.attention_factor(), torch.arange(length, device=device))
+            counted = torch.arange(length, device=device)[:, None]
+            table = _table(frequencies, config.attention_factor(), counted)
         if type(table[0]) is Tensor:  # no fake tensor of a dry run
             self._kept = [one for one in self._kept if one[0][:3] == shared] + [(key, table)]
         return table

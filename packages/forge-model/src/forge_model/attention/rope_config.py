@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
 
 from forge_config import Config, Meta, Registry
 
@@ -17,7 +18,13 @@ class RopeConfig(Config):
         theta: base of the geometric series of wavelengths.
     """
 
+    rotates: ClassVar[bool] = True
+
     theta: Annotated[float, Meta(gt=1)] = 10000.0
+
+    def axes(self, dim: int) -> Sequence[int] | None:
+        """By which axis of positions each of dim/2 pairs turns; None where positions have one axis."""
+        return None
 
     def frequencies(self, dim: int) -> list[float]:
         """Radians a position, for each of dim/2 pairs."""
@@ -30,6 +37,39 @@ class RopeConfig(Config):
 
 ropes = Registry("rope", RopeConfig, default="plain")
 ropes.register("plain")(RopeConfig)
+
+
+@ropes.register("none")
+class NoRopeConfig(RopeConfig):
+    """No positions: queries and keys are not rotated (NoPE, arXiv:2305.19466). `theta` means nothing."""
+
+    rotates: ClassVar[bool] = False
+
+
+@ropes.register("mrope")
+class MultiAxisRopeConfig(RopeConfig):
+    """Positions by several axes, such as frame, row and column (M-RoPE, Qwen2-VL, arXiv:2409.12191 figure 3).
+
+    Text, whose positions are the same on all axes, is rotated as by `plain`.
+
+    Attributes:
+        sections: how many pairs turn by each axis, those of the first axis first.
+    """
+
+    sections: tuple[Annotated[int, Meta(ge=1)], ...]
+
+    def axes(self, dim: int) -> Sequence[int]:
+        """See `RopeConfig.axes`.
+
+        Raises:
+            ValueError: the sections do not add up to the pairs of a head.
+        """
+        if sum(self.sections) != dim // 2:
+            raise ValueError(
+                f"rope.sections = {list(self.sections)} add up to {sum(self.sections)}; a head that is "
+                f"rotated in {dim} dims has {dim // 2} pairs"
+            )
+        return [axis for axis, pairs in enumerate(self.sections) for _ in range(pairs)]
 
 
 @ropes.register("linear")

@@ -5,44 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from forge_config import plain
+from forge_config import Config, plain
+from forge_config.registry import type_name
 
-from forge_model.decoder.config import DecoderConfig
+from forge_model.decoder.config import DecoderConfig, LayerConfig
 
-SHARED_KEYS = (
-    "vocab_size",
-    "dim",
-    "num_layers",
-    "tie_embeddings",
-    "norm_order",
-    "embedding_scale",
-    "logit_softcap",
-)
-"""Keys of a decoder that are no parts of its layers and change what it computes."""
-
-TRAINING_KEYS = tuple(
-    f"ffn.router.{key}"
-    for key in ("z_loss_weight", "batch_balance_weight", "sequence_balance_weight", "bias_rate")
-)
-"""Keys of layers that change how they learn and not what they compute."""
+NOT_COMPARED = {
+    "preset": "fills in other keys",
+    "from": "fills in other keys",
+    "max_tokens": "no weight depends on it",
+    "init_std": "how weights start",
+    "overrides": "in the parts of each layer",
+    "mtp.loss_weight": "how it learns",
+    "ffn.router.z_loss_weight": "how it learns",
+    "ffn.router.batch_balance_weight": "how it learns",
+    "ffn.router.sequence_balance_weight": "how it learns",
+    "ffn.router.bias_rate": "how it learns",
+}
+"""Keys by which two models may differ and still compute the same with the same weights, and why. Every other
+key counts, also one that only a struct from outside has."""
 
 
 def differences(config: DecoderConfig, other: DecoderConfig) -> list[str]:
     """Where two models compute something else with the same weights, or have other weights.
 
-    `max_tokens`, `init_std` and what a default was resolved to do not count.
+    The keys of `NOT_COMPARED` do not count, nor what a default was resolved to.
 
     Returns:
         One line a key, `key: value of config, there value of other (layers)`; empty if they agree.
     """
-    lines = [
-        f"{key}: {getattr(config, key)!r}, there {getattr(other, key)!r}"
-        for key in SHARED_KEYS
-        if getattr(config, key) != getattr(other, key)
-    ]
-    modules = [{"num_modules": one.mtp.num_modules} for one in (config, other)]
-    lines += [f"mtp.{line}" for line in _unlike(*modules)]
-    lines += [f"norm.{line}" for line in _unlike(plain(config.norm), plain(other.norm))]
+    lines = _unlike(_outer(config), _outer(other))
     shared = min(config.num_layers, other.num_layers)
     where: dict[str, list[int]] = {}
     for index in range(shared):
@@ -55,17 +47,29 @@ def differences(config: DecoderConfig, other: DecoderConfig) -> list[str]:
     return lines
 
 
+def _outer(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of a model but for the parts of its layers, flat; `norm` is that of the last hidden state."""
+    tree = {"type": _type(config), **plain(config)}
+    of_layers = {name for name in LayerConfig.__struct_fields__ if name not in ("norm", "norm_order")}
+    return _compared({key: value for key, value in tree.items() if key not in of_layers})
+
+
 def _resolved(config: DecoderConfig, index: int) -> dict[str, Any]:
     """The parts of a layer, flat, with their defaults resolved."""
     layer = config.layer(index)
-    parts = {
-        "attention": layer.attention.resolved(config.dim),
-        "ffn": layer.ffn.resolved(config.dim),
-        "norm": layer.norm,
-        "rope": layer.rope,
-    }
-    flat = _flat({part: plain(one) for part, one in parts.items()})
-    return {key: value for key, value in flat.items() if not key.startswith(TRAINING_KEYS)}
+    parts = {name: getattr(layer, name) for name in type(layer).__struct_fields__ if name != "norm_order"}
+    parts["attention"] = layer.attention.resolved(config.dim)
+    parts["ffn"] = layer.ffn.resolved(config.dim)
+    return _compared({part: {"type": _type(one), **plain(one)} for part, one in parts.items()})
+
+
+def _type(struct: Config) -> str:
+    """What a struct is: two of equal keys may compute different things."""
+    return type_name(type(struct)) or type(struct).__name__
+
+
+def _compared(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in _flat(tree).items() if key not in NOT_COMPARED}
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,5 +85,5 @@ def _unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}: {ours.get(key, 'absent')!r}, there {theirs.get(key, 'absent')!r}"
         for key in [*ours, *(key for key in theirs if key not in ours)]
-        if ours.get(key) != theirs.get(key)
+        if ours.get(key, "absent") != theirs.get(key, "absent")
     ]

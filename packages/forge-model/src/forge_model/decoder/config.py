@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_config import Config, Meta
@@ -10,14 +10,17 @@ from msgspec import field
 
 from forge_model.attention.config import AttentionConfig, Count, GroupedQueryConfig, Positive
 from forge_model.attention.rope_config import RopeConfig
+from forge_model.decoder.block_config import BlockConfig, StandardBlockConfig
 from forge_model.decoder.mtp_config import MTPConfig
 from forge_model.ffn.config import FfnConfig, SwiGLUConfig
 from forge_model.model_config import ModelConfig, models
-from forge_model.moe.config import MoEConfig
 from forge_model.norm_config import NormConfig, RMSNormConfig
+from forge_model.side_inputs import SideKind, together
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from forge_model.hf.checkpoint import HuggingFace
 
 INDEX = r"(-?\d+|(-?\d+)?:(-?\d+)?(:(-?\d+)?)?)"
 INDICES = rf"^{INDEX}(,{INDEX})*$"
@@ -32,6 +35,11 @@ class LayerConfig(Config):
     norm: NormConfig
     rope: RopeConfig
     norm_order: NormOrder = "pre"
+    block: BlockConfig = StandardBlockConfig()
+
+    def needs(self) -> dict[str, SideKind]:
+        """The side inputs of the model that something in this block needs, by name."""
+        return together([self.block.needs, self.ffn.needs, self.norm.needs])
 
 
 class LayerOverride(Config):
@@ -44,6 +52,7 @@ class LayerOverride(Config):
         ffn: stands in for the feed-forward of the model.
         norm: stands in for the norm of the model.
         rope: stands in for the rotary embedding of the model.
+        block: stands in for the way in which the model makes a block of them.
     """
 
     layers: Annotated[str, Meta(pattern=INDICES)]
@@ -51,6 +60,7 @@ class LayerOverride(Config):
     ffn: FfnConfig | None = None
     norm: NormConfig | None = None
     rope: RopeConfig | None = None
+    block: BlockConfig | None = None
 
     def indices(self, num_layers: int) -> list[int]:
         """The layers of a model of `num_layers` that are meant; empty if one of its parts names none."""
@@ -75,12 +85,15 @@ class DecoderConfig(ModelConfig):
     Attributes:
         preset: fills in all keys that are absent, e.g. `llama-1b`; see `forge_model.hf.families`.
         from: fills them in from the `config.json` in this folder. The run keeps the keys, not the folder.
+        vocab_size: token ids the model knows.
+        max_tokens: longest sequence.
         dim: width of the residual stream.
         num_layers: blocks.
         tie_embeddings: the head uses the embedding matrix.
         init_std: standard deviation of the initial matrices; those that write into the residual stream are
             scaled by 1/sqrt(2 num_layers).
-        attention: the attention of every layer that no override names; so are `ffn`, `norm` and `rope`.
+        attention: the attention of every layer that no override names; so are `ffn`, `norm`, `rope` and
+            `block`.
         norm: of the layers, and of the last hidden state.
         norm_order: where a layer has its norms: "pre": x + f(norm(x)); "reordered": x + norm(f(x)), as OLMo 2
             (arXiv:2501.00656); "sandwich": x + norm(f(norm(x))), as Gemma 2 (arXiv:2408.00118).
@@ -93,6 +106,8 @@ class DecoderConfig(ModelConfig):
 
     preset: str | None = None
     from_: str | None = field(default=None, name="from")
+    vocab_size: Count  # pyright: ignore[reportIncompatibleMethodOverride]
+    max_tokens: Count = 2048  # pyright: ignore[reportIncompatibleMethodOverride]
     dim: Count
     num_layers: Count
     tie_embeddings: bool = False
@@ -102,6 +117,7 @@ class DecoderConfig(ModelConfig):
     norm: NormConfig = RMSNormConfig()
     rope: RopeConfig = RopeConfig()
     norm_order: NormOrder = "pre"
+    block: BlockConfig = StandardBlockConfig()
     embedding_scale: Positive = 1.0
     logit_softcap: Positive | None = None
     mtp: MTPConfig = MTPConfig()
@@ -138,14 +154,22 @@ class DecoderConfig(ModelConfig):
                     f"overrides[{number}].layers = {override.layers!r} names no layer; "
                     f"num_layers = {self.num_layers}, the first layer is 0"
                 )
+        if self.mtp.num_modules and (needed := self.layer(-1).needs()):
+            raise ValueError(
+                f"mtp.num_modules = {self.mtp.num_modules}: blocks as in the last layer need "
+                f"{', '.join(needed)}, which nobody makes for tokens further on; use 0"
+            )
+        self.side_inputs()
         for index in range(self.num_layers):
-            attention = self.layer(index).attention
+            layer = self.layer(index)
+            attention = layer.attention
             heads = getattr(attention, "num_heads", None)
             if heads and getattr(attention, "head_dim", None) is None and self.dim % (2 * heads):
                 raise ValueError(
                     f"dim = {self.dim} is no even multiple of attention.num_heads = {heads} (layer {index}); "
                     "change one of them or give attention.head_dim"
                 )
+            layer.rope.axes(attention.rotary_dim(self.dim))
 
     def layer(self, index: int) -> LayerConfig:
         """The parts of one layer, the overrides applied; -1 is the last."""
@@ -155,6 +179,20 @@ class DecoderConfig(ModelConfig):
             if index in override.indices(self.num_layers):
                 parts |= {name: part for name in parts if (part := getattr(override, name, None)) is not None}
         return LayerConfig(**parts)
+
+    def side_inputs(self) -> dict[str, SideKind]:
+        """The inputs beside tokens that something in the model needs, by name.
+
+        Raises:
+            ValueError: layers need one name as two kinds.
+        """
+        return together([*(self.layer(index).needs() for index in range(self.num_layers)), self.norm.needs])
+
+    def hugging_face(self) -> HuggingFace | None:
+        """See `ModelConfig.hugging_face`."""
+        from forge_model.hf.checkpoint import DecoderCheckpoint
+
+        return DecoderCheckpoint(self)
 
     def build(self) -> nn.Module:
         """See `ModelConfig.build`."""
@@ -167,35 +205,35 @@ class DecoderConfig(ModelConfig):
         sizes = {"vocab_size": self.vocab_size}
         for index in range(self.num_layers):
             layer = self.layer(index)
-            parts = {"attention": layer.attention.tensor_sizes(), "ffn": layer.ffn.tensor_sizes(self.dim)}
-            named = {f"{part}.{key}": size for part, found in parts.items() for key, size in found.items()}
-            for key, size in named.items():
+            for key, size in layer.block.tensor_sizes(layer, self.dim).items():
                 same = sizes.setdefault(key, size) == size
                 sizes |= {} if same else {f"layer {index} {key}": size}
         return sizes
 
-    def require_axes(self, tp: int, cp: int) -> None:
+    def require_axes(self, tp: int, cp: int, sequence: bool = True, method: str = "gather") -> None:
         """See `ModelConfig.require_axes`."""
         for index in range(self.num_layers):
             layer = self.layer(index)
             try:
-                layer.attention.require_axes(layer.norm, tp, cp)
+                layer.block.require_axes(layer, tp, cp, sequence, method)
             except ValueError as error:
                 raise ValueError(f"layer {index}: {error}") from None
 
     def expert_counts(self) -> dict[str, int]:
         """See `ModelConfig.expert_counts`."""
-        return {name: ffn.num_experts for name, ffn in self._moe().items()}
+        return self._of_experts(lambda ffn: ffn.expert_counts())
 
     def expert_groups(self) -> dict[str, int]:
         """See `ModelConfig.expert_groups`."""
-        routers = {name: ffn.router for name, ffn in self._moe().items()}
-        chosen = {name: (getattr(r, "groups", 1), getattr(r, "top_groups", 1)) for name, r in routers.items()}
-        return {name: groups if groups > top else 1 for name, (groups, top) in chosen.items()}
+        return self._of_experts(lambda ffn: ffn.expert_groups())
 
-    def _moe(self) -> dict[str, MoEConfig]:
-        layers = {f"layer {index}": self.layer(index).ffn for index in range(self.num_layers)}
-        return {name: ffn for name, ffn in layers.items() if isinstance(ffn, MoEConfig)}
+    def _of_experts(self, tell: Callable[[FfnConfig], dict[str, int]]) -> dict[str, int]:
+        """What feed-forwards tell of their layers of experts, by the number of the layer and their names."""
+        return {
+            f"layer {index}" + (f" {name}" if name else ""): number
+            for index in range(self.num_layers)
+            for name, number in tell(self.layer(index).ffn).items()
+        }
 
     def require_stages(self, layers: Sequence[int]) -> None:
         """See `ModelConfig.require_stages`."""
@@ -214,10 +252,7 @@ class DecoderConfig(ModelConfig):
     def layer_flops(self, tokens: int, causal: bool = True) -> list[float]:
         """See `ModelConfig.layer_flops`."""
         layers = (self.layer(index) for index in range(self.num_layers))
-        return [
-            layer.attention.forward_flops(self.dim, tokens, causal) + layer.ffn.forward_flops(self.dim)
-            for layer in layers
-        ]
+        return [layer.block.forward_flops(layer, self.dim, tokens, causal) for layer in layers]
 
     def flops_per_token(self, tokens: int, causal: bool = True) -> float:
         """See `ModelConfig.flops_per_token`."""

@@ -8,14 +8,13 @@ projection.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_model.attention.cache import LayerCache
-from forge_model.attention.rope import Rope
+from forge_model.decoder.context import Context
 from forge_model.layers import Linear
 from forge_model.loss.cross_entropy import LossTerms, Sum
 from forge_model.norm_config import NormConfig
@@ -30,6 +29,13 @@ class MTPModule(nn.Module):
         norm: of what the head and the next depth are given.
     """
 
+    tensor_roles: ClassVar[dict[str, str]] = {
+        "project": "tokenwise",
+        "embed_norm": "norm",
+        "hidden_norm": "norm",
+        "norm": "norm",
+    }
+
     def __init__(self, block: nn.Module, norm: NormConfig, dim: int) -> None:
         super().__init__()
         self.embed_norm = norm.build(dim)
@@ -38,12 +44,10 @@ class MTPModule(nn.Module):
         self.block = block
         self.norm = norm.build(dim)
 
-    def forward(
-        self, embedded: Tensor, hidden: Tensor, rope: Rope, mask: Any, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, context: Context) -> Tensor:
         """[B, T, D] of tokens k further on, and [B, T, D] of the depth before -> [B, T, D]."""
         both = torch.cat([self.embed_norm(embedded), self.hidden_norm(hidden)], -1)
-        return self.norm(self.block(self.project(both), rope, mask, cache))
+        return self.norm(self.block(self.project(both), context))
 
 
 def ahead(x: Tensor, by: int, fill: int) -> Tensor:

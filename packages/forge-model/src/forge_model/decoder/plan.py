@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
-import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from forge_model.moe.layer import moe_layers
+from forge_model.decoder.declared import as_patterns, roles_by_pattern, tensor_roles
+from forge_model.moe.layer import expert_layers
 
 if TYPE_CHECKING:
     from forge_model.decoder.decoder import Decoder
 
-PREFIXES = ("layers.*", "mtp.*.block")
-"""Where blocks are."""
+BY_TOKEN = ["tokens", "labels", "doc_ids", "span_ids", "positions", "ahead_tokens", "ahead_labels"]
+"""The inputs that every decoder may be given for each token."""
 
-BLOCK_ROLES = {
-    "attention": "gather",
-    "attention.w[qkv]": "colwise",
-    "attention.w*_up": "colwise",
-    "attention.w*_down": "replicated",
-    "attention.kv_norm": "replicated",
-    "attention.wo": "rowwise",
-    "attention.sinks": "heads",
-    "attention_norm": "norm",
-    "attention_post_norm": "norm",
-    "ffn_norm": "norm",
-    "ffn_post_norm": "norm",
-}
-"""What the parts of a block are under tensor parallelism; those of the feed-forward depend on its kind."""
+
+def blocks_of(decoder: Decoder) -> dict[str, nn.Module]:
+    """The blocks by name, those of multi-token prediction too."""
+    named = decoder.named_children()
+    children = {name: dict(child.named_children()) for name, child in named if name in ("layers", "mtp")}
+    blocks = {f"layers.{name}": block for name, block in children.get("layers", {}).items()}
+    return blocks | {
+        f"mtp.{k}.block": one.get_submodule("block") for k, one in children.get("mtp", {}).items()
+    }
 
 
 def plan_of(decoder: Decoder) -> dict[str, Any]:
-    """The plan of a decoder, or of a part of one."""
+    """The plan of a decoder, or of a part of one: collected of what its modules say."""
     config, ahead = decoder.config, [f"mtp.{k}" for k in decoder.mtp]
     outside = [name for name in ("embed", "norm", "head") if getattr(decoder, name) is not None]
     units = [[name for name in names if name in outside] for names in (["embed"], ["norm", "head"])]
     costs = config.layer_flops(config.max_tokens)
+    attention = [name for name, module in decoder.named_modules() if hasattr(module, "attend")]
+    by_token = [name for name, kind in config.side_inputs().items() if kind == "token"]
     return {
         "blocks": "layers.*",
         "units": [*([] if config.tie_embeddings else [u for u in units if u]), *([name] for name in ahead)],
-        "tensor": _tensor_roles(decoder) | {name: name for name in outside},
+        "tensor": roles_by_pattern(decoder, tensor_roles(decoder)),
         "stages": {
             "first": ["embed"],
             "last": ["norm", "head", *ahead],
@@ -50,28 +47,8 @@ def plan_of(decoder: Decoder) -> dict[str, Any]:
             "last_cost": config.flops_per_token(config.max_tokens) / 3 - sum(costs),
         },
         "divisible": config.tensor_sizes(),
-        "attention": [f"{prefix}.attention" for prefix in (PREFIXES if ahead else PREFIXES[:1])],
-        "experts": list(moe_layers(decoder)),
-        "sequence_inputs": ["tokens", "labels", "doc_ids", "positions", "ahead_tokens", "ahead_labels"],
+        "attention": as_patterns(decoder, attention),
+        "experts": list(expert_layers(decoder)),
+        "sequence_inputs": [*BY_TOKEN, *by_token],
         "no_fp8": [name for name in outside if name == "head"],
     }
-
-
-def _tensor_roles(decoder: Decoder) -> dict[str, str]:
-    roles = {f"{prefix}.{part}": role for prefix in PREFIXES for part, role in BLOCK_ROLES.items()}
-    roles |= {"mtp.*.project": "tokenwise", "mtp.*.*norm": "norm"}
-    blocks: dict[str, nn.Module] = {f"layers.{name}": block for name, block in decoder.layers.items()}
-    blocks |= {f"mtp.{k}.block": module.get_submodule("block") for k, module in decoder.mtp.items()}
-    experts = list(moe_layers(decoder))
-    dense = [f"{name}.ffn" for name in blocks if f"{name}.ffn" not in experts]
-    for ffn in dense if experts else [f"{prefix}.ffn" for prefix in PREFIXES]:
-        roles |= {ffn: "gather", f"{ffn}.w_[gu]*": "colwise", f"{ffn}.w_down": "rowwise"}
-    for ffn in experts:
-        parts = ("router", "experts", "shared.w_*", "shared_gate")
-        roles |= {f"{ffn}.{part}": "tokenwise" for part in parts}
-    over_head = {name: getattr(one.attention, "norm_heads", True) for name, one in blocks.items()}
-    alike = all(over_head.values())
-    for name, over in (dict.fromkeys(PREFIXES, True) if alike else over_head).items():
-        roles[f"{name}.attention.[qk]_norm"] = "head_norm" if over else "cut_norm"
-    names = [name for name, _ in decoder.named_modules()]
-    return {pattern: role for pattern, role in roles.items() if fnmatch.filter(names, pattern)}

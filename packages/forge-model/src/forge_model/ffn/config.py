@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from forge_config import Config, Meta, Registry
 from msgspec.structs import replace
 
+from forge_model.side_inputs import Needs
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -19,7 +21,10 @@ class FfnConfig(Config):
     Attributes:
         dim: hidden width; absent means the default of the kind.
         bias: biases on all projections.
+        needs: the side inputs that the module is given by keyword.
     """
+
+    needs: ClassVar[Needs] = {}
 
     dim: Count | None = None
     bias: bool = False
@@ -43,6 +48,14 @@ class FfnConfig(Config):
     def forward_flops(self, dim: int) -> float:
         """Matmul FLOPs a token of a forward pass."""
         raise NotImplementedError
+
+    def expert_counts(self) -> dict[str, int]:
+        """How many experts each layer of experts inside has, by its name; "" is the module itself."""
+        return {}
+
+    def expert_groups(self) -> dict[str, int]:
+        """Of each of these layers, how many groups of experts there are if a token chooses in some; or 1."""
+        return dict.fromkeys(self.expert_counts(), 1)
 
 
 ffns = Registry("ffn", FfnConfig, default="swiglu")

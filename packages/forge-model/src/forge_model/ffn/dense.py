@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,6 +30,14 @@ def clamped_unit(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor
 class GatedFfn(nn.Module):
     """w_down(activation(w_gate x) * w_up x). Source: Shazeer 2020, arXiv:2002.05202 eq. 6."""
 
+    residual_writers: ClassVar[tuple[str, ...]] = ("w_down.weight",)
+    tensor_roles: ClassVar[dict[str, str]] = {
+        "": "gather",
+        "w_gate": "colwise",
+        "w_up": "colwise",
+        "w_down": "rowwise",
+    }
+
     def __init__(self, dim: int, hidden: int, activation: str, bias: bool) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[activation]
@@ -43,6 +52,9 @@ class GatedFfn(nn.Module):
 
 class MLP(nn.Module):
     """w_down(activation(w_up x))."""
+
+    residual_writers: ClassVar[tuple[str, ...]] = ("w_down.weight",)
+    tensor_roles: ClassVar[dict[str, str]] = {"": "gather", "w_up": "colwise", "w_down": "rowwise"}
 
     def __init__(self, dim: int, hidden: int, activation: str, bias: bool) -> None:
         super().__init__()

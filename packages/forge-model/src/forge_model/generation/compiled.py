@@ -5,6 +5,7 @@ B batch, K kv heads, S capacity, H head dim, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_model.attention.cache import Cache, LayerCache
+from forge_model.attention.cache import Cache, LayerCache, positions_after
 from forge_model.attention.mask import Mask
-from forge_model.attention.rope import Rope
+from forge_model.decoder.context import Context
 from forge_model.error import ModelError
 
 MULTIPLE = 128
@@ -55,11 +56,11 @@ class CompiledDecoding:
         """
         from torch._dynamo.exc import BackendCompilerFailed  # takes seconds, and is here by now
 
-        x, tables = self._model.prepared(tokens, self._cache)
+        x, contexts = self._model.prepared(tokens, self._cache)
         limits, self._limits = self._limits, nullcontext()
         try:
             with limits:
-                logits = self._run(self._model, x, tables, self._cache.layers)
+                logits = self._run(self._model, x, contexts, self._cache.side)
         except BackendCompilerFailed as error:
             raise ModelError(
                 f"generation cannot be compiled here, go on without: {error.inner_exception}"
@@ -73,8 +74,8 @@ def _compiled() -> Any:
     return torch.compile(_logits, dynamic=False)
 
 
-def _logits(model: Any, x: Tensor, tables: list[tuple[Rope, Any]], layers: list[LayerCache]) -> Tensor:
-    return model.read_out(model.run(x, tables, layers))[:, -1]
+def _logits(model: Any, x: Tensor, contexts: list[Context], side: Mapping[str, Tensor]) -> Tensor:
+    return model.read_out(model.run(x, contexts), side=side)[:, -1]
 
 
 class _StaticLayer(LayerCache):
@@ -99,13 +100,12 @@ class _StaticCache:
     def __init__(self, cache: Cache) -> None:
         self.position = torch.tensor([cache.length], device=cache.device)
         self.layers = [_StaticLayer(layer, self.position) for layer in cache.layers]
-        self._padding = cache.padding
+        self.side = cache.side
+        self._padding, self._shift = cache.padding, cache.shift
 
     def positions(self, tokens: int) -> Tensor:
         """[1] or [B, 1], as `Cache.positions` for one token."""
-        if self._padding is None:
-            return self.position
-        return (self.position - self._padding[:, None]).clamp(min=0)
+        return positions_after(self.position, self._padding, self._shift)
 
     def mask(self, tokens: int) -> Mask:
         """What the next token may see."""
@@ -125,7 +125,7 @@ class _OneOfRoom(Mask):
         """Never: keys beyond the position have not been written."""
         return False
 
-    def is_one_query(self) -> bool:
+    def sees_last_keys(self, window: int | None) -> bool:
         """No: it does not see the last keys of the room."""
         return False
 

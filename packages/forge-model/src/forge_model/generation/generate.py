@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forge_model.attention.cache import Cache
-from forge_model.decoder.config import DecoderConfig
 from forge_model.error import ModelError
 from forge_model.generation.compiled import CompiledDecoding, shared_capacity
 from forge_model.generation.speculate import Speculation
+from forge_model.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,13 @@ def generate(
     on_tokens: Callable[[list[int | None]], Iterable[int] | None] | None = None,
     speculative: bool = False,
     compiled: bool = False,
+    inputs: Mapping[str, Tensor] | None = None,
 ) -> list[list[int]]:
     """Continue each prompt, with a key-value cache.
 
     Args:
-        model: a `Decoder`, unsharded on one device.
+        model: a `Decoder`, or another model with `begin`, `new_cache` and `writer` as it has; unsharded on
+            one device.
         prompts: token ids; of different lengths, padded on the left inside. None may be empty.
         max_new_tokens: most tokens written for a prompt, at least 1.
         sampling: how tokens are chosen.
@@ -89,6 +92,7 @@ def generate(
         speculative: let the modules of multi-token prediction propose tokens. Greedy only; writes the same.
         compiled: compile the step of one token, once for each batch size and each room of 128 tokens; sums
             are then rounded differently, which may decide between tokens that are about as likely.
+        inputs: what else the model takes of the prompts, which are padded on the left.
 
     Returns:
         The new token ids of each prompt.
@@ -96,8 +100,10 @@ def generate(
     Raises:
         ModelError: a prompt is empty or has a token that the model does not know; there is nothing to write;
             or prompt and answer do not fit into `max_tokens`; or `speculative` without such modules, or with
-            tokens that are drawn; or both `speculative` and `compiled`.
+            tokens that are drawn; or both `speculative` and `compiled`; or the model does not write.
     """
+    if not hasattr(model, "begin"):
+        raise ModelError(f"a {type(model).__name__} does not write text: it has no method `begin`")
     longest = _longest_prompt(prompts, max_new_tokens, model.config)  # type: ignore[arg-type]
     sampling = sampling or Sampling()
     device = next(model.parameters()).device
@@ -107,17 +113,19 @@ def generate(
     if speculative:
         _require_speculation(model, sampling, compiled)
         return _speculated(Speculation(model, tokens, padding, max_new_tokens), max_new_tokens, written)
+    maker: Any = model
     some = padding if any(len(prompt) < longest for prompt in prompts) else None
     capacity = longest + max_new_tokens
     if compiled:
         capacity = shared_capacity(capacity, model.config.max_tokens)  # type: ignore[arg-type, union-attr]
-    cache = Cache(model.config.num_layers, capacity, some, device)  # type: ignore[arg-type, union-attr]
+    cache: Cache = maker.new_cache(capacity, some, device)
+    logits: Tensor = maker.begin(tokens, cache, **(inputs or {}))
+    writer = maker.writer
 
     def logits_after(tokens: Tensor) -> Tensor:
-        return model(tokens, cache=cache, last_logits=1)[:, -1]
+        return writer(tokens, cache=cache, last_logits=1)[:, -1]
 
-    logits = logits_after(tokens)
-    decode = CompiledDecoding(model, cache) if compiled else logits_after
+    decode = CompiledDecoding(writer, cache) if compiled else logits_after
     while True:
         chosen = sampling.choose(logits, generator)
         written.add(chosen)
@@ -177,7 +185,7 @@ def _require_speculation(model: nn.Module, sampling: Sampling, compiled: bool) -
         )
 
 
-def _longest_prompt(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: DecoderConfig) -> int:
+def _longest_prompt(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: ModelConfig) -> int:
     """The length of the longest prompt, once it is clear that all of them can be continued."""
     if max_new_tokens < 1:
         raise ModelError(f"given max_new_tokens = {max_new_tokens}; expected at least 1")

@@ -103,6 +103,15 @@ class MoEConfig(FfnConfig):
         """See `FfnConfig.tensor_sizes`: experts are not cut."""
         return {}
 
+    def expert_counts(self) -> dict[str, int]:
+        """See `FfnConfig.expert_counts`."""
+        return {"": self.num_experts}
+
+    def expert_groups(self) -> dict[str, int]:
+        """See `FfnConfig.expert_groups`."""
+        groups, top = getattr(self.router, "groups", 1), getattr(self.router, "top_groups", 1)
+        return {"": groups if groups > top else 1}
+
     def forward_flops(self, dim: int) -> float:
         """See `FfnConfig.forward_flops`: of what a token uses, with none dropped."""
         matrices = 3 if self.gated else 2

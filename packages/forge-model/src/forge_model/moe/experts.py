@@ -28,6 +28,7 @@ class Experts(nn.Module):
         product: of rows and one of these matrices; another one than `grouped_linear` may be put in its place.
     """
 
+    residual_writers: ClassVar[tuple[str, ...]] = ("w_down",)
     roles: ClassVar[dict[str, Role]] = {
         "w_gate": "expert",
         "w_up": "expert",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +54,36 @@ def here(
     return out
 
 
+class ExpertLayer(Protocol):
+    """What a layer of experts has, of whatever kind it is. A module says that it is one by `holds_experts`.
+
+    Attributes:
+        holds_experts: True.
+        num_experts: E.
+        experts: a module of stacked parameters [E, ...]; see `forge_parallel.expert_parallel`.
+        dispatch: brings tokens to experts; another one may be put in its place.
+        step_tokens: tokens of the next global batch, which the auxiliary losses of the layer are divided by.
+        tally: of the calls since the last optimizer step.
+    """
+
+    holds_experts: ClassVar[bool]
+    num_experts: int
+    experts: nn.Module
+    dispatch: Dispatch
+    step_tokens: int | None
+    tally: Tally
+
+    def idle_parameters(self) -> int:
+        """Parameters of experts that do not serve a token."""
+        ...
+
+    def load(self, sums: Tensor) -> dict[str, Tensor]:
+        """Learn from the sums [E + len(EXTRAS)] of a step over all ranks; returns statistics, [] each."""
+        ...
+
+
 class MoE(nn.Module):
-    """A router, experts, perhaps shared ones that serve every token.
+    """A router, experts, perhaps shared ones that serve every token; an `ExpertLayer`.
 
     Attributes:
         dispatch: brings tokens to experts; another one may be put in its place.
@@ -66,6 +94,7 @@ class MoE(nn.Module):
         tally: of the calls since the last optimizer step.
     """
 
+    holds_experts: ClassVar[bool] = True
     dispatch: Dispatch
     step_tokens: int | None = None
     sum_over_sequence: Callable[[Tensor], Tensor] | None = None
@@ -83,6 +112,7 @@ class MoE(nn.Module):
         self.shared_gate = SharedGate(dim) if config.shared_gate else None
         self.dispatch = here
         self.tally = Tally()
+        self.tensor_roles = self._tensor_roles()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
@@ -99,6 +129,15 @@ class MoE(nn.Module):
             tokens = x.shape[0] * x.shape[1]
             out = tallied(out, loss * (tokens / (self.step_tokens or tokens)), counted, self.tally)
         return out + shared[0] if shared else out
+
+    def _tensor_roles(self) -> dict[str, str | None]:
+        """All ranks of tensor parallelism hold the shared experts, too: nothing of them is cut."""
+        roles: dict[str, str | None] = dict.fromkeys(("router", "experts", "shared_gate"), "tokenwise")
+        if self.shared is not None:
+            roles |= {"shared": None} | {
+                f"shared.{name}": "tokenwise" for name, _ in self.shared.named_children()
+            }
+        return roles
 
     def _of_shared(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D], what the experts make that serve every token."""
@@ -148,16 +187,17 @@ def _dropped(routing: Routing, num_experts: int) -> Tensor:
     return torch.nn.functional.pad(dropped[None], (place, len(EXTRAS) - EXTRAS.index("dropped") - 1))
 
 
-def moe_layers(model: nn.Module) -> dict[str, MoE]:
-    """The mixtures of experts in a model, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+def expert_layers(model: nn.Module) -> dict[str, ExpertLayer]:
+    """The layers of experts in a model, by name: those that say that they are."""
+    named = model.named_modules()
+    return {name: cast(ExpertLayer, layer) for name, layer in named if getattr(layer, "holds_experts", False)}
 
 
-def learn_from_load(layers: dict[str, MoE], sum_: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def learn_from_load(layers: dict[str, ExpertLayer], sum_: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Let routers learn what a step has counted, in one sum over ranks. Collective.
 
     Args:
-        layers: from `moe_layers`, the same on all ranks of the sum.
+        layers: from `expert_layers`, the same on all ranks of the sum.
         sum_: over all ranks that see other tokens.
 
     Returns:
@@ -167,7 +207,7 @@ def learn_from_load(layers: dict[str, MoE], sum_: Callable[[Tensor], Tensor]) ->
         return {}
     sizes = [layer.num_experts + len(EXTRAS) for layer in layers.values()]
     taken = [layer.tally.take() for layer in layers.values()]
-    device = next(next(iter(layers.values())).parameters()).device
+    device = next(next(iter(layers.values())).experts.parameters()).device
     sums = [
         torch.zeros(size, dtype=torch.float64, device=device) if one is None else one
         for one, size in zip(taken, sizes, strict=True)

@@ -161,6 +161,7 @@ class SigmoidRouter(TopKRouter):
         selection_bias: [E] float32, added for selection only; no gradient flows into it.
     """
 
+    initial_buffers: ClassVar[dict[str, float]] = {"selection_bias": 0.0}
     selection_bias: Tensor
 
     def __init__(self, config: SigmoidRouterConfig, dim: int, num_experts: int, top_k: int) -> None:

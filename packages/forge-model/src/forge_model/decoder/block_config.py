@@ -1,0 +1,69 @@
+"""What `[model.block]` holds: how the parts of a layer make a block, and what a block needs beside them.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from forge_config import Config, Registry
+
+from forge_model.side_inputs import Needs
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_model.decoder.config import LayerConfig
+
+
+class BlockConfig(Config):
+    """Interface of `[model.block]`.
+
+    Attributes:
+        needs: the side inputs of the model that the block itself is given, by name, and their kinds; its
+            feed-forward and its norms say theirs.
+    """
+
+    needs: ClassVar[Needs] = {}
+
+    def build(self, layer: LayerConfig, dim: int) -> nn.Module:
+        """A module ([B, T, D], `forge_model.decoder.context.Context`) -> [B, T, D]."""
+        raise NotImplementedError
+
+    def forward_flops(self, layer: LayerConfig, dim: int, tokens: int, causal: bool) -> float:
+        """Matmul FLOPs a token of a forward pass over sequences of `tokens`."""
+        return layer.attention.forward_flops(dim, tokens, causal) + layer.ffn.forward_flops(dim)
+
+    def tensor_sizes(self, layer: LayerConfig, dim: int) -> dict[str, int]:
+        """The sizes, by key, that tensor parallelism must divide."""
+        parts = {"attention": layer.attention.tensor_sizes(), "ffn": layer.ffn.tensor_sizes(dim)}
+        return {f"{part}.{key}": size for part, found in parts.items() for key, size in found.items()}
+
+    def require_axes(self, layer: LayerConfig, tp: int, cp: int, sequence: bool, method: str) -> None:
+        """See `ModelConfig.require_axes`."""
+        layer.attention.require_axes(layer.norm, tp, cp)
+        by_token = [name for name, kind in layer.needs().items() if kind == "token"]
+        if tp > 1 and sequence and by_token:
+            raise ValueError(
+                f"{', '.join(by_token)}: side inputs of each token, while sequence parallelism cuts the "
+                "tokens between the parts of a block; set tensor_parallel.sequence = false"
+            )
+
+    def dense_name(self, name: str) -> str:
+        """Where a weight of this block lies in a standard block; for warm starts."""
+        return name
+
+
+blocks = Registry("block", BlockConfig, default="standard")
+
+
+@blocks.register("standard")
+class StandardBlockConfig(BlockConfig):
+    """x + attention(norm(x)), then x + ffn(norm(x)); `norm_order` says where the norms are."""
+
+    def build(self, layer: LayerConfig, dim: int) -> nn.Module:
+        """See `BlockConfig.build`."""
+        from forge_model.decoder.block import Block
+
+        return Block(layer, dim)

@@ -1,0 +1,130 @@
+"""What modules say of themselves: no rule looks at names.
+
+A module says it in attributes, each optional, with names relative to itself:
+
+    tensor_roles: {module: role} under tensor parallelism; "" is the module itself. What an outer module says
+        holds against what an inner one says; None takes a role away. A name whose module is None here is
+        passed over.
+    residual_writers: (parameter, ...) that write into the residual stream; they start smaller.
+    initial_buffers: {buffer: value}.
+    holds_experts: True; see `forge_model.moe.layer.ExpertLayer`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from forge_model.error import ModelError
+
+
+def tensor_roles(model: nn.Module) -> dict[str, str]:
+    """The role of each module under tensor parallelism, by name.
+
+    Raises:
+        ModelError: a module gives a role to a name that it does not have.
+    """
+    roles: dict[str, str | None] = {}
+    for prefix, module in model.named_modules():
+        for name, role in _said(module, "tensor_roles", {}).items():
+            if _is_there(module, name, prefix, "tensor_roles"):
+                roles.setdefault(joined(prefix, name), role)
+    return {name: role for name, role in roles.items() if role is not None}
+
+
+def residual_writers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> set[str]:
+    """The names of the weights that write into the residual stream.
+
+    Args:
+        model: the modules of which say so.
+        blocks: its blocks by name; each part of one that has matrices must say something, if only `()`.
+
+    Raises:
+        ModelError: a part does not, or a module names a weight that it does not have.
+    """
+    writers: set[str] = set()
+    says: set[str] = set()
+    for prefix, module in model.named_modules():
+        if (names := _said(module, "residual_writers", None)) is None:
+            continue
+        says.add(prefix)
+        writers |= {
+            joined(prefix, name) for name in names if _is_there(module, name, prefix, "residual_writers")
+        }
+    for name, block in blocks.items():
+        if name not in says:
+            _require_said(name, block, says)
+    return writers
+
+
+def initial_buffers(model: nn.Module) -> dict[str, float]:
+    """The value that each buffer of which one is said starts with, by name."""
+    return {
+        joined(prefix, name): value
+        for prefix, module in model.named_modules()
+        for name, value in _said(module, "initial_buffers", {}).items()
+    }
+
+
+def as_patterns(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Names of modules, `*` for numbers where every module of that form is named: few for many layers."""
+    return list(_patterns(model, dict.fromkeys(names, "")))
+
+
+def roles_by_pattern(model: nn.Module, roles: Mapping[str, str]) -> dict[str, str]:
+    """The same roles by pattern: `*` stands for numbers where every module of that form has the same role."""
+    return _patterns(model, roles)
+
+
+def _patterns(model: nn.Module, roles: Mapping[str, str]) -> dict[str, str]:
+    there = Counter(_form(name) for name, _ in model.named_modules())
+    named = Counter(_form(name) for name in roles)
+    kinds: dict[str, set[str]] = {}
+    for name, role in roles.items():
+        kinds.setdefault(_form(name), set()).add(role)
+    shared = {form for form, found in kinds.items() if len(found) == 1 and named[form] == there[form]}
+    return {_form(name) if _form(name) in shared else name: role for name, role in roles.items()}
+
+
+def _form(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def joined(prefix: str, name: str) -> str:
+    """A dotted name below a prefix, either of which may be empty."""
+    return ".".join(part for part in (prefix, name) if part)
+
+
+def _said(module: nn.Module, attribute: str, default: Any) -> Any:
+    said = getattr(module, attribute, default)
+    return default if isinstance(said, nn.Module) else said
+
+
+def _is_there(module: nn.Module, name: str, prefix: str, attribute: str) -> bool:
+    """Whether what a module names exists, which may be None."""
+    found: Any = module
+    for part in name.split(".") if name else ():
+        if not hasattr(found, part):
+            raise ModelError(
+                f"{attribute} of {prefix or 'the model'}, a {type(module).__name__}, names {name!r}, which "
+                "it does not have"
+            )
+        if (found := getattr(found, part)) is None:
+            return False
+    return True
+
+
+def _require_said(name: str, block: nn.Module, says: set[str]) -> None:
+    for child, part in block.named_children():
+        below = f"{name}.{child}"
+        has_matrix = any(parameter.ndim > 1 for parameter in part.parameters())
+        if has_matrix and not any(one == below or one.startswith(f"{below}.") for one in says):
+            raise ModelError(
+                f"{below}, a {type(part).__name__}, does not say which of its weights write into the "
+                "residual stream and so start smaller; give it an attribute residual_writers = "
+                '("out_proj.weight",), or () if none does'
+            )

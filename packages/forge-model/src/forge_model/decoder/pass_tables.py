@@ -1,0 +1,80 @@
+"""What the blocks of one forward pass share: each table of rotations and each mask is made once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_model.attention.cache import LayerCache
+from forge_model.attention.mask import Attend, Mask, softmax_attention
+from forge_model.attention.rope import Rope, RopeTables
+from forge_model.decoder.config import LayerConfig
+from forge_model.decoder.context import Context
+
+
+class PassTables:
+    """Rotations and masks of one forward pass.
+
+    Args:
+        mask: the description of what tokens see.
+        tables: of the model.
+        tokens: [B, T].
+        positions: as for `RopeTables`.
+        dtype: of the model.
+        dim: width of the residual stream.
+    """
+
+    def __init__(
+        self,
+        mask: Mask,
+        tables: RopeTables,
+        tokens: Tensor,
+        positions: Tensor | None,
+        dtype: torch.dtype,
+        dim: int,
+    ) -> None:
+        self._mask, self._tables, self._dim = mask, tables, dim
+        self._where = (tokens, positions, torch.promote_types(dtype, torch.float32))
+        self._ropes: list[tuple[Any, int, Rope]] = []
+        self._masks: list[tuple[Attend, int | None, Any]] = []
+
+    def context(
+        self,
+        config: LayerConfig,
+        block: nn.Module,
+        cache: LayerCache | None = None,
+        side: Mapping[str, Tensor] | None = None,
+    ) -> Context:
+        """What one block is given.
+
+        Args:
+            config: of its layer.
+            block: its `attention.attend`, if it has one, makes its mask.
+            cache: of its layer.
+            side: the side inputs that it needs.
+        """
+        attend = getattr(getattr(block, "attention", None), "attend", softmax_attention)
+        mask = self._resolved(attend, config.attention.window)
+        return Context(self._rope(config), mask, cache, side or {})
+
+    def _rope(self, config: LayerConfig) -> Rope | None:
+        if not config.rope.rotates:
+            return None
+        width = config.attention.rotary_dim(self._dim)
+        for rope, head_dim, made in self._ropes:
+            if head_dim == width and rope == config.rope:
+                return made
+        made = self._tables(config.rope, width, *self._where)
+        self._ropes.append((config.rope, width, made))
+        return made
+
+    def _resolved(self, attend: Attend, window: int | None) -> Any:
+        for known, of, made in self._masks:
+            if known is attend and of == window:
+                return made
+        made = attend.resolve(self._mask, window)
+        self._masks.append((attend, window, made))
+        return made

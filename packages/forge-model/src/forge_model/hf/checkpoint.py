@@ -1,0 +1,74 @@
+"""How a model and a Hugging Face checkpoint become one another. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forge_model.hf.config import config_to_hf, require_weights_of
+
+if TYPE_CHECKING:
+    from forge_model.decoder.config import DecoderConfig
+    from forge_model.model_config import ModelConfig
+
+
+class HuggingFace(Protocol):
+    """What `ModelConfig.hugging_face` returns: one model in the language of `transformers`.
+
+    All methods raise `ModelError` where no class of `transformers` computes what the model does.
+    """
+
+    def config(
+        self,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
+    ) -> dict[str, Any]:
+        """The `config.json` of the model."""
+        ...
+
+    def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Our tensors by their names; each is read when it is taken out."""
+        ...
+
+    def ours(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Their tensors by our names; each is read when it is taken out."""
+        ...
+
+    def require(self, hf: Mapping[str, Any], place: str) -> ModelConfig:
+        """See that the weights beside a `config.json` were made for this model; `place` is for the error."""
+        ...
+
+
+class DecoderCheckpoint:
+    """That of a decoder: the first family that can hold it. See `HuggingFace`."""
+
+    def __init__(self, model: DecoderConfig) -> None:
+        self._model = model
+
+    def config(
+        self,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
+    ) -> dict[str, Any]:
+        """See `HuggingFace.config`."""
+        return config_to_hf(
+            self._model, bos_token_id=bos_token_id, eos_token_id=eos_token_id, pad_token_id=pad_token_id
+        )
+
+    def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `HuggingFace.theirs`."""
+        from forge_model.hf.tensors import to_hf
+
+        return to_hf(tensors, self._model)
+
+    def ours(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `HuggingFace.ours`."""
+        from forge_model.hf.tensors import from_hf
+
+        return from_hf(tensors, self._model)
+
+    def require(self, hf: Mapping[str, Any], place: str) -> ModelConfig:
+        """See `HuggingFace.require`."""
+        return require_weights_of(self._model, hf, place)

@@ -1,0 +1,28 @@
+"""Inputs of a model beside its tokens that some parts need: what kinds there are. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+SideKind = Literal["token", "whole"]
+"""`token`: a value for each token, [B, ..., T], which context parallelism cuts; `whole`: anything else."""
+
+Needs = Mapping[str, SideKind]
+"""The side inputs that a part needs, by name."""
+
+
+def together(parts: Iterable[Needs]) -> dict[str, SideKind]:
+    """What several parts need.
+
+    Raises:
+        ValueError: one name has two kinds.
+    """
+    found: dict[str, SideKind] = {}
+    for needs in parts:
+        for name, kind in needs.items():
+            if found.setdefault(name, kind) != kind:
+                raise ValueError(
+                    f'the side input {name} is needed as "{found[name]}" and as "{kind}"; choose one'
+                )
+    return found
