@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from forge_model.attention.mask import BLOCK, Mask, flex_blocks
+from forge_model.attention.explicit import explicit_attention
+from forge_model.attention.mask import BLOCK, LastKeys, Mask, flex_blocks, softmax_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
@@ -78,3 +79,67 @@ def test_flex_blocks_never_hold_a_square_of_tokens():
     with Largest() as largest:
         flex_blocks(Mask(tokens, CPU, doc_ids), 1000)
     assert largest.elements <= max(2 * tokens, 2 * (tokens // BLOCK) ** 2 * 2)
+
+
+def brute_force(mask, window):
+    """[B, T, S] bool, token by token, from what the words of `Mask` say."""
+    rows = 1 if mask.by_row is None else len(mask.by_row)
+    total = mask.cached + mask.tokens
+    seen = torch.zeros(rows, mask.tokens, total, dtype=torch.bool)
+    for row in range(rows):
+        for t in range(mask.tokens):
+            query = mask.cached + t
+            for key in range(total):
+                near = window is None or (query - window < key < query + window)
+                sees = near and (key <= query or not mask.causal)
+                if mask.span_ids is not None:
+                    span = mask.span_ids[row, query]
+                    sees |= bool(span != 0 and span == mask.span_ids[row, key])
+                if mask.doc_ids is not None:
+                    sees &= bool(mask.doc_ids[row, query] == mask.doc_ids[row, key])
+                if mask.padding is not None:
+                    sees &= bool(key >= mask.padding[row]) or key == query
+                seen[row, t, key] = sees
+    return seen
+
+
+SPANS = torch.tensor([[0, 1, 1, 1, 0, 0, 2, 2, 0, 3, 3, 3], [4, 4, 0, 0, 0, 5, 5, 5, 5, 0, 0, 0]])
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 3 + [1] * 9])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("spans", [None, SPANS])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("padding", [None, torch.tensor([0, 2])])
+def test_mask_is_what_its_words_say(window, causal, spans, documents, padding):
+    mask = Mask(12, CPU, documents, padding=padding, span_ids=spans, causal=causal)
+    assert torch.equal(mask.dense(window)[:, 0], brute_force(mask, window))
+    query, key, value = torch.randn(3, 2, 2, 12, 4, dtype=torch.float64)
+    for attend in (softmax_attention, explicit_attention):
+        out = attend(query, key, value, attend.resolve(mask, window))
+        scores = (query @ key.mT / 2).masked_fill(~brute_force(mask, window)[:, None], float("-inf"))
+        torch.testing.assert_close(out, scores.softmax(-1) @ value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_of_flex_attention_know_spans_and_later_keys(window, causal):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    tokens = 400
+    spans = torch.zeros(2, tokens, dtype=torch.int64)
+    spans[0, 100:390], spans[1, 5:140], spans[1, 250:300] = 1, 1, 2
+    documents = (torch.arange(tokens) >= 395).long().expand(2, -1)
+    mask = Mask(tokens, CPU, documents, span_ids=spans, causal=causal)
+    query, key, value = torch.randn(3, 2, 2, tokens, 16)
+    expected = softmax_attention(query, key, value, mask.dense(window))
+    out = flex_attention(query, key, value, block_mask=flex_blocks(mask, window))
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+
+
+def test_attention_that_is_not_causal_needs_no_mask():
+    mask = Mask(6, CPU, causal=False)
+    assert isinstance(softmax_attention.resolve(mask, None), LastKeys)
+    assert isinstance(softmax_attention.resolve(mask, 3), torch.Tensor)

@@ -9,6 +9,9 @@ from forge_model.attention.config import LatentConfig as LatentConfig
 from forge_model.attention.config import attentions as attentions
 from forge_model.attention.rope_config import RopeConfig as RopeConfig
 from forge_model.attention.rope_config import ropes as ropes
+from forge_model.decoder.block_config import BlockConfig as BlockConfig
+from forge_model.decoder.block_config import StandardBlockConfig as StandardBlockConfig
+from forge_model.decoder.block_config import blocks as blocks
 from forge_model.decoder.config import DecoderConfig as DecoderConfig
 from forge_model.decoder.config import LayerConfig as LayerConfig
 from forge_model.decoder.config import LayerOverride as LayerOverride
@@ -35,6 +38,7 @@ from forge_model.norm_config import norms as norms
 
 __all__ = [
     "AttentionConfig",
+    "BlockConfig",
     "ClampConfig",
     "DecoderConfig",
     "ExpertChoiceConfig",
@@ -55,8 +59,10 @@ __all__ = [
     "RouterConfig",
     "SigmoidRouterConfig",
     "SoftmaxRouterConfig",
+    "StandardBlockConfig",
     "SwiGLUConfig",
     "attentions",
+    "blocks",
     "ffns",
     "losses",
     "models",

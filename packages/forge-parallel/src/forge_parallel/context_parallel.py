@@ -103,15 +103,25 @@ class _Shared:
             raise ParallelError(
                 "context parallelism is for training: it knows no padding and no cache of keys"
             )
-        documents = None if mask.doc_ids is None else self.cut.whole(mask.doc_ids, 1)
-        return replace(mask, tokens=mask.tokens * self.cut.ranks.size, doc_ids=documents)
+        ids = {name: getattr(mask, name, None) for name in ("doc_ids", "span_ids")}
+        whole = {name: self.cut.whole(one, 1) for name, one in ids.items() if one is not None}
+        return replace(mask, tokens=mask.tokens * self.cut.ranks.size, **whole)
 
 
 class GatherKeys(_Shared):
     """Keys and values of the whole sequence on each rank, for the queries of its own tokens."""
 
     def resolve(self, mask: Any, window: int | None) -> list[Any]:
-        """What the inner attention makes of each piece: the last queries of a sequence that ends there."""
+        """What the inner attention makes of each piece: the last queries of a sequence that ends there.
+
+        Raises:
+            ParallelError: a token may see later ones.
+        """
+        if getattr(mask, "span_ids", None) is not None or not getattr(mask, "causal", True):
+            raise ParallelError(
+                'context_parallel.method = "gather" gives each rank the keys up to its own tokens, and a '
+                'token here sees later ones (spans, or attention that is not causal); use "ulysses"'
+            )
         whole = self.whole(mask)
         width = self.cut.width(whole.tokens)
         resolved = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -139,17 +140,18 @@ def family_of(config: DecoderConfig) -> Family:
 
 def _held(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
     """The family that can hold a model, and the keys of its `config.json`."""
-    obstacles: dict[str, tuple[int, list[str]]] = {}
+    obstacles: dict[str, tuple[float, list[str]]] = {}
     for family in FAMILIES:
         try:
             keys = _keys(family, config)
             found = differences(config, config_from_hf(keys))
         except ModelError as error:
-            found = [str(error)]
+            found, apart = [str(error)], inf  # it has no words for some part, so it is not near
         else:
+            apart = len(found)
             if not found:
                 return family, keys
-        obstacles.setdefault("; ".join(found), (len(found), []))[1].append(family.model_type)
+        obstacles.setdefault("; ".join(found), (apart, []))[1].append(family.model_type)
     fewest = min(count for count, _ in obstacles.values())
     nearest = [f"\n  {', '.join(of)}: {what}" for what, (count, of) in obstacles.items() if count == fewest]
     raise ModelError(f"no Hugging Face family can hold this model; what stands in the way:{''.join(nearest)}")
