@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,27 +44,37 @@ class Figures:
         job = run.job
         self._device = run.mesh.device
         self._ranks = run.env.world_size
-        self._flops = job.model.flops_per_token(job.data.max_tokens)
-        self._flops_full = job.model.flops_per_token(job.data.max_tokens, causal=False)
+        self._model, self._text = job.model, [{"tokens": (1, job.data.max_tokens)}]
         compute = job.precision.compute_dtype(self._device.type)
         self._repeated = repeated_flops(job)
         self._peak = job.track.peak_tflops or _peak(self._device, compute)
 
-    def of(self, tokens_per_s: float) -> dict[str, float]:
-        """Figures by name; those by device, `mfu*`, `hfu` and `memory_gib` are not of the whole run."""
+    def of(self, tokens_per_s: float, shapes: Sequence[Mapping[str, Sequence[int]]] = ()) -> dict[str, float]:
+        """Figures by name; those by device, `mfu*`, `hfu` and `memory_gib` are not of the whole run.
+
+        Args:
+            tokens_per_s: of the run.
+            shapes: of the micro-batches that were trained on, as an example of what a token costs.
+        """
         by_device = tokens_per_s / self._ranks
+        flops, full = (self._flops(shapes or self._text, causal) for causal in (True, False))
         found = {
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_per_device": by_device,
-            "model_tflops": tokens_per_s * self._flops / 1e12,
+            "model_tflops": tokens_per_s * flops / 1e12,
             "memory_gib": _memory_bytes(self._device) / GIB,
         }
         if self._peak is not None:
-            found["mfu"] = by_device * self._flops / 1e12 / self._peak
-            found["mfu_full_attention"] = by_device * self._flops_full / 1e12 / self._peak
+            found["mfu"] = by_device * flops / 1e12 / self._peak
+            found["mfu_full_attention"] = by_device * full / 1e12 / self._peak
             if self._repeated is not None:
-                found["hfu"] = by_device * (self._flops + self._repeated) / 1e12 / self._peak
+                found["hfu"] = by_device * (flops + self._repeated) / 1e12 / self._peak
         return found
+
+    def _flops(self, shapes: Sequence[Mapping[str, Sequence[int]]], causal: bool) -> float:
+        """Model FLOPs a token."""
+        tokens = sum(prod(one["tokens"]) for one in shapes)
+        return sum(self._model.step_flops(one, causal) for one in shapes) / tokens
 
 
 def repeated_flops(job: Job, causal: bool = True) -> float | None:

@@ -55,7 +55,7 @@ class Log(Hook):
             "loss": loss,
             "grad_norm": norm,
             "lr": out.lr,
-            **self._figures.of(speed),
+            **self._figures.of(speed, out.shapes),
             **cache_counts(),
             "skipped": self._skipped_before - before,
             "goodput": self._goodput(),

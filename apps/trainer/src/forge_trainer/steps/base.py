@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -31,6 +31,7 @@ class StepOutput:
         samples: sequences in the global batch.
         tokens: tokens in the global batch.
         metrics: further device scalars by name, means over the global batch.
+        shapes: of the inputs of each micro-batch of this rank; empty where the step does not say.
     """
 
     loss: Tensor
@@ -40,6 +41,7 @@ class StepOutput:
     samples: int
     tokens: int
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    shapes: Sequence[Mapping[str, Sequence[int]]] = ()
 
 
 class Step(Protocol):

@@ -56,7 +56,8 @@ class TextStep:
         loss = means.pop("loss")
         norm, finite, lr, statistics = self.update(step, loss, held)
         metrics = means | self._of_all_stages(statistics)
-        return StepOutput(loss, norm, finite, lr, samples, tokens, metrics)
+        shapes = [{name: tuple(x.shape) for name, x in micro.inputs.items()} for micro in batch]
+        return StepOutput(loss, norm, finite, lr, samples, tokens, metrics, shapes)
 
     def _backward(self, batch: Batch) -> dict[str, Tensor]:
         """Accumulate gradients; returns means over the global batch."""
