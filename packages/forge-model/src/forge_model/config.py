@@ -22,6 +22,7 @@ from forge_model.ffn.config import SwiGLUConfig as SwiGLUConfig
 from forge_model.ffn.config import ffns as ffns
 from forge_model.loss.config import LossConfig as LossConfig
 from forge_model.loss.config import losses as losses
+from forge_model.model_config import ComposedConfig as ComposedConfig
 from forge_model.model_config import ModelConfig as ModelConfig
 from forge_model.model_config import models as models
 from forge_model.moe.config import ClampConfig as ClampConfig
@@ -40,6 +41,7 @@ __all__ = [
     "AttentionConfig",
     "BlockConfig",
     "ClampConfig",
+    "ComposedConfig",
     "DecoderConfig",
     "ExpertChoiceConfig",
     "FfnConfig",

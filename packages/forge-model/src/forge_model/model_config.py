@@ -104,4 +104,58 @@ class ModelConfig(Config):
         raise ValueError(f"a {type(self).__name__} cannot be cut into stages")
 
 
+class ComposedConfig(ModelConfig):
+    """A model around a language model: its other parts make features of what is no text.
+
+    What is asked of sizes, layouts and costs is answered by the language model; add what other parts do.
+    """
+
+    def language_model(self) -> tuple[str, ModelConfig]:
+        """The prefix of its weights, and its configuration."""
+        raise NotImplementedError
+
+    def parts(self) -> dict[str, ModelConfig]:
+        """See `ModelConfig.parts`."""
+        return dict([self.language_model()])
+
+    @property
+    def vocab_size(self) -> int:
+        """See `ModelConfig.vocab_size`."""
+        return self.language_model()[1].vocab_size
+
+    @property
+    def max_tokens(self) -> int:
+        """See `ModelConfig.max_tokens`."""
+        return self.language_model()[1].max_tokens
+
+    def flops_per_token(self, tokens: int, causal: bool = True) -> float:
+        """See `ModelConfig.flops_per_token`."""
+        return self.language_model()[1].flops_per_token(tokens, causal)
+
+    def layer_flops(self, tokens: int, causal: bool = True) -> list[float]:
+        """See `ModelConfig.layer_flops`."""
+        return self.language_model()[1].layer_flops(tokens, causal)
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """See `ModelConfig.tensor_sizes`."""
+        prefix, model = self.language_model()
+        return {f"{prefix}.{name}": size for name, size in model.tensor_sizes().items()}
+
+    def require_axes(self, tp: int, cp: int, sequence: bool = True, method: str = "gather") -> None:
+        """See `ModelConfig.require_axes`."""
+        self.language_model()[1].require_axes(tp, cp, sequence, method)
+
+    def expert_counts(self) -> dict[str, int]:
+        """See `ModelConfig.expert_counts`."""
+        return self.language_model()[1].expert_counts()
+
+    def expert_groups(self) -> dict[str, int]:
+        """See `ModelConfig.expert_groups`."""
+        return self.language_model()[1].expert_groups()
+
+    def require_stages(self, layers: Sequence[int]) -> None:
+        """See `ModelConfig.require_stages`."""
+        self.language_model()[1].require_stages(layers)
+
+
 models = Registry("model", ModelConfig, default="decoder")

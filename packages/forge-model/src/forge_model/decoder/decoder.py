@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,20 +13,19 @@ from forge_model.attention.mask import Mask
 from forge_model.attention.rope import RopeTables
 from forge_model.decoder.config import DecoderConfig
 from forge_model.decoder.context import Context
-from forge_model.decoder.declared import initial_buffers, residual_writers
+from forge_model.decoder.declared import residual_writers
 from forge_model.decoder.head import Head, LossFn
 from forge_model.decoder.init import Init
 from forge_model.decoder.mtp import MTPModule, combined, look_ahead
 from forge_model.decoder.pass_tables import PassTables
 from forge_model.decoder.plan import blocks_of, plan_of
-from forge_model.decoder.roles import Role, parameter_roles
 from forge_model.error import ModelError
 from forge_model.layers import Embedding
 from forge_model.loss.cross_entropy import LossTerms
-from forge_model.moe.layer import expert_layers, learn_from_load
+from forge_model.model import Model
 
 
-class Decoder(nn.Module):
+class Decoder(Model):
     """A language model. Parameters mean nothing before `forge_model.initialize` or a checkpoint writes them.
 
     A part of a model (a pipeline stage) has the same names: set `embed`, `norm` and `head` to None and delete
@@ -48,7 +47,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.init_std = config, config.init_std
         self.embed = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): _block(config, i) for i in range(config.num_layers)})
         self.norm = config.norm.build(config.dim)
@@ -283,43 +282,15 @@ class Decoder(nn.Module):
         """What may be done to this model in parallel, as plain data; see `forge_parallel.plan`."""
         return plan_of(self)
 
-    def parameter_roles(self) -> dict[str, Role]:
-        """What each parameter is for, by name."""
-        return parameter_roles(self)
-
-    def before_micro_batches(self, tokens: int) -> None:
-        """Be told of how many tokens the next global batch is: what auxiliary losses are divided by."""
-        for layer in expert_layers(self).values():
-            layer.step_tokens = tokens
-
-    def before_optimizer_step(self, sum_: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Let routers learn from the load of a step; see `learn_from_load`. Collective."""
-        return learn_from_load(expert_layers(self), sum_)
-
-    def active_parameters(self) -> int:
-        """Parameters that a token uses: of the experts, as many as serve it."""
-        idle = sum(layer.idle_parameters() for layer in expert_layers(self).values())
-        return sum(parameter.numel() for parameter in self.parameters()) - idle
-
     def initial_values(self) -> dict[str, Init]:
-        """How each parameter starts, by its role and by whether it writes into the residual stream; buffers.
+        """See `Model.initial_values`; weights that write into the residual stream start smaller.
 
         Raises:
             ModelError: a part of a block does not say which of its weights write into the residual stream.
         """
         writers = residual_writers(self, blocks_of(self))
-        values = {
-            name: self._initial_value(name, role, name in writers)
-            for name, role in self.parameter_roles().items()
-        }
-        return values | {name: Init("constant", value) for name, value in initial_buffers(self).items()}
-
-    def _initial_value(self, name: str, role: Role, writes_residual: bool) -> Init:
-        if role in ("norm", "bias"):
-            module = self.get_submodule(name.rpartition(".")[0])
-            return Init("constant", getattr(module, "initial_weight", 1.0) if role == "norm" else 0.0)
-        scale = (2 * self.config.num_layers) ** 0.5 if writes_residual else 1.0
-        return Init("normal", self.config.init_std / scale)
+        smaller = self.config.init_std / (2 * self.config.num_layers) ** 0.5
+        return super().initial_values() | {name: Init("normal", smaller) for name in writers}
 
 
 def _block(config: DecoderConfig, index: int) -> nn.Module:
