@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_config import Config, Meta, Registry
 
@@ -27,6 +27,10 @@ class ModelConfig(Config):
     def build(self) -> nn.Module:
         """The model, with parameters not yet meaningful; build it under `torch.device("meta")`."""
         raise NotImplementedError
+
+    def items(self) -> Any:
+        """What reads items of samples that are no text, a `forge_data.sources.items.ItemReader`, or None."""
+        return None
 
     def flops_per_token(self, tokens: int, causal: bool = True) -> float:
         """Model FLOPs a token of forward and backward, recomputation not counted.
