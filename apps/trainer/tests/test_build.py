@@ -4,6 +4,8 @@ import json
 import logging
 
 import pytest
+from forge_data.sources.config import FilesConfig
+from forge_model.decoder.config import DecoderConfig
 from forge_resilience.deadline import SAVE, Deadline
 from forge_trainer.job import load_job
 from forge_trainer.launch import run_job
@@ -82,3 +84,18 @@ def test_run_without_text_for_validation_trains_and_says_so(start, tmp_path, cap
     path.write_text("\n".join(line for line in path.read_text().splitlines() if "validation =" not in line))
     assert start() == 0
     assert "not evaluated" in capsys.readouterr().err
+
+
+def test_sources_of_training_and_evaluation_get_what_the_model_makes_of_items(start, tmp_path, monkeypatch):
+    reader, opened, packing = object(), [], FilesConfig.packing
+
+    def seen(self, opening):
+        opened.append((opening.split, opening.items))
+        return packing(self, opening)
+
+    monkeypatch.setattr(FilesConfig, "packing", seen)
+    monkeypatch.setattr(DecoderConfig, "items", lambda self: reader)
+    of_set = f"--eval.sets.own.sources=[{{type = 'files', paths = ['{logging.__file__}'], name = 'own'}}]"
+    assert start("--eval.every_steps=2", of_set, "--train.steps=2") == 0
+    assert [split for split, _ in opened].count("train") == 2 and ("validation", reader) in opened
+    assert {items for _, items in opened} == {reader}

@@ -1,5 +1,7 @@
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,3 +21,10 @@ def make_store(tmp_path: Path) -> MakeStore:
         return TokenStore(tmp_path / name).folder
 
     return make
+
+
+@pytest.fixture
+def dots(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module `dots.py`, which processes that prepare batches find too."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return importlib.import_module("dots")

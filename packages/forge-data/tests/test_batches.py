@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from forge_data.loading.batches import TrainBatches
 from forge_data.order.order import Order
-from forge_data.packing.packing import Sequences
+from forge_data.packing.packing import Packing, Sequences
 
 
-class Virtual:
+class Virtual(Packing):
     """As many sequences as asked for; the first token is the number of the sequence."""
 
     max_tokens = 128
@@ -21,12 +21,6 @@ class Virtual:
 
     def read(self, samples: np.ndarray) -> Sequences:
         return Sequences(samples[:, None] + np.arange(self.max_tokens + 1))
-
-    def require_files(self) -> None:
-        pass
-
-    def describe(self) -> str:
-        return "virtual"
 
 
 @pytest.mark.parametrize("first", [0, 10**8])

@@ -6,10 +6,10 @@ import pytest
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.packing import row_index
-from forge_data.packing.build import build_packings
 from forge_data.packing.layouts import layouts
 from forge_data.packing.packed import Packed
 from forge_data.packing.row_index import open_row_index
+from forge_data.packing.text import pack
 from forge_data.sources.config import TokensConfig
 from forge_data.store.tokens import TokenStore
 
@@ -111,7 +111,7 @@ def test_describe_counts_padding_and_cuts(store: TokenStore, tmp_path: Path, nam
         packing=name,  # type: ignore[arg-type]
         cache_dir=str(tmp_path),
     )
-    packing = build_packings(config, {0: store})[0]
+    packing = pack(store, config, tmp_path)
     rows = packing.read(np.arange(len(packing))).tokens
     padding = (rows == 0).sum() / rows.size
     firsts = np.concatenate([[0], store.doc_ends[:-1]]) + 1

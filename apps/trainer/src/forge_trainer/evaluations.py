@@ -25,6 +25,7 @@ def open_evaluations(job: Job, mesh: Mesh, got_on: Callable[[], None] = lambda: 
         "rank": mesh.batch.rank,
         "world_size": mesh.batch.size,
         "micro_batch": job.train.micro_batch,
+        "items": job.model.items(),
     }
 
     def open_all(count: Callable[[], None]) -> dict[str, Loader]:

@@ -74,6 +74,7 @@ def open_data(
             first_sample=progress.samples,
             steps=sizes.items(job.train.steps),
             state={**places, **pins},
+            items=job.model.items(),
             on_progress=lambda done, total: count(),
         ),
         mesh.control_group,

@@ -53,7 +53,12 @@ class Recorder(Hook):
         self._forward = partial(_forward, run.job.loss.build(), run.mesh.device)
         self._folder = run.directory / config.folder
         data = msgspec.structs.replace(run.job.data, validation_samples=config.samples)
-        batches = build_loader(data, "validation", micro_batch=1)
+        batches = build_loader(data, "validation", micro_batch=1, items=run.job.model.items())
+        if ragged := batches.batches.side.ragged:
+            raise ConfigError(
+                f"hooks of type record: the held-out samples have {', '.join(ragged)} of another length in "
+                "each; only inputs of one shape can be recorded: take the hook out"
+            )
         self._probe = [{k: v[0] for k, v in micro.inputs.items()} for batch in batches for micro in batch]
         unfinished = [path for path in self._folder.glob("step-*") if not (path / INDEX).exists()]
         self._remove(*unfinished)

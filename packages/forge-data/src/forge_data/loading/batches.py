@@ -6,14 +6,15 @@ torch, so that the processes that prepare batches start quickly and stay small.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from forge_data.loading.side import SideData
 from forge_data.order.order import Order
 from forge_data.packing.build import state_key
-from forge_data.packing.packing import IGNORE, Packing
+from forge_data.packing.packing import IGNORE, Packing, Ragged
 from forge_data.packing.stream import Place, Stream
 
 LOOKAHEAD = 1 << 14
@@ -23,6 +24,8 @@ READ_TOKENS, READ_SEQUENCES = 1 << 16, 256
 
 The sizes of files are looked at before each read; a file that shrinks within one kills the process.
 """
+GROUP_BYTES = 8 << 20
+"""What a group has beside tokens at most, unless a single item has more."""
 
 
 class Group(NamedTuple):
@@ -32,6 +35,7 @@ class Group(NamedTuple):
         rows: [G * M, B, T + 1] int64; inputs are all but the last token of a row, targets all but the first.
         labels: [G * M, B, T] int64 where some targets are ignored; None where none is.
         extra: what else the model takes, such as `doc_ids`: [G * M, B, ...].
+        ragged: what else it takes of which each sequence has a number of rows of its own; counts [G * M, B].
         source: [G * M, B] int64, the index of the source of each sequence, -1 for padding.
         targets: [G * M] int64, how many labels are not ignored.
         state: where the streams of this rank go on behind the group, by `state_key`; of what is read by
@@ -41,6 +45,7 @@ class Group(NamedTuple):
     rows: np.ndarray
     labels: np.ndarray | None
     extra: dict[str, np.ndarray]
+    ragged: dict[str, Ragged]
     source: np.ndarray
     targets: np.ndarray
     state: dict[str, Place] = {}
@@ -52,13 +57,15 @@ class Batches:
     Attributes:
         together: G, items of a group.
         micro_batches: M, micro-batches of an item.
+        side: what each item holds beside tokens.
     """
 
     together = 1
     micro_batches = 1
 
-    def __init__(self, packings: Mapping[int, Packing], micro_batch: int) -> None:
+    def __init__(self, packings: Mapping[int, Packing], micro_batch: int, names: Sequence[str] = ()) -> None:
         self._packings = dict(packings)
+        self.side = SideData(self._packings, names)
         self._micro_batch = micro_batch
         self._max_tokens = next(iter(packings.values())).max_tokens
 
@@ -73,7 +80,7 @@ class Batches:
             DataError: what is read is damaged, or no longer there.
         """
         source, sample = self.locate(index)
-        rows, ignored, extra = self._read(source, sample)
+        rows, ignored, extra, ragged = self._read(source, sample)
         micro = (-1, self._micro_batch)
         targets = np.full(len(rows) // self._micro_batch, self._micro_batch * self._max_tokens)
         labels = None
@@ -87,32 +94,29 @@ class Batches:
             rows.reshape(*micro, self._max_tokens + 1),
             labels,
             {name: array.reshape(*micro, *array.shape[1:]) for name, array in extra.items()},
+            {name: Ragged(values, counts.reshape(micro)) for name, (values, counts) in ragged.items()},
             source.reshape(micro),
             targets,
         )
 
     def _read(
         self, source: np.ndarray, sample: np.ndarray
-    ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]], dict[str, np.ndarray]]:
+    ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]], dict[str, np.ndarray], dict[str, Ragged]]:
         """Tokens [n, T + 1], places in [n, T] that are no target, and what else there is of each sequence."""
         here = {number: np.flatnonzero(source == number) for number in self._packings}
         for packing in self._packings.values():
             packing.require_files()
         read = {n: self._packings[n].read(sample[at]) for n, at in here.items() if len(at)}
+        extra, ragged = self.side.joined(len(source), here, read)
         ignored = [(here[n][r.ignored[0]], r.ignored[1]) for n, r in read.items() if len(r.ignored[0])]
         if len(read) == 1 and len(here[first := next(iter(read))]) == len(source):
-            return read[first].tokens.astype(np.int64, copy=False), ignored, read[first].extra
+            return read[first].tokens.astype(np.int64, copy=False), ignored, extra, ragged
         if len(padding := np.flatnonzero(source < 0)):
             ignored.append((padding[:, None], np.arange(self._max_tokens)))
         rows = np.zeros((len(source), self._max_tokens + 1), dtype=np.int64)
-        extra: dict[str, np.ndarray] = {}
         for number, part in read.items():
             rows[here[number]] = part.tokens
-            for name, array in part.extra.items():
-                if name not in extra:
-                    extra[name] = np.zeros((len(source), *array.shape[1:]), dtype=array.dtype)
-                extra[name][here[number]] = array
-        return rows, ignored, extra
+        return rows, ignored, extra, ragged
 
 
 class TrainBatches(Batches):
@@ -130,14 +134,16 @@ class TrainBatches(Batches):
         global_batch: int,
         rank: int,
         world_size: int,
+        names: Sequence[str] = (),
     ) -> None:
-        super().__init__(packings, micro_batch)
+        super().__init__(packings, micro_batch, names)
         self._order = order
         self._share = global_batch // world_size
         self.micro_batches = self._share // micro_batch
         self._first = first_sample + rank * self._share
         self._global_batch = global_batch
-        sequences = min(READ_TOKENS // self._max_tokens, READ_SEQUENCES)
+        fitting = GROUP_BYTES // max(1, self.side.sequence_bytes)
+        sequences = min(READ_TOKENS // self._max_tokens, READ_SEQUENCES, fitting)
         self.together = max(1, sequences // self._share)
         self._ahead = max(1, LOOKAHEAD // (self._share * self.together))
         self._chunk = -1
@@ -228,9 +234,15 @@ class ValidationBatches(Batches):
     """Finite: evenly spaced sequences of all sources, each on exactly one rank; ranks are padded alike."""
 
     def __init__(
-        self, packings: Mapping[int, Packing], micro_batch: int, samples: int, rank: int, world_size: int
+        self,
+        packings: Mapping[int, Packing],
+        micro_batch: int,
+        samples: int,
+        rank: int,
+        world_size: int,
+        names: Sequence[str] = (),
     ) -> None:
-        super().__init__(packings, micro_batch)
+        super().__init__(packings, micro_batch, names)
         self._numbers = np.asarray(list(packings))
         self._ends = np.cumsum([len(packing) for packing in packings.values()])
         total = int(self._ends[-1])

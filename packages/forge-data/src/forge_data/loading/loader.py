@@ -19,14 +19,13 @@ from forge_data.loading.batches import Batches, Group, StreamedBatches, TrainBat
 from forge_data.loading.workers import Workers
 from forge_data.order.mixing import Run, build_order, fingerprint_parts, last_step, plan_lines
 from forge_data.order.order import VERSION, Order
-from forge_data.packing.build import build_packings, build_streams, pin_key
+from forge_data.packing.build import build_packings, build_streams, held_out_digests, pin_key
 from forge_data.packing.build import fingerprint_parts as packing_parts
-from forge_data.packing.packing import Packing
+from forge_data.packing.packing import Packing, Ragged
 from forge_data.packing.stream import Place
 from forge_data.sources.config import SourceConfig, Split
-from forge_data.store.stores import open_stores
+from forge_data.sources.items import ItemReader
 from forge_data.store.tokenize import Progress
-from forge_data.store.tokens import TokenStore
 
 
 class MicroBatch(NamedTuple):
@@ -34,24 +33,30 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         inputs: what the model takes: `tokens` and `labels` [B, T] int64; with `mask_documents` also `doc_ids`
-            and `positions` [B, T] int64.
+            and `positions` [B, T] int64, and what sources of one's own give: of `extra` [B, ...], of what is
+            ragged the rows of all sequences in their order, [rows, ...], perhaps none.
         statistics: what it does not: `source` [B] int64, the index of the source of each sequence, -1 for
             padding; `targets` [] int64, how many labels are not ignored; in an evaluation also `bytes` [B]
             int64, those of the text of the targets, where the tokenizer knows them.
         sources: what each source is called.
+        host: names of inputs that stay in the memory of the host.
     """
 
     inputs: dict[str, Tensor]
     statistics: dict[str, Tensor]
     sources: tuple[str, ...] = ()
+    host: frozenset[str] = frozenset()
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same on a device, copied without waiting where the memory allows it."""
+        """The same on a device, but for `host`, copied without waiting where the memory allows it."""
         inputs, statistics = (
-            {name: tensor.to(device, non_blocking=True) for name, tensor in part.items()}
-            for part in (self.inputs, self.statistics)
+            {
+                name: tensor if name in kept else tensor.to(device, non_blocking=True)
+                for name, tensor in part.items()
+            }
+            for part, kept in ((self.inputs, self.host), (self.statistics, ()))
         )
-        return MicroBatch(inputs, statistics, self.sources)
+        return MicroBatch(inputs, statistics, self.sources, self.host)
 
 
 @dataclass
@@ -118,7 +123,7 @@ class Loader:
         self, groups: Iterator[Group], check: Callable[[], None] = lambda: None
     ) -> Iterator[list[MicroBatch]]:
         for group in groups:
-            micro_batches, self._state = _tensors(group, self.sources), group.state
+            micro_batches, self._state = _tensors(group, self.sources, self.batches.side.host), group.state
             if self.token_bytes is not None:
                 lengths = torch.from_numpy(np.append(self.token_bytes, 0))  # the last is of what is ignored
                 for micro in micro_batches:
@@ -147,15 +152,19 @@ class Loader:
             self._open.pop().close()
 
 
-def _tensors(group: Group, sources: tuple[str, ...]) -> list[MicroBatch]:
+def _tensors(group: Group, sources: tuple[str, ...], host: frozenset[str]) -> list[MicroBatch]:
     """The micro-batches of a group: views, cut by few calls."""
     labels = group.rows[..., 1:] if group.labels is None else group.labels
     columns = map(_unbind, (group.rows[..., :-1], labels, group.source, group.targets))
-    others = zip(*map(_unbind, group.extra.values()), strict=True)
-    extra = [dict(zip(group.extra, arrays, strict=True)) for arrays in others]
+    others = {name: _unbind(array) for name, array in group.extra.items()}
+    others |= {name: _cut(ragged) for name, ragged in group.ragged.items()}
+    extra = [dict(zip(others, tensors, strict=True)) for tensors in zip(*others.values(), strict=True)]
     return [
         MicroBatch(
-            {"tokens": tokens, "labels": targets, **more}, {"source": source, "targets": count}, sources
+            {"tokens": tokens, "labels": targets, **more},
+            {"source": source, "targets": count},
+            sources,
+            host,
         )
         for tokens, targets, source, count, more in zip(
             *columns, extra or [{}] * len(group.rows), strict=True
@@ -165,6 +174,11 @@ def _tensors(group: Group, sources: tuple[str, ...]) -> list[MicroBatch]:
 
 def _unbind(array: np.ndarray) -> Sequence[Tensor]:
     return [torch.from_numpy(array[0, ...])] if len(array) == 1 else torch.from_numpy(array).unbind()
+
+
+def _cut(ragged: Ragged) -> Sequence[Tensor]:
+    """The rows of each micro-batch."""
+    return torch.from_numpy(ragged.values).split(ragged.counts.sum(1).tolist())
 
 
 def build_loader(
@@ -178,6 +192,7 @@ def build_loader(
     first_sample: int = 0,
     steps: int | None = None,
     state: Mapping[str, Any] | None = None,
+    items: ItemReader | None = None,
     on_progress: Progress | None = None,
 ) -> Loader:
     """The loader of one rank.
@@ -193,42 +208,41 @@ def build_loader(
         steps: of the whole run, where that is known: where phases begin, and whether the sources suffice.
         state: what `Loader.state` told on all ranks, of any number, after `first_sample` samples; other
             names in it are passed over. Needed where sources are streamed.
+        items: what the model makes of items that are no text; sources get it as `Opening.items`.
         on_progress: told how far it is while text is tokenized.
 
     Raises:
-        DataError: data are missing, or the global batch cannot be cut evenly.
+        DataError: data are missing, sources contradict each other in what they give beside tokens, or the
+            global batch cannot be cut evenly.
     """
     if not (0 <= rank < world_size and micro_batch >= 1 and first_sample >= 0):
         raise DataError(
             f"rank {rank} of {world_size}, micro_batch {micro_batch}, first_sample {first_sample}: expected "
             "a rank from 0 below world_size, a micro_batch from 1 and a first_sample from 0"
         )
-    stores = open_stores(config, split, on_progress)
-    # The held-out text belongs to what a run is: its evaluations are to be compared.
-    held_out: dict[int, TokenStore] = {}
-    if split == "train" and config.has_validation():
-        held_out = open_stores(config, "validation", on_progress)
-    packings: dict[int, Packing] = dict(build_packings(config, stores))
+    packings, names = build_packings(config, split, on_progress, items), tuple(config.source_names())
+    content = [f"{number} {packing.digest}" for number, packing in packings.items()]
     cuts = packing_parts(config)
     if split == "validation":
-        evenly = ValidationBatches(packings, micro_batch, config.validation_samples, rank, world_size)
-        named = fingerprint(config, cuts, stores, held_out)
-        names, lengths = tuple(config.source_names()), _token_bytes(config)
+        evenly = ValidationBatches(packings, micro_batch, config.validation_samples, rank, world_size, names)
+        named, lengths = fingerprint(config, content, cuts), _token_bytes(config)
         return Loader(evenly, 0, packings, named, sources=names, token_bytes=lengths)
+    # The held-out text belongs to what a run is: its evaluations are to be compared.
+    held_out = held_out_digests(config, on_progress, items)
+    content += [f"{number} {digest}" for number, digest in held_out.items()]
     _require_even(global_batch, micro_batch, world_size)
     streams = build_streams(config, global_batch, state or {}, started=first_sample > 0)
     for number, stream in streams.items():
-        _require_shared(config.source_names()[number], stream.lanes, world_size)
+        _require_shared(names[number], stream.lanes, world_size)
     packings = dict(sorted((packings | streams).items()))
-    cuts += [f"stream {number} {stream.lanes} {stream.digest()}" for number, stream in streams.items()]
+    cuts += [f"stream {number} {stream.lanes} {stream.digest}" for number, stream in streams.items()]
     run = Run(global_batch, steps)
     order = build_order(config, [len(p) for p in packings.values()], run)
 
     def fingerprint_at(samples: int | None) -> str:
-        named = cuts + fingerprint_parts(config, order, run, samples)
-        return fingerprint(config, named, stores, held_out)
+        return fingerprint(config, content, cuts + fingerprint_parts(config, order, run, samples))
 
-    cut = packings, micro_batch, order, first_sample, global_batch, rank, world_size
+    cut = packings, micro_batch, order, first_sample, global_batch, rank, world_size, names
     return Loader(
         StreamedBatches(streams, *cut) if streams else TrainBatches(*cut),
         config.workers,
@@ -237,7 +251,7 @@ def build_loader(
         plan_lines(config, order, run),
         last_step(order, run),
         fingerprint_at,
-        tuple(config.source_names()),
+        names,
         order,
         {pin_key(number): stream.text.pin for number, stream in streams.items() if stream.text.pin},
     )
@@ -251,6 +265,7 @@ def build_set_loader(
     rank: int = 0,
     world_size: int = 1,
     micro_batch: int,
+    items: ItemReader | None = None,
     on_progress: Progress | None = None,
 ) -> Loader:
     """One pass over other text than that of a run, cut as the run cuts its own.
@@ -262,15 +277,16 @@ def build_set_loader(
         rank: of this process among those that read different data.
         world_size: how many those are.
         micro_batch: sequences a rank holds at once.
+        items: what the model makes of items that are no text.
         on_progress: told how far it is while text is tokenized.
 
     Raises:
-        DataError: data are missing.
+        DataError: data are missing, or cannot be cut as asked.
     """
     of_set = structs.replace(config, sources=[s.whole() for s in sources], phases=[], skip=[])
-    packings: dict[int, Packing] = dict(build_packings(of_set, open_stores(of_set, "train", on_progress)))
-    evenly = ValidationBatches(packings, micro_batch, samples, rank, world_size)
-    names, lengths = tuple(of_set.source_names()), _token_bytes(config)
+    packings, names = build_packings(of_set, "train", on_progress, items), tuple(of_set.source_names())
+    evenly = ValidationBatches(packings, micro_batch, samples, rank, world_size, names)
+    lengths = _token_bytes(config)
     return Loader(evenly, 0, packings, "", sources=names, token_bytes=lengths)
 
 
@@ -279,10 +295,10 @@ def _token_bytes(config: DataConfig) -> np.ndarray | None:
     return None if tell is None else tell()
 
 
-def fingerprint(config: DataConfig, named: Sequence[str], *splits: dict[int, TokenStore]) -> str:
+def fingerprint(config: DataConfig, content: Sequence[str], named: Sequence[str]) -> str:
     """Names a stream: the content of every source and split, the weights, the seed, how sequences are cut."""
     parts = [
-        *(f"{n} {store.manifest.digest}" for stores in splits for n, store in stores.items()),
+        *content,
         *(repr(s.weight) for s in config.sources),
         repr((VERSION, config.seed, config.max_tokens, config.mask_documents)),
         *named,

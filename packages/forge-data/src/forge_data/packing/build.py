@@ -2,32 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.order.order import key
-from forge_data.packing.concat import Concat
-from forge_data.packing.packed import Packed
 from forge_data.packing.packing import Packing
-from forge_data.packing.row_index import VERSION, open_row_index
+from forge_data.packing.row_index import VERSION
 from forge_data.packing.stream import Place, Stream
-from forge_data.store.stores import cache_folder, named_source, open_stores
-from forge_data.store.tokens import TokenStore
+from forge_data.sources.config import Opening, SourceConfig, Split
+from forge_data.sources.items import ItemReader
+from forge_data.store.tokenize import Making, Progress
 
 
-def build_packings(config: DataConfig, stores: Mapping[int, TokenStore]) -> dict[int, Packing]:
-    """The sequences of each source, by its place in the configuration; plans are made first when need be.
+def cache_folder(config: DataConfig) -> Path:
+    """Where tokenized text is kept."""
+    named = config.cache_dir or os.environ.get("FORGE_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "forge"
+
+
+def build_packings(
+    config: DataConfig, split: Split, on_progress: Progress | None = None, items: ItemReader | None = None
+) -> dict[int, Packing]:
+    """The sequences of each source that has some for the split and is not streamed, by its place in `config`.
+
+    Args:
+        config: the section `[data]`.
+        split: which samples.
+        on_progress: told how far it is while text is tokenized.
+        items: what the model makes of items that are no text.
 
     Raises:
-        DataError: a source is shorter than a sequence, or its plan cannot be kept.
+        DataError: data are missing or damaged or cannot be cut as asked, or no source has validation data.
     """
-    found: dict[int, Packing] = {}
-    for number, store in stores.items():
+    opening, found = _opening(config, split, on_progress, items), dict[int, Packing]()
+    for number in _taken(config, split):
         with named_source(config, number):
-            found[number] = _build(config, store)
+            found[number] = config.sources[number].packing(opening)
+            _require_packing(config, found[number])
     return found
+
+
+def held_out_digests(
+    config: DataConfig, on_progress: Progress | None = None, items: ItemReader | None = None
+) -> dict[int, str]:
+    """The digest of what each source holds out for validation, by its place in `config`.
+
+    Tokens are not cut for it: a run that is not evaluated may hold out less than a sequence.
+
+    Raises:
+        DataError: data are missing or damaged.
+    """
+    if not config.has_validation():
+        return {}
+    opening, found = _opening(config, "validation", on_progress, items), dict[int, str]()
+    for number in _taken(config, "validation"):
+        source = config.sources[number]
+        with named_source(config, number):
+            if type(source).packing is SourceConfig.packing:
+                store = source.open(opening.split, opening.tokenizer, opening.cache, opening.making)
+                found[number] = store.manifest.digest
+            else:
+                packing = source.packing(opening)
+                _require_packing(config, packing)
+                found[number] = packing.digest
+    return found
+
+
+def _opening(
+    config: DataConfig, split: Split, on_progress: Progress | None, items: ItemReader | None
+) -> Opening:
+    making = Making(config.tokenize_workers, on_progress)
+    return Opening(split, config.tokenizer, cache_folder(config), making, config, items)
+
+
+def _taken(config: DataConfig, split: Split) -> list[int]:
+    """The places of the sources that have samples for the split which are not streamed."""
+    train = split == "train"
+    has = [not s.is_streamed() if train else s.has_validation() for s in config.sources]
+    if not any(has) and not train:
+        raise DataError(
+            "no source has text for validation; give one `held_out` above 0, or `validation` text of its own"
+        )
+    return [number for number, takes in enumerate(has) if takes]
+
+
+def _require_packing(config: DataConfig, packing: Packing) -> None:
+    """See that a packing has what all have, since anybody may write one."""
+    kind = type(packing).__name__
+    if packing.max_tokens != config.max_tokens:
+        raise DataError(
+            f"its {kind} has sequences of {packing.max_tokens} tokens; expected those of data.max_tokens, "
+            f"{config.max_tokens}"
+        )
+    if not packing.digest:
+        raise DataError(
+            f"its {kind} has no digest; set `digest` to a text that names its content, so that a run is not "
+            "continued on other data"
+        )
+    if config.mask_documents and not {"doc_ids", "positions"} <= packing.extra.keys():
+        raise DataError(
+            f"its {kind} gives {', '.join(packing.extra) or 'nothing'} beside tokens; data.mask_documents = "
+            "true expects doc_ids and positions: declare and give both, or set it to false"
+        )
+
+
+@contextlib.contextmanager
+def named_source(config: DataConfig, number: int) -> Iterator[None]:
+    """Errors about a source say which of them it is."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"source {config.source_names()[number]}: {error}") from None
 
 
 def build_streams(
@@ -89,21 +179,13 @@ def state_key(source: int, lane: int) -> str:
 
 
 def train_packings(config: DataConfig, global_batch: int) -> dict[int, Packing]:
-    """The sequences of all sources in their order, streams from their start.
+    """The sequences of all sources in their order, streams from their start, without a model to read items.
 
     Raises:
         DataError: data are missing, or cannot be cut as asked.
     """
-    packings: dict[int, Packing] = dict(build_packings(config, open_stores(config, "train")))
-    return dict(sorted((packings | build_streams(config, global_batch, {})).items()))
-
-
-def _build(config: DataConfig, store: TokenStore) -> Packing:
-    flags = config.mask_documents, config.mask_boundaries
-    if config.packing == "concat":
-        return Concat(store, config.max_tokens, *flags)
-    index = open_row_index(store, config.packing, config.max_tokens, cache_folder(config))
-    return Packed(store, index, config.packing, config.max_tokens, *flags)
+    packings = build_packings(config, "train") | build_streams(config, global_batch, {})
+    return dict(sorted(packings.items()))
 
 
 def fingerprint_parts(config: DataConfig) -> list[str]:

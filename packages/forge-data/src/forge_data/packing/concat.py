@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from forge_data.error import DataError
-from forge_data.packing.packing import NOTHING, Sequences
+from forge_data.packing.packing import NOTHING, Sequences, TextPacking
 from forge_data.store.tokens import TokenStore
 
 
-class Concat:
+class Concat(TextPacking):
     """Sequence i reads tokens i*T to i*T + T, the last being a target only.
 
     The last sequence starts earlier where the store would end before it does; the targets it shares with the
@@ -35,6 +35,7 @@ class Concat:
                 "shorten data.max_tokens or add text"
             )
         self.store = store
+        self.digest = store.manifest.digest
         self.max_tokens = max_tokens
         self.mask_documents = mask_documents
         self.mask_boundaries = mask_documents or mask_boundaries

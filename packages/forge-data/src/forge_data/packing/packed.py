@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from forge_data.packing.packing import Sequences
+from forge_data.packing.packing import Sequences, TextPacking
 from forge_data.packing.row_index import RowIndex
 from forge_data.store.tokens import TokenStore
 
 
-class Packed:
+class Packed(TextPacking):
     """Sequence i holds the pieces of row i, and padding behind them, which is no target.
 
     Every token but the first of a document is a target at most once; the first is one where the flags allow
@@ -34,6 +34,7 @@ class Packed:
         mask_boundaries: bool = False,
     ) -> None:
         self.store = store
+        self.digest = store.manifest.digest
         self.index = index
         self.name = name
         self.max_tokens = max_tokens

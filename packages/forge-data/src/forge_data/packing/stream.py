@@ -19,7 +19,7 @@ import numpy as np
 from forge_data.error import DataError
 from forge_data.order.order import key, permute
 from forge_data.packing.concat import documents as documents_of_rows
-from forge_data.packing.packing import Sequences
+from forge_data.packing.packing import Sequences, TextPacking
 from forge_data.sources.columns import Columns, Part
 from forge_data.sources.documents import Task, documents
 from forge_data.sources.remote import patiently
@@ -193,7 +193,7 @@ class _Lane:
         return [parts for parts in found if any(part.text for part in parts)]
 
 
-class Stream:
+class Stream(TextPacking):
     """A source that is streamed, as a packing. It is read in order: the sample is the lane to read from.
 
     Args:
@@ -237,6 +237,7 @@ class Stream:
         """See `Packing.describe`."""
         return f"streamed: {len(self.text.tasks):,} parts of files in {self.lanes} lanes, no padding"
 
+    @property
     def digest(self) -> str:
         """Names what is read and with which tokenizer."""
         return f"{self.text.digest()} {self._tokenizer.build().digest}"

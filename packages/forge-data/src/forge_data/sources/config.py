@@ -1,4 +1,4 @@
-"""Where text comes from: the registry of `[[data.sources]]`. Imports no torch."""
+"""Where samples come from: the registry of `[[data.sources]]`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import xxhash
 from forge_config import Config, Meta, Registry
@@ -18,17 +19,45 @@ from msgspec import structs
 from forge_data.error import DataError
 from forge_data.locks import locked
 from forge_data.order.order import key
+from forge_data.packing.packing import Packing
 from forge_data.packing.stream import StreamedText
+from forge_data.packing.text import pack
 from forge_data.sources.columns import Columns, TextColumn
+from forge_data.sources.items import ItemReader
 from forge_data.store.tokenize import ALONE, Held, Making, states_of, tokenize_files
 from forge_data.store.tokens import FORMAT, TokenStore
 from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
 
+if TYPE_CHECKING:
+    from forge_data.config import DataConfig
+
 Split = Literal["train", "validation"]
 
 
+@dataclass(frozen=True)
+class Opening:
+    """What a source is opened with.
+
+    Attributes:
+        split: which samples are asked for.
+        tokenizer: how text becomes tokens.
+        cache: a folder for what need not be made twice.
+        making: with how many processes, and who is told how far they are.
+        data: the section `[data]`: length of the sequences, packing, whether documents are masked.
+        items: what the model makes of items that are no text; None: nothing. A source that needs it raises
+            a `DataError` where it is None, and puts its digest into that of the packing.
+    """
+
+    split: Split
+    tokenizer: TokenizerConfig
+    cache: Path
+    making: Making
+    data: DataConfig
+    items: ItemReader | None = None
+
+
 class SourceConfig(Config):
-    """Interface of `[[data.sources]]`.
+    """Interface of `[[data.sources]]`. A source has `packing`, or `open` where it has nothing but tokens.
 
     Attributes:
         weight: share of the sequences, relative to the other sources.
@@ -42,7 +71,16 @@ class SourceConfig(Config):
 
     def has_validation(self) -> bool:
         """Whether there is text for validation; training needs none."""
-        raise NotImplementedError
+        return False
+
+    def packing(self, opening: Opening) -> Packing:
+        """The sequences of a split, made first when need be; by default those of the tokens of `open`.
+
+        Raises:
+            DataError: the data are missing, were made with another tokenizer, or cannot be cut as asked.
+        """
+        store = self.open(opening.split, opening.tokenizer, opening.cache, opening.making)
+        return pack(store, opening.data, opening.cache)
 
     def open(
         self, split: Split, tokenizer: TokenizerConfig, cache: Path, making: Making = ALONE

@@ -1,0 +1,28 @@
+"""Which packing of a token store does a configuration ask for? Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_data.packing.concat import Concat
+from forge_data.packing.packed import Packed
+from forge_data.packing.packing import Packing
+from forge_data.packing.row_index import open_row_index
+from forge_data.store.tokens import TokenStore
+
+if TYPE_CHECKING:
+    from forge_data.config import DataConfig
+
+
+def pack(store: TokenStore, data: DataConfig, cache: Path) -> Packing:
+    """The sequences of a store; their plan is made first when need be.
+
+    Raises:
+        DataError: the store is shorter than a sequence, or the plan cannot be kept.
+    """
+    flags = data.mask_documents, data.mask_boundaries
+    if data.packing == "concat":
+        return Concat(store, data.max_tokens, *flags)
+    index = open_row_index(store, data.packing, data.max_tokens, cache)
+    return Packed(store, index, data.packing, data.max_tokens, *flags)

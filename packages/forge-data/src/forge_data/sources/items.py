@@ -1,0 +1,64 @@
+"""How are items of samples read that are no text, such as images? Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class Size(NamedTuple):
+    """Of an item, as its header says.
+
+    Attributes:
+        frames: 1 for an image.
+        height: in pixels.
+        width: in pixels.
+    """
+
+    frames: int
+    height: int
+    width: int
+
+
+class ItemReader(Protocol):
+    """What a model makes of items. A source that has items takes it from `Opening.items`. It pickles small.
+
+    Attributes:
+        digest: names all that decides what is made of an item; it belongs into `Packing.digest`.
+    """
+
+    digest: str
+
+    def measure(self, raw: bytes) -> Size:
+        """The size of an item, from the header of its file.
+
+        Raises:
+            ValueError: the header is damaged, or of an unknown format.
+        """
+        ...
+
+    def layout(self, size: Size) -> list[str | int]:
+        """What stands for an item of this size in the text: texts, and numbers of places in a run."""
+        ...
+
+    def read(self, raw: bytes, size: Size) -> dict[str, np.ndarray]:
+        """The arrays of an item by name, those of `Packing.ragged`: [rows, ...].
+
+        Raises:
+            ValueError: the item is damaged, or has another size.
+        """
+        ...
+
+    def sequence(
+        self, places: np.ndarray, sizes: Sequence[Size], doc_ids: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """What else the model takes of a sequence, by name, those of `Packing.extra`: [...].
+
+        Args:
+            places: [T] int64, 0 for text, else 1 + the number of the place in the sequence.
+            sizes: of the items of the sequence, in their order.
+            doc_ids: [T] int64, the sample of each token, counted within the sequence.
+        """
+        ...
