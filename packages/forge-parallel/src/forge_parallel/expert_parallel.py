@@ -21,7 +21,7 @@ from forge_parallel.error import ParallelError
 from forge_parallel.match import find
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
-from forge_parallel.tensor_parallel import Axis, Tokenwise, with_role
+from forge_parallel.tensor_roles import Axis, Tokenwise, with_role
 
 
 @cache
