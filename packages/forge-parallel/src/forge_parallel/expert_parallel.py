@@ -61,7 +61,7 @@ def expert_parallel(model: nn.Module, plan: Plan, mesh: Mesh, config: ParallelCo
 
     Args:
         model: on the meta device, or with equal values on all ranks.
-        plan: `experts` is used.
+        plan: without mounts; `experts` is used.
         mesh: with `ep`.
         config: `expert_parallel` and `tensor_parallel` are used.
 

@@ -14,15 +14,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from forge_parallel.config import TensorParallelConfig
 from forge_parallel.error import ParallelError
-from forge_parallel.match import find
+from forge_parallel.match import find, matches
 from forge_parallel.plan import Plan
 from forge_parallel.tensor_roles import (
-    ROLES,
     Axis,
     RoleModule,
     Tokenwise,
     VocabularyShard,
-    tokenwise,
+    role_of,
     values_of,
     with_role,
 )
@@ -33,13 +32,13 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
 
     Args:
         model: on the meta device, or with equal values on all ranks.
-        plan: `tensor` and `divisible` are used.
+        plan: without mounts; `tensor` and `divisible` are used.
         mesh: of one dim.
         config: the section `[tensor_parallel]`.
 
     Raises:
         ParallelError: a pattern names nothing, something cannot be cut evenly, or a parameter of the model is
-            in no module with a role.
+            in no module with a role; modules with unlike roles share a parameter.
     """
     for name, size in plan.divisible.items():
         if size % mesh.size():
@@ -50,7 +49,8 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
         _overlap(mesh)
     axis = Axis.of(mesh, config.sequence)
     cut: dict[int, nn.Parameter] = {}
-    for pattern, role in plan.tensor.items():
+    # the role `whole` is for what has no role of its own
+    for pattern, role in sorted(plan.tensor.items(), key=lambda item: item[1] == "whole"):
         for name, module in find(model, pattern).items():
             if isinstance(module, Tokenwise) and role == "tokenwise":
                 continue  # cut by expert parallelism already
@@ -58,17 +58,46 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
                 raise ParallelError(
                     f"{pattern!r} of the plan gives {name} a second role; say one role for each"
                 )
-            _require_kind(name, module, role)
-            kind = tokenwise(tuple(module._parameters)) if role == "tokenwise" else ROLES[role]
-            _distribute(name, module, kind.placements, mesh, cut)
-            module.__class__ = with_role(type(module), kind)
-            module.tensor_axis = axis  # type: ignore[assignment]
-            if hasattr(module, "vocabulary"):
-                first = axis.rank * (values_of(module._parameters["weight"]).shape[0])
-                module.vocabulary = VocabularyShard(first, axis.group)  # type: ignore[assignment]
+            for inner_name, inner in (
+                _without_role(name, module, plan) if role == "whole" else [(name, module)]
+            ):
+                _give(inner_name, inner, role, axis, mesh, cut)
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
-        raise ParallelError(f"no role under tensor parallelism for {', '.join(plain)}; name them in the plan")
+        raise ParallelError(
+            f"no role under tensor parallelism for {', '.join(plain)}; name them in the plan, or in "
+            "`tensor_roles` of the module that has them"
+        )
+
+
+def _without_role(name: str, module: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
+    """The modules at and below one that have parameters and no role of their own.
+
+    Raises:
+        ParallelError: one is a layer of experts, which sum over ranks what would be equal on all of them.
+    """
+    below = list(module.named_modules(prefix=name))
+    for inner, _ in below:
+        if any(matches(pattern, inner) for pattern in plan.experts):
+            raise ParallelError(
+                f"{inner} is a layer of experts inside of {name}, whose role is whole; use mesh.tp = 1, or "
+                "give each module a role"
+            )
+    return [(n, m) for n, m in below if m._parameters and not isinstance(m, RoleModule)]
+
+
+def _give(
+    name: str, module: nn.Module, role: str, axis: Axis, mesh: DeviceMesh, cut: dict[int, nn.Parameter]
+) -> None:
+    """One module its role."""
+    _require_kind(name, module, role)
+    kind = role_of(module, role)
+    _distribute(name, module, kind.placements, mesh, cut)
+    module.__class__ = with_role(type(module), kind)
+    module.tensor_axis = axis  # type: ignore[assignment]
+    if role != "whole" and hasattr(module, "vocabulary"):
+        first = axis.rank * (values_of(module._parameters["weight"]).shape[0])
+        module.vocabulary = VocabularyShard(first, axis.group)  # type: ignore[assignment]
 
 
 def _overlap(mesh: DeviceMesh) -> None:
@@ -110,8 +139,8 @@ def _distribute(
     for key, parameter in module._parameters.items():
         if parameter is None or key not in placements:
             continue
+        placement = placements[key]
         if id(parameter) not in cut:
-            placement = placements[key]
             if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
                 raise ParallelError(
                     f"dim {placement.dim} of {name}.{key} {tuple(parameter.shape)} cannot be cut over "
@@ -122,4 +151,10 @@ def _distribute(
                 requires_grad=parameter.requires_grad,
             )
             cut[id(parameter)] = cut[id(shared)] = shared
-        module._parameters[key] = cut[id(parameter)]
+        shared = cut[id(parameter)]
+        if isinstance(shared, DTensor) and shared.placements != (placement,):
+            raise ParallelError(
+                f"{name}.{key} is also a parameter of another module, whose role cuts it otherwise; give "
+                "both roles that cut alike, or untie them"
+            )
+        module._parameters[key] = shared

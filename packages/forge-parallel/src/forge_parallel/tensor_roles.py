@@ -67,6 +67,12 @@ class Axis:
             )
         return reduce_scatter(x, SEQUENCE, self.group)
 
+    def use(self, value: Any) -> Any:
+        """A value that is alike on all ranks, of which each makes its own use; anything but tensors stays."""
+        return (
+            copy_to_ranks(value, self.group) if isinstance(value, Tensor) and value.requires_grad else value
+        )
+
     def shared(self, values: Tensor) -> Tensor:
         """A parameter that all ranks hold and apply to the residual stream."""
         return copy_to_ranks(values, self.group) if self.sequence else values
@@ -101,14 +107,47 @@ def values_of(parameter: Tensor | None) -> Any:
 
 
 class Gather(RoleModule):
-    """Takes the residual stream whole: as its first argument."""
+    """Takes the residual stream whole: as its first argument.
+
+    Further tensors, such as image features, are whole on every rank, which uses them for its own heads: their
+    gradients are summed over the ranks. Tensors inside of other arguments must need no gradient.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before, on all tokens."""
+        axis = self.tensor_axis
         if args:
-            return super().forward(self.tensor_axis.enter(args[0]), *args[1:], **kwargs)  # type: ignore[misc]
-        name, value = next(iter(kwargs.items()))
-        return super().forward(**{**kwargs, name: self.tensor_axis.enter(value)})  # type: ignore[misc]
+            args = (axis.enter(args[0]), *map(axis.use, args[1:]))
+            return super().forward(*args, **{name: axis.use(value) for name, value in kwargs.items()})  # type: ignore[misc]
+        (first, x), *others = kwargs.items()
+        return super().forward(**{first: axis.enter(x)}, **{name: axis.use(value) for name, value in others})  # type: ignore[misc]
+
+
+class Merge(RoleModule):
+    """Puts features, of images say, into the residual stream; has no parameters of its own."""
+
+    def forward(self, x: Tensor, features: Tensor, index: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As before, on the tokens of this rank.
+
+        Args:
+            x: the residual stream [B, T or T/ranks, D].
+            features: whole on every rank, of any shape.
+            index: [B, T] which feature each token takes.
+            args: passed on.
+            kwargs: passed on.
+
+        Raises:
+            ParallelError: `index` is not of all tokens.
+        """
+        axis = self.tensor_axis
+        if axis.sequence:
+            if index.shape[1] != x.shape[SEQUENCE] * axis.size:
+                raise ParallelError(
+                    f"merge is given an index of {index.shape[1]} tokens, and {x.shape[SEQUENCE]} tokens on "
+                    f"each of {axis.size} ranks; give it the index of all tokens"
+                )
+            features, index = axis.use(features), index.chunk(axis.size, 1)[axis.rank]
+        return super().forward(x, features, index, *args, **kwargs)  # type: ignore[misc]
 
 
 class Colwise(RoleModule):
@@ -158,6 +197,20 @@ class Tokenwise(RoleModule):
 def tokenwise(names: tuple[str, ...]) -> type[Tokenwise]:
     """The role `tokenwise` of a module with parameters of these names."""
     return type("Tokenwise", (Tokenwise,), {"placements": dict.fromkeys(names, Replicate())})
+
+
+class Whole(RoleModule):
+    """A module that all ranks hold and call with equal values, outside of the residual stream.
+
+    Their gradients are equal too, because those who use its outputs differently sum their gradients: no
+    collective is needed.
+    """
+
+
+@cache
+def whole(names: tuple[str, ...]) -> type[Whole]:
+    """The role `whole` of a module with parameters of these names."""
+    return type("Whole", (Whole,), {"placements": dict.fromkeys(names, Replicate())})
 
 
 class Replicated(RoleModule):
@@ -268,6 +321,7 @@ def gather_logits(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 ROLES: dict[str, type[RoleModule]] = {
     "gather": Gather,
+    "merge": Merge,
     "colwise": Colwise,
     "rowwise": Rowwise,
     "norm": Norm,
@@ -279,6 +333,12 @@ ROLES: dict[str, type[RoleModule]] = {
     "embed": Embed,
     "head": Head,
 }
+
+
+def role_of(module: nn.Module, role: str) -> type[RoleModule]:
+    """The class that does what a role of a plan says for a module."""
+    named = {"tokenwise": tokenwise, "whole": whole}
+    return named[role](tuple(module._parameters)) if role in named else ROLES[role]
 
 
 @cache
