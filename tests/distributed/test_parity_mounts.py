@@ -13,6 +13,7 @@ from forge_parallel import (
     Mesh,
     MeshConfig,
     ParallelConfig,
+    ParallelError,
     PipelineConfig,
     Plan,
     TensorParallelConfig,
@@ -211,6 +212,7 @@ def build(sizes: dict[str, int], config: ParallelConfig, frozen: bool) -> tuple[
     """On one rank the model is plain."""
     env = Env.detect()
     mesh = build_mesh(MeshConfig(**sizes), env) if env.world_size > 1 else Mesh(env.device)
+    torch.compiler.reset()  # the compiler counts the kinds of one block over the jobs of a process
     torch.manual_seed(0)
     weights = dict(Composite().double().named_parameters())
     parts = []
@@ -265,6 +267,13 @@ def trained(sizes: dict[str, int], config: ParallelConfig, frozen: bool) -> dict
     return found | {"after": full(held)}
 
 
+def refusal(sizes: dict[str, int], config: ParallelConfig) -> str:
+    parts, mesh = build(sizes, config, frozen=False)
+    with pytest.raises(ParallelError) as refused:
+        build_runner(parts, mesh)
+    return str(refused.value)
+
+
 @cache
 def single(frozen: bool) -> dict[str, Any]:
     return run_ranks(trained, 1, {}, ParallelConfig(), frozen)[0]
@@ -310,3 +319,8 @@ def test_composite_in_float64_equals_one_process(layout, frozen):
         for key, value in one["after"].items():
             assert torch.equal(many["before"][key], one["before"][key]), key
             assert (many["after"][key] - value).abs().max() <= 1e-10 * value.abs().max(), key
+
+
+def test_features_behind_hidden_states_are_refused_where_tokens_are_cut():
+    for said in run_ranks(refusal, 4, {"pp": 2, "tp": 2}, ParallelConfig()):
+        assert f"pass on {PLACES} rows beside the tokens" in said
