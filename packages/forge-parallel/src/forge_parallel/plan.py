@@ -28,7 +28,7 @@ Role = Literal[
     "whole",
     "merge",
 ]
-T = TypeVar("T")
+Entry = TypeVar("Entry")
 
 
 class StagePlan(Config):
@@ -198,9 +198,9 @@ def _join(prefix: str, pattern: str) -> str:
     return f"{prefix}.{pattern}" if prefix and pattern else prefix or pattern
 
 
-def _merge(key: str, parts: Iterable[tuple[str, dict[str, T]]]) -> dict[str, T]:
+def _merge(key: str, parts: Iterable[tuple[str, dict[str, Entry]]]) -> dict[str, Entry]:
     """The entries of several plans under full names."""
-    merged: dict[str, T] = {}
+    merged: dict[str, Entry] = {}
     for prefix, entries in parts:
         for name, value in entries.items():
             full = _join(prefix, name)
