@@ -1,5 +1,12 @@
 import pytest
-from forge_parallel.config import FP8Config, FSDPConfig, MeshConfig, ParallelConfig, PrecisionConfig
+from forge_parallel.config import (
+    FP8Config,
+    FSDPConfig,
+    MeshConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TensorParallelConfig,
+)
 from forge_parallel.error import ParallelError
 
 
@@ -41,6 +48,27 @@ def test_weights_are_gathered_in_8_bits_with_one_scale_a_tensor_and_not_from_the
     fp8 = FP8Config(recipe="tensorwise", gather=True)
     with pytest.raises(ValueError, match=r"needs fsdp\.offload = false"):
         ParallelConfig(fp8=fp8, fsdp=FSDPConfig(offload=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "extra_tokens", "tp", "cp", "sequence", "is_refused"),
+    [
+        (2, 3, 2, 1, True, True),
+        (2, 3, 1, 2, False, True),
+        (2, 3, 2, 1, False, False),
+        (2, 3, 1, 1, True, False),
+        (2, 0, 2, 2, True, False),
+        (1, 3, 2, 2, True, False),
+    ],
+)
+def test_pipeline_with_extra_tokens_is_refused_where_tokens_are_cut(
+    ranks, extra_tokens, tp, cp, sequence, is_refused
+):
+    config = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=sequence))
+    if not is_refused:
+        return config.require_pipeline(ranks, extra_tokens, tp, cp)
+    with pytest.raises(ParallelError, match=r"pass on 3 rows beside the tokens.* use .*sequence = false"):
+        config.require_pipeline(ranks, extra_tokens, tp, cp)
 
 
 @pytest.mark.parametrize(

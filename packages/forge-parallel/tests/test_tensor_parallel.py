@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 from forge_parallel import Env, MeshConfig, ParallelConfig, ParallelError, Plan, build_mesh, parallelize
 from forge_parallel.config import TensorParallelConfig
+from forge_parallel.tensor import is_dtensor
 from forge_parallel.testing import run_ranks
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.debug import CommDebugMode
 
 ROLES = {
     "embed": "embed",
@@ -73,6 +76,102 @@ def test_own_module_equals_one_process(world_size, sequence):
         assert max(errors) < 1e-12
 
 
+class Looks(nn.Module):
+    """A layer that is given features beside the residual stream, by place and by name."""
+
+    def __init__(self, dim: int = 6, hidden: int = 8) -> None:
+        super().__init__()
+        self.up, self.other, self.down = (
+            nn.Linear(dim, hidden, bias=False),
+            nn.Linear(dim, hidden, bias=False),
+            nn.Linear(hidden, dim),
+        )
+
+    def forward(self, hidden, features, scale=None, flag=None):
+        assert flag == "kept"
+        return self.down((self.up(hidden) + self.other(features).mean(1, keepdim=True)).tanh() * scale)
+
+
+class Merge(nn.Module):
+    def forward(self, x, features, index, factor=1.0):
+        index = index[..., None]
+        taken = features.gather(1, (index - 1).clamp(min=0).expand(-1, -1, x.shape[-1]))
+        return torch.where(index > 0, taken * factor, x)
+
+
+class Tower(nn.Module):
+    """Its child has no role of its own, and it has a parameter itself."""
+
+    def __init__(self, dim: int = 6) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(dim))
+        self.inner = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim))
+
+    def forward(self, x):
+        return self.inner(x + self.shift)
+
+
+class Sees(nn.Module):
+    """Features of a tower are merged, and looked at by a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.tower, self.merge = nn.Embedding(12, 6), Tower(), Merge()
+        self.layer, self.head = Looks(), nn.Linear(6, 12)
+        self.scale = nn.Linear(6, 1)
+
+    def forward(self, tokens, patches, index):
+        features = self.tower(patches)
+        scale = self.scale(features[:, :1])
+        x = self.merge(self.embed(tokens), features, index, factor=0.5)
+        return self.head(x + self.layer(x, features, scale=scale, flag="kept"))
+
+
+SEEING = {
+    "embed": "embed",
+    "tower": "whole",
+    "scale": "whole",
+    "merge": "merge",
+    "layer": "gather",
+    "layer.up": "colwise",
+    "layer.other": "colwise",
+    "layer.down": "rowwise",
+    "head": "head",
+}
+
+
+def seeing(sequence: bool) -> tuple[float, int]:
+    """How far gradients are from those of the plain model; collectives of the tower, there and back."""
+    torch.manual_seed(0)
+    model = Sees().double()
+    reference = copy.deepcopy(model)
+    mesh = build_mesh(MeshConfig(tp=dist.get_world_size()), Env.detect())
+    config = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=sequence))
+    parallelize(model, mesh, Plan.of({"blocks": "layer", "tensor": SEEING}), config)
+    tokens, patches = torch.randint(12, (3, 4)), torch.randn(3, 2, 6, dtype=torch.float64)
+    index = torch.tensor([[0, 1, 2, 0], [0, 0, 0, 0], [2, 0, 0, 1]])
+    weight = torch.randn(3, 4, 12, dtype=torch.float64)
+    with CommDebugMode() as counted:
+        torch.autograd.grad(model.tower(patches).sum(), list(model.tower.parameters()))
+    for one in (model, reference):
+        (one(tokens, patches, index) * weight).sum().backward()
+    named = dict(reference.named_parameters())
+    off = [
+        (p.grad.full_tensor() - named[name].grad).abs().max().item() for name, p in model.named_parameters()
+    ]
+    assert all(is_dtensor(p) and p.placements[-1] == Replicate() for p in model.tower.parameters())
+    assert len(list(model.tower.parameters())) == 5
+    return max(off), counted.get_total_counts()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole-sequence"])
+def test_features_of_a_whole_tower_get_the_gradients_of_one_process(sequence):
+    for error, collectives in run_ranks(seeing, 2, sequence):
+        assert error < 1e-12
+        assert collectives == 0
+
+
 def refusals() -> dict[str, str]:
     """What is said of plans and models that do not fit two ranks."""
     mesh = build_mesh(MeshConfig(tp=2), Env.detect())
@@ -87,6 +186,21 @@ def refusals() -> dict[str, str]:
         "padding": (padded, {"tensor": ROLES}),
         "two roles": (Own(), {"tensor": ROLES | {"nor*": "head_norm"}}),
     }
+    tied = Own(hidden=6)
+    tied.layers[0].down.weight = tied.layers[0].up.weight
+    cases |= {
+        "tied": (tied, {"tensor": ROLES}),
+        "whole and another": (Own(), {"tensor": ROLES | {"nor*": "whole"}}),
+        "experts": (Own(), {"tensor": {"layers": "whole"} | ROLES, "experts": ["layers.*"]}),
+        "size of a mount": (
+            nn.ModuleDict({"text": Own()}),
+            {"blocks": [], "mounts": {"text": {"blocks": "layers.*", "divisible": {"num_heads": 3}}}},
+        ),
+        "role in a mount": (
+            nn.ModuleDict({"text": Own()}),
+            {"blocks": [], "mounts": {"text": {"blocks": "layers.*", "tensor": ROLES | {"norm": "colwise"}}}},
+        ),
+    }
     said = {}
     for name, (model, plan) in cases.items():
         try:
@@ -99,6 +213,14 @@ def refusals() -> dict[str, str]:
         model(torch.zeros(1, 3, dtype=torch.int64))
     except ParallelError as error:
         said["odd sequence"] = str(error)
+    model = Sees()
+    parallelize(model, mesh, Plan.of({"blocks": "layer", "tensor": SEEING}))
+    try:
+        model(
+            torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 2, 6), torch.zeros(1, 2, dtype=torch.int64)
+        )
+    except ParallelError as error:
+        said["index"] = str(error)
     return said
 
 
@@ -108,8 +230,15 @@ def test_what_cannot_be_cut_is_refused_with_its_reason():
         assert "layers.0.up.weight (7, 6)" in said["odd width"]
         assert "embed.weight (11, 6)" in said["odd vocabulary"]
         assert "num_heads = 3" in said["odd heads"]
-        assert "norm.weight, norm.bias" in said["no role"]
+        assert "no role under tensor parallelism for norm.weight, norm.bias; name them" in said["no role"]
+        assert "in the plan, or in `tensor_roles` of the module that has them" in said["no role"]
         assert "norm is a LayerNorm" in said["wrong kind"]
         assert "padding_idx" in said["padding"]
         assert "'nor*' of the plan gives norm a second role" in said["two roles"]
         assert "sequence of 3 tokens" in said["odd sequence"]
+        assert "layers.0.down.weight is also a parameter of another module" in said["tied"]
+        assert "'nor*' of the plan gives norm a second role" in said["whole and another"]
+        assert "layers.0 is a layer of experts inside of layers, whose role is whole" in said["experts"]
+        assert "text.num_heads = 3" in said["size of a mount"]
+        assert "text.norm is a LayerNorm" in said["role in a mount"]
+        assert "an index of 2 tokens, and 2 tokens on each of 2 ranks" in said["index"]

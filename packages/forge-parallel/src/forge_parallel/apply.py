@@ -43,8 +43,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
         The same model.
 
     Raises:
-        ParallelError: a pattern of the plan names nothing; units overlap or share a parameter; the number
-            format needs a process group and there is none; or the model was made parallel before.
+        ParallelError: a pattern or a mount of the plan names nothing; units overlap or share a parameter;
+            the number format needs a process group and there is none; or the model was made parallel before.
     """
     config = config or ParallelConfig()
     compute = config.precision.compute_dtype(mesh.device.type)
@@ -56,6 +56,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
             "process group even for one process: process_group(env, needed=True), then build_mesh"
         )
     plan.check(model)
+    plan = plan.flat()
     if plan.experts:
         config.require_experts()
     units = find_units(model, plan, mesh)

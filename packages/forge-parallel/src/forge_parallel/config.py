@@ -353,12 +353,20 @@ class ParallelConfig(Config):
                 "graphs, and blocks are cut around layers of experts; choose another mode, or compile nothing"
             )
 
-    def require_pipeline(self, ranks: int) -> None:
-        """See that a pipeline of so many ranks can do what the other sections ask for.
+    def require_pipeline(self, ranks: int, extra_tokens: int = 0, tp: int = 1, cp: int = 1) -> None:
+        """See that a pipeline of so many ranks can do what the mesh and the other sections ask for.
+
+        `extra_tokens` is that of the `StagePlan`; `tp` and `cp` are those of the mesh.
 
         Raises:
             ParallelError: it cannot.
         """
+        sequence = tp > 1 and self.tensor_parallel.sequence
+        if ranks > 1 and extra_tokens and (sequence or cp > 1):
+            raise ParallelError(
+                f"stages pass on {extra_tokens} rows beside the tokens, such as image features, which are "
+                "never cut; use tensor_parallel.sequence = false and mesh.cp = 1, or mesh.pp = 1"
+            )
         if ranks > 1 and self.fsdp.reduce_gradients == "every_micro_batch":
             raise ParallelError(
                 'fsdp.reduce_gradients = "every_micro_batch" cannot be done in a pipeline, which sums '

@@ -198,7 +198,7 @@ def context_parallel(model: nn.Module, plan: Plan, ranks: View, config: ContextP
     Args:
         model: any module whose attention has an attribute `attend`, as in
             `forge_model.attention.mask.Attend`.
-        plan: `attention` and `sequence_inputs` are used.
+        plan: without mounts; `attention` and `sequence_inputs` are used.
         ranks: `Mesh.context`.
         config: the section `[context_parallel]`.
 

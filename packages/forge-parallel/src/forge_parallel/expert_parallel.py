@@ -21,7 +21,7 @@ from forge_parallel.error import ParallelError
 from forge_parallel.match import find
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
-from forge_parallel.tensor_parallel import Axis, Tokenwise, with_role
+from forge_parallel.tensor_roles import Axis, Tokenwise, with_role
 
 
 @cache
@@ -61,7 +61,7 @@ def expert_parallel(model: nn.Module, plan: Plan, mesh: Mesh, config: ParallelCo
 
     Args:
         model: on the meta device, or with equal values on all ranks.
-        plan: `experts` is used.
+        plan: without mounts; `experts` is used.
         mesh: with `ep`.
         config: `expert_parallel` and `tensor_parallel` are used.
 

@@ -28,7 +28,7 @@ def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, mesh: Mesh) -> list
 
     Args:
         model: best on the meta device.
-        plan: `no_fp8` and `experts` are used.
+        plan: without mounts; `no_fp8` and `experts` are used.
         config: the section `[fp8]`.
         mesh: the grid of ranks.
 

@@ -27,19 +27,33 @@ def matches(pattern: str, name: str) -> bool:
     return len(parts) == len(names) and all(fnmatchcase(n, p) for p, n in zip(parts, names, strict=True))
 
 
-def find(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """The modules that a pattern names, in the order of the model.
+def find(model: nn.Module, pattern: str, kind: str = "pattern") -> dict[str, nn.Module]:
+    """The modules that a pattern names, in the order of the model; the empty one names the model itself.
+
+    Args:
+        model: whole, or a stage of it.
+        pattern: see `matches`.
+        kind: what the pattern is, for the message.
 
     Raises:
         ParallelError: none; lists the shapes of names that there are.
     """
+    if not pattern:
+        return {"": model}
     found = {name: module for name, module in model.named_modules() if name and matches(pattern, name)}
-    if not found:
+    if not found and not _is_elsewhere(model, pattern):
         kinds = sorted({_without_numbers(name) for name, _ in model.named_modules() if name})
         raise ParallelError(
-            f"pattern {pattern!r} names no module of {type(model).__name__}; it has {', '.join(kinds)}"
+            f"{kind} {pattern!r} names no module of {type(model).__name__}; it has {', '.join(kinds)}"
         )
     return {name: module for name, module in found.items() if not isinstance(module, PassThrough)}
+
+
+def _is_elsewhere(model: nn.Module, pattern: str) -> bool:
+    """Whether a pattern is about what lies inside of a module that another stage has."""
+    parts = pattern.split(".")
+    absent = [name for name, module in model.named_modules() if isinstance(module, PassThrough)]
+    return any(matches(".".join(parts[: 1 + name.count(".")]), name) for name in absent)
 
 
 def _without_numbers(name: str) -> str:

@@ -26,13 +26,15 @@ class Pipeline:
     Args:
         parts: of `stages_of(...)`, made parallel.
         mesh: the grid of ranks.
-        plan: of the model; `stages` and `sequence_inputs` are used.
+        plan: of the model; its own `stages` and `sequence_inputs` are used.
         config: that was applied to them.
     """
 
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh, plan: Plan, config: ParallelConfig) -> None:
-        self._parts, self._mesh, self._config = list(parts), mesh, config
-        config.require_pipeline(mesh.pipeline.size)
+        assert plan.stages is not None, "keep_stage has cut the model by them"
+        self._parts, self._mesh, self._config, self._stage_plan = list(parts), mesh, config, plan.stages
+        tp = 1 if mesh.tp is None else mesh.tp.size()
+        config.require_pipeline(mesh.pipeline.size, plan.stages.extra_tokens, tp, mesh.context.size)
         if config.pipeline.splits_backward and not capabilities.splits_backward():
             raise ParallelError(
                 f'pipeline.schedule = "{config.pipeline.schedule}" needs torch 2.15, and this is '
@@ -104,25 +106,23 @@ class Pipeline:
 
     def _complete(self, _: nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> tuple[tuple[()], Inputs]:
         """Name the hidden state, which comes as the only positional argument; add what is no tensor."""
-        assert self._plan.stages is not None
-        kwargs = kwargs | self._others
+        kwargs, stages = kwargs | self._others, self._stage_plan
         if not args:
             return (), kwargs
-        kept = {name: value for name, value in kwargs.items() if name not in self._plan.stages.instead_of}
-        return (), kept | {self._plan.stages.hidden: args[0]}
+        dropped = {*stages.instead_of, *stages.first_inputs}
+        kept = {name: value for name, value in kwargs.items() if name not in dropped}
+        return (), kept | {stages.hidden: args[0]}
 
     def _hidden(self, batch: int, tokens: int) -> Tensor:
-        """A hidden state on the meta device, as it passes from stage to stage."""
-        assert self._plan.stages is not None
+        """A hidden state on the meta device, as it passes from stage to stage; extra rows are never cut."""
         cuts = self._mesh.context.size
         if self._mesh.tp is not None and self._config.tensor_parallel.sequence:
             cuts *= self._mesh.tp.size()
         kept = next(self._parts[0].parameters()).dtype
         compute = self._config.precision.compute_dtype(self._mesh.device.type)
         dtype = kept if compute == "float32" else getattr(torch, compute)
-        return torch.empty(
-            batch, tokens // cuts, self._plan.stages.dim, dtype=dtype, device="meta", requires_grad=True
-        )
+        rows, dim = tokens // cuts + self._stage_plan.extra_tokens, self._stage_plan.dim
+        return torch.empty(batch, rows, dim, dtype=dtype, device="meta", requires_grad=True)
 
     def _schedule(self, count: int, batch: int, tokens: int) -> Any:
         """The schedule of so many micro-batches [batch, tokens]."""

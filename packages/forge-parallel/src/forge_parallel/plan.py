@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from forge_config import Config
+from msgspec import Meta
 from torch import nn
 
 from forge_parallel.error import ParallelError
@@ -23,7 +25,10 @@ Role = Literal[
     "colwise",
     "rowwise",
     "head",
+    "whole",
+    "merge",
 ]
+Entry = TypeVar("Entry")
 
 
 class StagePlan(Config):
@@ -31,12 +36,20 @@ class StagePlan(Config):
 
     Attributes:
         first: modules that only the first stage has.
-        last: modules that only the last stage has.
-        hidden: the argument of the model by which a later stage is given the hidden state [B, T, D].
-        instead_of: arguments that a later stage is then not given.
+        last: modules that only the last stage has. Names of both are full ones, which may lie in mounts.
+        hidden: the argument of the model by which a later stage is given the hidden state
+            [B, T + extra_tokens, D].
+        instead_of: arguments that a later stage is then not given, though its ranks have them.
+        first_inputs: arguments that only the first stage takes, such as patches of images: ranks without it
+            need not have them.
         dim: D.
+        extra_tokens: rows behind those of the tokens in which the first stage passes on what it computed for
+            all later ones, such as image features. The model appends them and takes them off.
+        blocks: the pattern of the blocks that the stages share; None for `Plan.blocks`, if it is one pattern.
         costs: FLOPs a token of each block in order, or anything in proportion; empty counts its matrices.
         last_cost: the same of the modules of the last stage.
+        first_cost: the same of the modules of the first stage, in the unit of `costs` or, without them, in
+            elements of matrices; 0 for an embedding, from which rows are only read.
         pass_through: modules of other stages become ones that return their first argument, for models that
             call them anyway; otherwise they become None, and blocks are deleted.
     """
@@ -47,22 +60,30 @@ class StagePlan(Config):
     dim: int
     costs: list[float] = []
     last_cost: float = 0
+    first_cost: float = 0
+    blocks: str | None = None
     instead_of: list[str] = []
+    first_inputs: list[str] = []
+    extra_tokens: Annotated[int, Meta(ge=0)] = 0
     pass_through: bool = False
 
 
 class Plan(Config):
     """What a model allows. Patterns are dotted names in which `*` stands for one component.
 
+    A model that is composed of others mounts their plans, whose patterns are relative to their prefix; the
+    empty pattern is the module that is mounted.
+
     Attributes:
-        blocks: the repeated module that is checkpointed, compiled and sharded as one unit each.
+        blocks: the repeated modules that are checkpointed, compiled and sharded as one unit each: one pattern
+            or several, in the order in which they are executed.
         units: groups of further modules that are sharded as one unit each; what is in no unit belongs to the
             root. Modules that share a parameter must be in one unit.
         tensor: the role of each module that has parameters, and of those that take the residual stream, under
-            tensor parallelism; see `forge_parallel.tensor_parallel`.
+            tensor parallelism; see `forge_parallel.tensor_roles`.
         divisible: sizes by name that tensor parallelism must divide, beside those of matrices: heads, say.
         attention: the attention modules, by one pattern or several; their attribute `attend` is replaced by
-            context parallelism.
+            context parallelism. Only those that work on tokens which it cuts.
         sequence_inputs: arguments of the model of the shape [B, ..., T], which context parallelism cuts; the
             first is always given. It adds `positions` [T] where they are missing.
         experts: the layers of experts, whose `dispatch` is replaced by expert parallelism; see
@@ -70,9 +91,14 @@ class Plan(Config):
             tensor, in place, over the ranks that have other tokens of the same sequences.
         stages: how a pipeline cuts it; None if it cannot.
         no_fp8: linear layers that stay out of 8-bit matmuls.
+        mounts: plans of sub-modules by name, in the order in which they are executed; all run before what
+            this plan names itself. `stages` and `sequence_inputs` of a mounted plan are for its module alone:
+            a composite says its own.
+        inputs: of a mounted plan: the arguments of the whole model by which this mount is fed. Nothing here
+            reads them; who has no data for them can see that the mount is not trained.
     """
 
-    blocks: str
+    blocks: str | list[str]
     units: list[list[str]] = []
     tensor: dict[str, Role] = {}
     divisible: dict[str, int] = {}
@@ -81,6 +107,8 @@ class Plan(Config):
     experts: list[str] = []
     stages: StagePlan | None = None
     no_fp8: list[str] = []
+    mounts: dict[str, Plan] = {}
+    inputs: list[str] = []
 
     @classmethod
     def of(cls, source: nn.Module | dict[str, Any]) -> Plan:
@@ -97,22 +125,88 @@ class Plan(Config):
                     "at least {'blocks': 'layers.*'}"
                 )
             source = publish()
-        try:
-            return msgspec.convert(source, cls)
-        except msgspec.ValidationError as error:
-            raise ParallelError(f"not a plan: {error}") from None
+        return _convert(source, "")
 
     def check(self, model: nn.Module) -> None:
-        """See that every pattern names something.
+        """See that every mount and every pattern names something.
 
         Raises:
-            ParallelError: a pattern names no module.
+            ParallelError: one names no module.
         """
-        patterns = [self.blocks, *(p for group in self.units for p in group), *self.tensor, *self.no_fp8]
-        for pattern in [*patterns, *self.experts, *self.attention_patterns]:
+        for prefix, _ in self._mounted():
+            find(model, prefix, "mount")
+        flat = self.flat()
+        patterns = [*flat.block_patterns, *(p for group in flat.units for p in group), *flat.tensor]
+        for pattern in [*patterns, *flat.no_fp8, *flat.experts, *flat.attention_patterns]:
             find(model, pattern)
+
+    def flat(self) -> Plan:
+        """The same without mounts: what they say under full names, in order, before what this plan says.
+
+        All that is done to a model works on this. The last block, and the last group of `units`, are those
+        that FSDP2 does not free after the forward pass, so a decoder is mounted last.
+
+        Raises:
+            ParallelError: two plans give one pattern a role, or one name a size.
+        """
+        plans = [*self._mounted(), ("", self)]
+
+        def full(patterns: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
+            return [_join(prefix, pattern) for prefix, own in patterns for pattern in own]
+
+        return msgspec.structs.replace(
+            self,
+            mounts={},
+            blocks=full((prefix, plan.block_patterns) for prefix, plan in plans),
+            units=[full([(prefix, group)]) for prefix, plan in plans for group in plan.units],
+            tensor=_merge("tensor", ((prefix, plan.tensor) for prefix, plan in plans)),
+            divisible=_merge("divisible", ((prefix, plan.divisible) for prefix, plan in plans)),
+            attention=full((prefix, plan.attention_patterns) for prefix, plan in plans),
+            experts=full((prefix, plan.experts) for prefix, plan in plans),
+            no_fp8=full((prefix, plan.no_fp8) for prefix, plan in plans),
+        )
+
+    def _mounted(self) -> Iterator[tuple[str, Plan]]:
+        """Every mount, nested ones too, with its full prefix, in order of execution."""
+        for name, plan in self.mounts.items():
+            yield from ((_join(name, inner), nested) for inner, nested in plan._mounted())
+            yield name, plan
+
+    @property
+    def block_patterns(self) -> list[str]:
+        """Those of `blocks`."""
+        return [self.blocks] if isinstance(self.blocks, str) else self.blocks
 
     @property
     def attention_patterns(self) -> list[str]:
         """Those of `attention`."""
         return [self.attention] if isinstance(self.attention, str) else self.attention or []
+
+
+def _convert(source: Any, where: str) -> Plan:
+    """A plan from plain data. Mounts are converted one by one, so that an error names theirs."""
+    try:
+        if isinstance(source, dict) and isinstance(source.get("mounts"), dict):
+            mounts = {name: _convert(plan, _join(where, name)) for name, plan in source["mounts"].items()}
+            source = source | {"mounts": mounts}
+        return msgspec.convert(source, Plan)
+    except msgspec.ValidationError as error:
+        raise ParallelError(f"not a plan{where and f' of mount {where}'}: {error}") from None
+
+
+def _join(prefix: str, pattern: str) -> str:
+    return f"{prefix}.{pattern}" if prefix and pattern else prefix or pattern
+
+
+def _merge(key: str, parts: Iterable[tuple[str, dict[str, Entry]]]) -> dict[str, Entry]:
+    """The entries of several plans under full names."""
+    merged: dict[str, Entry] = {}
+    for prefix, entries in parts:
+        for name, value in entries.items():
+            full = _join(prefix, name)
+            if full in merged:
+                raise ParallelError(
+                    f"{full!r} is in `{key}` of a mount and of the plan that mounts it; say it in one of them"
+                )
+            merged[full] = value
+    return merged

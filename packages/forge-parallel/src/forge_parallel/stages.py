@@ -33,14 +33,14 @@ def keep_stage(model: nn.Module, plan: Plan, stage: int, ranks: int, config: Pip
 
     Args:
         model: whole, best on the meta device.
-        plan: of the whole model; `blocks` and `stages` are used.
+        plan: of the whole model; `stages` and, where those name no blocks, its own `blocks` are used.
         stage: which to keep.
         ranks: of the pipeline; one keeps everything.
         config: the section `[pipeline]`.
 
     Raises:
         ParallelError: the model cannot be cut, has fewer blocks than there are stages, or shares a parameter
-            between stages; or `pipeline.layers` does not fit.
+            between stages; `stages` names nothing; or `pipeline.layers` does not fit.
     """
     if ranks == 1:
         return
@@ -49,7 +49,9 @@ def keep_stage(model: nn.Module, plan: Plan, stage: int, ranks: int, config: Pip
             f"the plan of {type(model).__name__} does not say how to cut it (`stages`); use mesh.pp = 1"
         )
     count = ranks * config.held()
-    blocks = find(model, plan.blocks)
+    for name in [*plan.stages.first, *plan.stages.last]:
+        find(model, name, "module")
+    blocks = find(model, _blocks_of(plan, plan.stages))
     lengths = config.layers or _cut(model, blocks, plan.stages, count, config.max_parameters)
     _require_lengths(lengths, len(blocks), count)
     ends = [index for index, length in enumerate(lengths) for _ in range(length)]
@@ -62,6 +64,18 @@ def keep_stage(model: nn.Module, plan: Plan, stage: int, ranks: int, config: Pip
     for name, owner in owners.items():
         if owner != stage:
             _remove(model, name, plan.stages.pass_through)
+
+
+def _blocks_of(plan: Plan, stages: StagePlan) -> str:
+    """The pattern of the blocks that stages share."""
+    if stages.blocks is not None:
+        return stages.blocks
+    if len(plan.block_patterns) != 1:
+        raise ParallelError(
+            f"the plan's own `blocks` are {plan.block_patterns}, which is not one pattern; say in "
+            "`stages.blocks` which blocks a pipeline cuts"
+        )
+    return plan.block_patterns[0]
 
 
 def _require_lengths(lengths: Sequence[int], blocks: int, stages: int) -> None:
@@ -98,7 +112,8 @@ def _cut(
     sizes = [held([block]) for block in blocks.values()]
     sizes[0] += ends[0]
     sizes[-1] += ends[1]
-    return balanced(*_costs(model, blocks, stages), count, sizes, max_parameters)
+    costs, last = _costs(model, blocks, stages)
+    return balanced(costs, last, count, sizes, max_parameters, stages.first_cost)
 
 
 def _costs(model: nn.Module, blocks: dict[str, nn.Module], stages: StagePlan) -> tuple[list[float], float]:
@@ -115,7 +130,12 @@ def _costs(model: nn.Module, blocks: dict[str, nn.Module], stages: StagePlan) ->
 
 
 def balanced(
-    costs: Sequence[float], last: float, stages: int, sizes: Sequence[int] = (), most: int = 0
+    costs: Sequence[float],
+    last: float,
+    stages: int,
+    sizes: Sequence[int] = (),
+    most: int = 0,
+    first: float = 0,
 ) -> list[int]:
     """How many blocks each stage gets, so that the most costly stage costs as little as possible.
 
@@ -125,6 +145,7 @@ def balanced(
         stages: how many, each with a block at least.
         sizes: of each block, what is held beside with the first and the last.
         most: what the sizes of a stage may add up to; 0 is no bound.
+        first: what the first stage costs beside.
 
     Raises:
         ParallelError: there are fewer blocks than stages, or no cut keeps the bound.
@@ -135,19 +156,19 @@ def balanced(
             "stages_per_rank"
         )
 
-    def fits(start: int, end: int) -> bool:
-        return not most or sum(sizes[start:end]) <= most
+    def cost_of(start: int, end: int) -> float:
+        """Of a stage without what the last has beside; infinite if it holds too much."""
+        fits = not most or sum(sizes[start:end]) <= most
+        return sum(costs[start:end]) + (0 if start else first) if fits else inf
 
     @cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
         if left == 1:
-            cost = sum(costs[start:]) + last if fits(start, len(costs)) else inf
-            return cost, (len(costs) - start,)
+            return cost_of(start, len(costs)) + last, (len(costs) - start,)
         options = []
         for end in range(start + 1, len(costs) - left + 2):
             rest, lengths = best(end, left - 1)
-            cost = max(sum(costs[start:end]), rest) if fits(start, end) else inf
-            options.append((cost, (end - start, *lengths)))
+            options.append((max(cost_of(start, end), rest), (end - start, *lengths)))
         return min(options)
 
     cost, lengths = best(0, stages)

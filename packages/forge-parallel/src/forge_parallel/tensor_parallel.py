@@ -1,285 +1,30 @@
-"""Tensor, sequence and loss parallelism: what each role of a plan becomes on a mesh axis.
+"""Tensor, sequence and loss parallelism: gives each module its role, and cuts its parameters.
 
-Modules compute on plain local tensors and say their collectives themselves; parameters are DTensors, so that
-FSDP2, checkpoints and norms know which part of the whole a rank holds. B batch, T tokens, D model dim, V
-vocabulary.
+What a role does in the forward pass is in `forge_parallel.tensor_roles`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from forge_parallel.collectives import all_gather, all_reduce, copy_to_ranks, reduce_scatter
 from forge_parallel.config import TensorParallelConfig
 from forge_parallel.error import ParallelError
-from forge_parallel.match import find
+from forge_parallel.match import find, matches
 from forge_parallel.plan import Plan
-
-SEQUENCE = 1
-"""The dim of [B, T, D] that sequence parallelism cuts."""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """The ranks that share each matrix, and what passes between them.
-
-    Attributes:
-        rank: of this process among them.
-        size: how many they are.
-        group: their process group.
-        sequence: whether the residual stream, and the norms on it, are cut over the tokens.
-    """
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup
-    sequence: bool
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh, sequence: bool) -> Axis:
-        """That of a device mesh of one dim."""
-        return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group(), sequence)
-
-    def enter(self, x: Tensor) -> Tensor:
-        """The residual stream [B, T or T/ranks, D] -> [B, T, D], of which each rank makes its own use."""
-        return all_gather(x, SEQUENCE, self.group) if self.sequence else copy_to_ranks(x, self.group)
-
-    def leave(self, x: Tensor) -> Tensor:
-        """The parts of a sum [B, T, D] -> the residual stream [B, T or T/ranks, D].
-
-        Raises:
-            ParallelError: the tokens cannot be cut evenly.
-        """
-        if not self.sequence:
-            return all_reduce(x, self.group)
-        if x.shape[SEQUENCE] % self.size:
-            raise ParallelError(
-                f"a sequence of {x.shape[SEQUENCE]} tokens cannot be cut over tp = {self.size} ranks; "
-                "use a multiple, or set tensor_parallel.sequence = false"
-            )
-        return reduce_scatter(x, SEQUENCE, self.group)
-
-    def shared(self, values: Tensor) -> Tensor:
-        """A parameter that all ranks hold and apply to the residual stream."""
-        return copy_to_ranks(values, self.group) if self.sequence else values
-
-
-class _Role(nn.Module):
-    """A module whose forward sees local values of its parameters. Mixed into the class of the module.
-
-    Outside of forward, `module.weight` is the parameter, as FSDP2 and others expect.
-    """
-
-    placements: ClassVar[Mapping[str, Placement]] = {}
-    tensor_axis: Axis
-    in_forward = False
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module computes, of local values."""
-        self.in_forward = True
-        try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.in_forward = False
-
-    def local(self, name: str) -> Tensor:
-        """What `self.<name>` is in forward."""
-        return _values(self._parameters[name])
-
-
-def _values(parameter: Tensor | None) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-class Gather(_Role):
-    """Takes the residual stream whole: as its first argument."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As before, on all tokens."""
-        if args:
-            return super().forward(self.tensor_axis.enter(args[0]), *args[1:], **kwargs)  # type: ignore[misc]
-        name, value = next(iter(kwargs.items()))
-        return super().forward(**{**kwargs, name: self.tensor_axis.enter(value)})  # type: ignore[misc]
-
-
-class Colwise(_Role):
-    """A linear layer that makes a part of its outputs."""
-
-    placements = {"weight": Shard(0), "bias": Shard(0)}
-
-
-class Rowwise(_Role):
-    """A linear layer that takes a part of its inputs; the bias is added once, after the sum."""
-
-    placements = {"weight": Shard(1), "bias": Replicate()}
-
-    def local(self, name: str) -> Tensor:
-        """See `_Role.local`; no bias, which `forward` adds."""
-        return super().local(name) if name == "weight" else None  # type: ignore[return-value]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, F/ranks] -> the residual stream."""
-        out = self.tensor_axis.leave(super().forward(x))
-        bias = self._parameters.get("bias")
-        return out if bias is None else out + self.tensor_axis.shared(_values(bias))
-
-
-class Norm(_Role):
-    """A norm on the residual stream."""
-
-    placements = {"weight": Replicate(), "bias": Replicate()}
-
-    def local(self, name: str) -> Tensor:
-        """See `_Role.local`."""
-        return self.tensor_axis.shared(super().local(name))
-
-
-class Tokenwise(_Role):
-    """A module that works on each token of the residual stream alone; all ranks hold its parameters."""
-
-    tensor_axis: Axis | None
-
-    def local(self, name: str) -> Tensor:
-        """See `_Role.local`."""
-        values = super().local(name)
-        return values if self.tensor_axis is None else self.tensor_axis.shared(values)
-
-
-@cache
-def _tokenwise(names: tuple[str, ...]) -> type[Tokenwise]:
-    return type("Tokenwise", (Tokenwise,), {"placements": dict.fromkeys(names, Replicate())})
-
-
-class Replicated(_Role):
-    """A module inside of attention that all ranks hold, such as a norm of each head or a way to a latent.
-
-    Each rank makes its own use of what it computes, for its own heads.
-    """
-
-    placements = {"weight": Replicate(), "bias": Replicate()}
-
-    def local(self, name: str) -> Tensor:
-        """See `_Role.local`."""
-        return copy_to_ranks(super().local(name), self.tensor_axis.group)
-
-
-class CutNorm(_Role):
-    """A root mean square norm over features of which each rank has a part, as those of all heads."""
-
-    placements = {"weight": Shard(0)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., F/ranks] -> [..., F/ranks], as if computed over [..., F]."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        group, count = self.tensor_axis.group, x.shape[-1] * self.tensor_axis.size
-        squares = copy_to_ranks(all_reduce(wide.square().sum(-1, keepdim=True), group), group)
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        normed = wide * torch.rsqrt(squares / count + eps)  # type: ignore[operator]
-        return (normed * self.local("weight").to(wide.dtype)).to(x.dtype)
-
-
-class Heads(_Role):
-    """A parameter [N] of which each rank has those of its heads."""
-
-    placements = {"weight": Shard(0)}
-
-
-class Embed(_Role):
-    """An embedding that knows a part of the vocabulary."""
-
-    placements = {"weight": Shard(0)}
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> the residual stream."""
-        weight = self.local("weight")
-        index = tokens - self.tensor_axis.rank * len(weight)
-        known = (index >= 0) & (index < len(weight))
-        return self.tensor_axis.leave(F.embedding(index.where(known, 0), weight) * known[..., None])
-
-
-class Head(_Role):
-    """A head that makes the logits of a part of the vocabulary.
-
-    A module with an attribute `vocabulary` is given a `VocabularyShard`, and computes its loss from a part of
-    the logits; of any other module the logits are gathered.
-    """
-
-    placements = {"weight": Shard(0), "bias": Shard(0)}
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The residual stream -> logits [B, T, V] or what the module makes of them."""
-        out = super().forward(self.tensor_axis.enter(hidden), *args, **kwargs)  # type: ignore[misc]
-        return out if hasattr(self, "vocabulary") else gather_logits(out, self.tensor_axis.group)
-
-
-class VocabularyShard:
-    """The part of the vocabulary that a head has, and the sums over the others. Collective.
-
-    Attributes:
-        first: the first id of this part.
-    """
-
-    def __init__(self, first: int, group: dist.ProcessGroup) -> None:
-        self.first = first
-        self._group = group
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum over the parts, in place."""
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
-
-    def max_(self, tensor: Tensor) -> Tensor:
-        """Maximum over the parts, in place."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
-        return tensor
-
-    def gather(self, logits: Tensor) -> Tensor:
-        """[..., V/ranks] -> [..., V]."""
-        return gather_logits(logits, self._group)
-
-
-class _GatherLogits(torch.autograd.Function):
-    """All ranks use the whole alike, so each keeps its own part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.rank, ctx.width = dist.get_rank(group), x.shape[-1]
-        return all_gather(x, x.ndim - 1, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.narrow(-1, ctx.rank * ctx.width, ctx.width), None
-
-
-def gather_logits(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[..., V/ranks] -> [..., V]. Collective."""
-    return _GatherLogits.apply(logits, group)
-
-
-ROLES: dict[str, type[_Role]] = {
-    "gather": Gather,
-    "colwise": Colwise,
-    "rowwise": Rowwise,
-    "norm": Norm,
-    "tokenwise": Tokenwise,
-    "head_norm": Replicated,
-    "replicated": Replicated,
-    "cut_norm": CutNorm,
-    "heads": Heads,
-    "embed": Embed,
-    "head": Head,
-}
+from forge_parallel.tensor_roles import (
+    Axis,
+    RoleModule,
+    Tokenwise,
+    VocabularyShard,
+    role_of,
+    values_of,
+    with_role,
+)
 
 
 def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: TensorParallelConfig) -> None:
@@ -287,13 +32,13 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
 
     Args:
         model: on the meta device, or with equal values on all ranks.
-        plan: `tensor` and `divisible` are used.
+        plan: without mounts; `tensor` and `divisible` are used.
         mesh: of one dim.
         config: the section `[tensor_parallel]`.
 
     Raises:
         ParallelError: a pattern names nothing, something cannot be cut evenly, or a parameter of the model is
-            in no module with a role.
+            in no module with a role; modules with unlike roles share a parameter.
     """
     for name, size in plan.divisible.items():
         if size % mesh.size():
@@ -304,25 +49,55 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
         _overlap(mesh)
     axis = Axis.of(mesh, config.sequence)
     cut: dict[int, nn.Parameter] = {}
-    for pattern, role in plan.tensor.items():
+    # the role `whole` is for what has no role of its own
+    for pattern, role in sorted(plan.tensor.items(), key=lambda item: item[1] == "whole"):
         for name, module in find(model, pattern).items():
             if isinstance(module, Tokenwise) and role == "tokenwise":
                 continue  # cut by expert parallelism already
-            if isinstance(module, _Role):
+            if isinstance(module, RoleModule):
                 raise ParallelError(
                     f"{pattern!r} of the plan gives {name} a second role; say one role for each"
                 )
-            _require_kind(name, module, role)
-            kind = _tokenwise(tuple(module._parameters)) if role == "tokenwise" else ROLES[role]
-            _distribute(name, module, kind.placements, mesh, cut)
-            module.__class__ = with_role(type(module), kind)
-            module.tensor_axis = axis  # type: ignore[assignment]
-            if hasattr(module, "vocabulary"):
-                first = axis.rank * (_values(module._parameters["weight"]).shape[0])
-                module.vocabulary = VocabularyShard(first, axis.group)  # type: ignore[assignment]
+            for inner_name, inner in (
+                _without_role(name, module, plan) if role == "whole" else [(name, module)]
+            ):
+                _give(inner_name, inner, role, axis, mesh, cut)
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
-        raise ParallelError(f"no role under tensor parallelism for {', '.join(plain)}; name them in the plan")
+        raise ParallelError(
+            f"no role under tensor parallelism for {', '.join(plain)}; name them in the plan, or in "
+            "`tensor_roles` of the module that has them"
+        )
+
+
+def _without_role(name: str, module: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
+    """The modules at and below one that have parameters and no role of their own.
+
+    Raises:
+        ParallelError: one is a layer of experts, which sum over ranks what would be equal on all of them.
+    """
+    below = list(module.named_modules(prefix=name))
+    for inner, _ in below:
+        if any(matches(pattern, inner) for pattern in plan.experts):
+            raise ParallelError(
+                f"{inner} is a layer of experts inside of {name}, whose role is whole; use mesh.tp = 1, or "
+                "give each module a role"
+            )
+    return [(n, m) for n, m in below if m._parameters and not isinstance(m, RoleModule)]
+
+
+def _give(
+    name: str, module: nn.Module, role: str, axis: Axis, mesh: DeviceMesh, cut: dict[int, nn.Parameter]
+) -> None:
+    """One module its role."""
+    _require_kind(name, module, role)
+    kind = role_of(module, role)
+    _distribute(name, module, kind.placements, mesh, cut)
+    module.__class__ = with_role(type(module), kind)
+    module.tensor_axis = axis  # type: ignore[assignment]
+    if role != "whole" and hasattr(module, "vocabulary"):
+        first = axis.rank * (values_of(module._parameters["weight"]).shape[0])
+        module.vocabulary = VocabularyShard(first, axis.group)  # type: ignore[assignment]
 
 
 def _overlap(mesh: DeviceMesh) -> None:
@@ -364,8 +139,8 @@ def _distribute(
     for key, parameter in module._parameters.items():
         if parameter is None or key not in placements:
             continue
+        placement = placements[key]
         if id(parameter) not in cut:
-            placement = placements[key]
             if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
                 raise ParallelError(
                     f"dim {placement.dim} of {name}.{key} {tuple(parameter.shape)} cannot be cut over "
@@ -376,19 +151,10 @@ def _distribute(
                 requires_grad=parameter.requires_grad,
             )
             cut[id(parameter)] = cut[id(shared)] = shared
-        module._parameters[key] = cut[id(parameter)]
-
-
-@cache
-def with_role(base: type[nn.Module], role: type[_Role]) -> type[nn.Module]:
-    """One class for all modules of a kind, so that compiled blocks share their code."""
-    views = {key: _view(key) for key in role.placements}
-    return type(base.__name__, (role, base), {**views, "__module__": base.__module__})
-
-
-def _view(name: str) -> Any:
-    def get(self: _Role) -> Any:
-        parameter = self._parameters.get(name)
-        return self.local(name) if self.in_forward and parameter is not None else parameter
-
-    return property(get)
+        shared = cut[id(parameter)]
+        if isinstance(shared, DTensor) and shared.placements != (placement,):
+            raise ParallelError(
+                f"{name}.{key} is also a parameter of another module, whose role cuts it otherwise; give "
+                "both roles that cut alike, or untie them"
+            )
+        module._parameters[key] = shared

@@ -39,7 +39,7 @@ class Units:
     """The units of a model that a plan names; what is in none of them belongs to the root.
 
     Attributes:
-        blocks: of one module each, in the order of the model.
+        blocks: of one module each, in the order of the patterns of the plan, then of the model.
         groups: the further ones, in the order of the plan.
         experts: those inside of blocks, of one module each, that are sharded over a mesh of their own.
     """
@@ -57,16 +57,25 @@ class Units:
 def find_units(model: nn.Module, plan: Plan, mesh: Mesh) -> Units:
     """Resolve the units of a plan.
 
+    Args:
+        model: whole, or a stage of it.
+        plan: without mounts (`Plan.flat`); `blocks`, `units` and `experts` are used.
+        mesh: the grid of ranks.
+
     Raises:
-        ParallelError: a pattern names nothing, a module is in two units, or two units share a parameter.
+        ParallelError: a pattern names nothing, a module is in two units, two units share a parameter, or a
+            unit is the model itself.
     """
-    blocks = [Unit(f"block {name}", [module], mesh.fsdp) for name, module in find(model, plan.blocks).items()]
+    repeated = {
+        name: module for pattern in plan.block_patterns for name, module in find(model, pattern).items()
+    }
+    blocks = [Unit(f"block {name}", [module], mesh.fsdp) for name, module in repeated.items()]
     named = {
         f"unit {group}": [m for pattern in group for m in find(model, pattern).values()]
         for group in plan.units
     }
     groups = [Unit(name, modules, mesh.fsdp) for name, modules in named.items() if modules]
-    _refuse_ties(model, _owners([*blocks, *groups]))
+    _refuse_ties(model, _owners(model, [*blocks, *groups]))
     layers = [layer for pattern in plan.experts for layer in find(model, pattern).items()]
     inner = [
         Unit(f"experts of {name}", [layer.get_submodule("experts")], mesh.efsdp)
@@ -76,10 +85,14 @@ def find_units(model: nn.Module, plan: Plan, mesh: Mesh) -> Units:
     return Units(blocks, groups, inner)
 
 
-def _owners(units: list[Unit]) -> dict[nn.Module, str]:
+def _owners(model: nn.Module, units: list[Unit]) -> dict[nn.Module, str]:
     """The unit of each module inside a unit."""
     owners: dict[nn.Module, str] = {}
     for unit in units:
+        if model in unit.modules:
+            raise ParallelError(
+                f"{unit.name} is the model itself, which is the root; leave it out of the plan"
+            )
         for module in (inner for outer in unit.modules for inner in outer.modules()):
             if owners.setdefault(module, unit.name) != unit.name:
                 raise ParallelError(

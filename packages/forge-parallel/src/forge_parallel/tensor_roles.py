@@ -1,0 +1,356 @@
+"""What each role of a plan does in the forward pass of a module, on a mesh axis of ranks that share matrices.
+
+Modules compute on plain local tensors and say their collectives themselves; parameters are DTensors, so that
+FSDP2, checkpoints and norms know which part of the whole a rank holds. B batch, T tokens, D model dim, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from forge_parallel.collectives import all_gather, all_reduce, copy_to_ranks, reduce_scatter
+from forge_parallel.error import ParallelError
+
+SEQUENCE = 1
+"""The dim of [B, T, D] that sequence parallelism cuts."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that share each matrix, and what passes between them.
+
+    Attributes:
+        rank: of this process among them.
+        size: how many they are.
+        group: their process group.
+        sequence: whether the residual stream, and the norms on it, are cut over the tokens.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+    sequence: bool
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, sequence: bool) -> Axis:
+        """That of a device mesh of one dim."""
+        return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group(), sequence)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The residual stream [B, T or T/ranks, D] -> [B, T, D], of which each rank makes its own use."""
+        return all_gather(x, SEQUENCE, self.group) if self.sequence else copy_to_ranks(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The parts of a sum [B, T, D] -> the residual stream [B, T or T/ranks, D].
+
+        Raises:
+            ParallelError: the tokens cannot be cut evenly.
+        """
+        if not self.sequence:
+            return all_reduce(x, self.group)
+        if x.shape[SEQUENCE] % self.size:
+            raise ParallelError(
+                f"a sequence of {x.shape[SEQUENCE]} tokens cannot be cut over tp = {self.size} ranks; "
+                "use a multiple, or set tensor_parallel.sequence = false"
+            )
+        return reduce_scatter(x, SEQUENCE, self.group)
+
+    def use(self, value: Any) -> Any:
+        """A value that is alike on all ranks, of which each makes its own use; anything but tensors stays."""
+        return (
+            copy_to_ranks(value, self.group) if isinstance(value, Tensor) and value.requires_grad else value
+        )
+
+    def shared(self, values: Tensor) -> Tensor:
+        """A parameter that all ranks hold and apply to the residual stream."""
+        return copy_to_ranks(values, self.group) if self.sequence else values
+
+
+class RoleModule(nn.Module):
+    """A module whose forward sees local values of its parameters. Mixed into the class of the module.
+
+    Outside of forward, `module.weight` is the parameter, as FSDP2 and others expect.
+    """
+
+    placements: ClassVar[Mapping[str, Placement]] = {}
+    tensor_axis: Axis
+    in_forward = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module computes, of local values."""
+        self.in_forward = True
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.in_forward = False
+
+    def local(self, name: str) -> Tensor:
+        """What `self.<name>` is in forward."""
+        return values_of(self._parameters[name])
+
+
+def values_of(parameter: Tensor | None) -> Any:
+    """The local values of a parameter, which may be missing."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class Gather(RoleModule):
+    """Takes the residual stream whole: as its first argument.
+
+    Further tensors, such as image features, are whole on every rank, which uses them for its own heads: their
+    gradients are summed over the ranks. Tensors inside of other arguments must need no gradient.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As before, on all tokens."""
+        axis = self.tensor_axis
+        if args:
+            args = (axis.enter(args[0]), *map(axis.use, args[1:]))
+            return super().forward(*args, **{name: axis.use(value) for name, value in kwargs.items()})  # type: ignore[misc]
+        (first, x), *others = kwargs.items()
+        return super().forward(**{first: axis.enter(x)}, **{name: axis.use(value) for name, value in others})  # type: ignore[misc]
+
+
+class Merge(RoleModule):
+    """Puts features, of images say, into the residual stream; has no parameters of its own."""
+
+    def forward(self, x: Tensor, features: Tensor, index: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As before, on the tokens of this rank.
+
+        Args:
+            x: the residual stream [B, T or T/ranks, D].
+            features: whole on every rank, of any shape.
+            index: [B, T] which feature each token takes.
+            args: passed on.
+            kwargs: passed on.
+
+        Raises:
+            ParallelError: `index` is not of all tokens.
+        """
+        axis = self.tensor_axis
+        if axis.sequence:
+            if index.shape[1] != x.shape[SEQUENCE] * axis.size:
+                raise ParallelError(
+                    f"merge is given an index of {index.shape[1]} tokens, and {x.shape[SEQUENCE]} tokens on "
+                    f"each of {axis.size} ranks; give it the index of all tokens"
+                )
+            features, index = axis.use(features), index.chunk(axis.size, 1)[axis.rank]
+        return super().forward(x, features, index, *args, **kwargs)  # type: ignore[misc]
+
+
+class Colwise(RoleModule):
+    """A linear layer that makes a part of its outputs."""
+
+    placements = {"weight": Shard(0), "bias": Shard(0)}
+
+
+class Rowwise(RoleModule):
+    """A linear layer that takes a part of its inputs; the bias is added once, after the sum."""
+
+    placements = {"weight": Shard(1), "bias": Replicate()}
+
+    def local(self, name: str) -> Tensor:
+        """See `RoleModule.local`; no bias, which `forward` adds."""
+        return super().local(name) if name == "weight" else None  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, F/ranks] -> the residual stream."""
+        out = self.tensor_axis.leave(super().forward(x))
+        bias = self._parameters.get("bias")
+        return out if bias is None else out + self.tensor_axis.shared(values_of(bias))
+
+
+class Norm(RoleModule):
+    """A norm on the residual stream."""
+
+    placements = {"weight": Replicate(), "bias": Replicate()}
+
+    def local(self, name: str) -> Tensor:
+        """See `RoleModule.local`."""
+        return self.tensor_axis.shared(super().local(name))
+
+
+class Tokenwise(RoleModule):
+    """A module that works on each token of the residual stream alone; all ranks hold its parameters."""
+
+    tensor_axis: Axis | None
+
+    def local(self, name: str) -> Tensor:
+        """See `RoleModule.local`."""
+        values = super().local(name)
+        return values if self.tensor_axis is None else self.tensor_axis.shared(values)
+
+
+@cache
+def tokenwise(names: tuple[str, ...]) -> type[Tokenwise]:
+    """The role `tokenwise` of a module with parameters of these names."""
+    return type("Tokenwise", (Tokenwise,), {"placements": dict.fromkeys(names, Replicate())})
+
+
+class Whole(RoleModule):
+    """A module that all ranks hold and call with equal values, outside of the residual stream.
+
+    Their gradients are equal too, because those who use its outputs differently sum their gradients: no
+    collective is needed.
+    """
+
+
+@cache
+def whole(names: tuple[str, ...]) -> type[Whole]:
+    """The role `whole` of a module with parameters of these names."""
+    return type("Whole", (Whole,), {"placements": dict.fromkeys(names, Replicate())})
+
+
+class Replicated(RoleModule):
+    """A module inside of attention that all ranks hold, such as a norm of each head or a way to a latent.
+
+    Each rank makes its own use of what it computes, for its own heads.
+    """
+
+    placements = {"weight": Replicate(), "bias": Replicate()}
+
+    def local(self, name: str) -> Tensor:
+        """See `RoleModule.local`."""
+        return copy_to_ranks(super().local(name), self.tensor_axis.group)
+
+
+class CutNorm(RoleModule):
+    """A root mean square norm over features of which each rank has a part, as those of all heads."""
+
+    placements = {"weight": Shard(0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., F/ranks] -> [..., F/ranks], as if computed over [..., F]."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        group, count = self.tensor_axis.group, x.shape[-1] * self.tensor_axis.size
+        squares = copy_to_ranks(all_reduce(wide.square().sum(-1, keepdim=True), group), group)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        normed = wide * torch.rsqrt(squares / count + eps)  # type: ignore[operator]
+        return (normed * self.local("weight").to(wide.dtype)).to(x.dtype)
+
+
+class Heads(RoleModule):
+    """A parameter [N] of which each rank has those of its heads."""
+
+    placements = {"weight": Shard(0)}
+
+
+class Embed(RoleModule):
+    """An embedding that knows a part of the vocabulary."""
+
+    placements = {"weight": Shard(0)}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> the residual stream."""
+        weight = self.local("weight")
+        index = tokens - self.tensor_axis.rank * len(weight)
+        known = (index >= 0) & (index < len(weight))
+        return self.tensor_axis.leave(F.embedding(index.where(known, 0), weight) * known[..., None])
+
+
+class Head(RoleModule):
+    """A head that makes the logits of a part of the vocabulary.
+
+    A module with an attribute `vocabulary` is given a `VocabularyShard`, and computes its loss from a part of
+    the logits; of any other module the logits are gathered.
+    """
+
+    placements = {"weight": Shard(0), "bias": Shard(0)}
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The residual stream -> logits [B, T, V] or what the module makes of them."""
+        out = super().forward(self.tensor_axis.enter(hidden), *args, **kwargs)  # type: ignore[misc]
+        return out if hasattr(self, "vocabulary") else gather_logits(out, self.tensor_axis.group)
+
+
+class VocabularyShard:
+    """The part of the vocabulary that a head has, and the sums over the others. Collective.
+
+    Attributes:
+        first: the first id of this part.
+    """
+
+    def __init__(self, first: int, group: dist.ProcessGroup) -> None:
+        self.first = first
+        self._group = group
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum over the parts, in place."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Maximum over the parts, in place."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        return tensor
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """[..., V/ranks] -> [..., V]."""
+        return gather_logits(logits, self._group)
+
+
+class _GatherLogits(torch.autograd.Function):
+    """All ranks use the whole alike, so each keeps its own part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank, ctx.width = dist.get_rank(group), x.shape[-1]
+        return all_gather(x, x.ndim - 1, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.narrow(-1, ctx.rank * ctx.width, ctx.width), None
+
+
+def gather_logits(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[..., V/ranks] -> [..., V]. Collective."""
+    return _GatherLogits.apply(logits, group)
+
+
+ROLES: dict[str, type[RoleModule]] = {
+    "gather": Gather,
+    "merge": Merge,
+    "colwise": Colwise,
+    "rowwise": Rowwise,
+    "norm": Norm,
+    "tokenwise": Tokenwise,
+    "head_norm": Replicated,
+    "replicated": Replicated,
+    "cut_norm": CutNorm,
+    "heads": Heads,
+    "embed": Embed,
+    "head": Head,
+}
+
+
+def role_of(module: nn.Module, role: str) -> type[RoleModule]:
+    """The class that does what a role of a plan says for a module."""
+    named = {"tokenwise": tokenwise, "whole": whole}
+    return named[role](tuple(module._parameters)) if role in named else ROLES[role]
+
+
+@cache
+def with_role(base: type[nn.Module], role: type[RoleModule]) -> type[nn.Module]:
+    """One class for all modules of a kind, so that compiled blocks share their code."""
+    views = {key: _view(key) for key in role.placements}
+    return type(base.__name__, (role, base), {**views, "__module__": base.__module__})
+
+
+def _view(name: str) -> Any:
+    def get(self: RoleModule) -> Any:
+        parameter = self._parameters.get(name)
+        return self.local(name) if self.in_forward and parameter is not None else parameter
+
+    return property(get)
