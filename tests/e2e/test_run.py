@@ -130,7 +130,7 @@ def test_damaged_newest_checkpoint_is_passed_over(forge, tiny, tmp_path):
 
 def test_hook_and_step_of_a_user_join_through_imports(forge, tiny, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "plugs.md").read_text()
-    hook, _, step = (part.partition("```")[0] for part in page.split("```python\n")[1:])
+    hook, _, step, *_ = (part.partition("```")[0] for part in page.split("```python\n")[1:])
     (tmp_path / "my_lab_hooks.py").write_text(hook)
     (tmp_path / "my_lab_steps.py").write_text(step)
     notes = tmp_path / "notes.txt"
