@@ -104,16 +104,15 @@ class SideData:
         shape = count, packing.max_tokens + 1
         if part.tokens.shape != shape or part.tokens.dtype.kind not in "iu":
             raise self._error(number, f"gives tokens {_said(part.tokens)}; expected integers {list(shape)}")
-        for what, given, declared in (
-            ("extra", part.extra, packing.extra),
-            ("ragged", part.ragged, packing.ragged),
-        ):
+        extra = packing.extra
+        for given, declared in ((part.extra, extra), (part.ragged, packing.ragged)):
             if given.keys() != declared.keys():
                 raise self._error(
-                    number, f"gives {what} {_listed(given)}; expected what it declares: {_listed(declared)}"
+                    number,
+                    f"gives {_listed(given)} beside tokens; expected what it declares: {_listed(declared)}",
                 )
         for name, array in part.extra.items():
-            expected = packing.extra[name]
+            expected = extra[name]
             if array.dtype != expected.dtype or array.shape != (count, *expected.shape):
                 raise self._error(number, f"gives {name} {_said(array)}; expected {_said(expected, count)}")
         for name, ragged in part.ragged.items():

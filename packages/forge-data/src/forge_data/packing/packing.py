@@ -104,5 +104,7 @@ class TextPacking(Packing):
     @property
     def extra(self) -> Mapping[str, np.ndarray]:
         """See `Packing`; padding is one document whose positions are all 0."""
+        if not self.mask_documents:
+            return {}
         zeros = np.zeros(self.max_tokens, dtype=np.int64)
-        return {"doc_ids": zeros, "positions": zeros} if self.mask_documents else {}
+        return {"doc_ids": zeros, "positions": zeros}
