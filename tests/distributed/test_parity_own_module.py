@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from forge_model.decoder.init import Init, initialize
+from forge_model.init import Init, initialize
 from forge_parallel.apply import materialize, parallelize, set_sync
 from forge_parallel.config import (
     ActivationCheckpointingConfig,

@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-import forge_model.decoder.roles
+import forge_model.roles
 import pytest
 import torch
 from forge_config import ConfigError
@@ -41,7 +41,7 @@ def groups(of: nn.Module, *rules: GroupRule, **options) -> dict[str, tuple[float
 
 
 def test_roles_are_those_of_the_model():
-    assert get_args(grouping.Role) == get_args(forge_model.decoder.roles.Role)
+    assert get_args(grouping.Role) == get_args(forge_model.roles.Role)
 
 
 def test_without_rules_only_the_roles_decide():

@@ -164,6 +164,21 @@ def test_fingerprint_names_the_digest_of_both_splits(dots: ModuleType) -> None:
     assert len({of(), of(size=54), of(held=8), of(held=0), of(first=1), of(reader)}) == 6
 
 
+def test_fingerprint_names_the_reader_of_items_also_where_a_source_forgets_it(
+    dots: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        dots.DotsConfig, "packing", lambda self, opening: dots.Dots(9, 0, opening.data.max_tokens, "the same")
+    )
+    config = DataConfig(max_tokens=T, sources=[dots.DotsConfig(size=9)])
+    readers: list[Any] = [None, SimpleNamespace(digest="a reader"), SimpleNamespace(digest="another")]
+    found = {
+        build_loader(config, "train", micro_batch=1, global_batch=1, items=items).fingerprint
+        for items in readers
+    }
+    assert len(found) == 3
+
+
 def test_items_are_nothing_to_text(make_store) -> None:
     config = DataConfig(max_tokens=T, sources=[TokensConfig(path=str(make_store("s", [5] * 30)))])
     reader: Any = SimpleNamespace(digest="a reader")

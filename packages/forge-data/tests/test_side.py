@@ -115,11 +115,17 @@ def test_declarations_that_contradict_each_other_are_refused(attributes: dict[st
         SideData({0: Made(**DECLARED), 1: Made(**attributes)}, ["good", "own"])
 
 
+def test_declared_values_may_be_no_numbers() -> None:
+    nan = {"extra": {"score": np.full(1, np.nan, np.float32)}, "ragged": {}}
+    assert np.isnan(SideData({0: Made(**nan), 1: Made(**nan)}, ["one", "two"]).extra["score"]).all()
+
+
 @pytest.mark.parametrize(
     ("settings", "changes", "said"),
     [
         ({}, {"digest": ""}, "source 0: its Dots has no digest"),
         ({}, {"max_tokens": 9}, "source 0: its Dots has sequences of 9 tokens"),
+        ({}, {"sequence_bytes": 0}, "source 0: its Dots gives dots, of which each .* no sequence_bytes"),
         (
             {"mask_documents": True},
             {},

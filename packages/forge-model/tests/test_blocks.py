@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 from forge_config import Config, load
-from forge_model import DecoderConfig, LossConfig, ModelError, config_to_hf, generate, initialize
+from forge_model import DecoderConfig, LossConfig, ModelError, Sampling, config_to_hf, generate, initialize
 from forge_model.config import (
     BlockConfig,
     FfnConfig,
@@ -19,8 +19,8 @@ from forge_model.config import (
     SwiGLUConfig,
     blocks,
 )
+from forge_model.declared import tensor_roles
 from forge_model.decoder.block import Block
-from forge_model.decoder.declared import tensor_roles
 from forge_model.hf.families import FAMILIES
 from forge_model.layers import Linear
 from torch import nn
@@ -88,7 +88,7 @@ class PlainConfig(ChosenConfig):
 class ScaledNormConfig(NormConfig):
     """A norm that needs something whole: a number a sequence."""
 
-    needs: ClassVar = {"gain": "whole"}
+    needs: ClassVar = {"gain": "other"}
 
     def build(self, dim):
         return ScaledNorm(dim, eps=self.eps)
@@ -199,9 +199,9 @@ def test_norm_is_given_what_it_needs_also_the_last_one():
 
 def test_side_inputs_of_two_kinds_are_refused():
     class Other(RMSNormConfig):
-        needs: ClassVar = {"marks": "whole"}
+        needs: ClassVar = {"marks": "other"}
 
-    with pytest.raises(ValueError, match='marks is needed as "token" and as "whole"'):
+    with pytest.raises(ValueError, match='marks is needed as "token" and as "other"'):
         config(ffn=ChosenConfig(), norm=Other())
     with pytest.raises(ValueError, match="need marks, which nobody makes for tokens further on"):
         config(ffn=ChosenConfig(), mtp=MTPConfig(num_modules=1))
@@ -226,6 +226,24 @@ def test_generation_goes_on_with_the_side_inputs_of_the_cache():
     whole = torch.cat([prompt, torch.tensor([[3, 4]])], 1)
     marks = torch.cat([MARKS[:1, :5], torch.ones(1, 2, dtype=torch.int64)], 1)
     torch.testing.assert_close(torch.stack(logits, 1), model(whole, marks=marks)[:, 4:], rtol=0, atol=1e-12)
+
+
+def test_prompt_is_not_given_the_side_inputs_of_later_tokens():
+    model = built(ffn=ChosenConfig())
+    cache = model.new_cache(16, None, torch.device("cpu"))
+    cache.side["marks"] = torch.ones(1, 1, dtype=torch.int64)
+    with pytest.raises(ModelError, match="needs marks beside its tokens"):
+        model.begin(TOKENS[:1, :5], cache)
+    model.begin(TOKENS[:1, :5], cache, marks=MARKS[:1, :5])
+    cache.side["colour"] = cache.side["marks"]
+    with pytest.raises(ModelError, match="given colour, which nothing"):
+        model(TOKENS[:1, :1], cache=cache)
+
+
+def test_speculative_generation_refuses_other_inputs():
+    model = built(mtp=MTPConfig(num_modules=1))
+    with pytest.raises(ModelError, match="given span_ids with speculative"):
+        generate(model, [[1, 2]], 2, Sampling(temperature=0), speculative=True, inputs={"span_ids": MARKS})
 
 
 def test_model_that_does_not_write_is_an_error():
@@ -256,13 +274,93 @@ def test_part_that_does_not_say_what_it_writes_is_an_error():
         def forward(self, x):
             return self.w_down(x)
 
-    with pytest.raises(ModelError, match=r"layers\.0\.ffn, a SilentFfn, does not say.*residual_writers"):
+    with pytest.raises(
+        ModelError, match=r"nothing says whether layers\.0\.ffn\.w_down\.weight write.*residual_writers"
+    ):
         config(ffn=Silent()).build().initial_values()
     SilentFfn.residual_writers = ()
     assert config(ffn=Silent()).build().initial_values()["layers.0.ffn.w_down.weight"].value == 0.02
     SilentFfn.residual_writers = ("w_out.weight",)
     with pytest.raises(ModelError, match=r"residual_writers of layers\.0\.ffn.*names 'w_out\.weight'"):
         config(ffn=Silent()).build().initial_values()
+
+
+class Sub(Block):
+    """A block with one writer more: what it says of itself does not hold for its feed-forward."""
+
+    residual_writers: ClassVar = ("extra.weight",)
+
+    def __init__(self, layer, dim):
+        super().__init__(layer, dim)
+        self.extra = Linear(dim, dim, bias=False)
+
+
+class SubConfig(StandardBlockConfig):
+    def build(self, layer, dim):
+        return Sub(layer, dim)
+
+
+class Halves(nn.Module):
+    """Of two feed-forwards one says what it writes."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.said, self.silent = Plain(dim, dim), nn.Sequential(Linear(dim, dim))
+
+    def forward(self, x):
+        return self.said(x) + self.silent(x)
+
+
+class HalvesConfig(PlainConfig):
+    def build(self, dim):
+        return Halves(dim)
+
+
+def test_what_one_module_says_holds_for_no_other():
+    values = built(block=SubConfig(), num_layers=8).initial_values()
+    for name in ("extra", "ffn.w_down", "attention.wo"):
+        assert values[f"layers.0.{name}.weight"].value == pytest.approx(0.02 / 4)
+    with pytest.raises(ModelError, match=r"whether layers\.0\.ffn\.silent\.0\.weight write"):
+        config(ffn=HalvesConfig()).build().initial_values()
+
+
+class MixerConfig(StandardBlockConfig):
+    def build(self, layer, dim):
+        return Mixer(layer, dim)
+
+
+class Mixer(nn.Module):
+    """A block that calls its attention otherwise."""
+
+    tensor_roles: ClassVar = {"norm": "norm"}
+
+    def __init__(self, layer, dim):
+        super().__init__()
+        self.norm, self.mixer = layer.norm.build(dim), layer.attention.build(dim, layer.norm)
+
+    def forward(self, x, context):
+        return x + self.mixer(self.norm(x), context.rope, context.mask, context.cache)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"sinks": True}, {"sliding_window": 3}])
+def test_block_gets_the_mask_of_its_attention_whatever_it_is_called(options):
+    model = built(block=MixerConfig(), attention=GroupedQueryConfig(num_heads=4, **options))
+    changed = TOKENS.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % VOCAB
+    before, after = model(TOKENS), model(changed)
+    assert torch.equal(before[:, :-1], after[:, :-1]) and not torch.equal(before[:, -1], after[:, -1])
+    assert model.parallel_plan()["attention"] == ["layers.*.mixer"]
+
+
+def test_block_with_attentions_that_make_other_masks_is_an_error():
+    class Two(MixerConfig):
+        def build(self, layer, dim):
+            block = Mixer(layer, dim)
+            block.other = GroupedQueryConfig(num_heads=4, softcap=5.0).build(dim, layer.norm)
+            return block
+
+    with pytest.raises(ModelError, match="2 modules with different `attend`, and one mask"):
+        built(block=Two())(TOKENS)
 
 
 def test_plan_has_the_roles_that_modules_say():

@@ -121,6 +121,6 @@ def test_norms_over_all_heads_in_parts_are_refused_where_that_is_another_norm(tp
     norm = RMSNormConfig(zero_centered=True)
     config = DecoderConfig(vocab_size=8, dim=8, num_layers=1, attention=attention, norm=norm)
     if not refused:
-        return config.require_axes(tp, 1)
+        return config.require_axes(tp, 1, True, "gather")
     with pytest.raises(ValueError, match="layer 0: qk_norm_over"):
-        config.require_axes(tp, 1)
+        config.require_axes(tp, 1, True, "gather")

@@ -2,7 +2,7 @@ import pytest
 import torch
 from forge_model import DecoderConfig, ModelError, initialize
 from forge_model.config import GroupedQueryConfig
-from forge_model.decoder.init import BLOCK_ELEMENTS, FullShard, full_shard
+from forge_model.init import BLOCK_ELEMENTS, FullShard, full_shard
 
 
 def build(**options):

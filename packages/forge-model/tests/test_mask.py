@@ -103,7 +103,7 @@ def brute_force(mask, window):
     return seen
 
 
-SPANS = torch.tensor([[0, 1, 1, 1, 0, 0, 2, 2, 0, 3, 3, 3], [4, 4, 0, 0, 0, 5, 5, 5, 5, 0, 0, 0]])
+SPANS = torch.tensor([[0, 1, 1, 1, 0, 0, -2, -2, 0, 3, 3, 3], [4, 4, 0, 0, 0, 5, 5, 5, 5, 0, 0, 0]])
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 3 + [1] * 9])
 
 
@@ -130,7 +130,7 @@ def test_blocks_of_flex_attention_know_spans_and_later_keys(window, causal):
 
     tokens = 400
     spans = torch.zeros(2, tokens, dtype=torch.int64)
-    spans[0, 100:390], spans[1, 5:140], spans[1, 250:300] = 1, 1, 2
+    spans[0, 100:390], spans[1, 5:140], spans[1, 250:300] = -1, 1, 2
     documents = (torch.arange(tokens) >= 395).long().expand(2, -1)
     mask = Mask(tokens, CPU, documents, span_ids=spans, causal=causal)
     query, key, value = torch.randn(3, 2, 2, tokens, 16)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from forge_model import DecoderConfig, ModelError
 from forge_model.config import GroupedQueryConfig, LayerNormConfig, MLPConfig
-from forge_model.decoder.roles import parameter_roles
+from forge_model.roles import parameter_roles
 from torch import nn
 
 

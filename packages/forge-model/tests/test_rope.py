@@ -48,6 +48,28 @@ def test_text_is_rotated_as_by_one_axis():
     assert not torch.allclose(axes(TOKENS, positions=moved), expected)
 
 
+class InterleavedConfig(MultiAxisRopeConfig):
+    """Pairs that take turns, as in Qwen3-VL."""
+
+    def axes(self, dim):
+        return [pair % 3 for pair in range(dim // 2)]
+
+
+def test_pairs_turn_by_the_axis_that_is_said_of_each():
+    positions = torch.randint(0, 50, (2, 3, 9))
+    config = InterleavedConfig(sections=SECTIONS)
+    cos, _ = rope_table(config, 16, positions, torch.float64)
+    frequencies = config.frequencies(16)
+    for pair, axis in enumerate(config.axes(16)):
+        expected = (positions[:, axis].double() * frequencies[pair]).cos()
+        torch.testing.assert_close(cos[:, 0, :, pair], expected, rtol=0, atol=1e-12)
+
+
+def test_no_rotation_has_no_theta():
+    with pytest.raises(ValueError, match="theta = 5"):
+        NoRopeConfig(theta=5.0)
+
+
 def test_axes_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match=r"sections = \[2, 3\] add up to 5; .* 16 dims has 8 pairs"):
         built(rope=MultiAxisRopeConfig(sections=(2, 3)))

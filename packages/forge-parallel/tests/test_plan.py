@@ -12,7 +12,7 @@ from torch import nn
 TOWER = {
     "blocks": ["blocks.*", "more.*"],
     "units": [["patch", "norm"]],
-    "tensor": {"": "whole", "norm": "norm"},
+    "tensor": {"": "unsharded", "norm": "norm"},
     "divisible": {"num_heads": 4},
     "attention": "blocks.*.attention",
     "sequence_inputs": ["patches"],
@@ -54,7 +54,7 @@ def test_flat_puts_full_names_in_order_of_execution():
             ["gate"],
         ],
         tensor={
-            "vision.tower": "whole",
+            "vision.tower": "unsharded",
             "vision.tower.norm": "norm",
             "decoder.embed": "embed",
             "gate": "tokenwise",
@@ -72,7 +72,7 @@ def test_flat_puts_full_names_in_order_of_execution():
 
 
 def test_flat_covers_every_field():
-    own = {"stages", "sequence_inputs", "inputs", "mounts"}
+    own = {"stages", "sequence_inputs", "host_inputs", "inputs", "mounts"}
     full = {"mount": Plan.of(TOWER | DECODER | {"units": [["a"]], "tensor": {"a": "norm"}})}
     flat = Plan(blocks=[], mounts=full).flat()
     for name in set(Plan.__struct_fields__) - own:

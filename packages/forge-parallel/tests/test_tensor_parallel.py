@@ -129,8 +129,8 @@ class Sees(nn.Module):
 
 SEEING = {
     "embed": "embed",
-    "tower": "whole",
-    "scale": "whole",
+    "tower": "unsharded",
+    "scale": "unsharded",
     "merge": "merge",
     "layer": "gather",
     "layer.up": "colwise",
@@ -190,8 +190,8 @@ def refusals() -> dict[str, str]:
     tied.layers[0].down.weight = tied.layers[0].up.weight
     cases |= {
         "tied": (tied, {"tensor": ROLES}),
-        "whole and another": (Own(), {"tensor": ROLES | {"nor*": "whole"}}),
-        "experts": (Own(), {"tensor": {"layers": "whole"} | ROLES, "experts": ["layers.*"]}),
+        "unsharded and another": (Own(), {"tensor": ROLES | {"nor*": "unsharded"}}),
+        "experts": (Own(), {"tensor": {"layers": "unsharded"} | ROLES, "experts": ["layers.*"]}),
         "size of a mount": (
             nn.ModuleDict({"text": Own()}),
             {"blocks": [], "mounts": {"text": {"blocks": "layers.*", "divisible": {"num_heads": 3}}}},
@@ -237,7 +237,7 @@ def test_what_cannot_be_cut_is_refused_with_its_reason():
         assert "'nor*' of the plan gives norm a second role" in said["two roles"]
         assert "sequence of 3 tokens" in said["odd sequence"]
         assert "layers.0.down.weight is also a parameter of another module" in said["tied"]
-        assert "'nor*' of the plan gives norm a second role" in said["whole and another"]
+        assert "'nor*' of the plan gives norm a second role" in said["unsharded and another"]
         assert "layers.0 is a layer of experts inside of layers, whose role is whole" in said["experts"]
         assert "text.num_heads = 3" in said["size of a mount"]
         assert "text.norm is a LayerNorm" in said["role in a mount"]

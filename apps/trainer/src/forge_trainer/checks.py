@@ -182,6 +182,7 @@ def stages_fit_the_model(
     compile: CompileConfig,
     activation_checkpointing: ActivationCheckpointingConfig,
     fsdp: FSDPConfig,
+    tensor_parallel: TensorParallelConfig,
 ) -> None:
     """The model can be cut into the stages of the pipeline, and the pipeline can do what is asked of it."""
     if mesh.pp == 1:
@@ -193,10 +194,14 @@ def stages_fit_the_model(
             f'schedule = "{pipeline.schedule}" has {count}'
         )
     parallel = ParallelConfig(
-        pipeline=pipeline, compile=compile, activation_checkpointing=activation_checkpointing, fsdp=fsdp
+        pipeline=pipeline,
+        compile=compile,
+        activation_checkpointing=activation_checkpointing,
+        fsdp=fsdp,
+        tensor_parallel=tensor_parallel,
     )
     try:
-        parallel.require_pipeline(mesh.pp)
+        parallel.require_pipeline(mesh.pp, model.extra_tokens, mesh.tp, mesh.cp)
     except ParallelError as error:
         raise ValueError(str(error)) from None
     try:

@@ -18,6 +18,8 @@ from forge_model.decoder.compare import differences
 from forge_model.decoder.config import DecoderConfig
 from forge_model.error import ModelError
 from forge_model.hf.config import config_from_hf, read_config
+from forge_model.hf.families import FAMILIES
+from msgspec import structs
 
 from forge_trainer.optim.groups import inside
 from forge_trainer.portions import TrainConfig
@@ -50,14 +52,18 @@ class Origin(NamedTuple):
             ConfigError, ModelError: what says so cannot be read.
         """
         if not self.is_checkpoint:
-            return self._decoder() if (self.folder / "config.json").exists() else None
+            return self._decoder()
         from forge_trainer.run_dir import RunFiles, read_job
 
         run = self.folder.parent.parent
         return read_job(run).model if RunFiles(run).config.exists() else None
 
-    def _decoder(self) -> ModelConfig:
-        return config_from_hf(read_config(self.folder))
+    def _decoder(self) -> ModelConfig | None:
+        if not (self.folder / "config.json").exists():
+            return None
+        hf = read_config(self.folder)
+        known = any(family.model_type == hf.get("model_type") for family in FAMILIES)
+        return config_from_hf(hf) if known else None
 
 
 def origin_of(name: str) -> Origin:
@@ -160,7 +166,7 @@ def unlike(model: ModelConfig, other: ModelConfig | None) -> list[str]:
     if parts.keys() != theirs.keys():
         return [f"parts {', '.join(parts)}, there {', '.join(theirs)}"]
     lines = [f"{name}.{line}" for name, part in parts.items() for line in unlike(part, theirs[name])]
-    mine, its = (_outside(one, parts) for one in (model, other))
+    mine, its = (_outside(one) for one in (model, other))
     return lines + [
         f"{key}: {mine.get(key, 'absent')!r}, there {its.get(key, 'absent')!r}"
         for key in {**mine, **its}
@@ -168,9 +174,14 @@ def unlike(model: ModelConfig, other: ModelConfig | None) -> list[str]:
     ]
 
 
-def _outside(model: ModelConfig, parts: Mapping[str, ModelConfig]) -> dict[str, Any]:
-    """The keys of a model that are not those of its parts, flat."""
-    return {key: value for key, value in flat(plain(model)).items() if key.split(".")[0] not in parts}
+def _outside(model: ModelConfig) -> dict[str, Any]:
+    """The keys of a model that are not those of other models within, flat."""
+    inner = {
+        field.encode_name
+        for field in structs.fields(model)
+        if isinstance(getattr(model, field.name), ModelConfig)
+    }
+    return {key: value for key, value in flat(plain(model)).items() if key.split(".")[0] not in inner}
 
 
 class Chosen(NamedTuple):

@@ -18,8 +18,8 @@ from forge_ckpt.weights import Weights
 from forge_config import ConfigError
 from forge_data.loading.loader import Loader
 from forge_model.config import DecoderConfig, ModelConfig
-from forge_model.decoder.init import initialize
 from forge_model.hf.config import config_from_hf
+from forge_model.init import initialize
 from forge_parallel.env import Env
 from forge_parallel.tensor import local_shard
 from forge_resilience.verdict import Verdict

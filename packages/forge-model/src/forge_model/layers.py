@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_model.decoder.roles import Role
+from forge_model.init import Init
+from forge_model.roles import Role
 
 
 class Linear(nn.Linear):
@@ -29,7 +30,7 @@ class Embedding(nn.Embedding):
 class ZeroCenteredRMSNorm(nn.RMSNorm):
     """Root mean square norm whose gain is 1 + weight, as in Gemma (arXiv:2403.08295, code release)."""
 
-    initial_weight = 0.0
+    initial: ClassVar[dict[str, Init]] = {"weight": Init("constant", 0.0)}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]; computed in float32, or float64 if `x` is."""

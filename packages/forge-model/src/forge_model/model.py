@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from forge_model.decoder.declared import initial_buffers, joined
-from forge_model.decoder.init import Init
-from forge_model.decoder.roles import Role, parameter_roles
+from forge_model.declared import initial_values, joined, residual_writers
+from forge_model.init import Init
 from forge_model.moe.layer import expert_layers, learn_from_load
+from forge_model.roles import Role, parameter_roles
 
 
 class Model(nn.Module):
@@ -17,9 +17,16 @@ class Model(nn.Module):
 
     Attributes:
         init_std: standard deviation of the initial matrices, but for those of parts that say their own.
+        depth: blocks of the whole model; weights of `blocks` that write into the residual stream start
+            smaller by 1/sqrt(2 depth).
     """
 
     init_std: float = 0.02
+    depth: int = 1
+
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """The blocks that are here and share a residual stream, by name."""
+        return {}
 
     def parameter_roles(self) -> dict[str, Role]:
         """What each parameter is for, by name."""
@@ -28,16 +35,26 @@ class Model(nn.Module):
     def initial_values(self) -> dict[str, Init]:
         """How each parameter starts, by name, and each buffer of which that is said.
 
-        A part with a method `initial_values` says it of its own; the rest follows from roles and `init_std`.
+        A part that is a `Model` itself says it of its own. For the rest, `initial` of a module comes first;
+        otherwise norms start at 1, biases at 0, and matrices as `init_std` and `depth` say.
+
+        Raises:
+            ModelError: nothing says of a matrix in a block whether it writes into the residual stream.
         """
         values: dict[str, Init] = {}
         for name, part in self.named_children():
-            if (tell := getattr(part, "initial_values", None)) is not None:
-                values |= {joined(name, inner): value for inner, value in tell().items()}
+            if isinstance(part, Model):
+                values |= {joined(name, inner): init for inner, init in part.initial_values().items()}
+        writers = residual_writers(self, self.blocks())
         for name, role in self.parameter_roles().items():
             if name not in values:
-                values[name] = initial_value(self, name, role, self.init_std)
-        return values | {name: Init("constant", value) for name, value in initial_buffers(self).items()}
+                values[name] = self._initial_value(role, name in writers)
+        return values | initial_values(self)
+
+    def _initial_value(self, role: Role, writes_residual: bool) -> Init:
+        if role in ("norm", "bias"):
+            return Init("constant", float(role == "norm"))
+        return Init("normal", self.init_std / (2 * self.depth) ** 0.5 if writes_residual else self.init_std)
 
     def before_micro_batches(self, tokens: int) -> None:
         """Be told of how many tokens the next global batch is: what auxiliary losses are divided by."""
@@ -52,11 +69,3 @@ class Model(nn.Module):
         """Parameters that a token uses: of the experts, as many as serve it."""
         idle = sum(layer.idle_parameters() for layer in expert_layers(self).values())
         return sum(parameter.numel() for parameter in self.parameters()) - idle
-
-
-def initial_value(model: nn.Module, name: str, role: Role, std: float) -> Init:
-    """How a parameter starts: norms at 1 or where their module says, biases at 0, others normal."""
-    if role in ("norm", "bias"):
-        module = model.get_submodule(name.rpartition(".")[0])
-        return Init("constant", getattr(module, "initial_weight", 1.0) if role == "norm" else 0.0)
-    return Init("normal", std)

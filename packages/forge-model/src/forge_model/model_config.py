@@ -71,7 +71,12 @@ class ModelConfig(Config):
         """The sizes, by key, that tensor parallelism must divide."""
         return {}
 
-    def require_axes(self, tp: int, cp: int, sequence: bool = True, method: str = "gather") -> None:
+    @property
+    def extra_tokens(self) -> int:
+        """Rows beside the tokens in which the first stage of a pipeline passes on what later ones need."""
+        return 0
+
+    def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
         """See that tensor and context parallelism compute what one process does.
 
         Args:
@@ -107,7 +112,7 @@ class ModelConfig(Config):
 class ComposedConfig(ModelConfig):
     """A model around a language model: its other parts make features of what is no text.
 
-    What is asked of sizes, layouts and costs is answered by the language model; add what other parts do.
+    What is asked of sizes, layouts and costs is answered by the language model and `other_flops`.
     """
 
     def language_model(self) -> tuple[str, ModelConfig]:
@@ -141,9 +146,24 @@ class ComposedConfig(ModelConfig):
         prefix, model = self.language_model()
         return {f"{prefix}.{name}": size for name, size in model.tensor_sizes().items()}
 
-    def require_axes(self, tp: int, cp: int, sequence: bool = True, method: str = "gather") -> None:
+    def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
         """See `ModelConfig.require_axes`."""
-        self.language_model()[1].require_axes(tp, cp, sequence, method)
+        model = self.language_model()[1]
+        ahead = getattr(getattr(model, "mtp", None), "num_modules", 0)
+        if cp > 1 and ahead:
+            raise ValueError(
+                f"mtp.num_modules = {ahead} in a model around a decoder: the tokens are cut before the "
+                "decoder looks ahead; use mesh.cp = 1, or no such modules"
+            )
+        model.require_axes(tp, cp, sequence, method)
+
+    def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> float:
+        """Matmul FLOPs of a forward pass of all other parts over a batch; see `ModelConfig.step_flops`."""
+        raise NotImplementedError
+
+    def step_flops(self, shapes: Mapping[str, Sequence[int]], causal: bool = True) -> float:
+        """See `ModelConfig.step_flops`."""
+        return super().step_flops(shapes, causal) + 3 * self.other_flops(shapes)
 
     def expert_counts(self) -> dict[str, int]:
         """See `ModelConfig.expert_counts`."""

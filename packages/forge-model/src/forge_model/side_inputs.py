@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-SideKind = Literal["token", "whole"]
-"""`token`: a value for each token, [B, ..., T], which context parallelism cuts; `whole`: anything else."""
+SideKind = Literal["token", "other"]
+"""`token`: a value for each token, [B, ..., T], which context parallelism cuts; `other`: anything else."""
 
 Needs = Mapping[str, SideKind]
 """The side inputs that a part needs, by name."""

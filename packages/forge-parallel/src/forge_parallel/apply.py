@@ -73,7 +73,15 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
     if mesh.fsdp is not None:
         from forge_parallel.fsdp import shard
 
-        shard(model, units, mesh.fsdp, getattr(torch, compute), config.fsdp, mesh.pipeline.size > 1)
+        shard(
+            model,
+            units,
+            mesh.fsdp,
+            getattr(torch, compute),
+            config.fsdp,
+            mesh.pipeline.size > 1,
+            plan.host_inputs,
+        )
         if config.fp8.gather:
             from forge_parallel.fp8 import Scales
 

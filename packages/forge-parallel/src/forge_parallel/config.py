@@ -353,7 +353,7 @@ class ParallelConfig(Config):
                 "graphs, and blocks are cut around layers of experts; choose another mode, or compile nothing"
             )
 
-    def require_pipeline(self, ranks: int, extra_tokens: int = 0, tp: int = 1, cp: int = 1) -> None:
+    def require_pipeline(self, ranks: int, extra_tokens: int, tp: int, cp: int) -> None:
         """See that a pipeline of so many ranks can do what the mesh and the other sections ask for.
 
         `extra_tokens` is that of the `StagePlan`; `tp` and `cp` are those of the mesh.

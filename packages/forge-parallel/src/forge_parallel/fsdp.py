@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def shard(
     compute: torch.dtype,
     config: FSDPConfig,
     pipeline: bool = False,
+    host_inputs: Sequence[str] = (),
 ) -> None:
     """Shard in place: each unit over its mesh, and the rest as the root. Collective.
 
@@ -41,6 +43,7 @@ def shard(
         config: the section `[fsdp]`.
         pipeline: whether the model is a stage of one: units stay gathered then, for many micro-batches pass
             before the first comes back.
+        host_inputs: arguments of the model that are not moved to its device.
     """
     stored = {parameter.dtype for parameter in model.parameters()}
     policy = MixedPrecisionPolicy(
@@ -58,6 +61,8 @@ def shard(
         free = config.reshard == "after_forward" and not pipeline and unit not in last
         fully_shard(unit.modules, mesh=unit.mesh, reshard_after_forward=free, **options)
     fully_shard(model, mesh=root, reshard_after_forward=False, **options)
+    if host_inputs:
+        _leave_on_host(model, host_inputs)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -65,6 +70,22 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
     if config.prefetch:
         _prefetch(units.block_modules, config.prefetch)
+
+
+def _leave_on_host(model: nn.Module, names: Sequence[str]) -> None:
+    """Take inputs out before FSDP2 moves all tensors to its device, which waits for it, and put them back."""
+    kept: dict[str, Any] = {}
+
+    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kept.clear()
+        kept.update({name: kwargs[name] for name in names if name in kwargs})
+        return args, {name: value for name, value in kwargs.items() if name not in kept}
+
+    def give(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs | kept
+
+    model.register_forward_pre_hook(take, prepend=True, with_kwargs=True)
+    model.register_forward_pre_hook(give, with_kwargs=True)
 
 
 def _prefetch(blocks: list[Any], ahead: int) -> None:

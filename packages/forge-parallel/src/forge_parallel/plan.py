@@ -25,7 +25,7 @@ Role = Literal[
     "colwise",
     "rowwise",
     "head",
-    "whole",
+    "unsharded",
     "merge",
 ]
 Entry = TypeVar("Entry")
@@ -92,8 +92,9 @@ class Plan(Config):
         stages: how a pipeline cuts it; None if it cannot.
         no_fp8: linear layers that stay out of 8-bit matmuls.
         mounts: plans of sub-modules by name, in the order in which they are executed; all run before what
-            this plan names itself. `stages` and `sequence_inputs` of a mounted plan are for its module alone:
-            a composite says its own.
+            this plan names itself. `stages`, `sequence_inputs` and `host_inputs` of a mounted plan are for
+            its module alone: a composite says its own.
+        host_inputs: arguments that stay in the memory of the host, such as sizes that are read there.
         inputs: of a mounted plan: the arguments of the whole model by which this mount is fed. Nothing here
             reads them; who has no data for them can see that the mount is not trained.
     """
@@ -108,6 +109,7 @@ class Plan(Config):
     stages: StagePlan | None = None
     no_fp8: list[str] = []
     mounts: dict[str, Plan] = {}
+    host_inputs: list[str] = []
     inputs: list[str] = []
 
     @classmethod

@@ -112,21 +112,26 @@ def _cut(
     sizes = [held([block]) for block in blocks.values()]
     sizes[0] += ends[0]
     sizes[-1] += ends[1]
-    costs, last = _costs(model, blocks, stages)
-    return balanced(costs, last, count, sizes, max_parameters, stages.first_cost)
+    costs, last, first = _costs(model, blocks, stages)
+    return balanced(costs, last, count, sizes, max_parameters, first)
 
 
-def _costs(model: nn.Module, blocks: dict[str, nn.Module], stages: StagePlan) -> tuple[list[float], float]:
-    """FLOPs a token of each block and of the last modules; in units of 2, if they are those of matrices."""
+def _costs(
+    model: nn.Module, blocks: dict[str, nn.Module], stages: StagePlan
+) -> tuple[list[float], float, float]:
+    """FLOPs a token of each block, of the last and of the first modules; or elements of their matrices."""
     if stages.costs:
-        return stages.costs, stages.last_cost
+        return stages.costs, stages.last_cost, stages.first_cost
 
     def cost(module: nn.Module) -> int:
-        return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
+        """Of an embedding, rows are only read."""
+        inner = [one for one in module.modules() if not isinstance(one, nn.Embedding)]
+        return sum(p.numel() for one in inner for p in one.parameters(recurse=False) if p.ndim > 1)
 
-    return [cost(block) for block in blocks.values()], sum(
-        cost(model.get_submodule(name)) for name in stages.last
+    last, first = (
+        sum(cost(model.get_submodule(name)) for name in names) for names in (stages.last, stages.first)
     )
+    return [cost(block) for block in blocks.values()], last, stages.first_cost or first
 
 
 def balanced(

@@ -49,8 +49,8 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
         _overlap(mesh)
     axis = Axis.of(mesh, config.sequence)
     cut: dict[int, nn.Parameter] = {}
-    # the role `whole` is for what has no role of its own
-    for pattern, role in sorted(plan.tensor.items(), key=lambda item: item[1] == "whole"):
+    # the role `unsharded` is for what has no role of its own
+    for pattern, role in sorted(plan.tensor.items(), key=lambda item: item[1] == "unsharded"):
         for name, module in find(model, pattern).items():
             if isinstance(module, Tokenwise) and role == "tokenwise":
                 continue  # cut by expert parallelism already
@@ -59,7 +59,7 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
                     f"{pattern!r} of the plan gives {name} a second role; say one role for each"
                 )
             for inner_name, inner in (
-                _without_role(name, module, plan) if role == "whole" else [(name, module)]
+                _without_role(name, module, plan) if role == "unsharded" else [(name, module)]
             ):
                 _give(inner_name, inner, role, axis, mesh, cut)
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
@@ -95,7 +95,7 @@ def _give(
     _distribute(name, module, kind.placements, mesh, cut)
     module.__class__ = with_role(type(module), kind)
     module.tensor_axis = axis  # type: ignore[assignment]
-    if role != "whole" and hasattr(module, "vocabulary"):
+    if role != "unsharded" and hasattr(module, "vocabulary"):
         first = axis.rank * (values_of(module._parameters["weight"]).shape[0])
         module.vocabulary = VocabularyShard(first, axis.group)  # type: ignore[assignment]
 

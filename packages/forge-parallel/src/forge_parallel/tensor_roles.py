@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_map_only
 
 from forge_parallel.collectives import all_gather, all_reduce, copy_to_ranks, reduce_scatter
 from forge_parallel.error import ParallelError
@@ -67,11 +68,13 @@ class Axis:
             )
         return reduce_scatter(x, SEQUENCE, self.group)
 
-    def use(self, value: Any) -> Any:
-        """A value that is alike on all ranks, of which each makes its own use; anything but tensors stays."""
-        return (
-            copy_to_ranks(value, self.group) if isinstance(value, Tensor) and value.requires_grad else value
-        )
+    def use(self, values: Any) -> Any:
+        """Values that are alike on all ranks, of which each makes its own use; tensors inside them too."""
+
+        def used(tensor: Tensor) -> Tensor:
+            return copy_to_ranks(tensor, self.group) if tensor.requires_grad else tensor
+
+        return tree_map_only(Tensor, used, values)
 
     def shared(self, values: Tensor) -> Tensor:
         """A parameter that all ranks hold and apply to the residual stream."""
@@ -110,17 +113,16 @@ class Gather(RoleModule):
     """Takes the residual stream whole: as its first argument.
 
     Further tensors, such as image features, are whole on every rank, which uses them for its own heads: their
-    gradients are summed over the ranks. Tensors inside of other arguments must need no gradient.
+    gradients are summed over the ranks, also of those inside of tuples and dictionaries.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before, on all tokens."""
         axis = self.tensor_axis
         if args:
-            args = (axis.enter(args[0]), *map(axis.use, args[1:]))
-            return super().forward(*args, **{name: axis.use(value) for name, value in kwargs.items()})  # type: ignore[misc]
+            return super().forward(axis.enter(args[0]), *axis.use(args[1:]), **axis.use(kwargs))  # type: ignore[misc]
         (first, x), *others = kwargs.items()
-        return super().forward(**{first: axis.enter(x)}, **{name: axis.use(value) for name, value in others})  # type: ignore[misc]
+        return super().forward(**{first: axis.enter(x)}, **axis.use(dict(others)))  # type: ignore[misc]
 
 
 class Merge(RoleModule):
@@ -172,20 +174,35 @@ class Rowwise(RoleModule):
         return out if bias is None else out + self.tensor_axis.shared(values_of(bias))
 
 
-class Norm(RoleModule):
+class OnTokens(RoleModule):
+    """Works on the residual stream, of which sequence parallelism leaves each rank some tokens.
+
+    Further tensors are alike on all ranks: their gradients are then summed, as those of parameters are.
+    """
+
+    tensor_axis: Axis | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As before."""
+        axis = self.tensor_axis
+        if axis is not None and axis.sequence:
+            args, kwargs = (*args[:1], *axis.use(args[1:])), axis.use(kwargs)
+        return super().forward(*args, **kwargs)
+
+
+class Norm(OnTokens):
     """A norm on the residual stream."""
 
     placements = {"weight": Replicate(), "bias": Replicate()}
+    tensor_axis: Axis
 
     def local(self, name: str) -> Tensor:
         """See `RoleModule.local`."""
         return self.tensor_axis.shared(super().local(name))
 
 
-class Tokenwise(RoleModule):
+class Tokenwise(OnTokens):
     """A module that works on each token of the residual stream alone; all ranks hold its parameters."""
-
-    tensor_axis: Axis | None
 
     def local(self, name: str) -> Tensor:
         """See `RoleModule.local`."""
@@ -199,7 +216,7 @@ def tokenwise(names: tuple[str, ...]) -> type[Tokenwise]:
     return type("Tokenwise", (Tokenwise,), {"placements": dict.fromkeys(names, Replicate())})
 
 
-class Whole(RoleModule):
+class Unsharded(RoleModule):
     """A module that all ranks hold and call with equal values, outside of the residual stream.
 
     Their gradients are equal too, because those who use its outputs differently sum their gradients: no
@@ -208,9 +225,9 @@ class Whole(RoleModule):
 
 
 @cache
-def whole(names: tuple[str, ...]) -> type[Whole]:
-    """The role `whole` of a module with parameters of these names."""
-    return type("Whole", (Whole,), {"placements": dict.fromkeys(names, Replicate())})
+def unsharded(names: tuple[str, ...]) -> type[Unsharded]:
+    """The role `unsharded` of a module with parameters of these names."""
+    return type("Unsharded", (Unsharded,), {"placements": dict.fromkeys(names, Replicate())})
 
 
 class Replicated(RoleModule):
@@ -337,7 +354,7 @@ ROLES: dict[str, type[RoleModule]] = {
 
 def role_of(module: nn.Module, role: str) -> type[RoleModule]:
     """The class that does what a role of a plan says for a module."""
-    named = {"tokenwise": tokenwise, "whole": whole}
+    named = {"tokenwise": tokenwise, "unsharded": unsharded}
     return named[role](tuple(module._parameters)) if role in named else ROLES[role]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
@@ -73,8 +74,10 @@ class Figures:
 
     def _flops(self, shapes: Sequence[Mapping[str, Sequence[int]]], causal: bool) -> float:
         """Model FLOPs a token."""
-        tokens = sum(prod(one["tokens"]) for one in shapes)
-        return sum(self._model.step_flops(one, causal) for one in shapes) / tokens
+        alike = Counter(tuple((name, *shape) for name, shape in one.items()) for one in shapes)
+        given = [({name: shape for name, *shape in key}, count) for key, count in alike.items()]
+        tokens = sum(prod(one["tokens"]) * count for one, count in given)
+        return sum(self._model.step_flops(one, causal) * count for one, count in given) / tokens
 
 
 def repeated_flops(job: Job, causal: bool = True) -> float | None:

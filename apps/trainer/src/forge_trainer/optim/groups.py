@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forge_trainer.optim.parameters import NamedParameter
 
 Role = Literal["embedding", "head", "norm", "matrix", "bias", "router", "expert"]
-"""Those of `forge_model.decoder.roles`, which imports torch."""
+"""Those of `forge_model.roles`, which imports torch."""
 
 Stages = tuple[tuple[int, int | None], ...]
 """Steps in which parameters are frozen: from the first number up to, without it, the second, or the end."""

@@ -222,6 +222,8 @@ def build_loader(
         )
     packings, names = build_packings(config, split, on_progress, items), tuple(config.source_names())
     content = [f"{number} {packing.digest}" for number, packing in packings.items()]
+    if items is not None and any(packing.ragged for packing in packings.values()):
+        content.append(items.digest)
     cuts = packing_parts(config)
     if split == "validation":
         evenly = ValidationBatches(packings, micro_batch, config.validation_samples, rank, world_size, names)

@@ -90,7 +90,8 @@ class SideData:
         if is_ragged and (array.ndim == 0 or len(array)):
             raise self._error(number, f"declares {name} as {list(array.shape)}; expected no rows, [0, ...]")
         first = (self.ragged if is_ragged else self.extra).get(name, array)
-        if first.dtype != array.dtype or not np.array_equal(first, array):
+        alike = first.dtype == array.dtype and first.shape == array.shape
+        if not alike or first.tobytes() != array.tobytes():
             others = [n for n, p in self._packings.items() if name in (p.ragged if is_ragged else p.extra)]
             raise self._error(
                 number,

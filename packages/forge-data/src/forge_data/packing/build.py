@@ -99,6 +99,11 @@ def _require_packing(config: DataConfig, packing: Packing) -> None:
             f"its {kind} has sequences of {packing.max_tokens} tokens; expected those of data.max_tokens, "
             f"{config.max_tokens}"
         )
+    if packing.ragged and packing.sequence_bytes <= 0:
+        raise DataError(
+            f"its {kind} gives {', '.join(packing.ragged)}, of which each sequence has rows of its own, and "
+            "no sequence_bytes, which bounds what is read at once; set it to the bytes of a sequence"
+        )
     if not packing.digest:
         raise DataError(
             f"its {kind} has no digest; set `digest` to a text that names its content, so that a run is not "

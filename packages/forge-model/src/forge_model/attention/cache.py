@@ -49,9 +49,9 @@ class Cache:
         device: of the tokens; absent means that of `padding`.
 
     Attributes:
-        shift: [B] integer, added to the positions of further tokens, where those of the prompt are no count
-            of its tokens; None adds nothing.
-        side: side inputs of further tokens, of which a pass needs not give others.
+        shift: [B] integer, added to the positions of tokens that are given none, where those of a prompt are
+            no count of its tokens; None adds nothing.
+        side: side inputs of the tokens after the first pass, which need not be given then.
     """
 
     shift: Tensor | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forge_model.attention.mask import Attend, LastKeys, Mask, attend_flex, flex_blocks, suits_flex
+from forge_model.error import ModelError
 
 
 class ExplicitAttention:
@@ -33,6 +34,8 @@ class ExplicitAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `forge_model.attention.mask.Attend.__call__`."""
+        if resolved is None:
+            raise ModelError("explicit attention is given no mask; it takes what its own `resolve` makes")
         factor: float = query.shape[-1] ** -0.5 if scale is None else scale
         if isinstance(resolved, LastKeys):
             key, value = resolved.of(key, value)

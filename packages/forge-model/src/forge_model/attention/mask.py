@@ -87,7 +87,7 @@ class Mask:
             key: of the token looked at.
             window: a token sees at most so many tokens, itself included.
         """
-        visible = key <= query if self.causal else (key >= 0) & (query >= 0)
+        visible = key <= query if self.causal else torch.ones_like(key <= query)
         if window is not None:
             visible = visible & (key > query - window)
             if not self.causal:
@@ -130,7 +130,8 @@ def flex_blocks(mask: Mask, window: int | None) -> Any:
     if mask.span_ids is not None:
         (low, high), (own_low, own_high) = keys.ranges(mask.span_ids), queries.ranges(mask.span_ids)
         meet = (low[:, None] <= own_high[:, :, None]) & (high[:, None] >= own_low[:, :, None])
-        some = some | (meet & (high[:, None] > 0) & (own_high[:, :, None] > 0))
+        has, own_has = (low != 0) | (high != 0), (own_low != 0) | (own_high != 0)
+        some = some | (meet & has[:, None] & own_has[:, :, None])
     if mask.doc_ids is not None:
         (low, high), (own_low, own_high) = keys.ranges(mask.doc_ids), queries.ranges(mask.doc_ids)
         some = some & (low[:, None] <= own_high[:, :, None]) & (high[:, None] >= own_low[:, :, None])

@@ -1,5 +1,6 @@
 """How positions turn queries and keys. B batch, T tokens, N heads, H head dim."""
 
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ def _of_pairs(config: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
         raise ModelError(
             f"positions {list(positions.shape)} of {positions.shape[1]} axes; the rotation has {has}"
         )
-    # one slice for each run of pairs: no index tensor, which would be a copy to the device
-    parts = [positions[:, axis, :, None].expand(-1, -1, axes.count(axis)) for axis in dict.fromkeys(axes)]
+    # one slice for each run of neighbours: no index tensor, which would be a copy to the device
+    parts = [positions[:, axis, :, None].expand(-1, -1, len(list(run))) for axis, run in groupby(axes)]
     return torch.cat(parts, -1)
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 from forge_config import Config, Meta, Registry
 
 Positive = Annotated[float, Meta(gt=0)]
+THETA = 10000.0
 
 
 class RopeConfig(Config):
@@ -20,7 +21,7 @@ class RopeConfig(Config):
 
     rotates: ClassVar[bool] = True
 
-    theta: Annotated[float, Meta(gt=1)] = 10000.0
+    theta: Annotated[float, Meta(gt=1)] = THETA
 
     def axes(self, dim: int) -> Sequence[int] | None:
         """By which axis of positions each of dim/2 pairs turns; None where positions have one axis."""
@@ -41,9 +42,15 @@ ropes.register("plain")(RopeConfig)
 
 @ropes.register("none")
 class NoRopeConfig(RopeConfig):
-    """No positions: queries and keys are not rotated (NoPE, arXiv:2305.19466). `theta` means nothing."""
+    """No positions: queries and keys are not rotated (NoPE, arXiv:2305.19466)."""
 
     rotates: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.theta != THETA:
+            raise ValueError(
+                f'rope.theta = {self.theta} with type = "none", which rotates nothing; leave it out'
+            )
 
 
 @ropes.register("mrope")

@@ -40,19 +40,15 @@ class BlockConfig(Config):
         parts = {"attention": layer.attention.tensor_sizes(), "ffn": layer.ffn.tensor_sizes(dim)}
         return {f"{part}.{key}": size for part, found in parts.items() for key, size in found.items()}
 
-    def require_axes(self, layer: LayerConfig, tp: int, cp: int, sequence: bool, method: str) -> None:
-        """See `ModelConfig.require_axes`."""
+    def require_axes(self, layer: LayerConfig, tp: int, cp: int, sequence: bool) -> None:
+        """See `ModelConfig.require_axes`. A block that knows of cut tokens may allow its side inputs."""
         layer.attention.require_axes(layer.norm, tp, cp)
         by_token = [name for name, kind in layer.needs().items() if kind == "token"]
-        if tp > 1 and sequence and by_token:
+        if tp > 1 and sequence and (refused := [*self.needs, *by_token]):
             raise ValueError(
-                f"{', '.join(by_token)}: side inputs of each token, while sequence parallelism cuts the "
+                f"{', '.join(dict.fromkeys(refused))}: side inputs, while sequence parallelism cuts the "
                 "tokens between the parts of a block; set tensor_parallel.sequence = false"
             )
-
-    def dense_name(self, name: str) -> str:
-        """Where a weight of this block lies in a standard block; for warm starts."""
-        return name
 
 
 blocks = Registry("block", BlockConfig, default="standard")

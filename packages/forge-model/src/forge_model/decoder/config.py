@@ -210,12 +210,12 @@ class DecoderConfig(ModelConfig):
                 sizes |= {} if same else {f"layer {index} {key}": size}
         return sizes
 
-    def require_axes(self, tp: int, cp: int, sequence: bool = True, method: str = "gather") -> None:
+    def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
         """See `ModelConfig.require_axes`."""
         for index in range(self.num_layers):
             layer = self.layer(index)
             try:
-                layer.block.require_axes(layer, tp, cp, sequence, method)
+                layer.block.require_axes(layer, tp, cp, sequence)
             except ValueError as error:
                 raise ValueError(f"layer {index}: {error}") from None
 

@@ -8,14 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from forge_model.attention.cache import Cache, LayerCache
+from forge_model.attention.cache import Cache, LayerCache, positions_after
 from forge_model.attention.mask import Mask
 from forge_model.attention.rope import RopeTables
 from forge_model.decoder.config import DecoderConfig
 from forge_model.decoder.context import Context
-from forge_model.decoder.declared import residual_writers
 from forge_model.decoder.head import Head, LossFn
-from forge_model.decoder.init import Init
 from forge_model.decoder.mtp import MTPModule, combined, look_ahead
 from forge_model.decoder.pass_tables import PassTables
 from forge_model.decoder.plan import blocks_of, plan_of
@@ -47,7 +45,7 @@ class Decoder(Model):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config, self.init_std = config, config.init_std
+        self.config, self.init_std, self.depth = config, config.init_std, config.num_layers
         self.embed = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): _block(config, i) for i in range(config.num_layers)})
         self.norm = config.norm.build(config.dim)
@@ -62,7 +60,6 @@ class Decoder(Model):
         )
         self._layer_configs = {str(i): config.layer(i) for i in range(config.num_layers)}
         self._needs = {name: tuple(layer.needs()) for name, layer in self._layer_configs.items()}
-        self._side_inputs = config.side_inputs()
         self._rope_tables = RopeTables()
         if config.mtp.num_modules:
             self.register_forward_pre_hook(look_ahead, with_kwargs=True)
@@ -128,23 +125,23 @@ class Decoder(Model):
         return PassTables(mask, self._rope_tables, tokens, positions, dtype, self.config.dim)
 
     def _sides(self, given: Mapping[str, Tensor], cache: Cache | None) -> Mapping[str, Tensor]:
-        """The side inputs of a pass: those given, beside them those that a cache has for its next tokens."""
-        if not self._side_inputs and not given:
-            return given
-        if unknown := given.keys() - self._side_inputs.keys():
-            known = ", ".join(self._side_inputs) or "none"
+        """The side inputs of a pass: those given, and those that a cache has for tokens after the first."""
+        if cache is not None and cache.length:
+            given = {**cache.side, **given}
+        known_names = {*self.config.norm.needs, *(name for needs in self._needs.values() for name in needs)}
+        if unknown := given.keys() - known_names:
+            known = ", ".join(sorted(known_names)) or "none"
             raise ModelError(
                 f"given {', '.join(sorted(unknown))}, which nothing in this model needs; its blocks need "
                 f"{known}"
             )
-        side = {**(cache.side if cache is not None else {}), **given}
         needed = {name for layer in self.layers for name in self._needs[layer]}
         needed |= set(self.config.norm.needs) if self.norm is not None else set()
-        if missing := needed - side.keys():
+        if missing := needed - given.keys():
             raise ModelError(
                 f"this model needs {', '.join(sorted(missing))} beside its tokens; give it by name"
             )
-        return side
+        return given
 
     def _contexts(self, tables: PassTables, cache: Cache | None, side: Mapping[str, Tensor]) -> list[Context]:
         """What each block of this part is given."""
@@ -221,7 +218,7 @@ class Decoder(Model):
         """What one of `mtp` makes of tokens [B, T] further on and hidden states [B, T, D], after a cache."""
         assert mask.padding is not None
         index = torch.arange(mask.cached, mask.cached + mask.tokens, device=tokens.device)
-        positions = (index - mask.padding[:, None]).clamp(min=0)
+        positions = positions_after(index, mask.padding, None)
         x = self.embedded(tokens)
         tables = self._tables(mask, tokens, positions, x.dtype)
         context = tables.context(self.config.layer(-1), module.get_submodule("block"), cache)
@@ -282,15 +279,9 @@ class Decoder(Model):
         """What may be done to this model in parallel, as plain data; see `forge_parallel.plan`."""
         return plan_of(self)
 
-    def initial_values(self) -> dict[str, Init]:
-        """See `Model.initial_values`; weights that write into the residual stream start smaller.
-
-        Raises:
-            ModelError: a part of a block does not say which of its weights write into the residual stream.
-        """
-        writers = residual_writers(self, blocks_of(self))
-        smaller = self.config.init_std / (2 * self.config.num_layers) ** 0.5
-        return super().initial_values() | {name: Init("normal", smaller) for name in writers}
+    def blocks(self) -> dict[str, nn.Module]:
+        """See `Model.blocks`; those of multi-token prediction too."""
+        return blocks_of(self)
 
 
 def _block(config: DecoderConfig, index: int) -> nn.Module:

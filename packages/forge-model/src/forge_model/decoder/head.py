@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from forge_model.decoder.roles import Role
 from forge_model.error import ModelError
 from forge_model.loss.cross_entropy import LossTerms, VocabularyShard
+from forge_model.roles import Role
 
 LossFn = Callable[..., LossTerms]
 """(hidden [B, T, D], head weight [V, D], labels [B, T]) -> terms of the loss; where the head has a part

@@ -13,6 +13,7 @@ from forge_model.attention.mask import Attend, Mask, softmax_attention
 from forge_model.attention.rope import Rope, RopeTables
 from forge_model.decoder.config import LayerConfig
 from forge_model.decoder.context import Context
+from forge_model.error import ModelError
 
 
 class PassTables:
@@ -52,11 +53,12 @@ class PassTables:
 
         Args:
             config: of its layer.
-            block: its `attention.attend`, if it has one, makes its mask.
+            block: its attention makes its mask; see `attention_of`.
             cache: of its layer.
             side: the side inputs that it needs.
         """
-        attend = getattr(getattr(block, "attention", None), "attend", softmax_attention)
+        attention = attention_of(block)
+        attend = softmax_attention if attention is None else attention.attend
         mask = self._resolved(attend, config.attention.window)
         return Context(self._rope(config), mask, cache, side or {})
 
@@ -78,3 +80,18 @@ class PassTables:
         made = attend.resolve(self._mask, window)
         self._masks.append((attend, window, made))
         return made
+
+
+def attention_of(block: nn.Module) -> Any:
+    """The module of a block that has an attribute `attend`; None if none has.
+
+    Raises:
+        ModelError: there are several that make their masks in different ways.
+    """
+    found = [module for module in block.modules() if hasattr(module, "attend")]
+    if any(other.attend is not found[0].attend for other in found[1:]):
+        raise ModelError(
+            f"a {type(block).__name__} has {len(found)} modules with different `attend`, and one mask; call "
+            "the attribute of those that make their own mask otherwise"
+        )
+    return found[0] if found else None

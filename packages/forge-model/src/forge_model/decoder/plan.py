@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from forge_model.decoder.declared import as_patterns, roles_by_pattern, tensor_roles
+from forge_model.declared import as_patterns, roles_by_pattern, tensor_roles
+from forge_model.decoder.pass_tables import attention_of
 from forge_model.moe.layer import expert_layers
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def plan_of(decoder: Decoder) -> dict[str, Any]:
     units = [[name for name in names if name in outside] for names in (["embed"], ["norm", "head"])]
     costs = config.layer_flops(config.max_tokens)
     attention = [name for name, module in decoder.named_modules() if hasattr(module, "attend")]
+    if any(attention_of(block) is None for block in blocks_of(decoder).values()):
+        attention = []  # what such a block attends to cannot be replaced: no context parallelism
     by_token = [name for name, kind in config.side_inputs().items() if kind == "token"]
     return {
         "blocks": "layers.*",

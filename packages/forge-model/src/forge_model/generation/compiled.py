@@ -97,6 +97,8 @@ class _StaticLayer(LayerCache):
 class _StaticCache:
     """Takes the place of a `Cache` that has seen the prompts."""
 
+    length = 1  # it has some tokens, of a number that only a tensor knows
+
     def __init__(self, cache: Cache) -> None:
         self.position = torch.tensor([cache.length], device=cache.device)
         self.layers = [_StaticLayer(layer, self.position) for layer in cache.layers]

@@ -111,7 +111,7 @@ def generate(
     tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
     written = _Written(len(prompts), stop_tokens, on_tokens)
     if speculative:
-        _require_speculation(model, sampling, compiled)
+        _require_speculation(model, sampling, compiled, inputs)
         return _speculated(Speculation(model, tokens, padding, max_new_tokens), max_new_tokens, written)
     maker: Any = model
     some = padding if any(len(prompt) < longest for prompt in prompts) else None
@@ -171,7 +171,11 @@ def _speculated(growing: Speculation, max_new_tokens: int, written: _Written) ->
     return written.rows
 
 
-def _require_speculation(model: nn.Module, sampling: Sampling, compiled: bool) -> None:
+def _require_speculation(
+    model: nn.Module, sampling: Sampling, compiled: bool, inputs: Mapping[str, Tensor] | None
+) -> None:
+    if inputs:
+        raise ModelError(f"given {', '.join(inputs)} with speculative generation, which reads tokens only")
     if compiled:
         raise ModelError("speculative steps have no fixed number of tokens to compile; give one of both")
     if sampling.temperature != 0:

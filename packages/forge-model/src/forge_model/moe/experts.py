@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from forge_model.decoder.roles import Role
 from forge_model.ffn.dense import ACTIVATIONS, clamped_unit
+from forge_model.roles import Role
 
 if TYPE_CHECKING:
     from forge_model.moe.config import ClampConfig

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from forge_model.decoder.roles import Role
 from forge_model.ffn.dense import MLP, GatedFfn
 from forge_model.moe.balance import EXTRAS, Load, Tally, tallied
 from forge_model.moe.experts import Experts
 from forge_model.moe.routing import Routing, serve, within_capacity
+from forge_model.roles import Role
 
 if TYPE_CHECKING:
     from forge_model.moe.config import MoEConfig
@@ -164,6 +164,7 @@ class SharedGate(nn.Module):
     """sigmoid(w x), one number a token."""
 
     roles: ClassVar[dict[str, Role]] = {"weight": "router"}
+    residual_writers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_model.decoder.roles import Role
+from forge_model.init import Init
 from forge_model.moe.balance import EXTRAS, Load, assigned, balance_loss, to_sum_one, z_loss
 from forge_model.moe.router_config import ExpertChoiceConfig, RouterConfig, SigmoidRouterConfig, TopKConfig
 from forge_model.moe.routing import Routing, one_per_slot
+from forge_model.roles import Role
 
 Sum_ = Callable[[Tensor], Tensor]
 
@@ -40,6 +41,7 @@ class Router(nn.Module):
     """
 
     roles: ClassVar[dict[str, Role]] = {"weight": "router", "bias": "bias"}
+    residual_writers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: RouterConfig, dim: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -161,7 +163,7 @@ class SigmoidRouter(TopKRouter):
         selection_bias: [E] float32, added for selection only; no gradient flows into it.
     """
 
-    initial_buffers: ClassVar[dict[str, float]] = {"selection_bias": 0.0}
+    initial: ClassVar[dict[str, Init]] = {"selection_bias": Init("constant", 0.0)}
     selection_bias: Tensor
 
     def __init__(self, config: SigmoidRouterConfig, dim: int, num_experts: int, top_k: int) -> None:

@@ -42,7 +42,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
     if unknown:
         raise ModelError(
             f"no role is known for {', '.join(unknown)}; give their modules an attribute "
-            "roles = {parameter: role}, with one of the roles of forge_model.decoder.roles.Role"
+            "roles = {parameter: role}, with one of the roles of forge_model.roles.Role"
         )
     return roles
 

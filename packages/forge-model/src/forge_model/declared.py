@@ -6,7 +6,7 @@ A module says it in attributes, each optional, with names relative to itself:
         holds against what an inner one says; None takes a role away. A name whose module is None here is
         passed over.
     residual_writers: (parameter, ...) that write into the residual stream; they start smaller.
-    initial_buffers: {buffer: value}.
+    initial: {parameter or buffer: Init} where it does not follow from the role.
     holds_experts: True; see `forge_model.moe.layer.ExpertLayer`.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from forge_model.error import ModelError
+from forge_model.init import Init
 
 
 def tensor_roles(model: nn.Module) -> dict[str, str]:
@@ -41,32 +42,58 @@ def residual_writers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> set[s
 
     Args:
         model: the modules of which say so.
-        blocks: its blocks by name; each part of one that has matrices must say something, if only `()`.
+        blocks: its blocks by name. Of each matrix inside some module must say whether it writes: the one
+            that has it, or one around it within the block. What a block says holds for its own parameters
+            and for layers right inside it.
 
     Raises:
-        ModelError: a part does not, or a module names a weight that it does not have.
+        ModelError: nothing says it of a matrix, or a module names a weight that it does not have.
     """
-    writers: set[str] = set()
-    says: set[str] = set()
-    for prefix, module in model.named_modules():
-        if (names := _said(module, "residual_writers", None)) is None:
-            continue
-        says.add(prefix)
-        writers |= {
-            joined(prefix, name) for name in names if _is_there(module, name, prefix, "residual_writers")
-        }
+    said = {
+        prefix: names
+        for prefix, module in model.named_modules()
+        if (names := _said(module, "residual_writers", None)) is not None
+    }
+    writers = {
+        joined(prefix, name)
+        for prefix, names in said.items()
+        for name in names
+        if _is_there(model.get_submodule(prefix), name, prefix, "residual_writers")
+    }
     for name, block in blocks.items():
-        if name not in says:
-            _require_said(name, block, says)
+        if left := [leaf for leaf in _matrices(block) if not _is_covered(name, leaf, said, block)]:
+            raise ModelError(
+                f"nothing says whether {', '.join(f'{name}.{leaf}' for leaf in left)} write into the "
+                "residual stream, and so start smaller; give the module that has them an attribute "
+                'residual_writers = ("out_proj.weight",), or () if none does'
+            )
     return writers
 
 
-def initial_buffers(model: nn.Module) -> dict[str, float]:
-    """The value that each buffer of which one is said starts with, by name."""
+def _matrices(block: nn.Module) -> list[str]:
+    return [name for name, parameter in block.named_parameters() if parameter.ndim > 1]
+
+
+def _is_covered(prefix: str, leaf: str, said: Mapping[str, Iterable[str]], block: nn.Module) -> bool:
+    """Whether a module within the block says something that holds for a parameter."""
+    inner = leaf.split(".")[:-1]
+    if any(joined(prefix, ".".join(inner[:end])) in said for end in range(1, len(inner) + 1)):
+        return True
+    layers = {name for name, child in block.named_children() if not list(child.children())}
+    return prefix in said and (leaf in said[prefix] or not inner or (len(inner) == 1 and inner[0] in layers))
+
+
+def initial_values(model: nn.Module) -> dict[str, Init]:
+    """How parameters and buffers start of which their modules say it, by name.
+
+    Raises:
+        ModelError: a module names something that it does not have.
+    """
     return {
         joined(prefix, name): value
         for prefix, module in model.named_modules()
-        for name, value in _said(module, "initial_buffers", {}).items()
+        for name, value in _said(module, "initial", {}).items()
+        if _is_there(module, name, prefix, "initial")
     }
 
 
@@ -100,8 +127,7 @@ def joined(prefix: str, name: str) -> str:
 
 
 def _said(module: nn.Module, attribute: str, default: Any) -> Any:
-    said = getattr(module, attribute, default)
-    return default if isinstance(said, nn.Module) else said
+    return getattr(module, attribute, default)
 
 
 def _is_there(module: nn.Module, name: str, prefix: str, attribute: str) -> bool:
@@ -116,15 +142,3 @@ def _is_there(module: nn.Module, name: str, prefix: str, attribute: str) -> bool
         if (found := getattr(found, part)) is None:
             return False
     return True
-
-
-def _require_said(name: str, block: nn.Module, says: set[str]) -> None:
-    for child, part in block.named_children():
-        below = f"{name}.{child}"
-        has_matrix = any(parameter.ndim > 1 for parameter in part.parameters())
-        if has_matrix and not any(one == below or one.startswith(f"{below}.") for one in says):
-            raise ModelError(
-                f"{below}, a {type(part).__name__}, does not say which of its weights write into the "
-                "residual stream and so start smaller; give it an attribute residual_writers = "
-                '("out_proj.weight",), or () if none does'
-            )
