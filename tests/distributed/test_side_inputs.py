@@ -159,7 +159,7 @@ class Sized(nn.Module):
 
 
 def moved():
-    """Whether each input is what the caller gave, where FSDP2 copies all tensors to its device, as on CUDA."""
+    """Whether each input is what the caller gave, where FSDP2 copies all to its device, as on CUDA."""
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     real = FSDPState._root_pre_forward
