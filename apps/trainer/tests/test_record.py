@@ -358,6 +358,7 @@ def test_record_refuses_inputs_of_which_each_sequence_has_its_own_number(job, mo
     def ragged(self, opening):
         found = packing(self, opening)
         found.ragged = {"points": np.empty((0, 2), np.float32)}
+        found.sequence_bytes = 8
         return found
 
     monkeypatch.setattr(FilesConfig, "packing", ragged)

@@ -452,3 +452,71 @@ def test_hidden_stands_in_for_the_embedding():
 def test_blocks_is_an_interface():
     with pytest.raises(NotImplementedError):
         BlockConfig().build(config().layer(0), 16)
+
+
+class TableFfn(Plain):
+    """A feed-forward with a table of whole numbers."""
+
+    initial: ClassVar = {"table": torch.arange(16) % 3}
+
+    def __init__(self, dim, hidden):
+        super().__init__(dim, hidden)
+        self.register_buffer("table", torch.empty(dim, dtype=torch.int64))
+
+
+class TableConfig(PlainConfig):
+    def build(self, dim):
+        return TableFfn(dim, self.hidden(dim))
+
+
+def test_buffer_starts_as_its_module_says_and_none_is_left_as_it_was(monkeypatch):
+    model = config(ffn=TableConfig()).build()
+    initialize(model, 0)
+    assert model.layers["1"].ffn.table.tolist() == [n % 3 for n in range(16)]
+    monkeypatch.setattr(TableFfn, "initial", {"table": torch.arange(3)})
+    with pytest.raises(ModelError, match=r"layers\.0\.ffn\.table is \[16\], its initial value \[3\]"):
+        initialize(model, 0)
+    monkeypatch.setattr(TableFfn, "initial", {})
+    with pytest.raises(ModelError, match=r"layers\.0\.ffn\.table, layers\.1.*no initial value"):
+        initialize(model, 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "needle"),
+    [
+        ({"residual_writers": ("out_proj",)}, r"names 'out_proj', a Linear; expected a parameter"),
+        ({"initial": {"scale": torch.ones(1)}}, r"initial of layers\.0\.ffn.*names 'scale', which it does"),
+        ({"roles": {"gain": "nrm"}}, r"layers\.0\.ffn\.gain has the role 'nrm'; expected one of embedding"),
+        ({"holds_experts": True}, r"layers\.0\.ffn.*says holds_experts and has no num_experts, experts"),
+    ],
+)
+def test_wrong_declarations_are_errors_that_name_them(said, needle, monkeypatch):
+    for name, value in said.items():
+        monkeypatch.setattr(Plain, name, value, raising=False)
+    with pytest.raises(ModelError, match=needle):
+        model = config(ffn=PlainConfig()).build()
+        for layer in model.layers.values():
+            layer.ffn.gain = nn.Parameter(torch.ones(3))
+            layer.ffn.roles = {"gain": "norm"} | getattr(Plain, "roles", {})
+        model.initial_values()
+        model.parallel_plan()
+
+
+def test_roles_of_numbered_modules_are_not_those_of_others_beside_them():
+    class Pair(Plain):
+        tensor_roles: ClassVar = {"": "gather", "p.0": "colwise", "p.1": "colwise", "p.main": "rowwise"}
+        residual_writers: ClassVar = ("p.main.weight",)
+
+        def __init__(self, dim, hidden):
+            nn.Module.__init__(self)
+            self.p = nn.ModuleDict(
+                {"0": Linear(dim, hidden), "1": Linear(dim, hidden), "main": Linear(hidden, dim)}
+            )
+
+    class PairConfig(PlainConfig):
+        def build(self, dim):
+            return Pair(dim, self.hidden(dim))
+
+    plan = config(ffn=PairConfig()).build().parallel_plan()["tensor"]
+    assert plan["layers.*.ffn.p.main"] == "rowwise"
+    assert plan["layers.2.ffn.p.0"] == "colwise" and "layers.*.ffn.p.*" not in plan

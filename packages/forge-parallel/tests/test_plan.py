@@ -101,7 +101,10 @@ def test_flat_refuses_two_entries_for_one_name(key, own):
     ("wrong", "said"),
     [
         ({"block": "x.*"}, r"not a plan of mount outer\.inner: .*unknown field `block`"),
-        ({"tensor": {"x": "sideways"}}, r"not a plan of mount outer\.inner: .*'sideways'"),
+        (
+            {"tensor": {"x": "sideways"}},
+            r"outer\.inner\.x has the tensor role 'sideways'; expected one of embed, norm",
+        ),
         ({"mounts": ["x"]}, r"not a plan of mount outer\.inner: .*\$\.mounts"),
     ],
 )

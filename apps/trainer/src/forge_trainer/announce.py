@@ -22,7 +22,7 @@ def announcement(run: Run, changes: Sequence[Change]) -> str:
 def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
     job = run.job
     parameters, active = _parameters(run)
-    of_which = "" if active == parameters else f", {scaled(active)}active"
+    of_which = "" if active == parameters else f", {scaled(active).strip()} active"
     tokens = job.batch_sizes.samples(job.train.steps) * job.data.max_tokens
     batches = " to ".join(map(str, job.batch_sizes.all()))
     flops = job.model.flops_per_token(job.data.max_tokens) * tokens

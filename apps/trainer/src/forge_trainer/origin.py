@@ -107,10 +107,11 @@ def require_origins(model: ModelConfig, train: TrainConfig) -> list[Origin]:
         ConfigError: they belong to another model, every difference of which is listed; or the model has no
             weights of such a prefix, or none that come from Hugging Face.
     """
-    return [
-        _required(part_of(model, prefix), origin_of(name)._replace(prefix=prefix), train.init_in_parts)
-        for prefix, name in train.origins.items()
-    ]
+    found = [origin_of(name)._replace(prefix=prefix) for prefix, name in train.origins.items()]
+    for origin in found:
+        if not train.init_in_parts:
+            _require(model, origin)
+    return found
 
 
 def part_of(model: ModelConfig, prefix: str) -> ModelConfig:
@@ -119,26 +120,40 @@ def part_of(model: ModelConfig, prefix: str) -> ModelConfig:
     Raises:
         ConfigError: it has no such part.
     """
-    parts = {"": model} | model.parts()
-    if prefix not in parts:
-        known = ", ".join(model.parts()) or "none: give train.init_from one place, as text"
-        raise ConfigError(f"train.init_from names {prefix!r}; the parts of this model are {known}")
-    return parts[prefix]
+    if not prefix:
+        return model
+    for name, part in model.parts().items():
+        if prefix == name or prefix.startswith(f"{name}."):
+            return part_of(part, prefix[len(name) + 1 :])
+    known = ", ".join(model.parts()) or "none: give train.init_from one place, as text"
+    raise ConfigError(
+        f"train.init_from names {prefix!r}; the parts of this {type(model).__name__} are {known}. Weights of "
+        "any prefix may come from a checkpoint of a model of the same type"
+    )
 
 
-def _required(model: ModelConfig, origin: Origin, in_parts: bool) -> Origin:
-    if in_parts:
-        return origin
+def is_of_the_whole(model: ModelConfig, origin: Origin) -> bool:
+    """Whether a checkpoint is of a model of the same type, whose weights of the prefix are taken."""
+    return bool(origin.prefix) and origin.is_checkpoint and type(origin.model()) is type(model)
+
+
+def _require(model: ModelConfig, origin: Origin) -> None:
+    """See that weights were made for the part of the model that is to have them."""
+    other = origin.model() if origin.is_checkpoint else None
+    if other is not None and is_of_the_whole(model, origin):
+        if origin.prefix not in model.parts():
+            return  # names and sizes of its tensors are compared later
+        other = part_of(other, origin.prefix)
+    model = part_of(model, origin.prefix)
     if not origin.is_checkpoint:
         if (origin.folder / "config.json").exists():
             form_of(model, origin.name).require(read_config(origin.folder), origin.name)
-    elif found := unlike(model, origin.model()):
+    elif found := unlike(model, other):
         listed = "".join(f"\n  {line}" for line in found)
         raise ConfigError(
             f"{origin.name} is a checkpoint of another model than [model] describes:{listed}\nChange "
             "these keys, or say which tensors to take: train.init_include, init_exclude, init_resize."
         )
-    return origin
 
 
 def form_of(model: ModelConfig, place: str) -> HuggingFace:

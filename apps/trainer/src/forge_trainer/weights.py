@@ -27,7 +27,15 @@ from torch import Tensor, nn
 
 from forge_trainer.hooks import Hook
 from forge_trainer.job import Job
-from forge_trainer.origin import Origin, choose, form_of, part_of, require_origins, unlike
+from forge_trainer.origin import (
+    Origin,
+    choose,
+    form_of,
+    is_of_the_whole,
+    part_of,
+    require_origins,
+    unlike,
+)
 from forge_trainer.progress import Progress, Stateful
 from forge_trainer.say import say
 
@@ -65,7 +73,9 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
         named = " and ".join(job.train.origins.values())
         lines = [*chosen.lines(ours, theirs, named, job.job.seed)]
         for origin in origins if job.train.init_in_parts else ():
-            differs = unlike(part_of(job.model, origin.prefix), origin.model())
+            of_whole = is_of_the_whole(job.model, origin)
+            mine = job.model if of_whole else part_of(job.model, origin.prefix)
+            differs = unlike(mine, origin.model())
             lines += [f"  differs    {line}" for line in differs]
         say("".join(f"{line}\n" for line in lines), sys.stdout)
 
@@ -92,6 +102,10 @@ def _tensors_of(origin: Origin, job: Job) -> Iterator[tuple[str, _There]]:
         there = Checkpointed(origin.folder, MODEL)
         tensors: Mapping[str, Tensor] = there
         shapes = {name: there.entry(name).shape for name in there}
+        if is_of_the_whole(job.model, origin):
+            inside = {name for name in shapes if name.startswith(f"{origin.prefix}.")}
+            yield from ((name, _There(tensors, name, shapes[name], origin.name)) for name in inside)
+            return
     else:
         model = part_of(job.model, origin.prefix)
         weights = Weights(origin.folder)

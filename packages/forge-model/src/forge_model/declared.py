@@ -6,18 +6,16 @@ A module says it in attributes, each optional, with names relative to itself:
         holds against what an inner one says; None takes a role away. A name whose module is None here is
         passed over.
     residual_writers: (parameter, ...) that write into the residual stream; they start smaller.
-    initial: {parameter or buffer: Init} where it does not follow from the role.
+    initial: {parameter or buffer: Init or Tensor} where it does not follow from the role.
     holds_experts: True; see `forge_model.moe.layer.ExpertLayer`.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from forge_model.error import ModelError
 from forge_model.init import Init
@@ -83,7 +81,7 @@ def _is_covered(prefix: str, leaf: str, said: Mapping[str, Iterable[str]], block
     return prefix in said and (leaf in said[prefix] or not inner or (len(inner) == 1 and inner[0] in layers))
 
 
-def initial_values(model: nn.Module) -> dict[str, Init]:
+def initial_values(model: nn.Module) -> dict[str, Init | Tensor]:
     """How parameters and buffers start of which their modules say it, by name.
 
     Raises:
@@ -108,17 +106,24 @@ def roles_by_pattern(model: nn.Module, roles: Mapping[str, str]) -> dict[str, st
 
 
 def _patterns(model: nn.Module, roles: Mapping[str, str]) -> dict[str, str]:
-    there = Counter(_form(name) for name, _ in model.named_modules())
-    named = Counter(_form(name) for name in roles)
-    kinds: dict[str, set[str]] = {}
+    names = [name.split(".") for name, _ in model.named_modules()]
+    shared: dict[str, bool] = {}
     for name, role in roles.items():
-        kinds.setdefault(_form(name), set()).add(role)
-    shared = {form for form, found in kinds.items() if len(found) == 1 and named[form] == there[form]}
-    return {_form(name) if _form(name) in shared else name: role for name, role in roles.items()}
+        form = _form(name).split(".")
+        key = ".".join(form)
+        if key not in shared:
+            alike = [one for one in names if _fits(form, one)]
+            shared[key] = all(roles.get(".".join(one)) == role for one in alike)
+    return {_form(name) if shared[_form(name)] else name: role for name, role in roles.items()}
+
+
+def _fits(form: list[str], name: list[str]) -> bool:
+    """Whether a pattern names a module: `*` stands for any component."""
+    return len(form) == len(name) and all(a in ("*", b) for a, b in zip(form, name, strict=True))
 
 
 def _form(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def joined(prefix: str, name: str) -> str:
@@ -131,7 +136,11 @@ def _said(module: nn.Module, attribute: str, default: Any) -> Any:
 
 
 def _is_there(module: nn.Module, name: str, prefix: str, attribute: str) -> bool:
-    """Whether what a module names exists, which may be None."""
+    """Whether what a module names exists, which may be None.
+
+    Raises:
+        ModelError: it has no such attribute, or one of another kind.
+    """
     found: Any = module
     for part in name.split(".") if name else ():
         if not hasattr(found, part):
@@ -141,4 +150,10 @@ def _is_there(module: nn.Module, name: str, prefix: str, attribute: str) -> bool
             )
         if (found := getattr(found, part)) is None:
             return False
+    wanted = nn.Module if attribute == "tensor_roles" else Tensor
+    if not isinstance(found, wanted):
+        raise ModelError(
+            f"{attribute} of {prefix or 'the model'}, a {type(module).__name__}, names {name!r}, a "
+            f"{type(found).__name__}; expected a {'module' if wanted is nn.Module else 'parameter or buffer'}"
+        )
     return True

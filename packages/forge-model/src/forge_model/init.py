@@ -51,7 +51,7 @@ def full_shard(parameter: Tensor) -> FullShard:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, shard: Callable[[Tensor], Shard] = full_shard) -> None:
-    """Give every parameter, and every buffer that has one, its initial value, in place.
+    """Give every parameter and every buffer its initial value, in place.
 
     Args:
         model: has `initial_values()`; its parameters are on a real device, sharded or not.
@@ -60,25 +60,33 @@ def initialize(model: nn.Module, seed: int, shard: Callable[[Tensor], Shard] = f
             Each rank draws only the rows it holds.
 
     Raises:
-        ModelError: a parameter has no initial value, or something is left that is not finite (say a buffer
-            that nobody wrote after the model left the meta device).
+        ModelError: a parameter or a buffer has no initial value.
     """
-    rules: dict[str, Init] = model.initial_values()  # type: ignore[operator]
+    rules: dict[str, Init | Tensor] = model.initial_values()  # type: ignore[operator]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if missing := [name for name, _ in tensors if name not in rules]:
+        raise ModelError(
+            f"{', '.join(missing)} of a {type(model).__name__} have no initial value; say it in an attribute "
+            '`initial` of the module that has it: {"gate": Init("constant", 0.5), "table": torch.arange(8)}'
+        )
     for name, parameter in model.named_parameters():
-        if name not in rules:
-            raise ModelError(f"{name} has no initial value; add it to {type(model).__name__}.initial_values")
         held = shard(parameter)
         _fill(held.values, held.offsets, tuple(parameter.shape), rules[name], f"{seed}/{name}")
     for name, buffer in model.named_buffers():
-        if name in rules:
-            _fill(buffer, (0,) * buffer.ndim, tuple(buffer.shape), rules[name], f"{seed}/{name}")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        local = shard(tensor).values
-        if local.is_floating_point() and not bool(local.isfinite().all()):
-            raise ModelError(f"{name} was left without a value by initialize")
+        _fill(buffer, (0,) * buffer.ndim, tuple(buffer.shape), rules[name], f"{seed}/{name}")
 
 
-def _fill(local: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], rule: Init, key: str) -> None:
+def _fill(
+    local: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], rule: Init | Tensor, key: str
+) -> None:
+    if isinstance(rule, Tensor):
+        box = tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))
+        if tuple(rule.shape) != shape:
+            raise ModelError(
+                f"{key.partition('/')[2]} is {list(shape)}, its initial value {list(rule.shape)}"
+            )
+        local.copy_(rule[box])
+        return
     if rule.kind == "constant":
         local.fill_(rule.value)
         return

@@ -32,7 +32,7 @@ class Model(nn.Module):
         """What each parameter is for, by name."""
         return parameter_roles(self)
 
-    def initial_values(self) -> dict[str, Init]:
+    def initial_values(self) -> dict[str, Init | Tensor]:
         """How each parameter starts, by name, and each buffer of which that is said.
 
         A part that is a `Model` itself says it of its own. For the rest, `initial` of a module comes first;
@@ -41,7 +41,7 @@ class Model(nn.Module):
         Raises:
             ModelError: nothing says of a matrix in a block whether it writes into the residual stream.
         """
-        values: dict[str, Init] = {}
+        values: dict[str, Init | Tensor] = {}
         for name, part in self.named_children():
             if isinstance(part, Model):
                 values |= {joined(name, inner): init for inner, init in part.initial_values().items()}

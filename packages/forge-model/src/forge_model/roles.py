@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -36,6 +36,10 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
             if first_names[parameter] != name:
                 continue
             if leaf in said:
+                if said[leaf] not in get_args(Role):
+                    raise ModelError(
+                        f"{name} has the role {said[leaf]!r}; expected one of {', '.join(get_args(Role))}"
+                    )
                 roles[name] = said[leaf]
             else:
                 unknown.append(name)

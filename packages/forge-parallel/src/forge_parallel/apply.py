@@ -60,6 +60,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
     if plan.experts:
         config.require_experts()
     units = find_units(model, plan, mesh)
+    if not units.block_modules and mesh.pipeline.size == 1:
+        _require_no_blocks(config)
     _set_masters(model, config.precision.pure_bf16)
     if config.fp8.recipe != "none":
         from forge_parallel.fp8 import use_fp8
@@ -88,6 +90,18 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
             setattr(model, _SCALES, Scales(model, mesh.fsdp))
     setattr(model, _APPLIED, config)
     return model
+
+
+def _require_no_blocks(config: ParallelConfig) -> None:
+    """See that nothing is asked for that is done to blocks, for a model whose plan names none."""
+    mode = config.activation_checkpointing.mode
+    asked = {f'activation_checkpointing.mode = "{mode}"': mode != "none"}
+    asked["compile.enabled = true"] = config.compile.enabled
+    if named := [key for key, is_so in asked.items() if is_so]:
+        raise ParallelError(
+            f"{named[0]}, and the plan of the model names no blocks; name them in `blocks`, or mount the "
+            "plans of its parts (`mounts`)"
+        )
 
 
 def _apply_axes(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig) -> None:

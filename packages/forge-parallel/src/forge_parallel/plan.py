@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from forge_config import Config
@@ -187,6 +187,13 @@ class Plan(Config):
 
 def _convert(source: Any, where: str) -> Plan:
     """A plan from plain data. Mounts are converted one by one, so that an error names theirs."""
+    if isinstance(source, dict) and isinstance(source.get("tensor"), dict):
+        for name, role in source["tensor"].items():
+            if role not in get_args(Role):
+                raise ParallelError(
+                    f"{_join(where, name)} has the tensor role {role!r}; expected one of "
+                    f"{', '.join(get_args(Role))}"
+                )
     try:
         if isinstance(source, dict) and isinstance(source.get("mounts"), dict):
             mounts = {name: _convert(plan, _join(where, name)) for name, plan in source["mounts"].items()}

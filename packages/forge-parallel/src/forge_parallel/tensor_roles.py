@@ -274,6 +274,9 @@ class Embed(RoleModule):
         weight = self.local("weight")
         index = tokens - self.tensor_axis.rank * len(weight)
         known = (index >= 0) & (index < len(weight))
+        # elsewhere an id that nobody knows would be an embedding of zeros
+        anywhere = (tokens >= 0) & (tokens < len(weight) * self.tensor_axis.size)
+        torch._assert_async(anywhere.all(), "a token id is outside the vocabulary")  # pyright: ignore[reportPrivateImportUsage]
         return self.tensor_axis.leave(F.embedding(index.where(known, 0), weight) * known[..., None])
 
 

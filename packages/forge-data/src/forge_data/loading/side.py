@@ -9,7 +9,9 @@ import numpy as np
 from forge_data.error import DataError
 from forge_data.packing.packing import Packing, Ragged, Sequences
 
-RESERVED = frozenset({"tokens", "labels"})
+RESERVED = frozenset(
+    {"tokens", "labels", "loss_fn", "hidden", "cache", "last_logits", "ahead_tokens", "ahead_labels"}
+)
 
 
 class SideData:
@@ -83,6 +85,8 @@ class SideData:
         """See that a declared input can be told from all others, and is that of the other sources."""
         if name in RESERVED or name in (self.extra if is_ragged else self.ragged):
             raise self._error(number, f"declares {name}, which is another input already; rename one of them")
+        if not isinstance(array, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise self._error(number, f"declares {name} as {type(array).__name__}; expected a numpy array")
         if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8 or not array.dtype.isnative:
             raise self._error(
                 number, f"declares {name} as {array.dtype}; expected numbers of at most 8 bytes"
@@ -102,6 +106,8 @@ class SideData:
     def _require_declared(self, number: int, count: int, part: Sequences) -> None:
         """See that sequences are what their packing said they are."""
         packing = self._packings[number]
+        if not isinstance(part, Sequences):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise self._error(number, f"reads {type(part).__name__}; expected forge_data's Sequences")
         shape = count, packing.max_tokens + 1
         if part.tokens.shape != shape or part.tokens.dtype.kind not in "iu":
             raise self._error(number, f"gives tokens {_said(part.tokens)}; expected integers {list(shape)}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from forge_model.error import ModelError
 from forge_model.ffn.dense import MLP, GatedFfn
 from forge_model.moe.balance import EXTRAS, Load, Tally, tallied
 from forge_model.moe.experts import Experts
@@ -191,7 +192,15 @@ def _dropped(routing: Routing, num_experts: int) -> Tensor:
 def expert_layers(model: nn.Module) -> dict[str, ExpertLayer]:
     """The layers of experts in a model, by name: those that say that they are."""
     named = model.named_modules()
-    return {name: cast(ExpertLayer, layer) for name, layer in named if getattr(layer, "holds_experts", False)}
+    found = {name: layer for name, layer in named if getattr(layer, "holds_experts", False)}
+    for name, layer in found.items():
+        needed = (*ExpertLayer.__annotations__, "idle_parameters", "load")
+        if missing := [one for one in needed if not hasattr(layer, one)]:
+            raise ModelError(
+                f"{name}, a {type(layer).__name__}, says holds_experts and has no {', '.join(missing)}; see "
+                "forge_model.moe.layer.ExpertLayer"
+            )
+    return cast(dict[str, ExpertLayer], found)
 
 
 def learn_from_load(layers: dict[str, ExpertLayer], sum_: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
