@@ -159,7 +159,10 @@ class ComposedConfig(ModelConfig):
 
     def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> float:
         """Matmul FLOPs of a forward pass of all other parts over a batch; see `ModelConfig.step_flops`."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what its parts beside the language model cost; give it a "
+            "method other_flops(shapes)"
+        )
 
     def step_flops(self, shapes: Mapping[str, Sequence[int]], causal: bool = True) -> float:
         """See `ModelConfig.step_flops`."""
