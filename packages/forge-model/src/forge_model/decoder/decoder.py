@@ -15,7 +15,7 @@ from forge_model.decoder.config import DecoderConfig
 from forge_model.decoder.context import Context
 from forge_model.decoder.head import Head, LossFn
 from forge_model.decoder.mtp import MTPModule, combined, look_ahead
-from forge_model.decoder.pass_tables import PassTables
+from forge_model.decoder.pass_tables import PassTables, attention_of
 from forge_model.decoder.plan import blocks_of, plan_of
 from forge_model.error import ModelError
 from forge_model.layers import Embedding
@@ -59,6 +59,7 @@ class Decoder(Model):
             }
         )
         self._layer_configs = {str(i): config.layer(i) for i in range(config.num_layers)}
+        self._attentions = {name: attention_of(block) for name, block in blocks_of(self).items()}
         self._needs = {name: tuple(layer.needs()) for name, layer in self._layer_configs.items()}
         self._rope_tables = RopeTables()
         if config.mtp.num_modules:
@@ -148,11 +149,11 @@ class Decoder(Model):
         return [
             tables.context(
                 self._layer_configs[name],
-                block,
+                self._attentions[f"layers.{name}"],
                 None if cache is None else cache.layers[int(name)],
                 {key: side[key] for key in self._needs[name]},
             )
-            for name, block in self.layers.items()
+            for name in self.layers
         ]
 
     def run(self, x: Tensor, contexts: Sequence[Context]) -> Tensor:
@@ -175,8 +176,8 @@ class Decoder(Model):
         """
         assert self.norm is not None and self.head is not None
         hidden = [self.norm(x)]
-        for module, embedded in zip(self.mtp.values(), following, strict=True):
-            context = tables.context(self.config.layer(-1), module.get_submodule("block"))
+        for (name, module), embedded in zip(self.mtp.items(), following, strict=True):
+            context = tables.context(self.config.layer(-1), self._attentions[f"mtp.{name}.block"])
             hidden.append(module(embedded, hidden[-1], context))
         terms = self.head(torch.cat(hidden), labels.flatten(0, 1), loss_fn, len(hidden))
         return combined(terms, self.config.mtp.loss_weight)
@@ -221,7 +222,7 @@ class Decoder(Model):
         positions = positions_after(index, mask.padding, None)
         x = self.embedded(tokens)
         tables = self._tables(mask, tokens, positions, x.dtype)
-        context = tables.context(self.config.layer(-1), module.get_submodule("block"), cache)
+        context = tables.context(self.config.layer(-1), attention_of(module.get_submodule("block")), cache)
         return module(x, hidden, context)
 
     def embedded(self, tokens: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class PassTables:
     def context(
         self,
         config: LayerConfig,
-        block: nn.Module,
+        attention: Any,
         cache: LayerCache | None = None,
         side: Mapping[str, Tensor] | None = None,
     ) -> Context:
@@ -53,11 +53,10 @@ class PassTables:
 
         Args:
             config: of its layer.
-            block: its attention makes its mask; see `attention_of`.
+            attention: from `attention_of` of the block; its `attend` makes the mask.
             cache: of its layer.
             side: the side inputs that it needs.
         """
-        attention = attention_of(block)
         attend = softmax_attention if attention is None else attention.attend
         mask = self._resolved(attend, config.attention.window)
         return Context(self._rope(config), mask, cache, side or {})
