@@ -55,9 +55,10 @@ def test_only_what_the_assistant_says_is_a_target(tmp_path: Path, packing: str) 
 
 
 def test_chat_is_written_as_the_template_says(tmp_path: Path) -> None:
-    parts = MessagesColumn(template="[{role}] {content} [/{role}]").parts({"messages": CHAT[1:3]})
-    assert "".join(part.text for part in parts) == "[user] 2+2? [/user][assistant] 4 [/assistant]"
-    assert [part.text for part in parts if part.is_target] == ["4 [/assistant]"]
+    column = MessagesColumn(template="[{role}] {content} [/{role}]")
+    document = column.document({"messages": CHAT[1:3]}, BytesConfig().build())
+    assert document.text == "[user] 2+2? [/user][assistant] 4 [/assistant]"
+    assert [document.text[a:b] for a, b in document.targets or ()] == ["4 [/assistant]"]
 
 
 def test_prompts_are_no_targets(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ from forge_data.store.formats import RAW_DTYPES, import_tokens
 from forge_data.store.tokenize import cores, say_progress, tokenize_files
 from forge_data.store.tokens import TokenStore
 from forge_data.store.validate import problems
-from forge_data.tokenizer.tokenizer import BytesConfig, HfTokenizerConfig, TokenizerConfig
+from forge_data.tokenizer.hf import HfTokenizerConfig
+from forge_data.tokenizer.tokenizer import BytesConfig, TokenizerConfig
 
 READER_LEFT = 128 + 13
 """Exit code where nobody reads the output any more, as of a command that SIGPIPE ends."""

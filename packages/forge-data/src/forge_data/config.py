@@ -10,6 +10,7 @@ from forge_data.order.phases import PhaseConfig, lr_scale
 from forge_data.order.skips import SkipConfig
 from forge_data.sources.config import SourceConfig
 from forge_data.sources.hf import HfConfig as HfConfig  # registers its type
+from forge_data.tokenizer.hf import HfTokenizerConfig as HfTokenizerConfig  # as above
 from forge_data.tokenizer.tokenizer import BytesConfig, TokenizerConfig
 
 

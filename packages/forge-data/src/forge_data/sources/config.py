@@ -22,7 +22,7 @@ from forge_data.order.order import key
 from forge_data.packing.packing import Packing
 from forge_data.packing.stream import StreamedText
 from forge_data.packing.text import pack
-from forge_data.sources.columns import Columns, TextColumn
+from forge_data.sources.columns import Columns, TextColumn, named
 from forge_data.sources.items import ItemReader
 from forge_data.store.tokenize import ALONE, Held, Making, states_of, tokenize_files
 from forge_data.store.tokens import FORMAT, TokenStore
@@ -198,7 +198,7 @@ class TextSourceConfig(SourceConfig):
 def _name(root: Path, files: list[Path], tokenizer: Tokenizer, held: Held, columns: Columns) -> int:
     """Names tokens after what they are made from: the text itself, for times and sizes tell nothing of it."""
     listed = [(str(f.relative_to(root)), _content(f)) for f in files]
-    return key(FORMAT, tokenizer.digest, held, columns, listed)
+    return key(FORMAT, tokenizer.digest, held, named(columns, tokenizer), listed)
 
 
 def _content(path: Path) -> str:

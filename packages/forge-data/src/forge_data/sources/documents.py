@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from forge_data.error import DataError
-from forge_data.sources.columns import Columns, Part
+from forge_data.sources.columns import Columns, Document
 from forge_data.sources.remote import HubFile, may_pass, said_by
+from forge_data.tokenizer.tokenizer import Tokenizer
 
 TASK_BYTES = 8 << 20
 """Large .jsonl files are cut into ranges of about this size; small files are worked on one by one."""
@@ -82,8 +83,8 @@ def _cut(path: Path | HubFile, name: str, size: int) -> list[Task]:
     return [Task(path, name, 0, size, size)]
 
 
-def documents(task: Task, columns: Columns) -> Iterator[tuple[str, list[Part]]]:
-    """Name and parts of each document of a task. Bytes that are no UTF-8 become replacement characters.
+def documents(task: Task, columns: Columns, tokenizer: Tokenizer) -> Iterator[tuple[str, Document]]:
+    """Name and text of each document of a task. Bytes that are no UTF-8 become replacement characters.
 
     Raises:
         DataError: the file is damaged, or a row is not what the columns need.
@@ -91,16 +92,16 @@ def documents(task: Task, columns: Columns) -> Iterator[tuple[str, list[Part]]]:
     path = task.path
     with _damage_is_named(path):
         if not path.name.endswith(HUB_ROW_ENDINGS if isinstance(path, HubFile) else ROW_ENDINGS):
-            yield task.name, [Part(_plain_text(path))]
+            yield task.name, Document(_plain_text(path))
             return
         for place, row in _rows(task, columns.names):
             if row is None:
                 continue
             try:
-                parts = columns.parts(row)
+                document = columns.document(row, tokenizer)
             except DataError as error:
                 raise DataError(f"{path} at {place}: {error}") from None
-            yield f"{task.name}:{place}", parts
+            yield f"{task.name}:{place}", document
 
 
 @contextlib.contextmanager

@@ -15,7 +15,14 @@ from msgspec import structs
 
 from forge_data.error import DataError
 from forge_data.packing.stream import StreamedText
-from forge_data.sources.columns import CHATML, Columns, MessagesColumn, PromptColumns, TextColumn
+from forge_data.sources.columns import (
+    CHATML,
+    OF_TOKENIZER,
+    Columns,
+    MessagesColumn,
+    PromptColumns,
+    TextColumn,
+)
 from forge_data.sources.config import SourceConfig, Split, TextSourceConfig, find_files, sources
 from forge_data.sources.documents import tasks_of
 from forge_data.sources.hub import HubSplit, commit_of, downloaded, files_of, tasks_of_split
@@ -41,7 +48,13 @@ class HfConfig(TextSourceConfig):
         messages: the column with conversations; only what the assistant says is a target.
         prompt: the column with what is no target.
         completion: the column with the target.
-        template: of a turn of a conversation; `{role}` and `{content}` are put in.
+        template: of a turn of a conversation; `{role}` and `{content}` are put in. `tokenizer` takes the chat
+            template of the tokenizer.
+        roles: further roles of conversations, and whether what they say is a target; beside assistant, which
+            is one, and system, developer, user, tool and function.
+        tools: the column with the tools that the chat template of the tokenizer lists.
+        control_tokens: whether a control token that the text of a row spells, such as `<|im_start|>`, is that
+            token; absent: in texts and prompts it is, in conversations it is text.
         streaming: read the text while training, from the hub too, instead of tokenizing it first. Nothing is
             held out: name `validation` to evaluate.
         lanes: of a stream: its parts (row groups, ranges of bytes, files) are dealt to so many, which ranks
@@ -62,6 +75,9 @@ class HfConfig(TextSourceConfig):
     prompt: str | None = None
     completion: str | None = None
     template: str = CHATML
+    roles: dict[str, bool] = {}
+    tools: str | None = None
+    control_tokens: bool | None = None
     streaming: bool = False
     lanes: Annotated[int, Meta(ge=0)] = 0
     shuffle_parts: Annotated[int, Meta(ge=0)] = 2
@@ -85,16 +101,26 @@ class HfConfig(TextSourceConfig):
                 "long a stream is, is not known: leave max_epochs out and bound train.steps, or set "
                 "streaming = false"
             )
-        if "{content}" not in self.template:
-            raise ValueError(f"template = {self.template!r} has no {{content}}; put it where the text goes")
+        if "{content}" not in self.template and self.template != OF_TOKENIZER:
+            raise ValueError(
+                f"template = {self.template!r} has no {{content}}; put it where the text goes, or name "
+                f"{OF_TOKENIZER!r}"
+            )
+        if self.tools is not None and (self.messages is None or self.template != OF_TOKENIZER):
+            raise ValueError(
+                f"given tools = {self.tools!r}; only messages with template = {OF_TOKENIZER!r} list tools"
+            )
 
     def columns(self) -> Columns:
         """See `TextSourceConfig.columns`."""
         if self.messages is not None:
-            return MessagesColumn(self.messages, self.template)
+            roles = tuple(sorted(self.roles.items()))
+            spelled = self.control_tokens or False
+            return MessagesColumn(self.messages, self.template, spelled, roles, self.tools)
+        spelled = self.control_tokens is not False
         if self.prompt is not None and self.completion is not None:
-            return PromptColumns(self.prompt, self.completion)
-        return TextColumn(self.text or "text")
+            return PromptColumns(self.prompt, self.completion, spelled)
+        return TextColumn(self.text or "text", spelled)
 
     def has_validation(self) -> bool:
         """See `SourceConfig.has_validation`."""

@@ -22,10 +22,11 @@ import numpy as np
 from forge_data.error import DataError
 from forge_data.job_signals import blocked
 from forge_data.order.order import key
-from forge_data.sources.columns import Columns, Part, TextColumn
+from forge_data.sources.columns import Columns, TextColumn, named
 from forge_data.sources.documents import Task, documents, tasks_of
 from forge_data.store.restart import RestartableWriter
 from forge_data.store.tokens import TokenStore, Writer, store_dtype
+from forge_data.tokenizer.encoding import encoded
 from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
 
 AHEAD = 4
@@ -145,8 +146,8 @@ def tokenize_files(
     workers = workers or (cores() if total > SMALL_BYTES else 1)
     made = built.vocab_size, built.digest, columns.masks
     if restart:
-        named = key("tokenize", built.digest, columns, held, tasks, seen)
-        writer: Writer = RestartableWriter(out, *made, work=f"{named:016x}")
+        kept_as = key("tokenize", built.digest, named(columns, built), held, tasks, seen)
+        writer: Writer = RestartableWriter(out, *made, work=f"{kept_as:016x}")
     else:
         writer = Writer(out, *made)
     with writer:
@@ -259,28 +260,15 @@ def _tokenize_task(task: Task, tokenizer: TokenizerConfig, columns: Columns, hel
         _built[tokenizer] = tokenizer.build()
     encoder = _built[tokenizer]
     found, lengths, targets = list[np.ndarray](), list[int](), list[np.ndarray]()
-    for name, parts in documents(task, columns):
-        if not held.takes(name) or not any(part.text for part in parts):
+    for name, document in documents(task, columns, encoder):
+        if not held.takes(name) or not document.text:
             continue
-        ids = document_ids(encoder, parts)
-        found += ids
-        lengths.append(sum(map(len, ids)))
-        if columns.masks:
-            targets.append(document_targets(ids, parts))
+        ids, are_targets = encoded(encoder, document, columns.masks)
+        found.append(ids)
+        lengths.append(len(ids))
+        if are_targets is not None:
+            targets.append(are_targets)
     tokens = np.concatenate(found) if found else np.zeros(0, store_dtype(encoder.vocab_size))
     if not columns.masks:
         return _Done(tokens, lengths, None)
     return _Done(tokens, lengths, np.concatenate([np.zeros(0, dtype=bool), *targets]))
-
-
-def document_ids(encoder: Tokenizer, parts: Sequence[Part]) -> list[np.ndarray]:
-    """The ids of each part of a document in the dtype of stores, and behind them that of its end."""
-    dtype = store_dtype(encoder.vocab_size)
-    ids = [encoder.encode(part.text).astype(dtype) for part in parts]
-    return [*ids, np.asarray([encoder.eos_id], dtype=dtype)]
-
-
-def document_targets(ids: Sequence[np.ndarray], parts: Sequence[Part]) -> np.ndarray:
-    """[n] bool, whether each of the ids of `document_ids` is a target; the end is one with the last part."""
-    are = [part.is_target for part in parts]
-    return np.repeat(np.asarray([*are, are[-1]]), [len(i) for i in ids])

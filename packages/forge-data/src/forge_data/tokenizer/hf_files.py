@@ -47,7 +47,7 @@ def byte_files(eos_id: int, max_tokens: int) -> dict[str, str]:
     }
 
 
-def copied_files(file: Path, eos: str, max_tokens: int) -> dict[str, str]:
+def copied_files(file: Path, eos: str, max_tokens: int, *_: object) -> dict[str, str]:
     """A `tokenizer.json` and what lies beside it; `eos` is the end-of-document token of the run."""
     found = {"tokenizer_config.json": _config(eos, max_tokens)}
     beside = (file.with_name(name) for name in TAKEN_OVER)
