@@ -76,6 +76,21 @@ def test_store_with_targets_is_another_one_and_is_verified(tmp_path: Path) -> No
         TokenStore(pairs.folder).verify()
 
 
+def test_source_without_any_target_is_refused(tmp_path: Path) -> None:
+    chat = _source(path=_rows(tmp_path / "chat", [{"messages": CHAT[:2]}]), messages="messages")
+    data = DataConfig(max_tokens=8, sources=[chat], cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"source 0: no token of .* is a target"):
+        build_loader(data, "train", micro_batch=1, global_batch=1)
+
+
+def test_stream_without_any_target_is_refused(tmp_path: Path) -> None:
+    path = _rows(tmp_path / "chat", [{"messages": CHAT[:2]}] * 3)
+    stream = _source(path=path, messages="messages", streaming=True)
+    data = DataConfig(max_tokens=8, sources=[stream], cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"no document of .* has a target"):
+        next(iter(build_loader(data, "train", micro_batch=1, global_batch=1)))
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

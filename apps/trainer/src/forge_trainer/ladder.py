@@ -97,8 +97,8 @@ class Ladder:
         if self._finite.verdict(step, read, last) is Verdict.ABORT:
             first, end = self._finite.worst_steps()
             why = (
-                f"too many steps in a row were not finite (resilience.max_bad_steps = {limit}; {LAST_STEPS} "
-                "at the end of a run)"
+                "too many steps in a row were not finite, or had no target (resilience.max_bad_steps = "
+                f"{limit}; {LAST_STEPS} at the end of a run)"
             )
             return self.found(Trouble(first, end, why, ExitCode.NOT_FINITE))
         if self._spikes.verdict(step, read or last) is Verdict.ABORT:

@@ -28,7 +28,7 @@ from forge_data.loading.sample import sample_lines
 from forge_data.order.mixing import Run, build_order, plan_lines
 from forge_data.packing.build import train_packings
 from forge_data.sources.columns import TextColumn as Text
-from forge_data.sources.config import find_files
+from forge_data.sources.files import find_files
 from forge_data.store.formats import RAW_DTYPES, import_tokens
 from forge_data.store.tokenize import cores, say_progress, tokenize_files
 from forge_data.store.tokens import TokenStore

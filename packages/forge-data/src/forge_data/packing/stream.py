@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from forge_data.order.order import key, permute
 from forge_data.packing.concat import documents as documents_of_rows
 from forge_data.packing.packing import Sequences, TextPacking
 from forge_data.sources.columns import Columns, Document, named
-from forge_data.sources.documents import Task, documents
+from forge_data.sources.documents import Task, documents, were_text
 from forge_data.sources.remote import patiently
 from forge_data.tokenizer.encoding import encoded
 from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
@@ -58,6 +59,8 @@ class StreamedText:
         """Names the files by their names, sizes and parts, or commit, and what is read of them."""
         parts = [(task.name, task.start, task.stop, task.bytes) for task in self.tasks]
         pinned = [] if self.pin is None else [self.pin]
+        local = [task.path for task in self.tasks if isinstance(task.path, Path)]
+        pinned += ["rows"] * any(were_text(path) for path in local)
         columns = named(self.columns, tokenizer)
         return f"{key(VERSION, columns, self.lanes, self.shuffle_parts, parts, *pinned):016x}"
 
@@ -159,10 +162,14 @@ class _Lane:
         empty = 0
         while True:
             read = self._window(*divmod(window, windows))
-            empty = 0 if read else empty + 1
+            # None is everywhere; a target without characters is that of the end of the document.
+            empty = 0 if any(document.targets != () for document in read) else empty + 1
             if empty == windows:
                 names = ", ".join(task.name for task in self._tasks[:3])
-                raise DataError(f"there is no text in {names}, which a lane of a stream reads")
+                raise DataError(
+                    f"no document of {names}, which a lane of a stream reads, has a target: no text, or "
+                    "no turn of the assistant (`roles`)"
+                )
             order = np.arange(len(read))
             if self._text.shuffle_parts:
                 order = permute(order, len(read), key(self._seed, "documents", window))

@@ -94,10 +94,12 @@ class TextColumn:
     Attributes:
         field: its name.
         control_tokens: whether control tokens that the text spells are control tokens.
+        as_text: endings of files that are one document whatever their name says.
     """
 
     field: str = "text"
     control_tokens: bool = True
+    as_text: tuple[str, ...] = ()
     masks = False
 
     def __str__(self) -> str:

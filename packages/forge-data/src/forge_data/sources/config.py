@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -23,6 +21,8 @@ from forge_data.packing.packing import Packing
 from forge_data.packing.stream import StreamedText
 from forge_data.packing.text import pack
 from forge_data.sources.columns import Columns, TextColumn, named
+from forge_data.sources.documents import were_text
+from forge_data.sources.files import find_files, walk
 from forge_data.sources.items import ItemReader
 from forge_data.store.tokenize import ALONE, Held, Making, states_of, tokenize_files
 from forge_data.store.tokens import FORMAT, TokenStore
@@ -187,6 +187,7 @@ class TextSourceConfig(SourceConfig):
                             on_progress=making.saying(what),
                             restart=alone,
                             seen=seen,
+                            what=what,
                         )
             except OSError as error:
                 raise DataError(
@@ -197,7 +198,9 @@ class TextSourceConfig(SourceConfig):
 
 def _name(root: Path, files: list[Path], tokenizer: Tokenizer, held: Held, columns: Columns) -> int:
     """Names tokens after what they are made from: the text itself, for times and sizes tell nothing of it."""
-    listed = [(str(f.relative_to(root)), _content(f)) for f in files]
+    as_text = getattr(columns, "as_text", ())
+    rows = {file: ("rows",) if were_text(file, as_text) else () for file in files}
+    listed = [(str(f.relative_to(root)), _content(f), *rows[f]) for f in files]
     return key(FORMAT, tokenizer.digest, held, named(columns, tokenizer), listed)
 
 
@@ -207,6 +210,9 @@ def _content(path: Path) -> str:
             return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # pyright: ignore[reportArgumentType]
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
+
+
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @sources.register("python-stdlib")
@@ -220,7 +226,7 @@ class PythonStdlibConfig(TextSourceConfig):
     def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
         """See `TextSourceConfig.root_and_files`."""
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = sorted(_walk(root, lambda name: name.endswith(".py"), _LEFT_OUT))
+        files = sorted(walk(root, lambda name: name.endswith(".py"), _LEFT_OUT))
         if not files:
             raise DataError(f"{sys.executable} has no source files in {root}; use a source of type 'files'")
         return root, files
@@ -237,38 +243,33 @@ class InstalledDocsConfig(TextSourceConfig):
         """See `TextSourceConfig.root_and_files`."""
         root = Path(sysconfig.get_paths()["purelib"])
         endings = (".md", ".rst", "METADATA")
-        files = sorted(_walk(root, lambda name: name.endswith(endings), {"test", "tests", "__pycache__"}))
+        files = sorted(walk(root, lambda name: name.endswith(endings), {"test", "tests", "__pycache__"}))
         if not files:
             raise DataError(f"no package in {root} brings documentation; use a source of type 'files'")
         return root, files
 
 
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-
-def _walk(root: Path, takes: Callable[[str], bool], left_out: set[str]) -> Iterator[Path]:
-    """Files below a folder; folders that are left out are not even listed."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
-        yield from (Path(folder, name) for name in names if takes(name))
-
-
 @sources.register("files")
 class FilesConfig(TextSourceConfig):
-    """Files of text: .jsonl and .parquet hold a document a row, every other file is one document.
+    """Files of text: .jsonl, .ndjson, .json, .parquet and .arrow hold a document a row, others one document.
 
     Attributes:
-        paths: files, folders (everything in them but hidden names) or patterns such as `corpus/**/*.py`.
+        paths: files, folders (everything in them but hidden names, also behind links) or patterns such as
+            `corpus/**/*.py`.
         validation: the same for validation; absent holds out some of `paths`.
-        field: the key of the text in .jsonl and .parquet.
+        field: the key of the text in rows.
+        as_text: endings of files that are one document each, although such files usually hold rows: `.json`
+            in a folder of code, or `.csv`, which is refused otherwise.
     """
 
     # Where text lies may change: the fingerprint of the stream says whether it is the same text.
-    free_keys = path_keys = ("paths", "validation")
+    free_keys = ("paths", "validation", "as_text")
+    path_keys = ("paths", "validation")
 
     paths: list[str]
     validation: list[str] | None = None
     field: str = "text"
+    as_text: list[str] = []
 
     def __post_init__(self) -> None:
         if not self.paths or self.validation == []:
@@ -293,44 +294,7 @@ class FilesConfig(TextSourceConfig):
 
     def columns(self) -> Columns:
         """See `TextSourceConfig.columns`."""
-        return TextColumn(self.field)
-
-
-def find_files(paths: list[str]) -> list[Path]:
-    """The files that names, folders and patterns stand for, sorted.
-
-    Raises:
-        DataError: one of them stands for nothing, or a name is no file: a link to nowhere, a pipe.
-    """
-    found: set[Path] = set()
-    for path in paths:
-        here: set[Path] = set()
-        for name in [path] if path and Path(path).exists() else _matches(path):
-            below = _walk(Path(name), lambda name: not name.startswith("."), {"__pycache__"})
-            here |= {Path(os.path.realpath(f)) for f in (below if Path(name).is_dir() else [Path(name)])}
-        if not here:
-            raise DataError(
-                f"there are no files at {path} (from {Path.cwd()}); give files, folders or patterns"
-            )
-        found |= here
-    # A pattern with ** follows a link in a circle until the system refuses; that end is a folder.
-    if wrong := sorted(str(file) for file in found if not (file.is_file() or file.is_dir())):
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise DataError(
-            f"{wrong[0]}{more} is no file that can be read (a link that leads nowhere, a pipe, a socket); "
-            "mend or remove it, or leave it out by a pattern"
-        )
-    return sorted(file for file in found if file.is_file())
-
-
-def _matches(pattern: str) -> list[str]:
-    """What a pattern stands for. The folders it begins with are taken as they are, brackets in them too."""
-    parts = Path(pattern).parts
-    start = Path()
-    while len(parts) > 1 and (start / parts[0]).is_dir():
-        start, parts = start / parts[0], parts[1:]
-    found = glob.glob(str(Path(*parts)), root_dir=start, recursive=True)
-    return [str(start / name) for name in found]
+        return TextColumn(self.field, as_text=tuple(self.as_text))
 
 
 @sources.register("tokens")

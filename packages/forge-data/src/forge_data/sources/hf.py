@@ -23,8 +23,9 @@ from forge_data.sources.columns import (
     PromptColumns,
     TextColumn,
 )
-from forge_data.sources.config import SourceConfig, Split, TextSourceConfig, find_files, sources
+from forge_data.sources.config import SourceConfig, Split, TextSourceConfig, sources
 from forge_data.sources.documents import tasks_of
+from forge_data.sources.files import files_of_split, find_files
 from forge_data.sources.hub import HubSplit, commit_of, downloaded, files_of, tasks_of_split
 from forge_data.store.tokenize import Held
 
@@ -41,9 +42,9 @@ class HfConfig(TextSourceConfig):
         subset: the configuration of a data set of the hub.
         revision: a commit, tag or branch of it; absent is the main branch. A run that streams it goes on
             with the commit that it began with.
-        split: of a data set of the hub.
-        validation: the path of the validation text, or the name of its split on the hub; absent holds out
-            some of `path`.
+        split: of a data set of the hub, or of a folder whose files say by their names which they belong to.
+        validation: the path of the validation text, or the name of its split; absent holds out some of
+            `path`.
         text: the column with the text; absent means `text` if no other kind is named.
         messages: the column with conversations; only what the assistant says is a target.
         prompt: the column with what is no target.
@@ -164,12 +165,28 @@ class HfConfig(TextSourceConfig):
                 f"{self.revision!r}, which only data sets of the hub have; leave them out"
             )
         if is_local(self.path) or (own is not None and not own.isidentifier() and is_local(own)):
-            files = find_files([own or self.path])
+            files = self._local_files(own)
         else:
             asked = HubSplit(self.path, self.subset, own or self.split)
             only = files_of(asked, commit_of(asked, self.revision)) if self.streaming else None
             files = downloaded(asked, self.revision, only)
         return Path(os.path.commonpath([file.parent for file in files])), files
+
+    def _local_files(self, own: str | None) -> list[Path]:
+        """Files of this machine: of the training text, or those that `validation` names."""
+        folder = Path(os.path.realpath(self.path))
+        if own is not None and own.isidentifier() and not Path(own).exists() and folder.is_dir():
+            return files_of_split(folder, own)
+        if own is None and folder.is_dir():
+            return files_of_split(folder, self.split)
+        if own is None and self.split != "train":
+            raise DataError(
+                f"given split = {self.split!r} of {self.path}; files are of no split: name those to be read, "
+                "or their folder"
+            )
+        if own is not None and Path(own).is_dir():
+            return files_of_split(Path(os.path.realpath(own)), None)
+        return find_files([own or self.path])
 
 
 def is_local(path: str) -> bool:

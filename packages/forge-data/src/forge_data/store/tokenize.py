@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -117,6 +117,7 @@ def tokenize_files(
     on_progress: Progress | None = None,
     restart: bool = False,
     seen: Sequence[tuple[int, int]] = (),
+    what: str = "the text",
 ) -> TokenStore:
     """Write the documents of files, in order, each followed by the end-of-document token.
 
@@ -131,6 +132,7 @@ def tokenize_files(
         on_progress: told how far it is.
         restart: keep what was written when this process is killed, and go on from there the next time.
         seen: what `states_of` said of the files when `out` was named after them; absent is now.
+        what: is tokenized, for the line that says what was read.
 
     Raises:
         DataError: `out` exists, a row has no text, no document is left, or a file has changed meanwhile.
@@ -140,7 +142,8 @@ def tokenize_files(
     built = tokenizer.build()
     columns = columns or TextColumn()
     seen = seen or states_of(files)
-    tasks = [task for file in files for task in tasks_of(file, root)]
+    as_text = getattr(columns, "as_text", ())
+    tasks = [task for file in files for task in tasks_of(file, root, as_text)]
     work = partial(_tokenize_task, tokenizer=tokenizer, columns=columns, held=held or Held())
     total = sum(task.bytes for task in tasks)
     workers = workers or (cores() if total > SMALL_BYTES else 1)
@@ -152,9 +155,10 @@ def tokenize_files(
         writer = Writer(out, *made)
     with writer:
         kept = writer.tasks if isinstance(writer, RestartableWriter) else 0
-        done = sum(task.bytes for task in tasks[:kept])
+        done, empty = sum(task.bytes for task in tasks[:kept]), 0
         for task, found in zip(tasks[kept:], _map(work, tasks[kept:], workers), strict=True):
-            writer.add(*found)
+            writer.add(*found[:3])
+            empty += found.empty
             if isinstance(writer, RestartableWriter):
                 writer.task_done()
             done += task.bytes
@@ -163,6 +167,12 @@ def tokenize_files(
         if not writer.num_docs:
             raise DataError(_nothing(len(files), held or Held()))
         _require_unchanged(files, seen)
+        passed = f", {empty:,} rows without text passed over" if empty else ""
+        kinds = Counter("".join(file.suffixes[-2:]) or "no ending" for file in files).most_common(8)
+        listed = ", ".join(f"{count:,} {kind}" for kind, count in kinds)
+        sys.stderr.write(
+            f"{what}: {writer.num_docs:,} documents of {len(files):,} files ({listed}){passed}\n"
+        )
     return TokenStore(out)
 
 
@@ -248,20 +258,27 @@ _built: dict[TokenizerConfig, Tokenizer] = {}
 
 
 class _Done(NamedTuple):
-    """Ids of the documents of a task, one after the other; their lengths; which ids are targets, if asked."""
+    """Ids of the documents of a task, one after the other; their lengths; which ids are targets, if asked.
+
+    And how many rows have no text.
+    """
 
     tokens: np.ndarray
     lengths: list[int]
     targets: np.ndarray | None
+    empty: int = 0
 
 
 def _tokenize_task(task: Task, tokenizer: TokenizerConfig, columns: Columns, held: Held) -> _Done:
     if tokenizer not in _built:
         _built[tokenizer] = tokenizer.build()
     encoder = _built[tokenizer]
-    found, lengths, targets = list[np.ndarray](), list[int](), list[np.ndarray]()
+    found, lengths, targets, empty = list[np.ndarray](), list[int](), list[np.ndarray](), 0
     for name, document in documents(task, columns, encoder):
-        if not held.takes(name) or not document.text:
+        if not held.takes(name):
+            continue
+        if not document.text:
+            empty += 1
             continue
         ids, are_targets = encoded(encoder, document, columns.masks)
         found.append(ids)
@@ -270,5 +287,5 @@ def _tokenize_task(task: Task, tokenizer: TokenizerConfig, columns: Columns, hel
             targets.append(are_targets)
     tokens = np.concatenate(found) if found else np.zeros(0, store_dtype(encoder.vocab_size))
     if not columns.masks:
-        return _Done(tokens, lengths, None)
-    return _Done(tokens, lengths, np.concatenate([np.zeros(0, dtype=bool), *targets]))
+        return _Done(tokens, lengths, None, empty)
+    return _Done(tokens, lengths, np.concatenate([np.zeros(0, dtype=bool), *targets]), empty)

@@ -164,6 +164,21 @@ class TokenStore:
         self._targets.copy_runs(starts, lengths, out, places)
         return True
 
+    def require_targets(self) -> None:
+        """See that some token is a target.
+
+        Raises:
+            DataError: none is, so that nothing can be learned from this store.
+        """
+        if self._targets is None:
+            return
+        values = self._targets.values
+        if not any(values[start : start + CHUNK].any() for start in range(0, len(values), CHUNK)):
+            raise DataError(
+                f"no token of {self.folder} is a target, so that nothing is learned from it; see that its "
+                "completions have text, and its conversations turns of the assistant (`roles`)"
+            )
+
     @cached_property
     def doc_ends(self) -> np.ndarray:
         """[num_docs] int64 index at which each document ends; checked as a whole when first asked for.
@@ -184,6 +199,7 @@ class TokenStore:
         self._docs.verify()
         if self._targets is not None:
             self._targets.verify()
+        self.require_targets()
         self._verify_documents()
         for start in range(0, len(self), CHUNK):
             if int(self._tokens.values[start : start + CHUNK].max()) >= self.manifest.vocab_size:
