@@ -83,6 +83,26 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses turns of {roles}: {error}") from None
 
 
+def in_jinja(template: str, bos: str = "") -> str:
+    """A stated template of a turn as a chat template.
+
+    Args:
+        template: with `{role}` and `{content}`.
+        bos: begins a conversation.
+    """
+
+    def turn(part: str, role: str) -> str:
+        return f" ~ {role} ~ ".join(map(json.dumps, part.split("{role}")))
+
+    before, _, after = template.partition("{content}")
+    first = f"{{{{ {json.dumps(bos)} }}}}" if bos else ""
+    said = f"{turn(before, 'message.role')} ~ message.content ~ {turn(after, 'message.role')}"
+    return (
+        f"{first}{{% for message in messages %}}{{{{ {said} }}}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ {turn(before, json.dumps('assistant'))} }}}}{{% endif %}}"
+    )
+
+
 def _unmarked(text: str) -> tuple[str, Spans]:
     """Without the marks, and the places between them."""
     first, *others = text.split(START)

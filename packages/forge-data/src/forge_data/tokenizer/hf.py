@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ import numpy as np
 
 from forge_data.error import DataError
 from forge_data.tokenizer.chat import ChatTemplate, chat_template_beside, read_json, special_tokens_beside
-from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, tokenizers
+from forge_data.tokenizer.tokenizer import TokenizerConfig, tokenizers
 
 AddsBos = bool | Literal["auto"]
 
@@ -26,9 +26,9 @@ class HfTokenizerConfig(TokenizerConfig):
     Attributes:
         path: the file, or the folder it is in.
         eos: the token that ends a document.
-        bos: whether a token begins each document and each prompt. `auto` does what the tokenizer does, by its
-            post-processor or `add_bos_token` of `tokenizer_config.json`; true takes `bos_token` of that file
-            where the tokenizer adds none.
+        bos: whether a token begins each document and each prompt. `auto` does what the post-processor of the
+            tokenizer does, as `transformers`; true takes `bos_token` of `tokenizer_config.json` where that
+            adds none.
     """
 
     # Another token at the beginning makes other tokens, which the fingerprint of the content notices.
@@ -44,7 +44,7 @@ class HfTokenizerConfig(TokenizerConfig):
         """See `TokenizerConfig.vocab_size`."""
         return self.build().vocab_size
 
-    def build(self) -> Tokenizer:
+    def build(self) -> HfTokenizer:
         """See `TokenizerConfig.build`.
 
         Raises:
@@ -56,11 +56,15 @@ class HfTokenizerConfig(TokenizerConfig):
         """See `TokenizerConfig.hf_files`."""
         from forge_data.tokenizer.hf_files import copied_files
 
-        return copied_files(_file(self.path), self.eos, max_tokens, self.build(), self.bos)
+        return copied_files(_file(self.path), self.eos, max_tokens, self.build())
 
 
 class HfTokenizer:
-    """A Hugging Face `tokenizer.json`."""
+    """A Hugging Face `tokenizer.json`.
+
+    Attributes:
+        folder: where it lies, perhaps with other files of a model.
+    """
 
     def __init__(self, path: str, eos: str, bos: AddsBos = "auto") -> None:
         try:
@@ -71,77 +75,79 @@ class HfTokenizer:
         if not file.is_file():
             raise DataError(f"there is no tokenizer at {file}")
         try:
-            self._inner: Any = Rust.from_file(str(file))
+            self._rust: Any = Rust.from_file(str(file))
         except Exception as error:  # the Rust library knows no other class
             raise DataError(f"{file} is no tokenizer.json that can be read: {error}") from None
-        self._folder = file.parent
+        self.folder = file.parent
         self.eos_id: int = self._id(eos, "name its end-of-document token with tokenizer.eos")
         # Ids may have gaps, so that there are fewer tokens than the largest id says.
-        self.vocab_size: int = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size: int = max(self._rust.get_vocab(with_added_tokens=True).values()) + 1
         named = file.read_bytes() + eos.encode()
-        if self._inner.truncation is not None or self._inner.padding is not None:
+        if self._rust.truncation is not None or self._rust.padding is not None:
             # Such files were saved for batches of a fixed length; here every document is read to its end.
-            self._inner.no_truncation()
-            self._inner.no_padding()
+            self._rust.no_truncation()
+            self._rust.no_padding()
             named += b"/whole"
         self.bos_ids: tuple[int, ...] = self._bos(bos)
         if self.bos_ids:
             named += f"/bos {self.bos_ids}".encode()
         self.digest = hashlib.blake2b(named, digest_size=16).hexdigest()
-        added = self._inner.get_added_tokens_decoder()
+        added = self._rust.get_added_tokens_decoder()
         self._control_ids = {number for number, token in added.items() if token.special}
         self.control_tokens: tuple[str, ...] = tuple(t.content for t in added.values() if t.special)
         # It would take spaces out of the places of tokens; the ids are the same without it.
+        self._inner: Any = Rust.from_str(self._rust.to_str())
         self._inner.post_processor = None
 
     def _id(self, token: str, advice: str) -> int:
-        found = self._inner.token_to_id(token)
+        found = self._rust.token_to_id(token)
         if found is None:
-            raise DataError(f"{_file(str(self._folder))} has no token {token!r}; {advice}")
+            raise DataError(f"{_file(str(self.folder))} has no token {token!r}; {advice}")
         return found
 
     def _bos(self, bos: AddsBos) -> tuple[int, ...]:
         """The ids that begin a document."""
-        if bos is False:
+        if bos == "auto":
+            return self.added[0]
+        if not bos:
             return ()
-        token = special_tokens_beside(self._folder).get("bos_token")
-        says = read_json(self._folder / "tokenizer_config.json").get("add_bos_token")
-        if says is False and bos == "auto":
-            return ()
-        if says is None and (added := self._added_before()):
-            return added
-        if says is None and bos == "auto":
-            return ()
-        if token is None and bos is True:
+        token = self.named_ids.get("bos_token")
+        if not self.added[0] and token is None:
             raise DataError(
-                f"given bos = true, and neither the post-processor of {_file(str(self._folder))} nor "
+                f"given bos = true, and neither the post-processor of {_file(str(self.folder))} nor "
                 "`bos_token` of a tokenizer_config.json beside it says which token that is; name it there"
             )
-        return () if token is None else (self._id(token, "correct bos_token in tokenizer_config.json"),)
+        return self.added[0] or (self.named_ids["bos_token"],)
 
-    def _added_before(self) -> tuple[int, ...]:
-        """The ids that the post-processor puts before a text."""
-        if self._inner.post_processor is None:
-            return ()
-        for text in ("a", *self._inner.get_vocab(with_added_tokens=False)):
+    @cached_property
+    def named_ids(self) -> dict[str, int]:
+        """The ids of the special tokens that the files beside name, such as `bos_token`."""
+        found = special_tokens_beside(self.folder).items()
+        ids = {name: self._rust.token_to_id(text) for name, text in found}
+        return {name: number for name, number in ids.items() if number is not None}
+
+    @cached_property
+    def added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids that the post-processor puts before and behind a text."""
+        if self._rust.post_processor is None:
+            return (), ()
+        for text in ("a", *self._rust.get_vocab(with_added_tokens=False)):
             try:
-                core = self._inner.encode(text, add_special_tokens=False).ids
+                core = self._rust.encode(text, add_special_tokens=False).ids
             except Exception:  # it cannot encode this one; the Rust library knows no other class
                 continue
             if core:
-                ids = self._inner.encode(text, add_special_tokens=True).ids
+                ids = self._rust.encode(text, add_special_tokens=True).ids
                 at = next(n for n in range(len(ids)) if ids[n : n + len(core)] == core)
-                return tuple(ids[:at])
-        return ()
+                return tuple(ids[:at]), tuple(ids[at + len(core) :])
+        return (), ()
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """See `Tokenizer.stop_ids`: `eos`, `eos_token`, and those of `generation_config.json`."""
-        said = generation_beside(self._folder).get("eos_token_id")
-        ids = said if isinstance(said, list) else [] if said is None else [said]
-        token = special_tokens_beside(self._folder).get("eos_token")
-        ids = [self.eos_id, *ids, *([] if token is None else [self._inner.token_to_id(token)])]
-        return tuple(dict.fromkeys(one for one in ids if one is not None))
+        said = eos_ids(generation_beside(self.folder))
+        named = [self.named_ids[name] for name in ("eos_token",) if name in self.named_ids]
+        return tuple(dict.fromkeys([self.eos_id, *said, *named]))
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -150,7 +156,11 @@ class HfTokenizer:
 
     @cached_property
     def _chat_template(self) -> ChatTemplate | None:
-        return chat_template_beside(self._folder)
+        return chat_template_beside(self.folder)
+
+    def text_of(self, number: int) -> str:
+        """The text of a special token."""
+        return self._rust.id_to_token(number)
 
     def encode(self, text: str) -> np.ndarray:
         """See `Tokenizer.encode`.
@@ -248,3 +258,9 @@ def generation_beside(folder: Path) -> dict[str, Any]:
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     of_model = {name: value for name, value in read_json(folder / "config.json").items() if name in ids}
     return read_json(folder / "generation_config.json") or of_model
+
+
+def eos_ids(generation: Mapping[str, Any]) -> list[int]:
+    """The ids that end a text, of a `generation_config.json`, which may hold one or several."""
+    said = generation.get("eos_token_id")
+    return said if isinstance(said, list) else [] if said is None else [said]
