@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from forge_data.order.skips import SkipConfig
+from forge_data.order.skips import SkipConfig, left_out
 from forge_resilience.config import ResilienceConfig
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.finite import LAST_STEPS, FiniteGuard
@@ -57,8 +57,7 @@ class Rollback:
 
     def skipped(self) -> list[SkipConfig]:
         """What is left out."""
-        start = max(self.to, self.first - self.margin)
-        return [SkipConfig(start_step=start, end_step=self.end + self.margin)] if self.skip else []
+        return [left_out(self.to, self.first, self.end, self.margin)] if self.skip else []
 
 
 class Ladder:

@@ -221,6 +221,10 @@ class HfTokenizer:
         """See `Tokenizer.decode`."""
         return self._inner.decode(tokens, skip_special_tokens=True)
 
+    def spell(self, tokens: list[int]) -> str:
+        """See `Tokenizer.spell`."""
+        return self._inner.decode(tokens, skip_special_tokens=False)
+
     def token_bytes(self) -> np.ndarray | None:
         """See `Tokenizer.token_bytes`; known of byte-level BPE and of SentencePiece.
 

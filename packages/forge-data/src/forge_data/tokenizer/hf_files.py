@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_data.tokenizer.tokenizer import END_OF_TEXT
+
 if TYPE_CHECKING:
     from forge_data.tokenizer.hf import HfTokenizer
 
-EOS = "<|endoftext|>"
 TAKEN_OVER = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -27,7 +28,7 @@ def byte_files(eos_id: int, max_tokens: int) -> dict[str, str]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": eos_id, "content": EOS} | end],
+        "added_tokens": [{"id": eos_id, "content": END_OF_TEXT} | end],
         "normalizer": None,
         "pre_tokenizer": level,
         "post_processor": None,
@@ -47,7 +48,7 @@ def byte_files(eos_id: int, max_tokens: int) -> dict[str, str]:
     }
     return {
         "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False) + "\n",
-        "tokenizer_config.json": _config(EOS, max_tokens),
+        "tokenizer_config.json": _config(END_OF_TEXT, max_tokens),
     }
 
 

@@ -10,6 +10,9 @@ from forge_config import Config, Registry
 
 from forge_data.tokenizer.chat import ChatTemplate
 
+END_OF_TEXT = "<|endoftext|>"
+"""How the id that ends a document is spelled, where ids are bytes."""
+
 
 class Tokenizer(Protocol):
     """Text to ids and back.
@@ -48,6 +51,10 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids; special ids are left out."""
+        ...
+
+    def spell(self, tokens: list[int]) -> str:
+        """The text of token ids, also of special ids."""
         ...
 
     def encode_places(self, text: str, spelled: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
@@ -136,6 +143,11 @@ class Bytes:
     def encode(self, text: str) -> np.ndarray:
         """See `Tokenizer.encode`."""
         return np.frombuffer(text.encode("utf-8", errors="surrogatepass"), dtype=np.uint8)
+
+    def spell(self, tokens: list[int]) -> str:
+        """See `Tokenizer.spell`."""
+        raw = b"".join(bytes([one]) if one < 256 else END_OF_TEXT.encode() for one in tokens)
+        return raw.decode("utf-8", errors="replace")
 
     def encode_places(self, text: str, spelled: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """See `Tokenizer.encode_places`."""
