@@ -244,13 +244,12 @@ def _run_of(path: str, overrides: Sequence[str]) -> tuple[DataConfig, Run, Batch
     if missing:
         raise DataError(f"{path} does not set {' and '.join(missing)}; a plan needs both")
     try:
-        stages = [
-            (int(stage["steps"]), int(stage["global_batch"])) for stage in train.get("batch_warmup", ())
-        ]
+        warmup = train.get("batch_warmup", ())
+        stages = [(int(stage["steps"]), int(stage["global_batch"])) for stage in warmup]
     except (KeyError, TypeError, ValueError):
         raise DataError(
-            f"{path}: train.batch_warmup: given {train['batch_warmup']!r}; expected steps and global_batch of "
-            "each stage"
+            f"{path}: train.batch_warmup: given {train['batch_warmup']!r}; expected steps and global_batch "
+            "of each stage"
         ) from None
     return job.data, Run(batch, said["steps"]), BatchSizes(stages, batch)
 

@@ -9,7 +9,7 @@ import io
 import itertools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -53,6 +53,8 @@ class Task(NamedTuple):
         start: where the part starts.
         stop: where it ends.
         bytes: about how many bytes are read.
+        lines: those of the part, of a packed file, which nobody can begin to read in its middle; `start` is
+            the number of the first. None: they are read from the file.
     """
 
     path: Path | HubFile
@@ -60,6 +62,7 @@ class Task(NamedTuple):
     start: int
     stop: int
     bytes: int
+    lines: tuple[bytes, ...] | None = None
 
 
 def has_rows(path: Path | HubFile, as_text: tuple[str, ...] = ()) -> bool:
@@ -122,6 +125,25 @@ def _cut(path: Path | HubFile, name: str, size: int, rows: bool) -> list[Task]:
         cuts = [*range(0, count, ARROW_BATCHES), count]
         return [Task(path, name, a, b, size * (b - a) // count) for a, b in itertools.pairwise(cuts)]
     return [Task(path, name, 0, size, size)]
+
+
+def portions(tasks: Iterable[Task], as_text: tuple[str, ...] = ()) -> Iterator[Task]:
+    """The same tasks, packed files of lines in parts of about `TASK_BYTES`, which are read here.
+
+    Raises:
+        DataError: such a file is damaged.
+    """
+    for task in tasks:
+        if not has_rows(task.path, as_text) or task.path.suffix.lower() not in (".gz", ".zst"):
+            yield task
+            continue
+        start = 0
+        with _damage_is_named(task.path), _open(task.path) as file:
+            while lines := tuple(file.readlines(TASK_BYTES)):
+                yield task._replace(start=start, stop=start + len(lines), bytes=0, lines=lines)
+                start += len(lines)
+        # so that progress counts the bytes of the file
+        yield task._replace(start=start, stop=start, lines=())
 
 
 def documents(task: Task, columns: Columns, tokenizer: Tokenizer) -> Iterator[tuple[str, Document]]:
@@ -212,6 +234,9 @@ def _require_columns(path: Path | HubFile, names: list[str], held: list[str]) ->
 
 def _lines(task: Task) -> Iterator[tuple[int, bytes]]:
     """Lines that start within the part, with the place of their first byte; packed files: their number."""
+    if task.lines is not None:
+        yield from enumerate(task.lines, task.start)
+        return
     if task.path.suffix.lower() in (".gz", ".zst"):
         with _open(task.path) as file:
             yield from enumerate(file)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
+import pickle
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -23,7 +26,7 @@ from forge_data.error import DataError
 from forge_data.job_signals import blocked
 from forge_data.order.order import key
 from forge_data.sources.columns import Columns, TextColumn, named
-from forge_data.sources.documents import Task, documents, tasks_of
+from forge_data.sources.documents import Task, documents, portions, tasks_of
 from forge_data.store.restart import RestartableWriter
 from forge_data.store.tokens import TokenStore, Writer, store_dtype
 from forge_data.tokenizer.encoding import encoded
@@ -149,30 +152,26 @@ def tokenize_files(
     workers = workers or (cores() if total > SMALL_BYTES else 1)
     made = built.vocab_size, built.digest, columns.masks
     if restart:
-        kept_as = key("tokenize", built.digest, named(columns, built), held, tasks, seen)
+        kept_as = key("tokenize in portions", built.digest, named(columns, built), held, tasks, seen)
         writer: Writer = RestartableWriter(out, *made, work=f"{kept_as:016x}")
     else:
         writer = Writer(out, *made)
     with writer:
-        kept = writer.tasks if isinstance(writer, RestartableWriter) else 0
-        done, empty = sum(task.bytes for task in tasks[:kept]), 0
-        for task, found in zip(tasks[kept:], _map(work, tasks[kept:], workers), strict=True):
-            writer.add(*found[:3])
-            empty += found.empty
-            if isinstance(writer, RestartableWriter):
+        cut = portions(tasks, as_text)
+        done, empty = sum(task.bytes for task in itertools.islice(cut, writer.tasks)), 0
+        try:
+            for task, found in _map(work, cut, workers):
+                writer.add(*found[:3])
                 writer.task_done()
-            done += task.bytes
-            if on_progress is not None:
-                on_progress(done, total)
-        if not writer.num_docs:
-            raise DataError(_nothing(len(files), held or Held()))
-        _require_unchanged(files, seen)
-        passed = f", {empty:,} rows without text passed over" if empty else ""
-        kinds = Counter("".join(file.suffixes[-2:]) or "no ending" for file in files).most_common(8)
-        listed = ", ".join(f"{count:,} {kind}" for kind, count in kinds)
-        sys.stderr.write(
-            f"{what}: {writer.num_docs:,} documents of {len(files):,} files ({listed}){passed}\n"
-        )
+                empty += found.empty
+                done += task.bytes
+                if on_progress is not None:
+                    on_progress(done, total)
+            if not writer.num_docs:
+                raise DataError(_nothing(len(files), held or Held()))
+        finally:
+            _require_unchanged(files, seen, writer)
+    sys.stderr.write(f"{what}: {_read(files, writer.num_docs, empty)}\n")
     return TokenStore(out)
 
 
@@ -192,13 +191,27 @@ def states_of(files: Sequence[Path]) -> list[tuple[int, int]]:
     return found
 
 
-def _require_unchanged(files: Sequence[Path], seen: Sequence[tuple[int, int]]) -> None:
-    changed = [file for file, a, b in zip(files, seen, states_of(files), strict=True) if a != b]
+def _require_unchanged(files: Sequence[Path], seen: Sequence[tuple[int, int]], writer: Writer) -> None:
+    try:
+        now = states_of(files)
+    except DataError:
+        writer.forget()
+        raise
+    changed = [file for file, a, b in zip(files, seen, now, strict=True) if a != b]
     if changed:
+        writer.forget()
         raise DataError(
             f"{changed[0]} has changed while the text was tokenized ({len(changed)} of {len(files)} files "
             "did); start again when nobody writes there"
         )
+
+
+def _read(files: Sequence[Path], num_docs: int, empty: int) -> str:
+    """What was read, in words."""
+    kinds = Counter("".join(file.suffixes[-2:]) or "no ending" for file in files).most_common(8)
+    listed = ", ".join(f"{count:,} {kind}" for kind, count in kinds)
+    passed = f", {empty:,} rows without text passed over" if empty else ""
+    return f"{num_docs:,} documents of {len(files):,} files ({listed}){passed}"
 
 
 def _nothing(num_files: int, held: Held) -> str:
@@ -210,29 +223,32 @@ def _nothing(num_files: int, held: Held) -> str:
     )
 
 
-def _map(work: Callable[[Task], Any], tasks: Sequence[Task], workers: int) -> Iterator[Any]:
-    """`map` in this process, or over several; in order either way, with few results waiting at a time.
+def _map(work: Callable[[Task], _Done], tasks: Iterable[Task], workers: int) -> Iterator[tuple[Task, _Done]]:
+    """Tasks and what becomes of them in this process, or in several; in order, few waiting at a time.
 
     Raises:
         DataError: a process died.
     """
     if workers <= 1:
-        yield from map(work, tasks)
+        yield from ((task, work(task)) for task in tasks)
         return
     # forkserver: a fork of a process with threads may hang, and the server has no torch to copy
     context = multiprocessing.get_context("forkserver")
-    with blocked():
+    starting = _without_main if b"__main__" not in pickle.dumps(work) else contextlib.nullcontext
+    with blocked(), starting():
         ensure_running()
-    waiting: deque[Future[Any]] = deque()
-    count = min(workers, max(1, len(tasks)))
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent) as pool:
+    waiting: deque[tuple[Task, Future[_Done]]] = deque()
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
         try:
             for task in tasks:
-                waiting.append(pool.submit(work, task))
+                with starting():
+                    waiting.append((task._replace(lines=None), pool.submit(work, task)))
                 if len(waiting) > AHEAD * workers:
-                    yield waiting.popleft().result()
+                    first, found = waiting.popleft()
+                    yield first, found.result()
             while waiting:
-                yield waiting.popleft().result()
+                first, found = waiting.popleft()
+                yield first, found.result()
         except BrokenProcessPool:
             raise DataError(
                 "a process that tokenized was killed, perhaps for want of memory; use fewer (--workers, or "
@@ -240,6 +256,22 @@ def _map(work: Callable[[Task], Any], tasks: Sequence[Task], workers: int) -> It
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Processes that start meanwhile do not run the script again that is running here.
+
+    It may have no `__main__` guard, and would wait for the lock that this process holds.
+    """
+    main = sys.modules["__main__"]
+    kept = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        del main.__spec__
+        main.__dict__.update(kept)
 
 
 def _end_with_parent() -> None:

@@ -263,7 +263,10 @@ class Writer:
     Attributes:
         num_tokens: ids written so far.
         num_docs: documents written so far.
+        tasks: parts of the text of which all documents were written by an earlier process.
     """
+
+    tasks = 0
 
     def __init__(self, folder: Path, vocab_size: int, tokenizer: str, targets: bool = False) -> None:
         self.folder = folder
@@ -342,6 +345,12 @@ class Writer:
                 self._targets.write(targets.astype(np.uint8).tobytes())
         self.num_tokens += len(tokens)
         self.num_docs += len(ends)
+
+    def task_done(self) -> None:
+        """All documents of a part of the text were added."""
+
+    def forget(self) -> None:
+        """What was written is worth nothing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         try:
