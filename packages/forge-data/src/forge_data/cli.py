@@ -27,7 +27,7 @@ from forge_data.error import DataError
 from forge_data.loading.sample import marked, sample_lines, with_rollbacks
 from forge_data.order.batch_sizes import BatchSizes
 from forge_data.order.mixing import Run, build_order, plan_lines
-from forge_data.packing.build import train_packings
+from forge_data.packing.build import held_out_digests, train_packings
 from forge_data.sources.columns import TextColumn as Text
 from forge_data.sources.files import find_files
 from forge_data.store.formats import RAW_DTYPES, import_tokens
@@ -262,6 +262,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     packings = train_packings(data, run.global_batch)
     order = build_order(data, [len(packing) for packing in packings.values()], run)
+    held_out_digests(data)  # a run needs the text that it holds out, too
     cuts = [f"source {data.source_names()[n]}: {packing.describe()}" for n, packing in packings.items()]
     sys.stdout.write("\n".join(cuts + plan_lines(data, order, run)) + "\n")
     return 0

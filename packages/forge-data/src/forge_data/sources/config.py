@@ -60,12 +60,12 @@ class SourceConfig(Config):
     """Interface of `[[data.sources]]`. A source has `packing`, or `open` where it has nothing but tokens.
 
     Attributes:
-        weight: share of the sequences, relative to the other sources.
+        weight: share of the sequences, relative to the other sources; 0 waits for a phase that names it.
         name: what phases and plans call it; absent means its place, from 0.
         max_epochs: how often it may be read; absent means any number of times.
     """
 
-    weight: Annotated[float, Meta(gt=0, le=1e12)] = 1.0
+    weight: Annotated[float, Meta(ge=0, le=1e12)] = 1.0
     name: str | None = None
     max_epochs: Annotated[float, Meta(gt=0, le=1e12)] | None = None
 
