@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from forge_data.error import DataError
 from forge_data.sources.columns import TextColumn
-from forge_data.sources.config import find_files
+from forge_data.sources.files import find_files
 from forge_data.store.tokenize import Held, tokenize_files
 from forge_data.store.tokens import TokenStore
 from forge_data.tokenizer.tokenizer import BytesConfig

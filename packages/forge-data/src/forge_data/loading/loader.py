@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -220,7 +221,9 @@ def build_loader(
             f"rank {rank} of {world_size}, micro_batch {micro_batch}, first_sample {first_sample}: expected "
             "a rank from 0 below world_size, a micro_batch from 1 and a first_sample from 0"
         )
-    packings, names = build_packings(config, split, on_progress, items), tuple(config.source_names())
+    contents: dict[Path, str] = {}  # each file is read once, for what is trained on and what is held out
+    packings = build_packings(config, split, on_progress, items, contents)
+    names = tuple(config.source_names())
     content = [(number, f"{number} {packing.digest}") for number, packing in packings.items()]
     cuts = packing_parts(config)
     if split == "validation":
@@ -228,7 +231,7 @@ def build_loader(
         named, lengths = fingerprint(config, [text for _, text in content], cuts), _token_bytes(config)
         return Loader(evenly, 0, packings, named, sources=names, token_bytes=lengths)
     # The held-out text belongs to what a run is: its evaluations are to be compared.
-    held_out = held_out_digests(config, on_progress, items)
+    held_out = held_out_digests(config, on_progress, items, contents)
     content += [(number, f"{number} {digest}") for number, digest in held_out.items()]
     _require_even(global_batch, micro_batch, world_size)
     streams = build_streams(config, global_batch, state or {}, started=first_sample > 0)

@@ -12,7 +12,6 @@ from msgspec import structs
 
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.loading.loader import build_loader
 from forge_data.order.batch_sizes import BatchSizes
 from forge_data.order.mixing import Run, build_order
 from forge_data.order.skips import left_out
@@ -120,6 +119,8 @@ def _numbered(config: DataConfig, run: Run, items: range, rank: int, share: int)
 
 def _streamed(config: DataConfig, run: Run, items: range, rank: int, share: int) -> Iterator[Read]:
     """Sequences of a mixture that has streams: what a step reads follows from all steps before it."""
+    from forge_data.loading.loader import build_loader  # brings torch, which other commands do not need
+
     world_size = run.global_batch // share
     loader = build_loader(
         structs.replace(config, workers=0),

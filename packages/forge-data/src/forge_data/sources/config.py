@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -162,15 +163,26 @@ class TextSourceConfig(SourceConfig):
     ) -> TokenStore:
         """See `SourceConfig.open`. Processes that ask at once wait for the first of them.
 
-        What a killed process has tokenized is kept, but for its last ten seconds.
+        What a killed process has tokenized is kept, but for its last ten seconds. Where the text is gone, the
+        tokens that were made of it last are read, and a line on standard error says so.
 
         Raises:
             DataError: there is no such text, or the cache cannot be written.
         """
-        root, files = self.root_and_files(split)
+        built, held, columns = tokenizer.build(), self.held(split), self.columns()
+        said = structs.asdict(structs.replace(self, weight=1.0, name=None, max_epochs=None))
+        kept = cache / "tokens" / f"{key(split, type(self), said, built.digest):016x}.last"
+        try:
+            root, files = self.root_and_files(split)
+        except DataError as gone:
+            if not kept.is_file() or not (last := cache / "tokens" / kept.read_text()).exists():
+                raise
+            sys.stderr.write(f"{gone}; the tokens that were made of it are read from {last}\n")
+            return TokenStore(last)
         seen = states_of(files)
-        held, columns, what = self.held(split), self.columns(), f"the text of {self.name or 'a source'}"
-        folder = cache / "tokens" / f"{_name(root, files, tokenizer.build(), held, columns):016x}"
+        what = f"the text of {self.name or 'a source'}"
+        name = f"{_name(root, files, built, held, columns, making.contents):016x}"
+        folder = cache / "tokens" / name
         if not folder.exists():
             try:
                 folder.parent.mkdir(parents=True, exist_ok=True)
@@ -193,14 +205,27 @@ class TextSourceConfig(SourceConfig):
                 raise DataError(
                     f"the tokens cannot be kept in {cache}: {error}; set data.cache_dir or $FORGE_CACHE"
                 ) from None
+        if not kept.is_file() or kept.read_text() != name:
+            with contextlib.suppress(OSError):  # a cache that others have made may be read-only
+                written = kept.with_suffix(f".{os.getpid()}.tmp")
+                written.write_text(name)
+                written.replace(kept)
         return TokenStore(folder)
 
 
-def _name(root: Path, files: list[Path], tokenizer: Tokenizer, held: Held, columns: Columns) -> int:
+def _name(
+    root: Path,
+    files: list[Path],
+    tokenizer: Tokenizer,
+    held: Held,
+    columns: Columns,
+    contents: dict[Path, str] | None,
+) -> int:
     """Names tokens after what they are made from: the text itself, for times and sizes tell nothing of it."""
-    as_text = getattr(columns, "as_text", ())
+    as_text, known = getattr(columns, "as_text", ()), {} if contents is None else contents
+    known |= {file: _content(file) for file in files if file not in known}
     rows = {file: ("rows",) if were_text(file, as_text) else () for file in files}
-    listed = [(str(f.relative_to(root)), _content(f), *rows[f]) for f in files]
+    listed = [(str(f.relative_to(root)), known[f], *rows[f]) for f in files]
     return key(FORMAT, tokenizer.digest, held, named(columns, tokenizer), listed)
 
 

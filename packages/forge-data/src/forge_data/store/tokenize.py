@@ -69,10 +69,12 @@ class Making(NamedTuple):
     Attributes:
         workers: processes; 0 is one for each core that this process may use, or one alone for little text.
         on_progress: told how far it is, after each part of a file.
+        contents: the digests of files that were read already; grows. None keeps none.
     """
 
     workers: int = 1
     on_progress: Progress | None = None
+    contents: dict[Path, str] | None = None
 
     def saying(self, what: str) -> Progress:
         """`on_progress`, and lines on standard error now and then."""
