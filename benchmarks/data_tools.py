@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from forge_data.store.tokenize import tokenize_files
 from forge_data.store.tokens import TokenStore
-from forge_data.tokenizer.tokenizer import HfTokenizerConfig
+from forge_data.tokenizer.hf import HfTokenizerConfig
 
 MICRO_BATCH = 8
 TOOL_TOKENS = 20_000_000

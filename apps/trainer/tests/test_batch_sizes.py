@@ -6,10 +6,9 @@ import random
 import pytest
 from forge_config import ConfigError
 from forge_data.config import DataConfig
+from forge_data.order.batch_sizes import BatchSizes
 from forge_data.order.skips import SkipConfig
-from forge_trainer.batch_sizes import BatchSizes
 from forge_trainer.job import load_job
-from forge_trainer.portions import BatchStage, TrainConfig
 from msgspec.structs import replace
 
 DEBUG = "configs/runs/debug.toml"
@@ -17,10 +16,8 @@ DEBUG = "configs/runs/debug.toml"
 
 def sizes_of(*stages: tuple[int, int], last: int) -> tuple[BatchSizes, list[int]]:
     """The object, and the global batch of each of 200 steps."""
-    warmup = tuple(BatchStage(global_batch=batch, steps=steps) for batch, steps in stages)
-    train = TrainConfig(steps=200, micro_batch=1, global_batch=last, batch_warmup=warmup)
     plain = [batch for batch, steps in stages for _ in range(steps)]
-    return BatchSizes(train), plain + [last] * (200 - len(plain))
+    return BatchSizes([(steps, batch) for batch, steps in stages], last), plain + [last] * (200 - len(plain))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -317,3 +317,21 @@ def test_checkpoint_from_before_trouble_outlives_newer_ones(start, tmp_path, mon
     fault.data = {fault.seen[step] for step in range(5, 13)}
     assert start("--resilience.max_bad_steps=8") == 0
     assert incidents(tmp_path / "tiny", "rollback")[0]["to"] == 4
+
+
+def test_forge_data_sample_leaves_out_what_a_rollback_has_left_out(tmp_path):
+    from forge_data.loading.sample import with_rollbacks
+    from forge_data.order.skips import SkipConfig
+    from forge_trainer.ladder import Rollback
+    from forge_trainer.rollback import ROLLBACK, append_incident, read_rollbacks
+
+    config = load_job("configs/runs/debug.toml", ["--data.skip=[{start_step=1,end_step=2}]"]).value.data
+    for made in (
+        Rollback(4, 9, 12, "why", True, 2),
+        Rollback(4, 9, 12, "why", False),
+        Rollback(20, 21, 22, "x", True),
+    ):
+        append_incident(tmp_path, ROLLBACK, asdict(made))
+    skips = [skip for one in read_rollbacks(tmp_path) for skip in one.skipped()]
+    assert skips[0] == SkipConfig(start_step=7, end_step=14)
+    assert with_rollbacks(config, tmp_path).skip == [*config.skip, *skips]

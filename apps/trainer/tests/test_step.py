@@ -84,3 +84,23 @@ def test_losses_by_source_are_those_of_each_source_alone():
     assert means["loss/books"].isnan() and not means["z_loss"].isnan()
     everything = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     assert evaluated["loss"] == pytest.approx(everything.item(), rel=1e-12)
+
+
+def test_step_without_any_target_has_no_loss_and_no_effect():
+    config = DecoderConfig(
+        vocab_size=19, dim=16, num_layers=1, attention=GroupedQueryConfig(num_heads=2), init_std=0.3
+    )
+    model = config.build()
+    initialize(model, 0)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.5)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = LR
+    mesh = Mesh(torch.device("cpu"))
+    update = Update([model], optimizer, lambda step: 1.0, 0.0, mesh)
+    step = TextStep([model], LossConfig(chunk_tokens=3).build(), mesh, update=update)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    out = step.train([micro(tokens, torch.full_like(tokens, -100))], 0)
+    assert out.loss.isnan() and not out.finite
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)

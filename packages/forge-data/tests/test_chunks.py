@@ -37,10 +37,12 @@ def litdata(tmp_path: Path) -> Path:
 def _mds(folder: Path, encoding: str, dtype: str) -> Path:
     """Samples of four tokens that cross documents, after a column of any length."""
     tokens = np.asarray([t for document in DOCUMENTS for t in document], dtype).reshape(-1, 4)
-    fixed = encoding.startswith("ndarray")
+    fixed = encoding.startswith("ndarray:int32:")
     samples = []
     for number, row in enumerate(tokens):
-        name, ids = b"x" * number, row.tobytes()
+        # an array without a fixed shape: one dimension << 2 | code of a byte for its size, then its size
+        shape = bytes([1 << 2 | 0, len(row)]) if encoding == "ndarray:int32" else b""
+        name, ids = b"x" * number, shape + row.tobytes()
         sizes = [len(name)] if fixed else [len(name), len(ids)]
         samples.append(np.asarray(sizes, "<u4").tobytes() + name + ids)
     _items(folder / "shard.00000.mds", samples, b'{"version": 2}')
@@ -63,19 +65,38 @@ def _documents(folder: Path, out: Path, dtype: str | None = None) -> list[list[i
     return [part.tolist() for part in np.split(tokens, store.doc_ends)[:-1]]
 
 
-def test_litdata_chunks_keep_every_token_and_document(litdata: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "dtype"), [(16, "<i4"), (20, "<u2")])
+def test_litdata_chunks_keep_every_token_and_document(
+    litdata: Path, tmp_path: Path, number: int, dtype: str
+) -> None:
+    for name, documents in (("chunk-0-0.bin", DOCUMENTS[:3]), ("chunk-0-1.bin", DOCUMENTS[3:])):
+        _items(litdata / name, [np.asarray(document, dtype).tobytes() for document in documents])
+    index = (litdata / "index.json").read_text().replace("no_header_tensor:16", f"no_header_tensor:{number}")
+    (litdata / "index.json").write_text(index)
     assert _documents(litdata, tmp_path / "s") == DOCUMENTS
+
+
+def test_folder_of_token_files_says_what_it_has(tmp_path: Path) -> None:
+    for name in ("a.npy", "b.npy", "c.bin"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=r"has no index.json.*it has files: 2 .npy, 1 .bin. Name token files"):
+        list(read_chunks(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("encoding", "stored", "dtype"),
-    [("ndarray:int32:4", "<i4", None), ("bytes", "<u2", "uint16"), ("bytes", "<i8", "int64")],
+    [
+        ("ndarray:int32:4", "<i4", None),
+        ("ndarray:int32", "<i4", None),
+        ("bytes", "<u2", "uint16"),
+        ("bytes", "<i8", "int64"),
+    ],
 )
 def test_mds_keeps_every_token(tmp_path: Path, encoding: str, stored: str, dtype: str | None) -> None:
     assert _documents(_mds(tmp_path, encoding, stored), tmp_path / "s", dtype) == DOCUMENTS
 
 
-@pytest.mark.parametrize("encoding", ["bytes", "ndarray:int32", "str"])
+@pytest.mark.parametrize("encoding", ["bytes", "ndarray", "str"])
 def test_mds_never_guesses_a_dtype(tmp_path: Path, encoding: str) -> None:
     with pytest.raises(DataError, match="its writer knows it"):
         list(read_chunks(_mds(tmp_path, encoding, "<i4")))

@@ -126,3 +126,22 @@ def test_error_of_the_system_is_a_line(
     monkeypatch.setattr("forge_data.cli.TokenStore", refuse)
     assert main(["inspect", str(store)]) == 1
     assert capsys.readouterr().err == "[Errno 5] Input/output error: 'some/file'\n"
+
+
+def test_plan_refuses_what_holds_nothing_out_as_a_run_does(tmp_path: Path, capsys) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("one document of some words")
+    (tmp_path / "run.toml").write_text(
+        RUN.format(folder=tmp_path).replace("held_out = 0.0", "held_out = 0.02")
+    )
+    assert main(["plan", str(tmp_path / "run.toml")]) == 1
+    assert "in the validation split with held_out = 0.02" in capsys.readouterr().err
+
+
+def test_plan_says_that_temperature_does_not_hold_in_phases(tmp_path: Path, capsys) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("one document of some words")
+    (tmp_path / "run.toml").write_text(RUN.format(folder=tmp_path))
+    more = ["--data.temperature=2.0", "--data.phases=[{start_step=2,weights={0=1.0}}]"]
+    assert main(["plan", str(tmp_path / "run.toml"), *more]) == 0
+    assert "temperature holds for the first phase only" in capsys.readouterr().out

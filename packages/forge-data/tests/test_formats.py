@@ -116,3 +116,25 @@ def test_import_command_makes_a_store(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["import", str(path), "--out", str(tmp_path / "out"), "--dtype", "uint16"]) == 0
     assert "12 tokens in 3 documents" in capsys.readouterr().out
     assert len(TokenStore(tmp_path / "out")) == 12
+
+
+def test_loss_mask_of_datatrove_makes_targets(tmp_path: Path) -> None:
+    path, plain = _write_nanoset(tmp_path / "a.ds", 2), _write_nanoset(tmp_path / "b.ds", 2)
+    counted = [True, False, False] * 4
+    (tmp_path / "a.ds.loss").write_bytes(np.asarray(counted).tobytes())
+    store = import_tokens([path, plain], tmp_path / "out", BytesConfig())
+    found = np.ones(24, dtype=bool)
+    none = store.no_targets(np.asarray([0]), 24)
+    assert none is not None
+    found[none[1]] = False
+    assert found.tolist() == counted + [True] * 12
+    (tmp_path / "a.ds.loss").write_bytes(b"\1" * 11)
+    with pytest.raises(DataError, match=r"a.ds.loss has 11 bytes; expected one for each of the 12 tokens"):
+        import_tokens([path], tmp_path / "other", BytesConfig())
+
+
+@pytest.mark.parametrize("head", [b"PK\x03\x04", b"\x1f\x8b", b"\x89HDF", b"PAR1"])
+def test_containers_are_no_raw_numbers(tmp_path: Path, head: bytes) -> None:
+    (tmp_path / "a.npz").write_bytes(head + bytes(60))
+    with pytest.raises(DataError, match=r"a.npz is .*, no raw numbers"):
+        read_foreign(tmp_path / "a.npz", "uint8")

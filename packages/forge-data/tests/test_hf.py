@@ -55,9 +55,10 @@ def test_only_what_the_assistant_says_is_a_target(tmp_path: Path, packing: str) 
 
 
 def test_chat_is_written_as_the_template_says(tmp_path: Path) -> None:
-    parts = MessagesColumn(template="[{role}] {content} [/{role}]").parts({"messages": CHAT[1:3]})
-    assert "".join(part.text for part in parts) == "[user] 2+2? [/user][assistant] 4 [/assistant]"
-    assert [part.text for part in parts if part.is_target] == ["4 [/assistant]"]
+    column = MessagesColumn(template="[{role}] {content} [/{role}]")
+    document = column.document({"messages": CHAT[1:3]}, BytesConfig().build())
+    assert document.text == "[user] 2+2? [/user][assistant] 4 [/assistant]"
+    assert [document.text[a:b] for a, b in document.targets or ()] == ["4 [/assistant]"]
 
 
 def test_prompts_are_no_targets(tmp_path: Path) -> None:
@@ -73,6 +74,21 @@ def test_store_with_targets_is_another_one_and_is_verified(tmp_path: Path) -> No
     (pairs.folder / "targets.bin").write_bytes(b"\1" * len(pairs))
     with pytest.raises(DataError, match=r"targets.bin is damaged in block 0"):
         TokenStore(pairs.folder).verify()
+
+
+def test_source_without_any_target_is_refused(tmp_path: Path) -> None:
+    chat = _source(path=_rows(tmp_path / "chat", [{"messages": CHAT[:2]}]), messages="messages")
+    data = DataConfig(max_tokens=8, sources=[chat], cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"source 0: no token of .* is a target"):
+        build_loader(data, "train", micro_batch=1, global_batch=1)
+
+
+def test_stream_without_any_target_is_refused(tmp_path: Path) -> None:
+    path = _rows(tmp_path / "chat", [{"messages": CHAT[:2]}] * 3)
+    stream = _source(path=path, messages="messages", streaming=True)
+    data = DataConfig(max_tokens=8, sources=[stream], cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"no document of .* has a target"):
+        next(iter(build_loader(data, "train", micro_batch=1, global_batch=1)))
 
 
 @pytest.mark.parametrize(

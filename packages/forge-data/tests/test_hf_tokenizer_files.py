@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from forge_data.tokenizer.tokenizer import BytesConfig, HfTokenizerConfig
+from forge_data.tokenizer.hf import HfTokenizerConfig
+from forge_data.tokenizer.tokenizer import BytesConfig
 
 tokenizers = pytest.importorskip("tokenizers")
 

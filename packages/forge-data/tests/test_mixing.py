@@ -196,3 +196,11 @@ def test_plan_command_prints_phases(make_store, tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr().out
     assert "phase 1 from step 10: 320 tokens, learning rate x 0.1" in printed
     assert "source a: 640 tokens (100.0%), 0.8 epochs" in printed
+
+
+def test_source_of_weight_zero_changes_no_sample_before_its_phase() -> None:
+    sizes, two = [50, 70, 40], [0.3, 0.7]
+    before, after = Order(3, sizes[:2], two), Order(3, sizes, [*two, 0.0], [(5000, [0.0, 0.5, 0.5])])
+    ours, theirs = (order.locate(np.arange(5000)) for order in (before, after))
+    assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
+    assert set(after.locate(np.arange(5000, 9000))[0].tolist()) == {1, 2}

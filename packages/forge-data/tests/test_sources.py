@@ -13,7 +13,8 @@ import pytest
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.loading.loader import build_loader
-from forge_data.sources.config import FilesConfig, PythonStdlibConfig, TokensConfig, find_files
+from forge_data.sources.config import FilesConfig, PythonStdlibConfig, TokensConfig
+from forge_data.sources.files import find_files
 from forge_data.store import tokenize
 from forge_data.store.tokenize import Making
 from forge_data.store.tokens import TokenStore
@@ -292,3 +293,33 @@ def test_source_goes_on_where_a_killed_process_stopped(
     again = source.open("train", BytesConfig(), tmp_path / "cache")
     assert again.manifest == whole.manifest and len(first) == 2
     assert done and not set(first) & set(done)
+
+
+def test_tokens_are_read_when_their_text_is_gone_and_a_line_says_so(tmp_path: Path, capsys) -> None:
+    (tmp_path / "in").mkdir()
+    for n in range(30):
+        (tmp_path / "in" / f"{n}.txt").write_text(f"text {n}")
+    source = FilesConfig(paths=[str(tmp_path / "in")], held_out=0.3)
+    made = {split: source.open(split, BytesConfig(), tmp_path / "cache") for split in ("train", "validation")}
+    shutil.rmtree(tmp_path / "in")
+    for split, store in made.items():
+        capsys.readouterr()
+        assert source.open(split, BytesConfig(), tmp_path / "cache").folder == store.folder
+        assert f"there are no files at {tmp_path}/in" in (said := capsys.readouterr().err)
+        assert str(store.folder) in said
+    other = FilesConfig(paths=[str(tmp_path / "in")], held_out=0.2)
+    with pytest.raises(DataError, match="there are no files"):
+        other.open("train", BytesConfig(), tmp_path / "cache")
+
+
+def test_each_file_is_hashed_once_at_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in").mkdir()
+    for n in range(30):
+        (tmp_path / "in" / f"{n:02}.txt").write_text(f"text {n}")
+    config = importlib.import_module("forge_data.sources.config")
+    inner, read = config._content, list[Path]()
+    monkeypatch.setattr(config, "_content", lambda path: read.append(path) or inner(path))
+    source = FilesConfig(paths=[str(tmp_path / "in")], held_out=0.3)
+    data = DataConfig(max_tokens=8, sources=[source], cache_dir=str(tmp_path / "cache"))
+    build_loader(data, "train", micro_batch=1, global_batch=1)
+    assert sorted(read) == sorted((tmp_path / "in").iterdir())

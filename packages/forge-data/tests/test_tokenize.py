@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from forge_data.error import DataError
 from forge_data.sources.columns import TextColumn
-from forge_data.sources.config import find_files
+from forge_data.sources.files import find_files
 from forge_data.store.tokenize import Held, tokenize_files
 from forge_data.store.tokens import TokenStore
 from forge_data.tokenizer.tokenizer import BytesConfig
@@ -290,3 +290,108 @@ def test_tokenize_begins_anew_when_the_text_has_changed(corpus: Path, tmp_path: 
         _run(corpus, tmp_path / "s", restart=True, on_progress=stop)
     (corpus / "a.txt").write_text("other text")
     assert _texts(_run(corpus, tmp_path / "s", restart=True))[0] == "other text"
+
+
+def test_error_while_tokenizing_keeps_the_work_that_was_done(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("forge_data.sources.documents.TASK_BYTES", 100)
+    rows = [json.dumps({"text": f"text {n} " * 3}) + "\n" for n in range(40)]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("".join(rows))
+    whole = _bytes(_run(tmp_path / "in", tmp_path / "whole").folder)
+    work = importlib.import_module("forge_data.store.tokenize")._tokenize_task
+    done: list[object] = []
+
+    def until_it_fails(task, **settings):
+        if len(done) == 7:
+            raise DataError("one bad row")
+        done.append(task)
+        return work(task, **settings)
+
+    monkeypatch.setattr("forge_data.store.tokenize._tokenize_task", until_it_fails)
+    with pytest.raises(DataError, match="one bad row"):
+        _run(tmp_path / "in", tmp_path / "s", restart=True)
+    again: list[object] = []
+    monkeypatch.setattr(
+        "forge_data.store.tokenize._tokenize_task",
+        lambda task, **settings: again.append(task) or work(task, **settings),
+    )
+    assert _bytes(_run(tmp_path / "in", tmp_path / "s", restart=True).folder) == whole
+    assert len(done) == 7 and not set(done) & set(again)
+
+
+def test_kept_work_that_was_cut_is_done_again(corpus: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("forge_data.store.restart.COMMIT_S", 0.0)
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    whole = _bytes(_run(corpus, tmp_path / "whole").folder)
+    with pytest.raises(KeyboardInterrupt):
+        _run(corpus, tmp_path / "s", restart=True, on_progress=stop)
+    os.truncate(tmp_path / ".s.partial" / "tokens.bin", 3)
+    assert _bytes(_run(corpus, tmp_path / "s", restart=True).folder) == whole
+
+
+def test_packed_rows_are_read_in_portions_and_go_on_within_a_file(tmp_path: Path, monkeypatch) -> None:
+    lines = "".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(300)).encode()
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    whole = _bytes(_run(tmp_path / "in", tmp_path / "whole").folder)
+    monkeypatch.setattr("forge_data.sources.documents.TASK_BYTES", 500)
+    monkeypatch.setattr("forge_data.store.restart.COMMIT_S", 0.0)
+    tokenize = importlib.import_module("forge_data.store.tokenize")
+    work, sizes = tokenize._tokenize_task, list[int]()
+
+    def counted(task, **settings):
+        if len(sizes) == 4:
+            raise KeyboardInterrupt
+        done = work(task, **settings)
+        sizes.append(len(done.tokens))
+        return done
+
+    monkeypatch.setattr(tokenize, "_tokenize_task", counted)
+    with pytest.raises(KeyboardInterrupt):
+        _run(tmp_path / "in", tmp_path / "s", restart=True)
+    assert 0 < max(sizes) < 500
+    rest: list[int] = []
+    monkeypatch.setattr(tokenize, "_tokenize_task", lambda task, **s: rest.append(1) or work(task, **s))
+    assert _bytes(_run(tmp_path / "in", tmp_path / "s", restart=True).folder) == whole
+    assert 0 < len(rest) < 300
+
+
+def test_store_is_locked_until_it_is_in_its_place(corpus: Path, tmp_path: Path, monkeypatch) -> None:
+    """A second process comes between the last write of the first and its rename."""
+    restart = importlib.import_module("forge_data.store.restart")
+    publish, said = restart.Writer._publish, list[str]()
+
+    def with_another(writer) -> None:
+        with pytest.raises(DataError) as refused:
+            _run(corpus, tmp_path / "s", restart=True)
+        said.append(str(refused.value))
+        publish(writer)
+
+    monkeypatch.setattr(restart.Writer, "_publish", with_another)
+    store = _run(corpus, tmp_path / "s", restart=True)
+    store.verify()
+    assert said and "another process writes" in said[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "s"]
+
+
+UNGUARDED = """
+import sys
+from pathlib import Path
+from forge_data.config import DataConfig
+from forge_data.loading.loader import build_loader
+from forge_data.sources.config import FilesConfig
+print("runs")
+sources = [FilesConfig(paths=[sys.argv[1]])]
+config = DataConfig(max_tokens=8, sources=sources, tokenize_workers=2, cache_dir=sys.argv[2])
+print(len(build_loader(config, "train", micro_batch=1, global_batch=1).packings[0]) > 0)
+"""
+
+
+def test_script_without_a_main_guard_is_not_run_by_its_processes(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    command = [sys.executable, tmp_path / "script.py", corpus, tmp_path / "cache"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "runs\nTrue\n"), ended.stderr

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from forge_data.error import DataError
 from forge_data.store.tokenize import tokenize_files
-from forge_data.tokenizer.tokenizer import BytesConfig, HfTokenizerConfig
+from forge_data.tokenizer.hf import HfTokenizerConfig
+from forge_data.tokenizer.tokenizer import BytesConfig
 
 
 @pytest.mark.parametrize("text", ["", "plain", "naïve 東京 🙂", "\x00\n"])

@@ -71,6 +71,7 @@ CORRUPTIONS = {
     "a flipped bit of documents": (_byte("docs.idx"), "damaged in block"),
     "a flipped bit of targets": (_byte("targets.bin"), "damaged in block"),
     "a flipped bit of digests": (_byte("tokens.bin.xxh3"), "is not what the manifest says"),
+    "no target at all": (_rewritten("targets.bin", "u1", lambda values: values.fill(0)), "is a target"),
     "a file that was cut": (_cut("tokens.bin", 2), "bytes, its manifest says"),
     "a file that grew": (_cut("docs.idx", -8), "bytes, its manifest says"),
     "a missing file": (lambda folder: (folder / "docs.idx").unlink(), "is missing"),

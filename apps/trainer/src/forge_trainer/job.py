@@ -12,6 +12,7 @@ from forge_ckpt.config import CheckpointConfig
 from forge_config import Config, Meta, absolute
 from forge_config.load import Loaded, load
 from forge_data.config import DataConfig
+from forge_data.order.batch_sizes import BatchSizes
 from forge_model.config import LossConfig, ModelConfig
 from forge_parallel.config import (
     ActivationCheckpointingConfig,
@@ -30,7 +31,6 @@ from forge_parallel.error import ParallelError
 from forge_resilience.config import ResilienceConfig
 from msgspec import structs
 
-from forge_trainer.batch_sizes import BatchSizes
 from forge_trainer.checks import checks, weights_are_of_the_model
 from forge_trainer.environment import recorded_folder
 from forge_trainer.eval_config import EvalConfig
@@ -109,7 +109,8 @@ class Job(Config):
     @property
     def batch_sizes(self) -> BatchSizes:
         """How many sequences each step takes."""
-        return BatchSizes(self.train)
+        stages = [(stage.steps, stage.global_batch) for stage in self.train.batch_warmup]
+        return BatchSizes(stages, self.train.global_batch)
 
     @property
     def step_tokens(self) -> int:

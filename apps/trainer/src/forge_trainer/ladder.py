@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from forge_data.order.skips import SkipConfig
+from forge_data.order.skips import SkipConfig, left_out
 from forge_resilience.config import ResilienceConfig
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.finite import LAST_STEPS, FiniteGuard
@@ -57,8 +57,7 @@ class Rollback:
 
     def skipped(self) -> list[SkipConfig]:
         """What is left out."""
-        start = max(self.to, self.first - self.margin)
-        return [SkipConfig(start_step=start, end_step=self.end + self.margin)] if self.skip else []
+        return [left_out(self.to, self.first, self.end, self.margin)] if self.skip else []
 
 
 class Ladder:
@@ -97,8 +96,8 @@ class Ladder:
         if self._finite.verdict(step, read, last) is Verdict.ABORT:
             first, end = self._finite.worst_steps()
             why = (
-                f"too many steps in a row were not finite (resilience.max_bad_steps = {limit}; {LAST_STEPS} "
-                "at the end of a run)"
+                "too many steps in a row were not finite, or had no target (resilience.max_bad_steps = "
+                f"{limit}; {LAST_STEPS} at the end of a run)"
             )
             return self.found(Trouble(first, end, why, ExitCode.NOT_FINITE))
         if self._spikes.verdict(step, read or last) is Verdict.ABORT:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from forge_config import ConfigError
-from forge_data.tokenizer.tokenizer import Tokenizer
+from forge_data.tokenizer.tokenizer import Tokenizer, stop_ids, with_bos
 from forge_model.generation.generate import Sampling, generate
 from torch import Tensor, nn
 
@@ -39,6 +39,7 @@ class RunModel(TemplateLM):
         batch_size: sequences that are computed at once.
         seed: of tokens that are drawn.
         device: where it computes; absent means where its parameters are.
+        stops: tokens that end what is written; absent means those of the tokenizer.
     """
 
     def __init__(
@@ -48,21 +49,32 @@ class RunModel(TemplateLM):
         batch_size: int,
         seed: int = 0,
         device: torch.device | None = None,
+        stops: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self._model, self._tokenizer, self._batch_size = model, tokenizer, batch_size
+        self._stops = list(stops or stop_ids(tokenizer))
+        self._named: dict[str, int] = getattr(tokenizer, "named_ids", {})
         self._device = device or next(model.parameters()).device
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self.max_length: int = model.config.max_tokens  # type: ignore[union-attr, assignment]
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document, and stands before the first token of a text."""
-        return self._tokenizer.eos_id
+        """The token that ends a text, by the name that the exported tokenizer has for it."""
+        return self._named.get("eos_token", self._tokenizer.eos_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before the first one of a text whose likelihood is asked for."""
+        bos = getattr(self._tokenizer, "bos_ids", ())
+        return self._named.get("bos_token", bos[0] if bos else self.eot_token_id)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """No token is added."""
-        return [int(token) for token in self._tokenizer.encode(string)]
+        """The tokens of a text behind those that begin a document, unless `add_special_tokens` is false."""
+        if add_special_tokens is False:
+            return [int(token) for token in self._tokenizer.encode(string)]
+        return with_bos(self._tokenizer, string)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts, longer ones in windows that do not overlap."""
@@ -138,13 +150,12 @@ class RunModel(TemplateLM):
 
         def ended(new: list[int | None]) -> Iterator[int]:
             for index, token in enumerate(new):
-                if token is not None and token != self.eot_token_id:
+                if token is not None:
                     rows[index].append(token)
                     if any(stop in decode(rows[index]) for stop in until):
                         yield index
 
-        stop = [self.eot_token_id]
-        generate(self._model, prompts, room, sampling, stop, self._generator, on_tokens=ended)
+        generate(self._model, prompts, room, sampling, self._stops, self._generator, on_tokens=ended)
         texts = [decode(row) for row in rows]
         for word in until:
             texts = [text.split(word)[0] for text in texts]
@@ -201,7 +212,11 @@ def known_tasks(names: Sequence[str], folder: Path | None, names_key: str, folde
 
 
 def evaluate_tasks(
-    model: nn.Module, tokenizer: Tokenizer, micro_batch: int, options: argparse.Namespace
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    micro_batch: int,
+    options: argparse.Namespace,
+    stops: Sequence[int] = (),
 ) -> None:
     """Print what each task says of the model; all of it as JSON to `--json`.
 
@@ -212,7 +227,7 @@ def evaluate_tasks(
     folder = None if options.tasks_from is None else Path(options.tasks_from).resolve()
     manager = known_tasks(names, folder, "--tasks", "--tasks-from")
     found = evaluator.simple_evaluate(
-        RunModel(model, tokenizer, options.batch_size or micro_batch),
+        RunModel(model, tokenizer, options.batch_size or micro_batch, stops=stops),
         tasks=names,
         task_manager=manager,
         num_fewshot=options.num_fewshot,

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from forge_trainer.checks import sequence_cuts
+from forge_trainer.endings import stops_of
 from forge_trainer.eval_config import TasksConfig
 from forge_trainer.hooks.base import RunView
 from forge_trainer.steps.evaluation import evaluating
@@ -84,7 +85,10 @@ class TrainedModel(RunModel):
 
     def __init__(self, run: RunView, batch_size: int) -> None:
         job, mesh = run.job, run.mesh
-        super().__init__(run.parts[0], job.data.tokenizer.build(), batch_size, device=mesh.device)
+        tokenizer = job.data.tokenizer.build()
+        super().__init__(
+            run.parts[0], tokenizer, batch_size, device=mesh.device, stops=stops_of(job, tokenizer)
+        )
         self._mesh, runner = mesh, getattr(run.step, "runner", None)
         if runner is None and mesh.pipeline.size > 1:
             raise ConfigError(

@@ -18,6 +18,7 @@ from forge_parallel.apply import materialize
 from forge_parallel.mesh import Mesh
 from torch import Tensor, nn
 
+from forge_trainer.endings import generation_of, stops_of, trained_template
 from forge_trainer.eval_config import prefixed
 from forge_trainer.evaluations import open_evaluations
 from forge_trainer.job import Job
@@ -123,7 +124,9 @@ def evaluate_run(options: argparse.Namespace) -> None:
         from forge_trainer.tasks import evaluate_tasks
 
         sys.stdout.write(f"{options.directory} at step {step}\n")
-        return evaluate_tasks(model, job.data.tokenizer.build(), job.train.micro_batch, options)
+        tokenizer = job.data.tokenizer.build()
+        stops = stops_of(job, tokenizer)
+        return evaluate_tasks(model, tokenizer, job.train.micro_batch, options, stops)
     mesh = Mesh(next(model.parameters()).device)
     sets = open_evaluations(job, mesh)
     if not sets:
@@ -163,9 +166,18 @@ def export_run(options: argparse.Namespace) -> None:
     job = read_job(Path(options.directory))
     form, model = form_of(job.model, "forge export"), model_on_meta(job)
     like = form.theirs({name.removeprefix(MODEL): tensor for name, tensor in model_tensors(model).items()})
-    ids = {"bos_token_id": None, "eos_token_id": job.data.tokenizer.build().eos_id}
+    tokenizer = job.data.tokenizer.build()
+    generation, template = generation_of(job, tokenizer), trained_template(job, tokenizer)
     folder, files = Path(options.out), job.data.tokenizer.hf_files(job.model.max_tokens)
-    more = {"generation_config.json": json.dumps(ids, indent=2) + "\n"}
+    more = {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
+    if files and template is not None:
+        more["chat_template.jinja"] = template
+        sys.stdout.write("the chat template is that of the conversations that the run was trained on\n")
+    ids = {
+        name: value
+        for name, value in generation.items()
+        if name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     hf, size = form.config() | ids, options.shard_bytes
 
     def write(weights: Mapping[str, Tensor]) -> None:

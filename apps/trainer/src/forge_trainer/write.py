@@ -3,17 +3,18 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from forge_config import ConfigError
-from forge_data.tokenizer.tokenizer import Tokenizer
+from forge_data.tokenizer.tokenizer import Tokenizer, stop_ids, with_bos
 from forge_model.error import ModelError
 from forge_model.generation.generate import Sampling, generate
 from torch import nn
 
+from forge_trainer.endings import stops_of
 from forge_trainer.run_dir import read_job
 from forge_trainer.trained import load_model
 
@@ -28,12 +29,19 @@ class Writer:
         tokenizer: of its run.
         max_tokens: the longest sequence that the model knows.
         options: of the command.
+        stops: tokens that end an answer; absent means those of the tokenizer.
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Tokenizer, max_tokens: int, options: argparse.Namespace
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        max_tokens: int,
+        options: argparse.Namespace,
+        stops: Sequence[int] = (),
     ) -> None:
         self._model, self._tokenizer, self._max_tokens = model, tokenizer, max_tokens
+        self._stops = list(stops or stop_ids(tokenizer))
         self._sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
         self._new_tokens = options.max_new_tokens
         self._ways = {"speculative": options.speculative, "compiled": options.compile}
@@ -50,7 +58,7 @@ class Writer:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"given the prompt {prompt!r}; expected text in UTF-8: {error}") from None
-        return [int(token) for token in self._tokenizer.encode(prompt)] or [self._tokenizer.eos_id]
+        return with_bos(self._tokenizer, prompt) or [self._tokenizer.eos_id]
 
     def show(self, prompt: str) -> None:
         """Print a prompt and what follows it, as it is written."""
@@ -69,8 +77,8 @@ class Writer:
                 sys.stdout.flush()
 
         self._generator.manual_seed(self._seed)
-        stop = [self._tokenizer.eos_id]
-        generate(self._model, [tokens], new_tokens, self._sampling, stop, self._generator, show, **self._ways)
+        sampled = self._sampling, self._stops, self._generator
+        generate(self._model, [tokens], new_tokens, *sampled, show, **self._ways)
         sys.stdout.write("\n")
 
     def continued(self, prompts: list[str], batch_size: int) -> Iterator[tuple[int, str]]:
@@ -106,12 +114,12 @@ class Writer:
                 [rows[i] for i in batch],
                 new_tokens,
                 self._sampling,
-                [self._tokenizer.eos_id],
+                self._stops,
                 self._generator,
                 **self._ways,
             )
             for index, answer in zip(batch, written, strict=True):
-                text = [token for token in answer if token != self._tokenizer.eos_id]
+                text = [token for token in answer if token not in self._stops]
                 yield index, self._tokenizer.decode(text)
 
 
@@ -160,7 +168,8 @@ def generate_text(options: argparse.Namespace) -> None:
     prompts = None if options.prompts is None else read_prompts(Path(options.prompts))
     job = read_job(Path(options.directory))
     model, _ = load_model(job)
-    writer = Writer(model, job.data.tokenizer.build(), job.model.max_tokens, options)
+    tokenizer = job.data.tokenizer.build()
+    writer = Writer(model, tokenizer, job.model.max_tokens, options, stops_of(job, tokenizer))
     if prompts is not None:
         texts = dict(writer.continued(prompts, options.batch_size or job.train.micro_batch))
         for index, prompt in enumerate(prompts):

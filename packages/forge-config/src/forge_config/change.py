@@ -61,11 +61,24 @@ def judge(a: Config, b: Config) -> list[Judged]:
     """
     rules = changeable(a), changeable(b)
     order = list(MayChange)
+    added = tuple(f"{one}." for one in _added_items(a, b, ""))
     judged: list[Judged] = []
     for change in diff(a, b):
         said = [rule[change.key] for rule in rules if change.key in rule]
-        judged.append(Judged(change, min(said, key=order.index)))
+        is_added = change.key.startswith(added)
+        judged.append(Judged(change, MayChange.RECORDED if is_added else min(said, key=order.index)))
     return judged
+
+
+def _added_items(a: Any, b: Any, key: str) -> Iterator[str]:
+    """The keys of items that `b` has behind those of `a`, of arrays that may grow."""
+    if not isinstance(a, Config) or type(a) is not type(b):
+        return
+    for name, field in fields_of(type(a)).items():
+        mine, theirs, at = getattr(a, field.name), getattr(b, field.name), join(key, name)
+        if name in type(a).growing_keys:
+            yield from (item(at, index) for index in range(len(mine), len(theirs)))
+        yield from _added_items(mine, theirs, at)
 
 
 def _walk(value: Any, tree: Any, key: str, above: MayChange) -> Iterator[tuple[str, MayChange]]:

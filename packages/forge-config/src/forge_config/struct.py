@@ -21,7 +21,7 @@ class _ConfigMeta(type(msgspec.Struct)):
         strict: dict[str, Any] = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
         struct: Any = super().__new__(mcls, name, bases, namespace, **(strict | options))
         known = {ALL_KEYS, "type", *struct.__struct_encode_fields__}
-        for kind in ("free_keys", "recorded_keys", "path_keys"):
+        for kind in ("free_keys", "recorded_keys", "path_keys", "growing_keys"):
             if unknown := set(namespace.get(kind, ())) - known:
                 raise TypeError(f"{name}.{kind} names {sorted(unknown)}, which are no keys of it")
         return struct
@@ -36,9 +36,12 @@ class Config(msgspec.Struct, metaclass=_ConfigMeta):
     `free_keys` and `recorded_keys` name the keys that may change when something goes on with another
     configuration: freely, or as an event that is written down. All others may not; see `judge`.
 
+    `growing_keys` names the keys of arrays of tables that may get more items at their end, as an event.
+
     `path_keys` names the keys that hold names of files, so that they can be made absolute; see `absolute`.
     """
 
     free_keys: ClassVar[tuple[str, ...]] = ()
     recorded_keys: ClassVar[tuple[str, ...]] = ()
     path_keys: ClassVar[tuple[str, ...]] = ()
+    growing_keys: ClassVar[tuple[str, ...]] = ()

@@ -24,16 +24,18 @@ from rich.progress import (
 
 from forge_data.config import DataConfig
 from forge_data.error import DataError
-from forge_data.loading.sample import sample_lines
+from forge_data.loading.sample import marked, sample_lines, with_rollbacks
+from forge_data.order.batch_sizes import BatchSizes
 from forge_data.order.mixing import Run, build_order, plan_lines
-from forge_data.packing.build import train_packings
+from forge_data.packing.build import held_out_digests, train_packings
 from forge_data.sources.columns import TextColumn as Text
-from forge_data.sources.config import find_files
+from forge_data.sources.files import find_files
 from forge_data.store.formats import RAW_DTYPES, import_tokens
 from forge_data.store.tokenize import cores, say_progress, tokenize_files
 from forge_data.store.tokens import TokenStore
 from forge_data.store.validate import problems
-from forge_data.tokenizer.tokenizer import BytesConfig, HfTokenizerConfig, TokenizerConfig
+from forge_data.tokenizer.hf import HfTokenizerConfig
+from forge_data.tokenizer.tokenizer import BytesConfig, TokenizerConfig
 
 READER_LEFT = 128 + 13
 """Exit code where nobody reads the output any more, as of a command that SIGPIPE ends."""
@@ -181,8 +183,13 @@ def _inspect(options: argparse.Namespace) -> int:
         return 0
     start = 0
     for index, end in enumerate(store.doc_ends[: options.docs]):
-        text = tokenizer.decode(store.read(np.asarray([start]), min(int(end) - start, 400))[0].tolist())
-        sys.stdout.write(f"-- document {index}, {int(end) - start:,} tokens\n{text}\n")
+        length, at = min(int(end) - start, 400), np.asarray([start])
+        targets, none = np.ones(length, dtype=bool), store.no_targets(at, length)
+        if none is not None:
+            targets[none[1]] = False
+        text = marked(tokenizer, store.read(at, length)[0], targets)
+        said = "" if none is None else f", of which {int(targets.sum())} of the {length} shown are targets"
+        sys.stdout.write(f"-- document {index}, {int(end) - start:,} tokens{said}\n{text}\n")
         start = int(end)
     return 0
 
@@ -224,8 +231,8 @@ class _Job(Config):
     hooks: dict[str, Any] = {}
 
 
-def _run_of(path: str, overrides: Sequence[str]) -> tuple[DataConfig, Run]:
-    """The data of a run and how much it reads."""
+def _run_of(path: str, overrides: Sequence[str]) -> tuple[DataConfig, Run, BatchSizes]:
+    """The data of a run, how much it reads, and the sizes of its batches."""
     job = load(_Job, path, overrides).value
     train, max_tokens = job.train, job.data.max_tokens
     said = {key: train[key] for key in ("steps", "global_batch", "global_batch_tokens") if key in train}
@@ -234,17 +241,28 @@ def _run_of(path: str, overrides: Sequence[str]) -> tuple[DataConfig, Run]:
             raise DataError(f"{path}: train.{key}: given {value!r}; expected an integer from 1")
     batch = said.get("global_batch") or said.get("global_batch_tokens", 0) // max_tokens
     missing = ["train.steps"] * ("steps" not in said) + ["train.global_batch"] * (not batch)
-    if train.get("batch_warmup"):
-        raise DataError(f"{path} sets train.batch_warmup; steps of different length are not planned here")
     if missing:
         raise DataError(f"{path} does not set {' and '.join(missing)}; a plan needs both")
-    return job.data, Run(batch, said["steps"])
+    try:
+        warmup = train.get("batch_warmup", ())
+        stages = [(int(stage["steps"]), int(stage["global_batch"])) for stage in warmup]
+    except (KeyError, TypeError, ValueError):
+        raise DataError(
+            f"{path}: train.batch_warmup: given {train['batch_warmup']!r}; expected steps and global_batch "
+            "of each stage"
+        ) from None
+    return job.data, Run(batch, said["steps"]), BatchSizes(stages, batch)
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    data, run = _run_of(options.config, overrides)
+    data, run, sizes = _run_of(options.config, overrides)
+    if sizes.unit != run.global_batch:
+        raise DataError(
+            f"{options.config} sets train.batch_warmup; steps of different length are not planned here"
+        )
     packings = train_packings(data, run.global_batch)
     order = build_order(data, [len(packing) for packing in packings.values()], run)
+    held_out_digests(data)  # a run needs the text that it holds out, too
     cuts = [f"source {data.source_names()[n]}: {packing.describe()}" for n, packing in packings.items()]
     sys.stdout.write("\n".join(cuts + plan_lines(data, order, run)) + "\n")
     return 0
@@ -252,8 +270,9 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _sample(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     path = Path(options.run)
-    data, run = _run_of(str(path / "config.toml" if path.is_dir() else path), overrides)
-    lines = sample_lines(data, run, options.step, options.rank, options.world_size, options.limit)
+    data, run, sizes = _run_of(str(path / "config.toml" if path.is_dir() else path), overrides)
+    data = with_rollbacks(data, path) if path.is_dir() else data
+    lines = sample_lines(data, run, options.step, options.rank, options.world_size, options.limit, sizes)
     for line in lines:
         sys.stdout.write(f"{line}\n")
     return 0

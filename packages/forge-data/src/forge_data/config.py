@@ -10,6 +10,7 @@ from forge_data.order.phases import PhaseConfig, lr_scale
 from forge_data.order.skips import SkipConfig
 from forge_data.sources.config import SourceConfig
 from forge_data.sources.hf import HfConfig as HfConfig  # registers its type
+from forge_data.tokenizer.hf import HfTokenizerConfig as HfTokenizerConfig  # as above
 from forge_data.tokenizer.tokenizer import BytesConfig, TokenizerConfig
 
 
@@ -33,6 +34,7 @@ class DataConfig(Config):
         phases: from which step on other weights hold.
         temperature: multiplies each weight by the size of its source to the power of 1 / temperature: 1 reads
             each source in proportion to its size, infinity all alike; absent leaves the weights as they are.
+            Weights of phases are taken as they are.
         when_exhausted: what happens where a source has been read `max_epochs` times: an error before
             training, or the run ends there, or the others go on in proportion to their weights.
         skip: steps or samples that are left out.
@@ -42,6 +44,7 @@ class DataConfig(Config):
     free_keys = ("validation_samples", "workers", "tokenize_workers", "cache_dir")
     path_keys = ("cache_dir",)
     recorded_keys = ("phases", "skip")
+    growing_keys = ("sources",)
 
     max_tokens: Annotated[int, Meta(ge=1)]
     sources: list[SourceConfig]
@@ -67,6 +70,8 @@ class DataConfig(Config):
         names = self.source_names()
         if len(set(names)) < len(names):
             raise ValueError(f"the sources are named {', '.join(names)}; give each a name of its own")
+        if not any(source.weight for source in self.sources):
+            raise ValueError(f"the weights of {', '.join(names)} are all 0; give at least one above 0")
         if unknown := {name for phase in self.phases for name in phase.weights} - set(names):
             raise ValueError(
                 f"phases name {', '.join(sorted(unknown))}; the sources are named {', '.join(names)}"

@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+
+def held_alone(path: Path) -> IO[str] | None:
+    """A lock that is removed with its file, by `release`; None where another process holds it.
+
+    Args:
+        path: the file that is locked; made where there is none.
+    """
+    while True:
+        file = path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                return file
+        except FileNotFoundError:
+            pass
+        except OSError:
+            file.close()
+            return None
+        file.close()  # its holder has removed it meanwhile
+
+
+def release(path: Path, lock: IO[str]) -> None:
+    """Give up a lock of `held_alone`."""
+    path.unlink(missing_ok=True)
+    lock.close()
 
 
 @contextmanager

@@ -129,5 +129,6 @@ def by_source(terms: LossTerms, micro: MicroBatch) -> dict[str, Sum]:
 
 
 def mean(name: str, total: Sum) -> Tensor:
-    """The mean; that of a source without targets in the batch is NaN, any other 0."""
-    return total.value / (total.count if name.startswith(BY_SOURCE) else total.count.clamp(min=1))
+    """The mean; that of a loss over no target is NaN, so that the step has no effect; any other is 0."""
+    is_loss = name == "loss" or name.startswith(BY_SOURCE)
+    return total.value / (total.count if is_loss else total.count.clamp(min=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.loading.batches import Batches, Group, StreamedBatches, TrainBatches, ValidationBatches
 from forge_data.loading.workers import Workers
-from forge_data.order.mixing import Run, build_order, fingerprint_parts, last_step, plan_lines
+from forge_data.order.mixing import Run, build_order, fingerprint_parts, last_step, num_joined, plan_lines
 from forge_data.order.order import VERSION, Order
 from forge_data.packing.build import build_packings, build_streams, held_out_digests, pin_key
 from forge_data.packing.build import fingerprint_parts as packing_parts
@@ -220,29 +221,33 @@ def build_loader(
             f"rank {rank} of {world_size}, micro_batch {micro_batch}, first_sample {first_sample}: expected "
             "a rank from 0 below world_size, a micro_batch from 1 and a first_sample from 0"
         )
-    packings, names = build_packings(config, split, on_progress, items), tuple(config.source_names())
-    content = [f"{number} {packing.digest}" for number, packing in packings.items()]
-    if items is not None and any(packing.ragged for packing in packings.values()):
-        content.append(items.digest)
+    contents: dict[Path, str] = {}  # each file is read once, for what is trained on and what is held out
+    packings = build_packings(config, split, on_progress, items, contents)
+    names = tuple(config.source_names())
+    content = [(number, f"{number} {_content(packing, items)}") for number, packing in packings.items()]
     cuts = packing_parts(config)
     if split == "validation":
         evenly = ValidationBatches(packings, micro_batch, config.validation_samples, rank, world_size, names)
-        named, lengths = fingerprint(config, content, cuts), _token_bytes(config)
+        named, lengths = fingerprint(config, [text for _, text in content], cuts), _token_bytes(config)
         return Loader(evenly, 0, packings, named, sources=names, token_bytes=lengths)
     # The held-out text belongs to what a run is: its evaluations are to be compared.
-    held_out = held_out_digests(config, on_progress, items)
-    content += [f"{number} {digest}" for number, digest in held_out.items()]
+    held_out = held_out_digests(config, on_progress, items, contents)
+    content += [(number, f"{number} {digest}") for number, digest in held_out.items()]
     _require_even(global_batch, micro_batch, world_size)
     streams = build_streams(config, global_batch, state or {}, started=first_sample > 0)
     for number, stream in streams.items():
         _require_shared(names[number], stream.lanes, world_size)
     packings = dict(sorted((packings | streams).items()))
-    cuts += [f"stream {number} {stream.lanes} {stream.digest}" for number, stream in streams.items()]
+    of_streams = [(n, f"stream {n} {stream.lanes} {stream.digest}") for n, stream in streams.items()]
     run = Run(global_batch, steps)
     order = build_order(config, [len(p) for p in packings.values()], run)
 
     def fingerprint_at(samples: int | None) -> str:
-        return fingerprint(config, content, cuts + fingerprint_parts(config, order, run, samples))
+        joined = num_joined(config, run, samples)
+        of_joined = structs.replace(config, sources=config.sources[:joined], phases=[])
+        known = [[text for number, text in texts if number < joined] for texts in (content, of_streams)]
+        parts = fingerprint_parts(config, order, run, samples)
+        return fingerprint(of_joined, known[0], cuts + known[1] + parts)
 
     cut = packings, micro_batch, order, first_sample, global_batch, rank, world_size, names
     return Loader(
@@ -295,6 +300,11 @@ def build_set_loader(
 def _token_bytes(config: DataConfig) -> np.ndarray | None:
     tell = getattr(config.tokenizer.build(), "token_bytes", None)  # a tokenizer of one's own may have none
     return None if tell is None else tell()
+
+
+def _content(packing: Packing, items: ItemReader | None) -> str:
+    """Names what a source gives; rows that a reader of items made are others with another reader."""
+    return packing.digest if items is None or not packing.ragged else f"{packing.digest} {items.digest}"
 
 
 def fingerprint(config: DataConfig, content: Sequence[str], named: Sequence[str]) -> str:

@@ -107,6 +107,27 @@ def _too_long(config: DataConfig, order: Order, run: Run, last: int) -> str:
     )
 
 
+def num_joined(config: DataConfig, run: Run, samples: int | None) -> int:
+    """How many sources belong to the first so many samples: those behind have not been read yet.
+
+    A source with weight 0 may be added at the end of the list, for a phase that begins later.
+
+    Args:
+        config: the section `[data]`.
+        run: how much of it is read.
+        samples: how many of the run are meant; None means all.
+    """
+    if samples is None:
+        return len(config.sources)
+    begun = [
+        phase.weights
+        for step, phase in zip(phase_starts(config, run), config.phases, strict=True)
+        if step * run.global_batch < samples
+    ]
+    named = enumerate(zip(config.source_names(), config.sources, strict=True), 1)
+    return max(n for n, (name, s) in named if s.weight or any(weights.get(name) for weights in begun))
+
+
 def fingerprint_parts(config: DataConfig, order: Order, run: Run, samples: int | None = None) -> list[str]:
     """What of the mixture, beyond seed and weights, names the stream; nothing where nothing is asked for.
 
@@ -117,15 +138,17 @@ def fingerprint_parts(config: DataConfig, order: Order, run: Run, samples: int |
         samples: how many of the run are meant; later phases and skips do not count. Absent: all.
     """
     parts: list[str] = []
+    joined = num_joined(config, run, samples)
     if config.temperature is not None:
         parts.append(f"temperature {config.temperature!r}")
     starts = {segment.phase: segment.start for segment in reversed(order.segments)}
     for number, (step, phase) in enumerate(zip(phase_starts(config, run), config.phases, strict=True), 1):
         if samples is None or step * run.global_batch < samples:
-            weights = [phase.weights.get(name, 0.0) for name in config.source_names()]
+            weights = [phase.weights.get(name, 0.0) for name in config.source_names()[:joined]]
             parts.append(f"phase {starts.get(number)} {weights!r}")
-    if any(source.max_epochs is not None for source in config.sources):
-        parts.append(f"max_epochs {[s.max_epochs for s in config.sources]!r} {_policy(config)}")
+    epochs = [source.max_epochs for source in config.sources[:joined]]
+    if any(each is not None for each in epochs):
+        parts.append(f"max_epochs {epochs!r} {_policy(config)}")
     skips = order.skips
     return parts + [
         f"skip {a} {b}"
@@ -216,6 +239,10 @@ def plan_lines(config: DataConfig, order: Order, run: Run) -> list[str]:
                 f"  source {one.source}: {one.tokens:,} tokens ({one.tokens / total:.1%}), "
                 f"{'streamed' if one.source in streamed else f'{one.epochs:.3g} epochs by its end'}{ends}"
             )
+    if config.temperature is not None and config.phases:
+        lines.append(
+            "the weights of phases are taken as they are: temperature holds for the first phase only"
+        )
     last = last_step(order, run)
     if last is not None and last < run.steps:
         lines.append(

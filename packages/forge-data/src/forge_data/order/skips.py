@@ -37,6 +37,18 @@ class SkipConfig(Config):
         return f"samples {listed}{', ...' if len(self.samples) > 8 else ''}"
 
 
+def left_out(to: int, first: int, end: int, margin: int) -> SkipConfig:
+    """What a run leaves out after a rollback because of its data.
+
+    Args:
+        to: the step it went back to.
+        first: the first step of the trouble.
+        end: the step behind the last one of it.
+        margin: so many steps before and after are left out as well.
+    """
+    return SkipConfig(start_step=max(to, first - margin), end_step=end + margin)
+
+
 class Skips:
     """From the place of a sample in the run to its global index.
 

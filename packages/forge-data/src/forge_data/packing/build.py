@@ -26,7 +26,11 @@ def cache_folder(config: DataConfig) -> Path:
 
 
 def build_packings(
-    config: DataConfig, split: Split, on_progress: Progress | None = None, items: ItemReader | None = None
+    config: DataConfig,
+    split: Split,
+    on_progress: Progress | None = None,
+    items: ItemReader | None = None,
+    contents: dict[Path, str] | None = None,
 ) -> dict[int, Packing]:
     """The sequences of each source that has some for the split and is not streamed, by its place in `config`.
 
@@ -35,11 +39,12 @@ def build_packings(
         split: which samples.
         on_progress: told how far it is while text is tokenized.
         items: what the model makes of items that are no text.
+        contents: see `Making`.
 
     Raises:
         DataError: data are missing or damaged or cannot be cut as asked, or no source has validation data.
     """
-    opening, found = _opening(config, split, on_progress, items), dict[int, Packing]()
+    opening, found = _opening(config, split, on_progress, items, contents), dict[int, Packing]()
     for number in _taken(config, split):
         with named_source(config, number):
             found[number] = config.sources[number].packing(opening)
@@ -48,7 +53,10 @@ def build_packings(
 
 
 def held_out_digests(
-    config: DataConfig, on_progress: Progress | None = None, items: ItemReader | None = None
+    config: DataConfig,
+    on_progress: Progress | None = None,
+    items: ItemReader | None = None,
+    contents: dict[Path, str] | None = None,
 ) -> dict[int, str]:
     """The digest of what each source holds out for validation, by its place in `config`.
 
@@ -59,7 +67,7 @@ def held_out_digests(
     """
     if not config.has_validation():
         return {}
-    opening, found = _opening(config, "validation", on_progress, items), dict[int, str]()
+    opening, found = _opening(config, "validation", on_progress, items, contents), dict[int, str]()
     for number in _taken(config, "validation"):
         source = config.sources[number]
         with named_source(config, number):
@@ -74,9 +82,13 @@ def held_out_digests(
 
 
 def _opening(
-    config: DataConfig, split: Split, on_progress: Progress | None, items: ItemReader | None
+    config: DataConfig,
+    split: Split,
+    on_progress: Progress | None,
+    items: ItemReader | None,
+    contents: dict[Path, str] | None,
 ) -> Opening:
-    making = Making(config.tokenize_workers, on_progress)
+    making = Making(config.tokenize_workers, on_progress, contents)
     return Opening(split, config.tokenizer, cache_folder(config), making, config, items)
 
 

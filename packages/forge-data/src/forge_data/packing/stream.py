@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +21,10 @@ from forge_data.error import DataError
 from forge_data.order.order import key, permute
 from forge_data.packing.concat import documents as documents_of_rows
 from forge_data.packing.packing import Sequences, TextPacking
-from forge_data.sources.columns import Columns, Part
-from forge_data.sources.documents import Task, documents
+from forge_data.sources.columns import Columns, Document, named
+from forge_data.sources.documents import Task, documents, were_text
 from forge_data.sources.remote import patiently
-from forge_data.store.tokenize import document_ids, document_targets
+from forge_data.tokenizer.encoding import encoded
 from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
 
 ENDLESS = 1 << 40
@@ -54,11 +55,14 @@ class StreamedText:
     shuffle_parts: int = 2
     pin: str | None = None
 
-    def digest(self) -> str:
+    def digest(self, tokenizer: Tokenizer) -> str:
         """Names the files by their names, sizes and parts, or commit, and what is read of them."""
         parts = [(task.name, task.start, task.stop, task.bytes) for task in self.tasks]
         pinned = [] if self.pin is None else [self.pin]
-        return f"{key(VERSION, str(self.columns), self.lanes, self.shuffle_parts, parts, *pinned):016x}"
+        local = [task.path for task in self.tasks if isinstance(task.path, Path)]
+        pinned += ["rows"] * any(were_text(path) for path in local)
+        columns = named(self.columns, tokenizer)
+        return f"{key(VERSION, columns, self.lanes, self.shuffle_parts, parts, *pinned):016x}"
 
     def num_lanes(self, global_batch: int) -> int:
         """How many lanes there are: what was asked for, or a divisor of the batch with four parts a lane.
@@ -158,39 +162,42 @@ class _Lane:
         empty = 0
         while True:
             read = self._window(*divmod(window, windows))
-            empty = 0 if read else empty + 1
+            # None is everywhere; a target without characters is that of the end of the document.
+            empty = 0 if any(document.targets != () for document in read) else empty + 1
             if empty == windows:
                 names = ", ".join(task.name for task in self._tasks[:3])
-                raise DataError(f"there is no text in {names}, which a lane of a stream reads")
+                raise DataError(
+                    f"no document of {names}, which a lane of a stream reads, has a target: no text, or "
+                    "no turn of the assistant (`roles`)"
+                )
             order = np.arange(len(read))
             if self._text.shuffle_parts:
                 order = permute(order, len(read), key(self._seed, "documents", window))
             for number in range(first, len(read)):
-                parts = read[int(order[number])]
-                ids = document_ids(self._encoder, parts)
-                targets = document_targets(ids, parts) if self._text.columns.masks else None
-                yield _Document(Place(window, number), np.concatenate(ids), targets)
+                document = read[int(order[number])]
+                ids, targets = encoded(self._encoder, document, self._text.columns.masks)
+                yield _Document(Place(window, number), ids, targets)
             window, first = window + 1, 0
 
-    def _window(self, epoch: int, window: int) -> list[list[Part]]:
+    def _window(self, epoch: int, window: int) -> list[Document]:
         """The documents of a window in the order of its parts."""
         order = np.arange(len(self._tasks))
         if self._text.shuffle_parts:
             order = permute(order, len(order), key(self._seed, "epoch", epoch))
         here = order[window * self._together : (window + 1) * self._together]
-        return [parts for number in here for parts in self._read(self._tasks[int(number)])]
+        return [document for number in here for document in self._read(self._tasks[int(number)])]
 
-    def _read(self, task: Task) -> list[list[Part]]:
+    def _read(self, task: Task) -> list[Document]:
         try:
-            columns = self._text.columns
-            found = patiently(task.path, lambda: [parts for _, parts in documents(task, columns)])
+            asked = task, self._text.columns, self._encoder
+            found = patiently(task.path, lambda: [document for _, document in documents(*asked)])
         except DataError:
             raise
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{task.path} cannot be read: {error}; bring it back as it was when the run began"
             ) from error
-        return [parts for parts in found if any(part.text for part in parts)]
+        return [document for document in found if document.text]
 
 
 class Stream(TextPacking):
@@ -240,7 +247,8 @@ class Stream(TextPacking):
     @property
     def digest(self) -> str:
         """Names what is read and with which tokenizer."""
-        return f"{self.text.digest()} {self._tokenizer.build().digest}"
+        tokenizer = self._tokenizer.build()
+        return f"{self.text.digest(tokenizer)} {tokenizer.digest}"
 
     def restart(self) -> None:
         """Go back to where the lanes began."""

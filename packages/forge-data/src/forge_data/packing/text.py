@@ -19,8 +19,9 @@ def pack(store: TokenStore, data: DataConfig, cache: Path) -> Packing:
     """The sequences of a store; their plan is made first when need be.
 
     Raises:
-        DataError: the store is shorter than a sequence, or the plan cannot be kept.
+        DataError: the store is shorter than a sequence or has no targets, or the plan cannot be kept.
     """
+    store.require_targets()
     flags = data.mask_documents, data.mask_boundaries
     if data.packing == "concat":
         return Concat(store, data.max_tokens, *flags)

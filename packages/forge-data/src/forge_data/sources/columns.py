@@ -1,30 +1,54 @@
-"""Which parts of a row make a document, and which of them are targets. Imports no torch."""
+"""Which parts of a row make a document, and which are targets? Imports no torch."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from forge_data.error import DataError
+from forge_data.order.order import key
+from forge_data.tokenizer.chat import ChatTemplate, Spans
+from forge_data.tokenizer.tokenizer import Bytes, Tokenizer
 
 CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
 """A turn of a conversation as many models know it."""
 
+OF_TOKENIZER = "tokenizer"
+"""In place of a template: that of the tokenizer."""
 
-class Part(NamedTuple):
-    """Part of a document, tokenized by itself.
+ROLES = {"assistant": True} | dict.fromkeys(("system", "developer", "user", "tool", "function"), False)
+"""Roles of a conversation, and whether what they say is a target."""
+
+SAID_ELSEWHERE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message that hold part of what was said, which a template of role and content would leave out."""
+
+MARK = "\udc82"
+"""Stands in a control token that a row only spells; a half character, which no text of a row holds."""
+
+
+class Document(NamedTuple):
+    """A document, which is tokenized as a whole.
 
     Attributes:
-        text: of it.
-        is_target: whether its tokens are targets.
+        text: all of it.
+        targets: where its targets are; None: everywhere. One that reaches the end has the end token with it.
+        spelled: the places of characters within control tokens that the text only spells: a user that writes
+            `<|im_start|>` begins no turn.
+        is_complete: the text has all special tokens that belong at its beginning and end.
     """
 
     text: str
-    is_target: bool = True
+    targets: Spans | None = None
+    spelled: tuple[int, ...] = ()
+    is_complete: bool = False
 
 
 class Columns(Protocol):
-    """Makes documents of rows. What it is turned into by `str` names the tokens in the cache.
+    """Makes documents of rows.
 
     Attributes:
         names: the columns that are read.
@@ -41,13 +65,26 @@ class Columns(Protocol):
         """See above."""
         ...
 
-    def parts(self, row: dict[str, Any]) -> list[Part]:
-        """The document of a row; no parts, or none with text, make no document.
+    def document(self, row: dict[str, Any], tokenizer: Tokenizer) -> Document:
+        """The document of a row; one without text is none.
 
         Raises:
             DataError: the row has not these columns, or something else in them.
         """
         ...
+
+
+def named(columns: Columns, tokenizer: Tokenizer) -> str:
+    """Names what columns make of rows for a tokenizer; it is part of the name of the tokens in the cache.
+
+    Documents with targets are encoded as a whole, which for bytes is the same as part by part.
+    """
+    name = str(columns)
+    if columns.masks and not isinstance(tokenizer, Bytes):
+        name += " whole"
+    if isinstance(columns, MessagesColumn) and columns.template == OF_TOKENIZER:
+        name += f" {key(_template_of(tokenizer)):016x}"
+    return name
 
 
 @dataclass(frozen=True)
@@ -56,22 +93,26 @@ class TextColumn:
 
     Attributes:
         field: its name.
+        control_tokens: whether control tokens that the text spells are control tokens.
+        as_text: endings of files that are one document whatever their name says.
     """
 
     field: str = "text"
+    control_tokens: bool = True
+    as_text: tuple[str, ...] = ()
     masks = False
 
     def __str__(self) -> str:
-        return self.field
+        return self.field + _spelled(self.control_tokens, True)
 
     @property
     def names(self) -> list[str]:
         """See `Columns`."""
         return [self.field]
 
-    def parts(self, row: dict[str, Any]) -> list[Part]:
-        """See `Columns.parts`."""
-        return [Part(_text(row, self.field))]
+    def document(self, row: dict[str, Any], tokenizer: Tokenizer) -> Document:
+        """See `Columns.document`."""
+        return _document(marker(tokenizer, self.control_tokens)(_text(row, self.field)), None)
 
 
 @dataclass(frozen=True)
@@ -81,20 +122,30 @@ class PromptColumns:
     Attributes:
         prompt: the name of its column.
         completion: the name of its column.
+        control_tokens: whether control tokens that the texts spell are control tokens.
     """
 
     prompt: str = "prompt"
     completion: str = "completion"
+    control_tokens: bool = dataclasses.field(default=True, repr=False)
     masks = True
+
+    def __str__(self) -> str:
+        return repr(self) + _spelled(self.control_tokens, True)
 
     @property
     def names(self) -> list[str]:
         """See `Columns`."""
         return [self.prompt, self.completion]
 
-    def parts(self, row: dict[str, Any]) -> list[Part]:
-        """See `Columns.parts`."""
-        return [Part(_text(row, self.prompt), False), Part(_text(row, self.completion))]
+    def document(self, row: dict[str, Any], tokenizer: Tokenizer) -> Document:
+        """See `Columns.document`."""
+        prompt, completion = _text(row, self.prompt), _text(row, self.completion)
+        if row[self.completion] is None and prompt:
+            raise DataError(f"{self.completion!r} is null; expected the text that follows the prompt")
+        marked = marker(tokenizer, self.control_tokens)
+        before, text = marked(prompt), marked(prompt) + marked(completion)
+        return _document(text, ((len(before), len(text)),))
 
 
 @dataclass(frozen=True)
@@ -104,32 +155,160 @@ class MessagesColumn:
     Attributes:
         field: the name of the column: a list of messages with `role` and `content`.
         template: of a turn. What comes before `{content}` is no target; `{content}` and what follows it is
-            one in turns of the assistant.
+            one in turns of the assistant. Or `tokenizer`: the chat template of the tokenizer writes the
+            conversation.
+        control_tokens: whether control tokens that messages spell are control tokens.
+        roles: further roles, and whether what they say is a target.
+        tools: the name of the column with the tools that the chat template of the tokenizer lists.
     """
 
     field: str = "messages"
     template: str = CHATML
+    control_tokens: bool = dataclasses.field(default=False, repr=False)
+    roles: tuple[tuple[str, bool], ...] = dataclasses.field(default=(), repr=False)
+    tools: str | None = dataclasses.field(default=None, repr=False)
     masks = True
+
+    def __str__(self) -> str:
+        more = f" {self.roles}" if self.roles else ""
+        more += f" tools {self.tools}" if self.tools else ""
+        return repr(self) + _spelled(self.control_tokens, False) + more
 
     @property
     def names(self) -> list[str]:
         """See `Columns`."""
-        return [self.field]
+        return [self.field] + ([self.tools] if self.tools else [])
 
-    def parts(self, row: dict[str, Any]) -> list[Part]:
-        """See `Columns.parts`."""
+    def document(self, row: dict[str, Any], tokenizer: Tokenizer) -> Document:
+        """See `Columns.document`."""
+        marked = marker(tokenizer, self.control_tokens)
+        messages = self._messages(row)
+        speaks = [self._speaks(message) for message in messages]
+        if self.template == OF_TOKENIZER:
+            given = [_mapped(marked, message) for message in messages]
+            tools = _tools(row[self.tools]) if self.tools in row else None
+            text, targets = _template_of(tokenizer).render(given, speaks, _mapped(marked, tools))
+        else:
+            text, targets = self._stated(messages, speaks, marked)
+        return _document(text, targets)._replace(is_complete=self.template == OF_TOKENIZER)
+
+    def _stated(
+        self, messages: list[dict[str, Any]], speaks: list[bool], marked: Callable[[str], str]
+    ) -> tuple[str, Spans]:
+        """Text and targets by a template of a turn."""
         before, _, after = self.template.partition("{content}")
+        text, targets = "", list[tuple[int, int]]()
+        for message, is_target in zip(messages, speaks, strict=True):
+            text += before.replace("{role}", message["role"])
+            start = len(text)
+            text += marked(_content(message)) + after.replace("{role}", message["role"])
+            if is_target:
+                targets.append((start, len(text)))
+        return text, tuple(targets)
+
+    def _messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         messages = row.get(self.field)
         if not isinstance(messages, list | tuple):
             raise DataError(f"{self.field!r} holds {type(messages).__name__}, not a list of messages")
-        found: list[Part] = []
         for message in messages:  # pyright: ignore[reportUnknownVariableType]
             if not isinstance(message, dict):
                 raise DataError(f"{self.field!r} holds {type(message).__name__} for a message")
-            role, content = _text(message, "role"), _text(message, "content")  # pyright: ignore[reportUnknownArgumentType]
-            found.append(Part(before.replace("{role}", role), False))
-            found.append(Part(content + after.replace("{role}", role), role == "assistant"))
-        return found
+        # Tables have every key in every message, and null where it has none.
+        return [
+            {name: _whole(value) for name, value in message.items() if value is not None or name == "content"}
+            for message in messages  # pyright: ignore[reportUnknownVariableType]
+        ]
+
+    def _speaks(self, message: dict[str, Any]) -> bool:
+        """Whether the text of a message is a target."""
+        role, roles = _text(message, "role"), ROLES | dict(self.roles)
+        if role not in roles:
+            raise DataError(
+                f"given the role {role!r}; expected one of {', '.join(roles)}: say with "
+                f"`roles = {{ {role} = true }}` that what it says is a target, or with false that it is none"
+            )
+        return roles[role]
+
+
+def _content(message: dict[str, Any]) -> str:
+    """The text of a message of which nothing is left out.
+
+    Raises:
+        DataError: more was said in it than a template of role and content can write.
+    """
+    more = [
+        name
+        for name, value in message.items()
+        if value and name != "content" and (name in SAID_ELSEWHERE or isinstance(value, list | dict))
+    ]
+    if more or not isinstance(message.get("content", ""), str):
+        what = more[0] if more else f"content of type {type(message['content']).__name__}"
+        raise DataError(
+            f"a message of the role {message['role']!r} has {what}, which this template would leave out; use "
+            "template = 'tokenizer', whose chat template may write it, or remove such rows"
+        )
+    return _text(message, "content")
+
+
+def _tools(value: Any) -> Any:
+    """A list of tools, which tables often hold as a text in JSON."""
+    try:
+        return _whole(json.loads(value) if isinstance(value, str) else value)
+    except ValueError as error:
+        raise DataError(f"the tools are no JSON: {error}") from None
+
+
+def _template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
+        raise DataError(
+            "given template = 'tokenizer', and the tokenizer has no chat template (chat_template.jinja, or "
+            "chat_template in tokenizer_config.json, beside its tokenizer.json); state a template"
+        )
+    return template
+
+
+def _spelled(control_tokens: bool, default: bool) -> str:
+    """What of `control_tokens` belongs to a name; nothing by default."""
+    return "" if control_tokens == default else f" control_tokens={control_tokens}"
+
+
+def marker(tokenizer: Tokenizer, control_tokens: bool) -> Callable[[str], str]:
+    """Puts a `MARK` into each control token that a text spells, unless it is to be one."""
+    tokens: tuple[str, ...] = () if control_tokens else getattr(tokenizer, "control_tokens", ())
+    if not tokens:
+        return lambda text: text
+    pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+    # before the last character, so that not even a part of the token and what follows it is one
+    return lambda text: pattern.sub(lambda found: f"{found[0][:-1]}{MARK}{found[0][-1]}", text)
+
+
+def _document(marked: str, targets: Spans | None) -> Document:
+    """A document of a text with marks, and of targets in it."""
+    first, *others = marked.split(MARK)
+    text, spelled = first, list[int]()
+    for piece in others:
+        spelled.append(len(text))
+        text += piece
+    if spelled and targets is not None:
+        places = [mark + number for number, mark in enumerate(spelled)]
+        moved = [at - sum(place < at for place in places) for span in targets for at in span]
+        targets = tuple(zip(moved[::2], moved[1::2], strict=True))
+    return Document(text, targets, tuple(spelled))
+
+
+def _mapped(change: Callable[[str], str], value: Any) -> Any:
+    """The same value with its texts changed, but for the names of keys and the role."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: one if name == "role" else _mapped(change, one) for name, one in value.items()}
+    return [_mapped(change, one) for one in value] if isinstance(value, list) else value
+
+
+def _whole(value: Any) -> Any:
+    """The same value with whole characters."""
+    return _mapped(_characters, value)
 
 
 def _text(row: dict[str, Any], field: str) -> str:
@@ -138,7 +317,9 @@ def _text(row: dict[str, Any], field: str) -> str:
     text = row[field]
     if not isinstance(text, str | None):
         raise DataError(f"{field!r} holds {type(text).__name__}, not text")
-    # Escapes such as "\\ud800" are half characters, which no encoding has.
-    if text is None or text.isascii():
-        return text or ""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return _characters(text or "")
+
+
+def _characters(text: str) -> str:
+    """Escapes may name half a character (U+D800 to U+DFFF), which no encoding has; it is replaced."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

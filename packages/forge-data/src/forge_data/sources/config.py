@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import glob
+import contextlib
 import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -22,7 +21,9 @@ from forge_data.order.order import key
 from forge_data.packing.packing import Packing
 from forge_data.packing.stream import StreamedText
 from forge_data.packing.text import pack
-from forge_data.sources.columns import Columns, TextColumn
+from forge_data.sources.columns import Columns, TextColumn, named
+from forge_data.sources.documents import were_text
+from forge_data.sources.files import find_files, walk
 from forge_data.sources.items import ItemReader
 from forge_data.store.tokenize import ALONE, Held, Making, states_of, tokenize_files
 from forge_data.store.tokens import FORMAT, TokenStore
@@ -60,12 +61,12 @@ class SourceConfig(Config):
     """Interface of `[[data.sources]]`. A source has `packing`, or `open` where it has nothing but tokens.
 
     Attributes:
-        weight: share of the sequences, relative to the other sources.
+        weight: share of the sequences, relative to the other sources; 0 waits for a phase that names it.
         name: what phases and plans call it; absent means its place, from 0.
         max_epochs: how often it may be read; absent means any number of times.
     """
 
-    weight: Annotated[float, Meta(gt=0, le=1e12)] = 1.0
+    weight: Annotated[float, Meta(ge=0, le=1e12)] = 1.0
     name: str | None = None
     max_epochs: Annotated[float, Meta(gt=0, le=1e12)] | None = None
 
@@ -162,15 +163,26 @@ class TextSourceConfig(SourceConfig):
     ) -> TokenStore:
         """See `SourceConfig.open`. Processes that ask at once wait for the first of them.
 
-        What a killed process has tokenized is kept, but for its last ten seconds.
+        What a killed process has tokenized is kept, but for its last ten seconds. Where the text is gone, the
+        tokens that were made of it last are read, and a line on standard error says so.
 
         Raises:
             DataError: there is no such text, or the cache cannot be written.
         """
-        root, files = self.root_and_files(split)
+        built, held, columns = tokenizer.build(), self.held(split), self.columns()
+        said = structs.asdict(structs.replace(self, weight=1.0, name=None, max_epochs=None))
+        kept = cache / "tokens" / f"{key(split, type(self), said, built.digest):016x}.last"
+        try:
+            root, files = self.root_and_files(split)
+        except DataError as gone:
+            if not kept.is_file() or not (last := cache / "tokens" / kept.read_text()).exists():
+                raise
+            sys.stderr.write(f"{gone}; the tokens that were made of it are read from {last}\n")
+            return TokenStore(last)
         seen = states_of(files)
-        held, columns, what = self.held(split), self.columns(), f"the text of {self.name or 'a source'}"
-        folder = cache / "tokens" / f"{_name(root, files, tokenizer.build(), held, columns):016x}"
+        what = f"the text of {self.name or 'a source'}"
+        name = f"{_name(root, files, built, held, columns, making.contents):016x}"
+        folder = cache / "tokens" / name
         if not folder.exists():
             try:
                 folder.parent.mkdir(parents=True, exist_ok=True)
@@ -187,18 +199,34 @@ class TextSourceConfig(SourceConfig):
                             on_progress=making.saying(what),
                             restart=alone,
                             seen=seen,
+                            what=what,
                         )
             except OSError as error:
                 raise DataError(
                     f"the tokens cannot be kept in {cache}: {error}; set data.cache_dir or $FORGE_CACHE"
                 ) from None
+        if not kept.is_file() or kept.read_text() != name:
+            with contextlib.suppress(OSError):  # a cache that others have made may be read-only
+                written = kept.with_suffix(f".{os.getpid()}.tmp")
+                written.write_text(name)
+                written.replace(kept)
         return TokenStore(folder)
 
 
-def _name(root: Path, files: list[Path], tokenizer: Tokenizer, held: Held, columns: Columns) -> int:
+def _name(
+    root: Path,
+    files: list[Path],
+    tokenizer: Tokenizer,
+    held: Held,
+    columns: Columns,
+    contents: dict[Path, str] | None,
+) -> int:
     """Names tokens after what they are made from: the text itself, for times and sizes tell nothing of it."""
-    listed = [(str(f.relative_to(root)), _content(f)) for f in files]
-    return key(FORMAT, tokenizer.digest, held, columns, listed)
+    as_text, known = getattr(columns, "as_text", ()), {} if contents is None else contents
+    known |= {file: _content(file) for file in files if file not in known}
+    rows = {file: ("rows",) if were_text(file, as_text) else () for file in files}
+    listed = [(str(f.relative_to(root)), known[f], *rows[f]) for f in files]
+    return key(FORMAT, tokenizer.digest, held, named(columns, tokenizer), listed)
 
 
 def _content(path: Path) -> str:
@@ -207,6 +235,9 @@ def _content(path: Path) -> str:
             return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # pyright: ignore[reportArgumentType]
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
+
+
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @sources.register("python-stdlib")
@@ -220,7 +251,7 @@ class PythonStdlibConfig(TextSourceConfig):
     def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
         """See `TextSourceConfig.root_and_files`."""
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = sorted(_walk(root, lambda name: name.endswith(".py"), _LEFT_OUT))
+        files = sorted(walk(root, lambda name: name.endswith(".py"), _LEFT_OUT))
         if not files:
             raise DataError(f"{sys.executable} has no source files in {root}; use a source of type 'files'")
         return root, files
@@ -237,38 +268,33 @@ class InstalledDocsConfig(TextSourceConfig):
         """See `TextSourceConfig.root_and_files`."""
         root = Path(sysconfig.get_paths()["purelib"])
         endings = (".md", ".rst", "METADATA")
-        files = sorted(_walk(root, lambda name: name.endswith(endings), {"test", "tests", "__pycache__"}))
+        files = sorted(walk(root, lambda name: name.endswith(endings), {"test", "tests", "__pycache__"}))
         if not files:
             raise DataError(f"no package in {root} brings documentation; use a source of type 'files'")
         return root, files
 
 
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-
-def _walk(root: Path, takes: Callable[[str], bool], left_out: set[str]) -> Iterator[Path]:
-    """Files below a folder; folders that are left out are not even listed."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
-        yield from (Path(folder, name) for name in names if takes(name))
-
-
 @sources.register("files")
 class FilesConfig(TextSourceConfig):
-    """Files of text: .jsonl and .parquet hold a document a row, every other file is one document.
+    """Files of text: .jsonl, .ndjson, .json, .parquet and .arrow hold a document a row, others one document.
 
     Attributes:
-        paths: files, folders (everything in them but hidden names) or patterns such as `corpus/**/*.py`.
+        paths: files, folders (everything in them but hidden names, also behind links) or patterns such as
+            `corpus/**/*.py`.
         validation: the same for validation; absent holds out some of `paths`.
-        field: the key of the text in .jsonl and .parquet.
+        field: the key of the text in rows.
+        as_text: endings of files that are one document each, although such files usually hold rows: `.json`
+            in a folder of code, or `.csv`, which is refused otherwise.
     """
 
     # Where text lies may change: the fingerprint of the stream says whether it is the same text.
-    free_keys = path_keys = ("paths", "validation")
+    free_keys = ("paths", "validation", "as_text")
+    path_keys = ("paths", "validation")
 
     paths: list[str]
     validation: list[str] | None = None
     field: str = "text"
+    as_text: list[str] = []
 
     def __post_init__(self) -> None:
         if not self.paths or self.validation == []:
@@ -293,44 +319,7 @@ class FilesConfig(TextSourceConfig):
 
     def columns(self) -> Columns:
         """See `TextSourceConfig.columns`."""
-        return TextColumn(self.field)
-
-
-def find_files(paths: list[str]) -> list[Path]:
-    """The files that names, folders and patterns stand for, sorted.
-
-    Raises:
-        DataError: one of them stands for nothing, or a name is no file: a link to nowhere, a pipe.
-    """
-    found: set[Path] = set()
-    for path in paths:
-        here: set[Path] = set()
-        for name in [path] if path and Path(path).exists() else _matches(path):
-            below = _walk(Path(name), lambda name: not name.startswith("."), {"__pycache__"})
-            here |= {Path(os.path.realpath(f)) for f in (below if Path(name).is_dir() else [Path(name)])}
-        if not here:
-            raise DataError(
-                f"there are no files at {path} (from {Path.cwd()}); give files, folders or patterns"
-            )
-        found |= here
-    # A pattern with ** follows a link in a circle until the system refuses; that end is a folder.
-    if wrong := sorted(str(file) for file in found if not (file.is_file() or file.is_dir())):
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise DataError(
-            f"{wrong[0]}{more} is no file that can be read (a link that leads nowhere, a pipe, a socket); "
-            "mend or remove it, or leave it out by a pattern"
-        )
-    return sorted(file for file in found if file.is_file())
-
-
-def _matches(pattern: str) -> list[str]:
-    """What a pattern stands for. The folders it begins with are taken as they are, brackets in them too."""
-    parts = Path(pattern).parts
-    start = Path()
-    while len(parts) > 1 and (start / parts[0]).is_dir():
-        start, parts = start / parts[0], parts[1:]
-    found = glob.glob(str(Path(*parts)), root_dir=start, recursive=True)
-    return [str(start / name) for name in found]
+        return TextColumn(self.field, as_text=tuple(self.as_text))
 
 
 @sources.register("tokens")

@@ -9,13 +9,14 @@ import io
 import itertools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from forge_data.error import DataError
-from forge_data.sources.columns import Columns, Part
+from forge_data.sources.columns import Columns, Document
 from forge_data.sources.remote import HubFile, may_pass, said_by
+from forge_data.tokenizer.tokenizer import Tokenizer
 
 TASK_BYTES = 8 << 20
 """Large .jsonl files are cut into ranges of about this size; small files are worked on one by one."""
@@ -23,11 +24,19 @@ TASK_BYTES = 8 << 20
 ARROW_BATCHES = 16
 """Record batches of an .arrow file that are read together; `datasets` writes a thousand rows in each."""
 
-ROW_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
-"""Files with a document a row."""
+LINES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson", ".json") for packed in ("", ".gz", ".zst"))
+"""Files with a row of JSON in each line; as on the hub, .json is one of them."""
 
-HUB_ROW_ENDINGS = (*ROW_ENDINGS, ".json", ".json.gz", ".json.zst")
-"""The same on the hub, where .json is a name of lines of JSON."""
+ROW_ENDINGS = (*LINES, ".parquet", ".arrow")
+"""Files with a document a row, in letters of any case."""
+
+LATER_ROW_ENDINGS = tuple(
+    one for one in ROW_ENDINGS if one.startswith((".json.", ".ndjson")) or one == ".json"
+)
+"""Those that were read as one document each by earlier versions, whose stores are in some caches."""
+
+TABLES = tuple(f"{kind}{packed}" for kind in (".csv", ".tsv") for packed in ("", ".gz", ".zst"))
+"""Files of rows that are not read as such."""
 
 ALL_BATCHES = 1 << 40
 
@@ -44,6 +53,8 @@ class Task(NamedTuple):
         start: where the part starts.
         stop: where it ends.
         bytes: about how many bytes are read.
+        lines: those of the part, of a packed file, which nobody can begin to read in its middle; `start` is
+            the number of the first. None: they are read from the file.
     """
 
     path: Path | HubFile
@@ -51,56 +62,114 @@ class Task(NamedTuple):
     start: int
     stop: int
     bytes: int
+    lines: tuple[bytes, ...] | None = None
 
 
-def tasks_of(path: Path | HubFile, root: Path) -> list[Task]:
-    """The parts of a file; those of the hub are named after their place in the repository.
+def has_rows(path: Path | HubFile, as_text: tuple[str, ...] = ()) -> bool:
+    """Whether a file has a document a row, by its name.
+
+    Args:
+        path: of the file.
+        as_text: endings of files that are one document whatever their name says.
 
     Raises:
-        DataError: the file is gone, or damaged.
+        DataError: it has rows of a kind that is not read.
+    """
+    name = path.name.lower()
+    if as_text and name.endswith(tuple(ending.lower() for ending in as_text)):
+        return False
+    if name.endswith(TABLES):
+        raise DataError(
+            f"{path} is a table, of a kind whose rows are not read; make it .jsonl or .parquet, leave it "
+            "out by a pattern, or, if it is one text, name its ending in `as_text` of a source of type files"
+        )
+    return name.endswith(ROW_ENDINGS)
+
+
+def were_text(path: Path, as_text: tuple[str, ...] = ()) -> bool:
+    """Whether earlier versions read a file with rows as one document."""
+    endings = tuple(one for one in ROW_ENDINGS if one not in LATER_ROW_ENDINGS)
+    return has_rows(path, as_text) and not path.name.endswith(endings)
+
+
+def tasks_of(path: Path | HubFile, root: Path, as_text: tuple[str, ...] = ()) -> list[Task]:
+    """The parts of a file; those of the hub are named after their place in the repository.
+
+    Args:
+        path: of the file.
+        root: names are relative to it.
+        as_text: see `has_rows`.
+
+    Raises:
+        DataError: the file is gone, damaged, or of rows that are not read.
     """
     with _damage_is_named(path):
         if isinstance(path, HubFile):
-            return _cut(path, path.path, path.size)
+            return _cut(path, path.path, path.size, has_rows(path))
         name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
-        return _cut(path, name, path.stat().st_size)
+        return _cut(path, name, path.stat().st_size, has_rows(path, as_text))
 
 
-def _cut(path: Path | HubFile, name: str, size: int) -> list[Task]:
-    if path.suffix == ".jsonl" or (isinstance(path, HubFile) and path.suffix == ".json"):
+def _cut(path: Path | HubFile, name: str, size: int, rows: bool) -> list[Task]:
+    suffix = path.suffix.lower() if rows else ""
+    if suffix in (".jsonl", ".ndjson", ".json"):
         cuts = [*range(0, max(size, 1), TASK_BYTES), size]
         return [Task(path, name, a, b, b - a) for a, b in itertools.pairwise(cuts)]
-    if path.suffix == ".parquet":
+    if suffix == ".parquet":
         groups = _parquet(path).num_row_groups
         return [Task(path, name, group, group + 1, size // groups) for group in range(groups)]
-    if path.suffix == ".arrow" and isinstance(path, HubFile):
+    if suffix == ".arrow" and isinstance(path, HubFile):
         return [Task(path, name, 0, ALL_BATCHES, size)]  # it would be read up to each part
-    if path.suffix == ".arrow":
+    if suffix == ".arrow":
         count = sum(1 for _ in _arrow_batches(path))
         cuts = [*range(0, count, ARROW_BATCHES), count]
         return [Task(path, name, a, b, size * (b - a) // count) for a, b in itertools.pairwise(cuts)]
     return [Task(path, name, 0, size, size)]
 
 
-def documents(task: Task, columns: Columns) -> Iterator[tuple[str, list[Part]]]:
-    """Name and parts of each document of a task. Bytes that are no UTF-8 become replacement characters.
+def portions(tasks: Iterable[Task], as_text: tuple[str, ...] = ()) -> Iterator[Task]:
+    """The same tasks, packed files of lines in parts of about `TASK_BYTES`, which are read here.
+
+    Raises:
+        DataError: such a file is damaged.
+    """
+    for task in tasks:
+        if not has_rows(task.path, as_text) or task.path.suffix.lower() not in (".gz", ".zst"):
+            yield task
+            continue
+        start = 0
+        with _damage_is_named(task.path), _open(task.path) as file:
+            while lines := tuple(file.readlines(TASK_BYTES)):
+                yield task._replace(start=start, stop=start + len(lines), bytes=0, lines=lines)
+                start += len(lines)
+        # so that progress counts the bytes of the file
+        yield task._replace(start=start, stop=start, lines=())
+
+
+def documents(task: Task, columns: Columns, tokenizer: Tokenizer) -> Iterator[tuple[str, Document]]:
+    """Name and text of each document of a task. Bytes that are no UTF-8 become replacement characters.
 
     Raises:
         DataError: the file is damaged, or a row is not what the columns need.
     """
     path = task.path
     with _damage_is_named(path):
-        if not path.name.endswith(HUB_ROW_ENDINGS if isinstance(path, HubFile) else ROW_ENDINGS):
-            yield task.name, [Part(_plain_text(path))]
+        if not has_rows(path, getattr(columns, "as_text", ())):
+            if columns.masks:
+                raise DataError(
+                    f"{path} has no rows, and {', '.join(columns.names)} are asked for; expected files with "
+                    f"the ending {', '.join(ROW_ENDINGS)}: leave it out by a pattern"
+                )
+            yield task.name, Document(_plain_text(path))
             return
         for place, row in _rows(task, columns.names):
             if row is None:
                 continue
             try:
-                parts = columns.parts(row)
+                document = columns.document(row, tokenizer)
             except DataError as error:
                 raise DataError(f"{path} at {place}: {error}") from None
-            yield f"{task.name}:{place}", parts
+            yield f"{task.name}:{place}", document
 
 
 @contextlib.contextmanager
@@ -126,9 +195,10 @@ def _plain_text(path: Path | HubFile) -> str:
 
 
 def _open(path: Path | HubFile) -> IO[bytes]:
-    if path.suffix == ".gz":
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
         return gzip.open(path.open() if isinstance(path, HubFile) else path)  # pyright: ignore[reportReturnType]
-    if path.suffix == ".zst":
+    if suffix == ".zst":
         packed = path.open() if isinstance(path, HubFile) else str(path)
         return io.BufferedReader(_pyarrow().input_stream(packed, compression="zstd"))
     return path.open() if isinstance(path, HubFile) else path.open("rb")
@@ -136,9 +206,10 @@ def _open(path: Path | HubFile) -> IO[bytes]:
 
 def _rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Place and row; None for an empty line."""
-    if task.path.suffix == ".parquet":
+    suffix = task.path.suffix.lower()
+    if suffix == ".parquet":
         yield from _parquet_rows(task, names)
-    elif task.path.suffix == ".arrow":
+    elif suffix == ".arrow":
         batches = itertools.islice(_arrow_batches(task.path), task.start, task.stop)
         for number, batch in enumerate(batches, task.start):
             _require_columns(task.path, names, batch.schema.names)
@@ -163,7 +234,10 @@ def _require_columns(path: Path | HubFile, names: list[str], held: list[str]) ->
 
 def _lines(task: Task) -> Iterator[tuple[int, bytes]]:
     """Lines that start within the part, with the place of their first byte; packed files: their number."""
-    if task.path.suffix in (".gz", ".zst"):
+    if task.lines is not None:
+        yield from enumerate(task.lines, task.start)
+        return
+    if task.path.suffix.lower() in (".gz", ".zst"):
         with _open(task.path) as file:
             yield from enumerate(file)
         return
@@ -181,7 +255,10 @@ def _json_row(path: Path | HubFile, position: int, line: bytes) -> dict[str, Any
     try:
         row = json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} at {position}: no JSON: {error!r}") from None
+        raise DataError(
+            f"{path} at {position}: no JSON: {error!r}; expected an object with columns in each line. If the "
+            "file is one text, name its ending in `as_text` of a source of type 'files'"
+        ) from None
     if not isinstance(row, dict):
         raise DataError(f"{path} at {position}: {type(row).__name__}, not an object with columns")
     return row  # pyright: ignore[reportUnknownVariableType]

@@ -15,9 +15,17 @@ from msgspec import structs
 
 from forge_data.error import DataError
 from forge_data.packing.stream import StreamedText
-from forge_data.sources.columns import CHATML, Columns, MessagesColumn, PromptColumns, TextColumn
-from forge_data.sources.config import SourceConfig, Split, TextSourceConfig, find_files, sources
+from forge_data.sources.columns import (
+    CHATML,
+    OF_TOKENIZER,
+    Columns,
+    MessagesColumn,
+    PromptColumns,
+    TextColumn,
+)
+from forge_data.sources.config import SourceConfig, Split, TextSourceConfig, sources
 from forge_data.sources.documents import tasks_of
+from forge_data.sources.files import files_of_split, find_files
 from forge_data.sources.hub import HubSplit, commit_of, downloaded, files_of, tasks_of_split
 from forge_data.store.tokenize import Held
 
@@ -34,14 +42,20 @@ class HfConfig(TextSourceConfig):
         subset: the configuration of a data set of the hub.
         revision: a commit, tag or branch of it; absent is the main branch. A run that streams it goes on
             with the commit that it began with.
-        split: of a data set of the hub.
-        validation: the path of the validation text, or the name of its split on the hub; absent holds out
-            some of `path`.
+        split: of a data set of the hub, or of a folder whose files say by their names which they belong to.
+        validation: the path of the validation text, or the name of its split; absent holds out some of
+            `path`.
         text: the column with the text; absent means `text` if no other kind is named.
         messages: the column with conversations; only what the assistant says is a target.
         prompt: the column with what is no target.
         completion: the column with the target.
-        template: of a turn of a conversation; `{role}` and `{content}` are put in.
+        template: of a turn of a conversation; `{role}` and `{content}` are put in. `tokenizer` takes the chat
+            template of the tokenizer.
+        roles: further roles of conversations, and whether what they say is a target; beside assistant, which
+            is one, and system, developer, user, tool and function.
+        tools: the column with the tools that the chat template of the tokenizer lists.
+        control_tokens: whether a control token that the text of a row spells, such as `<|im_start|>`, is that
+            token; absent: in texts and prompts it is, in conversations it is text.
         streaming: read the text while training, from the hub too, instead of tokenizing it first. Nothing is
             held out: name `validation` to evaluate.
         lanes: of a stream: its parts (row groups, ranges of bytes, files) are dealt to so many, which ranks
@@ -62,6 +76,9 @@ class HfConfig(TextSourceConfig):
     prompt: str | None = None
     completion: str | None = None
     template: str = CHATML
+    roles: dict[str, bool] = {}
+    tools: str | None = None
+    control_tokens: bool | None = None
     streaming: bool = False
     lanes: Annotated[int, Meta(ge=0)] = 0
     shuffle_parts: Annotated[int, Meta(ge=0)] = 2
@@ -85,16 +102,26 @@ class HfConfig(TextSourceConfig):
                 "long a stream is, is not known: leave max_epochs out and bound train.steps, or set "
                 "streaming = false"
             )
-        if "{content}" not in self.template:
-            raise ValueError(f"template = {self.template!r} has no {{content}}; put it where the text goes")
+        if "{content}" not in self.template and self.template != OF_TOKENIZER:
+            raise ValueError(
+                f"template = {self.template!r} has no {{content}}; put it where the text goes, or name "
+                f"{OF_TOKENIZER!r}"
+            )
+        if self.tools is not None and (self.messages is None or self.template != OF_TOKENIZER):
+            raise ValueError(
+                f"given tools = {self.tools!r}; only messages with template = {OF_TOKENIZER!r} list tools"
+            )
 
     def columns(self) -> Columns:
         """See `TextSourceConfig.columns`."""
         if self.messages is not None:
-            return MessagesColumn(self.messages, self.template)
+            roles = tuple(sorted(self.roles.items()))
+            spelled = self.control_tokens or False
+            return MessagesColumn(self.messages, self.template, spelled, roles, self.tools)
+        spelled = self.control_tokens is not False
         if self.prompt is not None and self.completion is not None:
-            return PromptColumns(self.prompt, self.completion)
-        return TextColumn(self.text or "text")
+            return PromptColumns(self.prompt, self.completion, spelled)
+        return TextColumn(self.text or "text", spelled)
 
     def has_validation(self) -> bool:
         """See `SourceConfig.has_validation`."""
@@ -138,12 +165,28 @@ class HfConfig(TextSourceConfig):
                 f"{self.revision!r}, which only data sets of the hub have; leave them out"
             )
         if is_local(self.path) or (own is not None and not own.isidentifier() and is_local(own)):
-            files = find_files([own or self.path])
+            files = self._local_files(own)
         else:
             asked = HubSplit(self.path, self.subset, own or self.split)
             only = files_of(asked, commit_of(asked, self.revision)) if self.streaming else None
             files = downloaded(asked, self.revision, only)
         return Path(os.path.commonpath([file.parent for file in files])), files
+
+    def _local_files(self, own: str | None) -> list[Path]:
+        """Files of this machine: of the training text, or those that `validation` names."""
+        folder = Path(os.path.realpath(self.path))
+        if own is not None and own.isidentifier() and not Path(own).exists() and folder.is_dir():
+            return files_of_split(folder, own)
+        if own is None and folder.is_dir():
+            return files_of_split(folder, self.split)
+        if own is None and self.split != "train":
+            raise DataError(
+                f"given split = {self.split!r} of {self.path}; files are of no split: name those to be read, "
+                "or their folder"
+            )
+        if own is not None and Path(own).is_dir():
+            return files_of_split(Path(os.path.realpath(own)), None)
+        return find_files([own or self.path])
 
 
 def is_local(path: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from forge_data.error import DataError
 from forge_data.locks import locked
 from forge_data.order.order import key
-from forge_data.sources.documents import HUB_ROW_ENDINGS, Task, tasks_of
+from forge_data.sources.documents import ROW_ENDINGS, Task, tasks_of
 from forge_data.sources.remote import HubFile, patiently, said_by
 
 VERSION = 1
@@ -24,7 +24,7 @@ LISTED_TOGETHER = 500
 
 CONNECTIONS = 16
 
-TEXT_ENDINGS = (*HUB_ROW_ENDINGS, ".txt", ".txt.gz", ".txt.zst", ".md")
+TEXT_ENDINGS = (*ROW_ENDINGS, ".txt", ".txt.gz", ".txt.zst", ".md")
 
 T = TypeVar("T")
 

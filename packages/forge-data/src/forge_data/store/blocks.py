@@ -184,7 +184,12 @@ class HashedFile:
         self._in_block = 0
         self._bytes = 0
         while self._bytes < kept:
-            self._hash_next(memoryview(self._file.read(min(kept - self._bytes, BLOCK_BYTES))))
+            read = self._file.read(min(kept - self._bytes, BLOCK_BYTES))
+            if not read:
+                raise DataError(
+                    f"{path} has {self._bytes} bytes, of which {kept} were kept; remove its folder"
+                )
+            self._hash_next(memoryview(read))
         self._file.truncate()
 
     def write(self, data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,17 @@ from forge_data.error import DataError
 
 INDEX = "index.json"
 
-LITDATA_DTYPES = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8"}
+LITDATA_DTYPES = {
+    11: "u1",
+    12: "i1",
+    13: "<i2",
+    14: "<i2",
+    15: "<i4",
+    16: "<i4",
+    17: "<i8",
+    18: "<i8",
+    20: "<u2",
+}
 """litData numbers the integers of torch."""
 
 
@@ -25,11 +36,13 @@ class Chunk(NamedTuple):
         path: of it.
         tokens: [n] integers.
         doc_ends: [documents] int64 where the file says them; else None.
+        targets: [n] bool where the file says which tokens are targets; else None.
     """
 
     path: Path
     tokens: np.ndarray
     doc_ends: np.ndarray | None
+    targets: np.ndarray | None = None
 
 
 def read_chunks(folder: Path, dtype: str | None = None) -> Iterator[Chunk]:
@@ -44,6 +57,13 @@ def read_chunks(folder: Path, dtype: str | None = None) -> Iterator[Chunk]:
 
     Source: litdata `streaming/writer.py` and `item_loader.py`; mosaicml-streaming `base/format/mds`.
     """
+    if not (folder / INDEX).is_file():
+        kinds = Counter("".join(file.suffixes[-2:]) for file in folder.iterdir() if file.is_file())
+        there = ", ".join(f"{count} {kind or 'without an ending'}" for kind, count in kinds.most_common(5))
+        raise DataError(
+            f"{folder} has no {INDEX}, so it holds neither litData chunks nor MDS; it has files: "
+            f"{there or 'none'}. Name token files one by one, e.g. {folder}/*.npy"
+        )
     try:
         index = json.loads((folder / INDEX).read_bytes())
         if "chunks" in index:
@@ -114,25 +134,39 @@ def _mds(folder: Path, shard: dict[str, Any], dtype: str | None) -> Chunk:
     if "tokens" not in names:
         raise DataError(f"{path} has no column 'tokens'; it has {', '.join(names)}")
     column = names.index("tokens")
-    stated = _mds_dtype(path, shard["column_encodings"][column], dtype)
+    encoding = shard["column_encodings"][column]
+    stated = _mds_dtype(path, encoding, dtype)
     raw, offsets = _header(path, int(shard["samples"]))
     found = [_column(raw[a:b], sizes, column) for a, b in itertools.pairwise(offsets.tolist())]
+    if encoding.startswith("ndarray") and encoding.count(":") == 1:
+        found = [_after_shape(path, values, stated) for values in found]
     return Chunk(path, _ids(path, np.concatenate(found), stated), None)
 
 
 def _mds_dtype(path: Path, encoding: str, dtype: str | None) -> np.dtype[Any]:
     kind, _, rest = encoding.partition(":")
-    name, _, shape = rest.partition(":")
+    name, _, _ = rest.partition(":")
     if kind == "bytes" and dtype is not None:
         return np.dtype(dtype).newbyteorder("<")
-    if kind == "ndarray" and name and shape:
+    if kind == "ndarray" and name:
         stated = np.dtype(name).newbyteorder("<")
         _require_dtype(path, dtype, stated)
         return stated
     raise DataError(
-        f"{path} holds tokens as {encoding!r}; expected 'ndarray' with dtype and shape, or 'bytes' and a "
+        f"{path} holds tokens as {encoding!r}; expected 'ndarray' with a dtype, or 'bytes' and a "
         "--dtype: its writer knows it"
     )
+
+
+def _after_shape(path: Path, raw: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """The values of an array with its shape before them: dimensions * 4 + size of each, then each of them."""
+    head = int(raw[0]) if len(raw) else 0
+    dimensions, width = head >> 2, 1 << head % 4
+    shape = raw[1 : 1 + dimensions * width].view(f"<u{width}")
+    values = raw[1 + dimensions * width :]
+    if not dimensions or len(values) != int(np.prod(shape, dtype=np.int64)) * dtype.itemsize:
+        raise DataError(f"{path} holds an array whose shape does not fit its {len(values)} bytes")
+    return values
 
 
 def _column(sample: np.ndarray, sizes: list[int | None], column: int) -> np.ndarray:

@@ -18,16 +18,29 @@ MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 RAW_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
 
+PACKED = {
+    b"PK\x03\x04": "a zip archive, such as .npz",
+    b"\x1f\x8b": "packed by gzip",
+    b"\x28\xb5\x2f\xfd": "packed by zstd",
+    b"\x89HDF": "HDF5",
+    b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+}
+"""What files begin with that hold no raw numbers, whatever dtype is stated."""
+
+
 class Foreign(NamedTuple):
     """Tokens of another project.
 
     Attributes:
         tokens: [n] integers, mapped from the file.
         doc_ends: [documents] int64 where the file says them; else None.
+        targets: [n] bool where the file says which tokens are targets; else None.
     """
 
     tokens: np.ndarray
     doc_ends: np.ndarray | None = None
+    targets: np.ndarray | None = None
 
 
 def read_foreign(path: Path, dtype: str | None = None) -> Foreign:
@@ -54,12 +67,7 @@ def read_foreign(path: Path, dtype: str | None = None) -> Foreign:
     elif path.suffix == ".ds":
         reader = _nanoset
     if reader is None:
-        if dtype not in RAW_DTYPES:
-            raise DataError(
-                f"{path} holds raw numbers and does not say which; given dtype {dtype!r}, expected one of "
-                f"{', '.join(RAW_DTYPES)}: its writer knows it"
-            )
-        return Foreign(_mapped(path, np.dtype(dtype).newbyteorder("<")))
+        return _raw(path, head, dtype)
     found = reader(path)
     if dtype is not None and found.tokens.dtype != np.dtype(dtype).newbyteorder("<"):
         raise DataError(
@@ -75,6 +83,17 @@ def read_foreign(path: Path, dtype: str | None = None) -> Foreign:
             f"the documents of {path} do not rise to its {len(found.tokens)} tokens; copy it again"
         )
     return found
+
+
+def _raw(path: Path, head: bytes, dtype: str | None) -> Foreign:
+    if container := next((what for magic, what in PACKED.items() if head.startswith(magic)), None):
+        raise DataError(f"{path} is {container}, no raw numbers; take the tokens out, e.g. as .npy")
+    if dtype not in RAW_DTYPES:
+        raise DataError(
+            f"{path} holds raw numbers and does not say which; given dtype {dtype!r}, expected one of "
+            f"{', '.join(RAW_DTYPES)}: its writer knows it"
+        )
+    return Foreign(_mapped(path, np.dtype(dtype).newbyteorder("<")))
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
@@ -119,7 +138,10 @@ def _megatron(path: Path) -> Foreign:
 
 
 def _nanoset(path: Path) -> Foreign:
-    """`.ds.metadata` names the bytes of a token after a `|`, `.ds.index` holds the u64 ends of documents."""
+    """`.ds.metadata` names the bytes of a token after a `|`, `.ds.index` holds the u64 ends of documents.
+
+    `.ds.loss`, where there is one, holds a byte for each token: whether it is a target.
+    """
     metadata, index = (path.with_name(path.name + ending) for ending in (".metadata", ".index"))
     try:
         width = int(metadata.read_text().splitlines()[0].rpartition("|")[2])
@@ -129,7 +151,16 @@ def _nanoset(path: Path) -> Foreign:
         raise DataError(
             f"{path} needs {metadata.name} (with 2 or 4 bytes a token) and {index.name}: {error!r}"
         ) from None
-    return Foreign(_mapped(path, np.dtype(dtype)), ends)
+    tokens, loss = _mapped(path, np.dtype(dtype)), _loss_beside(path)
+    if loss.is_file() and loss.stat().st_size != len(tokens):
+        raise DataError(
+            f"{loss} has {loss.stat().st_size} bytes; expected one for each of the {len(tokens)} tokens"
+        )
+    return Foreign(tokens, ends, np.memmap(loss, np.uint8, mode="r") != 0 if loss.is_file() else None)
+
+
+def _loss_beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.loss")
 
 
 def import_tokens(
@@ -151,12 +182,15 @@ def import_tokens(
     if out.exists():
         raise DataError(f"{out} exists already; remove it or choose another folder")
     built = tokenizer.build()
-    with Writer(out, built.vocab_size, built.digest) as writer:
-        for path, tokens, ends in _opened(files, dtype):
+    masked = any(path.suffix == ".ds" and _loss_beside(path).is_file() for path in files)
+    with Writer(out, built.vocab_size, built.digest, masked) as writer:
+        for path, tokens, ends, targets in _opened(files, dtype):
+            are = np.ones(len(tokens), dtype=bool) if masked and targets is None else targets
             ends = _ends_of(tokens, built.eos_id) if ends is None else ends
             for begin, lengths in _portions(np.unique(ends[ends > 0])):
+                here = slice(begin, begin + int(lengths.sum()))
                 try:
-                    writer.add(tokens[begin : begin + int(lengths.sum())], lengths.tolist())
+                    writer.add(tokens[here], lengths.tolist(), None if are is None else are[here])
                 except DataError as error:
                     raise DataError(
                         f"{path} from token {begin}: {error}; name its own tokenizer and dtype"

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
+import pickle
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from forge_data.error import DataError
 from forge_data.job_signals import blocked
 from forge_data.order.order import key
-from forge_data.sources.columns import Columns, Part, TextColumn
-from forge_data.sources.documents import Task, documents, tasks_of
+from forge_data.sources.columns import Columns, TextColumn, named
+from forge_data.sources.documents import Task, documents, portions, tasks_of
 from forge_data.store.restart import RestartableWriter
 from forge_data.store.tokens import TokenStore, Writer, store_dtype
+from forge_data.tokenizer.encoding import encoded
 from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
 
 AHEAD = 4
@@ -65,10 +69,12 @@ class Making(NamedTuple):
     Attributes:
         workers: processes; 0 is one for each core that this process may use, or one alone for little text.
         on_progress: told how far it is, after each part of a file.
+        contents: the digests of files that were read already; grows. None keeps none.
     """
 
     workers: int = 1
     on_progress: Progress | None = None
+    contents: dict[Path, str] | None = None
 
     def saying(self, what: str) -> Progress:
         """`on_progress`, and lines on standard error now and then."""
@@ -116,6 +122,7 @@ def tokenize_files(
     on_progress: Progress | None = None,
     restart: bool = False,
     seen: Sequence[tuple[int, int]] = (),
+    what: str = "the text",
 ) -> TokenStore:
     """Write the documents of files, in order, each followed by the end-of-document token.
 
@@ -130,6 +137,7 @@ def tokenize_files(
         on_progress: told how far it is.
         restart: keep what was written when this process is killed, and go on from there the next time.
         seen: what `states_of` said of the files when `out` was named after them; absent is now.
+        what: is tokenized, for the line that says what was read.
 
     Raises:
         DataError: `out` exists, a row has no text, no document is left, or a file has changed meanwhile.
@@ -139,29 +147,33 @@ def tokenize_files(
     built = tokenizer.build()
     columns = columns or TextColumn()
     seen = seen or states_of(files)
-    tasks = [task for file in files for task in tasks_of(file, root)]
+    as_text = getattr(columns, "as_text", ())
+    tasks = [task for file in files for task in tasks_of(file, root, as_text)]
     work = partial(_tokenize_task, tokenizer=tokenizer, columns=columns, held=held or Held())
     total = sum(task.bytes for task in tasks)
     workers = workers or (cores() if total > SMALL_BYTES else 1)
     made = built.vocab_size, built.digest, columns.masks
     if restart:
-        named = key("tokenize", built.digest, columns, held, tasks, seen)
-        writer: Writer = RestartableWriter(out, *made, work=f"{named:016x}")
+        kept_as = key("tokenize in portions", built.digest, named(columns, built), held, tasks, seen)
+        writer: Writer = RestartableWriter(out, *made, work=f"{kept_as:016x}")
     else:
         writer = Writer(out, *made)
     with writer:
-        kept = writer.tasks if isinstance(writer, RestartableWriter) else 0
-        done = sum(task.bytes for task in tasks[:kept])
-        for task, found in zip(tasks[kept:], _map(work, tasks[kept:], workers), strict=True):
-            writer.add(*found)
-            if isinstance(writer, RestartableWriter):
+        cut = portions(tasks, as_text)
+        done, empty = sum(task.bytes for task in itertools.islice(cut, writer.tasks)), 0
+        try:
+            for task, found in _map(work, cut, workers):
+                writer.add(*found[:3])
                 writer.task_done()
-            done += task.bytes
-            if on_progress is not None:
-                on_progress(done, total)
-        if not writer.num_docs:
-            raise DataError(_nothing(len(files), held or Held()))
-        _require_unchanged(files, seen)
+                empty += found.empty
+                done += task.bytes
+                if on_progress is not None:
+                    on_progress(done, total)
+            if not writer.num_docs:
+                raise DataError(_nothing(len(files), held or Held()))
+        finally:
+            _require_unchanged(files, seen, writer)
+    sys.stderr.write(f"{what}: {_read(files, writer.num_docs, empty)}\n")
     return TokenStore(out)
 
 
@@ -181,13 +193,27 @@ def states_of(files: Sequence[Path]) -> list[tuple[int, int]]:
     return found
 
 
-def _require_unchanged(files: Sequence[Path], seen: Sequence[tuple[int, int]]) -> None:
-    changed = [file for file, a, b in zip(files, seen, states_of(files), strict=True) if a != b]
+def _require_unchanged(files: Sequence[Path], seen: Sequence[tuple[int, int]], writer: Writer) -> None:
+    try:
+        now = states_of(files)
+    except DataError:
+        writer.forget()
+        raise
+    changed = [file for file, a, b in zip(files, seen, now, strict=True) if a != b]
     if changed:
+        writer.forget()
         raise DataError(
             f"{changed[0]} has changed while the text was tokenized ({len(changed)} of {len(files)} files "
             "did); start again when nobody writes there"
         )
+
+
+def _read(files: Sequence[Path], num_docs: int, empty: int) -> str:
+    """What was read, in words."""
+    kinds = Counter("".join(file.suffixes[-2:]) or "no ending" for file in files).most_common(8)
+    listed = ", ".join(f"{count:,} {kind}" for kind, count in kinds)
+    passed = f", {empty:,} rows without text passed over" if empty else ""
+    return f"{num_docs:,} documents of {len(files):,} files ({listed}){passed}"
 
 
 def _nothing(num_files: int, held: Held) -> str:
@@ -199,29 +225,32 @@ def _nothing(num_files: int, held: Held) -> str:
     )
 
 
-def _map(work: Callable[[Task], Any], tasks: Sequence[Task], workers: int) -> Iterator[Any]:
-    """`map` in this process, or over several; in order either way, with few results waiting at a time.
+def _map(work: Callable[[Task], _Done], tasks: Iterable[Task], workers: int) -> Iterator[tuple[Task, _Done]]:
+    """Tasks and what becomes of them in this process, or in several; in order, few waiting at a time.
 
     Raises:
         DataError: a process died.
     """
     if workers <= 1:
-        yield from map(work, tasks)
+        yield from ((task, work(task)) for task in tasks)
         return
     # forkserver: a fork of a process with threads may hang, and the server has no torch to copy
     context = multiprocessing.get_context("forkserver")
-    with blocked():
+    starting = _without_main if b"__main__" not in pickle.dumps(work) else contextlib.nullcontext
+    with blocked(), starting():
         ensure_running()
-    waiting: deque[Future[Any]] = deque()
-    count = min(workers, max(1, len(tasks)))
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent) as pool:
+    waiting: deque[tuple[Task, Future[_Done]]] = deque()
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
         try:
             for task in tasks:
-                waiting.append(pool.submit(work, task))
+                with starting():
+                    waiting.append((task._replace(lines=None), pool.submit(work, task)))
                 if len(waiting) > AHEAD * workers:
-                    yield waiting.popleft().result()
+                    first, found = waiting.popleft()
+                    yield first, found.result()
             while waiting:
-                yield waiting.popleft().result()
+                first, found = waiting.popleft()
+                yield first, found.result()
         except BrokenProcessPool:
             raise DataError(
                 "a process that tokenized was killed, perhaps for want of memory; use fewer (--workers, or "
@@ -229,6 +258,22 @@ def _map(work: Callable[[Task], Any], tasks: Sequence[Task], workers: int) -> It
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Processes that start meanwhile do not run the script again that is running here.
+
+    It may have no `__main__` guard, and would wait for the lock that this process holds.
+    """
+    main = sys.modules["__main__"]
+    kept = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        del main.__spec__
+        main.__dict__.update(kept)
 
 
 def _end_with_parent() -> None:
@@ -247,40 +292,34 @@ _built: dict[TokenizerConfig, Tokenizer] = {}
 
 
 class _Done(NamedTuple):
-    """Ids of the documents of a task, one after the other; their lengths; which ids are targets, if asked."""
+    """Ids of the documents of a task, one after the other; their lengths; which ids are targets, if asked.
+
+    And how many rows have no text.
+    """
 
     tokens: np.ndarray
     lengths: list[int]
     targets: np.ndarray | None
+    empty: int = 0
 
 
 def _tokenize_task(task: Task, tokenizer: TokenizerConfig, columns: Columns, held: Held) -> _Done:
     if tokenizer not in _built:
         _built[tokenizer] = tokenizer.build()
     encoder = _built[tokenizer]
-    found, lengths, targets = list[np.ndarray](), list[int](), list[np.ndarray]()
-    for name, parts in documents(task, columns):
-        if not held.takes(name) or not any(part.text for part in parts):
+    found, lengths, targets, empty = list[np.ndarray](), list[int](), list[np.ndarray](), 0
+    for name, document in documents(task, columns, encoder):
+        if not held.takes(name):
             continue
-        ids = document_ids(encoder, parts)
-        found += ids
-        lengths.append(sum(map(len, ids)))
-        if columns.masks:
-            targets.append(document_targets(ids, parts))
+        if not document.text:
+            empty += 1
+            continue
+        ids, are_targets = encoded(encoder, document, columns.masks)
+        found.append(ids)
+        lengths.append(len(ids))
+        if are_targets is not None:
+            targets.append(are_targets)
     tokens = np.concatenate(found) if found else np.zeros(0, store_dtype(encoder.vocab_size))
     if not columns.masks:
-        return _Done(tokens, lengths, None)
-    return _Done(tokens, lengths, np.concatenate([np.zeros(0, dtype=bool), *targets]))
-
-
-def document_ids(encoder: Tokenizer, parts: Sequence[Part]) -> list[np.ndarray]:
-    """The ids of each part of a document in the dtype of stores, and behind them that of its end."""
-    dtype = store_dtype(encoder.vocab_size)
-    ids = [encoder.encode(part.text).astype(dtype) for part in parts]
-    return [*ids, np.asarray([encoder.eos_id], dtype=dtype)]
-
-
-def document_targets(ids: Sequence[np.ndarray], parts: Sequence[Part]) -> np.ndarray:
-    """[n] bool, whether each of the ids of `document_ids` is a target; the end is one with the last part."""
-    are = [part.is_target for part in parts]
-    return np.repeat(np.asarray([*are, are[-1]]), [len(i) for i in ids])
+        return _Done(tokens, lengths, None, empty)
+    return _Done(tokens, lengths, np.concatenate([np.zeros(0, dtype=bool), *targets]), empty)

@@ -164,6 +164,21 @@ class TokenStore:
         self._targets.copy_runs(starts, lengths, out, places)
         return True
 
+    def require_targets(self) -> None:
+        """See that some token is a target.
+
+        Raises:
+            DataError: none is, so that nothing can be learned from this store.
+        """
+        if self._targets is None:
+            return
+        values = self._targets.values
+        if not any(values[start : start + CHUNK].any() for start in range(0, len(values), CHUNK)):
+            raise DataError(
+                f"no token of {self.folder} is a target, so that nothing is learned from it; see that its "
+                "completions have text, and its conversations turns of the assistant (`roles`)"
+            )
+
     @cached_property
     def doc_ends(self) -> np.ndarray:
         """[num_docs] int64 index at which each document ends; checked as a whole when first asked for.
@@ -184,6 +199,7 @@ class TokenStore:
         self._docs.verify()
         if self._targets is not None:
             self._targets.verify()
+        self.require_targets()
         self._verify_documents()
         for start in range(0, len(self), CHUNK):
             if int(self._tokens.values[start : start + CHUNK].max()) >= self.manifest.vocab_size:
@@ -247,7 +263,10 @@ class Writer:
     Attributes:
         num_tokens: ids written so far.
         num_docs: documents written so far.
+        tasks: parts of the text of which all documents were written by an earlier process.
     """
+
+    tasks = 0
 
     def __init__(self, folder: Path, vocab_size: int, tokenizer: str, targets: bool = False) -> None:
         self.folder = folder
@@ -326,6 +345,12 @@ class Writer:
                 self._targets.write(targets.astype(np.uint8).tobytes())
         self.num_tokens += len(tokens)
         self.num_docs += len(ends)
+
+    def task_done(self) -> None:
+        """All documents of a part of the text were added."""
+
+    def forget(self) -> None:
+        """What was written is worth nothing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         try:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-EOS = "<|endoftext|>"
+from forge_data.tokenizer.tokenizer import END_OF_TEXT
+
+if TYPE_CHECKING:
+    from forge_data.tokenizer.hf import HfTokenizer
+
 TAKEN_OVER = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -23,7 +28,7 @@ def byte_files(eos_id: int, max_tokens: int) -> dict[str, str]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": eos_id, "content": EOS} | end],
+        "added_tokens": [{"id": eos_id, "content": END_OF_TEXT} | end],
         "normalizer": None,
         "pre_tokenizer": level,
         "post_processor": None,
@@ -43,16 +48,44 @@ def byte_files(eos_id: int, max_tokens: int) -> dict[str, str]:
     }
     return {
         "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False) + "\n",
-        "tokenizer_config.json": _config(EOS, max_tokens),
+        "tokenizer_config.json": _config(END_OF_TEXT, max_tokens),
     }
 
 
-def copied_files(file: Path, eos: str, max_tokens: int) -> dict[str, str]:
-    """A `tokenizer.json` and what lies beside it; `eos` is the end-of-document token of the run."""
+def copied_files(file: Path, eos: str, max_tokens: int, tokenizer: HfTokenizer) -> dict[str, str]:
+    """A `tokenizer.json` and what lies beside it.
+
+    Where the run begins its documents with other tokens than the post-processor, or that puts a token behind
+    a text, another post-processor does what the run does.
+
+    Args:
+        file: the `tokenizer.json`.
+        eos: the end-of-document token of the run.
+        max_tokens: of the model.
+        tokenizer: of the run.
+    """
     found = {"tokenizer_config.json": _config(eos, max_tokens)}
     beside = (file.with_name(name) for name in TAKEN_OVER)
     found |= {path.name: path.read_text(encoding="utf-8") for path in beside if path.is_file()}
-    return found | {"tokenizer.json": file.read_text(encoding="utf-8")}
+    text, bos = file.read_text(encoding="utf-8"), tokenizer.bos_ids
+    if tokenizer.added != (bos, ()):
+        changed = json.loads(text) | {
+            "post_processor": _beginning({tokenizer.text_of(one): one for one in bos})
+        }
+        text = json.dumps(changed, ensure_ascii=False) + "\n"
+    return found | {"tokenizer.json": text}
+
+
+def _beginning(bos: dict[str, int]) -> dict[str, Any]:
+    """A post-processor that puts tokens before a text, as JSON."""
+    single = [{"SpecialToken": {"id": text, "type_id": 0}} for text in bos]
+    single += [{"Sequence": {"id": "A", "type_id": 0}}]
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {text: {"id": text, "ids": [one], "tokens": [text]} for text, one in bos.items()},
+    }
 
 
 def _config(eos: str, max_tokens: int) -> str:

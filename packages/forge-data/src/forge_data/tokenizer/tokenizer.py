@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from forge_config import Config, Registry
 
-from forge_data.error import DataError
+from forge_data.tokenizer.chat import ChatTemplate
+
+END_OF_TEXT = "<|endoftext|>"
+"""How the id that ends a document is spelled, where ids are bytes."""
 
 
 class Tokenizer(Protocol):
     """Text to ids and back.
 
+    What reads a tokenizer of somebody else takes the attributes behind `digest` as absent where it has none.
+
     Attributes:
         vocab_size: ids are below this.
         eos_id: ends a document.
         digest: names the tokenizer in manifests.
+        bos_ids: begin each document and each prompt; often none.
+        control_tokens: texts that are control tokens wherever they are spelled.
+        stop_ids: end what a model writes; `eos_id` is one of them.
+        chat_template: writes conversations.
     """
 
     vocab_size: int
     eos_id: int
     digest: str
+    bos_ids: tuple[int, ...]
+    control_tokens: tuple[str, ...]
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """See above."""
+        ...
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """See above."""
+        ...
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, without an end-of-document token."""
@@ -35,9 +53,36 @@ class Tokenizer(Protocol):
         """The text of token ids; special ids are left out."""
         ...
 
+    def spell(self, tokens: list[int]) -> str:
+        """The text of token ids, also of special ids."""
+        ...
+
+    def encode_places(self, text: str, spelled: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of `encode`, and where they are from.
+
+        Args:
+            text: to be encoded as a whole.
+            spelled: places of characters; a control token that holds one of them is encoded as text.
+
+        Returns:
+            [n] ids, and [n, 2] int64, the first character of each and the one behind its last.
+        """
+        ...
+
     def token_bytes(self) -> np.ndarray | None:
         """[vocab_size] int64: bytes of text that each id stands for, 0 for special ids; None if not known."""
         ...
+
+
+def with_bos(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text behind those that begin a document, unless it begins with them itself."""
+    ids, bos = [int(token) for token in tokenizer.encode(text)], list(getattr(tokenizer, "bos_ids", ()))
+    return ids if ids[: len(bos)] == bos else bos + ids
+
+
+def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What ends a text that a model writes."""
+    return getattr(tokenizer, "stop_ids", (tokenizer.eos_id,))
 
 
 class TokenizerConfig(Config):
@@ -90,10 +135,24 @@ class Bytes:
     vocab_size = 257
     eos_id = 256
     digest = "bytes-256"
+    bos_ids: tuple[int, ...] = ()
+    control_tokens: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = (256,)
+    chat_template = None
 
     def encode(self, text: str) -> np.ndarray:
         """See `Tokenizer.encode`."""
         return np.frombuffer(text.encode("utf-8", errors="surrogatepass"), dtype=np.uint8)
+
+    def spell(self, tokens: list[int]) -> str:
+        """See `Tokenizer.spell`."""
+        raw = b"".join(bytes([one]) if one < 256 else END_OF_TEXT.encode() for one in tokens)
+        return raw.decode("utf-8", errors="replace")
+
+    def encode_places(self, text: str, spelled: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """See `Tokenizer.encode_places`."""
+        starts = np.repeat(np.arange(len(text)), [len(c.encode("utf-8", "surrogatepass")) for c in text])
+        return self.encode(text), np.stack([starts, starts + 1], axis=1)
 
     def decode(self, tokens: list[int]) -> str:
         """See `Tokenizer.decode`; bytes that are no UTF-8 become replacement characters."""
@@ -102,114 +161,3 @@ class Bytes:
     def token_bytes(self) -> np.ndarray:
         """See `Tokenizer.token_bytes`."""
         return (np.arange(self.vocab_size) != self.eos_id).astype(np.int64)
-
-
-@tokenizers.register("hf")
-class HfTokenizerConfig(TokenizerConfig):
-    """A Hugging Face `tokenizer.json`.
-
-    Attributes:
-        path: the file, or the folder it is in.
-        eos: the token that ends a document.
-    """
-
-    free_keys = path_keys = ("path",)
-
-    path: str
-    eos: str = "</s>"
-
-    @property
-    def vocab_size(self) -> int:
-        """See `TokenizerConfig.vocab_size`."""
-        return self.build().vocab_size
-
-    def build(self) -> Tokenizer:
-        """See `TokenizerConfig.build`.
-
-        Raises:
-            DataError: no such file, or no such token.
-        """
-        return HfTokenizer(self.path, self.eos)
-
-    def hf_files(self, max_tokens: int) -> dict[str, str]:
-        """See `TokenizerConfig.hf_files`."""
-        from forge_data.tokenizer.hf_files import copied_files
-
-        return copied_files(_file(self.path), self.eos, max_tokens)
-
-
-class HfTokenizer:
-    """A Hugging Face `tokenizer.json`."""
-
-    def __init__(self, path: str, eos: str) -> None:
-        try:
-            from tokenizers import Tokenizer as Rust
-        except ImportError:
-            raise DataError("tokenizer type 'hf' needs: pip install 'forge-data[tokenizers]'") from None
-        file = _file(path)
-        if not file.is_file():
-            raise DataError(f"there is no tokenizer at {file}")
-        try:
-            self._inner: Any = Rust.from_file(str(file))
-        except Exception as error:  # the Rust library knows no other class
-            raise DataError(f"{file} is no tokenizer.json that can be read: {error}") from None
-        eos_id = self._inner.token_to_id(eos)
-        if eos_id is None:
-            raise DataError(f"{file} has no token {eos!r}; name its end-of-document token with tokenizer.eos")
-        self.eos_id: int = eos_id
-        # Ids may have gaps, so that there are fewer tokens than the largest id says.
-        self.vocab_size: int = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
-        named = file.read_bytes() + eos.encode()
-        if self._inner.truncation is not None or self._inner.padding is not None:
-            # Such files were saved for batches of a fixed length; here every document is read to its end.
-            self._inner.no_truncation()
-            self._inner.no_padding()
-            named += b"/whole"
-        self.digest = hashlib.blake2b(named, digest_size=16).hexdigest()
-
-    def encode(self, text: str) -> np.ndarray:
-        """See `Tokenizer.encode`.
-
-        Raises:
-            DataError: the vocabulary lacks a part of the text, and a token for what is unknown.
-        """
-        try:
-            ids = self._inner.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # as above
-            raise DataError(f"the tokenizer cannot encode {text[:40]!r}...: {error}") from None
-        return np.asarray(ids, dtype=np.int64)
-
-    def decode(self, tokens: list[int]) -> str:
-        """See `Tokenizer.decode`."""
-        return self._inner.decode(tokens, skip_special_tokens=True)
-
-    def token_bytes(self) -> np.ndarray | None:
-        """See `Tokenizer.token_bytes`; known of byte-level BPE and of SentencePiece.
-
-        Counted is the text that the tokenizer has normalized: SentencePiece may have put a space before it.
-        """
-        said = json.loads(self._inner.to_str())
-        decoder = said.get("decoder") or {}
-        kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
-        if "ByteLevel" in kinds:
-            length = len  # each letter stands for one byte
-        elif kinds & {"ByteFallback", "Metaspace"}:
-            length = _sentencepiece_length
-        else:
-            return None
-        found = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, index in self._inner.get_vocab(with_added_tokens=False).items():
-            found[index] = length(token)
-        for added in said["added_tokens"]:
-            found[added["id"]] = 0 if added["special"] else len(added["content"].encode())
-        found[self.eos_id] = 0
-        return found
-
-
-def _sentencepiece_length(token: str) -> int:
-    """Bytes of a token, of which `<0x0A>` is one, and `\u2581` stands for a space."""
-    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else len(token.replace("\u2581", " ").encode())
-
-
-def _file(path: str) -> Path:
-    return Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)

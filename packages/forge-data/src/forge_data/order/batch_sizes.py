@@ -1,4 +1,4 @@
-"""How many sequences each step of a run takes, while its batch grows. Imports no torch."""
+"""How many sequences does each step of a run take, while its batch grows? Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from forge_data.config import DataConfig
 from msgspec import structs
 
-from forge_trainer.portions import TrainConfig
+from forge_data.config import DataConfig
 
 T = TypeVar("T")
 
@@ -22,12 +21,12 @@ class BatchSizes:
     run are those of one stream, in its order, however they are cut into steps.
 
     Args:
-        train: with `global_batch` in sequences.
+        stages: steps and sequences a step, with which the run begins.
+        last: sequences a step after them.
     """
 
-    def __init__(self, train: TrainConfig) -> None:
-        self._stages = [(stage.steps, stage.global_batch) for stage in train.batch_warmup]
-        self._last = train.global_batch
+    def __init__(self, stages: Sequence[tuple[int, int]], last: int) -> None:
+        self._stages, self._last = list(stages), last
         self.unit = math.gcd(*self.all())
 
     def all(self) -> list[int]:
