@@ -1,0 +1,78 @@
+"""What `[model]` holds with `type = "vision-language"`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from forge_model.config import ComposedConfig, DecoderConfig, ModelConfig, models
+
+from forge_vlm.connectors.config import ConnectorConfig, LinearConfig
+from forge_vlm.encoders.config import EncoderConfig, ViTConfig
+from forge_vlm.fusion.config import FusionConfig, JointConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_vlm.images.reader import ImageReader
+
+
+@models.register("vision-language")
+class VisionLanguageConfig(ComposedConfig):
+    """A tower that makes features of images, a connector that makes visual tokens of them, a decoder.
+
+    Attributes:
+        decoder: the language model, of type `decoder`.
+        encoder: the tower.
+        connector: from the features of the tower to visual tokens of the width of the decoder.
+        fusion: how the decoder is given visual tokens.
+    """
+
+    decoder: ModelConfig
+    encoder: EncoderConfig = ViTConfig()
+    connector: ConnectorConfig = LinearConfig()
+    fusion: FusionConfig = JointConfig()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.decoder, DecoderConfig):
+            raise ValueError(f'model.decoder is a {type(self.decoder).__name__}; expected type = "decoder"')
+        if self.image_tokens >= self.max_tokens:
+            raise ValueError(
+                f"an image has {self.image_tokens} visual tokens, and model.decoder.max_tokens = "
+                f"{self.max_tokens} leaves no room for text; use a larger patch_size, or longer sequences"
+            )
+
+    @property
+    def image_tokens(self) -> int:
+        """Visual tokens of one image."""
+        return self.connector.tokens(self.encoder.side, self.encoder.side)
+
+    def language_model(self) -> tuple[str, ModelConfig]:
+        """See `ComposedConfig.language_model`."""
+        return "decoder", self.fused_decoder()
+
+    def fused_decoder(self) -> DecoderConfig:
+        """The decoder with the blocks that the fusion needs."""
+        assert isinstance(self.decoder, DecoderConfig)
+        return self.fusion.decoder(self.decoder)
+
+    def build(self) -> nn.Module:
+        """See `ModelConfig.build`."""
+        from forge_vlm.model import VisionLanguage
+
+        return VisionLanguage(self)
+
+    def items(self) -> ImageReader:
+        """See `ModelConfig.items`."""
+        from forge_vlm.images.reader import ImageReader
+
+        return ImageReader(self.encoder, self.connector, self.fusion)
+
+    def step_flops(self, shapes: Mapping[str, Sequence[int]], causal: bool = True) -> float:
+        """See `ModelConfig.step_flops`; three times the forward pass of the tower, frozen or not."""
+        images = shapes.get("grids", (0,))[0]
+        side, dim = self.encoder.side, self.fused_decoder().dim
+        image = self.encoder.forward_flops() + self.connector.forward_flops(
+            side, side, self.encoder.width, dim
+        )
+        return super().step_flops(shapes, causal) + 3 * images * image
