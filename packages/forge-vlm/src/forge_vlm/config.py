@@ -68,11 +68,17 @@ class VisionLanguageConfig(ComposedConfig):
 
         return ImageReader(self.encoder, self.connector, self.fusion)
 
-    def step_flops(self, shapes: Mapping[str, Sequence[int]], causal: bool = True) -> float:
-        """See `ModelConfig.step_flops`; three times the forward pass of the tower, frozen or not."""
-        images = shapes.get("grids", (0,))[0]
-        side, dim = self.encoder.side, self.fused_decoder().dim
-        image = self.encoder.forward_flops() + self.connector.forward_flops(
-            side, side, self.encoder.width, dim
-        )
-        return super().step_flops(shapes, causal) + 3 * images * image
+    def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
+        """See `ModelConfig.require_axes`."""
+        if cp > 1 and method == "gather" and "span_ids" in self.fusion.by_token():
+            raise ValueError(
+                "visual tokens that see all of their image see later ones, which context parallelism by "
+                '"gather" does not have; set context_parallel.method = "ulysses", or mesh.cp = 1'
+            )
+        super().require_axes(tp, cp, sequence, method)
+
+    def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> float:
+        """See `ComposedConfig.other_flops`; a tower that is frozen counts as if it were not."""
+        side, dim, width = self.encoder.side, self.fused_decoder().dim, self.encoder.width
+        image = self.encoder.forward_flops() + self.connector.forward_flops(side, side, width, dim)
+        return shapes.get("grids", (0,))[0] * image

@@ -112,11 +112,11 @@ class VisionLanguage(Model):
         fusion = {} if self.fusion is None else getattr(self.fusion, "tensor_roles", {})
         mounts: dict[str, Any] = {}
         if self.encoder is not None:
-            mounts["encoder"] = {"blocks": "blocks.*", "tensor": {"": "whole"}, "inputs": FED_BY[:2]}
+            mounts["encoder"] = {"blocks": "layers.*", "tensor": {"": "unsharded"}, "inputs": FED_BY[:2]}
             mounts["connector"] = {
                 "blocks": [],
                 "units": [[""]],
-                "tensor": {"": "whole"},
+                "tensor": {"": "unsharded"},
                 "inputs": FED_BY[:2],
             }
         by_token = ["image_index", *self.config.fusion.by_token()]
@@ -124,6 +124,7 @@ class VisionLanguage(Model):
             "blocks": [],
             "mounts": mounts | {"decoder": decoder},
             "tensor": {f"fusion.{name}": role for name, role in fusion.items()},
+            "host_inputs": ["grids"],
             "sequence_inputs": list(dict.fromkeys([*decoder["sequence_inputs"], *by_token])),
             "stages": stages
             | {

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from forge_model.attention.mask import Mask
+from forge_model.attention.mask import Mask, softmax_attention
 from forge_model.attention.rope_config import NoRopeConfig
 from forge_model.config import GroupedQueryConfig, LayerNormConfig, MLPConfig
 from forge_model.decoder.block import Block
 from forge_model.decoder.config import LayerConfig
 from forge_model.decoder.context import Context
-from forge_model.decoder.roles import Role
 from forge_model.layers import Linear
 from forge_model.model import Model
+from forge_model.roles import Role
 from torch import Tensor, nn
 
 from forge_vlm.encoders.config import ViTConfig
@@ -38,7 +38,7 @@ class ViT(Model):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.config, dim = config, config.dim
+        self.config, self.depth, dim = config, config.num_layers, config.dim
         self.patches = Linear(3 * config.patch_size**2, dim, bias=True)
         self.positions = Positions(config.side**2, dim)
         norm = LayerNormConfig(bias=True)
@@ -48,19 +48,23 @@ class ViT(Model):
             norm=norm,
             rope=NoRopeConfig(),
         )
-        self.blocks = nn.ModuleDict({str(i): Block(layer, dim) for i in range(config.num_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(layer, dim) for i in range(config.num_layers)})
         self.norm = norm.build(dim)
 
     def forward(self, patches: Tensor, grids: Tensor) -> Tensor:
         """[P, 3 p p] uint8 -> [P, D]; every image has the same number of patches."""
         x = self.positions(self.patches(self.normalized(patches)).unflatten(0, (-1, self.config.side**2)))
         mask = Mask(x.shape[1], x.device, causal=False)
-        for block in self.blocks.values():
-            x = block(x, Context(None, block.attention.attend.resolve(mask, None)))
+        for block in self.layers.values():
+            x = block(x, Context(None, softmax_attention.resolve(mask, None)))
         return self.norm(x).flatten(0, 1)
 
+    def blocks(self) -> dict[str, nn.Module]:
+        """See `Model.blocks`."""
+        return {f"layers.{name}": block for name, block in self.layers.items()}
+
     def normalized(self, patches: Tensor) -> Tensor:
-        """Pixels as the tower was trained on them, in the dtype of its weights; colours come last in a pixel."""
+        """Pixels as the tower was trained on them, in the dtype of its weights."""
         # made on the device: a copy from the host would wait for it
         mean, std = (
             torch.cat([torch.full((1,), value, device=patches.device) for value in values])

@@ -21,7 +21,7 @@ class FusionConfig(Config):
         return config
 
     def build(self) -> nn.Module:
-        """A module that turns visual tokens into inputs of the decoder; see `forge_vlm.fusion.joint.Joint`."""
+        """A module that makes inputs of the decoder of visual tokens; see `forge_vlm.fusion.joint.Joint`."""
         raise NotImplementedError
 
     def arrays(self, places: np.ndarray, images: np.ndarray, doc_ids: np.ndarray) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""From the file of an image to pixels, and from pixels to patches. H, W pixels, p size of a patch. No torch."""
+"""From the file of an image to pixels, and to patches. H, W pixels, p size of a patch. No torch."""
 
 from __future__ import annotations
 

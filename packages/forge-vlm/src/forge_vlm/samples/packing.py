@@ -66,12 +66,13 @@ class SamplePacking(Packing):
     def __init__(self, samples: Samples, reader: ItemReader, data: DataConfig, eos_id: int) -> None:
         if data.packing not in ("concat", "pad"):
             raise DataError(
-                f'data.packing = "{data.packing}" for samples with images, which are never cut; use "concat" or "pad"'
+                f'data.packing = "{data.packing}" for samples with images, which are never cut; use "concat" '
+                'or "pad"'
             )
         if data.packing == "concat" and not data.mask_documents:
             raise DataError(
-                'data.packing = "concat" puts several samples into a sequence, which must not see each other; '
-                'set data.mask_documents = true, or data.packing = "pad"'
+                'data.packing = "concat" puts several samples into a sequence, which must not see each '
+                'other; set data.mask_documents = true, or data.packing = "pad"'
             )
         self.max_tokens = data.max_tokens
         self._samples, self._reader, self._eos = samples, reader, eos_id
@@ -114,8 +115,9 @@ class SamplePacking(Packing):
         room = self.max_tokens + 1
         if len(long := np.flatnonzero(lengths > room)):
             raise DataError(
-                f"sample {long[0]} has {lengths[long[0]]} tokens, visual ones included, and a sequence has room for "
-                f"{room} (data.max_tokens + 1); samples are never cut: use longer sequences, or smaller images"
+                f"sample {long[0]} has {lengths[long[0]]} tokens, visual ones included, and a sequence has room "
+                f"for {room} (data.max_tokens + 1); samples are never cut: use longer sequences, or smaller "
+                "images"
             )
         starts, used = [0], 0
         for number, length in enumerate(lengths.tolist()):
@@ -161,8 +163,8 @@ class SamplePacking(Packing):
             )
             if (found := int((sample.tokens == PLACE).sum())) != needed:
                 raise DataError(
-                    f"sample {number} has {found} places for {len(sample.items)} images, which make {needed} visual "
-                    "tokens"
+                    f"sample {number} has {found} places for {len(sample.items)} images, which make {needed} "
+                    "visual tokens"
                 )
             yield sample
 

@@ -1,4 +1,4 @@
-"""Rendered shapes with questions and captions: a task whose answers are in the images alone, on every machine."""
+"""Rendered shapes and questions: a task whose answers are in the images alone, on every machine."""
 
 from __future__ import annotations
 
