@@ -3,15 +3,17 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from forge_config import ConfigError
 from forge_data.tokenizer.tokenizer import Tokenizer
+from forge_model.config import ModelConfig
 from forge_model.error import ModelError
 from forge_model.generation.generate import Sampling, generate
+from forge_model.model_config import Prompt
 from torch import nn
 
 from forge_trainer.run_dir import read_job
@@ -26,35 +28,45 @@ class Writer:
     Args:
         model: a `Decoder`, whole on one device.
         tokenizer: of its run.
-        max_tokens: the longest sequence that the model knows.
+        config: of the model.
         options: of the command.
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Tokenizer, max_tokens: int, options: argparse.Namespace
+        self, model: nn.Module, tokenizer: Tokenizer, config: ModelConfig, options: argparse.Namespace
     ) -> None:
-        self._model, self._tokenizer, self._max_tokens = model, tokenizer, max_tokens
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._max_tokens = config.max_tokens
         self._sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
         self._new_tokens = options.max_new_tokens
         self._ways = {"speculative": options.speculative, "compiled": options.compile}
         self._generator = torch.Generator(next(model.parameters()).device)
         self._seed = options.seed
 
-    def tokens(self, prompt: str) -> list[int]:
-        """Of a prompt; an empty one begins a document.
+    def prompt(self, prompt: str, images: Sequence[bytes] = ()) -> Prompt:
+        """What the model is given of a prompt; an empty one begins a document.
 
         Raises:
-            ConfigError: it has characters that are no text, such as bytes that are not UTF-8.
+            ConfigError: it has characters that are no text, such as bytes that are not UTF-8; or the model
+                does not take these images.
         """
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"given the prompt {prompt!r}; expected text in UTF-8: {error}") from None
-        return [int(token) for token in self._tokenizer.encode(prompt)] or [self._tokenizer.eos_id]
+        try:
+            return self._config.prompt(prompt, images, self._tokenizer)
+        except ValueError as error:
+            raise ConfigError(f"the prompt {prompt!r}: {error}") from None
 
-    def show(self, prompt: str) -> None:
+    def show(self, prompt: str, images: Sequence[bytes] = ()) -> None:
         """Print a prompt and what follows it, as it is written."""
-        tokens = self.tokens(prompt)
+        given = self.prompt(prompt, images)
+        tokens, device = given.tokens, self._generator.device
+        inputs = {
+            name: torch.from_numpy(array).to("cpu" if name in given.host else device)
+            for name, array in given.inputs.items()
+        }
         decode, shown = self._tokenizer.decode, tokens[:]
         new_tokens = min(self._new_tokens, room_for(len(tokens), self._max_tokens))
         sys.stdout.write(decode(tokens))
@@ -70,7 +82,17 @@ class Writer:
 
         self._generator.manual_seed(self._seed)
         stop = [self._tokenizer.eos_id]
-        generate(self._model, [tokens], new_tokens, self._sampling, stop, self._generator, show, **self._ways)
+        generate(
+            self._model,
+            [tokens],
+            new_tokens,
+            self._sampling,
+            stop,
+            self._generator,
+            show,
+            **self._ways,
+            inputs=inputs,
+        )
         sys.stdout.write("\n")
 
     def continued(self, prompts: list[str], batch_size: int) -> Iterator[tuple[int, str]]:
@@ -88,7 +110,7 @@ class Writer:
         rows, new = list[list[int]](), list[int]()
         for number, prompt in enumerate(prompts, 1):
             try:
-                rows.append(self.tokens(prompt))
+                rows.append(self.prompt(prompt).tokens)
                 new.append(min(self._new_tokens, room_for(len(rows[-1]), self._max_tokens)))
             except (ConfigError, ModelError) as error:
                 raise ConfigError(f"--prompts: line {number}: {error}") from None
@@ -160,7 +182,10 @@ def generate_text(options: argparse.Namespace) -> None:
     prompts = None if options.prompts is None else read_prompts(Path(options.prompts))
     job = read_job(Path(options.directory))
     model, _ = load_model(job)
-    writer = Writer(model, job.data.tokenizer.build(), job.model.max_tokens, options)
+    writer = Writer(model, job.data.tokenizer.build(), job.model, options)
+    images = [_read_image(Path(path)) for path in options.image or ()]
+    if images and (prompts is not None or options.interactive):
+        raise ConfigError("--image belongs to --prompt; leave out --prompts and --interactive")
     if prompts is not None:
         texts = dict(writer.continued(prompts, options.batch_size or job.train.micro_batch))
         for index, prompt in enumerate(prompts):
@@ -168,11 +193,18 @@ def generate_text(options: argparse.Namespace) -> None:
         return
     for prompt in options.prompt or (_typed() if options.interactive else [DEFAULT_PROMPT]):
         try:
-            writer.show(prompt)
+            writer.show(prompt, images)
         except (ConfigError, ModelError) as error:
             if not options.interactive:
                 raise
             sys.stdout.write(f"{error}\n")
+
+
+def _read_image(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--image {path} cannot be read: {error}") from None
 
 
 def _typed() -> Iterator[str]:

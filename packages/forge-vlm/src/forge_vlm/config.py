@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge_model.config import ComposedConfig, DecoderConfig, ModelConfig, models
+from forge_model.model_config import Prompt
 
 from forge_vlm.connectors.config import ConnectorConfig, LinearConfig
 from forge_vlm.encoders.config import EncoderConfig, ViTConfig
@@ -67,6 +68,16 @@ class VisionLanguageConfig(ComposedConfig):
         from forge_vlm.images.reader import ImageReader
 
         return ImageReader(self.encoder, self.connector, self.fusion)
+
+    def prompt(self, text: str, images: Sequence[bytes], tokenizer: Any) -> Prompt:
+        """See `ModelConfig.prompt`; images stand where `<image>` does in the text, or before it.
+
+        Raises:
+            ValueError: there are other images than marks in the text, or one is damaged.
+        """
+        from forge_vlm.images.prompt import prompt_of
+
+        return prompt_of(self.items(), text, images, tokenizer)
 
     def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
         """See `ModelConfig.require_axes`."""
