@@ -66,4 +66,4 @@ class ImageReader:
         """See `ItemReader.sequence`."""
         images = np.where(places > 0, 1 + (places - 1) // self.tokens, 0)
         more = self.fusion.arrays(places, images, doc_ids)
-        return {"image_index": places, "image_places": places.max(initial=0)[None][0], **more}
+        return {"image_index": places, "image_places": np.array(places.max(initial=0)), **more}

@@ -115,9 +115,9 @@ class SamplePacking(Packing):
         room = self.max_tokens + 1
         if len(long := np.flatnonzero(lengths > room)):
             raise DataError(
-                f"sample {long[0]} has {lengths[long[0]]} tokens, visual ones included, and a sequence has room "
-                f"for {room} (data.max_tokens + 1); samples are never cut: use longer sequences, or smaller "
-                "images"
+                f"sample {long[0]} has {lengths[long[0]]} tokens, visual ones included, and a sequence has "
+                f"room for {room} (data.max_tokens + 1); samples are never cut: use longer sequences, or "
+                "smaller images"
             )
         starts, used = [0], 0
         for number, length in enumerate(lengths.tolist()):
