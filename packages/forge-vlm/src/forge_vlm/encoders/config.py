@@ -65,12 +65,14 @@ class ViTConfig(EncoderConfig):
         num_layers: blocks.
         num_heads: of each attention.
         ffn_dim: hidden width of the feed-forward; absent means 4 dim.
+        init_std: standard deviation of the initial matrices and positions.
     """
 
     dim: Count = 128
     num_layers: Count = 1
     num_heads: Count = 4
     ffn_dim: Count | None = None
+    init_std: Annotated[float, Meta(gt=0)] = 0.02
 
     def __post_init__(self) -> None:
         super().__post_init__()

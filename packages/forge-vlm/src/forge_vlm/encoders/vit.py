@@ -39,6 +39,7 @@ class ViT(Model):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config, self.depth, dim = config, config.num_layers, config.dim
+        self.init_std = config.init_std
         self.patches = Linear(3 * config.patch_size**2, dim, bias=True)
         self.positions = Positions(config.side**2, dim)
         norm = LayerNormConfig(bias=True)
