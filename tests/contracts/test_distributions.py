@@ -17,6 +17,7 @@ SIBLINGS = {name for name in PROJECTS if name not in ("forge-config", "forge-tra
 FORBIDDEN = {
     "forge-config": {"torch", "numpy", *ECOSYSTEM, *SIBLINGS},
     "forge-interp": {"msgspec", "forge-config", "rich", *ECOSYSTEM, *(SIBLINGS - {"forge-interp"})},
+    "forge-vlm": {"pillow", *ECOSYSTEM, *(SIBLINGS - {"forge-vlm", "forge-model"})},
 } | {
     name: ECOSYSTEM | (SIBLINGS - {name})
     for name in ("forge-model", "forge-parallel", "forge-data", "forge-ckpt", "forge-resilience")

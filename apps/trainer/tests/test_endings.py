@@ -56,11 +56,11 @@ def test_exported_tokenizer_adds_what_the_run_does(tmp_path: Path, capsys, kind:
     options = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "speculative": False}
     options |= {"compile": False, "seed": 0, "max_new_tokens": 5}
     model, _ = load_model(read_job(run))
-    writer = Writer(model, tokenizer, 64, Namespace(**options))
+    writer = Writer(model, tokenizer, read_job(run).model, Namespace(**options))
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     adds = bos == "true" or (bos == '"auto"' and not kind.startswith("bytelevel"))
     for text in TEXTS:
-        ids = writer.tokens(text)
+        ids = writer.prompt(text).tokens
         assert ids == theirs(text)["input_ids"] and (ids[0] == theirs.bos_token_id) == adds
     config = json.loads((out / "config.json").read_text())
     assert config["bos_token_id"] == theirs.bos_token_id
@@ -162,14 +162,16 @@ def test_generate_ends_at_each_stop_token(tmp_path: Path) -> None:
     options = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "speculative": False}
     options |= {"compile": False, "seed": 0, "max_new_tokens": 30}
     tokenizer = read_job(run).data.tokenizer.build()
-    free = Writer(model, tokenizer, 128, Namespace(**options))
+    free = Writer(model, tokenizer, read_job(run).model, Namespace(**options))
     with torch.no_grad():
-        tokens = torch.tensor([free.tokens("hello")])
+        tokens = torch.tensor([free.prompt("hello").tokens])
         second = int(
             model(torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], 1))[0, -1].argmax()
         )
     (written,) = dict(
-        Writer(model, tokenizer, 128, Namespace(**options), [2, second]).continued(["hello"], 1)
+        Writer(model, tokenizer, read_job(run).model, Namespace(**options), [2, second]).continued(
+            ["hello"], 1
+        )
     ).values()
     assert len(tokenizer.encode(written)) <= 1 < len(tokenizer.encode(dict(free.continued(["hello"], 1))[0]))
 

@@ -31,7 +31,7 @@ def writer():
     )
     model = config.build().double()
     initialize(model, 3)
-    return Writer(model, Bytes(), 32, Namespace(**OPTIONS, max_new_tokens=9))
+    return Writer(model, Bytes(), config, Namespace(**OPTIONS, max_new_tokens=9))
 
 
 @pytest.mark.parametrize("batch_size", [2, 3, 100])

@@ -90,6 +90,8 @@ def _add_commands_on_runs(commands: Any) -> None:
     given.add_argument("--prompt", action="append", help="text to go on from; may be repeated")
     given.add_argument("--prompts", metavar="FILE", help="one a line, or .jsonl; prints JSON lines")
     given.add_argument("--interactive", action="store_true", help="ask for prompts")
+    where = "a file; stands where `<image>` does in the prompt, or before it; may be repeated"
+    generate.add_argument("--image", action="append", help=where)
     generate.add_argument("--batch-size", type=_count, help="of --prompts; train.micro_batch if absent")
     generate.add_argument("--max-new-tokens", type=_count, default=256)
     generate.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")

@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 from forge_config import ConfigError
 from forge_data.tokenizer.tokenizer import Tokenizer, stop_ids, with_bos
+from forge_model.config import ModelConfig
 from forge_model.error import ModelError
 from forge_model.generation.generate import Sampling, generate
+from forge_model.model_config import Prompt
 from torch import nn
 
 from forge_trainer.endings import stops_of
@@ -27,7 +29,7 @@ class Writer:
     Args:
         model: a `Decoder`, whole on one device.
         tokenizer: of its run.
-        max_tokens: the longest sequence that the model knows.
+        config: of the model.
         options: of the command.
         stops: tokens that end an answer; absent means those of the tokenizer.
     """
@@ -36,11 +38,12 @@ class Writer:
         self,
         model: nn.Module,
         tokenizer: Tokenizer,
-        max_tokens: int,
+        config: ModelConfig,
         options: argparse.Namespace,
         stops: Sequence[int] = (),
     ) -> None:
-        self._model, self._tokenizer, self._max_tokens = model, tokenizer, max_tokens
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._max_tokens = config.max_tokens
         self._stops = list(stops or stop_ids(tokenizer))
         self._sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
         self._new_tokens = options.max_new_tokens
@@ -48,21 +51,32 @@ class Writer:
         self._generator = torch.Generator(next(model.parameters()).device)
         self._seed = options.seed
 
-    def tokens(self, prompt: str) -> list[int]:
-        """Of a prompt; an empty one begins a document.
+    def prompt(self, prompt: str, images: Sequence[bytes] = ()) -> Prompt:
+        """What the model is given of a prompt; an empty one begins a document.
 
         Raises:
-            ConfigError: it has characters that are no text, such as bytes that are not UTF-8.
+            ConfigError: it has characters that are no text, such as bytes that are not UTF-8; or the model
+                does not take these images.
         """
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"given the prompt {prompt!r}; expected text in UTF-8: {error}") from None
-        return with_bos(self._tokenizer, prompt) or [self._tokenizer.eos_id]
+        if not images:
+            return Prompt(with_bos(self._tokenizer, prompt) or [self._tokenizer.eos_id])
+        try:
+            return self._config.prompt(prompt, images, self._tokenizer)
+        except ValueError as error:
+            raise ConfigError(f"the prompt {prompt!r}: {error}") from None
 
-    def show(self, prompt: str) -> None:
+    def show(self, prompt: str, images: Sequence[bytes] = ()) -> None:
         """Print a prompt and what follows it, as it is written."""
-        tokens = self.tokens(prompt)
+        given = self.prompt(prompt, images)
+        tokens, device = given.tokens, self._generator.device
+        inputs = {
+            name: torch.from_numpy(array).to("cpu" if name in given.host else device)
+            for name, array in given.inputs.items()
+        }
         decode, shown = self._tokenizer.decode, tokens[:]
         new_tokens = min(self._new_tokens, room_for(len(tokens), self._max_tokens))
         sys.stdout.write(decode(tokens))
@@ -78,7 +92,7 @@ class Writer:
 
         self._generator.manual_seed(self._seed)
         sampled = self._sampling, self._stops, self._generator
-        generate(self._model, [tokens], new_tokens, *sampled, show, **self._ways)
+        generate(self._model, [tokens], new_tokens, *sampled, show, **self._ways, inputs=inputs)
         sys.stdout.write("\n")
 
     def continued(self, prompts: list[str], batch_size: int) -> Iterator[tuple[int, str]]:
@@ -96,7 +110,7 @@ class Writer:
         rows, new = list[list[int]](), list[int]()
         for number, prompt in enumerate(prompts, 1):
             try:
-                rows.append(self.tokens(prompt))
+                rows.append(self.prompt(prompt).tokens)
                 new.append(min(self._new_tokens, room_for(len(rows[-1]), self._max_tokens)))
             except (ConfigError, ModelError) as error:
                 raise ConfigError(f"--prompts: line {number}: {error}") from None
@@ -169,7 +183,10 @@ def generate_text(options: argparse.Namespace) -> None:
     job = read_job(Path(options.directory))
     model, _ = load_model(job)
     tokenizer = job.data.tokenizer.build()
-    writer = Writer(model, tokenizer, job.model.max_tokens, options, stops_of(job, tokenizer))
+    writer = Writer(model, tokenizer, job.model, options, stops_of(job, tokenizer))
+    images = [_read_image(Path(path)) for path in options.image or ()]
+    if images and (prompts is not None or options.interactive):
+        raise ConfigError("--image belongs to --prompt; leave out --prompts and --interactive")
     if prompts is not None:
         texts = dict(writer.continued(prompts, options.batch_size or job.train.micro_batch))
         for index, prompt in enumerate(prompts):
@@ -177,11 +194,18 @@ def generate_text(options: argparse.Namespace) -> None:
         return
     for prompt in options.prompt or (_typed() if options.interactive else [DEFAULT_PROMPT]):
         try:
-            writer.show(prompt)
+            writer.show(prompt, images)
         except (ConfigError, ModelError) as error:
             if not options.interactive:
                 raise
             sys.stdout.write(f"{error}\n")
+
+
+def _read_image(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--image {path} cannot be read: {error}") from None
 
 
 def _typed() -> Iterator[str]:

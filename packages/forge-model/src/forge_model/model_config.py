@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from forge_config import Config, Meta, Registry
 
@@ -13,6 +13,20 @@ if TYPE_CHECKING:
     from forge_model.hf.checkpoint import HuggingFace
 
 Count = Annotated[int, Meta(ge=1)]
+
+
+class Prompt(NamedTuple):
+    """A prompt as a model takes it.
+
+    Attributes:
+        tokens: ids.
+        inputs: what else it takes, numpy arrays by name, of a batch of one.
+        host: names of inputs that stay on the host.
+    """
+
+    tokens: list[int]
+    inputs: Mapping[str, Any] = {}
+    host: frozenset[str] = frozenset()
 
 
 class ModelConfig(Config):
@@ -39,6 +53,19 @@ class ModelConfig(Config):
     def items(self) -> Any:
         """What reads items of samples that are no text: a `forge_data.sources.items.ItemReader`, or None."""
         return None
+
+    def prompt(self, text: str, images: Sequence[bytes], tokenizer: Any) -> Prompt:
+        """What a model that writes is given of a prompt with images.
+
+        Args:
+            text: of the prompt.
+            images: the files of its images, one at least.
+            tokenizer: a `forge_data.tokenizer.tokenizer.Tokenizer`.
+
+        Raises:
+            ValueError: the model takes no images, or not these.
+        """
+        raise ValueError(f"given {len(images)} images, and a {type(self).__name__} takes none")
 
     def hugging_face(self) -> HuggingFace | None:
         """How weights become those of a Hugging Face model and back; None if there is no such way."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,9 +27,16 @@ class ItemReader(Protocol):
 
     Attributes:
         digest: names all that decides what is made of an item; it belongs into `Packing.digest`.
+        host: names of arrays that stay in the memory of the host.
     """
 
     digest: str
+    host: frozenset[str]
+
+    @property
+    def ragged(self) -> Mapping[str, np.ndarray]:
+        """By name, an array [0, ...] of the dtype and shape of the rows of each array of `read`."""
+        ...
 
     def measure(self, raw: bytes) -> Size:
         """The size of an item, from the header of its file.

@@ -1,0 +1,1 @@
+"""From features of a tower to visual tokens of a decoder."""

@@ -1,0 +1,1 @@
+"""How a decoder is given visual tokens."""

@@ -1,0 +1,1 @@
+"""From the file of an image to patches; no torch."""

@@ -1,0 +1,1 @@
+"""Samples of text and images, laid into sequences; needs the extra `data`."""

@@ -1,0 +1,220 @@
+"""Samples laid into sequences, rendered shapes and prompts, against what their words say."""
+
+import io
+import pickle
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("forge_data", reason="the extra `data` is not installed")
+
+from forge_data import DataConfig, DataError, build_loader
+from forge_data.tokenizer.tokenizer import Bytes
+from forge_model import DecoderConfig
+from forge_vlm import VisionLanguageConfig
+from forge_vlm.encoders.config import ViTConfig
+from forge_vlm.fusion.config import JointConfig
+from forge_vlm.images.processing import patches_of, pixels_of
+from forge_vlm.samples.packing import PLACE, Sample, SamplePacking
+from forge_vlm.sources.shapes import Scene, Shapes, ShapesConfig, drawn, question, rendered
+
+EOS = Bytes.eos_id
+
+
+def model(**options):
+    decoder = DecoderConfig(vocab_size=257, dim=32, num_layers=1, max_tokens=128)
+    return VisionLanguageConfig(decoder=decoder, encoder=ViTConfig(), **options)
+
+
+def reader(**options):
+    return model(**options).items()
+
+
+def data(**options):
+    return DataConfig(max_tokens=127, sources=[ShapesConfig(samples=60, held_out=12)], **options)
+
+
+def shapes(count=60, pairs=0.4):
+    return Shapes(reader(), Bytes(), count, pairs, 32, 0)
+
+
+@pytest.mark.parametrize("packing", ["concat", "pad"])
+def test_every_sample_is_whole_and_stands_in_one_sequence(packing):
+    config = data(mask_documents=True, packing=packing)
+    samples = shapes()
+    packed = SamplePacking(samples, reader(fusion=JointConfig(attention="image")), config, EOS)
+    read = packed.read(np.arange(len(packed)))
+    tokens, number, image = read.tokens, 0, 0
+    ignored = np.zeros((len(packed), 127), dtype=bool)
+    ignored[read.ignored] = True
+    patches = read.ragged["patches"].values.reshape(-1, 16, 192)
+    for row in range(len(packed)):
+        at, places, images = 0, 0, 0
+        while number < 60 and at + samples.lengths[number] <= 128 and (packing == "concat" or not at):
+            sample = samples.sample(number)
+            length = len(sample.tokens)
+            for offset in range(length):
+                token = at + offset
+                is_place = sample.tokens[offset] == PLACE
+                assert tokens[row, token] == (EOS if is_place else sample.tokens[offset])
+                if token < 127:
+                    new, span = read.extra["image_index"][row, token], read.extra["span_ids"][row, token]
+                    places += is_place
+                    assert new == (places if is_place else 0)
+                    assert span == (1 + (places - 1) // 16 if is_place else 0)
+                    assert read.extra["positions"][row, token] == offset
+                if token and offset:
+                    assert ignored[row, token - 1] == (not sample.targets[offset])
+                elif token:
+                    assert ignored[row, token - 1], "the first token of a sample follows nothing"
+            for raw, _ in sample.items:
+                assert np.array_equal(patches[image], patches_of(raw, 8))
+                image, images = image + 1, images + 1
+            at, number = at + length, number + 1
+        assert ignored[row, max(at - 1, 0) :].all() and (tokens[row, at:] == EOS).all()
+        assert read.extra["image_places"][row] == places == 16 * images
+        assert read.ragged["grids"].counts[row] == images
+    assert number == 60 and image == len(patches)
+
+
+def test_sequences_are_the_same_for_any_number_of_ranks_and_workers():
+    config, items = data(mask_documents=True), reader()
+
+    def rows(ranks, workers):
+        found = []
+        for rank in range(ranks):
+            options = {"rank": rank, "world_size": ranks, "micro_batch": 2, "global_batch": 4}
+            loader = build_loader(
+                config.__class__(**{**_fields(config), "workers": workers}), "train", items=items, **options
+            )
+            stream = iter(loader)
+            found.append([[m.inputs for m in next(stream)] for _ in range(3)])
+            loader.close()
+        return [[one for rank in found for one in rank[step]] for step in range(3)]
+
+    whole, shared = rows(1, 0), rows(2, 1)
+    for ours, theirs in zip(whole, shared, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+def _fields(config):
+    return {name: getattr(config, name) for name in config.__struct_fields__}
+
+
+def test_grids_stay_on_the_host_and_the_packing_pickles_small():
+    config = data(mask_documents=True)
+    (micro,) = next(iter(build_loader(config, "validation", micro_batch=4, items=reader())))
+    assert micro.host == {"grids"} and micro.inputs["grids"].shape[1] == 3
+    packed = SamplePacking(shapes(), reader(), config, EOS)
+    assert len(pickle.dumps(packed)) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"packing": "bestfit"}, 'data.packing = "bestfit" for samples with images, which are never cut'),
+        ({}, "several samples into a sequence, which must not see each other"),
+    ],
+)
+def test_packings_that_would_mix_or_cut_samples_are_refused(options, said):
+    with pytest.raises(DataError, match=re.escape(said)):
+        SamplePacking(shapes(), reader(), data(**options), EOS)
+
+
+def test_sample_that_does_not_fit_and_places_unlike_images_are_errors():
+    long = data(mask_documents=True).__class__(**{**_fields(data(mask_documents=True)), "max_tokens": 20})
+    with pytest.raises(DataError, match=r"sample \d+ has \d+ tokens.*room for 21 .*never cut"):
+        SamplePacking(shapes(), reader(), long, EOS)
+    size = SimpleNamespace()
+    one = Sample(np.array([PLACE] * 15 + [5, EOS]), np.arange(17) > 14, [(rendered(scene(), 32), size)])
+    wrong = SimpleNamespace(digest="x", lengths=np.array([17]), sample=lambda number: one)
+    with pytest.raises(DataError, match="sample 0 has 15 places for 1 images, which make 16 visual tokens"):
+        SamplePacking(wrong, reader(), data(mask_documents=True), EOS)
+
+
+def test_model_without_images_is_told_so():
+    with pytest.raises(DataError, match="a source of images, and a model that takes none"):
+        build_loader(data(mask_documents=True), "train", micro_batch=1, global_batch=1)
+
+
+def scene(**changes):
+    return Scene(**({"colour": "red", "kind": "square", "size": "large", "quarters": (0,)} | changes))
+
+
+def test_answers_are_what_the_images_show():
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        one = drawn(random)
+        image = rendered(one, 32).reshape(2, 16, 2, 16, 3).transpose(0, 2, 1, 3, 4).reshape(4, 256, 3)
+        filled = [n for n in range(4) if (image[n] != 30).any()]
+        assert tuple(filled) == one.quarters
+        asked, answer = question([one], random)
+        if asked == "how many?":
+            assert answer == ("one", "two", "three", "four")[len(filled) - 1]
+        if asked == "where?":
+            assert answer == ("top left", "top right", "bottom left", "bottom right")[filled[0]]
+    areas = {size: int((rendered(scene(size=size), 32) != 30).any(-1).sum()) for size in ("small", "large")}
+    assert areas["small"] < areas["large"]
+    kinds = {kind: rendered(scene(kind=kind), 32).tobytes() for kind in ("circle", "square", "triangle")}
+    assert len(set(kinds.values())) == 3
+
+
+def test_training_and_validation_have_other_samples():
+    train, held = (Shapes(reader(), Bytes(), 40, 0.2, 32, seed) for seed in (1, 2))
+    same = [np.array_equal(train.sample(n).tokens, held.sample(n).tokens) for n in range(40)]
+    assert sum(same) < 20
+
+
+def png(pixels):
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+def test_prompt_has_its_images_where_they_stand():
+    config, image = model(), png(rendered(scene(), 32))
+    first = config.prompt("colour? ", [image], Bytes())
+    assert first.tokens == [EOS] * 16 + list(b"colour? ")
+    assert first.inputs["image_index"].tolist() == [[*range(1, 17), *[0] * 8]]
+    assert np.array_equal(first.inputs["patches"], patches_of(rendered(scene(), 32), 8))
+    two = config.prompt("a<image>b<image>", [image, png(rendered(scene(colour="blue"), 32))], Bytes())
+    assert two.tokens == [*b"a", *[EOS] * 16, *b"b", *[EOS] * 16]
+    assert two.inputs["image_index"][0].tolist() == [0, *range(1, 17), 0, *range(17, 33)]
+    assert two.inputs["grids"].tolist() == [[1, 4, 4]] * 2
+    with pytest.raises(ValueError, match="given 1 images, and a text with 2 marks"):
+        config.prompt("<image><image>", [image], Bytes())
+    with pytest.raises(ValueError, match="no image"):
+        config.prompt("", [b"text"], Bytes())
+    with pytest.raises(ValueError, match="a DecoderConfig takes none"):
+        config.decoder.prompt("", [image], Bytes())
+
+
+def test_image_is_turned_as_its_camera_says_and_resized():
+    from PIL import Image
+
+    pixels = np.zeros((64, 32, 3), np.uint8)
+    pixels[:32] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png", exif=exif)
+    turned = pixels_of(file.getvalue(), 32, 32)
+    assert turned[:, 20:].min() > 200 and turned[:, :12].max() < 50
+    damaged = png(rendered(scene(), 32))
+    with pytest.raises(ValueError, match="image"):
+        pixels_of(damaged[: len(damaged) // 2], 32, 32)
+
+
+def test_digest_names_the_model_and_the_tokenizer():
+    config = data(mask_documents=True)
+    digests = {
+        SamplePacking(Shapes(items, Bytes(), 60, pairs, 32, 0), items, config, EOS).digest
+        for items in (reader(), reader(fusion=JointConfig(attention="image")))
+        for pairs in (0.2, 0.3)
+    }
+    assert len(digests) == 4
