@@ -175,4 +175,16 @@ def test_weights_of_parts_come_from_several_places(forge, noted, tmp_path):
     refused = forge(
         "train", noted(root="other", name="other.toml"), where.replace("decoder =", "tower ="), check=False
     )
-    assert refused.returncode == 78 and "names 'tower'; the parts of this model are decoder" in refused.stderr
+    assert (
+        refused.returncode == 78
+        and "names 'tower'; the parts of this NotedConfig are decoder" in refused.stderr
+    )
+    both = where.replace(" }", f', tower = "{tmp_path}/first/tiny@3" }}')
+    told = forge("train", noted(steps=3, root="both", name="both.toml"), both, "--optimizer.lr=1e-30").stdout
+    assert "seed 0" not in told
+    made = Store(tmp_path / "both" / "tiny" / "checkpoints").tensors(3)
+    for name, (tensors, key) in {
+        "model.tower.weight": (newest[2], "model.tower.weight"),
+        "model.decoder.norm.weight": (newest[0], "model.norm.weight"),
+    }.items():
+        assert (made[name] - tensors[key]).abs().max() < 1e-6
