@@ -158,7 +158,7 @@ class Claim:
         """
         try:
             found = json.dumps(environment(self._beside), indent=2)
-            write_whole(self._files.environment, found + "\n")
+            write_whole(self._files.environment, found + "\n", mode=0o600)
             append_history(self.job.job.directory, step, self.changes)
             write_config(self.job, self._imports)
         except OSError as error:

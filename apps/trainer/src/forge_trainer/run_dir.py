@@ -1,7 +1,7 @@
 """The directory of a run: what lies where, and whether the run may go on with a given job.
 
 config.toml       the resolved job; there once the run has taken a step
-environment.json  on what it was last started, and from which folder; written like config.toml
+environment.json  on what it was last started, and from which folder; for its user only
 history.jsonl     each change of a key that may change as a recorded event: step, key, old, new, when
 incidents.jsonl   what went wrong and what was done: rollbacks, steps repeated, copies that differed
 ledger.jsonl      where the time of each start went
@@ -147,10 +147,13 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) else None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
+def write_whole(path: Path, text: str, mode: int | None = None) -> None:
+    """Write a file that appears whole or not at all; with a mode, nobody else ever opens it with another."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if mode is not None:
+            partial.unlink(missing_ok=True)
+            os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
         write_durably(partial, text.encode())
         partial.replace(path)
     finally:
