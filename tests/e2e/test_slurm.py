@@ -171,21 +171,6 @@ def test_cancelled_link_ends_the_chain(slurm, tiny, run, launch):
     assert len(jobs) == 1, log(run)
 
 
-def test_link_after_one_that_was_cancelled_and_left_no_word_ends_too(slurm, tiny, run, launch):
-    launch(tiny(steps=100000), again="chain")
-    slurm.wait(lambda: reached(run) >= 5, 180)
-    slurm(
-        "scancel",
-        "--signal=KILL",
-        "--full",
-        slurm("squeue", "-h", "-t", "R", "-o", "%i").strip(),
-        check=False,
-    )
-    slurm("scancel", slurm("squeue", "-h", "-t", "R,CG", "-o", "%i").split()[0], check=False)
-    slurm.wait_until_empty(200)
-    assert len(list((run.parent / "slurm").glob("*.log"))) <= 2, log(run)
-
-
 def test_sweeps_are_an_array_of_runs(slurm, tiny, run, launch):
     launch(tiny(), "--sweep=optimizer.lr=1e-3,2e-3", "--sweep=job.seed=0,1")
     slurm.wait_until_empty(400)

@@ -10,6 +10,7 @@ from forge_ckpt.lease import read_holder
 from forge_resilience.signals import Stopped
 from forge_trainer import claim
 from forge_trainer.job import load_job
+from forge_trainer.progress import Progress
 
 CONFIG = """
 [job]
@@ -75,3 +76,12 @@ def test_what_is_kept_of_the_environment_holds_no_secrets_and_is_read_by_its_use
     assert "a-live-credential" not in kept.read_text()
     assert json.loads(kept.read_text())["variables"]["OMP_NUM_THREADS"] == "3"
     assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_step_of_a_start_that_ends_by_an_error_is_kept(tmp_path):
+    (tmp_path / "job.toml").write_text(CONFIG.format(root=tmp_path))
+    mine = claim.Claim(load_job(tmp_path / "job.toml"))
+    with pytest.raises(ZeroDivisionError), mine.hold(None):
+        mine.progress = Progress(step=7)
+        raise ZeroDivisionError
+    assert json.loads((tmp_path / "here" / "exit.json").read_text())["step"] == 7

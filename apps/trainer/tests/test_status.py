@@ -314,3 +314,13 @@ def test_key_of_a_change_that_is_no_text_is_passed_over(run, capsys):
     )
     assert "train.steps: 1 -> 2 at step 3" in said(capsys, run)[1]
     append_history(run, 4, [Change("train.steps", 2, 3)])
+
+
+def test_status_of_a_running_job_tells_that_its_next_failure_is_the_last(run, capsys):
+    holder = replace(Holder.me(), job="7")
+    (run / "lease" / "epoch-000000001").write_text(json.dumps(asdict(holder)))
+    (run / "starts.jsonl").write_text('{"failed": true, "step": 0, "code": 1}\n')
+    (run / "checkpoints" / "step-000000020").rmdir()
+    assert "last chance" not in said(capsys, run)[1]
+    (run / "starts.jsonl").write_text('{"failed": true, "step": 0, "code": 1}\n' * 2)
+    assert "last chance   2 starts failed at step 0; a third is the last" in said(capsys, run)[1]

@@ -26,7 +26,7 @@ from forge_trainer.run_dir import (
     read_lines,
     read_outline,
 )
-from forge_trainer.slurm.futile import crash_loop
+from forge_trainer.slurm.futile import FUTILE, crash_loop, futile_starts
 from forge_trainer.track.console import duration
 
 SAME_AGAIN = {ExitCode.CONFIG, ExitCode.NOT_FINITE, ExitCode.DIVERGED}
@@ -116,6 +116,10 @@ def _state(directory: Path, steps: list[int], until: int, lost: bool) -> Iterato
     if holder is not None and holder.is_alive() is not False:
         elsewhere = "" if holder.is_alive() else ", as far as can be told from here"
         yield f"  running       {holder}{elsewhere}"
+        failed = futile_starts(directory)
+        newest = steps[-1] if steps else 0
+        if len(failed) == FUTILE - 1 and failed[0]["step"] == newest:
+            yield f"  last chance   {len(failed)} starts failed at step {newest}; a third is the last"
         return
     if ended is not None:
         yield f"  last ended    exit code {ended.get('code')} at {ended.get('when')}: {ended.get('reason')}"
