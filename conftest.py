@@ -30,7 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name this run; its workers and all that they start inherit the name."""
+    """Name this run; its workers and all that they start inherit the name.
+
+    A command that a test starts must not inherit that SIGHUP is ignored, as it is under `nohup`: a handler is
+    what is not inherited, and it ignores the signal here as well.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
     if not hasattr(config, "workerinput"):
         os.environ[RUN] = uuid.uuid4().hex
 

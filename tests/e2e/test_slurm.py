@@ -162,6 +162,15 @@ def test_chain_goes_on_until_the_run_is_complete(slurm, tiny, run, launch):
     assert codes[-1] == 0 and set(codes[:-1]) <= {85} and len({s["job"] for s in starts(run)}) == len(codes)
 
 
+def test_cancelled_link_ends_the_chain(slurm, tiny, run, launch):
+    launch(tiny(steps=100000), again="chain")
+    slurm.wait(lambda: reached(run) >= 5, 180)
+    slurm("scancel", slurm("squeue", "-h", "-t", "R", "-o", "%i").strip())
+    slurm.wait_until_empty(200)
+    jobs = {start["job"] for start in starts(run)}
+    assert len(jobs) == 1, log(run)
+
+
 def test_sweeps_are_an_array_of_runs(slurm, tiny, run, launch):
     launch(tiny(), "--sweep=optimizer.lr=1e-3,2e-3", "--sweep=job.seed=0,1")
     slurm.wait_until_empty(400)

@@ -10,6 +10,7 @@ from forge_ckpt.lease import read_holder
 from forge_resilience.signals import Stopped
 from forge_trainer import claim
 from forge_trainer.job import load_job
+from forge_trainer.progress import Progress
 
 CONFIG = """
 [job]
@@ -62,3 +63,25 @@ def test_first_step_on_a_full_disk_is_an_error_that_says_so_and_leaves_no_half_f
     ):
         begun.begin(0)
     assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_what_is_kept_of_the_environment_holds_no_secrets_and_is_read_by_its_user_only(tmp_path, monkeypatch):
+    for name in ("SLURM_JWT", "NCCL_SECRET_TOKEN", "OMP_KEY", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "a-live-credential")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    (tmp_path / "job.toml").write_text(CONFIG.format(root=tmp_path))
+    (tmp_path / "here").mkdir()
+    claim.Claim(load_job(tmp_path / "job.toml")).begin(0)
+    kept = tmp_path / "here" / "environment.json"
+    assert "a-live-credential" not in kept.read_text()
+    assert json.loads(kept.read_text())["variables"]["OMP_NUM_THREADS"] == "3"
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_step_of_a_start_that_ends_by_an_error_is_kept(tmp_path):
+    (tmp_path / "job.toml").write_text(CONFIG.format(root=tmp_path))
+    mine = claim.Claim(load_job(tmp_path / "job.toml"))
+    with pytest.raises(ZeroDivisionError), mine.hold(None):
+        mine.progress = Progress(step=7)
+        raise ZeroDivisionError
+    assert json.loads((tmp_path / "here" / "exit.json").read_text())["step"] == 7

@@ -5,12 +5,14 @@ import os
 import re
 import shlex
 import subprocess
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from forge_ckpt import Snapshot, Store
+from forge_ckpt.lease import Holder
 from forge_config import ConfigError
 from forge_trainer.cli import main
 from forge_trainer.run_dir import RunFiles
@@ -103,7 +105,7 @@ def test_launch_submits_the_script_and_says_where_it_logs(slurm, tmp_path, capsy
     assert slurm.calls() == [f"sbatch --parsable {script}"]
     told = capsys.readouterr().out
     assert "job 17: 1 nodes of 2 ranks" in told and f"{tmp_path}/runs/slurm/a.b-17.log" in told
-    step = next(line for line in script.read_text().splitlines() if line.startswith("srun"))
+    step = next(line for line in script.read_text().splitlines() if line.startswith("  srun"))
     assert shlex.split(step)[-4:] == [
         f"--job.root={tmp_path}/runs",
         "--train.steps=30",
@@ -173,6 +175,8 @@ def ended(run: Path, code: int, **other) -> None:
     ],
 )
 def test_job_runs_again_where_that_helps(code, returned, calls, slurm, tmp_path):
+    if code == 0:
+        ended(tmp_path / "run", 0)
     assert after(tmp_path / "run", code) == returned
     assert slurm.calls() == calls
 
@@ -267,12 +271,13 @@ def test_job_whose_end_cannot_be_written_down_does_not_run_again(slurm, tmp_path
     (tmp_path / "tiny").write_text("a file where the run should be")
     assert after(tmp_path / "tiny", 85) == 85
     assert "cannot be written: " in capsys.readouterr().out
-    assert after(tmp_path / "tiny", 0) == 0
+    assert after(tmp_path / "tiny", 78) == 78
     assert not any("requeue" in call for call in slurm.calls())
 
 
 def test_chain_goes_on_by_itself_and_is_cut_when_the_run_is_complete(slurm, tmp_path):
     assert after(tmp_path / "run", 85, "--chained=9") == 0 and slurm.calls() == []
+    ended(tmp_path / "run", 0)
     assert after(tmp_path / "run", 0, "--chained=9") == 0 and slurm.calls() == ["scancel 9"]
 
 
@@ -431,3 +436,114 @@ def test_end_of_a_job_notes_how_long_after_the_last_word_of_the_run_it_came(slur
     after(run, 137)
     seconds = [json.loads(line)["shutdown_s"] for line in (run / "starts.jsonl").read_text().splitlines()]
     assert 30 <= seconds[0] < 45 and seconds[1] is None
+
+
+TRAIN = "[train]\nsteps = 6\nglobal_batch = 8\nmicro_batch = 8\n"
+
+
+def test_start_that_leaves_with_0_is_complete_only_if_its_newest_checkpoint_is_the_last_step(slurm, tmp_path):
+    run = tmp_path / "run"
+    assert after(run, 0) == 0 and slurm.calls() == ["scontrol requeue 5"], "there is no run yet"
+    (run / "config.toml").write_text(TRAIN)
+    Store(RunFiles(run).checkpoints).save(3, Snapshot({"w": torch.zeros(1)}))
+    assert after(run, 0) == 0 and slurm.calls() == ["scontrol requeue 5"] * 2
+    Store(RunFiles(run).checkpoints).save(6, Snapshot({"w": torch.zeros(1)}))
+    assert after(run, 0) == 0 and slurm.calls() == ["scontrol requeue 5"] * 2
+    codes = [json.loads(line)["code"] for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert codes == [1, 1, 0]
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Notes the seconds that would be waited."""
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    return waited
+
+
+def test_starts_of_a_twin_do_not_count_against_the_job_that_has_the_run(
+    slurm, at_once, tmp_path, monkeypatch
+):
+    run = tmp_path / "run"
+    monkeypatch.setenv("SLURM_JOB_ID", "6")
+    assert [after(run, 75) for _ in range(3)] == [0, 0, 75], "the twin ends"
+    assert at_once == [30.0, 30.0], "and does not ask again at once"
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    assert [after(run, 1) for _ in range(3)] == [0, 0, 89], "its own three starts"
+
+
+def test_twin_of_a_job_that_runs_ends_with_the_next_link_of_its_chain(slurm, at_once, tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "lease").mkdir(parents=True)
+    holder = asdict(Holder.me()) | {"job": "4", "machine": "another"}
+    (run / "lease" / "epoch-000000001").write_text(json.dumps(holder))
+    assert after(run, 75, "--chained=9") == 75
+    assert slurm.calls() == ["scancel 9"] and at_once == []
+    assert "job 4 has this run" in capsys.readouterr().out
+
+
+COMPLETING = "JobState=COMPLETING BatchFlag=1\n RunTime={run} TimeLimit={limit}\n PreemptTime={preempted}\n"
+
+
+@pytest.mark.parametrize(
+    ("run", "limit", "preempted", "cancelled"),
+    [
+        ("00:00:09", "1-00:00:00", "None", True),
+        ("00:00:09", "UNLIMITED", "None", True),
+        ("00:01:20", "00:01:00", "None", False),
+        ("00:00:09", "1-00:00:00", "2026-11-24T19:06:05", False),
+    ],
+)
+def test_link_of_a_chain_that_is_cancelled_takes_the_next_one_with_it(
+    slurm, tmp_path, run, limit, preempted, cancelled
+):
+    slurm.job_state.write_text(COMPLETING.format(run=run, limit=limit, preempted=preempted))
+    assert after(tmp_path / "run", 85, "--chained=9") == 85
+    assert slurm.calls() == (["scancel 9"] if cancelled else [])
+
+
+def script_of(tmp_path, capsys, text="", *words) -> str:
+    assert launch(tmp_path, cluster_file(tmp_path, text), *words, "--dry-run") == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("state", ["JobState=CANCELLED", "JobState=FAILED", ""])
+def test_link_after_a_cancelled_one_ends_and_submits_nothing(slurm, tmp_path, capsys, state):
+    script = script_of(tmp_path, capsys, 'again = "chain"\nsetup = ["srun() { echo began; }"]\n')
+    slurm.job_state.write_text(f"{state} BatchFlag=1\n")
+    line = ["bash", "-c", script, "bash", "4"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    ends = "CANCELLED" in state
+    assert ("job 4 was cancelled: the chain ends" in done.stdout) == ends
+    assert any("sbatch" in call for call in slurm.calls()) != ends
+    assert ("began" in done.stdout) != ends
+
+
+def test_script_of_a_chain_that_is_run_by_hand_submits_nothing(slurm, tmp_path, capsys, monkeypatch):
+    script = script_of(tmp_path, capsys, 'again = "chain"\nsetup = ["srun() { echo began; }"]\n')
+    slurm.job_state.write_text("JobState=RUNNING BatchFlag=0\n")
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert "began" in done.stdout and not any("sbatch" in call for call in slurm.calls())
+
+
+@pytest.mark.parametrize("number", ["USR1", "TERM"])
+def test_signal_before_the_run_begins_puts_the_job_back(slurm, tmp_path, capsys, number):
+    setup = f'setup = ["kill -{number} $$", "srun() {{ echo began; }}"]\n'
+    done = subprocess.run(["bash", "-c", script_of(tmp_path, capsys, setup)], capture_output=True, text=True)
+    assert "began" not in done.stdout and "exit code 85" in done.stdout, done
+    assert "scontrol requeue 5" in slurm.calls()
+
+
+@pytest.mark.parametrize("root", ["a\ntouch injected\n", "a\rb", "a\x1b[2J", "a\\b"])
+def test_root_that_would_leave_its_comment_or_hide_its_log_is_refused(slurm, tmp_path, capsys, root):
+    words = ["launch", RUN, "--cluster", str(cluster_file(tmp_path)), "--train.micro_batch=1"]
+    assert main([*words, f"--job.root={tmp_path}/{root}"]) == 78
+    assert "expected no" in capsys.readouterr().err and slurm.calls() == []
+
+
+def test_log_is_where_it_is_said_to_be_when_the_root_has_a_percent_sign(slurm, tmp_path, capsys):
+    words = ["launch", RUN, "--cluster", str(cluster_file(tmp_path)), "--train.micro_batch=1", "--dry-run"]
+    assert main([*words, f"--job.root={tmp_path}/100%j"]) == 0
+    script = capsys.readouterr().out
+    (line,) = (line for line in script.splitlines() if "--output=" in line)
+    assert shlex.split(line)[1] == f"--output={tmp_path}/100%%j/slurm/debug-%j.log"

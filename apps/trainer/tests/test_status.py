@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from forge_ckpt.lease import Holder
+from forge_config import Change, ConfigError, plain
 from forge_resilience.exit_codes import ExitCode
 from forge_trainer.announce import scaled
 from forge_trainer.cli import main
-from forge_trainer.run_dir import read_job
+from forge_trainer.origin import origin_of
+from forge_trainer.run_dir import append_history, read_job
 
 CONFIG = """
 [job]
@@ -264,3 +266,61 @@ def test_status_tells_a_crash_loop(run, capsys):
     (run / "starts.jsonl").write_text((json.dumps(line) + "\n") * 3)
     text = said(capsys, run)[1]
     assert "3 starts in a row failed at step 20 without a new checkpoint, the last with exit code 1" in text
+
+
+FOREIGN = """
+from pathlib import Path
+
+Path(__file__).with_name("executed").touch()
+"""
+
+
+@pytest.fixture
+def foreign(run, tmp_path):
+    """A run whose configuration names modules that say when they are executed."""
+    home = tmp_path / "of others"
+    home.mkdir()
+    for name in ("module_of_others", "hook_of_others"):
+        (home / f"{name}.py").write_text(FOREIGN)
+    hook = '[hooks.theirs]\ntype = "class"\npath = "hook_of_others:Theirs"\n'
+    (run / "config.toml").write_text('imports = ["module_of_others"]\n' + CONFIG + hook)
+    (run / "environment.json").write_text(json.dumps({"folder": str(home), "config_folder": str(home)}))
+    return home / "executed"
+
+
+def test_looking_at_a_run_executes_nothing_of_it_and_says_so(run, foreign, capsys):
+    assert "not decoded   what needs module_of_others, hook_of_others:Theirs" in said(capsys, run)[1]
+    assert "25/40" in said(capsys, run.parent)[1]
+    assert said(capsys, run, "--exit-code")[0] == 1
+    assert not foreign.exists()
+
+
+def test_taking_weights_of_a_run_executes_nothing_of_it(run, foreign):
+    manifest = run / "checkpoints" / "step-000000020" / "manifest.json"
+    manifest.write_text("{}")
+    model = origin_of(f"{run}@20").model()
+    assert model is not None and plain(model)["dim"] == 32
+    (run / "config.toml").write_text(
+        (run / "config.toml").read_text().replace("[model]", '[model]\ntype = "theirs"')
+    )
+    with pytest.raises(ConfigError, match=r"theirs(.|\n)*imports module_of_others, which is not done here"):
+        origin_of(f"{run}@20").model()
+    assert not foreign.exists()
+
+
+def test_key_of_a_change_that_is_no_text_is_passed_over(run, capsys):
+    (run / "history.jsonl").write_text(
+        '{"key": [1]}\n{"key": "train.steps", "old": 1, "new": 2, "step": 3}\n'
+    )
+    assert "train.steps: 1 -> 2 at step 3" in said(capsys, run)[1]
+    append_history(run, 4, [Change("train.steps", 2, 3)])
+
+
+def test_status_of_a_running_job_tells_that_its_next_failure_is_the_last(run, capsys):
+    holder = replace(Holder.me(), job="7")
+    (run / "lease" / "epoch-000000001").write_text(json.dumps(asdict(holder)))
+    (run / "starts.jsonl").write_text('{"failed": true, "step": 0, "code": 1}\n')
+    (run / "checkpoints" / "step-000000020").rmdir()
+    assert "last chance" not in said(capsys, run)[1]
+    (run / "starts.jsonl").write_text('{"failed": true, "step": 0, "code": 1}\n' * 2)
+    assert "last chance   2 starts failed at step 0; a third is the last" in said(capsys, run)[1]

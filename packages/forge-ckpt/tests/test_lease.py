@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -211,3 +212,18 @@ def test_epochs_only_grow_and_older_ones_are_removed(tmp_path):
         assert lease.epoch == newest_epoch(folder) == number
         lease.release()
     assert sorted(os.listdir(folder)) == ["beat-000000004", "epoch-000000004", "free-000000004"]
+
+
+def test_holder_whose_folder_was_removed_sees_who_took_the_same_number(tmp_path):
+    first = take(tmp_path / "lease", beat_s=0.02)
+    shutil.rmtree(tmp_path / "lease")
+    time.sleep(0.1)
+    assert first.is_held(), "nobody else writes"
+    second = take(tmp_path / "lease", beat_s=0.02)
+    assert second.epoch == first.epoch
+    end = time.monotonic() + 10
+    while first.is_held() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not first.is_held() and second.is_held()
+    first.release()
+    second.release()

@@ -151,3 +151,21 @@ def test_reports_are_json_of_every_field(tmp_path):
     (tmp_path / REPORT.format(5)).write_text(json.dumps(one.as_dict()))
     assert Report(**json.loads((tmp_path / REPORT.format(5)).read_text())) == one
     assert ExitCode.HUNG == 86
+
+
+def test_rank_that_is_still_in_a_hook_is_named_beside_those_that_agree():
+    found = name_the_one([report(0, phase="agree"), report(1, phase="hooks")], 2)
+    assert "rank 1 on n1" in found and "while others wait in 'agree'" in found
+    found = name_the_one([report(0, phase="log"), report(1, phase="hooks")], 2)
+    assert found.startswith("hang: all 2 ranks in 'hooks' and 'log' after")
+
+
+def test_process_that_watches_and_is_killed_is_missed(tmp_path, caplog):
+    with Watchdog(tmp_path / "hang", 3, 4, 1000.0, 1000.0) as watchdog:
+        watchdog._monitor.kill()  # pyright: ignore[reportPrivateUsage]
+        watchdog._listener.join(timeout=20)  # pyright: ignore[reportPrivateUsage]
+        assert "rank 3: the process that watches it was killed: no hang is found" in caplog.text
+    caplog.clear()
+    with Watchdog(tmp_path / "hang", 3, 4, 1000.0, 1000.0):
+        pass
+    assert not caplog.text

@@ -2,11 +2,13 @@
 
 import signal
 import sys
+import traceback
 
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.signals import Signals, Stopped, stopped_by
 
-from forge_trainer.say import has_reader, say, settle
+from forge_trainer.outlet import outlets
+from forge_trainer.say import has_reader, open_closed, say, settle
 
 READER_GONE = 128 + 13
 """What a shell says of a command whose reader went away, as in `forge status runs | head -1`."""
@@ -18,36 +20,52 @@ def main() -> int:
     Returns:
         The exit code: see `forge_resilience.exit_codes`.
     """
-    if sys.argv[1:2] != ["train"]:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is partial is removed
-        from forge_trainer.cli import main as command
+    open_closed()
+    return _train() if sys.argv[1:2] == ["train"] else _other()
 
-        try:
-            code = command()
-            sys.stdout.flush()
-            return code
-        except BrokenPipeError:
-            if has_reader(sys.stdout):  # it was another pipe
-                raise
-            return READER_GONE
-        finally:
-            settle()
+
+def _other() -> int:
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is partial is removed
+    from forge_trainer.cli import main as command
+
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if has_reader(sys.stdout):  # it was another pipe
+            raise
+        return READER_GONE
+    finally:
+        settle()
+
+
+def _train() -> int:
     signals = Signals(starting=True)
     try:
         signals.install()
-        from forge_trainer.cli import main as command
+        with outlets():
+            return _train_with(signals)
+    except Stopped:
+        return ExitCode.PREEMPTED  # of a start that had already said how it ends
+    finally:
+        signals.ignore()
+        settle()
 
+
+def _train_with(signals: Signals) -> int:
+    from forge_trainer.cli import main as command
+
+    try:
         return command(signals=signals)
     except (Stopped, Exception) as error:
         # Of two ranks that are stopped, one may see the other go before it comes to its own signal.
         if not isinstance(error, Stopped) and not (signals.starting and signals.received):
-            raise
+            traceback.print_exc()  # here, where no reader can hold it up
+            return ExitCode.FAILED
         cause = signals.received.name if signals.received else "a signal to another rank"
         say(stopped_by(cause), sys.stderr)
         return ExitCode.PREEMPTED
-    finally:
-        signals.ignore()
-        settle()
 
 
 if __name__ == "__main__":

@@ -55,11 +55,13 @@ class Claim:
 
     Attributes:
         changes: what this start changes in the run, known while it is held.
+        progress: of the run, once it is built; how far a start came that ends by an error.
     """
 
     def __init__(self, loaded: Loaded[Job], change: bool = False) -> None:
         self.job = loaded.value
         self.changes: list[Change] = []
+        self.progress: Progress | None = None
         self._imports = loaded.imports
         self._beside = loaded.files[-1].resolve().parent
         self._change = change
@@ -120,6 +122,8 @@ class Claim:
     def ended(self, code: ExitCode, reason: str, step: int | None = None) -> None:
         """Remember how this start ends, for `exit.json`; the first reason counts."""
         who = Holder.me()
+        if step is None and self.progress is not None:
+            step = self.progress.step
         self._exit = self._exit or {
             "code": int(code),
             "name": code.name.lower(),
@@ -158,7 +162,7 @@ class Claim:
         """
         try:
             found = json.dumps(environment(self._beside), indent=2)
-            write_whole(self._files.environment, found + "\n")
+            write_whole(self._files.environment, found + "\n", mode=0o600)
             append_history(self.job.job.directory, step, self.changes)
             write_config(self.job, self._imports)
         except OSError as error:

@@ -12,6 +12,51 @@ FILE = "environment.json"
 """Where a run directory keeps it."""
 
 
+VARIABLES = (
+    "CUDA_DEVICE_ORDER",
+    "CUDA_HOME",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NCCL_ALGO",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_HCA",
+    "NCCL_NET",
+    "NCCL_P2P_DISABLE",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_CLUSTER_NAME",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_GPUS_ON_NODE",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_JOB_END_TIME",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
+    "SLURM_JOB_NODELIST",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_JOB_PARTITION",
+    "SLURM_JOB_QOS",
+    "SLURM_JOB_START_TIME",
+    "SLURM_MEM_PER_NODE",
+    "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_RESTART_COUNT",
+    "WORLD_SIZE",
+)
+"""The variables that are kept. A prefix would not do: `SLURM_JWT` is a key to the whole account."""
+
+
 def environment(beside: Path) -> dict[str, object]:
     """Machine, commit, versions, the command, the allocation.
 
@@ -27,9 +72,7 @@ def environment(beside: Path) -> dict[str, object]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
-        "variables": {
-            k: v for k, v in os.environ.items() if k.startswith(("SLURM_", "OMP_", "CUDA_", "NCCL_"))
-        },
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "packages": dict(sorted((d.name, d.version) for d in distributions())),
     }
 

@@ -45,6 +45,7 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
             watch(loaded.value, claim, clock, stack)
             with clock.span("build"):
                 run = build(loaded.value, stack, signals, clock, claim.hold)
+            claim.progress = run.progress
             signals.started(partial(agree, group=run.mesh.control_group))
             if rank == 0:
                 run.hooks.append(claim.first_step())

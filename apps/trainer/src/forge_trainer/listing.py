@@ -13,7 +13,7 @@ from forge_ckpt.store import Store
 from forge_config import ConfigError
 from forge_resilience.goodput import Goodput
 
-from forge_trainer.run_dir import RunFiles, read_ended, read_job
+from forge_trainer.run_dir import RunFiles, read_ended, read_outline
 from forge_trainer.track.console import duration
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -39,7 +39,7 @@ def listing(runs: Sequence[Path]) -> Iterator[str]:
 
 def _row(run: Path) -> tuple[str, str, str, str]:
     try:
-        until = read_job(run).train.steps
+        until = read_outline(run).train.steps
     except ConfigError as error:
         return run.name, "", "", f"its config.toml cannot be used: {str(error).splitlines()[0]}"
     record = _last_record(RunFiles(run).metrics)

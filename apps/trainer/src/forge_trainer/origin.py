@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from forge_ckpt import manifest
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.folders import Folders
-from forge_config import ConfigError, plain
+from forge_config import Config, ConfigError, plain
+from forge_config.load import load_sections
 from forge_config.plain import flat
 from forge_model.config import ModelConfig
 from forge_model.decoder.compare import differences
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+class _Model(Config):
+    model: ModelConfig
+
+
 class Origin(NamedTuple):
     """Where weights come from.
 
@@ -46,17 +51,26 @@ class Origin(NamedTuple):
     prefix: str = ""
 
     def model(self) -> ModelConfig | None:
-        """The model that they were made for; None where nothing beside a checkpoint says so.
+        """The model that they were made for; None where nothing beside a checkpoint says so. Imports nothing.
 
         Raises:
             ConfigError, ModelError: what says so cannot be read.
         """
         if not self.is_checkpoint:
             return self._decoder()
-        from forge_trainer.run_dir import RunFiles, read_job
+        from forge_trainer.run_dir import RunFiles, read_outline
 
         run = self.folder.parent.parent
-        return read_job(run).model if RunFiles(run).config.exists() else None
+        if not RunFiles(run).config.exists():
+            return None
+        try:
+            return load_sections(_Model, RunFiles(run).config).model
+        except ConfigError as error:
+            imports = ", ".join(read_outline(run).imports)
+            hint = (
+                f"\n{run} imports {imports}, which is not done here: name them in `imports` if you trust them"
+            )
+            raise ConfigError(f"{error}{hint if imports else ''}") from None
 
     def _decoder(self) -> ModelConfig | None:
         if not (self.folder / "config.json").exists():

@@ -1,7 +1,7 @@
 """The directory of a run: what lies where, and whether the run may go on with a given job.
 
 config.toml       the resolved job; there once the run has taken a step
-environment.json  on what it was last started, and from which folder; written like config.toml
+environment.json  on what it was last started, and from which folder; for its user only
 history.jsonl     each change of a key that may change as a recorded event: step, key, old, new, when
 incidents.jsonl   what went wrong and what was done: rollbacks, steps repeated, copies that differed
 ledger.jsonl      where the time of each start went
@@ -25,10 +25,12 @@ from typing import Any
 
 import msgspec
 from forge_ckpt.disk import write_durably
-from forge_config import Change, ConfigError, Judged, MayChange, judge, to_toml
+from forge_config import Change, Config, ConfigError, Judged, MayChange, judge, to_toml
+from forge_config.load import load_sections
 
 from forge_trainer.environment import FILE, recorded_folder
 from forge_trainer.job import Job, load_job
+from forge_trainer.portions import TrainConfig
 
 
 class RunFiles:
@@ -50,18 +52,67 @@ class RunFiles:
 
 
 def read_job(directory: Path) -> Job:
-    """The job of a run, its name and root being where the directory lies now.
+    """The job of a run, its name and root being where the directory lies now; imports what the run imports.
 
     Raises:
         ConfigError: there is no run that has taken a step, or its `config.toml` cannot be used.
     """
+    job = load_job(_config_of(directory)).value
+    here = directory.resolve()
+    place = msgspec.structs.replace(job.job, root=str(here.parent), name=here.name)
+    return msgspec.structs.replace(job, job=place)
+
+
+class Outline(Config):
+    """What can be known of a run without importing what its configuration names.
+
+    Attributes:
+        train: how long and in what portions it trains.
+        data: its section, not decoded.
+        imports: modules that the run imports.
+        hooks: its section, not decoded.
+    """
+
+    train: TrainConfig
+    data: dict[str, Any] = {}
+    imports: list[str] = []
+    hooks: dict[str, Any] = {}
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of a sequence, if the file says it."""
+        tokens = self.data.get("max_tokens")
+        return tokens if isinstance(tokens, int) and tokens > 0 else None
+
+    @property
+    def code(self) -> list[str]:
+        """What the run would execute: modules that it imports, and classes of hooks by their path."""
+        hooks = [hook.get("path") for hook in self.hooks.values() if isinstance(hook, dict)]
+        return [*self.imports, *(path for path in hooks if isinstance(path, str))]
+
+
+def read_outline(directory: Path) -> Outline:
+    """The outline of a run, from the text of its configuration alone.
+
+    Raises:
+        ConfigError: there is no run that has taken a step, or its `config.toml` cannot be used.
+    """
+    return load_sections(Outline, _config_of(directory))
+
+
+def _config_of(directory: Path) -> Path:
     path = RunFiles(directory).config
     if not path.exists():
         raise ConfigError(f"{directory} is no run: there is no {path.name}, which its first step writes")
-    here = directory.resolve()
-    job = load_job(path).value
-    place = msgspec.structs.replace(job.job, root=str(here.parent), name=here.name)
-    return msgspec.structs.replace(job, job=place)
+    return path
+
+
+def steps_of(directory: Path) -> int | None:
+    """How many steps a run is to take; None where there is no run yet, or it cannot be read."""
+    try:
+        return read_outline(directory).train.steps
+    except ConfigError:
+        return None
 
 
 def started_in(directory: Path) -> Path:
@@ -126,7 +177,9 @@ def read_ended(directory: Path) -> dict[str, Any] | None:
 
 def read_history(directory: Path) -> list[dict[str, Any]]:
     """The events of `history.jsonl`, oldest first; a line that cannot be read is left out."""
-    return read_lines(RunFiles(directory).history, "key")
+    return [
+        event for event in read_lines(RunFiles(directory).history, "key") if isinstance(event["key"], str)
+    ]
 
 
 def read_lines(path: Path, key: str) -> list[dict[str, Any]]:
@@ -147,10 +200,13 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) else None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
+def write_whole(path: Path, text: str, mode: int | None = None) -> None:
+    """Write a file that appears whole or not at all; with a mode, nobody else ever opens it with another."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if mode is not None:
+            partial.unlink(missing_ok=True)
+            os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
         write_durably(partial, text.encode())
         partial.replace(path)
     finally:

@@ -6,13 +6,27 @@ import sys
 from typing import TextIO
 
 
+def open_closed() -> None:
+    """Open the streams that this process was started without, as with `>&-`: they lead nowhere.
+
+    Else the next file that is opened would be taken for the console by whatever writes to its number.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
 def say(text: str, stream: TextIO) -> None:
     """Write and flush; where that fails, this and what follows goes nowhere."""
     try:
         stream.write(text)
         stream.flush()
     except OSError:
-        _silence(stream)
+        silence(stream.fileno())
 
 
 def has_reader(stream: TextIO) -> bool:
@@ -28,7 +42,8 @@ def settle() -> None:
         say("", stream)
 
 
-def _silence(stream: TextIO) -> None:
+def silence(fd: int) -> None:
+    """Let what is written to a stream go nowhere from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
+    os.dup2(nowhere, fd)
     os.close(nowhere)

@@ -17,8 +17,16 @@ from forge_resilience.hang import VERDICT
 from forge_trainer.eval_config import losses_of
 from forge_trainer.hooks.ledger import read_ledger
 from forge_trainer.listing import curve, goodput_line, listing, runs_in
-from forge_trainer.run_dir import RunFiles, read_ended, read_history, read_job, read_lines
-from forge_trainer.slurm.futile import crash_loop
+from forge_trainer.run_dir import (
+    Outline,
+    RunFiles,
+    read_ended,
+    read_history,
+    read_job,
+    read_lines,
+    read_outline,
+)
+from forge_trainer.slurm.futile import FUTILE, crash_loop, futile_starts
 from forge_trainer.track.console import duration
 
 SAME_AGAIN = {ExitCode.CONFIG, ExitCode.NOT_FINITE, ExitCode.DIVERGED}
@@ -33,7 +41,7 @@ def show_status(options: argparse.Namespace) -> int:
 
     Returns:
         0; with `--exit-code` the exit code of the last start, 1 if that was killed or still runs. With
-        `--parameters` it says how each parameter is trained instead.
+        `--parameters` it says how each parameter is trained instead; only that imports what the run imports.
     """
     directory = Path(options.directory)
     if not options.exit_code and not options.parameters and (runs := runs_in(directory)):
@@ -51,11 +59,12 @@ def show_status(options: argparse.Namespace) -> int:
 
 
 def _lines(directory: Path) -> Iterator[str]:
-    job, files = read_job(directory), RunFiles(directory)
-    until = _last_step(directory, job.train.steps)
-    data = f", of which there were data for {until}" if until < job.train.steps else ""
-    batch = f"{' to '.join(map(str, job.batch_sizes.all()))} x {job.data.max_tokens} tokens"
-    yield f"{directory}: {job.train.steps} steps of {batch}{data}"
+    run, files = read_outline(directory), RunFiles(directory)
+    until = _last_step(directory, run.train.steps)
+    data = f", of which there were data for {until}" if until < run.train.steps else ""
+    yield f"{directory}: {run.train.steps} steps of {_batch(run)}{data}"
+    if run.code:
+        yield f"  not decoded   what needs {', '.join(run.code)}: looking at a run imports nothing of it"
     records = read_lines(files.metrics, "step")
     if logged := next((r for r in reversed(records) if "loss" in r), None):
         speed = _number(logged, "tokens_per_s", ",.0f")
@@ -86,6 +95,15 @@ def _lines(directory: Path) -> Iterator[str]:
     yield from _state(directory, steps, until, lost)
 
 
+def _batch(run: Outline) -> str:
+    """What a step takes."""
+    train, max_tokens = run.train, run.max_tokens
+    if max_tokens is None or not train.sequences(max_tokens):
+        return f"{train.global_batch_tokens or '?'} tokens"
+    sizes = [stage.global_batch for stage in train.batch_warmup] + [train.sequences(max_tokens)]
+    return f"{' to '.join(map(str, sizes))} x {max_tokens} tokens"
+
+
 def _last_step(directory: Path, steps: int) -> int:
     """The step a run is complete at: an earlier one where it ended with its data."""
     ended = read_ended(directory) or {}
@@ -98,6 +116,10 @@ def _state(directory: Path, steps: list[int], until: int, lost: bool) -> Iterato
     if holder is not None and holder.is_alive() is not False:
         elsewhere = "" if holder.is_alive() else ", as far as can be told from here"
         yield f"  running       {holder}{elsewhere}"
+        failed = futile_starts(directory)
+        newest = steps[-1] if steps else 0
+        if len(failed) == FUTILE - 1 and failed[0]["step"] == newest:
+            yield f"  last chance   {len(failed)} starts failed at step {newest}; a third is the last"
         return
     if ended is not None:
         yield f"  last ended    exit code {ended.get('code')} at {ended.get('when')}: {ended.get('reason')}"

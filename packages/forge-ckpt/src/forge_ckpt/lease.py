@@ -96,6 +96,7 @@ class Lease:
         self.folder = folder
         self.epoch = epoch
         self._stale_s = stale_s
+        self._me = _read(folder, epoch)
         self._beats = 0
         self._seen_s = time.monotonic()
         self._lost = False
@@ -129,10 +130,15 @@ class Lease:
 
     def _look(self) -> None:
         try:
-            self._lost = self._lost or newest_epoch(self.folder) > self.epoch
+            self._lost = self._lost or newest_epoch(self.folder) > self.epoch or self._is_replaced()
             self._seen_s = time.monotonic()
         except OSError as error:
             log.debug("the lease cannot be looked at: %s", error)
+
+    def _is_replaced(self) -> bool:
+        """Whether somebody removed the folder, and another process took the same number there."""
+        holder = _read(self.folder, self.epoch)
+        return None not in (holder, self._me) and holder != self._me
 
     def _beat(self) -> None:
         self._beats += 1

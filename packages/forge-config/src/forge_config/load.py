@@ -83,6 +83,24 @@ def load(
     return Loaded(value, tree, trace(tree, origins), files, tuple(imports))
 
 
+def load_sections(struct: type[T], path: Path | str) -> T:
+    """Read some sections of one file, and import nothing: a file of others is read, not run.
+
+    Args:
+        struct: its fields are the sections that are wanted; all others are passed over.
+        path: a TOML file. What it extends is passed over too, so it is one that `to_toml` wrote.
+
+    Raises:
+        ConfigError: with every problem found; a type that only an imported module knows is one.
+    """
+    layer = read(Path(path))
+    tree = {name: layer.tree[name] for name in struct.__struct_fields__ if name in layer.tree}
+    problems = Problems(layer.origins, str(path))
+    sections = Decoder(problems, layer.origins, {}, complete=True).fields(tree, struct, "")
+    problems.raise_if_any()
+    return _whole(struct, sections, problems)
+
+
 def _whole(struct: type[T], sections: Tree, problems: Problems) -> T:
     try:
         return struct(**sections)

@@ -16,6 +16,9 @@ MARK = "hang"
 REPORT = "rank-{}.json"
 VERDICT = "verdict.txt"
 
+LAST = ("agree", "save")
+"""What ends a step, in this order."""
+
 SILENT_S = 2.0
 """A rank whose threads have not run Python for so long holds the GIL in C code, or does not run at all."""
 
@@ -55,9 +58,10 @@ class Report:
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid}) in {self.phase!r} for {self.seconds:.0f} s"
 
-    def place(self) -> tuple[int, bool, int, bool]:
-        """How far it has come; what comes earlier in a step is smaller."""
-        return self.batches, self.phase != "data", self.steps, self.phase != "step"
+    def place(self) -> tuple[int, bool, int, bool, int]:
+        """How far it has come; what comes earlier in a step is smaller. Hooks come before `LAST`."""
+        last = LAST.index(self.phase) + 1 if self.phase in LAST else 0
+        return self.batches, self.phase != "data", self.steps, self.phase != "step", last
 
 
 def verdict_of(folder: Path, ranks: int, wait_s: float) -> str:
@@ -98,7 +102,8 @@ def name_the_one(reports: list[Report], ranks: int) -> str:
     places = Counter(one.place() for one in reports)
     if len(places) == 1:
         first = reports[0]
-        where = f"{first.phase!r} after {first.steps} steps"
+        phases = " and ".join(sorted({repr(one.phase) for one in reports}))
+        where = f"{phases} after {first.steps} steps"
         return f"hang: all {ranks} ranks in {where} for {first.seconds:.0f} s: see their stacks"
     fewest = min(places.values())
     rare = min(place for place, count in places.items() if count == fewest)

@@ -18,6 +18,7 @@ from typing import Any
 
 from forge_resilience.beat import Beat, BeatFile
 from forge_resilience.hang import MARK, REPORT, Report, verdict_of
+from forge_resilience.last_words import last_words
 
 POLL_S = 0.5
 STACKS_S, OTHERS_S, END_S = 0.5, 5.0, 3.0
@@ -83,8 +84,7 @@ def _report(settings: dict[str, Any], folder: Path, beat: Beat) -> None:
     path.with_suffix(".tmp").write_text(json.dumps(report.as_dict()))
     path.with_suffix(".tmp").rename(path)
     text = verdict_of(folder, settings["ranks"], OTHERS_S)
-    sys.stderr.write(f"rank {rank}: {text}\n" if rank else f"{text}\n")
-    sys.stderr.flush()
+    last_words(f"rank {rank}: {text}\n" if rank else f"{text}\n")
     sys.stdout.write(text.replace("\n", " ") + "\n")
     sys.stdout.flush()  # a thread of the rank reads it and ends the process with the right code
     if not _is_gone(END_S):

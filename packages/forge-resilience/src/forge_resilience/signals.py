@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from forge_resilience.exit_codes import ExitCode
+from forge_resilience.last_words import last_words
 from forge_resilience.verdict import Verdict
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
@@ -126,7 +126,7 @@ class Signals:
                 raise KeyboardInterrupt
             self._interrupted_s = self._interrupted_s or now
         if first and self._loads:
-            os.write(2, stopped_by(self.received.name).encode())
+            last_words(stopped_by(self.received.name))
             os._exit(ExitCode.PREEMPTED)
         if first and self._raises:
             raise Stopped
@@ -169,6 +169,5 @@ class _Watch:
     def _run(self) -> None:
         while not self._ended.is_set():
             if os.read(self._read, 1)[0] in STOPPING and not self._ended.wait(STUCK_S):
-                sys.stderr.write("asked to stop during the start, and ended by force: it did not react\n")
-                sys.stderr.flush()
+                last_words("asked to stop during the start, and ended by force: it did not react\n")
                 os._exit(ExitCode.PREEMPTED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import shutil
 import signal
@@ -20,6 +21,8 @@ from pathlib import Path
 
 from forge_resilience.beat import Beat, BeatFile
 from forge_resilience.exit_codes import ExitCode
+
+log = logging.getLogger(__name__)
 
 FACTOR = 10.0
 """A phase may take so many times as long as the longest of the last ones."""
@@ -140,6 +143,8 @@ class Watchdog:
         """End the process when the monitor says so."""
         said = self._monitor.stdout.readline().decode().strip()  # type: ignore[union-attr]
         if not said:
+            if not self._done.is_set():
+                log.warning("rank %d: the process that watches it was killed: no hang is found", self._rank)
             return
         if record := self._record():
             (self._folder / f"collectives-{self._rank}.json").write_bytes(record)

@@ -6,21 +6,27 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forge_ckpt.lease import read_holder
 from forge_ckpt.store import Store
 from forge_resilience.exit_codes import ExitCode
 
-from forge_trainer.run_dir import RunFiles, now, read_ended
-from forge_trainer.slurm.futile import FUTILE, futile_starts
+from forge_trainer.run_dir import RunFiles, now, read_ended, steps_of
+from forge_trainer.slurm.config import seconds
+from forge_trainer.slurm.futile import FUTILE, futile_starts, locked_starts
 from forge_trainer.slurm.script import LOGS
 from forge_trainer.slurm.suspects import suspect_of, suspects
 
 FINAL = {ExitCode.DONE, ExitCode.CONFIG, ExitCode.NOT_FINITE, ExitCode.DIVERGED}
 """After these a new start would end the same way."""
+
+LOCKED_S = 30.0
+"""So long a job waits before it asks again for a run that another process writes to."""
 
 LOST = 1
 """Of the script of a start that SLURM has already replaced; nobody reads it."""
@@ -42,21 +48,19 @@ def after_job(options: argparse.Namespace) -> int:
             LOST,
             f"this start was lost with a node or preempted; SLURM runs the job again by itself ({state})",
         )
-    code = int(ended["code"]) if ended else options.code
+    code = _code(ended, options.code, directory)
     try:
         failures = _remember(directory, code, ended)
     except OSError as error:  # without memory, a job that fails at once would run again for ever
         return _stop(options, code, f"{directory} cannot be written: {error}")
-    if state == "CANCELLED":
+    if state == "CANCELLED" or _is_cancelled(state, told):
         return _stop(options, code, "cancelled")
     if state not in ("", "RUNNING"):
         return _say(code, f"exit code {code}: SLURM ends this job by itself ({state})")
-    if code in FINAL:
-        return _stop(options, code, "complete" if code == ExitCode.DONE else "a human must look at it")
-    if failures >= FUTILE:
-        return _stop(options, ExitCode.CRASH_LOOP, f"{failures} starts failed without a new checkpoint")
-    if options.never:
-        return _stop(options, code, "the cluster file says never again")
+    if (final := _final(options, directory, code, failures)) is not None:
+        return _stop(options, *final)
+    if code == ExitCode.LOCKED:
+        time.sleep(LOCKED_S)
     if options.chained:
         without = suspects(directory)
         if without:
@@ -65,11 +69,61 @@ def after_job(options: argparse.Namespace) -> int:
     return _requeue(code, directory, told)
 
 
+def _code(ended: dict[str, Any] | None, code: int, directory: Path) -> int:
+    """What this start has said of its end; else the code of srun, if the checkpoints bear it out."""
+    if ended:
+        return int(ended["code"])
+    # a process that leaves by itself, as with `os._exit(0)`, has not finished the run
+    return ExitCode.FAILED if code == ExitCode.DONE and not _is_complete(directory) else code
+
+
+def _final(options: argparse.Namespace, directory: Path, code: int, failures: int) -> tuple[int, str] | None:
+    """With which code and why the job does not run again; None if it may."""
+    if code in FINAL:
+        return code, "complete" if code == ExitCode.DONE else "a human must look at it"
+    if code == ExitCode.LOCKED and (why := _never_free(directory)):
+        return code, why
+    if failures >= FUTILE:
+        return ExitCode.CRASH_LOOP, f"{failures} starts failed without a new checkpoint"
+    return (code, "the cluster file says never again") if options.never else None
+
+
 def _ended(directory: Path) -> dict[str, Any] | None:
     """What this start has left of its end; srun knows only the highest code of all ranks."""
     ended = read_ended(directory)
     this = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
     return ended if ended is not None and (ended.get("job"), ended.get("restart")) == this else None
+
+
+def _is_complete(directory: Path) -> bool:
+    """Whether the newest checkpoint is that of the last step."""
+    steps = Store(RunFiles(directory).checkpoints).steps()
+    until = steps_of(directory)
+    return until is not None and bool(steps) and steps[-1] >= until
+
+
+def _never_free(directory: Path) -> str | None:
+    """Why a run that another process writes to is not waited for; None where it may soon be free.
+
+    What is left of a lost node may go on for a while; another job of SLURM runs again by itself.
+    """
+    holder = read_holder(RunFiles(directory).lease)
+    other = holder.job if holder and holder.job != os.environ.get("SLURM_JOB_ID") else None
+    if other and _field("JobState", _scontrol("show", "job", other).stdout) in ("RUNNING", "SUSPENDED"):
+        return f"job {other} has this run"
+    if locked_starts(directory) >= FUTILE:
+        return f"{FUTILE} starts found the run in the hands of {holder or 'another process'}"
+    return None
+
+
+def _is_cancelled(state: str, told: str) -> bool:
+    """Whether a job that is about to end was cancelled: not preempted, nor at its time limit.
+
+    While its script lives, SLURM calls it COMPLETING and no more (22.05).
+    """
+    run_s, limit_s = (seconds(_field(name, told, r"[\d:-]+")) for name in ("RunTime", "TimeLimit"))
+    in_time = run_s is not None and (limit_s is None or run_s < limit_s)
+    return state == "COMPLETING" and in_time and _field("PreemptTime", told) == "None"
 
 
 def _job() -> str:
@@ -101,7 +155,7 @@ def _remember(directory: Path, code: int, ended: dict[str, Any] | None) -> int:
     path = RunFiles(directory).starts
     steps = Store(RunFiles(directory).checkpoints).steps()
     step = steps[-1] if steps else 0
-    failed = code not in (ExitCode.DONE, ExitCode.PREEMPTED)
+    failed = code not in (ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.LOCKED)
     earlier = futile_starts(directory)
     futile = 1 + (len(earlier) if earlier and earlier[0]["step"] == step else 0) if failed else 0
     line = {
@@ -111,7 +165,7 @@ def _remember(directory: Path, code: int, ended: dict[str, Any] | None) -> int:
         "nodes": os.environ.get("SLURM_JOB_NODELIST"),
         "code": int(code),
         "shutdown_s": _shutdown_s(ended),
-        "suspect": suspect_of(read_ended(directory) if code == ExitCode.HUNG else None),
+        "suspect": suspect_of(ended),
         "failed": failed,
         "step": step,
     }
@@ -121,9 +175,9 @@ def _remember(directory: Path, code: int, ended: dict[str, Any] | None) -> int:
     return futile
 
 
-def _field(name: str, told: str) -> str:
+def _field(name: str, told: str, form: str = r"\w+") -> str:
     """What SLURM says of this job, such as JobState: RUNNING, CANCELLED, COMPLETING; empty without SLURM."""
-    found = re.search(rf"\b{name}=(\w+)", told)
+    found = re.search(rf"\b{name}=({form})", told)
     return found[1] if found else ""
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+from forge_resilience.exit_codes import ExitCode
 
 from forge_trainer.run_dir import RunFiles, read_lines
 
@@ -12,13 +15,24 @@ FUTILE = 3
 
 
 def futile_starts(directory: Path) -> list[dict[str, Any]]:
-    """The last starts in a row that failed at the same step of the newest checkpoint, the newest first."""
+    """The last starts in a row that failed at the same step of the newest checkpoint, the newest first.
+
+    Starts that found the run in the hands of another job say nothing about it.
+    """
     found: list[dict[str, Any]] = []
     for start in reversed(read_lines(RunFiles(directory).starts, "step")):
+        if start.get("code") == ExitCode.LOCKED:
+            continue
         if not start.get("failed") or (found and start["step"] != found[0]["step"]):
             break
         found.append(start)
     return found
+
+
+def locked_starts(directory: Path) -> int:
+    """How many of the last starts in a row found the run in the hands of another process."""
+    starts = reversed(read_lines(RunFiles(directory).starts, "step"))
+    return sum(1 for _ in takewhile(lambda start: start.get("code") == ExitCode.LOCKED, starts))
 
 
 def crash_loop(directory: Path) -> str | None:

@@ -7,6 +7,8 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 
+from forge_config import ConfigError
+
 from forge_trainer.slurm.config import ClusterConfig
 from forge_trainer.slurm.warning import WarningTime, warning_of
 
@@ -52,8 +54,21 @@ class Launch:
 
 
 def batch_script(launch: Launch) -> str:
-    """The script, of fewer than 60 lines; it may be submitted any number of times."""
-    return "\n".join([*_options(launch), *_before(launch), *_run(launch), *_after(launch)]) + "\n"
+    """The script, of fewer than 60 lines; it may be submitted any number of times.
+
+    Raises:
+        ConfigError: a value would leave its `#SBATCH` comment, and be run, or leave the job without a log.
+    """
+    options = list(_options(launch))
+    for line in options:
+        if not line.isprintable():
+            raise ConfigError(f"given {line!r}; expected no control characters in what SLURM is told")
+    if "\\" in str(launch.root):
+        raise ConfigError(
+            f"job.root = {str(launch.root)!r}; expected no backslash, with which SLURM names no log"
+        )
+    lines = [*options, *_traps(), *_before(launch), *_run(launch), *_after(launch)]
+    return "\n".join(lines) + "\n"
 
 
 def _options(launch: Launch) -> Iterator[str]:
@@ -73,9 +88,8 @@ def _options(launch: Launch) -> Iterator[str]:
         "reservation": cluster.reservation,
         "signal": f"B:USR1@{launch.warning.seconds}",
         "open-mode": "append",
-        "output": launch.root
-        / LOGS
-        / (f"{launch.name}-%A_%a.log" if launch.sweep else f"{launch.name}-%j.log"),
+        "output": str(launch.root / LOGS / launch.name).replace("%", "%%")
+        + ("-%A_%a.log" if launch.sweep else "-%j.log"),
         "array": f"0-{prod(map(len, launch.sweep)) - 1}" if launch.sweep else "",
     }
     yield "#!/bin/bash"
@@ -83,6 +97,15 @@ def _options(launch: Launch) -> Iterator[str]:
     yield f"#SBATCH --{'requeue' if cluster.again == 'requeue' else 'no-requeue'}"
     yield from (f"#SBATCH {option}" for option in cluster.options)
     yield f"# Warned {launch.warning}."
+
+
+def _traps() -> Iterator[str]:
+    yield ""
+    yield "# First of all: a warning may come at any time, and without a trap it ends the job for good."
+    yield "asked= step="
+    yield "# Warnings reach this shell only, and go on to all ranks, which save and leave with exit code 85."
+    yield "trap 'asked=1; [ -z \"$step\" ] || kill -USR1 $step' USR1"
+    yield "trap 'asked=1' TERM  # the ranks are told by SLURM"
 
 
 def _before(launch: Launch) -> Iterator[str]:
@@ -99,9 +122,25 @@ def _before(launch: Launch) -> Iterator[str]:
             yield f'overrides+=("${{values[SLURM_ARRAY_TASK_ID / {stride} % {len(values)}]}}")'
         yield "run=$run-$SLURM_ARRAY_TASK_ID"
     if launch.cluster.again == "chain":
-        yield "# The next link waits until this one is gone; it is cancelled when the run is complete."
-        yield f"next=$(sbatch --parsable --dependency=singleton {shlex.quote(str(launch.script))})"
-        yield "next=${next%%;*}"
+        yield from _link(launch)
+
+
+def _link(launch: Launch) -> Iterator[str]:
+    """What makes a job a link of a chain: it ends if the link before was cancelled, and submits the next."""
+    state = "$(scontrol show job \"$1\" 2>/dev/null | grep -o 'JobState=[A-Z_]*')"
+    yield 'if [ -n "$1" ]; then  # the link before this one'
+    yield "  for _ in {1..100}; do"
+    yield f'    state={state}; [ "$state" = JobState=COMPLETING ] || break; sleep 3'
+    yield "  done"
+    yield '  [ "$state" != JobState=CANCELLED ] || { echo "job $1 was cancelled: the chain ends"; exit 0; }'
+    yield "fi"
+    yield "# The next link waits until this one is gone; it is cancelled when the run is complete."
+    yield "next="
+    yield 'if [ -n "$SLURM_JOB_ID" ] && scontrol show job "$SLURM_JOB_ID" | grep -q BatchFlag=1; then'
+    submit = f"sbatch --parsable --dependency=singleton {shlex.quote(str(launch.script))}"
+    yield f'  next=$({submit} "$SLURM_JOB_ID")'
+    yield "  next=${next%%;*}"
+    yield "fi"
 
 
 def _run(launch: Launch) -> Iterator[str]:
@@ -114,13 +153,14 @@ def _run(launch: Launch) -> Iterator[str]:
     yield "export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$end}"
     yield '[ -n "$SLURM_JOB_END_TIME" ] || unset SLURM_JOB_END_TIME'
     yield ""
-    yield f"{step}{overrides} &"
-    yield "step=$!"
-    yield "# Warnings reach this shell only, and go on to all ranks, which save and leave with exit code 85."
-    yield "trap 'kill -USR1 $step' USR1"
-    yield "trap : TERM  # the ranks are told by SLURM"
-    yield "while kill -0 $step 2>/dev/null; do wait $step; done  # a signal ends a wait"
-    yield "wait $step; code=$?"
+    yield "code=85"
+    yield 'if [ -z "$asked" ]; then'
+    yield f"  {step}{overrides} &"
+    yield "  step=$!"
+    yield '  [ -z "$asked" ] || kill -USR1 $step  # it came between the last two lines'
+    yield "  while kill -0 $step 2>/dev/null; do wait $step; done  # a signal ends a wait"
+    yield "  wait $step; code=$?"
+    yield "fi"
 
 
 def _after(launch: Launch) -> Iterator[str]:
