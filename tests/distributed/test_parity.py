@@ -211,4 +211,4 @@ def test_feature_under_a_layout_in_float64_equals_one_process(feature, layout):
 @pytest.mark.parametrize(("feature", "layout"), REFUSED)
 def test_feature_that_a_layout_cannot_have_is_refused(feature, layout):
     with pytest.raises(ParallelError, match=r"every_micro_batch.*use .* or mesh.pp = 1"):
-        FEATURES[feature].require_pipeline(LAYOUTS[layout][1]["pp"])
+        FEATURES[feature].require_pipeline(LAYOUTS[layout][1]["pp"], 0, 1, 1)
