@@ -65,7 +65,13 @@ def refused(sizes: dict, model: DecoderConfig, parallel: ParallelConfig, micro_b
         parallel.pipeline.require_micro_batches(micro_batches, mesh.pp)
         axes_divide_the_model(model, data, mesh, parallel.tensor_parallel, parallel.context_parallel)
         stages_fit_the_model(
-            model, mesh, parallel.pipeline, parallel.compile, parallel.activation_checkpointing, parallel.fsdp
+            model,
+            mesh,
+            parallel.pipeline,
+            parallel.compile,
+            parallel.activation_checkpointing,
+            parallel.fsdp,
+            parallel.tensor_parallel,
         )
     except (ValueError, ParallelError):
         return True
