@@ -11,6 +11,8 @@ from forge_model.model_config import Prompt
 from forge_vlm.connectors.config import ConnectorConfig, LinearConfig
 from forge_vlm.encoders.config import EncoderConfig, ViTConfig
 from forge_vlm.fusion.config import FusionConfig, JointConfig
+from forge_vlm.images.config import ImagesConfig
+from forge_vlm.images.positions import AXES, PositionKind, grid_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,12 +29,16 @@ class VisionLanguageConfig(ComposedConfig):
         encoder: the tower.
         connector: from the features of the tower to visual tokens of the width of the decoder.
         fusion: how the decoder is given visual tokens.
+        images: how images become pictures of the size of the tower.
+        positions: of visual tokens; see `forge_vlm.images.positions.PositionKind`.
     """
 
     decoder: ModelConfig
     encoder: EncoderConfig = ViTConfig()
     connector: ConnectorConfig = LinearConfig()
     fusion: FusionConfig = JointConfig()
+    images: ImagesConfig = ImagesConfig()
+    positions: PositionKind = "sequential"
 
     def __post_init__(self) -> None:
         if not isinstance(self.decoder, DecoderConfig):
@@ -42,6 +48,19 @@ class VisionLanguageConfig(ComposedConfig):
                 f"an image has {self.image_tokens} visual tokens, and model.decoder.max_tokens = "
                 f"{self.max_tokens} leaves no room for text; use a larger patch_size, or longer sequences"
             )
+        if self.positions == "grid":
+            self._require_axes_of_positions(self.decoder)
+
+    def _require_axes_of_positions(self, decoder: DecoderConfig) -> None:
+        grid_of(self.connector, self.encoder.side, self.encoder.side)
+        for number in range(decoder.num_layers):
+            rope = decoder.layer(number).rope
+            axes = len(getattr(rope, "sections", ()))
+            if rope.rotates and axes != AXES["grid"]:
+                raise ValueError(
+                    f'positions = "grid" has {AXES["grid"]} axes, and the rotation of layer {number} has '
+                    f'{axes or 1}; set rope = {{ type = "mrope", sections = [...] }} with 3 sections'
+                )
 
     @property
     def image_tokens(self) -> int:
@@ -67,7 +86,7 @@ class VisionLanguageConfig(ComposedConfig):
         """See `ModelConfig.items`."""
         from forge_vlm.images.reader import ImageReader
 
-        return ImageReader(self.encoder, self.connector, self.fusion)
+        return ImageReader(self.encoder, self.connector, self.fusion, self.images, self.positions)
 
     def prompt(self, text: str, images: Sequence[bytes], tokenizer: Any) -> Prompt:
         """See `ModelConfig.prompt`; images stand where `<image>` does in the text, or before it.
