@@ -141,6 +141,19 @@ class Job(Config):
                     "each has one micro-batch, and two are needed to compare; use a smaller train.micro_batch"
                 )
 
+    @property
+    def optimizer_by_steps(self) -> OptimizerConfig:
+        """`optimizer`, the stages of whose groups begin at steps."""
+        batches, tokens = self.batch_sizes, self.data.max_tokens
+
+        def step_of(seen: int) -> int:
+            samples = -(-seen // tokens)
+            whole = batches.whole_steps(samples // batches.unit)
+            return whole + (batches.samples(whole) < samples)
+
+        groups = tuple(group.in_steps(step_of) for group in self.optimizer.groups)
+        return structs.replace(self.optimizer, groups=groups)
+
     def lr_factor(self, step: int) -> float:
         """What the peak learning rate is multiplied by: the schedule times the phase of the data."""
         steps = self.train.steps
