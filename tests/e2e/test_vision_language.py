@@ -181,3 +181,18 @@ def test_pipeline_with_a_stage_that_is_frozen_for_ever_trains_as_one_process(for
     forge("train", seeing(steps=4), frozen, "--mesh.pp=2", ranks=2)
     one, two = (losses(tmp_path / root / "tiny") for root in ("one", "runs"))
     assert two == pytest.approx(one, rel=0, abs=3e-5) and one[0] != one[-1]
+
+
+def test_run_of_text_alone_leaves_the_tower_out_of_the_optimizer_and_says_so(forge, seeing, tmp_path):
+    path = seeing(steps=3)
+    (tmp_path / "book.txt").write_text("some text of a book. " * 400)
+    source = f'type = "files"\npaths = ["{tmp_path}/book.txt"]\nheld_out = 0\n'
+    text = path.read_text().replace('type = "shapes"\nsamples = 400\nheld_out = 24\n', source)
+    path.write_text(text)
+    said = forge("train", path).stdout
+    assert "frozen     encoder, connector: no source has what they are given" in said
+    states = Store(tmp_path / "runs" / "tiny" / "checkpoints").tensors(3)
+    assert not [name for name in states if name.startswith("optimizer.") and ".encoder." in name]
+    forge("train", path, "--mesh.pp=2", f"--job.root={tmp_path}/two", ranks=2)
+    one, two = (losses(tmp_path / root / "tiny") for root in ("runs", "two"))
+    assert two == pytest.approx(one, rel=0, abs=3e-5)

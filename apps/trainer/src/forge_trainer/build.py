@@ -237,7 +237,7 @@ def build_parts(job: Job, mesh: Mesh) -> list[nn.Module]:
     for stage in stages_of(mesh.pipeline.rank, mesh.pipeline.size, job.pipeline):
         with torch.device("meta"):
             model = job.model.build()
-        freeze(model, job.optimizer_by_steps.groups)
+        freeze(model, job.optimizer_by_steps.groups, job.data.sources)
         keep_stage(model, Plan.of(model), stage, mesh.pipeline.size, job.pipeline)
         parallelize(model, mesh, Plan.of(model), job.parallel)
         parts.append(materialize(model, mesh.device))

@@ -24,7 +24,7 @@ def plan_lines(job: Job) -> Iterator[str]:
     """
     with torch.device("meta"):
         model = job.model.build()
-    freeze(model, job.optimizer_by_steps.groups)
+    freeze(model, job.optimizer_by_steps.groups, job.data.sources)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     yield f"{job.job.name}: {len(shapes)} parameters, {scaled(_size(shapes.values()))}elements"
     parameters = trainable([model])

@@ -11,6 +11,7 @@ from msgspec import structs
 from forge_trainer.optim.stages import Stage, StageRule, frozen_steps, require_rising, trained_stages
 
 if TYPE_CHECKING:
+    from forge_data.sources.config import SourceConfig
     from torch import nn
     from torch.optim import Optimizer
 
@@ -157,19 +158,35 @@ def is_frozen(stages: Stages, step: int) -> bool:
     return any(start <= step and (end is None or step < end) for start, end in stages)
 
 
-def freeze(model: nn.Module, rules: Sequence[GroupRule]) -> None:
+def freeze(model: nn.Module, rules: Sequence[GroupRule], sources: Sequence[SourceConfig] = ()) -> None:
     """Take gradients from what is never trained. Before the model is cut or made parallel.
+
+    Args:
+        model: all of it.
+        rules: of the configuration, by steps.
+        sources: of the data; modules whose inputs are in none of them are never trained.
 
     Raises:
         ConfigError: a pattern of a rule names no parameter, or nothing is left to train.
     """
     roles: dict[str, str] = model.parameter_roles()  # type: ignore[operator]
     require_names(rules, roles)
+    if idle := unfed(model, sources):
+        rules = [*rules, GroupRule(match=tuple(idle), freeze_from=0)]
     for name, parameter in model.named_parameters():
         if FOREVER in treatment(name, roles.get(name, ""), rules).frozen:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("optimizer.groups freezes every parameter; leave something to train")
+
+
+def unfed(model: nn.Module, sources: Sequence[SourceConfig]) -> list[str]:
+    """The modules whose inputs are in no source, such as a tower where there are no images."""
+    from forge_parallel.plan import Plan
+
+    if not sources or not all(source.has_tokens_only() for source in sources):
+        return []
+    return [name for name, mount in Plan.of(model).mounts.items() if mount.inputs]
 
 
 def require_names(rules: Sequence[GroupRule], roles: Mapping[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 A folder with raw arrays: `tokens.bin` (int32, `PLACE` for places), `targets.bin` (a byte each), `samples.bin`
 (`SAMPLE`), `names.bin`, `items.bin` (`ITEM`), `files.bin` and `file_ends.bin` (names of the files of images),
-`images.bin` (images that are no files) and `manifest.json`. It is written beside its place and published by one
+`images.bin` (images that are no files) and `manifest.json`. It is written beside its place, published by one
 rename.
 """
 
