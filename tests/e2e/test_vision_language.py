@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 from forge_ckpt.store import Store
-from runs import losses, state
+from runs import losses, records, state
 
 JOB = """
 [job]
@@ -43,6 +43,9 @@ eps = 1e-5
 [schedule]
 type = "cosine"
 warmup_steps = 2
+
+[step]
+answers = true
 
 [eval]
 every_steps = 4
@@ -93,15 +96,20 @@ LAYOUTS = {
 @pytest.mark.parametrize("attention", ["causal", "image"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_train_as_one_process(forge, seeing, tmp_path, layout, attention):
+    options = (*LAYOUTS[layout], *(["--step.answers=false"] if layout == "cp2" else []))
     if attention == "image" and layout not in ("tp2", "cp2"):
         pytest.skip("spans matter where attention is cut")
     forge("train", seeing(root="one", name="one.toml", steps=5, attention=attention))
-    forge("train", seeing(steps=5, attention=attention), *LAYOUTS[layout], ranks=2)
+    forge("train", seeing(steps=5, attention=attention), *options, ranks=2)
     one, two = (losses(tmp_path / root / "tiny") for root in ("one", "runs"))
     assert two == pytest.approx(one, rel=0, abs=3e-5)
+    told = [records(tmp_path / root / "tiny")[-1].get("eval/accuracy") for root in ("one", "runs")]
+    assert layout == "cp2" or told[0] == pytest.approx(told[1], abs=0.03)
 
 
 def test_spans_under_gathered_context_are_refused_before_a_group_exists(forge, seeing):
+    refused = forge("train", seeing(), "--mesh.cp=2", ranks=2, check=False)
+    assert "step.answers = true counts documents" in refused.stderr
     refused = forge("train", seeing(attention="image"), "--mesh.cp=2", check=False)
     assert refused.returncode == 78 and 'method = "ulysses"' in refused.stderr
 
@@ -128,7 +136,7 @@ def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_p
         assert refused.returncode == 78 and said in refused.stderr, refused.stderr
     refused = forge("export", run, tmp_path / "hf", check=False)
     assert refused.returncode == 78 and "no form in Hugging Face" in refused.stderr
-    assert "loss" in forge("eval", run).stdout
+    assert "answers" in forge("eval", run).stdout
 
 
 STAGES = """

@@ -128,6 +128,11 @@ class Job(Config):
             ParallelError: they cannot.
         """
         sizes = self.mesh.sizes(world_size)
+        if sizes["cp"] > 1 and getattr(self.step, "answers", False):
+            raise ParallelError(
+                f"step.answers = true counts documents, which mesh.cp = {sizes['cp']} cuts; set it to false, "
+                "or cp = 1"
+            )
         readers = sizes["dp_replicate"] * sizes["dp_shard"]
         for batch in self.batch_sizes.all():
             share, rest = divmod(batch, readers)
