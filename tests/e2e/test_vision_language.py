@@ -1,6 +1,7 @@
 """A vision-language model in the real command: killed, resumed, on several ranks, asked about an image."""
 
 import io
+import json
 import signal
 
 import pytest
@@ -134,6 +135,19 @@ def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_p
     ):
         refused = forge("generate", run, *given, check=False)
         assert refused.returncode == 78 and said in refused.stderr, refused.stderr
+    rows = [
+        ("colour? ", [red]),
+        ("no image at all", []),
+        ("<image>is it<image>?", [image("blue", tmp_path), red]),
+    ]
+    lines = [json.dumps({"prompt": text, "images": [file.name for file in files]}) for text, files in rows]
+    (tmp_path / "asked.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    batch = ("--prompts", tmp_path / "asked.jsonl", "--batch-size=3", "--temperature=0", "--max-new-tokens=8")
+    told = [json.loads(line)["text"] for line in forge("generate", run, *batch).stdout.splitlines()]
+    for (text, files), answer in zip(rows, told, strict=True):
+        alone = [part for file in files for part in ("--image", file)]
+        whole = forge("generate", run, *alone, *greedy[:2], "--prompt", text).stdout
+        assert whole.rstrip("\n").endswith(answer), (whole, answer)
     refused = forge("export", run, tmp_path / "hf", check=False)
     assert refused.returncode == 78 and "no form in Hugging Face" in refused.stderr
     assert "answers" in forge("eval", run).stdout
