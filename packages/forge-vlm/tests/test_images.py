@@ -137,32 +137,30 @@ def test_positions_are_those_of_qwen2_vl():
     )
     with torch.device("meta"):
         model = Qwen2VLModel(config)
-    sizes = [(2, 3), (4, 1)]
+    sizes = [(1, 2, 3), (3, 1, 2), (1, 4, 1)]
     ids, places, images = [1, 2], [0, 0], [0, 0]
-    for number, (rows, columns) in enumerate(sizes, 1):
-        ids += [41, *[40] * rows * columns, 3, 4, 5]
-        places += [0, *range(max(places) + 1, max(places) + 1 + rows * columns), 0, 0, 0]
-        images += [0, *[number] * rows * columns, 0, 0, 0]
-    grid = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in sizes])
+    for number, (frames, rows, columns) in enumerate(sizes, 1):
+        count = frames * rows * columns
+        ids += [41, *[42 if frames > 1 else 40] * count, 3, 4, 5]
+        places += [0, *range(max(places) + 1, max(places) + 1 + count), 0, 0, 0]
+        images += [0, *[number] * count, 0, 0, 0]
+    grid = torch.tensor([[frames, 2 * rows, 2 * columns] for frames, rows, columns in sizes])
     tokens = torch.tensor([ids])
-    kinds = (tokens == 40).int()
-    theirs, _ = model.get_rope_index(tokens, mm_token_type_ids=kinds, image_grid_thw=grid)
-    ours = position_offsets(
-        "grid", np.array(places), np.array(images), [[one] for one in sizes], np.zeros(len(ids))
+    kinds = (tokens == 40).int() + 2 * (tokens == 42).int()
+    theirs, _ = model.get_rope_index(
+        tokens, mm_token_type_ids=kinds, image_grid_thw=grid[::2], video_grid_thw=grid[1:2]
     )
-    found = ours["position_offsets"] + np.arange(len(ids))
+    given = np.array(places), np.array(images), [[one] for one in sizes], np.zeros(len(ids))
+    found = position_offsets("grid", *given)["position_offsets"] + np.arange(len(ids))
     assert np.array_equal(found, theirs[:, 0].numpy())
-    one = position_offsets(
-        "image", np.array(places), np.array(images), [[s] for s in sizes], np.zeros(len(ids))
-    )
-    at = (one["position_offsets"] + np.arange(len(ids)))[0]
-    assert at.tolist() == [0, 1, 2, *[3] * 6, 4, 5, 6, 7, *[8] * 4, 9, 10, 11]
+    at = (position_offsets("image", *given)["position_offsets"] + np.arange(len(ids)))[0]
+    assert at.tolist() == [0, 1, 2, *[3] * 6, 4, 5, 6, 7, *[8] * 6, 9, 10, 11, 12, *[13] * 4, 14, 15, 16]
 
 
 def test_offsets_begin_anew_in_each_document():
     images = np.array([1, 1, 0, 0, 0, 2, 2, 0])
     places = np.array([1, 2, 0, 0, 0, 3, 4, 0])
-    found = position_offsets("image", places, images, [[(1, 2)]] * 2, np.array([0, 0, 0, 0, 1, 1, 1, 1]))
+    found = position_offsets("image", places, images, [[(1, 1, 2)]] * 2, np.array([0, 0, 0, 0, 1, 1, 1, 1]))
     assert found["position_offsets"].tolist() == [[0, -1, -1, -1, 0, 0, -1, -1]]
 
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 LAYOUT = [0, 1, 1, 1, 1, 1, 1, 0, 0, 2, 2, 0, 0, 0]
 """Images of 2 x 3 and 1 x 2 visual tokens, and text around them."""
-GRIDS = [[(2, 3)], [(1, 2)]]
+GRIDS = [[(1, 2, 3)], [(1, 1, 2)]]
 
 
 def offsets(kind):
@@ -103,7 +103,7 @@ def test_cached_generation_goes_on_behind_the_positions_of_images(kind):
     images = np.zeros(20, dtype=np.int64)
     images[2:6] = 1
     places = np.where(images > 0, images.cumsum(), 0)
-    moved = position_offsets(kind, places, images, [[(2, 2)]], np.zeros_like(images))["position_offsets"]
+    moved = position_offsets(kind, places, images, [[(1, 2, 2)]], np.zeros_like(images))["position_offsets"]
     given = {
         "patches": torch.randint(256, (4, 48), dtype=torch.uint8),
         "grids": torch.tensor([[1, 2, 2]]),

@@ -13,6 +13,7 @@ from forge_vlm.encoders.config import EncoderConfig, ViTConfig
 from forge_vlm.fusion.config import FusionConfig, JointConfig
 from forge_vlm.images.config import ImagesConfig
 from forge_vlm.images.positions import AXES, PositionKind, grid_of
+from forge_vlm.images.video import VideoConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,6 +32,7 @@ class VisionLanguageConfig(ComposedConfig):
         fusion: how the decoder is given visual tokens.
         images: how images become pictures of the size of the tower.
         positions: of visual tokens; see `forge_vlm.images.positions.PositionKind`.
+        video: how videos become frames; absent means that there are none.
     """
 
     decoder: ModelConfig
@@ -39,6 +41,7 @@ class VisionLanguageConfig(ComposedConfig):
     fusion: FusionConfig = JointConfig()
     images: ImagesConfig = ImagesConfig()
     positions: PositionKind = "sequential"
+    video: VideoConfig | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.decoder, DecoderConfig):
@@ -48,8 +51,17 @@ class VisionLanguageConfig(ComposedConfig):
                 f"an image has {self.image_tokens} visual tokens, and model.decoder.max_tokens = "
                 f"{self.max_tokens} leaves no room for text; use a larger patch_size, or longer sequences"
             )
+        if self.video is not None and (most := self._video_tokens(self.video)) >= self.max_tokens:
+            raise ValueError(
+                f"a video has up to {most} visual tokens ({self.video.max_frames} frames), and "
+                f"model.decoder.max_tokens = {self.max_tokens} leaves no room for text; use fewer frames, a "
+                "larger video.merge, or longer sequences"
+            )
         if self.positions == "grid":
             self._require_axes_of_positions(self.decoder)
+
+    def _video_tokens(self, video: VideoConfig) -> int:
+        return -(-video.max_frames // video.merge) * self.image_tokens
 
     def _require_axes_of_positions(self, decoder: DecoderConfig) -> None:
         grid_of(self.connector, self.encoder.side, self.encoder.side)
@@ -86,7 +98,7 @@ class VisionLanguageConfig(ComposedConfig):
         """See `ModelConfig.items`."""
         from forge_vlm.images.reader import ImageReader
 
-        return ImageReader(self.encoder, self.connector, self.fusion, self.images, self.positions)
+        return ImageReader(self.encoder, self.connector, self.fusion, self.images, self.positions, self.video)
 
     def prompt(self, text: str, images: Sequence[bytes], tokenizer: Any) -> Prompt:
         """See `ModelConfig.prompt`; images stand where `<image>` does in the text, or before it.

@@ -11,6 +11,7 @@ from forge_model.model import Model
 from torch import Tensor, nn
 
 from forge_vlm.config import VisionLanguageConfig
+from forge_vlm.frames import frame_by_frame, merged
 
 FED_BY = ["patches", "grids", "image_index", "image_places"]
 """The inputs that only the tower and the first stage need."""
@@ -107,7 +108,10 @@ class VisionLanguage(Model):
             side, pixels = self.config.encoder.side, 3 * self.config.encoder.patch_size**2
             patches = torch.zeros(side * side, pixels, dtype=torch.uint8, device=tokens.device)
             grids = torch.tensor([[1, side, side]])
-        features = self.connector(self.encoder(patches, grids), grids)
+        frames = frame_by_frame(grids)
+        features = self.connector(self.encoder(patches, frames), frames)
+        if (video := self.config.video) is not None:
+            features = merged(features, grids, self.config.connector.tokens, video.merge)
         if image_index is None or image_places is None:
             return features, torch.zeros_like(tokens)
         before = image_places.cumsum(0) - image_places

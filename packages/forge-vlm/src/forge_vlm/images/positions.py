@@ -20,18 +20,19 @@ def position_offsets(
     kind: PositionKind,
     places: np.ndarray,
     images: np.ndarray,
-    grids: Sequence[Sequence[tuple[int, int]]],
+    grids: Sequence[Sequence[tuple[int, int, int]]],
     doc_ids: np.ndarray,
 ) -> dict[str, np.ndarray]:
     """`position_offsets` [axes, T] int64: what is added to the index of each token in its document.
 
-    The text behind a picture goes on behind its largest position. Zeros are right for text alone.
+    The text behind a picture goes on behind its largest row or column, also behind those of a video, as in
+    `transformers`. Zeros are right for text alone.
 
     Args:
         kind: of the positions.
         places: [T] 0 for text, else 1 + the number of the visual token in the sequence.
         images: [T] 0 for text, else 1 + the number of the image.
-        grids: of each image, rows and columns of the visual tokens of its pictures.
+        grids: of each image, frames, rows and columns of the visual tokens of its pictures.
         doc_ids: [T] the document of each token.
     """
     if kind == "sequential":
@@ -42,10 +43,11 @@ def position_offsets(
         last_of_document = np.searchsorted(doc_ids, doc_ids[first], side="right")
         at = first
         pictures = grids[images[first] - 1]
-        for rows, columns in pictures if kind == "grid" else _all(pictures):
-            count = min(rows * columns, len(places) - at)
+        for frames, rows, columns in pictures if kind == "grid" else _all(pictures):
+            count = min(frames * rows * columns, len(places) - at)
             nth = np.arange(count)
-            turns = np.stack([0 * nth, nth // columns, nth % columns]) if kind == "grid" else 0 * nth[None]
+            frame, place = nth // (rows * columns), nth % (rows * columns)
+            turns = np.stack([frame, place // columns, place % columns]) if kind == "grid" else 0 * nth[None]
             offsets[:, at : at + count] += turns - nth
             used = max(rows, columns) if kind == "grid" else 1
             offsets[:, at + count : last_of_document] += used - count
@@ -53,9 +55,9 @@ def position_offsets(
     return {"position_offsets": offsets}
 
 
-def _all(grids: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _all(grids: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """The visual tokens of an image as one row."""
-    return [(1, sum(rows * columns for rows, columns in grids))]
+    return [(1, 1, sum(frames * rows * columns for frames, rows, columns in grids))]
 
 
 def grid_of(connector: ConnectorConfig, rows: int, columns: int) -> tuple[int, int]:

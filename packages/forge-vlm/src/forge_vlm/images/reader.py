@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from forge_config import digest
@@ -14,6 +14,7 @@ from forge_vlm.fusion.config import FusionConfig
 from forge_vlm.images.config import Cut, ImagesConfig
 from forge_vlm.images.positions import PositionKind, grid_of, position_offsets
 from forge_vlm.images.processing import decoded, patches_of, pictures_of, size_of
+from forge_vlm.images.video import VideoConfig, frames_of, is_video, measured
 
 if TYPE_CHECKING:
     from forge_data.sources.items import Size
@@ -38,11 +39,12 @@ class ImageReader:
         fusion: FusionConfig,
         images: ImagesConfig,
         positions: PositionKind,
+        video: VideoConfig | None = None,
     ) -> None:
         self.positions: PositionKind = positions
         self.encoder, self.connector, self.fusion = encoder, connector, fusion
-        self.images = images
-        parts = encoder, connector, fusion, images
+        self.images, self.video = images, video
+        parts = [encoder, connector, fusion, images, *([] if video is None else [video])]
         self.digest = " ".join([str(VERSION), positions, *map(digest, parts)])
         self.host = frozenset({"grids"})
         self.image_size = encoder.image_size
@@ -57,61 +59,77 @@ class ImageReader:
         """See `ItemReader.measure`."""
         from forge_data.sources.items import Size
 
-        return Size(1, *size_of(raw))
+        if not is_video(raw):
+            return Size(1, *size_of(raw))
+        if self.video is None:
+            raise ValueError("a video, and the model reads none; set model.video")
+        return Size(*measured(raw, self.video))
 
     def cuts(self, size: Size) -> list[Cut]:
-        """The pictures that the tower is given of an image of that size."""
+        """The pictures that the tower is given of an image, or of each frame, of that size."""
         rows, columns = self.encoder.grid(size.height, size.width)
         patch = self.encoder.patch_size
-        return self.images.cuts(size.height, size.width, (rows * patch, columns * patch))
+        target = rows * patch, columns * patch
+        cuts = self.images.cuts(size.height, size.width, target)
+        # the last one is all of the image
+        return cuts[-1:] if size.frames > 1 else cuts
 
     def grids(self, size: Size) -> list[tuple[int, int]]:
         """Rows and columns of patches of each of these pictures."""
         patch = self.encoder.patch_size
         return [(cut.height // patch, cut.width // patch) for cut in self.cuts(size)]
 
+    def merged(self, frames: int) -> int:
+        """How many frames are left of so many."""
+        return frames if self.video is None else -(-frames // self.video.merge)
+
     def layout(self, size: Size) -> list[str | int]:
         """See `ItemReader.layout`: as many places as the connector makes tokens of all pictures."""
-        places = sum(self.connector.tokens(*grid) for grid in self.grids(size))
+        places = sum(self.connector.tokens(*grid) for grid in self.grids(size)) * self.merged(size.frames)
         around = [self.images.before, places, self.images.after]
         return [part for part in around if part]
 
     def read(self, raw: bytes | np.ndarray, size: Size) -> dict[str, np.ndarray]:
         """See `ItemReader.read`; `raw` may be pixels [H, W, 3] uint8."""
-        image, cuts = self._opened(raw, size), self.cuts(size)
+        cuts, patch = self.cuts(size), self.encoder.patch_size
         fill = tuple(int(255 * mean) for mean in self.encoder.mean)
-        patch = self.encoder.patch_size
-        pictures = pictures_of(image, cuts, self.images.resample, fill)  # type: ignore[arg-type]
+        pictures = [
+            picture
+            for image in self._opened(raw, size)
+            for picture in pictures_of(image, cuts, self.images.resample, fill)  # type: ignore[arg-type]
+        ]
         return {
             "patches": np.concatenate([patches_of(picture, patch) for picture in pictures]),
-            "grids": np.array([[1, *grid] for grid in self.grids(size)]),
+            "grids": np.array([[size.frames, *grid] for grid in self.grids(size)]),
         }
 
-    def _opened(self, raw: bytes | np.ndarray, size: Size) -> object:
-        if isinstance(raw, np.ndarray):
-            from PIL import Image
+    def _opened(self, raw: bytes | np.ndarray, size: Size) -> list[Any]:
+        """The image, or the frames of a video."""
+        from PIL import Image
 
-            image = Image.fromarray(raw)
+        if isinstance(raw, bytes) and not is_video(raw):
+            images = [decoded(raw)]
         else:
-            image = decoded(raw)
-        if image.size != (size.width, size.height):
+            frames = frames_of(raw, size.frames) if isinstance(raw, bytes) else [raw]
+            images = [Image.fromarray(frame) for frame in frames]
+        if images[0].size != (size.width, size.height):
             raise ValueError(
-                f"the image has {image.size[1]} x {image.size[0]} pixels; expected {size.height} x "
+                f"the image has {images[0].size[1]} x {images[0].size[0]} pixels; expected {size.height} x "
                 f"{size.width}, as it had when its text was tokenized"
             )
-        return image
+        return images
 
     def sequence(
         self, places: np.ndarray, sizes: Sequence[Size], doc_ids: np.ndarray
     ) -> dict[str, np.ndarray]:
         """See `ItemReader.sequence`."""
-        grids = [self.grids(size) for size in sizes]
-        counts = [sum(self.connector.tokens(*grid) for grid in one) for one in grids]
+        grids = [(self.merged(size.frames), self.grids(size)) for size in sizes]
+        counts = [frames * sum(self.connector.tokens(*grid) for grid in one) for frames, one in grids]
         ends = np.cumsum(counts, dtype=np.int64)
         images = np.where(places > 0, 1 + np.searchsorted(ends, places, side="left"), 0)
         given = {"image_index": places, "image_places": np.array(places.max(initial=0))}
         if self.positions != "sequential":
-            pooled = [[self._pooled(grid) for grid in one] for one in grids]
+            pooled = [[(frames, *self._pooled(grid)) for grid in one] for frames, one in grids]
             given |= position_offsets(self.positions, places, images, pooled, doc_ids)
         return given | self.fusion.arrays(places, images, doc_ids)
 

@@ -19,7 +19,7 @@ from forge_vlm.samples.make import Rows
 from forge_vlm.samples.rows import InFile
 from forge_vlm.sources.columns import ImageTextConfig
 
-IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "mp4", "webm", "mov", "mkv", "avi")
 
 
 @sources.register("webdataset")
