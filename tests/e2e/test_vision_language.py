@@ -15,7 +15,7 @@ root = "{root}"
 type = "vision-language"
 decoder = {{ vocab_size = 272, max_tokens = 96, dim = 32, num_layers = 2, attention = {{ num_heads = 2 }} }}
 encoder = {{ image_size = 16, patch_size = 8, dim = 16, num_heads = 2 }}
-fusion = {{ attention = "{attention}" }}
+fusion = {fusion}
 
 [data]
 max_tokens = 96
@@ -50,11 +50,18 @@ every_steps = 3
 """
 
 
+FUSIONS = {
+    "joint": "{}",
+    "spans": '{ attention = "image" }',
+    "cross-attention": '{ type = "cross-attention", layers = ":", max_visual_tokens = 32, gate_init = 0.5 }',
+}
+
+
 @pytest.fixture
 def seeing(tmp_path):
-    def write(steps=8, name="job.toml", root="runs", attention="causal"):
+    def write(steps=8, name="job.toml", root="runs", fusion="joint"):
         path = tmp_path / name
-        given = {"root": tmp_path / root, "cache": tmp_path / "cache", "attention": attention}
+        given = {"root": tmp_path / root, "cache": tmp_path / "cache", "fusion": FUSIONS[fusion]}
         path.write_text(JOB.format(steps=steps, **given))
         return path
 
@@ -72,9 +79,10 @@ def image(colour, folder):
     return folder / f"{colour}.png"
 
 
-def test_run_with_images_goes_on_after_a_kill(forge, seeing, tmp_path):
-    forge("train", seeing(root="whole", name="whole.toml"), "--data.workers=1")
-    path = seeing()
+@pytest.mark.parametrize("fusion", [name for name in FUSIONS if name != "spans"])
+def test_run_with_images_goes_on_after_a_kill(forge, seeing, tmp_path, fusion):
+    forge("train", seeing(root="whole", name="whole.toml", fusion=fusion), "--data.workers=1")
+    path = seeing(fusion=fusion)
     assert forge.stop_at(path, 5, signal.SIGKILL, 1) == -signal.SIGKILL
     forge("train", path)
     assert state(tmp_path / "runs" / "tiny") == state(tmp_path / "whole" / "tiny")
@@ -82,30 +90,53 @@ def test_run_with_images_goes_on_after_a_kill(forge, seeing, tmp_path):
 
 LAYOUTS = {
     "fsdp2": (),
-    "tp2": ("--mesh.tp=2",),
+    "tp2": ("--mesh.tp=2", "--tensor_parallel.sequence=false"),
+    "tp2-sequence": ("--mesh.tp=2",),
     "pp2": ("--mesh.pp=2",),
     "cp2": ("--mesh.cp=2", "--context_parallel.method=ulysses"),
 }
+TOGETHER = {
+    "joint": ("fsdp2", "tp2-sequence", "pp2", "cp2"),
+    "spans": ("tp2-sequence", "cp2"),
+    "cross-attention": ("fsdp2", "tp2", "pp2", "cp2"),
+}
 
 
-@pytest.mark.parametrize("attention", ["causal", "image"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_train_as_one_process(forge, seeing, tmp_path, layout, attention):
-    if attention == "image" and layout not in ("tp2", "cp2"):
-        pytest.skip("spans matter where attention is cut")
-    forge("train", seeing(root="one", name="one.toml", steps=5, attention=attention))
-    forge("train", seeing(steps=5, attention=attention), *LAYOUTS[layout], ranks=2)
+def runs_of(fusion, layout):
+    """tests/distributed/test_fusions.py has these in float64, much quicker."""
+    quick = fusion in ("joint", "spans") or layout == "pp2"
+    return pytest.param(fusion, layout, marks=[] if quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(
+    ("fusion", "layout"), [runs_of(fusion, layout) for fusion, some in TOGETHER.items() for layout in some]
+)
+def test_ranks_train_as_one_process(forge, seeing, tmp_path, layout, fusion):
+    forge("train", seeing(root="one", name="one.toml", steps=5, fusion=fusion))
+    forge("train", seeing(steps=5, fusion=fusion), *LAYOUTS[layout], ranks=2)
     one, two = (losses(tmp_path / root / "tiny") for root in ("one", "runs"))
     assert two == pytest.approx(one, rel=0, abs=3e-5)
 
 
-def test_spans_under_gathered_context_are_refused_before_a_group_exists(forge, seeing):
-    refused = forge("train", seeing(attention="image"), "--mesh.cp=2", check=False)
-    assert refused.returncode == 78 and 'method = "ulysses"' in refused.stderr
+REFUSED = (
+    ("spans", ("--mesh.cp=2",), 'method = "ulysses"'),
+    ("cross-attention", ("--mesh.tp=2",), "tensor_parallel.sequence = false"),
+    ("cross-attention", ("--mesh.tp=2", "--mesh.pp=2"), "tensor_parallel.sequence = false"),
+    ("cross-attention", ("--mesh.pp=2", "--mesh.cp=2"), "mesh.cp = 1"),
+)
 
 
-def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_path):
-    forge("train", seeing(steps=3))
+@pytest.mark.parametrize(("fusion", "options", "said"), REFUSED)
+def test_layouts_that_compute_something_else_are_refused_before_a_group_exists(
+    forge, seeing, fusion, options, said
+):
+    refused = forge("train", seeing(fusion=fusion), *options, check=False)
+    assert refused.returncode == 78 and said in refused.stderr
+
+
+@pytest.mark.parametrize("fusion", [name for name in FUSIONS if name != "spans"])
+def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_path, fusion):
+    forge("train", seeing(steps=3, fusion=fusion))
     run, red = tmp_path / "runs" / "tiny", image("red", tmp_path)
     greedy = ("--temperature=0", "--max-new-tokens=8", "--prompt", "colour? ")
     answers = {
@@ -120,7 +151,7 @@ def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_p
         (("--image", red, "--prompt", "<image><image>"), "1 images, and a text with 2 marks"),
         (("--image", tmp_path / "none.png", "--prompt", "a"), "cannot be read"),
         (("--image", tmp_path / "job.toml", "--prompt", "a"), "no image"),
-        (("--image", red, "--prompt", "x" * 93), "leaves no room"),
+        (("--image", red, "--prompt", "x" * 96), "leaves no room"),
     ):
         refused = forge("generate", run, *given, check=False)
         assert refused.returncode == 78 and said in refused.stderr, refused.stderr

@@ -11,6 +11,7 @@ from forge_model.model_config import Prompt
 from forge_vlm.connectors.config import ConnectorConfig, LinearConfig
 from forge_vlm.encoders.config import EncoderConfig, ViTConfig
 from forge_vlm.fusion.config import FusionConfig, JointConfig
+from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig as CrossAttentionConfig  # registers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,10 +38,15 @@ class VisionLanguageConfig(ComposedConfig):
     def __post_init__(self) -> None:
         if not isinstance(self.decoder, DecoderConfig):
             raise ValueError(f'model.decoder is a {type(self.decoder).__name__}; expected type = "decoder"')
-        if self.image_tokens >= self.max_tokens:
+        if self.fusion.places(self.image_tokens) >= self.max_tokens:
             raise ValueError(
                 f"an image has {self.image_tokens} visual tokens, and model.decoder.max_tokens = "
                 f"{self.max_tokens} leaves no room for text; use a larger patch_size, or longer sequences"
+            )
+        if (beside := self.fusion.tokens_beside) and self.image_tokens > beside:
+            raise ValueError(
+                f"an image has {self.image_tokens} visual tokens, and model.fusion.max_visual_tokens = "
+                f"{beside}; use a larger patch_size, or a larger max_visual_tokens"
             )
 
     @property
@@ -79,17 +85,19 @@ class VisionLanguageConfig(ComposedConfig):
 
         return prompt_of(self.items(), text, images, tokenizer)
 
+    @property
+    def extra_tokens(self) -> int:
+        """See `ModelConfig.extra_tokens`."""
+        return self.fusion.tokens_beside
+
     def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
         """See `ModelConfig.require_axes`."""
-        if cp > 1 and method == "gather" and "span_ids" in self.fusion.by_token():
-            raise ValueError(
-                "visual tokens that see all of their image see later ones, which context parallelism by "
-                '"gather" does not have; set context_parallel.method = "ulysses", or mesh.cp = 1'
-            )
+        self.fusion.require_axes(tp, cp, sequence, method)
         super().require_axes(tp, cp, sequence, method)
 
     def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> float:
         """See `ComposedConfig.other_flops`; a tower that is frozen counts as if it were not."""
-        side, dim, width = self.encoder.side, self.fused_decoder().dim, self.encoder.width
-        image = self.encoder.forward_flops() + self.connector.forward_flops(side, side, width, dim)
-        return shapes.get("grids", (0,))[0] * image
+        side, decoder, width = self.encoder.side, self.fused_decoder(), self.encoder.width
+        image = self.encoder.forward_flops() + self.connector.forward_flops(side, side, width, decoder.dim)
+        images = shapes.get("grids", (0,))[0]
+        return images * image + self.fusion.other_flops(decoder, images * self.image_tokens)

@@ -33,7 +33,9 @@ class ImageReader:
         self.encoder, self.connector, self.fusion = encoder, connector, fusion
         self.digest = f"{VERSION} {digest(encoder)} {digest(connector)} {digest(fusion)}"
         self.tokens = connector.tokens(encoder.side, encoder.side)
-        self.host = frozenset({"grids"})
+        self.places = fusion.places(self.tokens)
+        self.tokens_beside = fusion.tokens_beside
+        self.host = frozenset({"grids"}) | fusion.host
         self.image_size = encoder.image_size
 
     @property
@@ -50,8 +52,8 @@ class ImageReader:
         return Size(1, height, width)
 
     def layout(self, size: Size) -> list[str | int]:
-        """See `ItemReader.layout`: as many places as the connector makes tokens."""
-        return [self.tokens]
+        """See `ItemReader.layout`: as many places as the fusion gives the tokens of the connector."""
+        return [self.places]
 
     def read(self, raw: bytes | np.ndarray, size: Size) -> dict[str, np.ndarray]:
         """See `ItemReader.read`; pixels [H, W, 3] uint8 of the size of the encoder are taken as they are."""
@@ -64,6 +66,6 @@ class ImageReader:
         self, places: np.ndarray, sizes: Sequence[Size], doc_ids: np.ndarray
     ) -> dict[str, np.ndarray]:
         """See `ItemReader.sequence`."""
-        images = np.where(places > 0, 1 + (places - 1) // self.tokens, 0)
-        more = self.fusion.arrays(places, images, doc_ids)
+        images = np.where(places > 0, 1 + (places - 1) // self.places, 0)
+        more = self.fusion.arrays(places, images, doc_ids, [self.tokens for _ in sizes])
         return {"image_index": places, "image_places": np.array(places.max(initial=0)), **more}

@@ -36,10 +36,12 @@ class Samples(Protocol):
     Attributes:
         digest: names their content, what is made of it, and the tokenizer.
         lengths: [n] tokens of each, places too; known without any image.
+        visual_tokens: [n] of each.
     """
 
     digest: str
     lengths: np.ndarray
+    visual_tokens: np.ndarray
 
     def sample(self, number: int) -> Sample:
         """One of them.
@@ -112,20 +114,32 @@ class SamplePacking(Packing):
 
     def _rows(self, lengths: np.ndarray, several: bool) -> np.ndarray:
         """[rows + 1]: the first sample of each row, and the number of samples."""
-        room = self.max_tokens + 1
+        room, beside, visual = self.max_tokens + 1, *self._visual_tokens()
         if len(long := np.flatnonzero(lengths > room)):
             raise DataError(
                 f"sample {long[0]} has {lengths[long[0]]} tokens, visual ones included, and a sequence has "
                 f"room for {room} (data.max_tokens + 1); samples are never cut: use longer sequences, or "
                 "smaller images"
             )
-        starts, used = [0], 0
-        for number, length in enumerate(lengths.tolist()):
-            if number and (not several or used + length > room):
+        starts, used, seen = [0], 0, 0
+        for number, (length, images) in enumerate(zip(lengths.tolist(), visual.tolist(), strict=True)):
+            if number and (not several or used + length > room or seen + images > beside):
                 starts.append(number)
-                used = 0
-            used += length
+                used = seen = 0
+            used, seen = used + length, seen + images
         return np.array([*starts, len(lengths)], dtype=np.int64)
+
+    def _visual_tokens(self) -> tuple[int, np.ndarray]:
+        """Most visual tokens of a row beside its tokens, and [n] those of each sample: 0 where none are."""
+        if not (most := getattr(self._reader, "tokens_beside", 0)):
+            return 0, np.zeros_like(self._samples.lengths)
+        visual = self._samples.visual_tokens
+        if len(large := np.flatnonzero(visual > most)):
+            raise DataError(
+                f"sample {large[0]} has {visual[large[0]]} visual tokens, and model.fusion.max_visual_tokens "
+                f"= {most}; use a larger one, or fewer images in a sample"
+            )
+        return most, visual
 
     def _sequence_bytes(self) -> int:
         row = max((self._row(number) for number in range(min(4, len(self)))), key=lambda one: len(one.arrays))
@@ -147,7 +161,8 @@ class SamplePacking(Packing):
             sizes += [size for _, size in sample.items]
             at = part.stop
         row.doc_ids[at:] = row.doc_ids[at - 1] + 1
-        row.extra.update(self._reader.sequence(places[:-1], sizes, row.doc_ids[:-1]))
+        samples = np.where(np.arange(room) < at, row.doc_ids, -1)
+        row.extra.update(self._reader.sequence(places[:-1], sizes, samples[:-1]))
         if self._masked:
             row.extra.update(doc_ids=row.doc_ids[:-1], positions=row.positions[:-1])
         return row
