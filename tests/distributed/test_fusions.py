@@ -19,6 +19,7 @@ from forge_vlm import VisionLanguageConfig
 from forge_vlm.encoders.config import ViTConfig
 from forge_vlm.fusion.config import JointConfig
 from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
+from forge_vlm.fusion.mixture_of_transformers_config import MixtureOfTransformersConfig
 from parity import full, made, parameters
 
 pytestmark = pytest.mark.dist
@@ -30,6 +31,7 @@ micro-batches without any."""
 FUSIONS = {
     "joint": JointConfig(attention="image"),
     "cross-attention": CrossAttentionConfig(layers="1:3", max_visual_tokens=8, gate_init=0.5),
+    "mixture-of-transformers": MixtureOfTransformersConfig(),
 }
 WHOLE = TensorParallelConfig(sequence=False)
 LAYOUTS = {
@@ -77,7 +79,8 @@ def batch(config: VisionLanguageConfig, step: int, mesh: Mesh) -> list[MicroBatc
             for image in range(count):
                 start = 5 + row % 2 + image * (reader.places + 1)
                 places[start : start + reader.places] = 1 + image * reader.places + np.arange(reader.places)
-            target = np.where((places > 0) | (doc_ids < 0), -100, labels[row])
+            ends = (doc_ids < 0) | (np.append(places[1:], 0) > 0)  # the last place of an image predicts text
+            target = np.where(ends, -100, labels[row])
             arrays = reader.sequence(places, [Size(1, 8, 8)] * count, doc_ids)
             for name, array in (
                 arrays | {"tokens": tokens[row], "labels": target, "doc_ids": doc_ids}

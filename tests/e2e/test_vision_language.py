@@ -54,6 +54,7 @@ FUSIONS = {
     "joint": "{}",
     "spans": '{ attention = "image" }',
     "cross-attention": '{ type = "cross-attention", layers = ":", max_visual_tokens = 32, gate_init = 0.5 }',
+    "mixture-of-transformers": '{ type = "mixture-of-transformers" }',
 }
 
 
@@ -99,6 +100,7 @@ TOGETHER = {
     "joint": ("fsdp2", "tp2-sequence", "pp2", "cp2"),
     "spans": ("tp2-sequence", "cp2"),
     "cross-attention": ("fsdp2", "tp2", "pp2", "cp2"),
+    "mixture-of-transformers": ("fsdp2", "tp2", "pp2"),
 }
 
 
@@ -123,6 +125,8 @@ REFUSED = (
     ("cross-attention", ("--mesh.tp=2",), "tensor_parallel.sequence = false"),
     ("cross-attention", ("--mesh.tp=2", "--mesh.pp=2"), "tensor_parallel.sequence = false"),
     ("cross-attention", ("--mesh.pp=2", "--mesh.cp=2"), "mesh.cp = 1"),
+    ("mixture-of-transformers", ("--mesh.tp=2",), "tensor_parallel.sequence = false"),
+    ("mixture-of-transformers", ("--mesh.cp=2",), "mesh.cp = 1"),
 )
 
 

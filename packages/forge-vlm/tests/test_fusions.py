@@ -11,12 +11,14 @@ from forge_vlm import VisionLanguageConfig
 from forge_vlm.encoders.config import ViTConfig
 from forge_vlm.fusion.config import JointConfig
 from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
+from forge_vlm.fusion.mixture_of_transformers_config import MixtureOfTransformersConfig
 
 Size = namedtuple("Size", "frames height width")  # as that of forge_data, which need not be installed
 IMAGE, VOCAB, PIXELS = "image", 31, 3 * 16
 FUSIONS = {
     "joint": JointConfig(),
     "cross-attention": CrossAttentionConfig(layers="0:2", max_visual_tokens=12, gate_init=0.5),
+    "mixture-of-transformers": MixtureOfTransformersConfig(),
 }
 fusions = pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS)
 

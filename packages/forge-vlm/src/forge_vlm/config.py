@@ -12,6 +12,9 @@ from forge_vlm.connectors.config import ConnectorConfig, LinearConfig
 from forge_vlm.encoders.config import EncoderConfig, ViTConfig
 from forge_vlm.fusion.config import FusionConfig, JointConfig
 from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig as CrossAttentionConfig  # registers
+from forge_vlm.fusion.mixture_of_transformers_config import (
+    MixtureOfTransformersConfig as MixtureOfTransformersConfig,  # registers its type
+)
 
 if TYPE_CHECKING:
     from torch import nn

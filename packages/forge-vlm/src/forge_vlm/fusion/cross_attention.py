@@ -1,4 +1,4 @@
-"""Gated layers that look at visual tokens. B batch, T tokens, S visual tokens of a row, D width, H of a head."""
+"""Gated layers that look at visual tokens. B batch, T tokens, S visual tokens of a row, D width, H head."""
 
 from __future__ import annotations
 
