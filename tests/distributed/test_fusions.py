@@ -67,6 +67,7 @@ def model(fusion: str) -> VisionLanguageConfig:
 def batch(config: VisionLanguageConfig, step: int, mesh: Mesh) -> list[MicroBatch]:
     """This rank's micro-batches. A row has two samples: text, then the images of the row and text."""
     reader, random = config.items(), np.random.default_rng(step)
+    run = config.fusion.places(4)
     tokens, labels = random.integers(20, size=(2, ROWS, TOKENS))
     pixels = random.integers(256, size=(ROWS, 2, 4, PIXELS), dtype=np.uint8)
     micro_batches = []
@@ -77,8 +78,8 @@ def batch(config: VisionLanguageConfig, step: int, mesh: Mesh) -> list[MicroBatc
             count = IMAGES[step % 2][row]
             places, doc_ids = np.zeros(TOKENS, np.int64), np.repeat([0, 1, -1], [5, TOKENS - 8, 3])
             for image in range(count):
-                start = 5 + row % 2 + image * (reader.places + 1)
-                places[start : start + reader.places] = 1 + image * reader.places + np.arange(reader.places)
+                start = 5 + row % 2 + image * (run + 1)
+                places[start : start + run] = 1 + image * run + np.arange(run)
             ends = (doc_ids < 0) | (np.append(places[1:], 0) > 0)  # the last place of an image predicts text
             target = np.where(ends, -100, labels[row])
             arrays = reader.sequence(places, [Size(1, 8, 8)] * count, doc_ids)

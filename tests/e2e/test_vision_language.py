@@ -4,7 +4,9 @@ import io
 import signal
 
 import pytest
-from runs import losses, state
+import torch
+from forge_ckpt.store import Store
+from runs import losses, records, state
 
 JOB = """
 [job]
@@ -41,6 +43,9 @@ eps = 1e-5
 [schedule]
 type = "cosine"
 warmup_steps = 2
+
+[step]
+answers = true
 
 [eval]
 every_steps = 4
@@ -114,10 +119,18 @@ def runs_of(fusion, layout):
     ("fusion", "layout"), [runs_of(fusion, layout) for fusion, some in TOGETHER.items() for layout in some]
 )
 def test_ranks_train_as_one_process(forge, seeing, tmp_path, layout, fusion):
+    options = (*LAYOUTS[layout], *(["--step.answers=false"] if layout == "cp2" else []))
     forge("train", seeing(root="one", name="one.toml", steps=5, fusion=fusion))
-    forge("train", seeing(steps=5, fusion=fusion), *LAYOUTS[layout], ranks=2)
+    forge("train", seeing(steps=5, fusion=fusion), *options, ranks=2)
     one, two = (losses(tmp_path / root / "tiny") for root in ("one", "runs"))
     assert two == pytest.approx(one, rel=0, abs=3e-5)
+    told = [records(tmp_path / root / "tiny")[-1].get("eval/accuracy") for root in ("one", "runs")]
+    assert layout == "cp2" or told[0] == pytest.approx(told[1], abs=0.03)
+
+
+def test_answers_are_not_counted_where_documents_are_cut(forge, seeing):
+    refused = forge("train", seeing(), "--mesh.cp=2", ranks=2, check=False)
+    assert "step.answers = true counts documents" in refused.stderr
 
 
 REFUSED = (
@@ -161,4 +174,71 @@ def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_p
         assert refused.returncode == 78 and said in refused.stderr, refused.stderr
     refused = forge("export", run, tmp_path / "hf", check=False)
     assert refused.returncode == 78 and "no form in Hugging Face" in refused.stderr
-    assert "loss" in forge("eval", run).stdout
+    assert "answers" in forge("eval", run).stdout
+
+
+STAGES = """
+[[optimizer.groups]]
+match = ["encoder"]
+freeze_from = 0
+[[optimizer.groups]]
+match = ["decoder"]
+stages = [{ frozen = true }, { from_step = 3, lr = 0.5, warmup_steps = 2 }]
+"""
+
+
+def weights(run, step):
+    store = Store(run / "checkpoints")
+    return {
+        key.removeprefix("model."): value
+        for key, value in store.tensors(step).items()
+        if key.startswith("model.")
+    }
+
+
+LAYOUTS_OF_STAGES = {"one": (1, ()), "fsdp2": (2, ()), "pp2": (2, ("--mesh.pp=2",))}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_STAGES)
+def test_what_a_stage_trains_moves_and_nothing_else_across_a_kill_at_the_boundary(
+    forge, seeing, tmp_path, layout
+):
+    ranks, options = LAYOUTS_OF_STAGES[layout]
+    paths = [seeing(steps=6, root=root, name=f"{root}.toml") for root in ("whole", "runs")]
+    for path in paths:
+        path.write_text(path.read_text() + STAGES)
+    keep = ("--checkpoint.keep=5", "--checkpoint.every_steps=1", *options)
+    forge("train", paths[0], *keep, ranks=ranks)
+    run = tmp_path / "whole" / "tiny"
+    first, boundary, last = (weights(run, step) for step in (2, 3, 6))
+    for name, value in first.items():
+        moved = not torch.equal(value, boundary[name]), not torch.equal(boundary[name], last[name])
+        part = name.partition(".")[0]
+        expected = {"encoder": (False, False), "connector": (True, True), "decoder": (False, True)}[part]
+        assert moved == expected, name
+    assert forge.stop_at(paths[1], 3, signal.SIGKILL, ranks, *keep)
+    forge("train", paths[1], *keep, ranks=ranks)
+    assert state(tmp_path / "runs" / "tiny") == state(run)
+
+
+def test_pipeline_with_a_stage_that_is_frozen_for_ever_trains_as_one_process(forge, seeing, tmp_path):
+    frozen = '--optimizer.groups=[{match=["decoder"],freeze_from=0}]'
+    forge("train", seeing(root="one", name="one.toml", steps=4), frozen)
+    forge("train", seeing(steps=4), frozen, "--mesh.pp=2", ranks=2)
+    one, two = (losses(tmp_path / root / "tiny") for root in ("one", "runs"))
+    assert two == pytest.approx(one, rel=0, abs=3e-5) and one[0] != one[-1]
+
+
+def test_run_of_text_alone_leaves_the_tower_out_of_the_optimizer_and_says_so(forge, seeing, tmp_path):
+    path = seeing(steps=3)
+    (tmp_path / "book.txt").write_text("some text of a book. " * 400)
+    source = f'type = "files"\npaths = ["{tmp_path}/book.txt"]\nheld_out = 0\n'
+    text = path.read_text().replace('type = "shapes"\nsamples = 400\nheld_out = 24\n', source)
+    path.write_text(text)
+    said = forge("train", path).stdout
+    assert "frozen     encoder, connector: no source has what they are given" in said
+    states = Store(tmp_path / "runs" / "tiny" / "checkpoints").tensors(3)
+    assert not [name for name in states if name.startswith("optimizer.") and ".encoder." in name]
+    forge("train", path, "--mesh.pp=2", f"--job.root={tmp_path}/two", ranks=2)
+    one, two = (losses(tmp_path / root / "tiny") for root in ("runs", "two"))
+    assert two == pytest.approx(one, rel=0, abs=3e-5)

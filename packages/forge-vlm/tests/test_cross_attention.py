@@ -215,14 +215,15 @@ def test_windows_are_what_they_say(sees):
                 assert list(range(end, first)) == sample
 
 
-def test_sequences_have_room_for_their_visual_tokens():
+@pytest.mark.parametrize("kind", ["concat", "bestfit"])
+def test_sequences_have_room_for_their_visual_tokens(kind):
     pytest.importorskip("forge_data", reason="the extra `data` is not installed")
     from forge_data import DataConfig, DataError
     from forge_data.tokenizer.tokenizer import Bytes
     from forge_vlm.samples.packing import SamplePacking
     from forge_vlm.sources.shapes import Shapes, ShapesConfig
 
-    data = DataConfig(max_tokens=127, mask_documents=True, sources=[ShapesConfig(samples=60)])
+    data = DataConfig(max_tokens=127, mask_documents=True, packing=kind, sources=[ShapesConfig(samples=60)])
 
     def packed(room):
         decoder = DecoderConfig(vocab_size=257, dim=32, num_layers=1, max_tokens=128)
@@ -232,7 +233,10 @@ def test_sequences_have_room_for_their_visual_tokens():
 
     packing = packed(48)
     read = packing.read(np.arange(len(packing)))
-    assert read.extra["image_places"].max() == 48 and (read.ragged["grids"].counts <= 3).all()
+    assert (
+        read.extra["image_places"].max() == {"concat": 48, "bestfit": 32}[kind]
+        and (read.ragged["grids"].counts <= 3).all()
+    )
     marks = read.extra["image_index"] > 0
     assert marks.sum() == read.ragged["grids"].counts.sum(), "an image takes one token"
     first, end = read.extra["image_window"].transpose(1, 0, 2)

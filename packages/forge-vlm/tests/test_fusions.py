@@ -49,7 +49,7 @@ def laid(model, rows, tokens=None, pad="right"):
         ids, places, doc_ids, images = [], [], [], 0
         for number, document in enumerate(documents):
             for part in document:
-                run = reader.places if part == IMAGE else part
+                run = model.config.fusion.places(4) if part == IMAGE else part
                 images += part == IMAGE
                 first = 1 + max(places, default=0)
                 places += range(first, first + run) if part == IMAGE else [0] * run
@@ -105,7 +105,7 @@ def test_nothing_depends_on_the_future_on_other_samples_or_on_neighbours(fusion)
         assert changed.any() and not (changed & ~where).any()
         if image == 1:
             assert not changed[
-                0, : given["doc_ids"][0].tolist().index(1) - 3 - model.config.items().places
+                0, : given["doc_ids"][0].tolist().index(1) - 3 - model.config.fusion.places(4)
             ].any()
     last = given["tokens"].clone()
     last[1, given["doc_ids"][1].tolist().index(-1) - 1] += 1
@@ -120,7 +120,7 @@ def test_rows_padded_on_the_left_are_written_on_as_each_alone(fusion):
     rows = [[[2, IMAGE, 5]], [[3]], [[IMAGE, 1, IMAGE, 2]]]
     given = laid(model, rows, pad="left")
     tokens = given.pop("tokens")
-    lengths = [sum(model.config.items().places if p == IMAGE else p for p in row[0]) for row in rows]
+    lengths = [sum(model.config.fusion.places(4) if p == IMAGE else p for p in row[0]) for row in rows]
     prompts = [ids[len(ids) - n :] for ids, n in zip(tokens.tolist(), lengths, strict=True)]
     together = generate(model, prompts, 6, Sampling(temperature=0), inputs=given)
     patches, start = given["patches"].split([4, 0, 8]), 0

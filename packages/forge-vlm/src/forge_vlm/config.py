@@ -15,6 +15,8 @@ from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig as Cros
 from forge_vlm.fusion.mixture_of_transformers_config import (
     MixtureOfTransformersConfig as MixtureOfTransformersConfig,  # registers its type
 )
+from forge_vlm.images.config import ImagesConfig
+from forge_vlm.images.positions import AXES, PositionKind, grid_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,12 +33,16 @@ class VisionLanguageConfig(ComposedConfig):
         encoder: the tower.
         connector: from the features of the tower to visual tokens of the width of the decoder.
         fusion: how the decoder is given visual tokens.
+        images: how images become pictures of the size of the tower.
+        positions: of visual tokens; see `forge_vlm.images.positions.PositionKind`.
     """
 
     decoder: ModelConfig
     encoder: EncoderConfig = ViTConfig()
     connector: ConnectorConfig = LinearConfig()
     fusion: FusionConfig = JointConfig()
+    images: ImagesConfig = ImagesConfig()
+    positions: PositionKind = "sequential"
 
     def __post_init__(self) -> None:
         if not isinstance(self.decoder, DecoderConfig):
@@ -46,11 +52,33 @@ class VisionLanguageConfig(ComposedConfig):
                 f"an image has {self.image_tokens} visual tokens, and model.decoder.max_tokens = "
                 f"{self.max_tokens} leaves no room for text; use a larger patch_size, or longer sequences"
             )
-        if (beside := self.fusion.tokens_beside) and self.image_tokens > beside:
+        self._require_beside(self.fusion.tokens_beside)
+        if self.positions == "grid":
+            self._require_axes_of_positions(self.decoder)
+
+    def _require_beside(self, most: int) -> None:
+        """See that visual tokens fit beside a sequence that has room for so many; 0 where they are in it."""
+        if most and self.image_tokens > most:
             raise ValueError(
                 f"an image has {self.image_tokens} visual tokens, and model.fusion.max_visual_tokens = "
-                f"{beside}; use a larger patch_size, or a larger max_visual_tokens"
+                f"{most}; use a larger patch_size, or a larger max_visual_tokens"
             )
+        if most and self.positions != "sequential":
+            raise ValueError(
+                f'positions = "{self.positions}" with visual tokens that stand beside the sequence, and have '
+                'no positions; use positions = "sequential"'
+            )
+
+    def _require_axes_of_positions(self, decoder: DecoderConfig) -> None:
+        grid_of(self.connector, self.encoder.side, self.encoder.side)
+        for number in range(decoder.num_layers):
+            rope = decoder.layer(number).rope
+            axes = len(getattr(rope, "sections", ()))
+            if rope.rotates and axes != AXES["grid"]:
+                raise ValueError(
+                    f'positions = "grid" has {AXES["grid"]} axes, and the rotation of layer {number} has '
+                    f'{axes or 1}; set rope = {{ type = "mrope", sections = [...] }} with 3 sections'
+                )
 
     @property
     def image_tokens(self) -> int:
@@ -76,7 +104,7 @@ class VisionLanguageConfig(ComposedConfig):
         """See `ModelConfig.items`."""
         from forge_vlm.images.reader import ImageReader
 
-        return ImageReader(self.encoder, self.connector, self.fusion)
+        return ImageReader(self.encoder, self.connector, self.fusion, self.images, self.positions)
 
     def prompt(self, text: str, images: Sequence[bytes], tokenizer: Any) -> Prompt:
         """See `ModelConfig.prompt`; images stand where `<image>` does in the text, or before it.

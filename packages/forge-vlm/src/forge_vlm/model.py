@@ -48,6 +48,7 @@ class VisionLanguage(Model):
         grids: Tensor | None = None,
         image_index: Tensor | None = None,
         image_places: Tensor | None = None,
+        position_offsets: Tensor | None = None,
         hidden: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
@@ -59,6 +60,7 @@ class VisionLanguage(Model):
             grids: [n, 3] frames, rows, columns of patches of each image, on the host.
             image_index: [B, T] 0 for text, else 1 + the number of the place in its row.
             image_places: [B] visual tokens of each row.
+            position_offsets: [B, axes, T] what is added to the positions of tokens.
             hidden: from the stage before.
             inputs: see `FusionConfig.arrays` and `Decoder.forward`.
         """
@@ -74,12 +76,31 @@ class VisionLanguage(Model):
         elif beside := fusion.tokens_beside:
             assert hidden is not None
             hidden, inputs[fusion.passed_on] = hidden.split([hidden.shape[1] - beside, beside], 1)
+        if position_offsets is not None:
+            inputs["positions"] = self.shifted(tokens, position_offsets, **inputs)
         out = self.decoder(tokens, hidden=hidden, **inputs)
         if (cache := inputs.get("cache")) is not None:
             cache.side |= fusion.after_prompt(tokens, inputs)
         if self.decoder.head is None and fusion.tokens_beside:
             return torch.cat([out, inputs[fusion.passed_on]], 1)
         return out
+
+    def shifted(
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """[B, T] or [B, axes, T]: positions of tokens [B, T], which are counted where none are given."""
+        if positions is None and cache is not None:
+            positions = cache.positions(tokens.shape[1])
+            cache.shift = offsets[:, 0, -1]
+        elif positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        counted = positions.expand_as(tokens)[:, None] + offsets
+        return counted[:, 0] if offsets.shape[1] == 1 else counted
 
     def visual_tokens(self, device: torch.device, patches: Tensor | None, grids: Tensor | None) -> Tensor:
         """[V, D]: those of all images, in order.
@@ -121,6 +142,7 @@ class VisionLanguage(Model):
                 "inputs": FED_BY[:2],
             }
         by_token = ["image_index", *self.config.fusion.by_token()]
+        by_token += ["position_offsets"] * (self.config.positions != "sequential")
         return {
             "blocks": [],
             "mounts": mounts | {"decoder": decoder},

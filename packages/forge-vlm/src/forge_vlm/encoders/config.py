@@ -39,6 +39,10 @@ class EncoderConfig(Config):
         """Patches in a row, and rows, of an image."""
         return self.image_size // self.patch_size
 
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of patches of an image of so many pixels; by default all have one size."""
+        return self.side, self.side
+
     @property
     def width(self) -> int:
         """Width of its features."""

@@ -11,17 +11,19 @@ from forge_config import digest
 from forge_vlm.connectors.config import ConnectorConfig
 from forge_vlm.encoders.config import EncoderConfig
 from forge_vlm.fusion.config import FusionConfig
-from forge_vlm.images.processing import opened, patches_of, pixels_of
+from forge_vlm.images.config import Cut, ImagesConfig
+from forge_vlm.images.positions import PositionKind, grid_of, position_offsets
+from forge_vlm.images.processing import decoded, patches_of, pictures_of, size_of
 
 if TYPE_CHECKING:
     from forge_data.sources.items import Size
 
-VERSION = 1
+VERSION = 2
 """Another number when the same image would become other patches."""
 
 
 class ImageReader:
-    """Images of one size. See `forge_data.sources.items.ItemReader`.
+    """Images as pictures of the tower. See `forge_data.sources.items.ItemReader`.
 
     Attributes:
         digest: names all that decides what is made of an image.
@@ -29,12 +31,19 @@ class ImageReader:
         host: of these, what stays on the host.
     """
 
-    def __init__(self, encoder: EncoderConfig, connector: ConnectorConfig, fusion: FusionConfig) -> None:
+    def __init__(
+        self,
+        encoder: EncoderConfig,
+        connector: ConnectorConfig,
+        fusion: FusionConfig,
+        images: ImagesConfig,
+        positions: PositionKind,
+    ) -> None:
+        self.positions: PositionKind = positions
         self.encoder, self.connector, self.fusion = encoder, connector, fusion
-        self.digest = f"{VERSION} {digest(encoder)} {digest(connector)} {digest(fusion)}"
-        self.tokens = connector.tokens(encoder.side, encoder.side)
-        self.places = fusion.places(self.tokens)
-        self.tokens_beside = fusion.tokens_beside
+        self.images, self.tokens_beside = images, fusion.tokens_beside
+        parts = encoder, connector, fusion, images
+        self.digest = " ".join([str(VERSION), positions, *map(digest, parts)])
         self.host = frozenset({"grids"}) | fusion.host
         self.image_size = encoder.image_size
 
@@ -48,24 +57,70 @@ class ImageReader:
         """See `ItemReader.measure`."""
         from forge_data.sources.items import Size
 
-        width, height = opened(raw).size
-        return Size(1, height, width)
+        return Size(1, *size_of(raw))
+
+    def cuts(self, size: Size) -> list[Cut]:
+        """The pictures that the tower is given of an image of that size."""
+        rows, columns = self.encoder.grid(size.height, size.width)
+        patch = self.encoder.patch_size
+        return self.images.cuts(size.height, size.width, (rows * patch, columns * patch))
+
+    def grids(self, size: Size) -> list[tuple[int, int]]:
+        """Rows and columns of patches of each of these pictures."""
+        patch = self.encoder.patch_size
+        return [(cut.height // patch, cut.width // patch) for cut in self.cuts(size)]
 
     def layout(self, size: Size) -> list[str | int]:
-        """See `ItemReader.layout`: as many places as the fusion gives the tokens of the connector."""
-        return [self.places]
+        """See `ItemReader.layout`: as many places as the fusion gives the visual tokens."""
+        around = [self.images.before, self.fusion.places(self.visual_tokens(size)), self.images.after]
+        return [part for part in around if part]
+
+    def visual_tokens(self, size: Size) -> int:
+        """How many the connector makes of all pictures of an image."""
+        return sum(self.connector.tokens(*grid) for grid in self.grids(size))
 
     def read(self, raw: bytes | np.ndarray, size: Size) -> dict[str, np.ndarray]:
-        """See `ItemReader.read`; pixels [H, W, 3] uint8 of the size of the encoder are taken as they are."""
-        side = self.encoder.image_size
-        pixels = raw if isinstance(raw, np.ndarray) else pixels_of(raw, side, side)
-        grid = np.array([[1, self.encoder.side, self.encoder.side]])
-        return {"patches": patches_of(pixels, self.encoder.patch_size), "grids": grid}
+        """See `ItemReader.read`; `raw` may be pixels [H, W, 3] uint8."""
+        image, cuts = self._opened(raw, size), self.cuts(size)
+        fill = tuple(int(255 * mean) for mean in self.encoder.mean)
+        patch = self.encoder.patch_size
+        pictures = pictures_of(image, cuts, self.images.resample, fill)  # type: ignore[arg-type]
+        return {
+            "patches": np.concatenate([patches_of(picture, patch) for picture in pictures]),
+            "grids": np.array([[1, *grid] for grid in self.grids(size)]),
+        }
+
+    def _opened(self, raw: bytes | np.ndarray, size: Size) -> object:
+        if isinstance(raw, np.ndarray):
+            from PIL import Image
+
+            image = Image.fromarray(raw)
+        else:
+            image = decoded(raw)
+        if image.size != (size.width, size.height):
+            raise ValueError(
+                f"the image has {image.size[1]} x {image.size[0]} pixels; expected {size.height} x "
+                f"{size.width}, as it had when its text was tokenized"
+            )
+        return image
 
     def sequence(
         self, places: np.ndarray, sizes: Sequence[Size], doc_ids: np.ndarray
     ) -> dict[str, np.ndarray]:
         """See `ItemReader.sequence`."""
-        images = np.where(places > 0, 1 + (places - 1) // self.places, 0)
-        more = self.fusion.arrays(places, images, doc_ids, [self.tokens for _ in sizes])
-        return {"image_index": places, "image_places": np.array(places.max(initial=0)), **more}
+        grids = [self.grids(size) for size in sizes]
+        counts = [self.visual_tokens(size) for size in sizes]
+        ends = np.cumsum([self.fusion.places(count) for count in counts], dtype=np.int64)
+        images = np.where(places > 0, 1 + np.searchsorted(ends, places, side="left"), 0)
+        given = {"image_index": places, "image_places": np.array(places.max(initial=0))}
+        if self.positions != "sequential":
+            pooled = [[self._pooled(grid) for grid in one] for one in grids]
+            rising = np.where(doc_ids < 0, doc_ids.max(initial=0) + 1, doc_ids)
+            given |= position_offsets(self.positions, places, images, pooled, rising)
+        return given | self.fusion.arrays(places, images, doc_ids, counts)
+
+    def _pooled(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of the visual tokens of a picture."""
+        return (
+            grid_of(self.connector, *grid) if self.positions == "grid" else (1, self.connector.tokens(*grid))
+        )

@@ -100,8 +100,11 @@ class Shapes:
         self.digest = f"shapes {VERSION} {tokenizer.digest} {count} {pairs} {size} {seed}"
         texts = [self._text(number) for number in range(count)]
         self.lengths = np.array([len(tokens) for tokens, _, _ in texts], dtype=np.int64)
-        of_image: int = reader.tokens  # type: ignore[attr-defined]
-        self.visual_tokens = np.array([len(scenes) * of_image for _, _, scenes in texts], dtype=np.int64)
+        self._images = [len(scenes) for _, _, scenes in texts]
+
+    def sizes(self, number: int) -> list[Size]:
+        """See `Samples.sizes`."""
+        return [Size(1, self._size, self._size)] * self._images[number]
 
     def sample(self, number: int) -> Sample:
         """See `Samples.sample`."""
