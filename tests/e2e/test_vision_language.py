@@ -18,7 +18,7 @@ root = "{root}"
 type = "vision-language"
 decoder = {{ vocab_size = 272, max_tokens = 96, dim = 32, num_layers = 2, attention = {{ num_heads = 2 }} }}
 encoder = {{ image_size = 16, patch_size = 8, dim = 16, num_heads = 2 }}
-fusion = {{ attention = "{attention}" }}
+fusion = {fusion}
 
 [data]
 max_tokens = 96
@@ -56,11 +56,19 @@ every_steps = 3
 """
 
 
+FUSIONS = {
+    "joint": "{}",
+    "spans": '{ attention = "image" }',
+    "cross-attention": '{ type = "cross-attention", layers = ":", max_visual_tokens = 32, gate_init = 0.5 }',
+    "mixture-of-transformers": '{ type = "mixture-of-transformers" }',
+}
+
+
 @pytest.fixture
 def seeing(tmp_path):
-    def write(steps=8, name="job.toml", root="runs", attention="causal"):
+    def write(steps=8, name="job.toml", root="runs", fusion="joint"):
         path = tmp_path / name
-        given = {"root": tmp_path / root, "cache": tmp_path / "cache", "attention": attention}
+        given = {"root": tmp_path / root, "cache": tmp_path / "cache", "fusion": FUSIONS[fusion]}
         path.write_text(JOB.format(steps=steps, **given))
         return path
 
@@ -78,9 +86,10 @@ def image(colour, folder):
     return folder / f"{colour}.png"
 
 
-def test_run_with_images_goes_on_after_a_kill(forge, seeing, tmp_path):
-    forge("train", seeing(root="whole", name="whole.toml"), "--data.workers=1")
-    path = seeing()
+@pytest.mark.parametrize("fusion", [name for name in FUSIONS if name != "spans"])
+def test_run_with_images_goes_on_after_a_kill(forge, seeing, tmp_path, fusion):
+    forge("train", seeing(root="whole", name="whole.toml", fusion=fusion), "--data.workers=1")
+    path = seeing(fusion=fusion)
     assert forge.stop_at(path, 5, signal.SIGKILL, 1) == -signal.SIGKILL
     forge("train", path)
     assert state(tmp_path / "runs" / "tiny") == state(tmp_path / "whole" / "tiny")
@@ -88,35 +97,64 @@ def test_run_with_images_goes_on_after_a_kill(forge, seeing, tmp_path):
 
 LAYOUTS = {
     "fsdp2": (),
-    "tp2": ("--mesh.tp=2",),
+    "tp2": ("--mesh.tp=2", "--tensor_parallel.sequence=false"),
+    "tp2-sequence": ("--mesh.tp=2",),
     "pp2": ("--mesh.pp=2",),
     "cp2": ("--mesh.cp=2", "--context_parallel.method=ulysses"),
 }
+TOGETHER = {
+    "joint": ("fsdp2", "tp2-sequence", "pp2", "cp2"),
+    "spans": ("tp2-sequence", "cp2"),
+    "cross-attention": ("fsdp2", "tp2", "pp2", "cp2"),
+    "mixture-of-transformers": ("fsdp2", "tp2", "pp2"),
+}
 
 
-@pytest.mark.parametrize("attention", ["causal", "image"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_train_as_one_process(forge, seeing, tmp_path, layout, attention):
+def runs_of(fusion, layout):
+    """tests/distributed/test_fusions.py has these in float64, much quicker."""
+    quick = fusion in ("joint", "spans") or layout == "pp2"
+    return pytest.param(fusion, layout, marks=[] if quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(
+    ("fusion", "layout"), [runs_of(fusion, layout) for fusion, some in TOGETHER.items() for layout in some]
+)
+def test_ranks_train_as_one_process(forge, seeing, tmp_path, layout, fusion):
     options = (*LAYOUTS[layout], *(["--step.answers=false"] if layout == "cp2" else []))
-    if attention == "image" and layout not in ("tp2", "cp2"):
-        pytest.skip("spans matter where attention is cut")
-    forge("train", seeing(root="one", name="one.toml", steps=5, attention=attention))
-    forge("train", seeing(steps=5, attention=attention), *options, ranks=2)
+    forge("train", seeing(root="one", name="one.toml", steps=5, fusion=fusion))
+    forge("train", seeing(steps=5, fusion=fusion), *options, ranks=2)
     one, two = (losses(tmp_path / root / "tiny") for root in ("one", "runs"))
     assert two == pytest.approx(one, rel=0, abs=3e-5)
     told = [records(tmp_path / root / "tiny")[-1].get("eval/accuracy") for root in ("one", "runs")]
     assert layout == "cp2" or told[0] == pytest.approx(told[1], abs=0.03)
 
 
-def test_spans_under_gathered_context_are_refused_before_a_group_exists(forge, seeing):
+def test_answers_are_not_counted_where_documents_are_cut(forge, seeing):
     refused = forge("train", seeing(), "--mesh.cp=2", ranks=2, check=False)
     assert "step.answers = true counts documents" in refused.stderr
-    refused = forge("train", seeing(attention="image"), "--mesh.cp=2", check=False)
-    assert refused.returncode == 78 and 'method = "ulysses"' in refused.stderr
 
 
-def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_path):
-    forge("train", seeing(steps=3))
+REFUSED = (
+    ("spans", ("--mesh.cp=2",), 'method = "ulysses"'),
+    ("cross-attention", ("--mesh.tp=2",), "tensor_parallel.sequence = false"),
+    ("cross-attention", ("--mesh.tp=2", "--mesh.pp=2"), "tensor_parallel.sequence = false"),
+    ("cross-attention", ("--mesh.pp=2", "--mesh.cp=2"), "mesh.cp = 1"),
+    ("mixture-of-transformers", ("--mesh.tp=2",), "tensor_parallel.sequence = false"),
+    ("mixture-of-transformers", ("--mesh.cp=2",), "mesh.cp = 1"),
+)
+
+
+@pytest.mark.parametrize(("fusion", "options", "said"), REFUSED)
+def test_layouts_that_compute_something_else_are_refused_before_a_group_exists(
+    forge, seeing, fusion, options, said
+):
+    refused = forge("train", seeing(fusion=fusion), *options, check=False)
+    assert refused.returncode == 78 and said in refused.stderr
+
+
+@pytest.mark.parametrize("fusion", [name for name in FUSIONS if name != "spans"])
+def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_path, fusion):
+    forge("train", seeing(steps=3, fusion=fusion))
     run, red = tmp_path / "runs" / "tiny", image("red", tmp_path)
     greedy = ("--temperature=0", "--max-new-tokens=8", "--prompt", "colour? ")
     answers = {
@@ -131,7 +169,7 @@ def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_p
         (("--image", red, "--prompt", "<image><image>"), "1 images, and a text with 2 marks"),
         (("--image", tmp_path / "none.png", "--prompt", "a"), "cannot be read"),
         (("--image", tmp_path / "job.toml", "--prompt", "a"), "no image"),
-        (("--image", red, "--prompt", "x" * 93), "leaves no room"),
+        (("--image", red, "--prompt", "x" * 96), "leaves no room"),
     ):
         refused = forge("generate", run, *given, check=False)
         assert refused.returncode == 78 and said in refused.stderr, refused.stderr

@@ -87,12 +87,10 @@ def test_model_sees_a_video_as_the_average_of_its_frames():
     inputs = {name: torch.from_numpy(array) for name, array in prompt.inputs.items()}
     assert inputs["grids"].tolist() == [[4, 2, 2]] and int(inputs["image_places"]) == 8
     tokens = torch.tensor([prompt.tokens])
-    features, index = built.visual_tokens(
-        tokens, *(inputs[name] for name in ("patches", "grids", "image_index", "image_places"))
-    )
+    features = built.visual_tokens(tokens.device, inputs["patches"], inputs["grids"])
     frames = built.connector(built.encoder(inputs["patches"], torch.tensor([[1, 2, 2]] * 4)), None)
     torch.testing.assert_close(features, frames.view(2, 2, 4, 32).mean(1).flatten(0, 1))
-    assert index.max() == 8 and torch.isfinite(built(tokens, **inputs)).all()
+    assert inputs["image_index"].max() == 8 and torch.isfinite(built(tokens, **inputs)).all()
 
 
 def test_video_that_the_model_does_not_read_or_has_no_room_for_is_refused():

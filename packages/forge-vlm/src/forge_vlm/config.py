@@ -11,6 +11,10 @@ from forge_model.model_config import Prompt
 from forge_vlm.connectors.config import ConnectorConfig, LinearConfig
 from forge_vlm.encoders.config import EncoderConfig, ViTConfig
 from forge_vlm.fusion.config import FusionConfig, JointConfig
+from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig as CrossAttentionConfig  # registers
+from forge_vlm.fusion.mixture_of_transformers_config import (
+    MixtureOfTransformersConfig as MixtureOfTransformersConfig,  # registers its type
+)
 from forge_vlm.images.config import ImagesConfig
 from forge_vlm.images.positions import AXES, PositionKind, grid_of
 from forge_vlm.images.video import VideoConfig
@@ -46,7 +50,7 @@ class VisionLanguageConfig(ComposedConfig):
     def __post_init__(self) -> None:
         if not isinstance(self.decoder, DecoderConfig):
             raise ValueError(f'model.decoder is a {type(self.decoder).__name__}; expected type = "decoder"')
-        if self.image_tokens >= self.max_tokens:
+        if self.fusion.places(self.image_tokens) >= self.max_tokens:
             raise ValueError(
                 f"an image has {self.image_tokens} visual tokens, and model.decoder.max_tokens = "
                 f"{self.max_tokens} leaves no room for text; use a larger patch_size, or longer sequences"
@@ -57,11 +61,25 @@ class VisionLanguageConfig(ComposedConfig):
                 f"model.decoder.max_tokens = {self.max_tokens} leaves no room for text; use fewer frames, a "
                 "larger video.merge, or longer sequences"
             )
+        self._require_beside(self.fusion.tokens_beside)
         if self.positions == "grid":
             self._require_axes_of_positions(self.decoder)
 
     def _video_tokens(self, video: VideoConfig) -> int:
         return -(-video.max_frames // video.merge) * self.image_tokens
+
+    def _require_beside(self, most: int) -> None:
+        """See that visual tokens fit beside a sequence that has room for so many; 0 where they are in it."""
+        if most and self.image_tokens > most:
+            raise ValueError(
+                f"an image has {self.image_tokens} visual tokens, and model.fusion.max_visual_tokens = "
+                f"{most}; use a larger patch_size, or a larger max_visual_tokens"
+            )
+        if most and self.positions != "sequential":
+            raise ValueError(
+                f'positions = "{self.positions}" with visual tokens that stand beside the sequence, and have '
+                'no positions; use positions = "sequential"'
+            )
 
     def _require_axes_of_positions(self, decoder: DecoderConfig) -> None:
         grid_of(self.connector, self.encoder.side, self.encoder.side)
@@ -110,17 +128,19 @@ class VisionLanguageConfig(ComposedConfig):
 
         return prompt_of(self.items(), text, images, tokenizer)
 
+    @property
+    def extra_tokens(self) -> int:
+        """See `ModelConfig.extra_tokens`."""
+        return self.fusion.tokens_beside
+
     def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
         """See `ModelConfig.require_axes`."""
-        if cp > 1 and method == "gather" and "span_ids" in self.fusion.by_token():
-            raise ValueError(
-                "visual tokens that see all of their image see later ones, which context parallelism by "
-                '"gather" does not have; set context_parallel.method = "ulysses", or mesh.cp = 1'
-            )
+        self.fusion.require_axes(tp, cp, sequence, method)
         super().require_axes(tp, cp, sequence, method)
 
     def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> float:
         """See `ComposedConfig.other_flops`; a tower that is frozen counts as if it were not."""
-        side, dim, width = self.encoder.side, self.fused_decoder().dim, self.encoder.width
-        image = self.encoder.forward_flops() + self.connector.forward_flops(side, side, width, dim)
-        return shapes.get("grids", (0,))[0] * image
+        side, decoder, width = self.encoder.side, self.fused_decoder(), self.encoder.width
+        image = self.encoder.forward_flops() + self.connector.forward_flops(side, side, width, decoder.dim)
+        images = shapes.get("grids", (0,))[0]
+        return images * image + self.fusion.other_flops(decoder, images * self.image_tokens)

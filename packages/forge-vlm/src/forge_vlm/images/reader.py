@@ -43,10 +43,10 @@ class ImageReader:
     ) -> None:
         self.positions: PositionKind = positions
         self.encoder, self.connector, self.fusion = encoder, connector, fusion
-        self.images, self.video = images, video
+        self.images, self.video, self.tokens_beside = images, video, fusion.tokens_beside
         parts = [encoder, connector, fusion, images, *([] if video is None else [video])]
         self.digest = " ".join([str(VERSION), positions, *map(digest, parts)])
-        self.host = frozenset({"grids"})
+        self.host = frozenset({"grids"}) | fusion.host
         self.image_size = encoder.image_size
 
     @property
@@ -84,10 +84,13 @@ class ImageReader:
         return frames if self.video is None else -(-frames // self.video.merge)
 
     def layout(self, size: Size) -> list[str | int]:
-        """See `ItemReader.layout`: as many places as the connector makes tokens of all pictures."""
-        places = sum(self.connector.tokens(*grid) for grid in self.grids(size)) * self.merged(size.frames)
-        around = [self.images.before, places, self.images.after]
+        """See `ItemReader.layout`: as many places as the fusion gives the visual tokens."""
+        around = [self.images.before, self.fusion.places(self.visual_tokens(size)), self.images.after]
         return [part for part in around if part]
+
+    def visual_tokens(self, size: Size) -> int:
+        """How many the connector makes of all pictures of an image, or of the merged frames of a video."""
+        return self.merged(size.frames) * sum(self.connector.tokens(*grid) for grid in self.grids(size))
 
     def read(self, raw: bytes | np.ndarray, size: Size) -> dict[str, np.ndarray]:
         """See `ItemReader.read`; `raw` may be pixels [H, W, 3] uint8."""
@@ -124,14 +127,15 @@ class ImageReader:
     ) -> dict[str, np.ndarray]:
         """See `ItemReader.sequence`."""
         grids = [(self.merged(size.frames), self.grids(size)) for size in sizes]
-        counts = [frames * sum(self.connector.tokens(*grid) for grid in one) for frames, one in grids]
-        ends = np.cumsum(counts, dtype=np.int64)
+        counts = [self.visual_tokens(size) for size in sizes]
+        ends = np.cumsum([self.fusion.places(count) for count in counts], dtype=np.int64)
         images = np.where(places > 0, 1 + np.searchsorted(ends, places, side="left"), 0)
         given = {"image_index": places, "image_places": np.array(places.max(initial=0))}
         if self.positions != "sequential":
             pooled = [[(frames, *self._pooled(grid)) for grid in one] for frames, one in grids]
-            given |= position_offsets(self.positions, places, images, pooled, doc_ids)
-        return given | self.fusion.arrays(places, images, doc_ids)
+            rising = np.where(doc_ids < 0, doc_ids.max(initial=0) + 1, doc_ids)
+            given |= position_offsets(self.positions, places, images, pooled, rising)
+        return given | self.fusion.arrays(places, images, doc_ids, counts)
 
     def _pooled(self, grid: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of the visual tokens of a picture."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -42,6 +42,10 @@ class Samples(Protocol):
 
     digest: str
     lengths: np.ndarray
+
+    def sizes(self, number: int) -> Sequence[Size]:
+        """Of the images of one of them, which are not read."""
+        ...
 
     def sample(self, number: int) -> Sample:
         """One of them.
@@ -128,17 +132,32 @@ class SamplePacking(Packing):
                 "(data.max_tokens + 1); samples are never cut: use longer sequences, or smaller images"
             )
         order = np.arange(len(lengths))
-        if packing == "bestfit":
-            row = best_fit_rows(lengths, room)
-            order = np.argsort(row, kind="stable")
-            return order, np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2))
         if packing == "pad":
             return order, np.arange(len(lengths) + 1)
-        starts, ends = [0], np.cumsum(lengths)
-        while starts[-1] < len(lengths):
-            before = ends[starts[-1] - 1] if starts[-1] else 0
-            starts.append(int(np.searchsorted(ends, before + room, side="right")))
+        limits = [(lengths, room), *self._beside()]
+        if packing == "bestfit":
+            row = best_fit_rows(np.max([-(-n * room // most) for n, most in limits], axis=0), room)
+            order = np.argsort(row, kind="stable")
+            return order, np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2))
+        starts, ends = [0], [(np.cumsum(n), most) for n, most in limits]
+        while (at := starts[-1]) < len(lengths):
+            fits = [np.searchsorted(n, (n[at - 1] if at else 0) + most, side="right") for n, most in ends]
+            starts.append(int(min(fits)))
         return order, np.array(starts, dtype=np.int64)
+
+    def _beside(self) -> list[tuple[np.ndarray, int]]:
+        """[n] visual tokens of each sample, and most of a row: where they stand beside its tokens."""
+        if not (most := getattr(self._reader, "tokens_beside", 0)):
+            return []
+        count: Callable[[Size], int] = self._reader.visual_tokens  # type: ignore[attr-defined]
+        sizes = (self._samples.sizes(number) for number in range(len(self._samples.lengths)))
+        visual = np.array([sum(map(count, one)) for one in sizes], dtype=np.int64)
+        if len(large := np.flatnonzero(visual > most)):
+            raise DataError(
+                f"sample {large[0]} has {visual[large[0]]} visual tokens, and model.fusion.max_visual_tokens "
+                f"= {most}; use a larger one, or fewer images in a sample"
+            )
+        return [(visual, most)]
 
     def _sequence_bytes(self) -> int:
         row = max((self._row(number) for number in range(min(4, len(self)))), key=lambda one: len(one.arrays))
@@ -160,7 +179,8 @@ class SamplePacking(Packing):
             sizes += [size for _, size in sample.items]
             at = part.stop
         row.doc_ids[at:] = row.doc_ids[at - 1] + 1
-        row.extra.update(self._reader.sequence(places[:-1], sizes, row.doc_ids[:-1]))
+        samples = np.where(np.arange(room) < at, row.doc_ids, -1)
+        row.extra.update(self._reader.sequence(places[:-1], sizes, samples[:-1]))
         if self._masked:
             row.extra.update(doc_ids=row.doc_ids[:-1], positions=row.positions[:-1])
         return row

@@ -171,6 +171,11 @@ class SampleStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return SampleStore, (self._folder,)
 
+    def sizes(self, number: int) -> list[Size]:
+        """See `Samples.sizes`."""
+        first = self._samples["items"][number - 1] if number else 0
+        return [size_of(item) for item in self._items[first : self._samples["items"][number]]]
+
     def sample(self, number: int) -> Sample:
         """See `Samples.sample`."""
         first = self._samples[number - 1] if number else np.zeros(1, SAMPLE)[0]
@@ -191,11 +196,16 @@ class SampleStore:
                 f"{path} holds another image than when the sample {sample} was tokenized; put it back, or "
                 f"remove {self._folder}"
             )
-        return raw, Size(*(int(item[name]) for name in ("frames", "height", "width")))
+        return raw, size_of(item)
 
     def _array(self, name: str, dtype: Any) -> np.ndarray:
         path = self._folder / f"{name}.bin"
         return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
+
+
+def size_of(item: np.void) -> Size:
+    """The size of an image as it was when it was tokenized."""
+    return Size(*(int(item[name]) for name in ("frames", "height", "width")))
 
 
 def read_file(image: InFile) -> bytes:
