@@ -94,11 +94,3 @@ def _waits(name: str, given: list[Tensor], made: list[Tensor], args: Any, option
         return False
     direct = options.get("non_blocking", args[2] if name == "aten::copy_" and len(args) > 2 else False)
     return not direct
-
-
-def storages_of(*values: Any) -> int:
-    """Bytes of the storages of tensors, each once."""
-    found = {
-        x.untyped_storage()._cdata: x.untyped_storage() for x in tree_leaves(values) if torch.is_tensor(x)
-    }
-    return sum(storage.nbytes() for storage in found.values())

@@ -1,4 +1,4 @@
-"""What optimizers take beside weights, gradients and state, where the device alone knows the step is finite."""
+"""Memory that a step takes beside weights, gradients and state, where the device decides if it counts."""
 
 import pytest
 import torch

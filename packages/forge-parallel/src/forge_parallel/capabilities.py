@@ -149,7 +149,7 @@ def scale_(tensors: list[Tensor], factor: Tensor) -> None:
 
 def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The 2-norm of each of several tensors of one device, summed up in a dtype, in few kernels."""
-    return torch._foreach_norm(tensors, 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
+    return list(torch._foreach_norm(tensors, 2, dtype))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:

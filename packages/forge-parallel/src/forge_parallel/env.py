@@ -89,8 +89,8 @@ def process_group(env: Env, needed: bool = False, timeout_s: float = 1800) -> It
         needed: make a group even for a lone process; otherwise that has none, and pays no start-up for it.
         timeout_s: how long a collective may wait for another rank.
 
-    The backend is gloo on CPUs; on GPUs NCCL, and gloo for tensors on the CPU. Where a GPU rank fails, what it
-    has begun is aborted: work of NCCL that other ranks do not join never ends, and would be waited for.
+    The backend is gloo on CPUs; on GPUs NCCL, and gloo for tensors on the CPU. Where a rank with a GPU fails,
+    its collectives are aborted: those of NCCL that other ranks do not join never end.
     """
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)

@@ -70,8 +70,8 @@ def local_shard(tensor: Tensor, mesh: Mesh | None = None) -> LocalShard:
     if box.extents != tuple(values.shape):
         raise ParallelError(
             f"a tensor of shape {tuple(tensor.shape)} placed as {tensor.placements} holds "  # type: ignore[attr-defined]
-            f"{tuple(values.shape)} here where {box.extents} was expected; it was not cut by chunks, which is "
-            "all that is supported"
+            f"{tuple(values.shape)} here where {box.extents} was expected; it was not cut by chunks, which "
+            "is all that is supported"
         )
     return LocalShard(values, box.offsets, is_first_copy(tensor, mesh))
 

@@ -58,7 +58,7 @@ class StochasticRounding:
         self._known: dict[int, tuple[int, Place]] = {}  # by parameter; layouts never change
 
     def of(self, held: Held, group: Mapping[str, Any]) -> Callable[[int, Tensor], Tensor]:
-        """How `Held.put_values` rounds: new values in the dtype of a parameter; of a wider one as they are."""
+        """How `Held.put_values` rounds: to the dtype of a parameter; a wider one as it is."""
         if id(held.parameters[0]) not in self._known:
             for parameter, name in zip(group["params"], group["param_names"], strict=True):
                 shard = local_shard(parameter)
