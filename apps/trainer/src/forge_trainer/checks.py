@@ -236,6 +236,14 @@ def sections_fit_together(
     )
 
 
+def blocks_are_not_compiled_too_often(model: ModelConfig, compile: CompileConfig) -> None:
+    """Layers of many kinds would end a run in its middle."""
+    try:
+        compile.require_kinds(model.block_kinds())
+    except ParallelError as error:
+        raise ValueError(str(error)) from None
+
+
 checks: list[Callable[..., None]] = [
     sequences_fit_the_model,
     vocabulary_covers_the_tokenizer,
@@ -251,5 +259,6 @@ checks: list[Callable[..., None]] = [
     experts_fit_the_ranks,
     stages_fit_the_model,
     optimizer_can_run_on_the_host,
+    blocks_are_not_compiled_too_often,
     sections_fit_together,
 ]

@@ -211,6 +211,19 @@ def run_schedule(schedule: Any, micro_batches: list[dict[str, Any]]) -> None:
     schedule._step_microbatches(kwarg_mbs=micro_batches, target_mbs=targets)
 
 
+def compiled(fn: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:
+    """`torch.compile` with a limit of its own on how often a function is compiled anew; torch's is 8.
+
+    Before 2.15 there is one for all functions, which is raised.
+    """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return torch.compile(fn, recompile_limit=limit, **options)
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, limit)
+    return torch.compile(fn, **options)
+
+
 class _StandIn(ModuleType):
     """Answers the two questions that eager code asks the compiler; any other loads the compiler itself."""
 

@@ -292,6 +292,14 @@ class ActivationCheckpointingConfig(Config):
     budget: Annotated[float, Meta(ge=0, le=1)] = 0.5
 
 
+COMPILATIONS_OF_A_KIND = 12
+"""So often at most is a block of one kind compiled: for training and evaluation, masks, numbers of rows and of
+tokens, of which the compiler soon takes any. `tests/contracts/test_recompilation.py` counts them."""
+
+MOST_COMPILATIONS = 256
+"""Of all kinds of blocks together; torch compiles no function more often (2.11 to 2.15)."""
+
+
 class CompileConfig(Config):
     """torch.compile, block by block.
 
@@ -310,6 +318,21 @@ class CompileConfig(Config):
     backend: str = "inductor"
     fullgraph: bool = True
     cache: str | None = None
+
+    def require_kinds(self, kinds: int) -> None:
+        """See that a model with so many kinds of blocks is not compiled too often.
+
+        Raises:
+            ParallelError: torch would give up in the middle of the run.
+        """
+        most = MOST_COMPILATIONS // COMPILATIONS_OF_A_KIND
+        if self.enabled and kinds > most:
+            raise ParallelError(
+                f"compile.enabled = true and the model has {kinds} kinds of blocks, each compiled up to "
+                f"{COMPILATIONS_OF_A_KIND} times (training, evaluation, masks, lengths), and torch compiles "
+                f"{MOST_COMPILATIONS} times at most; expected at most {most} kinds: make more layers alike, or "
+                "compile nothing"
+            )
 
 
 class ParallelConfig(Config):
