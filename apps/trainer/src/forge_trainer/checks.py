@@ -236,6 +236,16 @@ def sections_fit_together(
     )
 
 
+def eight_bits_divide_the_tokens(
+    train: TrainConfig, data: DataConfig, mesh: MeshConfig, fp8: FP8Config
+) -> None:
+    """Products in 8 bits would fail in the first backward pass."""
+    try:
+        fp8.require_tokens(train.micro_batch * data.max_tokens // mesh.cp)
+    except ParallelError as error:
+        raise ValueError(str(error)) from None
+
+
 def blocks_are_not_compiled_too_often(model: ModelConfig, compile: CompileConfig) -> None:
     """Layers of many kinds would end a run in its middle."""
     try:
@@ -260,5 +270,6 @@ checks: list[Callable[..., None]] = [
     stages_fit_the_model,
     optimizer_can_run_on_the_host,
     blocks_are_not_compiled_too_often,
+    eight_bits_divide_the_tokens,
     sections_fit_together,
 ]

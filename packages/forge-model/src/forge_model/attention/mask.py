@@ -293,8 +293,8 @@ def _call_compiled(flex: Any, *arguments: Any, **options: Any) -> Any:
             return flex(*arguments, **options)
     except FailOnRecompileLimitHit:
         raise ModelError(
-            f"FlexAttention was compiled {limit} times, for as many number formats, widths and kinds of masks; "
-            "uncompiled it would hold the scores of all pairs of tokens: use fewer of them in a process"
+            f"FlexAttention was compiled {limit} times, for as many number formats, widths and kinds of "
+            "masks; uncompiled it would hold the scores of all pairs of tokens: use fewer in a process"
         ) from None
 
 
