@@ -279,8 +279,9 @@ class FP8Config(Config):
             return
         raise ParallelError(
             f'fp8.recipe = "{self.recipe}" with {tokens} tokens of a micro-batch on each rank, over which '
-            "the gradients of weights sum (train.micro_batch times data.max_tokens, over mesh.cp); expected a "
-            f'multiple of {self.multiple}: change one of them, or use recipe = "rowwise_with_gw_hp"'
+            "the gradients of weights sum (train.micro_batch times data.max_tokens, over mesh.cp); "
+            f"expected a multiple of {self.multiple}: change one of them, "
+            'or use recipe = "rowwise_with_gw_hp"'
         )
 
     def __post_init__(self) -> None:
