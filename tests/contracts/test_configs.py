@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -179,11 +180,48 @@ def test_all_mistakes_are_reported_together_at_their_lines_and_before_torch(tmp_
             ["--fsdp.offload=true", "--optimizer.type=muon", "--optimizer.scale=match-rms-adamw"],
             "where muon has not been tried",
         ),
+        (
+            ["--fp8.recipe=tensorwise", "--data.max_tokens=100", "--train.micro_batch=2"],
+            "with 200 tokens .* expected a multiple of 16",
+        ),
+        (
+            ["--fp8.recipe=rowwise", "--data.max_tokens=80", "--train.micro_batch=1", "--mesh.cp=2"],
+            "with 40 tokens .* expected a multiple of 16",
+        ),
+        (
+            ["--fp8.recipe=mxfp8", "--data.max_tokens=48", "--train.micro_batch=1"],
+            "with 48 tokens .* expected a multiple of 32",
+        ),
     ],
 )
 def test_sections_that_do_not_fit_together_are_refused(overrides, said):
     with pytest.raises(ConfigError, match=said):
         load_job(ROOT / "configs" / "runs" / "debug.toml", overrides)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--fp8.recipe=tensorwise", "--data.max_tokens=104", "--train.micro_batch=2"],
+        ["--fp8.recipe=rowwise_with_gw_hp", "--data.max_tokens=100", "--train.micro_batch=1"],
+        ["--fp8.recipe=none", "--data.max_tokens=100", "--train.micro_batch=1"],
+    ],
+)
+def test_eight_bits_are_refused_only_where_weights_get_gradients_in_them(flags):
+    load_job(ROOT / "configs" / "runs" / "debug.toml", flags)
+
+
+@pytest.mark.parametrize(("tokens", "refused"), [(200, True), (208, False)])
+def test_torch_refuses_the_products_in_eight_bits_that_we_refuse(tokens, refused):
+    """The gradient of a weight: [outputs, tokens] x [tokens, inputs], tensors of a GPU in name."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        gradient = torch.empty(64, tokens, device="cuda:0", dtype=torch.float8_e5m2)
+        inputs = torch.empty(64, tokens, device="cuda:0", dtype=torch.float8_e4m3fn).t()
+        scale = torch.ones((), device="cuda:0")
+        with pytest.raises(RuntimeError, match="divisible by 16") if refused else nullcontext():
+            torch._scaled_mm(gradient, inputs, scale, scale, out_dtype=torch.bfloat16)
 
 
 def test_tensor_parallelism_that_does_not_divide_the_model_is_refused_with_what_would():

@@ -1,5 +1,6 @@
 """What `forge generate` and `forge export` say to arguments that cannot be right."""
 
+import json
 import subprocess
 import sys
 import weakref
@@ -17,7 +18,8 @@ from forge_model import initialize, to_hf
 from forge_model.error import ModelError
 from forge_trainer.cli import main
 from forge_trainer.job import load_job
-from forge_trainer.run_dir import RunFiles
+from forge_trainer.run_dir import RunFiles, read_job
+from forge_trainer.trained import load_model
 from forge_trainer.write import room_for
 
 
@@ -141,3 +143,14 @@ def test_export_holds_one_tensor_at_a_time(run, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Checkpointed, "__getitem__", counted)
     assert len(exported(capsys, directory, tmp_path / "out")) == len(most) and max(most) == 1
+
+
+def test_eval_computes_in_the_format_in_which_training_evaluates(tmp_path):
+    root, flags = tmp_path / "runs", ["--train.steps=4", "--schedule.warmup_steps=1", "--eval.every_steps=4"]
+    flags += ["--precision.compute=bfloat16", "--data.max_tokens=32", "--data.validation_samples=16"]
+    assert main(["train", str(RUN), f'--job.root="{root}"', *flags]) == 0
+    lines = [json.loads(line) for line in (root / "debug" / "metrics.jsonl").read_text().splitlines()]
+    (trained,) = [line["eval/loss"] for line in lines if "eval/loss" in line]
+    assert main(["eval", str(root / "debug"), "--json", str(tmp_path / "found.json")]) == 0
+    assert json.loads((tmp_path / "found.json").read_text())["eval/loss"] == pytest.approx(trained, rel=1e-6)
+    assert {p.dtype for p in load_model(read_job(root / "debug"))[0].parameters()} == {torch.float32}

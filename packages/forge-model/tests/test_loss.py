@@ -158,6 +158,58 @@ def test_loss_and_gradients_in_bf16_are_those_of_float64_but_for_rounding(chunk,
         assert (a - b).norm() < 2**-7 * b.norm()
 
 
+def test_gradient_of_the_head_is_summed_in_float32_over_chunks():
+    """What one chunk adds the next takes away, but for a little: what is rounded to bfloat16 is lost."""
+    torch.manual_seed(0)
+    half = torch.randn(64, 32).bfloat16()
+    hidden = torch.cat([half, -(half * 1.0625)]).requires_grad_()
+    weight = (torch.randn(50, 32) * 1e-3).bfloat16().requires_grad_()
+    labels = torch.randint(50, (64,)).repeat(2)
+    whole, *parts = (
+        torch.autograd.grad(Loss(chunk)(hidden, weight, labels).total, [weight])[0] for chunk in (0, 64, 16)
+    )
+    assert all((part - whole).norm() < 2**-9 * whole.norm() for part in parts)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"z_loss_weight": 0.1, "label_smoothing": 0.1}], ids=["plain", "all"]
+)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_chunks_compute_the_same_in_one_graph(backend, dtype, softcap, options):
+    torch._dynamo.reset()
+    hidden, weight = (torch.randn(n, 16).to(dtype).requires_grad_() for n in (40, 33))
+    labels = torch.randint(33, (40,))
+    labels[3:6] = -100
+    plain, compiled = Loss(12, **options), Loss(12, **options)
+    compiled.compile_chunks(backend)
+    found = []
+    for loss in (plain, compiled):
+        terms = loss(hidden, weight, labels, softcap=softcap)
+        gradients = torch.autograd.grad(terms.total, [hidden, weight])
+        with torch.no_grad():
+            found.append([terms.total, *gradients, loss(hidden, weight, labels, softcap=softcap).total])
+    for one, other in zip(*found, strict=True):
+        if backend == "aot_eager":
+            assert torch.equal(one, other)
+        torch.testing.assert_close(one, other)
+
+
+def test_compiled_chunks_are_compiled_for_the_last_and_for_evaluation_and_no_more():
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    loss, weight = Loss(16), torch.randn(33, 8, requires_grad=True)
+    loss.compile_chunks("aot_eager")
+    for tokens in (64, 40, 35, 16, 7, 90):
+        hidden = torch.randn(tokens, 8, requires_grad=True)
+        loss(hidden, weight, torch.randint(33, (tokens,))).total.backward()
+        with torch.no_grad():
+            loss(hidden, weight, torch.randint(33, (tokens,)))
+    assert counters["stats"]["unique_graphs"] <= 4
+
+
 def test_chunks_in_bf16_share_their_memory():
     made = []
     for tokens in (32, 128):

@@ -28,3 +28,28 @@ assert torch.optim.Optimizer.zero_grad.__wrapped__.__dict__["__dynamo_disable"] 
 double = torch.compile(lambda x: x * 2, backend="eager")
 assert double(torch.ones(1)).item() == 2
 """)
+
+
+def test_flight_record_has_the_collectives_of_every_backend():
+    script("""
+import json, os
+os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
+import torch, torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from forge_parallel.capabilities import flight_record
+assert flight_record() is None
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(2))
+real = c10d._dump_fr_trace_json
+def played(includeCollectives=None, onlyActive=None, backend="gloo"):
+    entry = {"profiling_name": "nccl:all_gather", "state": "started"}
+    return json.dumps({"entries": [entry]}).encode() if backend == "nccl2" else real(backend=backend)
+c10d._dump_fr_trace_json = played
+found = json.loads(flight_record())
+names = {(entry["backend"], entry["profiling_name"]) for entry in found["entries"]}
+assert names == {("gloo", "gloo:all_reduce"), ("nccl2", "nccl:all_gather")}, names
+del c10d._dump_fr_trace_json
+c10d._dump_nccl_trace_json = lambda: json.dumps({"entries": [{"profiling_name": "nccl:x"}]}).encode()
+(entry,) = json.loads(flight_record())["entries"]
+assert entry["profiling_name"] == "nccl:x"
+""")

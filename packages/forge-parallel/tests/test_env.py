@@ -175,3 +175,53 @@ def patience(sizes: dict) -> set[float]:
 @pytest.mark.parametrize(("ranks", "sizes"), [(1, {}), (4, {"tp": 2})])
 def test_all_groups_are_as_patient_as_the_default_group(ranks, sizes):
     assert run_ranks(patience, ranks, sizes, timeout_s=77) == [{77.0}] * ranks
+
+
+def test_env_gives_a_gpu_its_number_as_set_device_wants_it(monkeypatch):
+    gpus(monkeypatch, 4)
+    assert Env(2, 2, 4, torch.device("cuda"), "torchrun").device == torch.device("cuda", 2)
+    gpus(monkeypatch, 1)
+    lone = Env(3, 3, 4, torch.device("cuda"), "slurm")
+    assert lone.device == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", lambda index: None, raising=False)
+    with process_group(Env(0, 0, 1, torch.device("cuda"), "none")):
+        pass
+
+
+def played(monkeypatch) -> list[str]:
+    """A default group whose work never ends, as that of NCCL after a rank has failed: what ends it."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    gpus(monkeypatch, 1)
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: said.append("made"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: said.append("destroyed"))
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda *_: said.append("aborted"))
+    return said
+
+
+def test_process_group_is_aborted_where_a_rank_fails_for_its_work_may_never_end(monkeypatch):
+    said = played(monkeypatch)
+    env = Env(0, 0, 2, torch.device("cuda", 0), "torchrun")
+    with pytest.raises(ZeroDivisionError), process_group(env):
+        raise ZeroDivisionError
+    assert said == ["made", "aborted"]
+    with process_group(env):
+        pass
+    assert said == ["made", "aborted", "made", "destroyed"]
+
+
+def test_an_abort_that_fails_hides_not_why_the_rank_failed(monkeypatch):
+    from torch.distributed import distributed_c10d
+
+    played(monkeypatch)
+
+    def broken(*_):
+        raise RuntimeError("no backend can be aborted")
+
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", broken)
+    with pytest.raises(ZeroDivisionError), process_group(Env(0, 0, 2, torch.device("cuda", 0), "torchrun")):
+        raise ZeroDivisionError

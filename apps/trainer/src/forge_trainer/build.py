@@ -47,12 +47,13 @@ from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.optim.groups import freeze
 from forge_trainer.optim.nothing import NothingToTrain
 from forge_trainer.progress import Progress, Stateful
+from forge_trainer.randomness import deterministic
 from forge_trainer.rollback import Rollbacks, note_incident
 from forge_trainer.run_dir import RunFiles
 from forge_trainer.saves import Saves
 from forge_trainer.say import say
 from forge_trainer.steps.base import Step
-from forge_trainer.steps.repeated import Repeated
+from forge_trainer.steps.repeated import Repeated, meaning_of_repetition
 from forge_trainer.steps.update import Update
 from forge_trainer.together import StopTogether
 from forge_trainer.track import Tracker
@@ -150,13 +151,18 @@ class Run:
     def _tell_of_repetition(self, step: int, finite: bool) -> None:
         """Say what it meant that a step was repeated; the first rank does."""
         if self.env.rank == 0:
-            means = (
-                "was finite then: suspect the hardware of one of the hosts, or an operation that is random"
-                if finite
-                else "was not finite again: the data, or the numbers of the run, and not the hardware"
-            )
+            exact = self.job.job.deterministic or self.mesh.device.type == "cpu"
+            means = meaning_of_repetition(finite, exact)
             say(f"step {step} was not finite, was repeated from the same inputs and {means}\n", sys.stderr)
-            note_incident(self.directory, "repeated", {"step": step, "finite": finite})
+            note_incident(self.directory, "repeated", {"step": step, "finite": finite, "exact": exact})
+
+
+def build_loss(job: Job) -> Callable[..., Any]:
+    """The loss, its chunks compiled where blocks are, if it knows how."""
+    loss = job.loss.build()
+    if job.compile.enabled and hasattr(loss, "compile_chunks"):
+        loss.compile_chunks(job.compile.backend)  # type: ignore[attr-defined]
+    return loss
 
 
 def build(
@@ -179,6 +185,7 @@ def build(
     signals, clock = signals or stack.enter_context(Signals()), clock or Clock()
     env = Env.detect()
     job.require_layout(env.world_size)
+    stack.enter_context(deterministic(job.job.deterministic))
     together = stack.enter_context(StopTogether(signals, env))
     stack.enter_context(process_group(env, needed=job.parallel.needs_group(env.device.type)))
     stack.enter_context(together.inside())
@@ -199,7 +206,7 @@ def build(
     job = job.ending_at(loader.last_step)
 
     update = Update(parts, optimizer, job.lr_factor, job.train.clip_norm, mesh, job.optimizer.ema_decay)
-    step = job.step.build(parts, job.loss.build(), mesh, seed=job.job.seed, update=update)
+    step = job.step.build(parts, build_loss(job), mesh, seed=job.job.seed, update=update)
     trackers = open_trackers(job, progress.step, stack) if env.rank == 0 else []
     saves = Saves(job.checkpoint, progress.step, lambda: run.job.train.steps, mesh.control_group)
     judges = build_guards(job, signals, rollbacks.taken, saves, lambda: run.job.train.steps)

@@ -236,6 +236,24 @@ def sections_fit_together(
     )
 
 
+def eight_bits_divide_the_tokens(
+    train: TrainConfig, data: DataConfig, mesh: MeshConfig, fp8: FP8Config
+) -> None:
+    """Products in 8 bits would fail in the first backward pass."""
+    try:
+        fp8.require_tokens(train.micro_batch * data.max_tokens // mesh.cp)
+    except ParallelError as error:
+        raise ValueError(str(error)) from None
+
+
+def blocks_are_not_compiled_too_often(model: ModelConfig, compile: CompileConfig) -> None:
+    """Layers of many kinds would end a run in its middle."""
+    try:
+        compile.require_kinds(model.block_kinds())
+    except ParallelError as error:
+        raise ValueError(str(error)) from None
+
+
 checks: list[Callable[..., None]] = [
     sequences_fit_the_model,
     vocabulary_covers_the_tokenizer,
@@ -251,5 +269,7 @@ checks: list[Callable[..., None]] = [
     experts_fit_the_ranks,
     stages_fit_the_model,
     optimizer_can_run_on_the_host,
+    blocks_are_not_compiled_too_often,
+    eight_bits_divide_the_tokens,
     sections_fit_together,
 ]

@@ -39,6 +39,8 @@ def open_evaluations(job: Job, mesh: Mesh, got_on: Callable[[], None] = lambda: 
             found[name] = build_set_loader(
                 job.data, of_set.sources, of_set.samples, on_progress=told, **portion
             )
+        for loader in found.values():
+            loader.pinned = mesh.device.type == "cuda"
         return found
 
     return keep_in_touch(open_all, mesh.control_group, got_on)

@@ -80,6 +80,7 @@ def open_data(
         mesh.control_group,
         got_on,
     )
+    loader.pinned = mesh.device.type == "cuda"
     loader.require(fingerprint, progress.samples)
     if loader.last_step is not None:
         loader.last_step = sizes.whole_steps(loader.last_step)

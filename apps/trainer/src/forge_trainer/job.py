@@ -56,13 +56,17 @@ class JobConfig(Config):
         name: the run lives in `<root>/<name>`; letters, digits, `.`, `_`, `-`.
         root: folder of all runs.
         seed: seed of the initial weights and of every random number drawn while training.
+        deterministic: on a GPU, take only kernels that add in the same order each time: runs are equal bit
+            for bit, and slower; an operation without such a kernel is an error. On a CPU they are so anyway.
     """
 
     free_keys = ("name", "root")
+    recorded_keys = ("deterministic",)
 
     name: Annotated[str, Meta(pattern=RUN_NAME)]
     root: str = "runs"
     seed: Annotated[int, Meta(ge=0)] = 0
+    deterministic: bool = False
 
     @property
     def directory(self) -> Path:

@@ -1,9 +1,39 @@
 """Random numbers as a pure function of (seed, step, rank), so that there is no generator state to save."""
 
+import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""With a fixed workspace cuBLAS takes the same kernels each time; it is read when a device is first used."""
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Let torch take kernels that give the same bits each time, for the time of a run, and refuse the rest.
+
+    An operation that has none raises a RuntimeError that names it. Nothing is changed where it is not wanted.
+    """
+    if not wanted:
+        yield
+        return
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    os.environ.setdefault(WORKSPACE, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]  # as costs, no bit
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[assignment]
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:

@@ -156,7 +156,8 @@ def _told(incident: Mapping[str, Any]) -> str:
         last = end - 1 if isinstance(end, int) else end
         return f"steps {first} to {last}: {incident.get('why')}; back to step {incident.get('to')}{data}"
     if incident["kind"] == "repeated":
-        again = "was finite then: suspect the hardware" if incident.get("finite") else "was not finite again"
+        suspect = ": suspect the hardware" if incident.get("exact", True) else ", as sums on a GPU may be"
+        again = f"was finite then{suspect}" if incident.get("finite") else "was not finite again"
         return f"step {incident.get('step')} was not finite, and {again}"
     return str(incident.get("why"))
 

@@ -64,11 +64,16 @@ class Evaluated(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def load_model(job: Job) -> tuple[nn.Module, int]:
+def load_model(job: Job, computing: bool = False) -> tuple[nn.Module, int]:
     """The model of a run on one device, whole, and the step of its newest checkpoint that is intact.
 
-    Weights are float32, or bfloat16 with `precision.pure_bf16`. A damaged checkpoint is passed over with a
-    warning.
+    A damaged checkpoint is passed over with a warning.
+
+    Args:
+        job: the configuration.
+        computing: weights are in the format in which training computes (`precision.compute`), as in its own
+            evaluations; otherwise in that in which they are kept: float32, or bfloat16 with
+            `precision.pure_bf16`.
 
     Raises:
         CheckpointError: there is no intact checkpoint.
@@ -83,7 +88,17 @@ def load_model(job: Job) -> tuple[nn.Module, int]:
             tensor.copy_(weights[name.removeprefix(MODEL)])
 
     step = take_newest(job, model, load)
+    if computing:
+        _in_compute_format(model, job, device)
     return model.eval(), step
+
+
+@torch.no_grad()
+def _in_compute_format(model: nn.Module, job: Job, device: torch.device) -> None:
+    """As FSDP2 does: all parameters, no buffers; float64 stays."""
+    if job.precision.compute_dtype(device.type) == "bfloat16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def model_on_meta(job: Job) -> nn.Module:
@@ -119,7 +134,7 @@ def take_newest(job: Job, model: nn.Module, take: Callable[[Mapping[str, Tensor]
 def evaluate_run(options: argparse.Namespace) -> None:
     """`forge eval`: the loss on the held-out text and on sets, or what `--tasks` say."""
     job = read_job(Path(options.directory))
-    model, step = load_model(job)
+    model, step = load_model(job, computing=True)
     if options.tasks is not None:
         from forge_trainer.tasks import evaluate_tasks
 

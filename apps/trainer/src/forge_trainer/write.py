@@ -214,7 +214,7 @@ def generate_text(options: argparse.Namespace) -> None:
     """`forge generate`: each prompt and what follows it; of a file of prompts, JSON lines."""
     prompts = None if options.prompts is None else read_prompts(Path(options.prompts))
     job = read_job(Path(options.directory))
-    model, _ = load_model(job)
+    model, _ = load_model(job, computing=True)
     tokenizer = job.data.tokenizer.build()
     writer = Writer(model, tokenizer, job.model, options, stops_of(job, tokenizer))
     images = [_read_image(Path(path), "--image") for path in options.image or ()]

@@ -123,6 +123,10 @@ class ModelConfig(Config):
         """The number of experts of each layer that has some, by name."""
         return {}
 
+    def block_kinds(self) -> int:
+        """How many kinds of blocks there are, each compiled for itself."""
+        return 1
+
     def expert_groups(self) -> dict[str, int]:
         """Of each of these layers, how many groups of experts there are if a token chooses in some; or 1."""
         return dict.fromkeys(self.expert_counts(), 1)
@@ -201,6 +205,10 @@ class ComposedConfig(ModelConfig):
     def expert_counts(self) -> dict[str, int]:
         """See `ModelConfig.expert_counts`."""
         return self.language_model()[1].expert_counts()
+
+    def block_kinds(self) -> int:
+        """See `ModelConfig.block_kinds`; those of the other parts count as one."""
+        return self.language_model()[1].block_kinds() + 1
 
     def expert_groups(self) -> dict[str, int]:
         """See `ModelConfig.expert_groups`."""

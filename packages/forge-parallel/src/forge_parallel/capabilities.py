@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -67,15 +70,43 @@ def store_of_restart(
     return PrefixStore(f"forge/restart-{restarts}", store)
 
 
+RECORDERS = ("gloo", "nccl", "nccl2", "nccl-legacy")
+"""Backends that may keep a record of their collectives, each one of its own."""
+
+
 def flight_record() -> bytes | None:
     """JSON of the last collectives of this rank and how far each has come, if torch keeps a record.
 
-    It does with TORCH_FR_BUFFER_SIZE above 0 when it is loaded; of gloo from 2.15 on.
+    It does with TORCH_FR_BUFFER_SIZE above 0 when it is loaded; of gloo from 2.15 on. `entries` are those of
+    all backends, each with its `backend`; `backends` has what else each tells.
     """
-    if "torch" not in sys.modules or not torch.distributed.is_available():
+    module = sys.modules.get("torch._C._distributed_c10d")
+    if module is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
-    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
-    return dump() if dump is not None and torch.distributed.is_initialized() else None
+    asked: dict[str, Callable[[], bytes]] = {}
+    if (dump := getattr(module, "_dump_fr_trace_json", None)) is not None:
+        asked = {name: partial(dump, backend=name) for name in RECORDERS}
+    if (dump := getattr(module, "_dump_nccl_trace_json", None)) is not None:
+        asked["nccl of torch"] = dump  # what ProcessGroupNCCL itself records: all there is before 2.15
+    entries: list[Any] = []
+    backends: dict[str, Any] = {}
+    for name, ask in asked.items():
+        told = json.loads(ask() or b"{}")
+        mine = told.pop("entries", [])
+        if mine or told.get("pg_status"):
+            backends[name] = told
+            entries += [{"backend": name, **entry} for entry in mine]
+    return json.dumps({"entries": entries, "backends": backends}).encode()
+
+
+def abort_groups() -> None:
+    """End all process groups of this rank without waiting for what other ranks have not joined."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        distributed_c10d._abort_process_group()
+    except Exception as error:  # this rank has failed already, and that is what is to be told
+        logging.getLogger(__name__).warning("process groups could not be aborted: %s", error)
 
 
 def host_group() -> ProcessGroup:
@@ -114,6 +145,11 @@ def _patience() -> timedelta | None:
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors by one number, in place and in few kernels; torch has no public name for it."""
     torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The 2-norm of each of several tensors of one device, summed up in a dtype, in few kernels."""
+    return list(torch._foreach_norm(tensors, 2, dtype))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -173,6 +209,19 @@ def run_schedule(schedule: Any, micro_batches: list[dict[str, Any]]) -> None:
         # a rank of a V would greet itself, which gloo cannot
         stage._get_init_p2p_neighbors_ops = list
     schedule._step_microbatches(kwarg_mbs=micro_batches, target_mbs=targets)
+
+
+def compiled(fn: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:
+    """`torch.compile` with a limit of its own on how often a function is compiled anew; torch's is 8.
+
+    Before 2.15 there is one for all functions, which is raised.
+    """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return torch.compile(fn, recompile_limit=limit, **options)
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, limit)
+    return torch.compile(fn, **options)
 
 
 class _StandIn(ModuleType):

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from forge_parallel.config import CompileConfig
+from forge_parallel import capabilities
+from forge_parallel.config import MOST_COMPILATIONS, CompileConfig
 from forge_parallel.mesh import Mesh
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -38,7 +39,9 @@ def compile_blocks(
         layer.forward = torch.compiler.disable(layer.forward)
     for block in blocks:
         whole = config.fullgraph and eager.isdisjoint(block.modules())
-        block.forward = torch.compile(block.forward, backend=config.backend, fullgraph=whole)
+        block.forward = capabilities.compiled(
+            block.forward, MOST_COMPILATIONS, backend=config.backend, fullgraph=whole
+        )
 
 
 def keep_compiled(folder: Path, mesh: Mesh) -> None:

@@ -261,6 +261,29 @@ class FP8Config(Config):
     gather: bool = False
     emulate: bool = False
 
+    @property
+    def multiple(self) -> int:
+        """What the sizes of 8-bit products are multiples of."""
+        return 32 if self.recipe == "mxfp8" else 16
+
+    def require_tokens(self, tokens: int) -> None:
+        """See that weights get gradients in 8 bits: their products sum over the tokens of a micro-batch.
+
+        Args:
+            tokens: that a layer sees at once, on one rank.
+
+        Raises:
+            ParallelError: they are no multiple of what such products take.
+        """
+        if self.recipe in ("none", "rowwise_with_gw_hp") or tokens % self.multiple == 0:
+            return
+        raise ParallelError(
+            f'fp8.recipe = "{self.recipe}" with {tokens} tokens of a micro-batch on each rank, over which '
+            "the gradients of weights sum (train.micro_batch times data.max_tokens, over mesh.cp); "
+            f"expected a multiple of {self.multiple}: change one of them, "
+            'or use recipe = "rowwise_with_gw_hp"'
+        )
+
     def __post_init__(self) -> None:
         if self.experts and self.recipe not in ("rowwise", "mxfp8"):
             raise ValueError(
@@ -292,6 +315,14 @@ class ActivationCheckpointingConfig(Config):
     budget: Annotated[float, Meta(ge=0, le=1)] = 0.5
 
 
+COMPILATIONS_OF_A_KIND = 12
+"""So often at most is a block of one kind compiled: for training and evaluation, masks, numbers of rows and
+tokens, of which the compiler soon takes any. Counted by `tests/contracts/test_recompilation.py`."""
+
+MOST_COMPILATIONS = 256
+"""Of all kinds of blocks together; torch compiles no function more often (2.11 to 2.15)."""
+
+
 class CompileConfig(Config):
     """torch.compile, block by block.
 
@@ -310,6 +341,21 @@ class CompileConfig(Config):
     backend: str = "inductor"
     fullgraph: bool = True
     cache: str | None = None
+
+    def require_kinds(self, kinds: int) -> None:
+        """See that a model with so many kinds of blocks is not compiled too often.
+
+        Raises:
+            ParallelError: torch would give up in the middle of the run.
+        """
+        most = MOST_COMPILATIONS // COMPILATIONS_OF_A_KIND
+        if self.enabled and kinds > most:
+            raise ParallelError(
+                f"compile.enabled = true and the model has {kinds} kinds of blocks, each compiled up to "
+                f"{COMPILATIONS_OF_A_KIND} times (training, evaluation, masks, lengths), and torch compiles "
+                f"{MOST_COMPILATIONS} times at most; expected at most {most} kinds: make more layers "
+                "alike, or compile nothing"
+            )
 
 
 class ParallelConfig(Config):

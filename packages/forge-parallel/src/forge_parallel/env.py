@@ -30,7 +30,7 @@ class Env:
         rank: in 0..world_size-1.
         local_rank: among the ranks of this host.
         world_size: number of ranks.
-        device: what this rank computes on.
+        device: what this rank computes on; a GPU that is given without its number gets the one of this rank.
         launcher: who started it.
     """
 
@@ -39,6 +39,10 @@ class Env:
     world_size: int
     device: torch.device
     launcher: str
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda" and self.device.index is None:
+            object.__setattr__(self, "device", _gpu(self.local_rank))
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] = os.environ) -> Env:
@@ -64,9 +68,12 @@ class Env:
 
 
 def _device(local_rank: int) -> torch.device:
-    """A GPU if there are any, else the CPU. SLURM may show each rank only its own GPU, then number 0."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
+    """A GPU if there are any, else the CPU."""
+    return _gpu(local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _gpu(local_rank: int) -> torch.device:
+    """The GPU of a rank. SLURM may show each rank only its own, then number 0."""
     count = torch.cuda.device_count()
     if local_rank >= count > 1:
         raise ParallelError(f"local rank {local_rank} on a host with {count} GPUs; start one rank a GPU")
@@ -82,7 +89,8 @@ def process_group(env: Env, needed: bool = False, timeout_s: float = 1800) -> It
         needed: make a group even for a lone process; otherwise that has none, and pays no start-up for it.
         timeout_s: how long a collective may wait for another rank.
 
-    The backend is gloo on CPUs; on GPUs NCCL, and gloo for tensors on the CPU.
+    The backend is gloo on CPUs; on GPUs NCCL, and gloo for tensors on the CPU. Where a rank with a GPU fails,
+    its collectives are aborted: those of NCCL that other ranks do not join never end.
     """
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)
@@ -104,8 +112,13 @@ def process_group(env: Env, needed: bool = False, timeout_s: float = 1800) -> It
     )
     try:
         yield
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if env.device.type == "cuda":
+            capabilities.abort_groups()
+        else:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def _find_master() -> None:

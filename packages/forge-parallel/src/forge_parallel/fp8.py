@@ -17,8 +17,6 @@ from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
 from forge_parallel.tensor import is_dtensor
 
-MULTIPLES = {"mxfp8": 32}
-"""What sizes of 8-bit matmuls are multiples of, where it is not 16."""
 CAPABILITIES = {"mxfp8": ((10, 0), "Blackwell")}
 """What a GPU needs, where it is not 8.9."""
 
@@ -49,7 +47,7 @@ def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, mesh: Mesh) -> list
         for name, module in model.named_modules()
         if type(module).forward is nn.Linear.forward and _fits(name, module, plan, config, cuts)
     ]
-    multiple, experts = MULTIPLES.get(config.recipe, 16), []
+    multiple, experts = config.multiple, []
     if config.experts:
         from forge_parallel.fp8_experts import use_fp8_in_experts
 
@@ -155,7 +153,7 @@ def _require_device(config: FP8Config, device: torch.device) -> None:
 def _fits(name: str, layer: nn.Module, plan: Plan, config: FP8Config, cuts: int) -> bool:
     """Whether a layer is large enough, and even when tensor parallelism has cut it."""
     assert isinstance(layer, nn.Linear)
-    sizes, multiple = (layer.in_features, layer.out_features), MULTIPLES.get(config.recipe, 16)
+    sizes, multiple = (layer.in_features, layer.out_features), config.multiple
     return (
         min(sizes) >= config.min_size
         and not any(size % (multiple * cuts) for size in sizes)

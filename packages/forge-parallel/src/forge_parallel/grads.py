@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forge_parallel import capabilities
 from forge_parallel.mesh import Mesh
-from forge_parallel.tensor import local_part, local_shard
+from forge_parallel.tensor import is_first_copy, local_part
 
 
 @torch.no_grad()
@@ -33,16 +33,24 @@ def global_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
     """
     parameters = list(parameters)
     dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
-    counted = []
-    for gradient in (p.grad for p in parameters if p.grad is not None):
-        shard = local_shard(gradient, mesh)
-        if shard.is_first_copy:
-            counted.append(shard.values.to(torch.promote_types(gradient.dtype, torch.float32)))
+    counted = [
+        local_part(gradient)
+        for gradient in (p.grad for p in parameters if p.grad is not None)
+        if is_first_copy(gradient, mesh)
+    ]
     if counted:
-        square = torch.nn.utils.get_total_norm(counted).square().to(dtype)
+        square = torch.linalg.vector_norm(torch.stack(_norms(counted))).square().to(dtype)
     else:
         square = torch.zeros((), dtype=dtype, device=mesh.device)
     return mesh.pipeline.sum_(mesh.stage.sum_(square.to(mesh.device))).sqrt()
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """[] each, in float32 at least, on the device of the first; no tensor is widened in memory."""
+    if len({tensor.dtype for tensor in tensors}) == len({tensor.device for tensor in tensors}) == 1:
+        return capabilities.norms(tensors, torch.promote_types(tensors[0].dtype, torch.float32))
+    single = [_norms([tensor])[0].to(tensors[0].device) for tensor in tensors]
+    return [norm.to(reduce(torch.promote_types, (one.dtype for one in single))) for norm in single]
 
 
 @torch.no_grad()

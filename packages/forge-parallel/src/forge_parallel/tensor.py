@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -10,6 +12,8 @@ from forge_parallel import capabilities
 from forge_parallel.error import ParallelError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from forge_parallel.mesh import Mesh
 
 
@@ -62,32 +66,68 @@ def local_shard(tensor: Tensor, mesh: Mesh | None = None) -> LocalShard:
     values = local_part(tensor)
     if not is_dtensor(tensor):
         return LocalShard(values, (0,) * tensor.ndim, mesh is None or mesh.stage.first)
-    device_mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    coordinate = device_mesh.get_coordinate()
+    box = _box_of(tensor)
+    if box.extents != tuple(values.shape):
+        raise ParallelError(
+            f"a tensor of shape {tuple(tensor.shape)} placed as {tensor.placements} holds "  # type: ignore[attr-defined]
+            f"{tuple(values.shape)} here where {box.extents} was expected; it was not cut by chunks, which "
+            "is all that is supported"
+        )
+    return LocalShard(values, box.offsets, is_first_copy(tensor, mesh))
+
+
+def is_first_copy(tensor: Tensor, mesh: Mesh | None = None) -> bool:
+    """See `LocalShard.is_first_copy`; raises what `local_shard` does, but for values of another shape."""
+    if not is_dtensor(tensor):
+        return mesh is None or mesh.stage.first
+    box = _box_of(tensor)
+    if mesh is None or mesh.stage.group is None or not box.is_first:
+        return box.is_first
+    import torch.distributed as dist
+
+    return dist.get_global_rank(mesh.stage.group, 0) in _ranks(tensor.device_mesh)  # type: ignore[attr-defined]
+
+
+class _Box(NamedTuple):
+    """What a rank holds of all tensors of one shape and placement."""
+
+    offsets: tuple[int, ...]
+    extents: tuple[int, ...]
+    is_first: bool
+
+
+def _box_of(tensor: Any) -> _Box:
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise ParallelError(f"this rank is not in {device_mesh}, which the tensor is on; ask only its ranks")
+        raise ParallelError(f"this rank is not in {mesh}, which the tensor is on; ask only its ranks")
+    return _box(tuple(mesh.shape), tuple(coordinate), tuple(tensor.placements), tuple(tensor.shape))
+
+
+@lru_cache(maxsize=4096)
+def _box(
+    sizes: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...], shape: tuple[int, ...]
+) -> _Box:
+    """What a rank holds; kept, for it is asked in every step and slow to find."""
     if any(placement.is_partial() for placement in placements):
         raise ParallelError(
-            f"a tensor of shape {tuple(tensor.shape)} is placed as {placements}: a partial sum, of which no "
+            f"a tensor of shape {shape} is placed as {placements}: a partial sum, of which no "
             "rank holds a part; reduce it first, say by redistribute(placements=[Replicate()])"
         )
-    sizes = [device_mesh.size(axis) for axis in range(device_mesh.ndim)]
     boxes = [
-        _interval(tensor.shape[dim], _cuts(placements, sizes, dim), sizes, coordinate)
-        for dim in range(tensor.ndim)
+        _interval(length, _cuts(placements, sizes, dim), sizes, coordinate)
+        for dim, length in enumerate(shape)
     ]
-    offsets, shape = tuple(start for start, _ in boxes), tuple(length for _, length in boxes)
-    if shape != tuple(values.shape):
-        raise ParallelError(
-            f"a tensor of shape {tuple(tensor.shape)} placed as {placements} holds {tuple(values.shape)} "
-            f"here where {shape} was expected; it was not cut by chunks, which is all that is supported"
-        )
-    copied = [axis for axis, placement in enumerate(placements) if placement.is_replicate()]
-    first = all(coordinate[axis] == 0 for axis in copied) and (mesh is None or _has_first(mesh, device_mesh))
-    return LocalShard(values, offsets, first)
+    first = all(coordinate[axis] == 0 for axis, one in enumerate(placements) if one.is_replicate())
+    return _Box(tuple(start for start, _ in boxes), tuple(length for _, length in boxes), first)
 
 
-def _cuts(placements: Any, sizes: list[int], dim: int) -> list[int]:
+@lru_cache(maxsize=64)
+def _ranks(device_mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(device_mesh.mesh.flatten().tolist())
+
+
+def _cuts(placements: Any, sizes: Sequence[int], dim: int) -> list[int]:
     """The mesh axes that cut a dim, in the order in which they cut it.
 
     Left to right, but for a strided shard, which FSDP2 makes of what tensor parallelism has cut already: it
@@ -111,7 +151,9 @@ def _cuts(placements: Any, sizes: list[int], dim: int) -> list[int]:
     return order
 
 
-def _interval(length: int, cuts: list[int], sizes: list[int], coordinate: list[int]) -> tuple[int, int]:
+def _interval(
+    length: int, cuts: list[int], sizes: Sequence[int], coordinate: Sequence[int]
+) -> tuple[int, int]:
     """Start and length of what is left of a dim after cutting it into chunks, axis after axis."""
     start = 0
     for axis in cuts:
@@ -119,12 +161,3 @@ def _interval(length: int, cuts: list[int], sizes: list[int], coordinate: list[i
         low = min(chunk * coordinate[axis], length)
         start, length = start + low, min(chunk, length - low)
     return start, length
-
-
-def _has_first(mesh: Mesh, device_mesh: Any) -> bool:
-    """Whether a device mesh, maybe one of several that hold the same, has the first rank of the stage."""
-    if mesh.stage.group is None:
-        return True
-    import torch.distributed as dist
-
-    return dist.get_global_rank(mesh.stage.group, 0) in device_mesh.mesh.flatten().tolist()

@@ -35,17 +35,12 @@ def adamw_step(
     foreach("addcmul_", second, held.grads, held.grads, 1 - beta2)
     steps = held.steps.double()
     roots = foreach("sqrt", second)
-    foreach("div_", roots, _scalars(held, (1 - beta2**steps).sqrt()))
+    foreach("div_", roots, held.each((1 - beta2**steps).sqrt()))
     foreach("add_", roots, eps)
     direction = foreach("div", first, roots)
-    foreach("mul_", direction, _scalars(held, -lr / (1 - beta1**steps)))
+    foreach("mul_", direction, held.each(-lr / (1 - beta1**steps)))
     values = held.update("mul", held.values, 1 - lr * group["weight_decay"])
     foreach("add_", values, direction)
     held.put("exp_avg", first)
     held.put("exp_avg_sq", second)
     held.put_values(values, rounded)
-
-
-def _scalars(held: Held, numbers: Tensor) -> list[Tensor]:
-    """One number a parameter, in its dtype."""
-    return [number.to(wide) for number, wide in zip(numbers.unbind(), held.wide, strict=True)]

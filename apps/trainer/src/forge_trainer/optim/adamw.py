@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_config import Meta
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from forge_trainer.optim.held import Held
     from forge_trainer.optim.parameters import NamedParameter
+    from forge_trainer.optim.rounding import StochasticRounding
 
 
 @optimizers.register("adamw")
@@ -52,17 +54,16 @@ class AdamWConfig(OptimizerConfig):
         if self.moments == "float32" and self.rounding == "nearest":
             return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
         from forge_trainer.optim.held import HeldOptimizer
+        from forge_trainer.optim.rounding import StochasticRounding
 
-        # random numbers of stochastic rounding belong to places in whole tensors
-        elementwise = ["AdamW"] if self.rounding == "nearest" else []
-        return HeldOptimizer(groups, {"AdamW": self._step}, elementwise)
+        rounding = StochasticRounding() if self.rounding == "stochastic" else None
+        return HeldOptimizer(groups, {"AdamW": partial(self._step, rounding=rounding)}, ["AdamW"])
 
-    def _step(self, held: Held, group: Mapping[str, Any]) -> None:
+    def _step(self, held: Held, group: Mapping[str, Any], rounding: StochasticRounding | None = None) -> None:
         import torch
 
         from forge_trainer.optim.adam_rule import adamw_step
-        from forge_trainer.optim.rounding import StochasticRounding
 
         moments = torch.bfloat16 if self.moments == "bfloat16" else None
-        rounded = StochasticRounding(held, group) if self.rounding == "stochastic" else None
+        rounded = None if rounding is None else rounding.of(held, group)
         adamw_step(held, group, self.betas, self.eps, moments, rounded)

@@ -6,7 +6,7 @@ the model takes part, whatever layouts its parameters have; of copies, one is se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -36,10 +36,10 @@ class Box(NamedTuple):
         shape = tuple(min(a + n, b + m) - low[i] for i, (a, n, b, m) in enumerate(pairs))
         return Box(low, shape) if all(n > 0 for n in shape) else None
 
-    def of(self, tensor: Tensor, origin: tuple[int, ...]) -> Tensor:
-        """The values in a tensor that starts at `origin`."""
+    def within(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
+        """Its place in a tensor that starts at `origin`."""
         spans = zip(self.start, self.shape, origin, strict=True)
-        return tensor[tuple(slice(a - o, a - o + n) for a, n, o in spans)]
+        return tuple(slice(a - o, a - o + n) for a, n, o in spans)
 
 
 class Holding(NamedTuple):
@@ -78,13 +78,19 @@ class Exchange:
         mesh: the grid of ranks.
         splits: into how many matrices a parameter is cut, and along which of its dims; 1 for none.
         dtype: in which matrices travel and are worked on.
+        load: what each rank has to do already, kept up to date; nothing, if absent.
 
     Attributes:
         buckets: the matrices, each in one bucket.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], mesh: Mesh, splits: Sequence[tuple[int, int]], dtype: torch.dtype
+        self,
+        parameters: Sequence[Tensor],
+        mesh: Mesh,
+        splits: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        load: list[int] | None = None,
     ) -> None:
         self._view, self._dtype = mesh.stage, dtype
         mine = []
@@ -97,91 +103,143 @@ class Exchange:
             for index, (parameter, split) in enumerate(zip(parameters, splits, strict=True))
             for box in _boxes(tuple(parameter.shape), *split)
         ]
-        self.buckets = _buckets(matrices, self._holdings, self._view.size)
+        self.buckets = _buckets(matrices, self._holdings, self._view.size, load)
+        self._routes = [self._routed(bucket) for bucket in self.buckets]
 
-    def gather(self, bucket: Sequence[Matrix], values: Sequence[Tensor]) -> Pending:
+    def gather(self, bucket: int, values: Sequence[Tensor]) -> Pending:
         """Begin to bring the matrices of a bucket to their owners. Collective.
 
         Args:
-            bucket: one of `buckets`.
+            bucket: index of one of `buckets`.
             values: this rank's part of each parameter.
         """
-        size, rank = self._view.size, self._view.rank
-        send = [
-            [
-                part.of(values[m.parameter], self._box(rank, m).start)
-                for m, part in self._sent(bucket, rank, to)
-            ]
-            for to in range(size)
-        ]
-        counts = [_elements(self._sent(bucket, at, rank)) for at in range(size)]
-        return self._swap(send, counts, values)
+        there = self._routes[bucket].there
+        return self._swap([values[one.parameter][one.here] for one in there.out], there, values)
 
-    def assembled(self, bucket: Sequence[Matrix], pending: Pending) -> list[Tensor]:
+    def assembled(self, bucket: int, pending: Pending) -> list[Tensor]:
         """The matrices of a bucket that this rank owns, [R, C] each."""
-        rank, received = self._view.rank, pending.wait()
-        whole = {id(m): received.new_zeros(m.box.shape) for m in bucket if m.owner == rank}
-        at = 0
-        for source in range(self._view.size):
-            for matrix, part in self._sent(bucket, source, rank):
-                count = prod(part.shape)
-                part.of(whole[id(matrix)], matrix.box.start).copy_(received[at : at + count].view(part.shape))
-                at += count
-        return [tensor.view(tensor.shape[-2:]) for tensor in whole.values()]
+        received, routes = pending.wait(), self._routes[bucket]
+        whole = [received.new_zeros(box.shape) for box in routes.owned]
+        for piece, values in zip(routes.there.into, _cut(received, routes.there.into), strict=True):
+            whole[piece.owned][piece.there].copy_(values)
+        return [tensor.view(tensor.shape[-2:]) for tensor in whole]
 
-    def scatter(self, bucket: Sequence[Matrix], results: Sequence[Tensor], like: Sequence[Tensor]) -> Pending:
+    def scatter(self, bucket: int, results: Sequence[Tensor], like: Sequence[Tensor]) -> Pending:
         """Begin to bring results back to all ranks that hold a part. Collective.
 
         Args:
-            bucket: one of `buckets`.
+            bucket: index of one of `buckets`.
             results: of the matrices that this rank owns, in their order.
             like: this rank's part of each parameter.
         """
-        rank = self._view.rank
-        owned = [m for m in bucket if m.owner == rank]
-        of = {id(m): result.view(m.box.shape) for m, result in zip(owned, results, strict=True)}
-        send = [
-            [part.of(of[id(m)], m.box.start) for m, part in self._held(owned, to)]
-            for to in range(self._view.size)
-        ]
-        owners = range(self._view.size)
-        counts = [_elements(self._held([m for m in bucket if m.owner == at], rank)) for at in owners]
-        return self._swap(send, counts, like)
+        routes = self._routes[bucket]
+        of = [result.view(box.shape) for result, box in zip(results, routes.owned, strict=True)]
+        return self._swap([of[one.owned][one.there] for one in routes.back.out], routes.back, like)
 
-    def placed(self, bucket: Sequence[Matrix], pending: Pending, updates: Sequence[Tensor]) -> None:
+    def placed(self, bucket: int, pending: Pending, updates: Sequence[Tensor]) -> None:
         """Write the results of a bucket into this rank's part of each parameter."""
-        rank, received, at = self._view.rank, pending.wait(), 0
-        for owner in range(self._view.size):
-            for matrix, part in self._held([m for m in bucket if m.owner == owner], rank):
-                count = prod(part.shape)
-                here = part.of(updates[matrix.parameter], self._box(rank, matrix).start)
-                here.copy_(received[at : at + count].view(part.shape))
-                at += count
+        into = self._routes[bucket].back.into
+        for piece, values in zip(into, _cut(pending.wait(), into), strict=True):
+            updates[piece.parameter][piece.here].copy_(values)
 
-    def _box(self, rank: int, matrix: Matrix) -> Box:
-        return self._holdings[rank][matrix.parameter].box
+    def _routed(self, bucket: Sequence[Matrix]) -> Routes:
+        """Where what goes in a bucket; takes a while with many ranks, and is the same in each step."""
+        ranks, rank = range(self._view.size), self._view.rank
+        number: dict[int, int] = {}
+        for matrix in bucket:
+            if matrix.owner == rank:
+                number[id(matrix)] = len(number)
+        by_owner = [[m for m in bucket if m.owner == owner] for owner in ranks]
+        owned = by_owner[rank]
+        given = [self._pieces(by_owner[to], rank, number, sent=True) for to in ranks]
+        taken = [self._pieces(owned, source, number, sent=True) for source in ranks]
+        back = [self._pieces(owned, to, number) for to in ranks]
+        placed = [self._pieces(by_owner[owner], rank, number) for owner in ranks]
+        return Routes([m.box for m in owned], _way(given, taken), _way(back, placed))
 
-    def _held(self, matrices: Sequence[Matrix], rank: int) -> list[tuple[Matrix, Box]]:
-        """What a rank holds of matrices."""
-        met = ((m, m.box.meet(self._box(rank, m))) for m in matrices)
-        return [(m, part) for m, part in met if part is not None]
+    def _pieces(
+        self, matrices: Sequence[Matrix], rank: int, number: Mapping[int, int], sent: bool = False
+    ) -> list[Piece]:
+        """What a rank holds of matrices, or what of it the rank is the one to send."""
+        found = []
+        for matrix in matrices:
+            holding = self._holdings[rank][matrix.parameter]
+            part = matrix.box.meet(holding.box) if holding.sends or not sent else None
+            if part is not None:
+                here, there = part.within(holding.box.start), part.within(matrix.box.start)
+                found.append(Piece(matrix.parameter, number.get(id(matrix), -1), here, there, part.shape))
+        return found
 
-    def _sent(self, bucket: Sequence[Matrix], source: int, to: int) -> list[tuple[Matrix, Box]]:
-        """What a rank sends to an owner."""
-        sends = [m for m in bucket if m.owner == to and self._holdings[source][m.parameter].sends]
-        return self._held(sends, source)
-
-    def _swap(self, send: list[list[Tensor]], counts: list[int], like: Sequence[Tensor]) -> Pending:
-        pieces = [piece.reshape(-1).to(self._dtype) for row in send for piece in row]
-        out = torch.cat(pieces) if pieces else torch.empty(0, dtype=self._dtype, device=like[0].device)
+    def _swap(self, pieces: list[Tensor], way: Way, like: Sequence[Tensor]) -> Pending:
+        flat = [piece.reshape(-1).to(self._dtype) for piece in pieces]
+        out = torch.cat(flat) if flat else torch.empty(0, dtype=self._dtype, device=like[0].device)
         if self._view.size == 1:
             return Pending(out)
         import torch.distributed as dist
 
-        received = out.new_empty(sum(counts))
-        given = [sum(piece.numel() for piece in row) for row in send]
-        work = dist.all_to_all_single(received, out, counts, given, group=self._view.group, async_op=True)
+        received = out.new_empty(sum(way.of))
+        work = dist.all_to_all_single(received, out, way.of, way.to, group=self._view.group, async_op=True)
         return Pending(received, work, out)
+
+
+class Piece(NamedTuple):
+    """What one rank holds of one matrix.
+
+    Attributes:
+        parameter: its index.
+        owned: which of the matrices of a bucket that this rank owns; -1 for none.
+        here: where in the part of the parameter that the rank holds.
+        there: where in the matrix.
+        shape: of both.
+    """
+
+    parameter: int
+    owned: int
+    here: tuple[slice, ...]
+    there: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+
+class Way(NamedTuple):
+    """One all-to-all.
+
+    Attributes:
+        out: what this rank gives, in this order.
+        to: how many elements to each rank.
+        into: what it gets, in this order.
+        of: how many elements of each rank.
+    """
+
+    out: list[Piece]
+    to: list[int]
+    into: list[Piece]
+    of: list[int]
+
+
+class Routes(NamedTuple):
+    """The ways of a bucket.
+
+    Attributes:
+        owned: the matrices that this rank works on.
+        there: to the owners.
+        back: to all that hold a part.
+    """
+
+    owned: list[Box]
+    there: Way
+    back: Way
+
+
+def _way(out: list[list[Piece]], into: list[list[Piece]]) -> Way:
+    counts = [[sum(prod(piece.shape) for piece in one) for one in side] for side in (out, into)]
+    flat = [[piece for one in side for piece in one] for side in (out, into)]
+    return Way(flat[0], counts[0], flat[1], counts[1])
+
+
+def _cut(received: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """What has arrived, in the shapes of its pieces."""
+    parts = received.split([prod(piece.shape) for piece in pieces])
+    return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
 
 
 class Pending(NamedTuple):
@@ -227,11 +285,22 @@ def _boxes(shape: tuple[int, ...], pieces: int, dim: int) -> list[Box]:
     return found
 
 
-def _elements(parts: list[tuple[Matrix, Box]]) -> int:
-    return sum(prod(part.shape) for _, part in parts)
+def portions_of(parameters: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
+    """Cut parameters into portions of about a bucket, by their full sizes: the same on all ranks."""
+    portions: list[list[Tensor]] = []
+    room = 0
+    for parameter in parameters:
+        if room <= 0:
+            portions.append([])
+            room = BUCKET_ELEMENTS * ranks
+        portions[-1].append(parameter)
+        room -= parameter.numel()
+    return portions
 
 
-def _buckets(matrices: list[Matrix], holdings: list[list[Holding]], size: int) -> list[list[Matrix]]:
+def _buckets(
+    matrices: list[Matrix], holdings: list[list[Holding]], size: int, load: list[int] | None = None
+) -> list[list[Matrix]]:
     """Cut matrices into buckets, and give each an owner: the most costly first, to who has least to do.
 
     A matrix that lies on one rank alone stays there.
@@ -244,7 +313,7 @@ def _buckets(matrices: list[Matrix], holdings: list[list[Holding]], size: int) -
             room = BUCKET_ELEMENTS * size
         buckets[-1].append(matrix)
         room -= prod(matrix.box.shape)
-    load = [0] * size
+    load = [0] * size if load is None else load
     return [_owned(bucket, holdings, load) for bucket in buckets if bucket]
 
 

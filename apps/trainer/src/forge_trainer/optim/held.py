@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from forge_parallel.tensor import local_part
@@ -12,6 +13,14 @@ from torch import Tensor
 CHUNK_ELEMENTS = 1 << 18
 """A rule that works on each element for itself is given about so many at a time on a CPU: they stay in its
 caches, and memory is used again."""
+
+WINDOW_ELEMENTS = 1 << 25
+"""And so many on a GPU: a rule computes with about 1 GB, and a kernel takes longer than its start."""
+
+
+def window_elements(device: torch.device) -> int:
+    """How many elements a rule is given at a time."""
+    return CHUNK_ELEMENTS if device.type == "cpu" else WINDOW_ELEMENTS
 
 
 class Window(NamedTuple):
@@ -33,11 +42,10 @@ class Held:
     `put`, which leaves the old ones, bit for bit, where the step is not finite.
 
     Attributes:
-        values: of the parameters.
-        grads: of the parameters.
         steps: [n] how many steps each has taken, this one included.
         in_place: whether a rule may overwrite `values` and what `state` gives, as the step is known to be
             finite; see `update`.
+        first: where in the flat local part of its only parameter a window begins; 0 without one.
 
     Args:
         optimizer: whose state it is.
@@ -55,14 +63,23 @@ class Held:
     ) -> None:
         self._states, self._finite, self._window = optimizer.state, finite, window
         self.in_place = finite is None
+        self.first = 0 if window is None else window.elements.start
         self.parameters = list(parameters)
         self.wide = [torch.promote_types(p.dtype, torch.float32) for p in self.parameters]
-        self.values = self._widened([self._part(p) for p in self.parameters])
-        self.grads = self._widened([self._part(p.grad) for p in self.parameters if p.grad is not None])
         for parameter in self.parameters:
             if "step" not in self._states[parameter]:
                 self._states[parameter]["step"] = torch.zeros((), device=parameter.device)
         self.steps = torch.stack([self._states[p]["step"] for p in self.parameters]) + 1
+
+    @cached_property
+    def values(self) -> list[Tensor]:
+        """Of the parameters."""
+        return self._widened([self._part(p) for p in self.parameters])
+
+    @cached_property
+    def grads(self) -> list[Tensor]:
+        """Of the parameters; a rule that is done with them may delete them."""
+        return self._widened([self._part(p.grad) for p in self.parameters if p.grad is not None])
 
     def update(self, name: str, targets: list[Tensor], *arguments: Any) -> list[Tensor]:
         """One of torch's operations on lists; in place where the old values are not needed any more.
@@ -107,41 +124,82 @@ class Held:
                 self._states[parameter][name] = zero
         return torch.stack([self._states[parameter][name] for parameter in self.parameters])
 
+    def each(self, numbers: Tensor) -> list[Tensor]:
+        """[n] one number a parameter -> [] each, in the dtype in which its parameter is computed."""
+        if len({*self.wide}) == 1:
+            return list(numbers.to(self.wide[0]).unbind())
+        return [number.to(wide) for number, wide in zip(numbers.unbind(), self.wide, strict=True)]
+
     def put(self, name: str, new: list[Tensor] | tuple[Tensor, ...]) -> None:
-        """New values of some state."""
+        """New values of some state, which are not used again: they become whatever memory is at hand."""
+        targets, values = [], []
         for parameter, value in zip(self.parameters, new, strict=True):
             kept = self._states[parameter][name]
             if kept.ndim or parameter.ndim == 0 or self._window is None or self._window.last:
-                self._keep(self._part(kept), value)
+                targets.append(self._part(kept))
+                values.append(value)
+        self._keep(targets, values)
 
     def put_values(self, new: list[Tensor], rounded: Callable[[int, Tensor], Tensor] | None = None) -> None:
-        """New values of the parameters; the step is counted.
+        """New values of the parameters, which are not used again; the step is counted.
 
         Args:
             new: one a parameter.
             rounded: from the index of a parameter and its new values to those in its dtype.
         """
-        for index, (parameter, value) in enumerate(zip(self.parameters, new, strict=True)):
-            self._keep(self._part(parameter), value if rounded is None else rounded(index, value))
+        if rounded is not None:
+            new = [rounded(index, value) for index, value in enumerate(new)]
+        self._keep([self._part(parameter) for parameter in self.parameters], new)
         self.put("step", self.steps.unbind())
 
     def _part(self, tensor: Tensor) -> Tensor:
         part = local_part(tensor)
         return part if self._window is None or not part.ndim else part.view(-1)[self._window.elements]
 
-    def _keep(self, target: Tensor, new: Tensor) -> None:
-        new = new.to(target.dtype)
-        if self.in_place and new.data_ptr() == target.data_ptr():
+    def _keep(self, targets: list[Tensor], new: list[Tensor]) -> None:
+        new = [value.to(target.dtype) for target, value in zip(targets, new, strict=True)]
+        if self._finite is not None:
+            _copy_if(self._finite, targets, new)
             return
-        target.copy_(new if self._finite is None else torch.where(self._finite, new, target))
+        moved = [pair for pair in zip(targets, new, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
+        if moved:
+            foreach("copy_", *map(list, zip(*moved, strict=True)))
 
     def _widened(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.to(wide) for tensor, wide in zip(tensors, self.wide, strict=True)]
 
 
+def _copy_if(wanted: Tensor, targets: list[Tensor], new: list[Tensor]) -> None:
+    """Copy `new`, or leave the bits of `targets`, as [] bool says on the device; `new` is overwritten.
+
+    As integers, target + (new - target) * wanted is exact, whatever the bits mean, and needs no memory.
+    """
+    alike: dict[int, list[int]] = {}
+    for index, target in enumerate(targets):
+        if target.numel():
+            alike.setdefault(target.element_size(), []).append(index)
+    for size, members in alike.items():
+        integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+        kept, change = ([x[i].view(integer) for i in members] for x in (targets, new))
+        foreach("sub_", change, kept)
+        foreach("mul_", change, wanted.to(integer))
+        foreach("add_", kept, change)
+
+
 Rule = Callable[[Held, Mapping[str, Any]], None]
-"""Takes a step of one group, whose entries it is given. With an attribute `together = True`, gradients that
-are missing count as zero, unless the group is frozen, so that all ranks take it for the same parameters."""
+"""Takes a step of one group, whose entries it is given."""
+
+
+class SharedRule(Protocol):
+    """Takes a step together with other ranks, for the same parameters: missing gradients are zero."""
+
+    def portions(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Which parameters are taken at a time; the same on all ranks."""
+        ...
+
+    def take(self, portions: Iterator[Held], group: Mapping[str, Any]) -> None:
+        """Take a step of one group; `portions` come one after the other. Collective."""
+        ...
 
 
 class HeldOptimizer(torch.optim.Optimizer):
@@ -152,17 +210,23 @@ class HeldOptimizer(torch.optim.Optimizer):
     Args:
         groups: from `OptimizerConfig.param_groups`.
         rules: by kind.
+        shared: further rules, of other kinds. Where a group is frozen, they take what has gradients.
         elementwise: kinds whose rules work on each element for itself.
     """
 
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, groups: list[dict[str, Any]], rules: Mapping[str, Rule], elementwise: Sequence[str] = ()
+        self,
+        groups: list[dict[str, Any]],
+        rules: Mapping[str, Rule],
+        elementwise: Sequence[str] = (),
+        shared: Mapping[str, SharedRule] | None = None,
     ) -> None:
         # capturable: checkpoints put scalars of the state on the device of their parameter
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "capturable": True})
         self._rules, self._elementwise = dict(rules), frozenset(elementwise)
+        self._shared = dict(shared or {})
 
     def finite(self) -> Tensor | None:
         """[] bool, false where the step must change nothing; None where it is known to be true.
@@ -180,33 +244,38 @@ class HeldOptimizer(torch.optim.Optimizer):
         assert closure is None, "no closure is ever given"
         finite, frozen = self.finite(), getattr(self, "frozen", [False] * len(self.param_groups))
         for group, is_frozen in zip(self.param_groups, frozen, strict=True):
-            rule = self._rules[group["kind"]]
+            shared = self._shared.get(group["kind"])
             missing = [parameter for parameter in group["params"] if parameter.grad is None]
-            if getattr(rule, "together", False) and not is_frozen:
+            if shared is not None and not is_frozen:
                 # whether other ranks have gradients cannot be seen from here: they may wait for this one
                 for parameter in missing:
                     parameter.grad = torch.zeros_like(parameter)
             elif len(missing) == len(group["params"]):
                 continue
-            for held in self._portions(group, finite):
-                rule(held, group)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if shared is not None:
+                portions = shared.portions(parameters)
+                shared.take((Held(self, finite, portion) for portion in portions), group)
+                continue
+            for held in self._portions(group["kind"], parameters, finite):
+                self._rules[group["kind"]](held, group)
 
-    def _portions(self, group: Mapping[str, Any], finite: Tensor | None) -> Iterator[Held]:
-        """All parameters of a group together; on a CPU a few elements at a time, where that is the same."""
-        parameters = [p for p in group["params"] if p.grad is not None]
-        if group["kind"] not in self._elementwise or parameters[0].device.type != "cpu":
+    def _portions(self, kind: str, parameters: Sequence[Tensor], finite: Tensor | None) -> Iterator[Held]:
+        """A few elements at a time, where that is the same; all parameters together elsewhere."""
+        if kind not in self._elementwise:
             yield Held(self, finite, parameters)
             return
+        most = window_elements(parameters[0].device)
         small: list[Tensor] = []
         count = 0
         for parameter in parameters:
             size = local_part(parameter).numel()
-            if size > CHUNK_ELEMENTS and _is_flat(parameter):
-                for first in range(0, size, CHUNK_ELEMENTS):
-                    window = Window(slice(first, first + CHUNK_ELEMENTS), first + CHUNK_ELEMENTS >= size)
+            if size > most and _is_flat(parameter):
+                for first in range(0, size, most):
+                    window = Window(slice(first, first + most), first + most >= size)
                     yield Held(self, finite, [parameter], window)
                 continue
-            if small and count + size > CHUNK_ELEMENTS:
+            if small and count + size > most:
                 yield Held(self, finite, small)
                 small, count = [], 0
             small, count = [*small, parameter], count + size

@@ -77,8 +77,7 @@ class MuonConfig(OptimizerConfig):
         from forge_trainer.optim.muon_rule import MuonRule
 
         groups = self.param_groups(parameters)
-        rules = {"AdamW": self._adamw, "Muon": MuonRule(self, mesh)}
-        return HeldOptimizer(groups, rules, elementwise=["AdamW"])
+        return HeldOptimizer(groups, {"AdamW": self._adamw}, ["AdamW"], {"Muon": MuonRule(self, mesh)})
 
     def _adamw(self, held: Held, group: Mapping[str, Any]) -> None:
         from forge_trainer.optim.adam_rule import adamw_step

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from forge_parallel.mesh import Mesh
 from torch import Tensor
 
-from forge_trainer.optim.exchange import Exchange, Pending
+from forge_trainer.optim.exchange import Exchange, Pending, portions_of
 from forge_trainer.optim.held import Held, foreach
 from forge_trainer.optim.newton_schulz import orthogonalize_all
 
@@ -18,33 +20,105 @@ if TYPE_CHECKING:
     from forge_trainer.optim.muon import MuonConfig
 
 
-class MuonRule:
-    """Momentum on what a rank holds, orthogonal factors of whole matrices at their owners.
+@dataclass
+class Portion:
+    """Parameters that take a step together, while it is taken.
 
-    While the matrices of one bucket are worked on, those of the next one arrive.
+    Attributes:
+        held: what this rank holds of them.
+        exchange: of their matrices.
+        ahead: what is made orthogonal: the new momentum, or a look ahead, whose memory `updates` is then.
+        updates: the orthogonal factors.
+    """
+
+    held: Held
+    exchange: Exchange
+    ahead: list[Tensor]
+    updates: list[Tensor]
+
+
+@dataclass
+class Bucket:
+    """Matrices of a portion that travel together.
+
+    Attributes:
+        portion: whose they are.
+        index: in its exchange.
+        pending: on their way to their owners, then back.
+    """
+
+    portion: Portion
+    index: int
+    pending: Pending
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the portion has no further ones."""
+        return self.index + 1 == len(self.portion.exchange.buckets)
+
+
+class MuonRule:
+    """Momentum on what a rank holds, orthogonal factors of whole matrices at their owners. A `SharedRule`.
+
+    While the matrices of one bucket are worked on, those of the next one arrive, and those of the one before
+    go back.
 
     Args:
         config: of the optimizer.
         mesh: the grid of ranks; None in a lone process.
     """
 
-    together = True
-
     def __init__(self, config: MuonConfig, mesh: Mesh | None = None) -> None:
         self._config, self._mesh = config, mesh
         self._exchanges: dict[tuple[int, ...], Exchange] = {}
+        self._load = [0] * (1 if mesh is None else mesh.stage.size)
 
-    def __call__(self, held: Held, group: Mapping[str, Any]) -> None:
-        """Take a step. Collective over `mesh.stage`."""
-        config, lr = self._config, group["lr"]
-        momentum = held.update("lerp", held.state("momentum"), held.grads, 1 - config.momentum)
-        ahead = foreach("lerp", held.grads, momentum, config.momentum) if config.nesterov else momentum
-        updates = self._orthogonal(held, ahead)
+    def portions(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """See `SharedRule.portions`."""
+        return portions_of(parameters, len(self._load))
+
+    def take(self, portions: Iterator[Held], group: Mapping[str, Any]) -> None:
+        """See `SharedRule.take`. Collective over `mesh.stage`."""
+        arriving: Bucket | None = None
+        leaving: Bucket | None = None
+        for coming in chain(self._buckets(portions), (None, None)):
+            if arriving is not None:
+                exchange, index = arriving.portion.exchange, arriving.index
+                matrices = exchange.assembled(index, arriving.pending)
+                results = orthogonalize_all(matrices, self._config.ns_steps)
+                arriving.pending = exchange.scatter(index, results, arriving.portion.ahead)
+            if leaving is not None:
+                portion = leaving.portion
+                portion.exchange.placed(leaving.index, leaving.pending, portion.updates)
+                if leaving.is_last:
+                    self._end(portion, group)
+            leaving, arriving = arriving, coming
+
+    def _buckets(self, portions: Iterator[Held]) -> Iterator[Bucket]:
+        """All buckets, each sent to the owners of its matrices when it is asked for."""
+        config = self._config
+        for held in portions:
+            momentum = held.update("lerp", held.state("momentum"), held.grads, 1 - config.momentum)
+            if config.nesterov:
+                ahead = updates = foreach("lerp", held.grads, momentum, config.momentum)
+                held.put("momentum", momentum)
+                del momentum
+            else:
+                ahead, updates = momentum, [torch.empty_like(value) for value in momentum]
+            del held.grads  # of bfloat16 they are a copy
+            portion = Portion(held, self._exchange(held), ahead, updates)
+            for index in range(len(portion.exchange.buckets)):
+                yield Bucket(portion, index, portion.exchange.gather(index, ahead))
+
+    def _end(self, portion: Portion, group: Mapping[str, Any]) -> None:
+        """Write what a step has made of a portion."""
+        held, lr = portion.held, group["lr"]
         factors = [-lr * self._factor(*parameter.shape[-2:]) for parameter in held.parameters]
         values = held.update("mul", held.values, 1 - lr * group["weight_decay"])
-        foreach("mul_", updates, factors)
-        foreach("add_", values, updates)
-        held.put("momentum", momentum)
+        foreach("mul_", portion.updates, factors)
+        foreach("add_", values, portion.updates)
+        if not self._config.nesterov:
+            held.put("momentum", portion.ahead)
         held.put_values(values)
 
     def _factor(self, rows: int, columns: int) -> float:
@@ -52,30 +126,14 @@ class MuonRule:
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(rows / columns if self._config.scale == "spectral" else max(1.0, rows / columns))
 
-    def _orthogonal(self, held: Held, ahead: list[Tensor]) -> list[Tensor]:
-        """The orthogonal factors, each rank's part of them."""
-        exchange = self._exchange(held)
-        updates = [torch.empty_like(value) for value in ahead]
-        buckets = exchange.buckets
-        coming: Pending | None = exchange.gather(buckets[0], ahead)
-        leaving: list[Pending] = []
-        for index, bucket in enumerate(buckets):
-            assert coming is not None
-            matrices = exchange.assembled(bucket, coming)
-            coming = exchange.gather(buckets[index + 1], ahead) if index + 1 < len(buckets) else None
-            results = orthogonalize_all(matrices, self._config.ns_steps)
-            leaving.append(exchange.scatter(bucket, results, ahead))
-        for bucket, pending in zip(buckets, leaving, strict=True):
-            exchange.placed(bucket, pending, updates)
-        return updates
-
     def _exchange(self, held: Held) -> Exchange:
         """Made once for each set of parameters that take a step together."""
         key = tuple(map(id, held.parameters))
         if key not in self._exchanges:
             mesh = self._mesh or Mesh(held.parameters[0].device)
             splits = [(1, 0)] * len(held.parameters)
-            self._exchanges[key] = Exchange(held.parameters, mesh, splits, self._dtype(held))
+            made = Exchange(held.parameters, mesh, splits, self._dtype(held), self._load)
+            self._exchanges[key] = made
         return self._exchanges[key]
 
     def _dtype(self, held: Held) -> torch.dtype:

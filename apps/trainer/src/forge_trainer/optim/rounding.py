@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from forge_parallel.tensor import local_shard
@@ -12,68 +13,92 @@ from torch import Tensor
 
 from forge_trainer.optim.held import Held
 
-BLOCK_ELEMENTS = 1 << 24
-"""Random numbers are made for about so many elements at a time."""
+BLOCK_ELEMENTS = 1 << 22
+"""Random numbers are made for so many elements at a time."""
+
+
+class Place(NamedTuple):
+    """Where elements of a tensor lie, of which a rank holds a box.
+
+    Attributes:
+        offsets: where in the tensor the box starts.
+        extents: of the box.
+        shape: of the tensor.
+        first: of the flat box, the first of these elements.
+    """
+
+    offsets: tuple[int, ...]
+    extents: tuple[int, ...]
+    shape: tuple[int, ...]
+    first: int = 0
+
+    def indices(self, start: int, count: int, device: torch.device) -> Tensor:
+        """[count] int64, in the flat tensor, of the elements from number `start` on."""
+        flat = torch.arange(self.first + start, self.first + start + count, device=device)
+        if self.extents[1:] == self.shape[1:]:
+            return flat.add_(self.offsets[0] * prod(self.shape[1:]) if self.shape else 0)
+        found, stride = torch.zeros_like(flat), 1
+        for offset, extent, size in zip(
+            self.offsets[::-1], self.extents[::-1], self.shape[::-1], strict=True
+        ):
+            found += (flat % extent).add_(offset).mul_(stride)
+            flat //= extent
+            stride *= size
+        return found
 
 
 class StochasticRounding:
-    """Rounds what a rank holds; see `Held.put_values`.
+    """Rounds what a rank holds.
 
     Random numbers are a function of the name of the parameter, its step and the place in it: the same for all
     copies, for every layout, and after a restart.
-
-    Args:
-        held: what is rounded.
-        group: its entries.
     """
 
-    def __init__(self, held: Held, group: Mapping[str, Any]) -> None:
-        names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
-        self._held = held
-        self._keys = [_key(names[id(parameter)]) for parameter in held.parameters]
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, Place]] = {}  # by parameter; layouts never change
 
-    def __call__(self, index: int, value: Tensor) -> Tensor:
-        """New values of one parameter, in its dtype; those of wider ones than bfloat16 as they are."""
-        parameter = self._held.parameters[index]
-        if parameter.dtype != torch.bfloat16 or not value.numel():
-            return value
-        offsets = local_shard(parameter).offsets
-        key = self._held.steps[index].long() * 0x5851F42D4C957F2D + self._keys[index]
-        return stochastic_bfloat16(value, key, offsets, tuple(parameter.shape))
+    def of(self, held: Held, group: Mapping[str, Any]) -> Callable[[int, Tensor], Tensor]:
+        """How `Held.put_values` rounds: to the dtype of a parameter; a wider one as it is."""
+        if id(held.parameters[0]) not in self._known:
+            for parameter, name in zip(group["params"], group["param_names"], strict=True):
+                shard = local_shard(parameter)
+                place = Place(shard.offsets, tuple(shard.values.shape), tuple(parameter.shape))
+                self._known[id(parameter)] = _key(name), place
+
+        def rounded(index: int, value: Tensor) -> Tensor:
+            parameter = held.parameters[index]
+            if parameter.dtype != torch.bfloat16 or not value.numel():
+                return value
+            key, place = self._known[id(parameter)]
+            step = held.steps[index].long() * 0x5851F42D4C957F2D + key
+            return stochastic_bfloat16(value, step, place._replace(first=held.first))
+
+        return rounded
 
 
-def stochastic_bfloat16(
-    value: Tensor, key: Tensor | int, offsets: tuple[int, ...], shape: tuple[int, ...]
-) -> Tensor:
+def stochastic_bfloat16(value: Tensor, key: Tensor | int, place: Place) -> Tensor:
     """Round up or down, the more likely the nearer; what bfloat16 can hold stays.
 
     Args:
-        value: a box of a tensor, float32, finite.
+        value: elements that follow one another, float32, finite.
         key: [] int64, another for each step of each tensor.
-        offsets: where in the tensor the box starts.
-        shape: of the tensor.
+        place: of the elements.
     """
-    rows = max(1, BLOCK_ELEMENTS // max(1, value[0].numel())) if value.ndim else 1
-    if value.ndim and len(value) > rows:
-        parts = [
-            stochastic_bfloat16(part, key, (offsets[0] + i * rows, *offsets[1:]), shape)
-            for i, part in enumerate(value.split(rows))
-        ]
-        return torch.cat(parts)
-    place = torch.zeros((), dtype=torch.int64, device=value.device)
-    for dim, (offset, length) in enumerate(zip(offsets, value.shape, strict=True)):
-        along = torch.arange(offset, offset + length, device=value.device)
-        place = place * shape[dim] + along.view(-1, *(1 for _ in value.shape[dim + 1 :]))
-    noise = (_mixed(place * -0x61C8864680B583EB + key) >> 20) & 0xFFFF
-    bits = value.contiguous().view(torch.int32) + noise.int()
-    return (bits & -0x10000).view(torch.float32).bfloat16()
+    flat = value.reshape(-1)
+    out = torch.empty_like(flat, dtype=torch.bfloat16)
+    for start in range(0, len(flat), BLOCK_ELEMENTS):
+        part = flat[start : start + BLOCK_ELEMENTS]
+        noise = _mixed_(place.indices(start, len(part), value.device).mul_(-0x61C8864680B583EB).add_(key))
+        bits = noise.bitwise_right_shift_(20).bitwise_and_(0xFFFF).int().add_(part.view(torch.int32))
+        out[start : start + len(part)] = bits.bitwise_and_(-0x10000).view(torch.float32)
+    return out.view(value.shape)
 
 
-def _mixed(numbers: Tensor) -> Tensor:
-    """Numbers that look random, from numbers that do not (the finalizer of SplitMix64)."""
-    numbers = (numbers ^ ((numbers >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    numbers = (numbers ^ ((numbers >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return numbers ^ ((numbers >> 31) & 0x1FFFFFFFF)
+def _mixed_(numbers: Tensor) -> Tensor:
+    """Numbers that look random, from numbers that do not, in place (the finalizer of SplitMix64)."""
+    numbers.bitwise_xor_((numbers >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(-0x40A7B892E31B1A47)
+    numbers.bitwise_xor_((numbers >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(-0x6B2FB644ECCEEE15)
+    return numbers.bitwise_xor_((numbers >> 31).bitwise_and_(0x1FFFFFFFF))
 
 
 def _key(name: str) -> int:

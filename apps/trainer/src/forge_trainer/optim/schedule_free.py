@@ -74,25 +74,21 @@ class ScheduleFreeAdamWConfig(OptimizerConfig):
         total = held.scalars("weight_sum") + weight
         share = torch.where(total > 0, weight / total, 0.0)
 
-        roots = foreach("div", second, self._of(held, 1 - beta2 ** held.steps.double()))
+        roots = foreach("div", second, held.each(1 - beta2 ** held.steps.double()))
         foreach("sqrt_", roots)
         foreach("add_", roots, self.eps)
         direction = foreach("div", held.grads, roots)
         foreach("add_", direction, foreach("mul", held.values, group["weight_decay"]))
         apart = foreach("sub", fast, held.values)
-        foreach("mul_", apart, self._of(held, share))
+        foreach("mul_", apart, held.each(share))
         values = held.update("add", held.values, apart)
         held.put("z", held.update("sub", fast, foreach("mul", direction, lr)))
-        foreach("mul_", direction, self._of(held, lr * (beta1 * (1 - share) - 1)))
+        foreach("mul_", direction, held.each(lr * (beta1 * (1 - share) - 1)))
         foreach("add_", values, direction)
         held.put("exp_avg_sq", second)
         held.put("lr_max", largest.unbind())
         held.put("weight_sum", total.unbind())
         held.put_values(values)
-
-    @staticmethod
-    def _of(held: Held, numbers: Tensor) -> list[Tensor]:
-        return [number.to(wide) for number, wide in zip(numbers.unbind(), held.wide, strict=True)]
 
     def evaluated(self, value: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """See `OptimizerConfig.evaluated`."""

@@ -77,7 +77,7 @@ class NoiseScaleStep(TextStep):
         """Add what a step has measured to the averages, on the device."""
         counts = torch.stack([micro.statistics["targets"] for micro in batch]).double()
         halves = torch.stack([counts[: len(batch) // 2].sum(), counts.sum()])
-        few, all_ = self.mesh.batch.sum_(halves.to(self.mesh.device)).unbind()
+        few, all_ = self.mesh.batch.sum_(halves.to(self.mesh.device, non_blocking=True)).unbind()
         part = part * (all_ / few).square()  # gradients are those of sums over the count of all targets
         squared = (all_ * whole - few * part) / (all_ - few)
         trace = (part - whole) / (1 / few - 1 / all_)

@@ -44,3 +44,20 @@ class Repeated:
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """See `Step.evaluate`."""
         return self.step.evaluate(batches)
+
+
+def meaning_of_repetition(finite: bool, exact: bool) -> str:
+    """What it means that a step was not finite, and was repeated.
+
+    Args:
+        finite: whether it was so the second time.
+        exact: whether all kernels give the same bits each time.
+    """
+    if not finite:
+        return "was not finite again: the data, or the numbers of the run, and not the hardware"
+    if exact:
+        return "was finite then: suspect the hardware of one of the hosts, or an operation that is random"
+    return (
+        "was finite then: kernels that add in another order each time can do so, and so can hardware; with "
+        "job.deterministic = true only hardware can"
+    )

@@ -6,58 +6,28 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from msgspec import structs
-from torch import Tensor
 
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.loading.batches import Batches, Group, StreamedBatches, TrainBatches, ValidationBatches
+from forge_data.loading.micro_batch import MicroBatch as MicroBatch
+from forge_data.loading.micro_batch import micro_batches
 from forge_data.loading.workers import Workers
 from forge_data.order.mixing import Run, build_order, fingerprint_parts, last_step, num_joined, plan_lines
 from forge_data.order.order import VERSION, Order
 from forge_data.packing.build import build_packings, build_streams, held_out_digests, pin_key
 from forge_data.packing.build import fingerprint_parts as packing_parts
-from forge_data.packing.packing import Packing, Ragged
+from forge_data.packing.packing import Packing
 from forge_data.packing.stream import Place
 from forge_data.sources.config import SourceConfig, Split
 from forge_data.sources.items import ItemReader
 from forge_data.store.tokenize import Progress
-
-
-class MicroBatch(NamedTuple):
-    """Sequences that a rank holds at once.
-
-    Attributes:
-        inputs: what the model takes: `tokens` and `labels` [B, T] int64; with `mask_documents` also `doc_ids`
-            and `positions` [B, T] int64, and what sources of one's own give: of `extra` [B, ...], of what is
-            ragged the rows of all sequences in their order, [rows, ...], perhaps none.
-        statistics: what it does not: `source` [B] int64, the index of the source of each sequence, -1 for
-            padding; `targets` [] int64, how many labels are not ignored; in an evaluation also `bytes` [B]
-            int64, those of the text of the targets, where the tokenizer knows them.
-        sources: what each source is called.
-        host: names of inputs that stay in the memory of the host.
-    """
-
-    inputs: dict[str, Tensor]
-    statistics: dict[str, Tensor]
-    sources: tuple[str, ...] = ()
-    host: frozenset[str] = frozenset()
-
-    def to(self, device: torch.device | str) -> MicroBatch:
-        """The same on a device, but for `host`, copied without waiting where the memory allows it."""
-        inputs, statistics = (
-            {
-                name: tensor if name in kept else tensor.to(device, non_blocking=True)
-                for name, tensor in part.items()
-            }
-            for part, kept in ((self.inputs, self.host), (self.statistics, ()))
-        )
-        return MicroBatch(inputs, statistics, self.sources, self.host)
 
 
 @dataclass
@@ -79,6 +49,7 @@ class Loader:
         order: the order of samples, where it goes on; None for a pass over held-out text.
         pins: the versions of streams that have several, by the name that they have in a checkpoint.
         token_bytes: [vocab_size] of each token, for a pass over held-out text; None tells no `bytes`.
+        pinned: whether micro-batches are in memory that a GPU reads without the host; see `micro_batches`.
     """
 
     batches: Batches
@@ -92,6 +63,7 @@ class Loader:
     order: Order | None = field(default=None, repr=False)
     pins: dict[str, str] = field(default_factory=dict[str, str], repr=False)
     token_bytes: np.ndarray | None = field(default=None, repr=False)
+    pinned: bool = False
     _open: list[Workers] = field(default_factory=list[Workers], init=False, repr=False)
     _state: dict[str, Place] = field(default_factory=dict[str, Place], init=False, repr=False)
 
@@ -124,16 +96,17 @@ class Loader:
         self, groups: Iterator[Group], check: Callable[[], None] = lambda: None
     ) -> Iterator[list[MicroBatch]]:
         for group in groups:
-            micro_batches, self._state = _tensors(group, self.sources, self.batches.side.host), group.state
+            host = self.batches.side.host
+            found, self._state = micro_batches(group, self.sources, host, self.pinned), group.state
             if self.token_bytes is not None:
                 lengths = torch.from_numpy(np.append(self.token_bytes, 0))  # the last is of what is ignored
-                for micro in micro_batches:
+                for micro in found:
                     labels, last = micro.inputs["labels"], len(self.token_bytes)
                     known = torch.where((labels >= 0) & (labels < last), labels, last)
                     micro.statistics["bytes"] = lengths[known].sum(1)
-            for start in range(0, len(micro_batches), self.batches.micro_batches):
+            for start in range(0, len(found), self.batches.micro_batches):
                 check()
-                yield micro_batches[start : start + self.batches.micro_batches]
+                yield found[start : start + self.batches.micro_batches]
 
     def state(self) -> dict[str, Any]:
         """Where the lanes of streams that this rank reads go on behind the last item, as JSON by name."""
@@ -151,35 +124,6 @@ class Loader:
         """End all worker processes; iterators of this loader cannot be used any more."""
         while self._open:
             self._open.pop().close()
-
-
-def _tensors(group: Group, sources: tuple[str, ...], host: frozenset[str]) -> list[MicroBatch]:
-    """The micro-batches of a group: views, cut by few calls."""
-    labels = group.rows[..., 1:] if group.labels is None else group.labels
-    columns = map(_unbind, (group.rows[..., :-1], labels, group.source, group.targets))
-    others = {name: _unbind(array) for name, array in group.extra.items()}
-    others |= {name: _cut(ragged) for name, ragged in group.ragged.items()}
-    extra = [dict(zip(others, tensors, strict=True)) for tensors in zip(*others.values(), strict=True)]
-    return [
-        MicroBatch(
-            {"tokens": tokens, "labels": targets, **more},
-            {"source": source, "targets": count},
-            sources,
-            host,
-        )
-        for tokens, targets, source, count, more in zip(
-            *columns, extra or [{}] * len(group.rows), strict=True
-        )
-    ]
-
-
-def _unbind(array: np.ndarray) -> Sequence[Tensor]:
-    return [torch.from_numpy(array[0, ...])] if len(array) == 1 else torch.from_numpy(array).unbind()
-
-
-def _cut(ragged: Ragged) -> Sequence[Tensor]:
-    """The rows of each micro-batch."""
-    return torch.from_numpy(ragged.values).split(ragged.counts.sum(1).tolist())
 
 
 def build_loader(

@@ -15,8 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forge_model.error import ModelError
+
 BLOCK = 128
 """Tokens of a block of FlexAttention."""
+
+FLEX_COMPILATIONS = 64
+"""How often it is compiled in a process, outside of compiled blocks."""
 
 
 @dataclass(frozen=True)
@@ -268,13 +273,35 @@ def attend_flex(
     """FlexAttention, compiled unless a block around it already is: eager, it holds all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
     grouped = key.shape[1] != query.shape[1]
-    return flex(query, key, value, block_mask=blocks, scale=scale, enable_gqa=grouped, **options)
+    options |= {"block_mask": blocks, "scale": scale, "enable_gqa": grouped}
+    if torch.compiler.is_compiling():
+        return flex_attention(query, key, value, **options)
+    return _call_compiled(_compiled_flex(), query, key, value, **options)
+
+
+def _call_compiled(flex: Any, *arguments: Any, **options: Any) -> Any:
+    """Call it, compiled anew up to `FLEX_COMPILATIONS` times, where torch would go on uncompiled after 8."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    try:
+        return flex(*arguments, **options)
+    except FailOnRecompileLimitHit:
+        pass
+    limit = FLEX_COMPILATIONS
+    try:
+        with torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=4 * limit):
+            return flex(*arguments, **options)
+    except FailOnRecompileLimitHit:
+        raise ModelError(
+            f"FlexAttention was compiled {limit} times, for as many number formats, widths and kinds of "
+            "masks; uncompiled it would hold the scores of all pairs of tokens: use fewer in a process"
+        ) from None
 
 
 @cache
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    # whole: what cannot be compiled is an error, and not slow
+    return torch.compile(flex_attention, fullgraph=True)

@@ -223,6 +223,10 @@ class DecoderConfig(ModelConfig):
         """See `ModelConfig.expert_counts`."""
         return self._of_experts(lambda ffn: ffn.expert_counts())
 
+    def block_kinds(self) -> int:
+        """See `ModelConfig.block_kinds`."""
+        return len({repr(self.layer(index)) for index in range(self.num_layers)}) + (self.mtp.num_modules > 0)
+
     def expert_groups(self) -> dict[str, int]:
         """See `ModelConfig.expert_groups`."""
         return self._of_experts(lambda ffn: ffn.expert_groups())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -77,6 +79,16 @@ class Loss:
         self.chunk_tokens = chunk_tokens
         self.z_loss_weight = z_loss_weight
         self.label_smoothing = label_smoothing
+        self._treat: Treat = _treat
+
+    def compile_chunks(self, backend: str = "inductor") -> None:
+        """Do what is done to the logits of a chunk in few kernels: a GPU then moves a fifth of the memory.
+
+        Args:
+            backend: of `torch.compile`. Parts of the vocabulary on several ranks stay uncompiled: they wait
+                for each other in between.
+        """
+        self._treat = torch.compile(partial(_treat, fused=True), backend=backend, fullgraph=True)
 
     def __call__(
         self,
@@ -113,6 +125,7 @@ class Loss:
             torch.is_grad_enabled(),
             vocabulary,
             softcap,
+            self._treat if vocabulary is None else _treat,
         )
         weights = None if weights is None else weights.flatten()
         total, cross_entropy, z_loss, count, places, hits = _LinearCrossEntropy.apply(
@@ -124,6 +137,10 @@ class Loss:
         return LossTerms(total, sums, rows, hits.view_as(labels))
 
 
+Treat = Callable[..., tuple[Tensor, Tensor, Tensor | float, Tensor]]
+"""See `_treat`."""
+
+
 class _Options(NamedTuple):
     chunk: int
     z_weight: float
@@ -131,6 +148,8 @@ class _Options(NamedTuple):
     training: bool
     vocabulary: VocabularyShard | None
     softcap: float | None
+    treat: Treat
+    differentiated: bool = False
 
 
 class _Chunk(NamedTuple):
@@ -171,7 +190,7 @@ def _capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | Non
 def _normalize(logits: Tensor, target: Tensor, options: _Options) -> _Chunk:
     """Log-sum-exp in place: no second buffer of the size of the logits [n, V]. Collective over the parts."""
     vocabulary, entries = options.vocabulary, logits.shape[1]
-    target = target.clamp(min=0)[:, None]
+    target = target[:, None]
     if vocabulary is None:
         picked = logits.gather(1, target)[:, 0]
         even = logits.mean(1) if options.smoothing else 0.0
@@ -193,7 +212,43 @@ def _normalize(logits: Tensor, target: Tensor, options: _Options) -> _Chunk:
     return _Chunk(logits, normalizer[:, None], top[:, 0], lse, picked, even, target, here, number)
 
 
-def _differentiate(made: _Chunk, counts: Tensor, options: _Options) -> Tensor:
+def _treat(
+    logits: Tensor,
+    wide: Tensor | None,
+    target: Tensor,
+    counts: Tensor,
+    options: _Options,
+    fused: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | float, Tensor]:
+    """Put in the place of logits [n, V] the gradient of the loss by them, where one is needed.
+
+    Args:
+        logits: as the model makes them; what `wide` is, if that is None.
+        wide: memory [n, V] to compute in; None if `logits` are wide enough, or where a compiler needs none.
+        target: [n] ids; any where it does not count.
+        counts: [n] how much each of them counts.
+        options: of the loss.
+        fused: whether a compiler makes one pass of many operations.
+
+    Returns:
+        `lse`, `picked` and `even` of `_Chunk`, and [n] whether `picked` is the largest logit.
+    """
+    values = logits
+    if wide is not None:
+        values = wide.copy_(logits)
+    elif fused:
+        values = logits.to(counts.dtype, copy=True)
+    values, slope = _capped(values, options.softcap)
+    made = _normalize(values, target, options)
+    if options.differentiated:
+        gradient = _differentiate(made, counts, options, fused)
+        gradient = gradient if slope is None else gradient.mul_(slope)
+        if gradient is not logits:
+            logits.copy_(gradient)
+    return made.lse, made.picked, made.even, made.picked == made.top
+
+
+def _differentiate(made: _Chunk, counts: Tensor, options: _Options, fused: bool) -> Tensor:
     """The gradient [n, V] of the loss by the logits, in place of the exponentials.
 
     That of lse - picked + z lse^2 is softmax (1 + 2 z lse) - onehot; smoothing spreads some of the onehot.
@@ -203,6 +258,9 @@ def _differentiate(made: _Chunk, counts: Tensor, options: _Options) -> Tensor:
     if options.smoothing:
         gradient.sub_(counts[:, None] * options.smoothing / made.entries)
         counts = counts * (1 - options.smoothing)
+    if fused:  # the same, in the pass of the rest
+        entries = torch.arange(gradient.shape[1], device=gradient.device)
+        return gradient - torch.where(entries == made.target, counts[:, None], 0)
     return gradient.scatter_add_(1, made.target, -counts[:, None] * made.here)
 
 
@@ -228,8 +286,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hits = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
         # chunks share both: logits as the model makes them, later their gradient; and in what is computed in
         buffer = hidden.new_empty(min(options.chunk, len(labels)), len(weight))
-        wider = buffer if hidden.dtype == wide else torch.empty_like(buffer, dtype=wide)
-        product = torch.empty_like(weight) if need_weight and weight.dtype != wide else None
+        wider = None
+        if hidden.dtype != wide and options.treat is _treat:
+            wider = torch.empty_like(buffer, dtype=wide)
+        narrow = hidden.new_empty(len(buffer), hidden.shape[1], dtype=wide) if wider is not None else hidden
+        options = options._replace(differentiated=need_hidden or need_weight)
         for start in range(0, len(labels), options.chunk):
             rows = slice(start, start + options.chunk)
             h, target = hidden[rows], labels[rows]
@@ -237,23 +298,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if weights is not None:
                 counts = counts * weights[rows]
             logits = torch.mm(h, weight.t(), out=buffer[: len(target)])
-            logits = logits if wider is buffer else wider[: len(target)].copy_(logits)
-            logits, slope = _capped(logits, options.softcap)
-            made = _normalize(logits, target, options)
-            lse, picked = made.lse, made.picked
-            places[rows], hits[rows] = (lse - picked) * counts, (picked == made.top) & (target >= 0)
+            room = None if wider is None else wider[: len(target)]
+            lse, picked, even, hit = options.treat(logits, room, target.clamp(min=0), counts, options)
+            places[rows], hits[rows] = (lse - picked) * counts, hit & (target >= 0)
             sums += torch.stack([places[rows].sum(), (lse.square() * counts).sum(), counts.sum()])
             if options.smoothing:
-                smoothed += ((picked - made.even) * counts).sum() * options.smoothing
-            if d_hidden is None and d_weight is None:
-                continue
-            d_logits = _differentiate(made, counts, options)
-            d_logits = d_logits if slope is None else d_logits.mul_(slope)
-            d_logits = d_logits if wider is buffer else buffer[: len(target)].copy_(d_logits)
+                smoothed += ((picked - even) * counts).sum() * options.smoothing
             if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[rows])
+                torch.mm(logits, weight, out=d_hidden[rows])
             if d_weight is not None:
-                _add_product(d_weight, d_logits.t(), h, product)
+                _add_product(d_weight, logits, h, room, narrow[: len(target)])
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
         cross_entropy, z_loss, count = sums.unbind()
@@ -273,9 +327,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, product: Tensor | None) -> None:
-    """Total += a @ b, in the dtype of `total`; `product` is a buffer where that is not the one of a and b."""
-    if product is None:
-        total.addmm_(a, b)
+def _add_product(total: Tensor, a: Tensor, b: Tensor, wide_a: Tensor | None, wide_b: Tensor) -> None:
+    """Total += a^T @ b, summed up in the dtype of `total`; in that of a and b each chunk would be rounded.
+
+    Args:
+        total: [V, D].
+        a: [n, V].
+        b: [n, D].
+        wide_a: memory for `a` in the dtype of `total`, if there is some.
+        wide_b: the same for `b`.
+    """
+    if a.dtype == total.dtype:
+        total.addmm_(a.t(), b)
+    elif total.device.type == "cuda":
+        torch.ops.aten.addmm.dtype_out(total, a.t(), b, total.dtype, out=total)
+    elif wide_a is None:
+        total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
     else:
-        total += torch.mm(a, b, out=product)
+        total.addmm_(wide_a.copy_(a).t(), wide_b.copy_(b))

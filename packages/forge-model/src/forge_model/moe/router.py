@@ -75,12 +75,12 @@ class Router(nn.Module):
         bias = None if self.bias is None else self.bias.to(wide)
         return F.linear(x.flatten(0, 1).to(wide), self.weight.to(wide), bias)
 
-    def _counted(self, counts: Tensor, extras: Mapping[str, Tensor | float], tokens: int) -> Tensor:
+    def _counted(self, counts: Tensor, extras: Mapping[str, Tensor], tokens: int) -> Tensor:
         """Counts, and means as sums over the tokens."""
-        means = [torch.as_tensor(extras.get(name, 0.0), device=counts.device) for name in EXTRAS[:2]]
-        sums = [mean.detach().double() * tokens for mean in means]
-        rest = [torch.full((), value, dtype=torch.float64, device=counts.device) for value in (0.0, tokens)]
-        return torch.cat([counts.double(), torch.stack([*sums, *rest])])
+        # numbers of the host are written by kernels: a copy of them would wait for the device
+        zero = torch.zeros((), dtype=torch.float64, device=counts.device)
+        sums = [extras[name].detach().double() * tokens if name in extras else zero for name in EXTRAS[:2]]
+        return torch.cat([counts.double(), torch.stack([*sums, zero, torch.full_like(zero, tokens)])])
 
 
 class TopKRouter(Router):
