@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("forge_data", reason="the extra `data` is not installed")
 
 from forge_data import DataConfig, DataError, build_loader
+from forge_data.sources.items import Size
 from forge_data.tokenizer.tokenizer import Bytes
 from forge_model import DecoderConfig
 from forge_vlm import VisionLanguageConfig
@@ -128,7 +129,7 @@ def test_sample_that_does_not_fit_and_places_unlike_images_are_errors():
     long = data(mask_documents=True).__class__(**{**_fields(data(mask_documents=True)), "max_tokens": 20})
     with pytest.raises(DataError, match=r"sample \d+ has \d+ tokens.*room for 21 .*never cut"):
         SamplePacking(shapes(), reader(), long, EOS)
-    size = SimpleNamespace()
+    size = Size(1, 32, 32)
     one = Sample(np.array([PLACE] * 15 + [5, EOS]), np.arange(17) > 14, [(rendered(scene(), 32), size)])
     wrong = SimpleNamespace(digest="x", lengths=np.array([17]), sample=lambda number: one)
     with pytest.raises(DataError, match="sample 0 has 15 places for 1 images, which make 16 visual tokens"):

@@ -9,6 +9,7 @@ from forge_model.config import ComposedConfig, DecoderConfig, ModelConfig, model
 from forge_model.model_config import Prompt
 
 from forge_vlm.connectors.config import ConnectorConfig, LinearConfig
+from forge_vlm.encoders import families as families  # registers them
 from forge_vlm.encoders.config import EncoderConfig, ViTConfig
 from forge_vlm.fusion.config import FusionConfig, JointConfig
 
@@ -45,8 +46,8 @@ class VisionLanguageConfig(ComposedConfig):
 
     @property
     def image_tokens(self) -> int:
-        """Visual tokens of one image."""
-        return self.connector.tokens(self.encoder.side, self.encoder.side)
+        """Visual tokens of one square image."""
+        return self.connector.tokens(self.encoder.side, self.encoder.side, self.encoder.extra)
 
     def language_model(self) -> tuple[str, ModelConfig]:
         """See `ComposedConfig.language_model`."""
@@ -90,6 +91,10 @@ class VisionLanguageConfig(ComposedConfig):
 
     def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> float:
         """See `ComposedConfig.other_flops`; a tower that is frozen counts as if it were not."""
-        side, dim, width = self.encoder.side, self.fused_decoder().dim, self.encoder.width
-        image = self.encoder.forward_flops() + self.connector.forward_flops(side, side, width, dim)
-        return shapes.get("grids", (0,))[0] * image
+        images = shapes.get("grids", (0,))[0]
+        if not images:
+            return 0
+        side = round((shapes["patches"][0] / images) ** 0.5)  # as if all images were squares of one size
+        dim, width, extra = self.fused_decoder().dim, self.encoder.width, self.encoder.extra
+        connector = self.connector.forward_flops(side, side, width, dim, extra)
+        return images * (self.encoder.forward_flops(side, side) + connector)

@@ -36,7 +36,7 @@ class VisionLanguage(Model):
         decoder = config.fused_decoder()
         self.config, self.init_std = config, decoder.init_std
         self.encoder = config.encoder.build()
-        self.connector = config.connector.build(config.encoder.width, decoder.dim)
+        self.connector = config.connector.build(config.encoder.width, decoder.dim, config.encoder.extra)
         self.fusion = config.fusion.build()
         self.decoder = decoder.build()  # type: ignore[assignment]
 

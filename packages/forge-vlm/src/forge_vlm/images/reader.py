@@ -21,7 +21,7 @@ VERSION = 1
 
 
 class ImageReader:
-    """Images of one size. See `forge_data.sources.items.ItemReader`.
+    """Images as the tower wants them. See `forge_data.sources.items.ItemReader`.
 
     Attributes:
         digest: names all that decides what is made of an image.
@@ -32,9 +32,8 @@ class ImageReader:
     def __init__(self, encoder: EncoderConfig, connector: ConnectorConfig, fusion: FusionConfig) -> None:
         self.encoder, self.connector, self.fusion = encoder, connector, fusion
         self.digest = f"{VERSION} {digest(encoder)} {digest(connector)} {digest(fusion)}"
-        self.tokens = connector.tokens(encoder.side, encoder.side)
         self.host = frozenset({"grids"})
-        self.image_size = encoder.image_size
+        self.image_size = encoder.side * encoder.patch_size
 
     @property
     def ragged(self) -> Mapping[str, np.ndarray]:
@@ -51,19 +50,23 @@ class ImageReader:
 
     def layout(self, size: Size) -> list[str | int]:
         """See `ItemReader.layout`: as many places as the connector makes tokens."""
-        return [self.tokens]
+        return [self._tokens(size)]
 
     def read(self, raw: bytes | np.ndarray, size: Size) -> dict[str, np.ndarray]:
         """See `ItemReader.read`; pixels [H, W, 3] uint8 of the size of the encoder are taken as they are."""
-        side = self.encoder.image_size
-        pixels = raw if isinstance(raw, np.ndarray) else pixels_of(raw, side, side)
-        grid = np.array([[1, self.encoder.side, self.encoder.side]])
+        height, width = self.encoder.resized(size.height, size.width)
+        pixels = raw if isinstance(raw, np.ndarray) else pixels_of(raw, height, width)
+        grid = np.array([[1, *self.encoder.grid(size.height, size.width)]])
         return {"patches": patches_of(pixels, self.encoder.patch_size), "grids": grid}
 
     def sequence(
         self, places: np.ndarray, sizes: Sequence[Size], doc_ids: np.ndarray
     ) -> dict[str, np.ndarray]:
         """See `ItemReader.sequence`."""
-        images = np.where(places > 0, 1 + (places - 1) // self.tokens, 0)
+        ends = np.cumsum([self._tokens(size) for size in sizes], dtype=np.int64)
+        images = np.where(places > 0, 1 + np.searchsorted(ends, places - 1, "right"), 0)
         more = self.fusion.arrays(places, images, doc_ids)
         return {"image_index": places, "image_places": np.array(places.max(initial=0)), **more}
+
+    def _tokens(self, size: Size) -> int:
+        return self.connector.tokens(*self.encoder.grid(size.height, size.width), self.encoder.extra)
