@@ -16,7 +16,7 @@ from forge_trainer.endings import generation_of
 from forge_trainer.job import load_job
 from forge_trainer.run_dir import RunFiles, read_job
 from forge_trainer.trained import load_model
-from forge_trainer.write import Writer
+from forge_trainer.write import Asked, Writer
 from kinds import KINDS, MARKED, made_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -170,10 +170,14 @@ def test_generate_ends_at_each_stop_token(tmp_path: Path) -> None:
         )
     (written,) = dict(
         Writer(model, tokenizer, read_job(run).model, Namespace(**options), [2, second]).continued(
-            ["hello"], 1
+            [Asked("hello")], 1
         )
     ).values()
-    assert len(tokenizer.encode(written)) <= 1 < len(tokenizer.encode(dict(free.continued(["hello"], 1))[0]))
+    assert (
+        len(tokenizer.encode(written))
+        <= 1
+        < len(tokenizer.encode(dict(free.continued([Asked("hello")], 1))[0]))
+    )
 
 
 def test_export_has_the_template_that_the_conversations_were_trained_with(tmp_path: Path, capsys) -> None:

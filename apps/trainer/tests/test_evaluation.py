@@ -56,6 +56,40 @@ def test_numbers_of_sources_are_those_of_each_source_alone():
     assert math.isnan(found["loss/none of it"]) and math.isnan(found["bits_per_byte/none of it"])
 
 
+@pytest.mark.parametrize("documents", [True, False])
+def test_answers_are_the_documents_of_which_every_target_is_the_likeliest(documents):
+    config = DecoderConfig(
+        vocab_size=5, dim=16, num_layers=1, max_tokens=8, attention=GroupedQueryConfig(num_heads=2)
+    )
+    model = config.build()
+    initialize(model, 0)
+    rows = torch.randint(5, (6, 9), generator=torch.Generator().manual_seed(1))
+    likeliest = model(rows[:, :-1]).argmax(-1)
+    wrong = torch.rand(6, 8, generator=torch.Generator().manual_seed(2)) < 0.2
+    labels = torch.where(wrong, (likeliest + 1) % 5, likeliest)
+    labels[:, ::3] = -100
+    labels[2] = -100
+    ids = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2]).expand(6, -1)
+    extra = {"doc_ids": ids} if documents else {}
+    source = torch.tensor([0, 1, 0, 1, 1, 0])
+    inputs = {"tokens": rows[:, :-1], "labels": labels} | extra
+    if documents:  # the likeliest token was that of rows that see no other document
+        likeliest = model(rows[:, :-1], doc_ids=ids).argmax(-1)
+    step = TextStep([model], LossConfig(chunk_tokens=3).build(), Mesh(torch.device("cpu")), answers=True)
+    found = step.evaluate([[MicroBatch(inputs, {"source": source}, SOURCES)]])
+    for name, mine in {"": source >= 0, "/code": source == 0, "/prose": source == 1}.items():
+        right, asked, answers, all_right = 0, 0, 0, 0
+        for row in mine.nonzero()[:, 0].tolist():
+            for document in [(ids[row] == n) for n in range(3)] if documents else [ids[row] >= 0]:
+                valid = document & (labels[row] >= 0)
+                hit = (labels[row] == likeliest[row])[valid]
+                right, asked = right + int(hit.sum()), asked + len(hit)
+                answers, all_right = answers + (len(hit) > 0), all_right + (len(hit) > 0 and bool(hit.all()))
+        assert found[f"accuracy{name}"] == right / asked
+        assert found[f"answers{name}"] == pytest.approx(all_right / answers)
+    assert 0 < found["answers"] < found["accuracy"] < 1
+
+
 def test_set_reads_all_text_of_its_sources_once_over_all_ranks(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()

@@ -11,7 +11,7 @@ from forge_data.tokenizer.tokenizer import Bytes
 from forge_model import DecoderConfig, ModelError, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_trainer.cli import main
-from forge_trainer.write import Writer, read_prompts
+from forge_trainer.write import Asked, Writer, read_prompts
 
 OPTIONS = {
     "temperature": 0.0,
@@ -37,20 +37,20 @@ def writer():
 @pytest.mark.parametrize("batch_size", [2, 3, 100])
 def test_batch_changes_no_answer_where_prompts_fill_the_model(writer, batch_size):
     prompts = ["x" * 31, "ab", "", "y" * 25, "abc", "z" * 23]
-    alone = [dict(writer.continued([prompt], 1))[0] for prompt in prompts]
-    assert dict(writer.continued(prompts, batch_size)) == dict(enumerate(alone))
+    alone = [dict(writer.continued([Asked(prompt)], 1))[0] for prompt in prompts]
+    assert dict(writer.continued(list(map(Asked, prompts)), batch_size)) == dict(enumerate(alone))
 
 
 def test_prompt_without_room_is_refused(writer):
     with pytest.raises(ModelError, match="prompt of 32 tokens"):
         writer.show("x" * 32)
     with pytest.raises(ConfigError, match="line 2: given a prompt of 32 tokens"):
-        list(writer.continued(["a", "x" * 32], 4))
+        list(writer.continued([Asked("a"), Asked("x" * 32)], 4))
 
 
 def test_prompt_that_is_no_text_is_refused(writer):
     with pytest.raises(ConfigError, match=r"line 1: .* UTF-8"):
-        list(writer.continued([b"\xff".decode(errors="surrogateescape")], 1))
+        list(writer.continued([Asked(b"\xff".decode(errors="surrogateescape"))], 1))
 
 
 def test_no_prompts_have_no_answers(writer):
@@ -72,7 +72,7 @@ def test_prompts_are_the_lines_of_a_file(tmp_path, text, prompts):
     plain, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     plain.write_bytes(text.encode())
     objects.write_text("".join(json.dumps({"prompt": p}, ensure_ascii=False) + "\n" for p in prompts))
-    assert read_prompts(plain) == read_prompts(objects) == prompts
+    assert read_prompts(plain) == read_prompts(objects) == list(map(Asked, prompts))
 
 
 @pytest.mark.parametrize("line", ['{"prompt": 5}', '["prompt"]', "", "[" * 100_000, '{"prompt": null}'])

@@ -174,9 +174,9 @@ def test_run_tokenizes_its_sources_with_as_many_processes_as_it_is_told(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, told = [], []
-    inner = tokenize._map
+    inner = tokenize.in_order
     monkeypatch.setattr(
-        tokenize, "_map", lambda work, tasks, workers: asked.append(workers) or inner(work, tasks, 1)
+        tokenize, "in_order", lambda work, tasks, workers: asked.append(workers) or inner(work, tasks, 1)
     )
     files = FilesConfig(paths=[str(folder)], held_out=0.2)
     config = DataConfig(max_tokens=8, sources=[files], tokenize_workers=5, cache_dir=str(tmp_path))

@@ -63,9 +63,9 @@ def test_tokenize_takes_one_process_for_little_text_and_else_one_for_each_core(
 ) -> None:
     asked: list[int] = []
     tokenize = importlib.import_module("forge_data.store.tokenize")
-    inner = tokenize._map
+    inner = tokenize.in_order
     monkeypatch.setattr(
-        tokenize, "_map", lambda work, tasks, workers: asked.append(workers) or inner(work, tasks, 1)
+        tokenize, "in_order", lambda work, tasks, workers: asked.append(workers) or inner(work, tasks, 1)
     )
     monkeypatch.setattr(tokenize, "cores", lambda: 7)
     for small, workers in ((1 << 20, 0), (10, 0), (10, 3)):

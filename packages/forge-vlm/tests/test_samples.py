@@ -3,6 +3,7 @@
 import io
 import pickle
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from forge_model import DecoderConfig
 from forge_vlm import VisionLanguageConfig
 from forge_vlm.encoders.config import ViTConfig
 from forge_vlm.fusion.config import JointConfig
-from forge_vlm.images.processing import patches_of, pixels_of
+from forge_vlm.images.processing import patches_of
 from forge_vlm.samples.packing import PLACE, Sample, SamplePacking
 from forge_vlm.sources.shapes import Scene, Shapes, ShapesConfig, drawn, question, rendered
 
@@ -80,6 +81,26 @@ def test_every_sample_is_whole_and_stands_in_one_sequence(packing):
     assert number == 60 and image == len(patches)
 
 
+def test_best_fit_has_each_sample_once_and_less_padding():
+    config = data(mask_documents=True, packing="bestfit")
+    samples = shapes(300)
+    packed = SamplePacking(samples, reader(), config, EOS)
+    again = pickle.loads(pickle.dumps(packed))
+    left = Counter(tuple(np.where(t == PLACE, EOS, t).tolist()) for t, *_ in map(samples.sample, range(300)))
+    for row in range(len(packed)):
+        read = again.read(np.array([row]))
+        ids = read.extra["doc_ids"][0]
+        for number in range(ids[-1] + 1):
+            piece = tuple(read.tokens[0][np.append(ids, ids[-1]) == number].tolist())
+            # the last cell is of the last sample, or padding
+            piece = piece if left[piece] else piece[:-1]
+            assert left[piece] or set(piece) <= {EOS}
+            left[piece] -= left[piece] > 0
+    assert not left.total()
+    rows = len(SamplePacking(samples, reader(), data(mask_documents=True), EOS))
+    assert -(-int(samples.lengths.sum()) // 128) <= len(packed) <= rows
+
+
 def test_sequences_are_the_same_for_any_number_of_ranks_and_workers():
     config, items = data(mask_documents=True), reader()
 
@@ -116,7 +137,7 @@ def test_grids_stay_on_the_host_and_the_packing_pickles_small():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"packing": "bestfit"}, 'data.packing = "bestfit" for samples with images, which are never cut'),
+        ({"packing": "crop"}, 'data.packing = "crop" for samples with images, which are never cut'),
         ({}, "several samples into a sequence, which must not see each other"),
     ],
 )
@@ -193,22 +214,6 @@ def test_prompt_has_its_images_where_they_stand():
         config.prompt("", [b"text"], Bytes())
     with pytest.raises(ValueError, match="a DecoderConfig takes none"):
         config.decoder.prompt("", [image], Bytes())
-
-
-def test_image_is_turned_as_its_camera_says_and_resized():
-    from PIL import Image
-
-    pixels = np.zeros((64, 32, 3), np.uint8)
-    pixels[:32] = 255
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png", exif=exif)
-    turned = pixels_of(file.getvalue(), 32, 32)
-    assert turned[:, 20:].min() > 200 and turned[:, :12].max() < 50
-    damaged = png(rendered(scene(), 32))
-    with pytest.raises(ValueError, match="image"):
-        pixels_of(damaged[: len(damaged) // 2], 32, 32)
 
 
 def test_digest_names_the_model_and_the_tokenizer():

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from forge_config import Change
 
+from forge_trainer.optim.groups import unfed
+
 if TYPE_CHECKING:
     from forge_trainer.build import Run
 
@@ -21,7 +23,7 @@ def announcement(run: Run, changes: Sequence[Change]) -> str:
 
 def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
     job = run.job
-    parameters, active = _parameters(run)
+    parameters, active, idle = _parameters(run)
     of_which = "" if active == parameters else f", {scaled(active).strip()} active"
     tokens = job.batch_sizes.samples(job.train.steps) * job.data.max_tokens
     batches = " to ".join(map(str, job.batch_sizes.all()))
@@ -33,6 +35,8 @@ def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
         f"{scaled(tokens)} tokens, {tokens / parameters:.3g} a parameter"
     )
     yield f"  compute    {scaled(flops)}FLOPs in all, {scaled(flops / job.train.steps)}FLOPs a step"
+    if idle:
+        yield f"  frozen     {', '.join(idle)}: no source has what they are given"
     yield f"  layout     {_layout(run)}"
     for line in run.loader.plan:
         yield f"  data       {line}"
@@ -49,13 +53,13 @@ def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
         yield f"  begins     at step 0, with {weights}"
 
 
-def _parameters(run: Run) -> tuple[int, int]:
-    """Of the whole model, shared ones once; and those of them that a token uses."""
+def _parameters(run: Run) -> tuple[int, int, list[str]]:
+    """Of the whole model, shared ones once; those of them that a token uses; what no source feeds."""
     with torch.device("meta"):
         model = run.job.model.build()
     total = sum(parameter.numel() for parameter in model.parameters())
     active = getattr(model, "active_parameters", lambda: total)
-    return total, active()  # type: ignore[operator]
+    return total, active(), unfed(model, run.job.data.sources)  # type: ignore[operator]
 
 
 def _layout(run: Run) -> str:

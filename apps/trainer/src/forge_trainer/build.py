@@ -45,6 +45,7 @@ from forge_trainer.loop import train
 from forge_trainer.optim import trainable
 from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.optim.groups import freeze
+from forge_trainer.optim.nothing import NothingToTrain
 from forge_trainer.progress import Progress, Stateful
 from forge_trainer.rollback import Rollbacks, note_incident
 from forge_trainer.run_dir import RunFiles
@@ -186,7 +187,9 @@ def build(
 
     parts = build_parts(job, mesh)
     with without_dynamo():
-        optimizer = job.optimizer.build(trainable(parts), mesh)
+        found = trainable(parts)
+        rules = job.optimizer_by_steps
+        optimizer = rules.build(found, mesh) if found else NothingToTrain(rules.lr)
     state = TrainState(parts, optimizer)
     store = open_store(job, mesh, epoch)
     rollbacks = Rollbacks(job.job.directory, store, mesh.control_group)
@@ -234,7 +237,7 @@ def build_parts(job: Job, mesh: Mesh) -> list[nn.Module]:
     for stage in stages_of(mesh.pipeline.rank, mesh.pipeline.size, job.pipeline):
         with torch.device("meta"):
             model = job.model.build()
-        freeze(model, job.optimizer.groups)
+        freeze(model, job.optimizer_by_steps.groups, job.data.sources)
         keep_stage(model, Plan.of(model), stage, mesh.pipeline.size, job.pipeline)
         parallelize(model, mesh, Plan.of(model), job.parallel)
         parts.append(materialize(model, mesh.device))

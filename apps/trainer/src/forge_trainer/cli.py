@@ -88,7 +88,9 @@ def _add_commands_on_runs(commands: Any) -> None:
     generate = _command(commands, "generate", _look, "let a run write on")
     given = generate.add_mutually_exclusive_group()
     given.add_argument("--prompt", action="append", help="text to go on from; may be repeated")
-    given.add_argument("--prompts", metavar="FILE", help="one a line, or .jsonl; prints JSON lines")
+    given.add_argument(
+        "--prompts", metavar="FILE", help="one a line, or .jsonl (prompt, images); prints JSON lines"
+    )
     given.add_argument("--interactive", action="store_true", help="ask for prompts")
     where = "a file; stands where `<image>` does in the prompt, or before it; may be repeated"
     generate.add_argument("--image", action="append", help=where)

@@ -9,7 +9,7 @@ from forge_config import ALL_KEYS, Config, Meta
 from forge_data.config import DataConfig as DataConfig  # registers the types of sources
 from forge_data.sources.config import SourceConfig
 
-MEASURES = ("loss", "perplexity", "bits_per_byte")
+MEASURES = ("loss", "perplexity", "bits_per_byte", "accuracy", "answers")
 """What is told of a set."""
 TAKEN = (*MEASURES, "tasks")
 """No names of sets, for they stand in their place in the names of metrics."""

@@ -30,7 +30,9 @@ from forge_parallel.dispatch_config import AllToAllConfig, DispatcherConfig
 from forge_parallel.error import ParallelError
 from forge_resilience.config import ResilienceConfig
 from forge_vlm.config import VisionLanguageConfig as VisionLanguageConfig  # registers its type
+from forge_vlm.sources.columns import ImageTextConfig as ImageTextConfig  # registers its type
 from forge_vlm.sources.shapes import ShapesConfig as ShapesConfig  # registers its type
+from forge_vlm.sources.tars import WebdatasetConfig as WebdatasetConfig  # registers its type
 from msgspec import structs
 
 from forge_trainer.checks import checks, weights_are_of_the_model
@@ -126,6 +128,11 @@ class Job(Config):
             ParallelError: they cannot.
         """
         sizes = self.mesh.sizes(world_size)
+        if sizes["cp"] > 1 and getattr(self.step, "answers", False):
+            raise ParallelError(
+                f"step.answers = true counts documents, which mesh.cp = {sizes['cp']} cuts; set it to false, "
+                "or cp = 1"
+            )
         readers = sizes["dp_replicate"] * sizes["dp_shard"]
         for batch in self.batch_sizes.all():
             share, rest = divmod(batch, readers)
@@ -138,6 +145,19 @@ class Job(Config):
                     f"step.noise_scale_every_steps with a global batch of {batch} over {readers} readers: "
                     "each has one micro-batch, and two are needed to compare; use a smaller train.micro_batch"
                 )
+
+    @property
+    def optimizer_by_steps(self) -> OptimizerConfig:
+        """`optimizer`, the stages of whose groups begin at steps."""
+        batches, tokens = self.batch_sizes, self.data.max_tokens
+
+        def step_of(seen: int) -> int:
+            samples = -(-seen // tokens)
+            whole = batches.whole_steps(samples // batches.unit)
+            return whole + (batches.samples(whole) < samples)
+
+        groups = tuple(group.in_steps(step_of) for group in self.optimizer.groups)
+        return structs.replace(self.optimizer, groups=groups)
 
     def lr_factor(self, step: int) -> float:
         """What the peak learning rate is multiplied by: the schedule times the phase of the data."""

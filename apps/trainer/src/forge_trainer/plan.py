@@ -24,15 +24,16 @@ def plan_lines(job: Job) -> Iterator[str]:
     """
     with torch.device("meta"):
         model = job.model.build()
-    freeze(model, job.optimizer.groups)
+    freeze(model, job.optimizer_by_steps.groups, job.data.sources)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     yield f"{job.job.name}: {len(shapes)} parameters, {scaled(_size(shapes.values()))}elements"
     parameters = trainable([model])
-    for entry in job.optimizer.param_groups(parameters):
+    for entry in job.optimizer_by_steps.param_groups(parameters):
         names = [name for name, _ in entry["params"]]
         yield (
             f"  {entry['kind']}  lr {entry['lr']:.3g}  decay {entry['weight_decay']:.3g}"
-            f"{_frozen(entry['frozen'])}  {len(names)} of {scaled(_size(shapes[n] for n in names))}elements"
+            f"{_frozen(entry['frozen'])}{_stages(entry.get('curves', ()))}  "
+            f"{len(names)} of {scaled(_size(shapes[n] for n in names))}elements"
         )
         yield from (f"    {line}" for line in listed(names))
     never = shapes.keys() - {p.name for p in parameters}
@@ -47,6 +48,15 @@ def plan_lines(job: Job) -> Iterator[str]:
 
 def _size(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(prod(shape) for shape in shapes)
+
+
+def _stages(curves: Iterable[Iterable[tuple[int, float, int]]]) -> str:
+    said = [
+        f"x {lr:g} from step {start} on" + (f" after {warmup} steps of warm-up" if warmup else "")
+        for curve in curves
+        for start, lr, warmup in curve
+    ]
+    return f"  {', '.join(said)}" if said else ""
 
 
 def _frozen(stages: Stages) -> str:

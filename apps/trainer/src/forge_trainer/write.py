@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from forge_config import ConfigError
@@ -21,6 +22,18 @@ from forge_trainer.run_dir import read_job
 from forge_trainer.trained import load_model
 
 DEFAULT_PROMPT = "def "
+
+
+class Asked(NamedTuple):
+    """A line of a file of prompts.
+
+    Attributes:
+        text: the prompt.
+        images: the files of its images.
+    """
+
+    text: str
+    images: tuple[Path, ...] = ()
 
 
 class Writer:
@@ -51,8 +64,13 @@ class Writer:
         self._generator = torch.Generator(next(model.parameters()).device)
         self._seed = options.seed
 
-    def prompt(self, prompt: str, images: Sequence[bytes] = ()) -> Prompt:
+    def prompt(self, prompt: str, images: Sequence[bytes] = (), others: bool = False) -> Prompt:
         """What the model is given of a prompt; an empty one begins a document.
+
+        Args:
+            prompt: its text.
+            images: the files of its images.
+            others: prompts of the same batch have images.
 
         Raises:
             ConfigError: it has characters that are no text, such as bytes that are not UTF-8; or the model
@@ -62,7 +80,7 @@ class Writer:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"given the prompt {prompt!r}; expected text in UTF-8: {error}") from None
-        if not images:
+        if not images and not (others and prompt):
             return Prompt(with_bos(self._tokenizer, prompt) or [self._tokenizer.eos_id])
         try:
             return self._config.prompt(prompt, images, self._tokenizer)
@@ -72,11 +90,7 @@ class Writer:
     def show(self, prompt: str, images: Sequence[bytes] = ()) -> None:
         """Print a prompt and what follows it, as it is written."""
         given = self.prompt(prompt, images)
-        tokens, device = given.tokens, self._generator.device
-        inputs = {
-            name: torch.from_numpy(array).to("cpu" if name in given.host else device)
-            for name, array in given.inputs.items()
-        }
+        tokens, inputs = given.tokens, self._inputs([given])
         decode, shown = self._tokenizer.decode, tokens[:]
         new_tokens = min(self._new_tokens, room_for(len(tokens), self._max_tokens))
         sys.stdout.write(decode(tokens))
@@ -95,26 +109,38 @@ class Writer:
         generate(self._model, [tokens], new_tokens, *sampled, show, **self._ways, inputs=inputs)
         sys.stdout.write("\n")
 
-    def continued(self, prompts: list[str], batch_size: int) -> Iterator[tuple[int, str]]:
+    def _inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+        """What the model takes beside the tokens of a batch, padded on the left as they are."""
+        longest, first = max(len(prompt.tokens) for prompt in prompts), prompts[0]
+        found: dict[str, torch.Tensor] = {}
+        for name in first.inputs:
+            rows = [torch.from_numpy(prompt.inputs[name]) for prompt in prompts]
+            if name in first.by_token:
+                rows = [nn.functional.pad(row, (longest - row.shape[-1], 0)) for row in rows]
+            found[name] = torch.cat(rows).to("cpu" if name in first.host else self._generator.device)
+        return found
+
+    def continued(self, prompts: list[Asked], batch_size: int) -> Iterator[tuple[int, str]]:
         """What follows each of many prompts, those of like length together: index and text.
 
         Prompts that leave room for fewer tokens are in batches of their own: they shorten no other answer.
 
         Args:
-            prompts: the lines of a file.
+            prompts: the lines of a file, with their images.
             batch_size: most of them at once.
 
         Raises:
             ConfigError: one is no text or leaves no room; names its line.
         """
-        rows, new = list[list[int]](), list[int]()
+        rows, new, some = list[Prompt](), list[int](), any(prompt.images for prompt in prompts)
         for number, prompt in enumerate(prompts, 1):
             try:
-                rows.append(self.prompt(prompt).tokens)
-                new.append(min(self._new_tokens, room_for(len(rows[-1]), self._max_tokens)))
+                images = [_read_image(path, "--prompts") for path in prompt.images]
+                rows.append(self.prompt(prompt.text, images, some))
+                new.append(min(self._new_tokens, room_for(len(rows[-1].tokens), self._max_tokens)))
             except (ConfigError, ModelError) as error:
                 raise ConfigError(f"--prompts: line {number}: {error}") from None
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
         batches = [
             (new_tokens, alike[start : start + batch_size])
             for new_tokens, group in groupby(order, key=lambda i: new[i])
@@ -125,12 +151,13 @@ class Writer:
         for new_tokens, batch in batches:
             written = generate(
                 self._model,
-                [rows[i] for i in batch],
+                [rows[i].tokens for i in batch],
                 new_tokens,
                 self._sampling,
                 self._stops,
                 self._generator,
                 **self._ways,
+                inputs=self._inputs([rows[i] for i in batch]),
             )
             for index, answer in zip(batch, written, strict=True):
                 text = [token for token in answer if token not in self._stops]
@@ -151,8 +178,8 @@ def room_for(prompt_tokens: int, max_tokens: int) -> int:
     return max_tokens - prompt_tokens
 
 
-def read_prompts(path: Path) -> list[str]:
-    """The lines of a text file, or `prompt` of each line of a `.jsonl` file.
+def read_prompts(path: Path) -> list[Asked]:
+    """The lines of a text file, or `prompt` of each line of a `.jsonl` file, and files in `images` if any.
 
     Raises:
         ConfigError: it cannot be read, or a line has no prompt.
@@ -164,17 +191,23 @@ def read_prompts(path: Path) -> list[str]:
         raise ConfigError(f"--prompts: {path} cannot be read: {error}") from None
     lines = text.removesuffix("\n").split("\n") if text else []
     if path.suffix != ".jsonl":
-        return lines
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            prompt = None
-        if not isinstance(prompt, str):
-            raise ConfigError(f'--prompts: line {number} of {path} is no {{"prompt": "..."}}')
-        prompts.append(prompt)
-    return prompts
+        return [Asked(line) for line in lines]
+    return [_asked(line, path, number) for number, line in enumerate(lines, 1)]
+
+
+def _asked(line: str, path: Path, number: int) -> Asked:
+    """A line of JSON; names of images are relative to its file."""
+    try:
+        row = json.loads(line)
+        prompt, images = row["prompt"], row.get("images") or []
+    except (ValueError, TypeError, KeyError, RecursionError, AttributeError):
+        prompt, images = None, []
+    names = [images] if isinstance(images, str) else images
+    if not isinstance(prompt, str) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f'--prompts: line {number} of {path} is no {{"prompt": "..."}}, perhaps with "images": ["..."]'
+        )
+    return Asked(prompt, tuple(path.parent / name for name in names))
 
 
 def generate_text(options: argparse.Namespace) -> None:
@@ -184,13 +217,14 @@ def generate_text(options: argparse.Namespace) -> None:
     model, _ = load_model(job)
     tokenizer = job.data.tokenizer.build()
     writer = Writer(model, tokenizer, job.model, options, stops_of(job, tokenizer))
-    images = [_read_image(Path(path)) for path in options.image or ()]
+    images = [_read_image(Path(path), "--image") for path in options.image or ()]
     if images and (prompts is not None or options.interactive):
         raise ConfigError("--image belongs to --prompt; leave out --prompts and --interactive")
     if prompts is not None:
         texts = dict(writer.continued(prompts, options.batch_size or job.train.micro_batch))
         for index, prompt in enumerate(prompts):
-            sys.stdout.write(json.dumps({"prompt": prompt, "text": texts[index]}, ensure_ascii=False) + "\n")
+            said = {"prompt": prompt.text, "text": texts[index]}
+            sys.stdout.write(json.dumps(said, ensure_ascii=False) + "\n")
         return
     for prompt in options.prompt or (_typed() if options.interactive else [DEFAULT_PROMPT]):
         try:
@@ -201,11 +235,11 @@ def generate_text(options: argparse.Namespace) -> None:
             sys.stdout.write(f"{error}\n")
 
 
-def _read_image(path: Path) -> bytes:
+def _read_image(path: Path, given: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"--image {path} cannot be read: {error}") from None
+        raise ConfigError(f"{given} {path} cannot be read: {error}") from None
 
 
 def _typed() -> Iterator[str]:

@@ -22,11 +22,14 @@ class Prompt(NamedTuple):
         tokens: ids.
         inputs: what else it takes, numpy arrays by name, of a batch of one.
         host: names of inputs that stay on the host.
+        by_token: names of inputs [1, ..., T]. In a batch they are padded on the left with zeros, as tokens
+            are; others are laid one behind the other.
     """
 
     tokens: list[int]
     inputs: Mapping[str, Any] = {}
     host: frozenset[str] = frozenset()
+    by_token: frozenset[str] = frozenset()
 
 
 class ModelConfig(Config):
@@ -59,7 +62,7 @@ class ModelConfig(Config):
 
         Args:
             text: of the prompt.
-            images: the files of its images, one at least.
+            images: the files of its images.
             tokenizer: a `forge_data.tokenizer.tokenizer.Tokenizer`.
 
         Raises:

@@ -12,6 +12,13 @@ from forge_vlm.connectors.config import ConnectorConfig, LinearConfig
 from forge_vlm.encoders import families as families  # registers them
 from forge_vlm.encoders.config import EncoderConfig, ViTConfig
 from forge_vlm.fusion.config import FusionConfig, JointConfig
+from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig as CrossAttentionConfig  # registers
+from forge_vlm.fusion.mixture_of_transformers_config import (
+    MixtureOfTransformersConfig as MixtureOfTransformersConfig,  # registers its type
+)
+from forge_vlm.images.config import ImagesConfig
+from forge_vlm.images.positions import AXES, PositionKind, grid_of
+from forge_vlm.images.video import VideoConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,26 +35,77 @@ class VisionLanguageConfig(ComposedConfig):
         encoder: the tower.
         connector: from the features of the tower to visual tokens of the width of the decoder.
         fusion: how the decoder is given visual tokens.
+        images: how images become pictures of the size of the tower.
+        positions: of visual tokens; see `forge_vlm.images.positions.PositionKind`.
+        video: how videos become frames; absent means that there are none.
     """
 
     decoder: ModelConfig
     encoder: EncoderConfig = ViTConfig()
     connector: ConnectorConfig = LinearConfig()
     fusion: FusionConfig = JointConfig()
+    images: ImagesConfig = ImagesConfig()
+    positions: PositionKind = "sequential"
+    video: VideoConfig | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.decoder, DecoderConfig):
             raise ValueError(f'model.decoder is a {type(self.decoder).__name__}; expected type = "decoder"')
-        if self.image_tokens >= self.max_tokens:
+        if self.fusion.places(self.image_tokens) >= self.max_tokens:
             raise ValueError(
                 f"an image has {self.image_tokens} visual tokens, and model.decoder.max_tokens = "
                 f"{self.max_tokens} leaves no room for text; use a larger patch_size, or longer sequences"
             )
+        if self.video is not None and (most := self._video_tokens(self.video)) >= self.max_tokens:
+            raise ValueError(
+                f"a video has up to {most} visual tokens ({self.video.max_frames} frames), and "
+                f"model.decoder.max_tokens = {self.max_tokens} leaves no room for text; use fewer frames, a "
+                "larger video.merge, or longer sequences"
+            )
+        self._require_beside(self.fusion.tokens_beside)
+        if self.positions == "grid":
+            self._require_axes_of_positions(self.decoder)
+
+    def _video_tokens(self, video: VideoConfig) -> int:
+        return -(-video.max_frames // video.merge) * self.image_tokens
+
+    def _require_beside(self, most: int) -> None:
+        """See that visual tokens fit beside a sequence that has room for so many; 0 where they are in it."""
+        if most and self.image_tokens > most:
+            raise ValueError(
+                f"an image has {self.image_tokens} visual tokens, and model.fusion.max_visual_tokens = "
+                f"{most}; use a larger patch_size, or a larger max_visual_tokens"
+            )
+        if most and self.positions != "sequential":
+            raise ValueError(
+                f'positions = "{self.positions}" with visual tokens that stand beside the sequence, and have '
+                'no positions; use positions = "sequential"'
+            )
+
+    def _require_axes_of_positions(self, decoder: DecoderConfig) -> None:
+        if self.encoder.extra:
+            raise ValueError(
+                'positions = "grid", and encoder.class_token = true makes a visual token without a place; '
+                "leave one of them out"
+            )
+        grid_of(self.connector, self.encoder.side, self.encoder.side)
+        for number in range(decoder.num_layers):
+            rope = decoder.layer(number).rope
+            axes = len(getattr(rope, "sections", ()))
+            if rope.rotates and axes != AXES["grid"]:
+                raise ValueError(
+                    f'positions = "grid" has {AXES["grid"]} axes, and the rotation of layer {number} has '
+                    f'{axes or 1}; set rope = {{ type = "mrope", sections = [...] }} with 3 sections'
+                )
 
     @property
     def image_tokens(self) -> int:
         """Visual tokens of one square image."""
-        return self.connector.tokens(self.encoder.side, self.encoder.side, self.encoder.extra)
+        return self.picture_tokens(self.encoder.side, self.encoder.side)
+
+    def picture_tokens(self, rows: int, columns: int) -> int:
+        """Visual tokens of a picture of so many patches."""
+        return self.connector.tokens(rows, columns, self.encoder.extra)
 
     def language_model(self) -> tuple[str, ModelConfig]:
         """See `ComposedConfig.language_model`."""
@@ -68,7 +126,7 @@ class VisionLanguageConfig(ComposedConfig):
         """See `ModelConfig.items`."""
         from forge_vlm.images.reader import ImageReader
 
-        return ImageReader(self.encoder, self.connector, self.fusion)
+        return ImageReader(self.encoder, self.connector, self.fusion, self.images, self.positions, self.video)
 
     def prompt(self, text: str, images: Sequence[bytes], tokenizer: Any) -> Prompt:
         """See `ModelConfig.prompt`; images stand where `<image>` does in the text, or before it.
@@ -80,21 +138,20 @@ class VisionLanguageConfig(ComposedConfig):
 
         return prompt_of(self.items(), text, images, tokenizer)
 
+    @property
+    def extra_tokens(self) -> int:
+        """See `ModelConfig.extra_tokens`."""
+        return self.fusion.tokens_beside
+
     def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
         """See `ModelConfig.require_axes`."""
-        if cp > 1 and method == "gather" and "span_ids" in self.fusion.by_token():
-            raise ValueError(
-                "visual tokens that see all of their image see later ones, which context parallelism by "
-                '"gather" does not have; set context_parallel.method = "ulysses", or mesh.cp = 1'
-            )
+        self.fusion.require_axes(tp, cp, sequence, method)
         super().require_axes(tp, cp, sequence, method)
 
     def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> float:
         """See `ComposedConfig.other_flops`; a tower that is frozen counts as if it were not."""
-        images = shapes.get("grids", (0,))[0]
-        if not images:
-            return 0
-        side = round((shapes["patches"][0] / images) ** 0.5)  # as if all images were squares of one size
-        dim, width, extra = self.fused_decoder().dim, self.encoder.width, self.encoder.extra
-        connector = self.connector.forward_flops(side, side, width, dim, extra)
-        return images * (self.encoder.forward_flops(side, side) + connector)
+        side, decoder, width = self.encoder.side, self.fused_decoder(), self.encoder.width
+        images = shapes.get("patches", (0,))[0] / side**2  # as if all were squares
+        connector = self.connector.forward_flops(side, side, width, decoder.dim, self.encoder.extra)
+        image = self.encoder.forward_flops(side, side) + connector
+        return images * image + self.fusion.other_flops(decoder, round(images * self.image_tokens))

@@ -11,6 +11,7 @@ from forge_model.model import Model
 from torch import Tensor, nn
 
 from forge_vlm.config import VisionLanguageConfig
+from forge_vlm.frames import frame_by_frame, merged
 
 FED_BY = ["patches", "grids", "image_index", "image_places"]
 """The inputs that only the tower and the first stage need."""
@@ -48,6 +49,7 @@ class VisionLanguage(Model):
         grids: Tensor | None = None,
         image_index: Tensor | None = None,
         image_places: Tensor | None = None,
+        position_offsets: Tensor | None = None,
         hidden: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
@@ -57,40 +59,65 @@ class VisionLanguage(Model):
             tokens: [B, T] int64; what stands at places of visual tokens does not count.
             patches: [P, 3 p p] uint8 of all images in their order; absent or empty if there is none.
             grids: [n, 3] frames, rows, columns of patches of each image, on the host.
-            image_index: [B, T] 0 for text, else 1 + the number of the visual token in its row.
+            image_index: [B, T] 0 for text, else 1 + the number of the place in its row.
             image_places: [B] visual tokens of each row.
+            position_offsets: [B, axes, T] what is added to the positions of tokens.
             hidden: from the stage before.
-            inputs: see `Decoder.forward`.
+            inputs: see `FusionConfig.arrays` and `Decoder.forward`.
         """
+        fusion = self.config.fusion
+        inputs = fusion.side_inputs(tokens, inputs)
         if self.encoder is not None:
-            features, index = self.visual_tokens(tokens, patches, grids, image_index, image_places)
             assert self.fusion is not None
-            inputs |= self.fusion(self.decoder.embedded(tokens), features, index)
+            if image_index is None or image_places is None:
+                image_index, image_places = torch.zeros_like(tokens), tokens.new_zeros(len(tokens))
+            features = self.visual_tokens(tokens.device, patches, grids)
+            inputs |= self.fusion(self.decoder.embedded(tokens), features, image_index, image_places)
             hidden = inputs.pop("hidden", hidden)
-        return self.decoder(tokens, hidden=hidden, **inputs)
+        elif beside := fusion.tokens_beside:
+            assert hidden is not None
+            hidden, inputs[fusion.passed_on] = hidden.split([hidden.shape[1] - beside, beside], 1)
+        if position_offsets is not None:
+            inputs["positions"] = self.shifted(tokens, position_offsets, **inputs)
+        out = self.decoder(tokens, hidden=hidden, **inputs)
+        if (cache := inputs.get("cache")) is not None:
+            cache.side |= fusion.after_prompt(tokens, inputs)
+        if self.decoder.head is None and fusion.tokens_beside:
+            return torch.cat([out, inputs[fusion.passed_on]], 1)
+        return out
 
-    def visual_tokens(
+    def shifted(
         self,
         tokens: Tensor,
-        patches: Tensor | None,
-        grids: Tensor | None,
-        image_index: Tensor | None,
-        image_places: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Those of all rows [V, D], and which of them stands where [B, T], 0 for text.
+        offsets: Tensor,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """[B, T] or [B, axes, T]: positions of tokens [B, T], which are counted where none are given."""
+        if positions is None and cache is not None:
+            positions = cache.positions(tokens.shape[1])
+            cache.shift = offsets[:, 0, -1]
+        elif positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        counted = positions.expand_as(tokens)[:, None] + offsets
+        return counted[:, 0] if offsets.shape[1] == 1 else counted
+
+    def visual_tokens(self, device: torch.device, patches: Tensor | None, grids: Tensor | None) -> Tensor:
+        """[V, D]: those of all images, in order.
 
         Where there is no image, one is made up that stands nowhere: all ranks then compute the same modules.
         """
         assert self.encoder is not None and self.connector is not None
         if patches is None or grids is None or not len(patches):
             side, pixels = self.config.encoder.side, 3 * self.config.encoder.patch_size**2
-            patches = torch.zeros(side * side, pixels, dtype=torch.uint8, device=tokens.device)
+            patches = torch.zeros(side * side, pixels, dtype=torch.uint8, device=device)
             grids = torch.tensor([[1, side, side]])
-        features = self.connector(self.encoder(patches, grids), grids)
-        if image_index is None or image_places is None:
-            return features, torch.zeros_like(tokens)
-        before = image_places.cumsum(0) - image_places
-        return features, torch.where(image_index > 0, image_index + before[:, None], 0)
+        frames = frame_by_frame(grids)
+        features = self.connector(self.encoder(patches, frames), frames)
+        if (video := self.config.video) is not None:
+            features = merged(features, grids, self.config.picture_tokens, video.merge)
+        return features
 
     @property
     def writer(self) -> Decoder:
@@ -120,11 +147,12 @@ class VisionLanguage(Model):
                 "inputs": FED_BY[:2],
             }
         by_token = ["image_index", *self.config.fusion.by_token()]
+        by_token += ["position_offsets"] * (self.config.positions != "sequential")
         return {
             "blocks": [],
             "mounts": mounts | {"decoder": decoder},
             "tensor": {f"fusion.{name}": role for name, role in fusion.items()},
-            "host_inputs": ["grids"],
+            "host_inputs": ["grids", *self.config.fusion.host],
             "sequence_inputs": list(dict.fromkeys([*decoder["sequence_inputs"], *by_token])),
             "stages": stages
             | {
@@ -133,5 +161,6 @@ class VisionLanguage(Model):
                 "last": [f"decoder.{name}" for name in stages["last"]],
                 "first_cost": 0.0,
                 "first_inputs": FED_BY,
+                "extra_tokens": self.config.extra_tokens,
             },
         }

@@ -79,10 +79,12 @@ class OptimizerConfig(Config):
     def param_groups(self, parameters: Sequence[NamedParameter]) -> list[dict[str, Any]]:
         """Groups as torch wants them, each parameter in one."""
         made = []
-        for kind, (lr, decay, frozen), members in group(parameters, self.groups, self.no_decay, self.kind):
+        grouped = group(parameters, self.groups, self.no_decay, self.kind)
+        for kind, (lr, decay, frozen, curves), members in grouped:
             entry = {"lr": self.lr, "weight_decay": self.weight_decay} | self.options(kind)
             entry |= {"lr": entry["lr"] * lr, "weight_decay": entry["weight_decay"] * decay}
             entry |= {"kind": kind, "initial_lr": entry["lr"], "frozen": [list(stage) for stage in frozen]}
+            entry |= {"curves": [[list(stage) for stage in curve] for curve in curves]} if curves else {}
             made.append({"params": [(p.name, p.parameter) for p in members]} | entry)
         return made
 

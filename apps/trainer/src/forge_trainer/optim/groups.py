@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from forge_config import Config, ConfigError, Meta
+from msgspec import structs
+
+from forge_trainer.optim.stages import Stage, StageRule, frozen_steps, require_rising, trained_stages
 
 if TYPE_CHECKING:
+    from forge_data.sources.config import SourceConfig
     from torch import nn
     from torch.optim import Optimizer
 
@@ -36,6 +40,7 @@ class GroupRule(Config):
         freeze_from: frozen from this step (counted from 0) on.
         freeze_until: and trained again from this step on; absent means never. Parameters that are frozen from
             0 on and never again trained have no optimizer state and no gradients; others do.
+        stages: from which steps on they train how, in place of the two keys above.
     """
 
     match: tuple[str, ...] = ()
@@ -44,10 +49,17 @@ class GroupRule(Config):
     decay: Annotated[float, Meta(ge=0)] = 1.0
     freeze_from: Annotated[int, Meta(ge=0)] | None = None
     freeze_until: Annotated[int, Meta(ge=1)] | None = None
+    stages: tuple[StageRule, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.match and not self.roles:
             raise ValueError("a group names nothing; give match, roles, or both")
+        require_rising(self.stages)
+        if self.stages and (self.freeze_from is not None or self.freeze_until is not None):
+            raise ValueError(
+                f"given freeze_from = {self.freeze_from} and freeze_until = {self.freeze_until} beside "
+                "stages; say it in stages"
+            )
         if self.freeze_until is not None and self.freeze_until <= (self.freeze_from or 0):
             raise ValueError(
                 f"freeze_until = {self.freeze_until} is not after freeze_from = {self.freeze_from or 0}; "
@@ -55,11 +67,15 @@ class GroupRule(Config):
             )
 
     @property
-    def stages(self) -> Stages:
+    def frozen(self) -> Stages:
         """The steps in which this rule freezes."""
         if self.freeze_from is None and self.freeze_until is None:
-            return ()
+            return tuple(frozen_steps(self.stages))
         return ((self.freeze_from or 0, self.freeze_until),)
+
+    def in_steps(self, step_of: Callable[[int], int]) -> GroupRule:
+        """The same rule with stages that begin at steps; see `StageRule.in_steps`."""
+        return structs.replace(self, stages=tuple(stage.in_steps(step_of) for stage in self.stages))
 
     def names(self, name: str, role: str) -> bool:
         """Whether it applies to a parameter."""
@@ -77,11 +93,13 @@ class Treatment(NamedTuple):
         lr: factor on the learning rate.
         decay: factor on the weight decay.
         frozen: steps in which it is frozen, in order of their start.
+        curves: the stages of each rule in which it trains; their factors multiply.
     """
 
     lr: float = 1.0
     decay: float = 1.0
     frozen: Stages = ()
+    curves: tuple[tuple[Stage, ...], ...] = ()
 
 
 class Group(NamedTuple):
@@ -101,11 +119,14 @@ class Group(NamedTuple):
 def treatment(name: str, role: str, rules: Iterable[GroupRule], no_decay: Sequence[str] = ()) -> Treatment:
     """What the rules say of one parameter; those of the roles `no_decay` do not decay whatever the rules."""
     lr, decay, frozen = 1.0, 0.0 if role in no_decay else 1.0, set[tuple[int, int | None]]()
+    curves = list[tuple[Stage, ...]]()
     for rule in rules:
         if rule.names(name, role):
             lr, decay = lr * rule.lr, decay * rule.decay
-            frozen.update(rule.stages)
-    return Treatment(lr, decay, tuple(sorted(frozen, key=lambda stage: (stage[0], stage[1] or 0))))
+            frozen.update(rule.frozen)
+            curves += [curve] if (curve := trained_stages(rule.stages)) else []
+    steps = tuple(sorted(frozen, key=lambda stage: (stage[0], stage[1] or 0)))
+    return Treatment(lr, decay, steps, tuple(curves))
 
 
 def group(
@@ -137,19 +158,35 @@ def is_frozen(stages: Stages, step: int) -> bool:
     return any(start <= step and (end is None or step < end) for start, end in stages)
 
 
-def freeze(model: nn.Module, rules: Sequence[GroupRule]) -> None:
+def freeze(model: nn.Module, rules: Sequence[GroupRule], sources: Sequence[SourceConfig] = ()) -> None:
     """Take gradients from what is never trained. Before the model is cut or made parallel.
+
+    Args:
+        model: all of it.
+        rules: of the configuration, by steps.
+        sources: of the data; modules whose inputs are in none of them are never trained.
 
     Raises:
         ConfigError: a pattern of a rule names no parameter, or nothing is left to train.
     """
     roles: dict[str, str] = model.parameter_roles()  # type: ignore[operator]
     require_names(rules, roles)
+    if idle := unfed(model, sources):
+        rules = [*rules, GroupRule(match=tuple(idle), freeze_from=0)]
     for name, parameter in model.named_parameters():
         if FOREVER in treatment(name, roles.get(name, ""), rules).frozen:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("optimizer.groups freezes every parameter; leave something to train")
+
+
+def unfed(model: nn.Module, sources: Sequence[SourceConfig]) -> list[str]:
+    """The modules whose inputs are in no source, such as a tower where there are no images."""
+    from forge_parallel.plan import Plan
+
+    if not sources or not all(source.has_tokens_only() for source in sources):
+        return []
+    return [name for name, mount in Plan.of(model).mounts.items() if mount.inputs]
 
 
 def require_names(rules: Sequence[GroupRule], roles: Mapping[str, str]) -> None:

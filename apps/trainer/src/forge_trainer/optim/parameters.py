@@ -28,8 +28,10 @@ class NamedParameter(NamedTuple):
 def trainable(parts: Iterable[nn.Module]) -> list[NamedParameter]:
     """The parameters of a model that are trained, tied ones once, with the roles that the model gives them.
 
+    A stage of a pipeline may have none.
+
     Raises:
-        ConfigError: a part says no role of some parameter, or nothing of them is ever trained.
+        ConfigError: a part says no role of some parameter.
     """
     found: list[NamedParameter] = []
     for part in parts:
@@ -39,9 +41,4 @@ def trainable(parts: Iterable[nn.Module]) -> list[NamedParameter]:
                 raise ConfigError(f"{type(part).__name__}.parameter_roles() says nothing of {name}; add it")
             if parameter.requires_grad:
                 found.append(NamedParameter(name, parameter, roles[name]))
-    if not found:
-        raise ConfigError(
-            "optimizer.groups freeze every parameter that this rank has; a stage of a pipeline needs "
-            "one that is trained: set pipeline.layers so that each has, or freeze less"
-        )
     return found

@@ -23,9 +23,12 @@ class TextStepConfig(StepConfig):
     Attributes:
         noise_scale_every_steps: distance of the steps in which the gradient noise scale is measured, for
             which gradients are summed over the ranks twice; 0 never measures it.
+        answers: evaluations tell how many targets are what the model finds likeliest (`accuracy`), and how
+            many documents have no other target (`answers`): what the model would write greedily.
     """
 
     noise_scale_every_steps: Annotated[int, Meta(ge=0)] = 0
+    answers: bool = False
 
     def build(
         self,
@@ -41,5 +44,6 @@ class TextStepConfig(StepConfig):
         from forge_trainer.steps.text import TextStep
 
         if self.noise_scale_every_steps:
-            return NoiseScaleStep(parts, loss_fn, mesh, seed, update, self.noise_scale_every_steps)
-        return TextStep(parts, loss_fn, mesh, seed, update)
+            every = self.noise_scale_every_steps
+            return NoiseScaleStep(parts, loss_fn, mesh, seed, update, self.answers, every)
+        return TextStep(parts, loss_fn, mesh, seed, update, self.answers)

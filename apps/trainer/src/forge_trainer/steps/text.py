@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from forge_config import ConfigError
 from forge_data.loading.loader import MicroBatch
 from forge_model.loss.cross_entropy import LossTerms, Sum
 from forge_parallel.mesh import Mesh
@@ -14,6 +15,7 @@ from forge_parallel.runner import Inputs, build_runner
 from torch import Tensor, nn
 
 from forge_trainer.randomness import seed_step
+from forge_trainer.steps.answers import means, right
 from forge_trainer.steps.base import Batch, StepOutput
 from forge_trainer.steps.evaluation import Lengths, evaluated, evaluating
 from forge_trainer.steps.sums import Sums
@@ -32,6 +34,7 @@ class TextStep:
 
     Attributes:
         runner: runs the parts, also for others who look at the model.
+        answers: evaluations tell `accuracy` and `answers` too; see `forge_trainer.steps.answers`.
     """
 
     parts: Sequence[nn.Module]
@@ -39,6 +42,7 @@ class TextStep:
     mesh: Mesh
     seed: int = 0
     update: Update | None = None
+    answers: bool = False
 
     def __post_init__(self) -> None:
         self.runner = build_runner(self.parts, self.mesh)
@@ -106,10 +110,18 @@ class TextStep:
                 lengths.add(micro)
                 moved = micro.to(self.mesh.device)
                 terms = self.runner.forward(self._inputs(moved))
-                sums.add(terms.sums | by_source(terms, moved) if terms is not None else {})
+                if terms is not None:
+                    told = right(_hits(terms), moved) if self.answers else {}
+                    sums.add(terms.sums | by_source(terms, moved) | told)
         totals = sums.totals(self.mesh, sums.names(self.mesh))
         losses = {n: t for n, t in totals.items() if n == "loss" or n.startswith(BY_SOURCE)}
-        return evaluated(losses, lengths.totals(self.mesh))
+        return evaluated(losses, lengths.totals(self.mesh)) | means(totals)
+
+
+def _hits(terms: LossTerms) -> Tensor:
+    if terms.hits is None:
+        raise ConfigError("step.answers is set, and the loss does not tell which targets were the likeliest")
+    return terms.hits
 
 
 def by_source(terms: LossTerms, micro: MicroBatch) -> dict[str, Sum]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from forge_trainer.optim.averaged import average_weights
 from forge_trainer.optim.groups import drop_frozen_gradients
+from forge_trainer.optim.stages import lr_factor as stage_factor
 
 
 class Updated(NamedTuple):
@@ -76,6 +77,8 @@ class Update:
         """
         drop_frozen_gradients(self.optimizer, step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # where nothing is trained on this rank, what is frozen says in which dtype ranks add up
+        parameters = parameters or [p for part in self.parts for p in part.parameters()]
         norm = global_norm(parameters, self.mesh)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         if self.clip_norm:
@@ -98,8 +101,9 @@ class Update:
     def _set_lr(self, step: int) -> float:
         factor = self.lr_factor(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-        return self.optimizer.param_groups[0]["lr"]
+            group["lr"] = group["initial_lr"] * factor * stage_factor(group.get("curves", ()), step)
+        first = next(iter(self.optimizer.param_groups), None)
+        return self.optimizer.defaults["lr"] * factor if first is None else first["lr"]
 
     def _reset_lr(self) -> None:
         """A function of the step, the learning rate is nothing that a checkpoint has to hold."""

@@ -14,7 +14,7 @@ from forge_data.order.order import key
 from forge_data.packing.packing import Packing
 from forge_data.packing.row_index import VERSION
 from forge_data.packing.stream import Place, Stream
-from forge_data.sources.config import Opening, SourceConfig, Split
+from forge_data.sources.config import Opening, Split
 from forge_data.sources.items import ItemReader
 from forge_data.store.tokenize import Making, Progress
 
@@ -71,7 +71,7 @@ def held_out_digests(
     for number in _taken(config, "validation"):
         source = config.sources[number]
         with named_source(config, number):
-            if type(source).packing is SourceConfig.packing:
+            if source.has_tokens_only():
                 store = source.open(opening.split, opening.tokenizer, opening.cache, opening.making)
                 found[number] = store.manifest.digest
             else:

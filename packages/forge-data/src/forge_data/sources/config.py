@@ -74,6 +74,10 @@ class SourceConfig(Config):
         """Whether there is text for validation; training needs none."""
         return False
 
+    def has_tokens_only(self) -> bool:
+        """Whether its sequences give a model nothing beside tokens, such as images."""
+        return type(self).packing is SourceConfig.packing
+
     def packing(self, opening: Opening) -> Packing:
         """The sequences of a split, made first when need be; by default those of the tokens of `open`.
 

@@ -172,6 +172,16 @@ def documents(task: Task, columns: Columns, tokenizer: Tokenizer) -> Iterator[tu
             yield f"{task.name}:{place}", document
 
 
+def rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and columns of each row of a task, of a file with rows.
+
+    Raises:
+        DataError: the file is damaged, or has not these columns.
+    """
+    with _damage_is_named(task.path):
+        yield from ((f"{task.name}:{place}", row) for place, row in _rows(task, names) if row is not None)
+
+
 @contextlib.contextmanager
 def _damage_is_named(path: Path | HubFile) -> Iterator[None]:
     """What the readers of files raise becomes an error that names the file, but for what may pass."""

@@ -66,6 +66,6 @@ class ItemReader(Protocol):
         Args:
             places: [T] int64, 0 for text, else 1 + the number of the place in the sequence.
             sizes: of the items of the sequence, in their order.
-            doc_ids: [T] int64, the sample of each token, counted within the sequence.
+            doc_ids: [T] int64, the sample of each token, counted within the sequence; -1 for padding.
         """
         ...

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from forge_data.store.restart import RestartableWriter
 from forge_data.store.tokens import TokenStore, Writer, store_dtype
 from forge_data.tokenizer.encoding import encoded
 from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
+
+Done = TypeVar("Done")
 
 AHEAD = 4
 """Tasks in flight for each process."""
@@ -162,7 +164,7 @@ def tokenize_files(
         cut = portions(tasks, as_text)
         done, empty = sum(task.bytes for task in itertools.islice(cut, writer.tasks)), 0
         try:
-            for task, found in _map(work, cut, workers):
+            for task, found in in_order(work, cut, workers):
                 writer.add(*found[:3])
                 writer.task_done()
                 empty += found.empty
@@ -225,7 +227,9 @@ def _nothing(num_files: int, held: Held) -> str:
     )
 
 
-def _map(work: Callable[[Task], _Done], tasks: Iterable[Task], workers: int) -> Iterator[tuple[Task, _Done]]:
+def in_order(
+    work: Callable[[Task], Done], tasks: Iterable[Task], workers: int
+) -> Iterator[tuple[Task, Done]]:
     """Tasks and what becomes of them in this process, or in several; in order, few waiting at a time.
 
     Raises:
@@ -239,7 +243,7 @@ def _map(work: Callable[[Task], _Done], tasks: Iterable[Task], workers: int) -> 
     starting = _without_main if b"__main__" not in pickle.dumps(work) else contextlib.nullcontext
     with blocked(), starting():
         ensure_running()
-    waiting: deque[tuple[Task, Future[_Done]]] = deque()
+    waiting: deque[tuple[Task, Future[Any]]] = deque()
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
         try:
             for task in tasks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,11 +12,16 @@ from forge_model.error import ModelError
 
 
 class LayerCache:
-    """Keys and values of one layer, [B, K, S, H] each, allocated at the first use, written from the left."""
+    """Keys and values of one layer, [B, K, S, H] each, allocated at the first use, written from the left.
+
+    Attributes:
+        kept: what the layer has made of side inputs that stay the same, by name; see `once`.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
+        self.kept: dict[str, tuple[Tensor, ...]] = {}
         self._key: Tensor | None = None
         self._value: Tensor | None = None
 
@@ -27,6 +34,12 @@ class LayerCache:
         self._value[:, :, self.length : end] = value
         self.length = end
         return self._key[:, :, :end], self._value[:, :, :end]
+
+    def once(self, name: str, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What `make` returned at the first call for this name, such as keys and values of images."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
 
     def crop(self, length: int) -> None:
         """Forget all tokens but the first `length`; keeps those it has if they are fewer."""

@@ -236,7 +236,8 @@ class SoftmaxAttention:
         self, query: Tensor, key: Tensor, value: Tensor, resolved: Any, scale: float | None = None
     ) -> Tensor:
         """See `Attend.__call__`."""
-        grouped = key.shape[1] != query.shape[1]
+        # a branch: while compiling, where blocks differ in heads, the comparison by itself is a symbol
+        grouped = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
         if isinstance(resolved, LastKeys):
             key, value = resolved.of(key, value)
         if resolved is None or isinstance(resolved, Tensor | LastKeys):
@@ -247,7 +248,7 @@ class SoftmaxAttention:
                 attn_mask=resolved if isinstance(resolved, Tensor) else None,
                 is_causal=resolved is None,
                 scale=scale,
-                enable_gqa=grouped,
+                **grouped,
             )
         return attend_flex(query, key, value, resolved, scale)
 

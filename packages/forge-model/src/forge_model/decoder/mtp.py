@@ -88,4 +88,4 @@ def combined(terms: Sequence[LossTerms], weight: float) -> LossTerms:
     main, *depths = terms
     total = main.total + weight / len(depths) * torch.stack([one.total for one in depths]).sum()
     sums: dict[str, Sum] = {f"mtp{k}_loss": one.sums["loss"] for k, one in enumerate(depths, 1)}
-    return LossTerms(total, main.sums | sums, main.rows)
+    return LossTerms(total, main.sums | sums, main.rows, main.hits)

@@ -84,6 +84,7 @@ class _StaticLayer(LayerCache):
     def __init__(self, layer: LayerCache, position: Tensor) -> None:
         super().__init__(layer.capacity)
         self._key, self._value, self._position = layer._key, layer._value, position
+        self.kept = layer.kept
         self.length = 1  # it has some; a number that changed would be compiled anew
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

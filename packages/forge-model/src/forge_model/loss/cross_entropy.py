@@ -30,11 +30,14 @@ class LossTerms(NamedTuple):
             never smoothed) and `z_loss` (the squared log-normalizers), both counted by valid targets, or by
             the sum of their weights. No gradient flows through them.
         rows: [B] each, the sums of `loss` by sequence, where labels are [B, T]; None where a loss tells none.
+        hits: of the shape of the labels, whether the target is the likeliest entry; false where there is no
+            target. None where a loss does not tell.
     """
 
     total: Tensor
     sums: dict[str, Sum]
     rows: Sum | None = None
+    hits: Tensor | None = None
 
 
 class VocabularyShard(Protocol):
@@ -112,12 +115,13 @@ class Loss:
             softcap,
         )
         weights = None if weights is None else weights.flatten()
-        total, cross_entropy, z_loss, count, places = _LinearCrossEntropy.apply(
+        total, cross_entropy, z_loss, count, places, hits = _LinearCrossEntropy.apply(
             hidden.flatten(0, -2), weight, labels.flatten(), weights, options
         )
         counts = (labels >= 0) if weights is None else (labels >= 0) * weights.view_as(labels)
         rows = Sum(places.view_as(labels).sum(-1), counts.sum(-1).to(places.dtype))
-        return LossTerms(total, {"loss": Sum(cross_entropy, count), "z_loss": Sum(z_loss, count)}, rows)
+        sums = {"loss": Sum(cross_entropy, count), "z_loss": Sum(z_loss, count)}
+        return LossTerms(total, sums, rows, hits.view_as(labels))
 
 
 class _Options(NamedTuple):
@@ -135,6 +139,7 @@ class _Chunk(NamedTuple):
     Attributes:
         exponentials: [n, V] of the logits less their maximum.
         normalizer: [n, 1] their sums over the full vocabulary.
+        top: [n] the largest logits.
         lse: [n] the logarithms of the sums of exponentials of the logits.
         picked: [n] the logits of the targets.
         even: [n] the means of the logits; zeros without label smoothing.
@@ -145,6 +150,7 @@ class _Chunk(NamedTuple):
 
     exponentials: Tensor
     normalizer: Tensor
+    top: Tensor
     lse: Tensor
     picked: Tensor
     even: Tensor | float
@@ -172,7 +178,7 @@ def _normalize(logits: Tensor, target: Tensor, options: _Options) -> _Chunk:
         top = logits.amax(1, keepdim=True)
         normalizer = logits.sub_(top).exp_().sum(1, keepdim=True)
         lse = (normalizer.log() + top)[:, 0]
-        return _Chunk(logits, normalizer, lse, picked, even, target, 1.0, entries)
+        return _Chunk(logits, normalizer, top[:, 0], lse, picked, even, target, 1.0, entries)
     target = target - vocabulary.first
     here = ((target >= 0) & (target < entries)).to(logits.dtype)
     target = target.clamp(0, entries - 1)
@@ -184,7 +190,7 @@ def _normalize(logits: Tensor, target: Tensor, options: _Options) -> _Chunk:
     even = rest[0] / rest[1] if rest else 0.0
     lse = normalizer.log() + top[:, 0]
     number = rest[1][:, None] if rest else entries
-    return _Chunk(logits, normalizer[:, None], lse, picked, even, target, here, number)
+    return _Chunk(logits, normalizer[:, None], top[:, 0], lse, picked, even, target, here, number)
 
 
 def _differentiate(made: _Chunk, counts: Tensor, options: _Options) -> Tensor:
@@ -219,6 +225,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sums = torch.zeros(3, dtype=wide, device=hidden.device)
         smoothed = torch.zeros((), dtype=wide, device=hidden.device)
         places = torch.empty(len(labels), dtype=wide, device=hidden.device)
+        hits = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
         # chunks share both: logits as the model makes them, later their gradient; and in what is computed in
         buffer = hidden.new_empty(min(options.chunk, len(labels)), len(weight))
         wider = buffer if hidden.dtype == wide else torch.empty_like(buffer, dtype=wide)
@@ -234,7 +241,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits, slope = _capped(logits, options.softcap)
             made = _normalize(logits, target, options)
             lse, picked = made.lse, made.picked
-            places[rows] = (lse - picked) * counts
+            places[rows], hits[rows] = (lse - picked) * counts, (picked == made.top) & (target >= 0)
             sums += torch.stack([places[rows].sum(), (lse.square() * counts).sum(), counts.sum()])
             if options.smoothing:
                 smoothed += ((picked - made.even) * counts).sum() * options.smoothing
@@ -250,8 +257,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
         cross_entropy, z_loss, count = sums.unbind()
-        ctx.mark_non_differentiable(cross_entropy, z_loss, count, places)
-        return cross_entropy + smoothed + options.z_weight * z_loss, cross_entropy, z_loss, count, places
+        ctx.mark_non_differentiable(cross_entropy, z_loss, count, places, hits)
+        total = cross_entropy + smoothed + options.z_weight * z_loss
+        return total, cross_entropy, z_loss, count, places, hits
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor, *_: Tensor) -> Any:

@@ -2,41 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from forge_config import Config, Registry
 from forge_model.config import DecoderConfig
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 class FusionConfig(Config):
-    """Interface of `[model.fusion]`."""
+    """Interface of `[model.fusion]`.
+
+    Attributes:
+        host: those of `arrays` that stay in the memory of the host.
+        passed_on: the side input of blocks [B, `tokens_beside`, D] that the module of the fusion makes, and
+            that the first stage of a pipeline passes on to the others.
+    """
+
+    host: ClassVar[frozenset[str]] = frozenset()
+    passed_on: ClassVar[str] = ""
+
+    @property
+    def tokens_beside(self) -> int:
+        """Most visual tokens of a sequence, given beside its tokens; 0 where they stand among them."""
+        return 0
 
     def decoder(self, config: DecoderConfig) -> DecoderConfig:
-        """The decoder that is built: the one of the configuration, with the blocks that the fusion needs."""
+        """The decoder that is built: the one of the configuration, with the blocks that the fusion needs.
+
+        Raises:
+            ValueError: the fusion cannot be put into it.
+        """
         return config
 
     def build(self) -> nn.Module:
         """A module that makes inputs of the decoder of visual tokens; see `forge_vlm.fusion.joint.Joint`."""
         raise NotImplementedError
 
-    def arrays(self, places: np.ndarray, images: np.ndarray, doc_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """What the model takes of a sequence beside `image_index` and `image_places`, by name.
+    def places(self, visual_tokens: int) -> int:
+        """Tokens of a sequence that stand for an image of so many visual tokens."""
+        return visual_tokens
+
+    def arrays(
+        self, places: np.ndarray, images: np.ndarray, doc_ids: np.ndarray, counts: Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        """What the model takes of a sequence beside `image_index` and `image_places`, by name; or these.
 
         Args:
             places: [T] int64, 0 for text, else 1 + the number of the place in the sequence.
             images: [T] int64, 0 for text, else 1 + the number of the image in the sequence.
-            doc_ids: [T] int64, the sample of each token.
+            doc_ids: [T] int64, the sample of each token, not falling; -1 for padding at the end.
+            counts: the visual tokens of each image of the sequence.
         """
         return {}
 
     def by_token(self) -> Sequence[str]:
         """Those of `arrays` that have a value for each token."""
         return ()
+
+    def side_inputs(self, tokens: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """What the decoder takes beside tokens, made of the inputs of the model; on each stage of a pipeline.
+
+        Args:
+            tokens: [B, T].
+            inputs: of the model; those of `arrays` are missing where there is no image at all.
+        """
+        return dict(inputs)
+
+    def after_prompt(self, tokens: Tensor, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Side inputs of the tokens that are written after a prompt, one at a time.
+
+        Args:
+            tokens: [B, T] the prompts.
+            inputs: the side inputs that the decoder was given with them.
+        """
+        return {}
+
+    def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
+        """See `ModelConfig.require_axes`; the blocks of the decoder are asked beside."""
+
+    def other_flops(self, decoder: DecoderConfig, visual_tokens: int) -> float:
+        """Matmul FLOPs of a forward pass over so many visual tokens, beside those that the decoder counts.
+
+        Args:
+            decoder: what `decoder` made.
+            visual_tokens: of a batch.
+        """
+        return 0.0
 
 
 fusions = Registry("fusion", FusionConfig, default="joint")
@@ -58,10 +113,20 @@ class JointConfig(FusionConfig):
 
         return Joint()
 
-    def arrays(self, places: np.ndarray, images: np.ndarray, doc_ids: np.ndarray) -> dict[str, np.ndarray]:
+    def arrays(
+        self, places: np.ndarray, images: np.ndarray, doc_ids: np.ndarray, counts: Sequence[int]
+    ) -> dict[str, np.ndarray]:
         """See `FusionConfig.arrays`."""
         return {} if self.attention == "causal" else {"span_ids": images}
 
     def by_token(self) -> Sequence[str]:
         """See `FusionConfig.by_token`."""
         return () if self.attention == "causal" else ("span_ids",)
+
+    def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
+        """See `FusionConfig.require_axes`."""
+        if cp > 1 and method == "gather" and self.attention == "image":
+            raise ValueError(
+                "visual tokens that see all of their image see later ones, which context parallelism by "
+                '"gather" does not have; set context_parallel.method = "ulysses", or mesh.cp = 1'
+            )

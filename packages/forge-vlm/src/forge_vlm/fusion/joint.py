@@ -25,12 +25,14 @@ class Joint(nn.Module):
         super().__init__()
         self.merge = Merge()
 
-    def forward(self, x: Tensor, features: Tensor, index: Tensor) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, features: Tensor, index: Tensor, counts: Tensor) -> dict[str, Tensor]:
         """Inputs of the decoder.
 
         Args:
             x: [B, T, D] embeddings.
             features: [V, D] visual tokens of all sequences in their order; at least one.
-            index: [B, T] 0 for text, else 1 + the number of the visual token.
+            index: [B, T] 0 for text, else 1 + the number of the visual token in its row.
+            counts: [B] visual tokens of each row.
         """
-        return {"hidden": self.merge(x, features, index)}
+        before = (counts.cumsum(0) - counts)[:, None]
+        return {"hidden": self.merge(x, features, torch.where(index > 0, index + before, 0))}

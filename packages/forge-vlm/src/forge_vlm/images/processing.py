@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from forge_vlm.images.config import Cut
+
+ORIENTATION = 0x0112
+"""The EXIF tag in which a camera says how it was held; from 5 on, height and width change places."""
 
 
 def opened(raw: bytes) -> Any:
     """An image of Pillow, of which only the header was read.
 
     Raises:
-        ValueError: it is no image that Pillow knows.
+        ValueError: it is no image that Pillow knows, or one so large that reading it would be an attack.
         ImportError: Pillow is missing.
     """
     try:
@@ -21,25 +27,79 @@ def opened(raw: bytes) -> Any:
         raise ImportError("images need Pillow: pip install 'forge-vlm[data]'") from None
     try:
         return Image.open(io.BytesIO(raw))
-    except (UnidentifiedImageError, OSError) as error:
+    except (UnidentifiedImageError, OSError, Image.DecompressionBombError, SyntaxError) as error:
         raise ValueError(f"no image: {error}") from None
 
 
-def pixels_of(raw: bytes, height: int, width: int) -> np.ndarray:
-    """[height, width, 3] uint8: an image turned as its camera says, in colour, resized (bicubic).
+def size_of(raw: bytes) -> tuple[int, int]:
+    """Height and width in pixels of an image turned as its camera says, from the header of its file.
+
+    Raises:
+        ValueError: it is no image.
+    """
+    image = opened(raw)
+    width, height = image.size
+    return (width, height) if _orientation(image) >= 5 else (height, width)
+
+
+def _orientation(image: Any) -> int:
+    """How an image is turned, from the header of its file; what PNG says behind its pixels is ignored."""
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1
+    try:
+        return image.getexif().get(ORIENTATION, 1)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"a damaged image: {error}") from None
+
+
+def decoded(raw: bytes) -> Any:
+    """An image of Pillow turned as its camera says, in colour; what is transparent is laid on white.
 
     Raises:
         ValueError: it is damaged.
     """
     from PIL import Image, ImageOps
 
+    image = opened(raw)
     try:
-        image = ImageOps.exif_transpose(opened(raw)).convert("RGB")
-    except (OSError, SyntaxError) as error:
+        if _orientation(image) != 1:
+            image = ImageOps.exif_transpose(image)
+        if image.has_transparency_data:
+            below = Image.new("RGBA", image.size, (255, 255, 255, 255))
+            image = Image.alpha_composite(below, image.convert("RGBA"))
+        return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"a damaged image: {error}") from None
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    return np.asarray(image)
+
+
+def pictures_of(
+    image: Any, cuts: Sequence[Cut], resample: str, fill: tuple[int, int, int]
+) -> list[np.ndarray]:
+    """The cuts of an image of Pillow, each [H, W, 3] uint8.
+
+    Args:
+        image: in colour.
+        cuts: see `ImagesConfig.cuts`.
+        resample: see `ImagesConfig`.
+        fill: the colour around an image that is laid on a canvas.
+    """
+    from PIL import Image
+
+    found, done = list[np.ndarray](), dict[tuple[tuple[int, int], tuple[int, int]], Any]()
+    for cut in cuts:
+        if (key := (cut.resized, cut.padded)) not in done:
+            (height, width), canvas = cut.resized, cut.padded
+            one = image
+            if image.size != (width, height):
+                one = image.resize((width, height), Image.Resampling[resample.upper()])
+            if canvas != cut.resized:
+                below = Image.new("RGB", (canvas[1], canvas[0]), fill)
+                below.paste(one, ((canvas[1] - width) // 2, (canvas[0] - height) // 2))
+                one = below
+            done[key] = one
+        box = cut.left, cut.top, cut.left + cut.width, cut.top + cut.height
+        found.append(np.asarray(done[key].crop(box)))
+    return found
 
 
 def patches_of(pixels: np.ndarray, size: int) -> np.ndarray:

@@ -8,40 +8,28 @@ from typing import Any
 import numpy as np
 from forge_model.model_config import Prompt
 
+from forge_vlm.images.marks import PLACE, MarkedTokenizer, with_marks, with_places
 from forge_vlm.images.reader import ImageReader
-
-MARK = "<image>"
-"""Where an image stands in the text of a prompt."""
 
 
 def prompt_of(reader: ImageReader, text: str, images: Sequence[bytes], tokenizer: Any) -> Prompt:
     """See `VisionLanguageConfig.prompt`."""
-    marks = text.count(MARK)
-    if marks and marks != len(images):
-        raise ValueError(f"given {len(images)} images, and a text with {marks} marks {MARK}; give as many")
-    texts = text.split(MARK) if marks else ["" for _ in images] + [text]
+    marked = MarkedTokenizer(tokenizer)
+    ids, bos = marked.encode(with_marks(text, len(images))), list(getattr(tokenizer, "bos_ids", ()))
+    if ids[: len(bos)].tolist() != bos:
+        ids = np.concatenate([bos, ids]).astype(np.int64)
     sizes = [reader.measure(raw) for raw in images]
-    tokens = list[int](getattr(tokenizer, "bos_ids", ()))
-    places = [0 for _ in tokens]
-    for number, part in enumerate(texts):
-        ids = [int(token) for token in tokenizer.encode(part)]
-        tokens += ids
-        places += [0] * len(ids)
-        for run in reader.layout(sizes[number]) if number < len(images) else ():
-            if isinstance(run, int):
-                first = 1 + max(places, default=0)
-                tokens += [tokenizer.eos_id] * run
-                places += range(first, first + run)
-            else:
-                ids = [int(token) for token in tokenizer.encode(run)]
-                tokens += ids
-                places += [0] * len(ids)
-    index = np.array(places, dtype=np.int64)
+    tokens, _ = with_places(ids, marked.place_id, [reader.layout(size) for size in sizes], tokenizer)
+    is_place = tokens == PLACE
+    index = np.where(is_place, is_place.cumsum(), 0)
     arrays = reader.sequence(index, sizes, np.zeros_like(index))
     read = [reader.read(raw, size) for raw, size in zip(images, sizes, strict=True)]
     rows = {
         name: np.concatenate([none, *(one[name] for one in read)]) for name, none in reader.ragged.items()
     }
     return Prompt(
-        tokens, rows | {name: np.asarray(array)[None] for name, array in arrays.items()}, reader.host
+        np.where(is_place, tokenizer.eos_id, tokens).tolist(),
+        rows | {name: np.asarray(array)[None] for name, array in arrays.items()},
+        reader.host,
+        frozenset(name for name, array in arrays.items() if array.shape[-1:] == tokens.shape),
     )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.order.order import key
+from forge_data.packing.layouts import best_fit_rows
 from forge_data.packing.packing import Packing, Ragged, Sequences
 from forge_data.sources.items import ItemReader, Size
 
-PLACE = -1
-"""The id of a place of a visual token in a sample."""
+from forge_vlm.images.marks import PLACE as PLACE
 
 
 class Sample(NamedTuple):
@@ -23,11 +23,13 @@ class Sample(NamedTuple):
         tokens: [L] int64, `PLACE` where visual tokens stand; the last one ends it.
         targets: [L] bool, whether each token is to be predicted; a place never is.
         items: raw images and their sizes, in the order of their places.
+        name: of the sample, for messages.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     items: Sequence[tuple[object, Size]]
+    name: str = ""
 
 
 class Samples(Protocol):
@@ -41,6 +43,10 @@ class Samples(Protocol):
     digest: str
     lengths: np.ndarray
 
+    def sizes(self, number: int) -> Sequence[Size]:
+        """Of the images of one of them, which are not read."""
+        ...
+
     def sample(self, number: int) -> Sample:
         """One of them.
 
@@ -51,7 +57,9 @@ class Samples(Protocol):
 
 
 class SamplePacking(Packing):
-    """Sequences of whole samples in their order, as many as fit, or one each; padding follows them.
+    """Sequences of whole samples: in their order, as many as fit; where they fit best; or one each.
+
+    Padding follows them.
 
     Args:
         samples: of the source.
@@ -64,23 +72,27 @@ class SamplePacking(Packing):
     """
 
     def __init__(self, samples: Samples, reader: ItemReader, data: DataConfig, eos_id: int) -> None:
-        if data.packing not in ("concat", "pad"):
+        if data.packing not in ("concat", "bestfit", "pad"):
             raise DataError(
-                f'data.packing = "{data.packing}" for samples with images, which are never cut; use "concat" '
-                'or "pad"'
+                f'data.packing = "{data.packing}" for samples with images, which are never cut; use '
+                '"concat", "bestfit" or "pad"'
             )
-        if data.packing == "concat" and not data.mask_documents:
+        if data.packing != "pad" and not data.mask_documents:
             raise DataError(
-                'data.packing = "concat" puts several samples into a sequence, which must not see each '
-                'other; set data.mask_documents = true, or data.packing = "pad"'
+                f'data.packing = "{data.packing}" puts several samples into a sequence, which must not see '
+                'each other; set data.mask_documents = true, or data.packing = "pad"'
             )
+        self._made_of = samples, reader, data, eos_id
         self.max_tokens = data.max_tokens
         self._samples, self._reader, self._eos = samples, reader, eos_id
         self._masked = data.mask_documents
-        self._starts = self._rows(samples.lengths, data.packing == "concat")
+        self._order, self._starts = self._rows(samples.lengths, data.packing)
         self.digest = f"{key(samples.digest, reader.digest, data.packing):016x}"
         self.ragged, self.host = reader.ragged, reader.host
         self.sequence_bytes = self._sequence_bytes()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SamplePacking, self._made_of
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -110,22 +122,42 @@ class SamplePacking(Packing):
             ragged[name] = Ragged(np.concatenate([none, *(one for part in parts for one in part)]), counts)
         return Sequences(tokens, (ignored[0], ignored[1]), extra, ragged)
 
-    def _rows(self, lengths: np.ndarray, several: bool) -> np.ndarray:
-        """[rows + 1]: the first sample of each row, and the number of samples."""
+    def _rows(self, lengths: np.ndarray, packing: str) -> tuple[np.ndarray, np.ndarray]:
+        """[samples] the samples in the order of their rows, and [rows + 1] where each row starts there."""
         room = self.max_tokens + 1
         if len(long := np.flatnonzero(lengths > room)):
             raise DataError(
-                f"sample {long[0]} has {lengths[long[0]]} tokens, visual ones included, and a sequence has "
-                f"room for {room} (data.max_tokens + 1); samples are never cut: use longer sequences, or "
-                "smaller images"
+                f"{len(long)} of {len(lengths)} samples are too long: sample {long[0]} has "
+                f"{lengths[long[0]]} tokens, visual ones included, and a sequence has room for {room} "
+                "(data.max_tokens + 1); samples are never cut: use longer sequences, or smaller images"
             )
-        starts, used = [0], 0
-        for number, length in enumerate(lengths.tolist()):
-            if number and (not several or used + length > room):
-                starts.append(number)
-                used = 0
-            used += length
-        return np.array([*starts, len(lengths)], dtype=np.int64)
+        order = np.arange(len(lengths))
+        if packing == "pad":
+            return order, np.arange(len(lengths) + 1)
+        limits = [(lengths, room), *self._beside()]
+        if packing == "bestfit":
+            row = best_fit_rows(np.max([-(-n * room // most) for n, most in limits], axis=0), room)
+            order = np.argsort(row, kind="stable")
+            return order, np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2))
+        starts, ends = [0], [(np.cumsum(n), most) for n, most in limits]
+        while (at := starts[-1]) < len(lengths):
+            fits = [np.searchsorted(n, (n[at - 1] if at else 0) + most, side="right") for n, most in ends]
+            starts.append(int(min(fits)))
+        return order, np.array(starts, dtype=np.int64)
+
+    def _beside(self) -> list[tuple[np.ndarray, int]]:
+        """[n] visual tokens of each sample, and most of a row: where they stand beside its tokens."""
+        if not (most := getattr(self._reader, "tokens_beside", 0)):
+            return []
+        count: Callable[[Size], int] = self._reader.visual_tokens  # type: ignore[attr-defined]
+        sizes = (self._samples.sizes(number) for number in range(len(self._samples.lengths)))
+        visual = np.array([sum(map(count, one)) for one in sizes], dtype=np.int64)
+        if len(large := np.flatnonzero(visual > most)):
+            raise DataError(
+                f"sample {large[0]} has {visual[large[0]]} visual tokens, and model.fusion.max_visual_tokens "
+                f"= {most}; use a larger one, or fewer images in a sample"
+            )
+        return [(visual, most)]
 
     def _sequence_bytes(self) -> int:
         row = max((self._row(number) for number in range(min(4, len(self)))), key=lambda one: len(one.arrays))
@@ -143,17 +175,18 @@ class SamplePacking(Packing):
             row.targets[at] = False  # nothing before it belongs to it
             row.doc_ids[part], row.positions[part] = nth, np.arange(len(sample.tokens))
             places[part] = np.where(is_place, places.max() + is_place.cumsum(), 0)
-            row.arrays.extend(self._reader.read(raw, size) for raw, size in sample.items)  # type: ignore[arg-type]
+            row.arrays.extend(self._arrays(sample))
             sizes += [size for _, size in sample.items]
             at = part.stop
         row.doc_ids[at:] = row.doc_ids[at - 1] + 1
-        row.extra.update(self._reader.sequence(places[:-1], sizes, row.doc_ids[:-1]))
+        samples = np.where(np.arange(room) < at, row.doc_ids, -1)
+        row.extra.update(self._reader.sequence(places[:-1], sizes, samples[:-1]))
         if self._masked:
             row.extra.update(doc_ids=row.doc_ids[:-1], positions=row.positions[:-1])
         return row
 
-    def _read(self, first: int, end: int) -> Iterator[Sample]:
-        for number in range(int(first), int(end)):
+    def _read(self, first: np.int64, end: np.int64) -> Iterator[Sample]:
+        for number in self._order[first:end].tolist():
             sample = self._samples.sample(number)
             needed = sum(
                 part
@@ -163,10 +196,17 @@ class SamplePacking(Packing):
             )
             if (found := int((sample.tokens == PLACE).sum())) != needed:
                 raise DataError(
-                    f"sample {number} has {found} places for {len(sample.items)} images, which make {needed} "
-                    "visual tokens"
+                    f"sample {sample.name or number} has {found} places for {len(sample.items)} images, "
+                    f"which make {needed} visual tokens"
                 )
             yield sample
+
+    def _arrays(self, sample: Sample) -> Iterator[dict[str, np.ndarray]]:
+        for number, (raw, size) in enumerate(sample.items):
+            try:
+                yield self._reader.read(raw, size)  # type: ignore[arg-type]
+            except ValueError as error:
+                raise DataError(f"image {number + 1} of the sample {sample.name}: {error}") from None
 
 
 class _Row(NamedTuple):

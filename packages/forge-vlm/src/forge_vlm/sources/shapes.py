@@ -98,7 +98,13 @@ class Shapes:
         self._reader, self._tokenizer, self._pairs = reader, tokenizer, pairs
         self._size, self._seed = size, seed
         self.digest = f"shapes {VERSION} {tokenizer.digest} {count} {pairs} {size} {seed}"
-        self.lengths = np.array([len(self._text(number)[0]) for number in range(count)], dtype=np.int64)
+        texts = [self._text(number) for number in range(count)]
+        self.lengths = np.array([len(tokens) for tokens, _, _ in texts], dtype=np.int64)
+        self._images = [len(scenes) for _, _, scenes in texts]
+
+    def sizes(self, number: int) -> list[Size]:
+        """See `Samples.sizes`."""
+        return [Size(1, self._size, self._size)] * self._images[number]
 
     def sample(self, number: int) -> Sample:
         """See `Samples.sample`."""

@@ -1,0 +1,234 @@
+"""What `[model.fusion]` holds with `type = "cross-attention"`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from forge_config import Meta
+from forge_model.config import (
+    DecoderConfig,
+    FfnConfig,
+    GroupedQueryConfig,
+    LayerConfig,
+    LayerOverride,
+    StandardBlockConfig,
+    blocks,
+)
+from forge_model.side_inputs import Needs
+from msgspec.structs import replace
+
+from forge_vlm.fusion.config import FusionConfig, fusions
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+@blocks.register("cross-attention")
+class CrossBlockConfig(StandardBlockConfig):
+    """A standard block after a gated layer that looks at visual tokens; see `CrossAttentionConfig`.
+
+    Attributes:
+        visual_tokens: that each sequence is given, S.
+        num_heads: query heads; absent means as the attention of the layer, so the next two.
+        num_kv_heads: key-value heads.
+        head_dim: width of a head.
+        ffn: of the gated layer; absent means one like that of the layer.
+        gate_init: what both gates start at; what is behind a gate is multiplied by its tanh.
+        blind: what a token gets that sees no image.
+    """
+
+    needs: ClassVar[Needs] = {"image_features": "other", "image_window": "token"}
+
+    visual_tokens: Count = 256
+    num_heads: Count | None = None
+    num_kv_heads: Count | None = None
+    head_dim: Count | None = None
+    ffn: FfnConfig | None = None
+    gate_init: float = 0.0
+    blind: Literal["nothing", "mllama"] = "nothing"
+
+    def attention(self, layer: LayerConfig, dim: int) -> GroupedQueryConfig:
+        """The heads of the gated layer, all defaults resolved.
+
+        Raises:
+            ValueError: the layer has no heads to inherit.
+        """
+        like = layer.attention
+        if self.num_heads is None and not isinstance(like, GroupedQueryConfig):
+            raise ValueError(
+                f"fusion.num_heads is absent, and a {type(like).__name__} has no heads to be inherited; give "
+                "fusion.num_heads"
+            )
+        heads = self.num_heads or like.num_heads  # type: ignore[attr-defined]
+        inherits = self.num_heads is None
+        kv_heads = self.num_kv_heads or (like.kv_heads if inherits else heads)  # type: ignore[attr-defined]
+        width = self.head_dim or (like.rotary_dim(dim) if inherits else dim // heads)
+        return GroupedQueryConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
+
+    def feed_forward(self, layer: LayerConfig) -> FfnConfig:
+        """The feed-forward of the gated layer."""
+        return self.ffn or layer.ffn
+
+    def build(self, layer: LayerConfig, dim: int) -> nn.Module:
+        """See `BlockConfig.build`."""
+        from forge_vlm.fusion.cross_attention import CrossBlock
+
+        return CrossBlock(self, layer, dim)
+
+    def forward_flops(self, layer: LayerConfig, dim: int, tokens: int, causal: bool) -> float:
+        """See `BlockConfig.forward_flops`: a token looks at all places of visual tokens, filled or not."""
+        heads = self.attention(layer, dim)
+        width, kv_width = (n * heads.rotary_dim(dim) for n in (heads.num_heads, heads.kv_heads))
+        keys = 4 * dim * kv_width * self.visual_tokens / tokens
+        looked = 4 * width * self.visual_tokens
+        cross = 4 * dim * width + keys + looked + self.feed_forward(layer).forward_flops(dim)
+        return super().forward_flops(layer, dim, tokens, causal) + cross
+
+    def tensor_sizes(self, layer: LayerConfig, dim: int) -> dict[str, int]:
+        """See `BlockConfig.tensor_sizes`."""
+        heads = self.attention(layer, dim)
+        cross = {"cross.heads": heads.num_heads, "cross.kv_heads": heads.kv_heads}
+        ffn = self.feed_forward(layer).tensor_sizes(dim)
+        cross |= {f"cross.ffn.{key}": size for key, size in ffn.items()}
+        return super().tensor_sizes(layer, dim) | cross
+
+
+@fusions.register("cross-attention")
+class CrossAttentionConfig(FusionConfig):
+    """Text alone is the residual stream; gated layers before some blocks look at visual tokens.
+
+    An image takes one token of a sequence, where it stands. Flamingo, arXiv:2204.14198; Llama 3,
+    arXiv:2407.21783 section 7; the layers are those of `MllamaTextModel` of transformers.
+
+    Attributes:
+        layers: before which blocks: an index or a slice as in Python, or several with commas; "3::4" is every
+            fourth from the fourth on.
+        max_visual_tokens: S, room for visual tokens in a sequence. All of it is computed, filled or not.
+        num_heads: query heads of the gated layers; absent means as in the attention of their block.
+        num_kv_heads: key-value heads; absent means the same, or as many as `num_heads` if that is given.
+        head_dim: width of a head.
+        ffn: feed-forward of the gated layers; absent means one like that of their block.
+        gate_init: what the gates start at, before their tanh. 0 leaves a text decoder what it was, and learns
+            slowly from scratch, where 0.5 is better.
+        sees: `all`: text sees all images of its sample before it; `latest`: those of the last run of images
+            without text between them, as Mllama.
+        blind: what a token gets that sees no image: `nothing`, or what it gets in `mllama`: its attention
+            sees all images of its sample, later ones too, and only the feed-forward is left out.
+    """
+
+    passed_on: ClassVar[str] = "image_features"
+
+    layers: str = "::4"
+    max_visual_tokens: Count = 256
+    num_heads: Count | None = None
+    num_kv_heads: Count | None = None
+    head_dim: Count | None = None
+    ffn: FfnConfig | None = None
+    gate_init: float = 0.0
+    sees: Literal["all", "latest"] = "all"
+    blind: Literal["nothing", "mllama"] = "nothing"
+
+    @property
+    def tokens_beside(self) -> int:
+        """See `FusionConfig.tokens_beside`."""
+        return self.max_visual_tokens
+
+    def decoder(self, config: DecoderConfig) -> DecoderConfig:
+        """See `FusionConfig.decoder`."""
+        if config.mtp.num_modules:
+            raise ValueError(
+                f'fusion.type = "cross-attention" with mtp.num_modules = {config.mtp.num_modules}, whose '
+                "modules see no images; use 0"
+            )
+        block = CrossBlockConfig(
+            visual_tokens=self.max_visual_tokens,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            ffn=self.ffn,
+            gate_init=self.gate_init,
+            blind=self.blind,
+        )
+        override = LayerOverride(layers=self.layers, block=block)
+        for index in override.indices(config.num_layers):
+            self._require(index, config.layer(index), block, config.dim)
+        return replace(config, overrides=[*config.overrides, override])
+
+    def _require(self, index: int, layer: LayerConfig, block: CrossBlockConfig, dim: int) -> None:
+        """See that a gated layer can stand before a block."""
+        if type(layer.block) is not StandardBlockConfig:
+            raise ValueError(
+                f"fusion.layers names layer {index}, whose block is a {type(layer.block).__name__}; gated "
+                "layers stand before standard blocks"
+            )
+        ffn = block.feed_forward(layer)
+        if ffn.expert_counts() or ffn.needs or layer.norm.needs:
+            raise ValueError(
+                f"the gated layer before layer {index} would have a {type(ffn).__name__} and a "
+                f"{type(layer.norm).__name__}; it takes norms without side inputs, and dense feed-forwards, "
+                "which fusion.ffn may give"
+            )
+        block.attention(layer, dim)
+
+    def build(self) -> nn.Module:
+        """See `FusionConfig.build`."""
+        from forge_vlm.fusion.cross_attention import Beside
+
+        return Beside(self.max_visual_tokens)
+
+    def places(self, visual_tokens: int) -> int:
+        """See `FusionConfig.places`: one, whatever the image."""
+        return 1
+
+    def arrays(
+        self, places: np.ndarray, images: np.ndarray, doc_ids: np.ndarray, counts: Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        """See `FusionConfig.arrays`.
+
+        `image_window` [2, T] int64: the first visual token of the sequence that a token sees, and the end of
+        those; where it sees none, the end and the first of those of its sample.
+
+        Raises:
+            ValueError: there is no room for the visual tokens.
+        """
+        if sum(counts) > self.max_visual_tokens:
+            raise ValueError(
+                f"{len(counts)} images have {sum(counts)} visual tokens, and model.fusion.max_visual_tokens "
+                f"= {self.max_visual_tokens}; give fewer images, or train with more room"
+            )
+        offsets = np.cumsum([0, *counts], dtype=np.int64)
+        starts = np.diff(doc_ids, prepend=doc_ids[:1] - 1) != 0  # where samples begin
+        is_image = images > 0
+        until = is_image.cumsum()  # images that stand at a token or before it
+        before = until - is_image
+        first = np.maximum.accumulate(np.where(starts, before, 0))
+        number = starts.cumsum() - 1
+        last = np.bincount(number, is_image).astype(np.int64)[number] + first
+        blind = until == first
+        if self.sees == "latest":
+            goes_on = is_image & ~starts & np.roll(is_image, 1)
+            first = np.maximum(first, np.maximum.accumulate(np.where(is_image & ~goes_on, before, 0)))
+        low, high = np.where(blind, last, first), np.where(blind, first, until)
+        window = np.stack([offsets[low], offsets[high]])
+        return {"image_window": window, "image_places": np.array(offsets[-1])}
+
+    def by_token(self) -> Sequence[str]:
+        """See `FusionConfig.by_token`."""
+        return ("image_window",)
+
+    def side_inputs(self, tokens: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `FusionConfig.side_inputs`."""
+        window = inputs.get("image_window")
+        none = tokens.new_zeros(len(tokens), 2, tokens.shape[1]) if window is None else window
+        return {**inputs, "image_window": none}
+
+    def after_prompt(self, tokens: Tensor, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """See `FusionConfig.after_prompt`: what the last token of the prompt sees."""
+        return {
+            "image_features": inputs["image_features"],
+            "image_window": inputs["image_window"][..., -1:],
+        }

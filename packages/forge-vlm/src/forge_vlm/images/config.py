@@ -1,0 +1,107 @@
+"""What `[model.images]` holds: how an image becomes the pixels of a tower. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+
+from forge_config import Config, Meta
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Cut(NamedTuple):
+    """One picture that a tower is given, cut out of an image.
+
+    Attributes:
+        resized: height and width that the image is resized to.
+        padded: height and width of the canvas in whose middle it is laid; `resized` where nothing is added.
+        top: first row of the picture.
+        left: its first column.
+        height: of the picture, in pixels.
+        width: of the picture, in pixels.
+    """
+
+    resized: tuple[int, int]
+    padded: tuple[int, int]
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+class ImagesConfig(Config):
+    """How images become pictures of the size that the tower takes.
+
+    Attributes:
+        fit: an image of another shape is stretched (`stretch`); or its shorter side is resized and the middle
+            is taken (`crop`); or it is laid on a square of the mean colour of the tower (`pad`).
+        shorter_side: of `crop`, in pixels; absent means that of the tower.
+        resample: how pixels are interpolated.
+        tiles: at most so many tiles of an image are read beside all of it, each as large as the tower takes,
+            so that small things stay visible (AnyRes, as InternVL 1.5, arXiv:2404.16821 section 3.3, chooses
+            them); 1 reads the whole image alone.
+        before: text in front of an image, such as `<|vision_start|>`.
+        after: text behind it.
+    """
+
+    fit: Literal["stretch", "crop", "pad"] = "stretch"
+    shorter_side: Count | None = None
+    resample: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
+    tiles: Annotated[int, Meta(ge=1, le=64)] = 1
+    before: str = ""
+    after: str = ""
+
+    def __post_init__(self) -> None:
+        if self.shorter_side is not None and self.fit != "crop":
+            raise ValueError(
+                f'images.shorter_side = {self.shorter_side} with fit = "{self.fit}"; it belongs to "crop"'
+            )
+
+    def cuts(self, height: int, width: int, target: tuple[int, int]) -> list[Cut]:
+        """The pictures that an image becomes, tiles row by row and all of it behind them.
+
+        Args:
+            height: of the image, in pixels.
+            width: of the image, in pixels.
+            target: height and width of a picture.
+        """
+        rows, columns = self._grid(height, width, target) if self.tiles > 1 else (1, 1)
+        if rows * columns == 1:
+            return [self._whole(height, width, target)]
+        large = rows * target[0], columns * target[1]
+        tiles = [
+            Cut(large, large, row * target[0], column * target[1], *target)
+            for row in range(rows)
+            for column in range(columns)
+        ]
+        return [*tiles, self._whole(height, width, target)]
+
+    def _grid(self, height: int, width: int, target: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of tiles whose shape is nearest to that of the image.
+
+        Of several of one shape, the largest with less than twice the pixels of the image, or the smallest.
+        """
+        grids = [(n // columns, columns) for n in range(1, self.tiles + 1) for columns in divisors(n)]
+        ratios = [abs(width / height - columns * target[1] / (rows * target[0])) for rows, columns in grids]
+        alike = [grid for grid, ratio in zip(grids, ratios, strict=True) if ratio == min(ratios)]
+        small = [grid for grid in alike if grid[0] * grid[1] * target[0] * target[1] < 2 * height * width]
+        return small[-1] if small else alike[0]
+
+    def _whole(self, height: int, width: int, target: tuple[int, int]) -> Cut:
+        if self.fit == "pad":
+            side = max(height, width)
+            scaled = max(1, round(target[0] * height / side)), max(1, round(target[1] * width / side))
+            return Cut(scaled, target, 0, 0, *target)
+        if self.fit == "crop":
+            short = self.shorter_side or min(target)
+            long = int(short * max(height, width) / min(height, width))
+            resized = (short, long) if height <= width else (long, short)
+            padded = max(resized[0], target[0]), max(resized[1], target[1])
+            top, left = ((padded[axis] - target[axis]) // 2 for axis in (0, 1))
+            return Cut(resized, padded, top, left, *target)
+        return Cut(target, target, 0, 0, *target)
+
+
+def divisors(number: int) -> list[int]:
+    """Rising."""
+    return [one for one in range(1, number + 1) if number % one == 0]

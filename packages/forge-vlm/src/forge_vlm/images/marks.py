@@ -1,0 +1,124 @@
+"""Where do images stand in a text? n tokens. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+MARK = "<image>"
+"""Stands in a text where an image does."""
+
+
+class MarkedTokenizer:
+    """A tokenizer that encodes each `MARK` of a text as one id of its own, `place_id`.
+
+    A tokenizer that has the mark as a control token encodes the text as a whole, as its processor in
+    `transformers` does; with others the texts before, between and behind the marks are encoded one by one, as
+    LLaVA does (`tokenizer_image_token`).
+
+    Attributes:
+        place_id: is no id of the tokenizer.
+        vocab_size: one more than that of the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._inner = tokenizer
+        self.place_id: int = tokenizer.vocab_size
+        self.vocab_size: int = tokenizer.vocab_size + 1
+        self._native: int | None = None
+        if MARK in getattr(tokenizer, "control_tokens", ()):
+            (native,) = tokenizer.encode(MARK)
+            self._native = int(native)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def encode(self, text: str) -> np.ndarray:
+        """[n] int64."""
+        return self._encoded(text, ())[0]
+
+    def encode_places(self, text: str, spelled: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """Ids [n] and the characters [n, 2] of each; see `forge_data.tokenizer.tokenizer.Tokenizer`."""
+        ids, places = self._encoded(text, spelled, with_places=True)
+        assert places is not None
+        return ids, places
+
+    def _encoded(
+        self, text: str, spelled: Sequence[int], with_places: bool = False
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        if self._native is not None:
+            found = self._inner_encoded(text, spelled, with_places)
+            return np.where(found[0] == self._native, self.place_id, found[0]), found[1]
+        ids, places, at = list[np.ndarray](), list[np.ndarray](), 0
+        spans = [match.span() for match in re.finditer(re.escape(MARK), text)]
+        for start, stop in [*spans, (len(text), len(text))]:
+            if start > at:
+                inside = [place - at for place in spelled if at <= place < start]
+                found = self._inner_encoded(text[at:start], inside, with_places)
+                ids.append(found[0])
+                places += [] if found[1] is None else [found[1] + at]
+            if stop > start:
+                ids.append(np.array([self.place_id]))
+                places.append(np.array([[start, stop]]))
+            at = stop
+        none = np.empty(0, dtype=np.int64)
+        joined = np.concatenate([none, *ids])
+        return joined, np.concatenate([none.reshape(0, 2), *places]) if with_places else None
+
+    def _inner_encoded(
+        self, text: str, spelled: Sequence[int], with_places: bool
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        if with_places:
+            ids, places = self._inner.encode_places(text, spelled)
+            return np.asarray(ids, dtype=np.int64), np.asarray(places, dtype=np.int64)
+        return np.asarray(self._inner.encode(text), dtype=np.int64), None
+
+
+def with_marks(text: str, images: int) -> str:
+    """A text with as many marks as it has images: they stand before a text without marks.
+
+    Raises:
+        ValueError: it has another number of marks.
+    """
+    marks = text.count(MARK)
+    if marks and marks != images:
+        raise ValueError(f"given {images} images, and a text with {marks} marks {MARK}; give as many")
+    return text if marks else MARK * images + text
+
+
+PLACE = -1
+"""The id of a place of a visual token in a sample."""
+
+
+def with_places(
+    ids: np.ndarray, place_id: int, layouts: Sequence[Sequence[str | int]], tokenizer: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """What stands for images in the place of their ids.
+
+    Args:
+        ids: [n] of a `MarkedTokenizer`.
+        place_id: its.
+        layouts: of each image, texts and numbers of places; as many images as ids.
+        tokenizer: of the texts.
+
+    Returns:
+        Tokens [m] int64 with `PLACE` for places, and [m] which of the n ids each is of.
+    """
+    found, of = list[np.ndarray](), list[np.ndarray]()
+    at = 0
+    for number, where in enumerate(np.flatnonzero(ids == place_id).tolist()):
+        runs = [
+            np.full(part, PLACE, dtype=np.int64)
+            if isinstance(part, int)
+            else np.asarray(tokenizer.encode(part))
+            for part in layouts[number]
+        ]
+        inside = np.concatenate([np.empty(0, dtype=np.int64), *runs])
+        found += [ids[at:where].astype(np.int64), inside]
+        of += [np.arange(at, where), np.full(len(inside), where)]
+        at = where + 1
+    tokens = np.concatenate([*found, ids[at:].astype(np.int64)])
+    return tokens, np.concatenate([*of, np.arange(at, len(ids))])

@@ -1,0 +1,160 @@
+"""From rows to samples, by several processes, the same whatever their number. Needs forge-data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from forge_data.error import DataError
+from forge_data.sources.documents import Task, portions, rows, tasks_of
+from forge_data.sources.items import ItemReader, Size
+from forge_data.store.tokenize import Held, Making, cores, in_order
+from forge_data.tokenizer.encoding import encoded
+from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
+
+from forge_vlm.images.marks import MarkedTokenizer, with_places
+from forge_vlm.images.processing import decoded
+from forge_vlm.samples.rows import Image, InFile, RowLayout
+from forge_vlm.samples.store import Prepared, SampleWriter, read_file
+
+NAMED = 5
+"""So many damaged images are named."""
+
+Rows = Callable[[Task, list[str]], Iterator[tuple[str, dict[str, Any]]]]
+
+
+class Preparation(NamedTuple):
+    """How rows become samples.
+
+    Attributes:
+        layout: of a row.
+        tokenizer: of its text.
+        reader: of its images.
+        held: which rows are taken.
+        decode: read every image, rather than the header of its file.
+        skip: leave out samples with a damaged image, rather than stop.
+        rows: reads a part of a file.
+    """
+
+    layout: RowLayout
+    tokenizer: TokenizerConfig
+    reader: ItemReader
+    held: Held
+    decode: bool
+    skip: bool
+    rows: Rows = rows
+
+
+class _Made(NamedTuple):
+    samples: list[Prepared]
+    damaged: list[str]
+    empty: int
+
+
+def make_samples(
+    files: Sequence[Path], root: Path, folder: Path, how: Preparation, making: Making, what: str
+) -> None:
+    """Write the samples of files into a folder, which must not exist.
+
+    Args:
+        files: of rows.
+        root: names of rows are relative to it.
+        folder: see `SampleStore`.
+        how: rows become samples.
+        making: with how many processes.
+        what: is made, for messages.
+
+    Raises:
+        DataError: a file or an image is damaged, a row is not what the layout needs, or none is left.
+    """
+    tasks = [task for file in files for task in tasks_of(file, root)]
+    total, done = sum(task.bytes for task in tasks), 0
+    say, damaged, empty = making.saying(what), list[str](), 0
+    workers = making.workers or (cores() if total > 16 << 20 else 1)
+    with SampleWriter(folder) as writer:
+        for task, made in in_order(partial(_made_of, how=how), portions(tasks), workers):
+            for sample in made.samples:
+                writer.add(sample)
+            damaged, empty, done = damaged + made.damaged, empty + made.empty, done + task.bytes
+            say(done, total)
+        if not writer.samples:
+            raise DataError(
+                f"there is no sample in {len(files)} files ({len(damaged)} damaged, {empty} without text)"
+            )
+        writer.publish(len(damaged))
+    passed = f", {empty:,} rows without text passed over" if empty else ""
+    sys.stderr.write(f"{what}: {writer.samples:,} samples of {len(files):,} files{passed}\n")
+    if damaged:
+        listed = "; ".join(damaged[:NAMED]) + ("; ..." if len(damaged) > NAMED else "")
+        sys.stderr.write(f"{what}: {len(damaged):,} samples with damaged images left out: {listed}\n")
+
+
+_built: dict[TokenizerConfig, Tokenizer] = {}
+
+
+def _made_of(task: Task, how: Preparation) -> _Made:
+    if how.tokenizer not in _built:
+        _built[how.tokenizer] = how.tokenizer.build()
+    made = _Made([], [], 0)
+    for name, row in how.rows(task, how.layout.names):
+        if not how.held.takes(name):
+            continue
+        try:
+            images = how.layout.images_of(row, Path(str(task.path)).parent)
+            sizes = [_measured(image, how) for image in images]
+        except ValueError as error:  # an error of data is one
+            if not how.skip:
+                raise DataError(f"{name}: {error}") from None
+            made.damaged.append(f"{name}: {error}")
+            continue
+        try:
+            sample = prepared(name, row, images, sizes, how, _built[how.tokenizer])
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from None
+        if sample is None:
+            made = made._replace(empty=made.empty + 1)
+        else:
+            made.samples.append(sample)
+    return made
+
+
+def prepared(
+    name: str,
+    row: dict[str, Any],
+    images: Sequence[Image],
+    sizes: Sequence[Size],
+    how: Preparation,
+    tokenizer: Tokenizer,
+) -> Prepared | None:
+    """The sample of a row; None where it has no text.
+
+    Raises:
+        DataError: its text has other marks than it has images, or nothing in it is a target.
+    """
+    marked: Any = MarkedTokenizer(tokenizer)
+    document = how.layout.document(row, tokenizer)
+    if not document.text:
+        return None
+    ids, targets = encoded(marked, document, masks=True)
+    assert targets is not None
+    if (found := int((ids == marked.place_id).sum())) != len(images):
+        raise DataError(f"its tokens have {found} marks of images, and it has {len(images)} images")
+    layouts = [how.reader.layout(size) for size in sizes]
+    tokens, of = with_places(ids, marked.place_id, layouts, tokenizer)
+    return Prepared(name, tokens, (targets & (ids != marked.place_id))[of], images, sizes)
+
+
+def _measured(image: Image, how: Preparation) -> Size:
+    raw = read_file(image) if isinstance(image, InFile) else image
+    size = how.reader.measure(raw)
+    if how.decode:
+        decoded(raw)
+    return size
+
+
+def key_of(files: Sequence[Path], root: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of the last change of each file: what samples are named after."""
+    return [(str(f.relative_to(root)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]

@@ -1,0 +1,129 @@
+"""Rows with images and text: data sets of the hub, tables, and lines of JSON beside image files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from forge_data.error import DataError
+from forge_data.locks import locked
+from forge_data.order.order import key
+from forge_data.packing.packing import Packing
+from forge_data.sources.columns import named
+from forge_data.sources.config import Opening, sources
+from forge_data.sources.documents import rows
+from forge_data.sources.hf import HfConfig
+from forge_data.sources.items import ItemReader
+
+from forge_vlm.images.marks import MARK
+from forge_vlm.samples.make import Preparation, Rows, key_of, make_samples
+from forge_vlm.samples.packing import SamplePacking
+from forge_vlm.samples.rows import RowLayout
+from forge_vlm.samples.store import SampleStore
+
+VERSION = 1
+"""Another number when the same rows would become other samples."""
+
+
+@sources.register("image-text")
+class ImageTextConfig(HfConfig):
+    """Rows with images and text, as `hf` reads them, of which each is a sample.
+
+    The text is one of: `text`, all of it the target; `prompt` and `completion`, of which the latter is the
+    target; `messages`, of which what the assistant says is the target, also as LLaVA writes them (`from`,
+    `value`); or `texts`, the list of texts of an interleaved document, all of them targets.
+
+    Attributes:
+        images: the column with an image or a list of them: what `datasets` writes of an image, bytes, or
+            names of files. A row without any is a sample of text.
+        texts: of interleaved documents as in OBELICS: a list, with null where the next image stands.
+        mark: how the text says where an image stands; without any, images stand before the text, or before
+            what the user says first.
+        root: the folder that names of image files are relative to; absent means that of the rows.
+        check: what is read of each image before training: the header of its file, or all of it.
+        damaged: whether a damaged image is an error, or its sample is left out, counted and named. That needs
+            `check = "decode"`: every rank then leaves out the same.
+    """
+
+    free_keys = path_keys = ("root",)
+
+    images: str = "image"
+    texts: str | None = None
+    mark: str = MARK
+    root: str | None = None
+    check: Literal["header", "decode"] = "header"
+    damaged: Literal["error", "skip"] = "error"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.texts is not None and (self.text or self.messages or self.prompt):
+            raise ValueError(
+                f"{self.path}: given texts = {self.texts!r} beside text, messages or prompt; expected "
+                "one of them"
+            )
+        if self.damaged == "skip" and self.check != "decode":
+            raise ValueError(
+                'damaged = "skip" with check = "header", which does not see all damage, so that ranks would '
+                'differ while training; set check = "decode"'
+            )
+        if self.streaming:
+            raise ValueError(
+                f"{self.path}: given streaming = true, and images are not streamed yet: how long a sample is "
+                "must be known before training; set it to false"
+            )
+
+    def rows(self) -> Rows:
+        """What reads the files."""
+        return rows
+
+    def layout(self) -> RowLayout:
+        """Which columns are images, and which are text."""
+        root = None if self.root is None else Path(self.root).expanduser().absolute()
+        return RowLayout(self.columns(), self.images, self.texts, self.mark, root)
+
+    def packing(self, opening: Opening) -> Packing:
+        """See `SourceConfig.packing`.
+
+        Raises:
+            DataError: the model reads no images, or there are no such samples.
+        """
+        reader = image_reader(opening)
+        tokenizer = opening.tokenizer.build()
+        layout, held = self.layout(), self.held(opening.split)
+        how = Preparation(
+            layout,
+            opening.tokenizer,
+            reader,
+            held,
+            self.check == "decode",
+            self.damaged == "skip",
+            self.rows(),
+        )
+        root, files = self.root_and_files(opening.split)
+        said = named(layout.columns, tokenizer), *layout[1:4], str(layout.root), *how[3:6], self.split
+        made_of = key(VERSION, reader.digest, tokenizer.digest, said, str(root), key_of(files, root))
+        folder = opening.cache / "samples" / f"{made_of:016x}"
+        what = f"the images of {self.name or self.path}"
+        if not folder.exists():
+            try:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                with locked(folder.with_suffix(".lock"), f"{what} are looked at"):
+                    if not folder.exists():
+                        make_samples(files, root, folder, how, opening.making, what)
+            except OSError as error:
+                raise DataError(
+                    f"the samples cannot be kept in {opening.cache}: {error}; set data.cache_dir or "
+                    "$FORGE_CACHE"
+                ) from None
+        return SamplePacking(SampleStore(folder), reader, opening.data, tokenizer.eos_id)
+
+
+def image_reader(opening: Opening) -> ItemReader:
+    """What the model makes of images.
+
+    Raises:
+        DataError: it makes nothing of them.
+    """
+    if opening.items is None:
+        raise DataError('a source of images, and a model that takes none; use model.type = "vision-language"')
+    return opening.items

@@ -1,0 +1,107 @@
+"""Videos as frames: times, counts and merged visual tokens, against a plain reading."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from forge_model import DecoderConfig, initialize
+from forge_model.config import GroupedQueryConfig
+from forge_vlm import VisionLanguageConfig
+from forge_vlm.encoders.config import ViTConfig
+from forge_vlm.frames import frame_by_frame, merged
+from forge_vlm.images.video import VideoConfig, frames_of, is_video, measured
+
+av = pytest.importorskip("av", reason="the extra `video` is not installed")
+pytest.importorskip("PIL", reason="the extra `data` is not installed")
+
+
+def video(frames, rate=4, size=32):
+    """A film whose frame k is grey of the value 8 k."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.width = stream.height = size
+        stream.pix_fmt = "yuv420p"
+        stream.bit_rate = 4_000_000
+        for number in range(frames):
+            pixels = np.full((size, size, 3), 8 * number, np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, [0]), (2, [0, 15]), (4, [0, 5, 10, 15]), (16, range(16))]
+)
+def test_frames_stand_at_even_distances_with_the_first_and_the_last(count, expected):
+    found = [frame.mean() / 8 for frame in frames_of(video(16), count)]
+    assert np.abs(np.array(found) - np.array(list(expected))).max() < 0.4
+
+
+def test_number_of_frames_follows_from_the_length_and_the_bounds():
+    raw = video(16)
+    assert is_video(raw) and not is_video(b"\x89PNG\r\n\x1a\n0000")
+    for options, count in (
+        ({}, 4),
+        ({"frames_per_s": 0.5}, 2),
+        ({"max_frames": 3}, 3),
+        ({"min_frames": 6}, 6),
+    ):
+        assert measured(raw, VideoConfig(**options)) == (count, 32, 32)
+    short = frames_of(video(2), 5)
+    assert len(short) == 5
+    with pytest.raises(ValueError, match="damaged video"):
+        measured(raw[:200], VideoConfig())
+    with pytest.raises(ValueError, match="above"):
+        VideoConfig(min_frames=9)
+
+
+def test_merged_frames_are_averages_of_those_that_follow_each_other():
+    grids = torch.tensor([[3, 2, 2], [1, 1, 2], [4, 1, 2]])
+    features = torch.randn(3 * 4 + 2 + 4 * 2, 5)
+    one, other, last = features.split([12, 2, 8])
+    expected = torch.cat(
+        [(one[:4] + one[4:8]) / 2, one[8:], other, (last[:2] + last[2:4]) / 2, (last[4:6] + last[6:]) / 2]
+    )
+    found = merged(features, grids, lambda rows, columns: rows * columns, 2)
+    torch.testing.assert_close(found, expected)
+    assert frame_by_frame(grids).tolist() == [[1, 2, 2]] * 3 + [[1, 1, 2]] + [[1, 1, 2]] * 4
+
+
+def model(**options):
+    decoder = DecoderConfig(
+        vocab_size=257, dim=32, num_layers=2, max_tokens=128, attention=GroupedQueryConfig(num_heads=2)
+    )
+    encoder = ViTConfig(image_size=16, dim=16, num_heads=2)
+    return VisionLanguageConfig(decoder=decoder, encoder=encoder, **options)
+
+
+def test_model_sees_a_video_as_the_average_of_its_frames():
+    config = model(video=VideoConfig(merge=2))
+    built = config.build()
+    initialize(built, 0)
+    prompt = config.prompt("what?", [video(16)], _Bytes())
+    inputs = {name: torch.from_numpy(array) for name, array in prompt.inputs.items()}
+    assert inputs["grids"].tolist() == [[4, 2, 2]] and int(inputs["image_places"]) == 8
+    tokens = torch.tensor([prompt.tokens])
+    features = built.visual_tokens(tokens.device, inputs["patches"], inputs["grids"])
+    frames = built.connector(built.encoder(inputs["patches"], torch.tensor([[1, 2, 2]] * 4)), None)
+    torch.testing.assert_close(features, frames.view(2, 2, 4, 32).mean(1).flatten(0, 1))
+    assert inputs["image_index"].max() == 8 and torch.isfinite(built(tokens, **inputs)).all()
+
+
+def test_video_that_the_model_does_not_read_or_has_no_room_for_is_refused():
+    with pytest.raises(ValueError, match=r"set model\.video"):
+        model().prompt("what?", [video(4)], _Bytes())
+    with pytest.raises(ValueError, match=r"up to 256 visual tokens \(64 frames\)"):
+        model(video=VideoConfig(max_frames=64))
+
+
+class _Bytes:
+    vocab_size, eos_id, bos_ids = 257, 256, ()
+
+    def encode(self, text):
+        return np.frombuffer(text.encode(), np.uint8)
