@@ -9,6 +9,7 @@ from forge_model.config import ComposedConfig, DecoderConfig, ModelConfig, model
 from forge_model.model_config import Prompt
 
 from forge_vlm.connectors.config import ConnectorConfig, LinearConfig
+from forge_vlm.encoders import families as families  # registers them
 from forge_vlm.encoders.config import EncoderConfig, ViTConfig
 from forge_vlm.fusion.config import FusionConfig, JointConfig
 from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig as CrossAttentionConfig  # registers
@@ -82,6 +83,11 @@ class VisionLanguageConfig(ComposedConfig):
             )
 
     def _require_axes_of_positions(self, decoder: DecoderConfig) -> None:
+        if self.encoder.extra:
+            raise ValueError(
+                'positions = "grid", and encoder.class_token = true makes a visual token without a place; '
+                "leave one of them out"
+            )
         grid_of(self.connector, self.encoder.side, self.encoder.side)
         for number in range(decoder.num_layers):
             rope = decoder.layer(number).rope
@@ -94,8 +100,12 @@ class VisionLanguageConfig(ComposedConfig):
 
     @property
     def image_tokens(self) -> int:
-        """Visual tokens of one image."""
-        return self.connector.tokens(self.encoder.side, self.encoder.side)
+        """Visual tokens of one square image."""
+        return self.picture_tokens(self.encoder.side, self.encoder.side)
+
+    def picture_tokens(self, rows: int, columns: int) -> int:
+        """Visual tokens of a picture of so many patches."""
+        return self.connector.tokens(rows, columns, self.encoder.extra)
 
     def language_model(self) -> tuple[str, ModelConfig]:
         """See `ComposedConfig.language_model`."""
@@ -141,6 +151,7 @@ class VisionLanguageConfig(ComposedConfig):
     def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> float:
         """See `ComposedConfig.other_flops`; a tower that is frozen counts as if it were not."""
         side, decoder, width = self.encoder.side, self.fused_decoder(), self.encoder.width
-        image = self.encoder.forward_flops() + self.connector.forward_flops(side, side, width, decoder.dim)
-        images = shapes.get("grids", (0,))[0]
-        return images * image + self.fusion.other_flops(decoder, images * self.image_tokens)
+        images = shapes.get("patches", (0,))[0] / side**2  # as if all were squares
+        connector = self.connector.forward_flops(side, side, width, decoder.dim, self.encoder.extra)
+        image = self.encoder.forward_flops(side, side) + connector
+        return images * image + self.fusion.other_flops(decoder, round(images * self.image_tokens))

@@ -37,7 +37,7 @@ class VisionLanguage(Model):
         decoder = config.fused_decoder()
         self.config, self.init_std = config, decoder.init_std
         self.encoder = config.encoder.build()
-        self.connector = config.connector.build(config.encoder.width, decoder.dim)
+        self.connector = config.connector.build(config.encoder.width, decoder.dim, config.encoder.extra)
         self.fusion = config.fusion.build()
         self.decoder = decoder.build()  # type: ignore[assignment]
 
@@ -116,7 +116,7 @@ class VisionLanguage(Model):
         frames = frame_by_frame(grids)
         features = self.connector(self.encoder(patches, frames), frames)
         if (video := self.config.video) is not None:
-            features = merged(features, grids, self.config.connector.tokens, video.merge)
+            features = merged(features, grids, self.config.picture_tokens, video.merge)
         return features
 
     @property

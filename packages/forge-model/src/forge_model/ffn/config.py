@@ -94,10 +94,10 @@ class MLPConfig(FfnConfig):
     """Plain feed-forward; default width 4 dim.
 
     Attributes:
-        activation: the nonlinearity.
+        activation: the nonlinearity; `quick_gelu` is x sigmoid(1.702 x), as in CLIP.
     """
 
-    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"] = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "silu"] = "gelu"
 
     def hidden(self, dim: int) -> int:
         """See `FfnConfig.hidden`."""

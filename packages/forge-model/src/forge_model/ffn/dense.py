@@ -12,6 +12,7 @@ from forge_model.layers import Linear
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from forge_config import Config, Meta, Registry
 
@@ -10,24 +11,30 @@ if TYPE_CHECKING:
     from torch import nn
 
 Count = Annotated[int, Meta(ge=1)]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 
 
 class ConnectorConfig(Config):
     """Interface of `[model.connector]`."""
 
-    def tokens(self, rows: int, columns: int) -> int:
+    def tokens(self, rows: int, columns: int, extra: int = 0) -> int:
         """Visual tokens of an image of so many patches.
+
+        Args:
+            rows: of patches.
+            columns: of patches.
+            extra: features before those of the patches, as that of a class token.
 
         Raises:
             ValueError: it takes no such image.
         """
         raise NotImplementedError
 
-    def build(self, width: int, dim: int) -> nn.Module:
-        """A module (features [P, width], grids [n, 3] on the host) -> visual tokens [V, dim]."""
+    def build(self, width: int, dim: int, extra: int = 0) -> nn.Module:
+        """A module (features [P + n extra, width], grids [n, 3] on the host) -> visual tokens [V, dim]."""
         raise NotImplementedError
 
-    def forward_flops(self, rows: int, columns: int, width: int, dim: int) -> float:
+    def forward_flops(self, rows: int, columns: int, width: int, dim: int, extra: int = 0) -> float:
         """Matmul FLOPs of a forward pass over one image."""
         raise NotImplementedError
 
@@ -35,45 +42,202 @@ class ConnectorConfig(Config):
 connectors = Registry("connector", ConnectorConfig, default="linear")
 
 
+class ProjectedConfig(ConnectorConfig):
+    """Interface of connectors that end in one matrix, or in two with a nonlinearity between them.
+
+    Attributes:
+        bias: add learnt biases.
+    """
+
+    bias: bool = True
+
+    def widths(self, width: int, dim: int) -> list[int]:
+        """The widths that the matrices go through; `width` is that of what they are given."""
+        return [width, dim]
+
+    def projection(self, width: int, dim: int) -> nn.Module:
+        """A module [..., width] -> [..., dim]."""
+        from forge_vlm.connectors.projections import MLP, Projection
+
+        widths = self.widths(width, dim)
+        if len(widths) == 2:
+            return Projection(width, dim, self.bias)
+        return MLP(width, widths[1], dim, getattr(self, "activation", "gelu"), self.bias)
+
+    def projection_flops(self, width: int, dim: int) -> float:
+        """Matmul FLOPs of it a token."""
+        widths = self.widths(width, dim)
+        return 2 * sum(a * b for a, b in pairwise(widths))
+
+
 @connectors.register("linear")
-class LinearConfig(ConnectorConfig):
-    """One matrix for each patch (LLaVA, arXiv:2304.08485)."""
+class LinearConfig(ProjectedConfig):
+    """One matrix for each feature (LLaVA, arXiv:2304.08485; PaliGemma, arXiv:2407.07726)."""
 
-    def tokens(self, rows: int, columns: int) -> int:
+    def tokens(self, rows: int, columns: int, extra: int = 0) -> int:
         """See `ConnectorConfig.tokens`."""
-        return rows * columns
+        return rows * columns + extra
 
-    def build(self, width: int, dim: int) -> nn.Module:
+    def build(self, width: int, dim: int, extra: int = 0) -> nn.Module:
         """See `ConnectorConfig.build`."""
-        from forge_vlm.connectors.projections import Projection
+        return self.projection(width, dim)
 
-        return Projection(width, dim)
-
-    def forward_flops(self, rows: int, columns: int, width: int, dim: int) -> float:
+    def forward_flops(self, rows: int, columns: int, width: int, dim: int, extra: int = 0) -> float:
         """See `ConnectorConfig.forward_flops`."""
-        return 2 * rows * columns * width * dim
+        return self.tokens(rows, columns, extra) * self.projection_flops(width, dim)
 
 
 @connectors.register("mlp")
-class MLPConnectorConfig(ConnectorConfig):
-    """Two matrices with a GELU between them (LLaVA-1.5, arXiv:2310.03744).
+class MLPConnectorConfig(LinearConfig):
+    """Two matrices with a nonlinearity between them (LLaVA-1.5, arXiv:2310.03744).
 
     Attributes:
         hidden: width between them; absent means that of the decoder.
+        activation: the nonlinearity.
     """
 
     hidden: Count | None = None
+    activation: Activation = "gelu"
 
-    def tokens(self, rows: int, columns: int) -> int:
+    def widths(self, width: int, dim: int) -> list[int]:
+        """See `ProjectedConfig.widths`."""
+        return [width, self.hidden or dim, dim]
+
+
+class WindowConfig(ProjectedConfig):
+    """Interface of connectors that make one token of a window of patches.
+
+    Windows at the bottom and at the right hold what is left.
+
+    Attributes:
+        window: height and width of a window, in patches.
+        hidden: width between two matrices; absent means that there is one.
+        activation: between them.
+    """
+
+    window: Count = 2
+    hidden: Count | None = None
+    activation: Activation = "gelu"
+
+    def tokens(self, rows: int, columns: int, extra: int = 0) -> int:
         """See `ConnectorConfig.tokens`."""
-        return rows * columns
+        if extra:
+            raise ValueError(
+                f"a {type(self).__name__} makes tokens of windows of patches, and the tower keeps {extra} "
+                "features that are no patch; use encoder.class_token = false, or another connector"
+            )
+        return -(-rows // self.window) * -(-columns // self.window)
 
-    def build(self, width: int, dim: int) -> nn.Module:
+    def widths(self, width: int, dim: int) -> list[int]:
+        """See `ProjectedConfig.widths`."""
+        return [width, dim] if self.hidden is None else [width, self.hidden, dim]
+
+
+@connectors.register("avgpool")
+class AveragePoolConfig(WindowConfig):
+    """The mean of each window, then one matrix or two."""
+
+    def build(self, width: int, dim: int, extra: int = 0) -> nn.Module:
         """See `ConnectorConfig.build`."""
-        from forge_vlm.connectors.projections import MLP
+        from forge_vlm.connectors.windows import AveragePool
 
-        return MLP(width, self.hidden or dim, dim)
+        return AveragePool(self.window, self.projection(width, dim))
 
-    def forward_flops(self, rows: int, columns: int, width: int, dim: int) -> float:
+    def forward_flops(self, rows: int, columns: int, width: int, dim: int, extra: int = 0) -> float:
         """See `ConnectorConfig.forward_flops`."""
-        return 2 * rows * columns * (self.hidden or dim) * (width + dim)
+        return self.tokens(rows, columns, extra) * self.projection_flops(width, dim)
+
+
+@connectors.register("pixel-shuffle")
+class PixelShuffleConfig(WindowConfig):
+    """All patches of a window side by side, then one matrix or two (Idefics3, arXiv:2408.12637).
+
+    Places of a window that are outside of the image are zeros.
+    """
+
+    bias: bool = False
+
+    def build(self, width: int, dim: int, extra: int = 0) -> nn.Module:
+        """See `ConnectorConfig.build`."""
+        from forge_vlm.connectors.windows import PixelShuffle
+
+        return PixelShuffle(self.window, self.projection(width * self.window**2, dim))
+
+    def forward_flops(self, rows: int, columns: int, width: int, dim: int, extra: int = 0) -> float:
+        """See `ConnectorConfig.forward_flops`."""
+        return self.tokens(rows, columns, extra) * self.projection_flops(width * self.window**2, dim)
+
+
+@connectors.register("attentional-pool")
+class AttentionalPoolConfig(WindowConfig):
+    """Attention over each window whose query is its mean (Molmo, arXiv:2409.17146), then one matrix or two.
+
+    Attributes:
+        num_heads: of the attention.
+    """
+
+    num_heads: Count = 8
+
+    def build(self, width: int, dim: int, extra: int = 0) -> nn.Module:
+        """See `ConnectorConfig.build`."""
+        from forge_vlm.connectors.windows import AttentionalPool
+
+        if width % self.num_heads:
+            raise ValueError(
+                f"connector.num_heads = {self.num_heads} does not divide the width of the features, {width}"
+            )
+        return AttentionalPool(self.window, width, self.num_heads, self.projection(width, dim))
+
+    def forward_flops(self, rows: int, columns: int, width: int, dim: int, extra: int = 0) -> float:
+        """See `ConnectorConfig.forward_flops`."""
+        tokens, seen = self.tokens(rows, columns, extra), self.window**2
+        attention = 4 * (1 + seen) * width**2 + 4 * seen * width
+        return tokens * (attention + self.projection_flops(width, dim))
+
+
+@connectors.register("resampler")
+class ResamplerConfig(ConnectorConfig):
+    """Learnt tokens that look at all features, as in Idefics2 (arXiv:2405.02246), however large the image is.
+
+    Attributes:
+        latents: tokens of an image.
+        num_layers: blocks of attention and feed-forward.
+        num_heads: query heads.
+        num_kv_heads: key-value heads.
+        head_dim: width of a head.
+        hidden: width of the gated feed-forward that features go through first; absent means 4 widths of the
+            decoder.
+        eps: of the norms.
+    """
+
+    latents: Count = 64
+    num_layers: Count = 3
+    num_heads: Count = 16
+    num_kv_heads: Count = 4
+    head_dim: Count = 96
+    hidden: Count | None = None
+    eps: Annotated[float, Meta(gt=0)] = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"connector.num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}"
+            )
+
+    def tokens(self, rows: int, columns: int, extra: int = 0) -> int:
+        """See `ConnectorConfig.tokens`."""
+        return self.latents
+
+    def build(self, width: int, dim: int, extra: int = 0) -> nn.Module:
+        """See `ConnectorConfig.build`."""
+        from forge_vlm.connectors.resampler import Resampler
+
+        return Resampler(self, width, dim, extra)
+
+    def forward_flops(self, rows: int, columns: int, width: int, dim: int, extra: int = 0) -> float:
+        """See `ConnectorConfig.forward_flops`."""
+        features, hidden = rows * columns + extra, self.hidden or 4 * dim
+        keys, queries = features + self.latents, self.num_heads * self.head_dim
+        layer = 4 * self.latents * dim * queries + 4 * keys * dim * self.num_kv_heads * self.head_dim
+        layer += 4 * self.latents * keys * queries + 24 * self.latents * dim**2
+        return features * 2 * hidden * (2 * width + dim) + self.num_layers * layer

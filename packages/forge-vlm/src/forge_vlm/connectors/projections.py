@@ -1,31 +1,32 @@
-"""Connectors that look at each patch alone. P patches."""
+"""Connectors that look at each feature alone. P features."""
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+from forge_model.ffn.dense import ACTIVATIONS
 from forge_model.layers import Linear
 from torch import Tensor, nn
 
 
 class Projection(nn.Module):
-    """One matrix with a bias."""
+    """One matrix."""
 
-    def __init__(self, width: int, dim: int) -> None:
+    def __init__(self, width: int, dim: int, bias: bool) -> None:
         super().__init__()
-        self.project = Linear(width, dim, bias=True)
+        self.project = Linear(width, dim, bias=bias)
 
-    def forward(self, features: Tensor, grids: Tensor) -> Tensor:
+    def forward(self, features: Tensor, grids: Tensor | None = None) -> Tensor:
         """[P, width] -> [P, dim]."""
         return self.project(features)
 
 
 class MLP(nn.Module):
-    """Two matrices with biases, a GELU between them."""
+    """Two matrices, a nonlinearity between them."""
 
-    def __init__(self, width: int, hidden: int, dim: int) -> None:
+    def __init__(self, width: int, hidden: int, dim: int, activation: str, bias: bool) -> None:
         super().__init__()
-        self.up, self.down = Linear(width, hidden, bias=True), Linear(hidden, dim, bias=True)
+        self.up, self.down = Linear(width, hidden, bias=bias), Linear(hidden, dim, bias=bias)
+        self.activation = ACTIVATIONS[activation]
 
-    def forward(self, features: Tensor, grids: Tensor) -> Tensor:
+    def forward(self, features: Tensor, grids: Tensor | None = None) -> Tensor:
         """[P, width] -> [P, dim]."""
-        return self.down(F.gelu(self.up(features)))
+        return self.down(self.activation(self.up(features)))

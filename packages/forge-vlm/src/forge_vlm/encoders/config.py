@@ -2,46 +2,61 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from forge_config import Config, Meta, Registry
+from forge_model.attention.rope_config import NoRopeConfig
+from forge_model.config import (
+    BlockConfig,
+    GroupedQueryConfig,
+    LayerConfig,
+    LayerNormConfig,
+    MLPConfig,
+    StandardBlockConfig,
+)
+from forge_model.ffn.config import FfnConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
 Count = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Meta(gt=0)]
 Triple = tuple[float, float, float]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 
 
 class EncoderConfig(Config):
-    """Interface of `[model.encoder]`: a tower that takes images of one size.
+    """Interface of `[model.encoder]`.
 
     Attributes:
-        image_size: height and width in pixels that images are resized to.
         patch_size: height and width of a patch.
         mean: of each colour, subtracted from values between 0 and 1.
         std: of each colour, by which they are divided then.
     """
 
-    image_size: Count = 32
     patch_size: Count = 8
     mean: Triple = (0.5, 0.5, 0.5)
     std: Triple = (0.5, 0.5, 0.5)
 
-    def __post_init__(self) -> None:
-        if self.image_size % self.patch_size:
-            raise ValueError(
-                f"encoder.image_size = {self.image_size} is no multiple of patch_size = {self.patch_size}"
-            )
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width in pixels to which an image of so many pixels is resized."""
+        raise NotImplementedError
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of patches of an image of so many pixels; what is over at its edges is cut off."""
+        high, wide = self.resized(height, width)
+        return high // self.patch_size, wide // self.patch_size
 
     @property
     def side(self) -> int:
-        """Patches in a row, and rows, of an image."""
-        return self.image_size // self.patch_size
+        """Rows, and columns, of patches of a square image."""
+        raise NotImplementedError
 
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of patches of an image of so many pixels; by default all have one size."""
-        return self.side, self.side
+    @property
+    def extra(self) -> int:
+        """Features of an image that are no patch, before those that are: of a class token that is kept."""
+        return 0
 
     @property
     def width(self) -> int:
@@ -49,56 +64,162 @@ class EncoderConfig(Config):
         raise NotImplementedError
 
     def build(self) -> nn.Module:
-        """A module (patches [P, 3 p p] uint8, grids [n, 3]) -> features [P, width]."""
+        """A module (patches [P, 3 p p] uint8, grids [n, 3] on the host) -> [P + n extra, width]."""
         raise NotImplementedError
 
-    def forward_flops(self) -> float:
-        """Matmul FLOPs of a forward pass over one image."""
+    def forward_flops(self, rows: int, columns: int) -> float:
+        """Matmul FLOPs of a forward pass over one image of so many patches."""
         raise NotImplementedError
 
 
 encoders = Registry("encoder", EncoderConfig, default="vit")
 
 
-@encoders.register("vit")
-class ViTConfig(EncoderConfig):
-    """A vision transformer with learnt positions and norms before its parts (arXiv:2010.11929).
+class TowerConfig(EncoderConfig):
+    """Interface of towers that are vision transformers (arXiv:2010.11929) with norms before their parts.
 
     Attributes:
         dim: width of the residual stream.
         num_layers: blocks.
         num_heads: of each attention.
         ffn_dim: hidden width of the feed-forward; absent means 4 dim.
+        activation: of the feed-forward.
+        layers: whose hidden states are the features: 0 is what the first block is given, `num_layers` or -1
+            what the last one returns (as `hidden_states` of `transformers`); those of several are put side
+            by side. Blocks after the last of them are not computed, and never trained.
+        post_norm: whether the last norm of the tower is applied to them; absent means as `last_hidden_state`
+            of `transformers` where they are those of -1 alone (CLIP: no, others: yes), otherwise no.
+        eps: of the norms.
         init_std: standard deviation of the initial matrices and positions.
     """
+
+    has_class_token: ClassVar[bool] = False
+    has_pre_norm: ClassVar[bool] = False
+    has_patch_bias: ClassVar[bool] = True
+    normalizes_last: ClassVar[bool] = True
+    resize_positions: ClassVar[Literal["bicubic", "bilinear", "nearest"]] = "bicubic"
 
     dim: Count = 128
     num_layers: Count = 1
     num_heads: Count = 4
     ffn_dim: Count | None = None
-    init_std: Annotated[float, Meta(gt=0)] = 0.02
+    activation: Activation = "gelu_tanh"
+    layers: int | list[int] = -1
+    post_norm: bool | None = None
+    eps: Positive = 1e-5
+    init_std: Positive = 0.02
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dim % (2 * self.num_heads):
+        if self.dim % self.num_heads:
             raise ValueError(
-                f"encoder.dim = {self.dim} is no even multiple of encoder.num_heads = {self.num_heads}"
+                f"encoder.dim = {self.dim} is no multiple of encoder.num_heads = {self.num_heads}"
+            )
+        chosen = self.layers if isinstance(self.layers, list) else [self.layers]
+        if not chosen or any(not -self.num_layers - 1 <= layer <= self.num_layers for layer in chosen):
+            raise ValueError(
+                f"encoder.layers = {self.layers} of num_layers = {self.num_layers}; expected one or several "
+                f"from {-self.num_layers - 1} to {self.num_layers}"
             )
 
     @property
     def width(self) -> int:
         """See `EncoderConfig.width`."""
-        return self.dim
+        return self.dim * len(self.chosen_layers)
+
+    @property
+    def chosen_layers(self) -> Sequence[int]:
+        """The hidden states that are its features, as they are given."""
+        return self.layers if isinstance(self.layers, list) else (self.layers,)
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether its features are normalized."""
+        last = len(self.chosen_layers) == 1 and self.chosen_layers[0] in (-1, self.num_layers)
+        return last and self.normalizes_last if self.post_norm is None else self.post_norm
+
+    @property
+    def depth(self) -> int:
+        """Blocks that are computed."""
+        return max(layer % (self.num_layers + 1) for layer in self.chosen_layers)
+
+    @property
+    def position_side(self) -> int:
+        """Rows, and columns, of the table of positions."""
+        return self.side
+
+    def ffn(self) -> FfnConfig:
+        """The feed-forward of its blocks."""
+        return MLPConfig(dim=self.ffn_dim, bias=True, activation=self.activation)
+
+    def block(self) -> BlockConfig:
+        """How parts make a block."""
+        return StandardBlockConfig()
+
+    def layer(self) -> LayerConfig:
+        """The parts of a block."""
+        return LayerConfig(
+            attention=GroupedQueryConfig(num_heads=self.num_heads, bias=True, output_bias=True),
+            ffn=self.ffn(),
+            norm=LayerNormConfig(bias=True, eps=self.eps),
+            rope=NoRopeConfig(),
+            block=self.block(),
+        )
 
     def build(self) -> nn.Module:
         """See `EncoderConfig.build`."""
-        from forge_vlm.encoders.vit import ViT
+        from forge_vlm.encoders.tower import Tower
 
-        return ViT(self)
+        return Tower(self)
 
-    def forward_flops(self) -> float:
+    def forward_flops(self, rows: int, columns: int) -> float:
         """See `EncoderConfig.forward_flops`."""
-        tokens, pixels = self.side**2, 3 * self.patch_size**2
-        ffn = 2 * self.dim * (self.ffn_dim or 4 * self.dim)
-        block = 2 * (4 * self.dim**2 + ffn) + 4 * self.dim * tokens
-        return tokens * (2 * pixels * self.dim + self.num_layers * block)
+        patches, layer = rows * columns, self.layer()
+        tokens = patches + self.has_class_token
+        block = layer.block.forward_flops(layer, self.dim, tokens, causal=False)
+        return patches * 2 * 3 * self.patch_size**2 * self.dim + tokens * self.depth * block
+
+
+class FixedConfig(TowerConfig):
+    """Interface of towers that are given square images of one size.
+
+    Attributes:
+        image_size: height and width in pixels that images are resized to.
+        positions: rows, and columns, of the table of positions, which is resized (bicubic) where the image
+            has another number; absent means as many as the image has.
+    """
+
+    image_size: Count = 32
+    positions: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.image_size < self.patch_size:
+            raise ValueError(
+                f"encoder.image_size = {self.image_size} is less than patch_size = {self.patch_size}"
+            )
+        super().__post_init__()
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """See `EncoderConfig.resized`."""
+        return self.image_size, self.image_size
+
+    @property
+    def side(self) -> int:
+        """See `EncoderConfig.side`."""
+        return self.image_size // self.patch_size
+
+    @property
+    def position_side(self) -> int:
+        """See `TowerConfig.position_side`."""
+        return self.positions or self.side
+
+
+@encoders.register("vit")
+class ViTConfig(FixedConfig):
+    """A small vision transformer for tests and training from scratch (arXiv:2010.11929)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"encoder.image_size = {self.image_size} is no multiple of patch_size = {self.patch_size}"
+            )

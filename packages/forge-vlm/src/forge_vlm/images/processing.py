@@ -103,7 +103,12 @@ def pictures_of(
 
 
 def patches_of(pixels: np.ndarray, size: int) -> np.ndarray:
-    """[H, W, 3] -> [H/p * W/p, p * p * 3], row by row; in a patch row by row, colours last."""
+    """[H, W, 3] -> [H/p * W/p, p * p * 3], row by row; in a patch row by row, colours last.
+
+    What is over at the bottom and at the right is cut off.
+    """
     rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
-    cut = pixels.reshape(rows, size, columns, size, 3).transpose(0, 2, 1, 3, 4)
+    cut = (
+        pixels[: rows * size, : columns * size].reshape(rows, size, columns, size, 3).transpose(0, 2, 1, 3, 4)
+    )
     return np.ascontiguousarray(cut).reshape(rows * columns, size * size * 3)

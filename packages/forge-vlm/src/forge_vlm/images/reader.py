@@ -47,7 +47,7 @@ class ImageReader:
         parts = [encoder, connector, fusion, images, *([] if video is None else [video])]
         self.digest = " ".join([str(VERSION), positions, *map(digest, parts)])
         self.host = frozenset({"grids"}) | fusion.host
-        self.image_size = encoder.image_size
+        self.image_size = encoder.side * encoder.patch_size
 
     @property
     def ragged(self) -> Mapping[str, np.ndarray]:
@@ -67,9 +67,7 @@ class ImageReader:
 
     def cuts(self, size: Size) -> list[Cut]:
         """The pictures that the tower is given of an image, or of each frame, of that size."""
-        rows, columns = self.encoder.grid(size.height, size.width)
-        patch = self.encoder.patch_size
-        target = rows * patch, columns * patch
+        target = self.encoder.resized(size.height, size.width)
         cuts = self.images.cuts(size.height, size.width, target)
         # the last one is all of the image
         return cuts[-1:] if size.frames > 1 else cuts
@@ -90,7 +88,7 @@ class ImageReader:
 
     def visual_tokens(self, size: Size) -> int:
         """How many the connector makes of all pictures of an image, or of the merged frames of a video."""
-        return self.merged(size.frames) * sum(self.connector.tokens(*grid) for grid in self.grids(size))
+        return self.merged(size.frames) * sum(map(self._tokens, self.grids(size)))
 
     def read(self, raw: bytes | np.ndarray, size: Size) -> dict[str, np.ndarray]:
         """See `ItemReader.read`; `raw` may be pixels [H, W, 3] uint8."""
@@ -139,6 +137,8 @@ class ImageReader:
 
     def _pooled(self, grid: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of the visual tokens of a picture."""
-        return (
-            grid_of(self.connector, *grid) if self.positions == "grid" else (1, self.connector.tokens(*grid))
-        )
+        return grid_of(self.connector, *grid) if self.positions == "grid" else (1, self._tokens(grid))
+
+    def _tokens(self, grid: tuple[int, int]) -> int:
+        """Visual tokens of a picture of so many patches."""
+        return self.connector.tokens(*grid, self.encoder.extra)

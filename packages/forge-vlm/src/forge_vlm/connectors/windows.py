@@ -1,0 +1,94 @@
+"""Connectors that make one token of a window of patches. P patches, V windows, W window, C width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from forge_model.attention.mask import softmax_attention
+from forge_model.layers import Linear
+from torch import Tensor, nn
+
+from forge_vlm.encoders.positions import images_of
+
+
+def by_image(features: Tensor, grids: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """What a function makes of images [n, rows, columns, C] of one size, [n, tokens, ...], all in order."""
+    images = images_of(grids)
+    if len(set(images)) == 1:
+        return make(features.unflatten(0, (-1, *images[0]))).flatten(0, 1)
+    parts = features.split([rows * columns for rows, columns in images])
+    return torch.cat(
+        [make(part.unflatten(0, image)[None])[0] for part, image in zip(parts, images, strict=True)]
+    )
+
+
+def windows(x: Tensor, window: int) -> Tensor:
+    """[n, rows, columns, C] -> [n, V, W * W, C], row by row in each; zeros where the image has ended."""
+    x = F.pad(x, (0, 0, 0, -x.shape[2] % window, 0, -x.shape[1] % window))
+    cut = x.unflatten(2, (-1, window)).unflatten(1, (-1, window))
+    return cut.transpose(2, 3).flatten(1, 2).flatten(2, 3)
+
+
+def is_inside(x: Tensor, window: int) -> Tensor:
+    """[1, V, W * W] bool: which places of the windows of images [n, rows, columns, C] are in the image."""
+    return windows(torch.ones_like(x[:1, :, :, :1]), window)[..., 0] > 0
+
+
+def means(cut: Tensor, inside: Tensor) -> Tensor:
+    """[n, V, W * W, C] -> [n, V, C], of the places inside."""
+    return cut.sum(2) / inside.sum(-1, keepdim=True)
+
+
+class AveragePool(nn.Module):
+    """The mean of each window, projected."""
+
+    def __init__(self, window: int, projection: nn.Module) -> None:
+        super().__init__()
+        self.window, self.projection = window, projection
+
+    def forward(self, features: Tensor, grids: Tensor) -> Tensor:
+        """[P, C] -> [V, dim]."""
+        return self.projection(
+            by_image(features, grids, lambda x: means(windows(x, self.window), is_inside(x, self.window)))
+        )
+
+
+class PixelShuffle(nn.Module):
+    """The patches of a window side by side, projected. Order of `Idefics3Connector` of `transformers`."""
+
+    def __init__(self, window: int, projection: nn.Module) -> None:
+        super().__init__()
+        self.window, self.projection = window, projection
+
+    def forward(self, features: Tensor, grids: Tensor) -> Tensor:
+        """[P, C] -> [V, dim]."""
+        return self.projection(by_image(features, grids, lambda x: windows(x, self.window).flatten(2)))
+
+
+class AttentionalPool(nn.Module):
+    """Attention over the patches of a window, with its mean as the query, projected."""
+
+    def __init__(self, window: int, width: int, num_heads: int, projection: nn.Module) -> None:
+        super().__init__()
+        self.window, self.num_heads = window, num_heads
+        self.wq, self.wk, self.wv, self.wo = (Linear(width, width, bias=True) for _ in range(4))
+        self.projection = projection
+
+    def forward(self, features: Tensor, grids: Tensor) -> Tensor:
+        """[P, C] -> [V, dim]."""
+        return self.projection(by_image(features, grids, self._pooled))
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        """[n, rows, columns, C] -> [n, V, C]."""
+        cut, inside = windows(x, self.window), is_inside(x, self.window)
+        query = self._heads(self.wq(means(cut, inside))[:, :, None])
+        key, value = self._heads(self.wk(cut)), self._heads(self.wv(cut))
+        mask = inside.expand(len(x), -1, -1).flatten(0, 1)[:, None, None]
+        out = softmax_attention(query, key, value, mask)
+        return self.wo(out.transpose(1, 2).flatten(1)).unflatten(0, (len(x), -1))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[n, V, T, C] -> [n V, N, T, H]."""
+        return x.flatten(0, 1).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)

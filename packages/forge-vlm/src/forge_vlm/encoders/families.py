@@ -1,0 +1,182 @@
+"""Towers of published models, as `[model.encoder]` names them. Imports no torch."""
+
+from __future__ import annotations
+
+from math import ceil, isqrt
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from forge_model.config import BlockConfig, GroupedQueryConfig, LayerConfig, SwiGLUConfig
+from forge_model.ffn.config import FfnConfig
+from msgspec.structs import replace
+
+from forge_vlm.encoders.config import Activation, Count, FixedConfig, Positive, TowerConfig, Triple, encoders
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN: Triple = (0.485, 0.456, 0.406)
+IMAGENET_STD: Triple = (0.229, 0.224, 0.225)
+
+
+@encoders.register("clip")
+class CLIPConfig(FixedConfig):
+    """The tower of CLIP (arXiv:2103.00020); absent keys are those of ViT-L/14 at 336 pixels.
+
+    Attributes:
+        class_token: whether the features of an image begin with that of the class token.
+    """
+
+    has_class_token: ClassVar[bool] = True
+    has_pre_norm: ClassVar[bool] = True
+    has_patch_bias: ClassVar[bool] = False
+    normalizes_last: ClassVar[bool] = False
+
+    image_size: Count = 336
+    patch_size: Count = 14
+    dim: Count = 1024
+    num_layers: Count = 24
+    num_heads: Count = 16
+    activation: Activation = "quick_gelu"
+    mean: Triple = CLIP_MEAN
+    std: Triple = CLIP_STD
+    class_token: bool = False
+
+    @property
+    def extra(self) -> int:
+        """See `EncoderConfig.extra`."""
+        return int(self.class_token)
+
+
+@encoders.register("siglip")
+class SiglipConfig(FixedConfig):
+    """The tower of SigLIP, and of SigLIP 2 of fixed size, without its head (arXiv:2303.15343, 2502.14786).
+
+    Absent keys are those of B/16 at 224 pixels.
+    """
+
+    image_size: Count = 224
+    patch_size: Count = 16
+    dim: Count = 768
+    num_layers: Count = 12
+    num_heads: Count = 12
+    eps: Positive = 1e-6
+
+
+@encoders.register("idefics3")
+class Idefics3TowerConfig(SiglipConfig):
+    """The tower of Idefics3 and SmolVLM (arXiv:2408.12637).
+
+    It is that of SigLIP, but positions are looked up by their fraction of the image (arXiv:2307.06304).
+    """
+
+    resize_positions: ClassVar[Literal["bicubic", "bilinear", "nearest"]] = "nearest"
+
+
+@encoders.register("siglip2")
+class Siglip2Config(TowerConfig):
+    """The tower of SigLIP 2 NaFlex (arXiv:2502.14786): images keep their aspect ratio.
+
+    Attributes:
+        max_patches: an image is made as large as so many patches allow.
+        positions: rows, and columns, of the table of positions, which is resized to each image (bilinear).
+    """
+
+    resize_positions: ClassVar[Literal["bicubic", "bilinear", "nearest"]] = "bilinear"
+
+    patch_size: Count = 16
+    dim: Count = 768
+    num_layers: Count = 12
+    num_heads: Count = 12
+    eps: Positive = 1e-6
+    max_patches: Count = 256
+    positions: Count = 16
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """See `EncoderConfig.resized`: as `Siglip2ImageProcessor` of `transformers`, to the last bit.
+
+        The scale is found by halving an interval, so that it is not the largest that fits exactly.
+        """
+        low, high = 1e-6, 100.0
+        while high - low >= 1e-5:
+            middle = (low + high) / 2
+            rows, columns = self._patches(height, middle), self._patches(width, middle)
+            low, high = (middle, high) if rows * columns <= self.max_patches else (low, middle)
+        return self._patches(height, low) * self.patch_size, self._patches(width, low) * self.patch_size
+
+    def _patches(self, size: int, scale: float) -> int:
+        return max(1, ceil(size * scale / self.patch_size))
+
+    @property
+    def side(self) -> int:
+        """See `EncoderConfig.side`."""
+        return isqrt(self.max_patches)
+
+    @property
+    def position_side(self) -> int:
+        """See `TowerConfig.position_side`."""
+        return self.positions
+
+
+class ScaledBlockConfig(BlockConfig):
+    """The standard block with a learnt factor for each channel of what its parts return.
+
+    Attributes:
+        initial: the factor at the start.
+    """
+
+    initial: Positive = 1.0
+
+    def build(self, layer: LayerConfig, dim: int) -> nn.Module:
+        """See `BlockConfig.build`."""
+        from forge_vlm.encoders.tower import ScaledBlock
+
+        return ScaledBlock(layer, dim, self.initial)
+
+
+@encoders.register("dinov2")
+class Dinov2Config(FixedConfig):
+    """The tower of DINOv2 (arXiv:2304.07193); absent keys are those of B/14 at 224 pixels.
+
+    Attributes:
+        class_token: whether the features of an image begin with that of the class token.
+        ffn_type: `mlp`, or `swiglu` as in the giant model.
+        qkv_bias: biases on queries, keys and values.
+        layer_scale: the learnt factors of what each part returns, at the start.
+    """
+
+    has_class_token: ClassVar[bool] = True
+
+    image_size: Count = 224
+    patch_size: Count = 14
+    positions: Count | None = 37
+    dim: Count = 768
+    num_layers: Count = 12
+    num_heads: Count = 12
+    activation: Activation = "gelu"
+    eps: Positive = 1e-6
+    mean: Triple = IMAGENET_MEAN
+    std: Triple = IMAGENET_STD
+    class_token: bool = False
+    ffn_type: Literal["mlp", "swiglu"] = "mlp"
+    qkv_bias: bool = True
+    layer_scale: Positive = 1.0
+
+    @property
+    def extra(self) -> int:
+        """See `EncoderConfig.extra`."""
+        return int(self.class_token)
+
+    def ffn(self) -> FfnConfig:
+        """See `TowerConfig.ffn`."""
+        return super().ffn() if self.ffn_type == "mlp" else SwiGLUConfig(dim=self.ffn_dim, bias=True)
+
+    def block(self) -> BlockConfig:
+        """See `TowerConfig.block`."""
+        return ScaledBlockConfig(initial=self.layer_scale)
+
+    def layer(self) -> LayerConfig:
+        """See `TowerConfig.layer`."""
+        attention = GroupedQueryConfig(num_heads=self.num_heads, bias=self.qkv_bias, output_bias=True)
+        return replace(super().layer(), attention=attention)

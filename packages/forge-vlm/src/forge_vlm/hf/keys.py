@@ -1,0 +1,83 @@
+"""The keys of a `config.json`: each is read, known to change nothing, or refused. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from forge_model import ModelError
+from forge_model.hf.config import HARMLESS
+from forge_model.hf.families.family import Key
+
+GENERATION = frozenset(
+    [
+        "add_cross_attention",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "cross_attention_hidden_size",
+        "diversity_penalty",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "ignore_index",
+        "is_decoder",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "prefix",
+        "pruned_heads",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "suppress_tokens",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "typical_p",
+        "use_bfloat16",
+    ]
+)
+"""Keys that older versions of `transformers` wrote into every table: of generation, or of text."""
+
+
+class Keys:
+    """Which keys a table of a `config.json` may have.
+
+    Args:
+        kind: `model_type` of the table, for errors.
+        read: keys that are read, with what their absence means.
+        fixed: keys that can be read with this value, or null, only.
+        harmless: keys that change nothing of what the model computes.
+    """
+
+    def __init__(
+        self, kind: str, read: Mapping[str, Key], fixed: Mapping[str, Any], harmless: Iterable[str] = ()
+    ) -> None:
+        self.kind, self.keys, self.fixed = kind, read, fixed
+        self._harmless = HARMLESS | GENERATION | {*harmless}
+
+    def full(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys that are read, with the defaults of those that are absent.
+
+        Raises:
+            ModelError: keys are unknown, or have values that cannot be read; lists them all.
+        """
+        if problems := list(self._problems(given)):
+            raise ModelError(f"this config.json of a {self.kind} cannot be read: {'; '.join(problems)}")
+        return {name: given.get(name, key.default) for name, key in self.keys.items()}
+
+    def _problems(self, given: Mapping[str, Any]) -> Iterator[str]:
+        for name, value in given.items():
+            if (key := self.keys.get(name)) is not None:
+                if not key.accepts(value):
+                    yield f"{name} = {value!r}, expected {key.kind.__name__}"
+            elif name in self.fixed:
+                if value is not None and value != self.fixed[name]:
+                    yield f"{name} = {value!r}, only {self.fixed[name]!r} can be read"
+            elif value is not None and name not in self._harmless:
+                yield f"{name} = {value!r} is not known"

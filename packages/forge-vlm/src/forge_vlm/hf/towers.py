@@ -1,0 +1,341 @@
+"""Between `[model.encoder]` and the towers of Hugging Face: keys and names. Imports no torch.
+
+A key that is absent means what the config class of `transformers` 5.23 says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import isqrt
+from typing import Any
+
+from forge_config import plain
+from forge_model import ModelError
+from forge_model.hf.families.family import Key
+
+from forge_vlm.encoders.config import EncoderConfig, TowerConfig
+from forge_vlm.encoders.families import (
+    CLIPConfig,
+    Dinov2Config,
+    Idefics3TowerConfig,
+    Siglip2Config,
+    SiglipConfig,
+)
+from forge_vlm.hf.keys import Keys
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""What `hidden_act` means."""
+
+PRE = {
+    "attention_norm": "layer_norm1",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.out_proj",
+    "ffn_norm": "layer_norm2",
+    "ffn.w_up": "mlp.fc1",
+    "ffn.w_down": "mlp.fc2",
+    "layers": "encoder.layers",
+    "patches": "embeddings.patch_embedding",
+    "positions": "embeddings.position_embedding",
+    "norm": "post_layernorm",
+    "pre_norm": "pre_layrnorm",
+    "class_token.weight": "embeddings.class_embedding",
+}
+DINOV2 = {
+    "attention_norm": "norm1",
+    "attention.wq": "attention.attention.query",
+    "attention.wk": "attention.attention.key",
+    "attention.wv": "attention.attention.value",
+    "attention.wo": "attention.output.dense",
+    "attention_post_norm.weight": "layer_scale1.lambda1",
+    "ffn_norm": "norm2",
+    "ffn.w_up": "mlp.fc1",
+    "ffn.w_down": "mlp.fc2",
+    "ffn_post_norm.weight": "layer_scale2.lambda1",
+    "layers": "encoder.layer",
+    "patches": "embeddings.patch_embeddings.projection",
+    "positions.weight": "embeddings.position_embeddings",
+    "class_token.weight": "embeddings.cls_token",
+    "norm": "layernorm",
+}
+
+SHARED = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "patch_size": "patch_size",
+    "layer_norm_eps": "eps",
+}
+"""Keys that mean the same in every tower: theirs, ours."""
+
+SIZES: dict[str, Key] = {
+    "hidden_size": Key(int, 768),
+    "num_hidden_layers": Key(int, 12),
+    "num_attention_heads": Key(int, 12),
+    "intermediate_size": Key(int, 3072),
+    "layer_norm_eps": Key(float, 1e-6),
+    "hidden_act": Key(str, "gelu_pytorch_tanh"),
+    "patch_size": Key(int, 16),
+}
+FIXED = {"num_channels": 3, "attention_dropout": 0, "dropout": 0, "is_encoder_decoder": False}
+
+NOT_OF_WEIGHTS = {"layers", "post_norm", "class_token", "mean", "std", "init_std", "image_size", "positions"}
+NOT_OF_WEIGHTS |= {"max_patches", "layer_scale"}
+"""Keys by which towers may differ that have the same weights; the table of positions is compared apart."""
+
+
+@dataclass(frozen=True)
+class TowerFamily:
+    """One kind of tower.
+
+    Attributes:
+        config: ours.
+        keys: of its `config.json`.
+        architecture: class of `transformers`; empty where that is no model of its own.
+        whole: `model_type` of models with a text tower that have it as `vision_config`.
+        names: our modules and parameters, theirs.
+        more: what is read beside the shared keys.
+        write: what is written beside them.
+        ignored: parts of names of their tensors that are none of the features.
+    """
+
+    config: type[TowerConfig]
+    keys: Keys
+    architecture: str
+    whole: str
+    more: Callable[[Mapping[str, Any]], dict[str, Any]]
+    write: Callable[[Any], dict[str, Any]]
+    names: Mapping[str, str] = field(default_factory=lambda: PRE)
+    ignored: tuple[str, ...] = ("head.", "embeddings.position_ids")
+
+    @property
+    def model_type(self) -> str:
+        """Of its `config.json`."""
+        return self.keys.kind
+
+
+def _gelu(full: Mapping[str, Any]) -> dict[str, Any]:
+    """Activation and hidden width of most towers.
+
+    Raises:
+        ModelError: an unknown activation.
+    """
+    if full["hidden_act"] not in ACTIVATIONS:
+        raise ModelError(f"hidden_act = {full['hidden_act']!r}; expected one of {', '.join(ACTIVATIONS)}")
+    found = {"activation": ACTIVATIONS[full["hidden_act"]]}
+    return found | ({"ffn_dim": full["intermediate_size"]} if "intermediate_size" in full else {})
+
+
+def _act(config: TowerConfig) -> dict[str, Any]:
+    theirs = next(
+        name for name, ours in ACTIVATIONS.items() if ours == config.activation and name != "gelu_new"
+    )
+    return {"hidden_act": theirs, "intermediate_size": config.ffn_dim or 4 * config.dim}
+
+
+def _fixed_size(full: Mapping[str, Any]) -> dict[str, Any]:
+    std = {"init_std": full["initializer_range"]} if "initializer_range" in full else {}
+    return _gelu(full) | {"image_size": full["image_size"], "positions": None} | std
+
+
+def _write_fixed(config: Any) -> dict[str, Any]:
+    return _act(config) | {"image_size": config.position_side * config.patch_size} | _image(config)
+
+
+def _image(config: Any) -> dict[str, Any]:
+    """The size of the images, unless the table of positions was made for another one."""
+    return {"image_size": config.image_size} if config.position_side == config.side else {}
+
+
+def _read_siglip2(full: Mapping[str, Any]) -> dict[str, Any]:
+    side = isqrt(full["num_patches"])
+    if side * side != full["num_patches"]:
+        raise ModelError(f"num_patches = {full['num_patches']}, expected a square number")
+    return _gelu(full) | {"positions": side, "max_patches": full["num_patches"]}
+
+
+def _read_dinov2(full: Mapping[str, Any]) -> dict[str, Any]:
+    hidden = full["hidden_size"] * full["mlp_ratio"]
+    if full["use_swiglu_ffn"]:
+        hidden = (int(hidden * 2 / 3) + 7) // 8 * 8
+    return _fixed_size(full) | {
+        "ffn_dim": hidden,
+        "ffn_type": "swiglu" if full["use_swiglu_ffn"] else "mlp",
+        "qkv_bias": full["qkv_bias"],
+        "layer_scale": full["layerscale_value"],
+    }
+
+
+def _write_dinov2(config: Any) -> dict[str, Any]:
+    hidden, swiglu = config.ffn().hidden(config.dim), config.ffn_type == "swiglu"
+    for ratio in range(1, hidden // config.dim * 2 + 2):
+        written = {"hidden_size": config.dim, "mlp_ratio": ratio, "use_swiglu_ffn": swiglu}
+        if _hidden(written) == hidden:
+            break
+    else:
+        raise ModelError(
+            f"encoder.ffn_dim = {hidden} is no multiple of dim = {config.dim} as DINOv2 has them"
+        )
+    act = {name: value for name, value in _write_fixed(config).items() if name != "intermediate_size"}
+    return act | written | {"qkv_bias": config.qkv_bias, "layerscale_value": config.layer_scale}
+
+
+def _hidden(written: Mapping[str, Any]) -> int:
+    filler = {"hidden_act": "gelu", "image_size": 1, "qkv_bias": True, "layerscale_value": 1.0}
+    return _read_dinov2(filler | dict(written))["ffn_dim"]
+
+
+_CLIP = SIZES | {
+    "image_size": Key(int, 224),
+    "patch_size": Key(int, 32),
+    "hidden_act": Key(str, "quick_gelu"),
+    "layer_norm_eps": Key(float, 1e-5),
+    "initializer_range": Key(float, 0.02, zero=True),
+}
+_IDEFICS3 = SIZES | {
+    "hidden_size": Key(int, 1152),
+    "num_attention_heads": Key(int, 16),
+    "image_size": Key(int, 224),
+    "patch_size": Key(int, 32),
+    "initializer_range": Key(float, 0.02, zero=True),
+}
+_DINOV2 = {name: key for name, key in SIZES.items() if name != "intermediate_size"} | {
+    "hidden_act": Key(str, "gelu"),
+    "image_size": Key(int, 224),
+    "patch_size": Key(int, 14),
+    "mlp_ratio": Key(int, 4),
+    "qkv_bias": Key(bool, True),
+    "layerscale_value": Key(float, 1.0),
+    "use_swiglu_ffn": Key(bool, False),
+    "initializer_range": Key(float, 0.02, zero=True),
+}
+_OUTSIDE = ("projection_dim", "initializer_factor", "vision_use_head", "vocab_size", "tie_word_embeddings")
+_BACKBONE = ("out_features", "out_indices", "stage_names", "apply_layernorm", "reshape_hidden_states")
+_NO_DROP = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "drop_path_rate": 0}
+
+TOWERS: tuple[TowerFamily, ...] = (
+    TowerFamily(
+        CLIPConfig,
+        Keys("clip_vision_model", _CLIP, FIXED, _OUTSIDE),
+        "CLIPVisionModel",
+        "clip",
+        _fixed_size,
+        _write_fixed,
+    ),
+    TowerFamily(
+        SiglipConfig,
+        Keys(
+            "siglip_vision_model",
+            SIZES | {"image_size": Key(int, 224)},
+            FIXED,
+            (*_OUTSIDE, "num_image_tokens"),
+        ),
+        "SiglipVisionModel",
+        "siglip",
+        _fixed_size,
+        lambda config: _write_fixed(config) | {"vision_use_head": False},
+    ),
+    TowerFamily(
+        Siglip2Config,
+        Keys("siglip2_vision_model", SIZES | {"num_patches": Key(int, 256)}, FIXED, _OUTSIDE),
+        "Siglip2VisionModel",
+        "siglip2",
+        _read_siglip2,
+        lambda config: _act(config) | {"num_patches": config.positions**2, "vision_use_head": False},
+    ),
+    TowerFamily(
+        Dinov2Config,
+        Keys("dinov2", _DINOV2, FIXED | _NO_DROP, (*_OUTSIDE, *_BACKBONE, "use_mask_token")),
+        "Dinov2Model",
+        "",
+        _read_dinov2,
+        lambda config: _write_dinov2(config) | {"use_mask_token": False},
+        DINOV2,
+        ("embeddings.mask_token",),
+    ),
+    TowerFamily(
+        Idefics3TowerConfig,
+        Keys("idefics3_vision", _IDEFICS3, FIXED, (*_OUTSIDE, "size", "max_image_size")),
+        "",
+        "",
+        _fixed_size,
+        _write_fixed,
+    ),
+)
+
+
+def tower_family(encoder: EncoderConfig) -> TowerFamily:
+    """The family of a tower.
+
+    Raises:
+        ModelError: `transformers` has none of it.
+    """
+    for family in TOWERS:
+        if type(encoder) is family.config:
+            return family
+    raise ModelError(f"no class of transformers computes the tower of a {type(encoder).__name__}")
+
+
+def tower_from_hf(hf: Mapping[str, Any]) -> TowerConfig:
+    """The tower that a `config.json` describes, of the tower alone or of a model that has it beside text.
+
+    Raises:
+        ModelError: an unknown model type, or keys that we cannot follow; lists them all.
+    """
+    kind, table = hf.get("model_type"), hf
+    for family in TOWERS:
+        if kind == family.whole and family.whole:
+            table = hf.get("vision_config") or {}
+            if table.get("model_type", family.model_type) != family.model_type:
+                raise ModelError(
+                    f"a {kind} with a tower {table['model_type']!r}; expected {family.model_type}"
+                )
+        elif kind != family.model_type:
+            continue
+        full = family.keys.full(table)
+        given = {ours: full[theirs] for theirs, ours in SHARED.items()} | family.more(full)
+        try:
+            return family.config(**given)
+        except ValueError as error:
+            raise ModelError(f"this config.json of a {kind} cannot be read: {error}") from None
+    known = ", ".join([*(one.model_type for one in TOWERS), *(one.whole for one in TOWERS if one.whole)])
+    raise ModelError(f"given model_type {kind!r}; expected one of {known}")
+
+
+def tower_to_hf(encoder: EncoderConfig) -> dict[str, Any]:
+    """The `config.json` of a tower.
+
+    Raises:
+        ModelError: `transformers` has no such tower.
+    """
+    family = tower_family(encoder)
+    assert isinstance(encoder, TowerConfig)
+    written = {theirs: getattr(encoder, ours) for theirs, ours in SHARED.items()} | family.write(encoder)
+    if "initializer_range" in family.keys.keys:
+        written["initializer_range"] = encoder.init_std
+    named = {"architectures": [family.architecture]} if family.architecture else {}
+    return named | {"model_type": family.model_type} | written
+
+
+def tower_differences(encoder: EncoderConfig, other: TowerConfig) -> list[str]:
+    """Why weights of one tower do not fit another, one line each."""
+    if type(encoder) is not type(other):
+        return [f"encoder: a {type(encoder).__name__}, there a {type(other).__name__}"]
+    assert isinstance(encoder, TowerConfig)
+    mine, its = (_of_weights(one) for one in (encoder, other))
+    return [f"encoder.{key}: {mine[key]!r}, there {its[key]!r}" for key in mine if mine[key] != its[key]]
+
+
+def _of_weights(tower: TowerConfig) -> dict[str, Any]:
+    found = {key: value for key, value in plain(tower).items() if key not in NOT_OF_WEIGHTS | {"type"}}
+    return found | {"ffn_dim": tower.ffn().hidden(tower.dim), "positions": tower.position_side}
