@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +26,16 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    options: Any = torch.utils.deterministic
+    fill = options.fill_uninitialized_memory
     os.environ.setdefault(WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]  # as costs, no bit
+    options.fill_uninitialized_memory = False  # it takes time, and what we read we have written
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[assignment]
+        options.fill_uninitialized_memory = fill
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
