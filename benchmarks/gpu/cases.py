@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Literal
 
 from forge_config import Config
@@ -23,6 +25,7 @@ from forge_parallel.config import (
 )
 
 VOCAB = 128256
+PEAKS = Path(__file__).resolve().parents[1] / "results" / "traced_peaks.json"
 
 
 def _llama(dim: int, layers: int, heads: int, ffn: int, tied: bool) -> DecoderConfig:
@@ -131,6 +134,17 @@ class Case(Config):
                 backend="inductor" if device_type == "cuda" else "aot_eager",
             ),
         )
+
+    @property
+    def key(self) -> str:
+        """What the memory of a step depends on; see `needed_gib`."""
+        fields = (name for name in self.__struct_fields__ if name not in ("compile", "routing"))
+        return json.dumps({name: getattr(self, name) for name in fields}, sort_keys=True)
+
+    @property
+    def needed_gib(self) -> float | None:
+        """The memory that a step needs at least, as `benchmarks/traced.py --peaks` found; None if unknown."""
+        return json.loads(PEAKS.read_text())["results"].get(self.key)
 
     def prepare(self, model: Any) -> None:
         """Change the routing of a model, before it is made parallel."""

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,8 @@ COLUMNS = ("model", "micro_batch", "recompute", "compile", "fp8", "state", "docu
 GIB = 1 << 30
 PAGE, BEGIN, END = ROOT / "docs" / "speed.md", "<!-- table of mfu.py -->", "<!-- end of it -->"
 LATE, MEMORY = "not run: no time left", "out of memory"
+RESERVED_GIB = 1.5
+"""Of the memory of a GPU, what CUDA, cuBLAS and NCCL take for themselves."""
 LEAST_S = 5
 """No case is started with less time."""
 
@@ -39,8 +43,8 @@ LEAST_S = 5
 def measure(case: Case, steps: int, warmup: int) -> dict[str, float | str | None]:
     """Train a model in this process; seconds are medians of steps, by device events where there is a GPU."""
     import torch
-    from forge_model import LossConfig, initialize
-    from forge_parallel import Env, MeshConfig, Plan, build_mesh, local_shard, parallelize, process_group
+    from forge_model import LossConfig
+    from forge_parallel import Env, MeshConfig, Plan, build_mesh, parallelize, process_group
     from forge_parallel.apply import materialize
     from forge_trainer.optim import AdamWConfig, trainable
     from forge_trainer.steps.text import TextStep
@@ -54,12 +58,15 @@ def measure(case: Case, steps: int, warmup: int) -> dict[str, float | str | None
             model = case.config.build()
         case.prepare(model)
         parallelize(model, mesh, Plan.of(model), parallel)
-        initialize(materialize(model, mesh.device), 0, local_shard)
+        draw(materialize(model, mesh.device))
         moments = "bfloat16" if case.state == "moments-bf16" else "float32"
         optimizer = AdamWConfig(lr=1e-4, betas=(0.9, 0.95), moments=moments).build(trainable([model]), mesh)
         update = Update([model], optimizer, lambda step: 1.0, 1.0, mesh)
-        step = TextStep([model], LossConfig().build(), mesh, update=update)
-        batch = [_batch(case, mesh.device)]
+        loss = LossConfig().build()
+        if parallel.compile.enabled:
+            loss.compile_chunks(parallel.compile.backend)
+        step = TextStep([model], loss, mesh, update=update)
+        batch = [batch_of(case, mesh.device)]
         start = time.perf_counter()
         for index in range(warmup):
             step.train(batch, index)
@@ -76,7 +83,20 @@ def measure(case: Case, steps: int, warmup: int) -> dict[str, float | str | None
     }
 
 
-def _batch(case: Case, device: Any) -> Any:
+def draw(model: Any) -> None:
+    """Initial weights on the device, where that takes no time; a run draws them on the CPU, for any layout."""
+    import torch
+    from forge_parallel.tensor import local_part
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            value = local_part(parameter)
+            value.fill_(1.0) if parameter.ndim == 1 else value.normal_(std=0.02)
+        for buffer in model.buffers():
+            local_part(buffer).zero_()
+
+
+def batch_of(case: Case, device: Any) -> Any:
     """One micro-batch on the device, its count of targets on the host, as the loader gives it."""
     import torch
     from forge_data.loading.loader import MicroBatch
@@ -138,6 +158,9 @@ def _figures(case: Case, step_s: float, device: Any) -> dict[str, float | str | 
 
 def run(case: Case, steps: int, warmup: int, limit_s: float) -> dict[str, Any]:
     """Measure in a process of its own; what went wrong is part of the result."""
+    needed, room = case.needed_gib, memory_gib()
+    if needed is not None and room is not None and needed > room - RESERVED_GIB:
+        return refused(case, f"{MEMORY}: needs {needed:.0f} GiB of {room:.0f}, not started")
     line = [sys.executable, sys.argv[0], "--case", json.dumps(msgspec.to_builtins(case))]
     line += ["--steps", str(steps), "--warmup", str(warmup)]
     try:
@@ -149,6 +172,21 @@ def run(case: Case, steps: int, warmup: int, limit_s: float) -> dict[str, Any]:
         memory = any("OutOfMemoryError" in text for text in said)
         return refused(case, MEMORY if memory else said[-1] if said else "died")
     return refused(case, None) | json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@cache
+def memory_gib() -> float | None:
+    """Of the first GPU, or what FORGE_GPU_GIB says; None where there is none."""
+    if given := os.environ.get("FORGE_GPU_GIB"):
+        return float(given)
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        return float(told.stdout.split()[0]) / 1024
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
 
 
 def refused(case: Case, error: str | None) -> dict[str, Any]:
@@ -251,7 +289,7 @@ def main(script: Script = MFU) -> None:
         text = f"{caption(rows)}\n\n{table([shown(row) for row in rows])}"
         path.with_suffix(".md").write_text(text + "\n")
     print(text)
-    if any(row.get("error", LATE) not in (LATE, MEMORY) for row in rows):
+    if any(not row.get("error", LATE).startswith((LATE, MEMORY)) for row in rows):
         raise SystemExit(1)
 
 

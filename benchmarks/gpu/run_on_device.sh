@@ -24,6 +24,10 @@ if compgen -G "$wheels/*.whl" >/dev/null && [ ! -d $site ]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target $site "$wheels"/*.whl
 fi
 for folder in packages/*/src apps/*/src; do PYTHONPATH="$PWD/$folder:${PYTHONPATH:-}"; done
+# torch is told no interface there; compilation may use all cores, unlike in tests on a shared machine
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$(nproc)}
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 export PYTHONPATH="$site:$PYTHONPATH" PYTHONUNBUFFERED=1
 [ ! -f "$wheels/COMMIT" ] || FORGE_COMMIT=$(cat "$wheels/COMMIT") && export FORGE_COMMIT
 exec "$@"

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from forge_model.attention.mask import BLOCK, Mask, flex_blocks, softmax_attention
 from forge_parallel import View
 from forge_parallel.context_parallel import Cut, GatherKeys
+from gpu_device import DEVICE, needs_cuda
 
 pytestmark = pytest.mark.gpu
 HEADS, KV_HEADS, WIDTH = 4, 2, 64
-DEVICE = torch.device("cuda")
 
 
 def documents(rows: int, tokens: int) -> torch.Tensor:
@@ -36,6 +36,7 @@ def plain(query, key, value, mask: Mask, window: int | None) -> torch.Tensor:
     return scores.masked_fill(~mask.dense(window), -torch.inf).softmax(-1) @ value
 
 
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [512, 333, 64])
 @pytest.mark.parametrize(("packed", "window"), [(True, None), (False, 100), (True, 100)])
@@ -64,7 +65,7 @@ def test_blocks_see_what_the_description_says_and_no_more(tokens, window):
     ids = documents(2, tokens)
     for start in (0, tokens // 2, 3 * tokens // 4):
         mask = Mask(tokens - start, DEVICE, ids, cached=start)
-        inputs = drawn(tokens, torch.float32)
+        inputs = [x.detach() for x in drawn(tokens, torch.float32)]
         query = inputs[0][:, :, start:]
         out = softmax_attention(query, *inputs[1:], flex_blocks(mask, window))
         exact = plain(query, *inputs[1:], mask, window)
@@ -89,6 +90,7 @@ def test_pieces_of_context_parallelism_equal_the_whole_sequence(monkeypatch):
         assert (out - exact[:, :, index]).norm() < 5e-3 * exact.norm()
 
 
+@needs_cuda
 def test_varlen_attention_of_torch_agrees_on_documents():
     """A second reference for packed documents, and what a backend for `varlen_attn` could rely on."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
@@ -109,6 +111,7 @@ def test_varlen_attention_of_torch_agrees_on_documents():
     assert (out - ours).norm() < 2e-2 * ours.norm()
 
 
+@needs_cuda
 def test_plain_causal_attention_takes_the_flash_kernel():
     query, key, value = drawn(512, torch.bfloat16)
     mask = Mask(512, DEVICE)

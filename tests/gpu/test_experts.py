@@ -9,10 +9,10 @@ from forge_parallel.config import FP8Config
 from forge_parallel.fp8 import use_fp8
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
+from gpu_device import DEVICE, needs_cuda
 from torch import nn
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda")
 DIM = 256
 NODES = SigmoidRouterConfig(groups=8, top_groups=4, sequence_balance_weight=0.1, z_loss_weight=0.01)
 CONFIGS = {
@@ -45,14 +45,15 @@ def test_layer_equals_the_cpu(name):
     layer, x = build(name), torch.randn(2, 64, DIM)
     # as on the device, so that near ties fall alike
     reference = gradients(layer.double(), x.double())
-    found = gradients(copy.deepcopy(layer).to(CUDA), x.double().to(CUDA))
+    found = gradients(copy.deepcopy(layer).to(DEVICE), x.double().to(DEVICE))
     for one, other in zip(found, reference, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-8, atol=1e-10)
 
 
+@needs_cuda
 @pytest.mark.parametrize("name", CONFIGS)
 def test_routing_and_experts_never_wait_for_the_device(name):
-    layer, x = build(name).to(CUDA, torch.bfloat16), torch.randn(2, 512, DIM, device=CUDA).bfloat16()
+    layer, x = build(name).to(DEVICE, torch.bfloat16), torch.randn(2, 512, DIM, device=DEVICE).bfloat16()
     gradients(layer, x)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -63,15 +64,16 @@ def test_routing_and_experts_never_wait_for_the_device(name):
     assert all(tensor.isfinite().all() for tensor in found)
 
 
+@needs_cuda
 def test_experts_in_eight_bits_stay_near_bfloat16():
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs compute capability 8.9")
     model = nn.Module()
-    model.layers = nn.ModuleList([build("softmax").to(CUDA, torch.bfloat16)])
-    x = torch.randn(2, 512, DIM, device=CUDA).bfloat16()
+    model.layers = nn.ModuleList([build("softmax").to(DEVICE, torch.bfloat16)])
+    x = torch.randn(2, 512, DIM, device=DEVICE).bfloat16()
     reference = gradients(model.layers[0], x)
     config = FP8Config(recipe="rowwise", experts=True, min_size=128)
     plan = Plan.of({"blocks": "layers.*", "experts": ["layers.*"]})
-    assert "layers.0.experts" in use_fp8(model, plan, config, Mesh(CUDA))
+    assert "layers.0.experts" in use_fp8(model, plan, config, Mesh(DEVICE))
     for one, other in zip(gradients(model.layers[0], x), reference, strict=True):
         assert (one - other).norm() < 0.15 * other.norm()

@@ -5,19 +5,20 @@ import torch
 import torch.distributed as dist
 from forge_parallel import Env, MeshConfig, build_mesh, process_group
 from forge_parallel.collectives import all_gather, all_reduce, all_to_all, copy_to_ranks, reduce_scatter
+from gpu_device import DEVICE, needs_cuda
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda")
 
 
 @pytest.fixture
 def group():
-    with process_group(Env(0, 0, 1, CUDA, "none"), needed=True):
+    with process_group(Env(0, 0, 1, DEVICE, "none"), needed=True):
         yield dist.group.WORLD
 
 
+@needs_cuda
 def test_each_device_has_its_backend(group):
-    on_gpu, on_cpu = torch.ones(3, device=CUDA), torch.ones(3)
+    on_gpu, on_cpu = torch.ones(3, device=DEVICE), torch.ones(3)
     dist.all_reduce(on_gpu)
     dist.all_reduce(on_cpu)
     assert on_gpu.tolist() == on_cpu.tolist() == [1.0] * 3
@@ -25,9 +26,9 @@ def test_each_device_has_its_backend(group):
 
 
 def test_control_group_is_on_the_host(group):
-    mesh = build_mesh(MeshConfig(), Env(0, 0, 1, CUDA, "none"))
+    mesh = build_mesh(MeshConfig(), Env(0, 0, 1, DEVICE, "none"))
     assert dist.get_backend(mesh.control_group) == "gloo"
-    assert mesh.device == CUDA and mesh.fsdp is not None and mesh.fsdp.device_type == "cuda"
+    assert mesh.device == DEVICE and mesh.fsdp is not None and mesh.fsdp.device_type == DEVICE.type
 
 
 def test_collectives_of_one_rank_are_the_identity_and_so_are_their_gradients(group):
@@ -38,7 +39,7 @@ def test_collectives_of_one_rank_are_the_identity_and_so_are_their_gradients(gro
         lambda x: copy_to_ranks(x, group),
         lambda x: all_to_all(x, 1, 0, group),
     ):
-        x = torch.randn(4, 6, device=CUDA, requires_grad=True)
+        x = torch.randn(4, 6, device=DEVICE, requires_grad=True)
         out = say(x)
         out.square().sum().backward()
         assert torch.equal(out, x) and torch.equal(x.grad, 2 * x)

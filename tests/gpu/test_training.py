@@ -5,10 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forge_ckpt.state import TrainState
-from forge_data.loading.loader import MicroBatch
+from forge_data.loading.batches import Group
+from forge_data.loading.micro_batch import MicroBatch
+from forge_data.loading.micro_batch import micro_batches as cut_group
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.attention.config import GroupedQueryConfig
 from forge_model.ffn.config import SwiGLUConfig
@@ -34,9 +37,9 @@ from forge_trainer.optim import AdamWConfig, trainable
 from forge_trainer.schedule import CosineConfig
 from forge_trainer.steps.text import TextStep
 from forge_trainer.steps.update import Update
+from gpu_device import BACKEND, DEVICE, needs_cuda
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda")
 MODEL = DecoderConfig(
     vocab_size=512,
     dim=256,
@@ -46,7 +49,7 @@ MODEL = DecoderConfig(
     ffn=SwiGLUConfig(dim=512),
 )
 FLOAT32, PURE = PrecisionConfig(compute="float32"), PrecisionConfig(pure_bf16=True)
-COMPILED = CompileConfig(enabled=True)
+COMPILED = CompileConfig(enabled=True, backend=BACKEND)
 STEPS = 6
 
 
@@ -75,7 +78,7 @@ def steps(env: Env, parallel: ParallelConfig, optimizer: AdamWConfig | None = No
     return TextStep([model], LossConfig().build(), mesh, update=update)
 
 
-def losses(parallel: ParallelConfig, device: torch.device = CUDA, packed: bool = True) -> list[float]:
+def losses(parallel: ParallelConfig, device: torch.device = DEVICE, packed: bool = True) -> list[float]:
     env = Env(0, 0, 1, device, "none")
     batch = micro_batches(device, packed)
     with process_group(env, needed=parallel.needs_group(device.type)):
@@ -122,8 +125,9 @@ def test_bf16_training_stays_near_float32(parallel, exact):
     assert found[-1] < found[0] - 0.1
 
 
+@needs_cuda
 def test_offload_keeps_weights_gradients_and_moments_on_the_host():
-    env, batch = Env(0, 0, 1, CUDA, "none"), micro_batches(CUDA)
+    env, batch = Env(0, 0, 1, DEVICE, "none"), micro_batches(DEVICE)
     found = {}
     for offload in (False, True):
         parallel = ParallelConfig(fsdp=FSDPConfig(offload=offload))
@@ -143,6 +147,7 @@ def test_offload_keeps_weights_gradients_and_moments_on_the_host():
     assert found[True][1].keys() == found[False][1].keys()
 
 
+@needs_cuda
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("gather", [False, True], ids=["", "gathered"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -152,12 +157,13 @@ def test_eight_bit_training_stays_near_float32(recipe, gather, compiled, exact):
     if gather and recipe != "tensorwise":
         pytest.skip("weights are gathered with one scale a tensor only")
     fp8 = FP8Config(recipe=recipe, min_size=128, gather=gather)
-    found = losses(ParallelConfig(fp8=fp8, compile=CompileConfig(enabled=compiled)))
-    assert found != losses(ParallelConfig(compile=CompileConfig(enabled=compiled)))
+    found = losses(ParallelConfig(fp8=fp8, compile=CompileConfig(enabled=compiled, backend=BACKEND)))
+    assert found != losses(ParallelConfig(compile=CompileConfig(enabled=compiled, backend=BACKEND)))
     assert found == pytest.approx(exact, rel=3e-2)
     assert found[-1] < found[0] - 0.1
 
 
+@needs_cuda
 @pytest.mark.parametrize(
     ("parallel", "optimizer"),
     [
@@ -174,14 +180,14 @@ def test_eight_bit_training_stays_near_float32(recipe, gather, compiled, exact):
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
 def test_hot_step_never_waits_for_the_device(parallel, optimizer, packed):
-    env = Env(0, 0, 1, CUDA, "none")
-    host = [
-        MicroBatch(
-            {name: x.pin_memory() for name, x in micro.inputs.items()},
-            {name: x.pin_memory() for name, x in micro.statistics.items()},
-        )
-        for micro in micro_batches(torch.device("cpu"), packed)
-    ]
+    env = Env(0, 0, 1, DEVICE, "none")
+    rows = np.random.default_rng(0).integers(0, MODEL.vocab_size, (2, 2, 257))
+    ids = np.broadcast_to(np.arange(256) // 50, (2, 2, 256)).astype(np.int64)
+    extra = {"doc_ids": ids} if packed else {}
+    source, targets = np.zeros((2, 2), np.int64), np.full(2, 512)
+    # as the loader gives them
+    group = Group(rows, None, extra, {}, source, targets)
+    host = cut_group(group, ("a",), frozenset(), pinned=True)
     with process_group(env, needed=parallel.needs_group("cuda")):
         step = steps(env, parallel, optimizer)
         for index in range(3):
@@ -195,6 +201,7 @@ def test_hot_step_never_waits_for_the_device(parallel, optimizer, packed):
         assert all(out.finite.item() for out in outs)
 
 
+@needs_cuda
 def test_benchmark_runs_on_this_device():
     folder = Path(__file__).parents[2] / "benchmarks" / "gpu"
     sys.path[:0] = [str(folder), str(folder.parent)]

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,7 +14,17 @@ from torch.utils._pytree import tree_leaves
 SYNCS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::equal", "aten::masked_select"}
 """Operations after which the host waits for the device."""
 
-NO_KERNELS = {"aten::detach", "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
+KERNELS = ("aten::", "torchao::", "_c10d_functional::", "c10d::", "fsdp::", "higher_order::")
+"""Namespaces of operations that compute."""
+
+NO_KERNELS = {
+    "aten::detach",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::promote_types",
+}
 
 
 class Storages(TorchDispatchMode):
@@ -58,27 +69,50 @@ class Storages(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if (key := storage._cdata) in self._seen:
             return
-        size = storage.nbytes()
 
         def gone(_: Any) -> None:
-            self._seen.pop(key, None)
-            self.live -= size
+            self.live -= self._seen.pop(key)[1]
 
-        self._seen[key] = weakref.ref(storage, gone)
-        self.live += size
+        self._seen[key] = (weakref.ref(storage, gone), 0)
+        self._resized(storage)
+
+    def _resized(self, storage: Any) -> None:
+        """The size of a storage that is followed is known; FSDP2 frees what it gathers by a size of 0."""
+        if (seen := self._seen.get(storage._cdata)) is None:
+            return
+        self._seen[storage._cdata] = (seen[0], storage.nbytes())
+        self.live += storage.nbytes() - seen[1]
         self.peak = max(self.peak, self.live)
+
+    def __enter__(self) -> Any:
+        """Look at sizes too."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            resize(storage, size)
+            self._resized(storage)
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Look no more."""
+        del torch.UntypedStorage.resize_
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and look at what it gives."""
         out = func(*args, **(kwargs or {}))
         name = func.name().split(".")[0]
+        if not name.startswith(KERNELS):
+            return out
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         self.operations[name] += 1
         if not func.is_view and name not in NO_KERNELS:
             self.kernels += 1
             self.moved += sum(x.numel() * x.element_size() for x in [*given, *made])
-        if name in SYNCS and any(x.device.type != "cpu" for x in given):
+        if name in SYNCS and any(x.device.type == self.device for x in given):
             self.syncs[name] += 1
         if name in ("aten::_to_copy", "aten::copy_") and _waits(name, given, made, args, kwargs or {}):
             self.syncs[f"{name} between host and device"] += 1

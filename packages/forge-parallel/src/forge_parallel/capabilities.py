@@ -217,7 +217,8 @@ def compiled(fn: Callable[..., Any], limit: int, **options: Any) -> Callable[...
     Before 2.15 there is one for all functions, which is raised.
     """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return torch.compile(fn, recompile_limit=limit, **options)  # type: ignore[call-overload]
+        options["recompile_limit"] = limit
+        return torch.compile(fn, **options)
     import torch._dynamo.config as config
 
     config.recompile_limit = max(config.recompile_limit, limit)
