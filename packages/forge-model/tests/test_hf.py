@@ -141,6 +141,16 @@ CASES = {
         | {"attention_bias": False, "tie_word_embeddings": True, "rope_parameters": LINEAR}
         | {"layer_types": ["full_attention"] * 3, "num_experts_per_tok": 1},
     ),
+    "gemma": ("gemma", {"hidden_size": 64, "head_dim": 20}),
+    "gemma-untied-mqa": (
+        "gemma",
+        {"hidden_size": 64, "head_dim": 12, "num_key_value_heads": 1}
+        | {"tie_word_embeddings": False, "attention_bias": True},
+    ),
+    "gemma-odd": (
+        "gemma",
+        {"hidden_size": 36, "head_dim": 6, "num_attention_heads": 3, "num_key_value_heads": 3},
+    ),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}),
     "gemma2-uncapped-odd": (
         "gemma2",
@@ -166,6 +176,7 @@ CLASSES = {
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
     "olmo2": "Olmo2Config",
+    "gemma": "GemmaConfig",
     "gemma2": "Gemma2Config",
     "gemma3": "Gemma3TextConfig",
 }
@@ -298,6 +309,7 @@ FAMILY_CASES = [
     "qwen2",
     "mistral",
     "olmo2",
+    "gemma",
     "gemma2",
     "gemma3-capped",
 ]

@@ -224,3 +224,29 @@ def test_digest_names_the_model_and_the_tokenizer():
         for pairs in (0.2, 0.3)
     }
     assert len(digests) == 4
+
+
+def test_prefix_is_what_stands_before_the_first_target_of_each_sample():
+    items = reader(fusion=JointConfig(attention="prefix"))
+    samples = shapes(12)
+    packed = SamplePacking(samples, items, data(mask_documents=True), EOS)
+    read = packed.read(np.arange(len(packed)))
+    number = 0
+    for row in range(len(packed)):
+        spans, doc_ids = read.extra["span_ids"][row], read.extra["doc_ids"][row]
+        for document in range(doc_ids.max() + 1):
+            here = doc_ids == document
+            if number == 12 or here.sum() == 0 or not (spans[here] > 0).any():
+                assert not (spans[here] > 0).any()  # padding
+                continue
+            sample = samples.sample(number)
+            first = int(np.flatnonzero(sample.targets & (sample.tokens != PLACE))[0])
+            assert (spans[here] == np.where(np.arange(here.sum()) < first, 1 + document, 0)).all()
+            number += 1
+    assert number == 12
+    prompt = model(fusion=JointConfig(attention="prefix")).prompt(
+        "colour?", [png(np.zeros((32, 32, 3), np.uint8))], Bytes()
+    )
+    assert (prompt.inputs["span_ids"] == 1).all() and prompt.inputs["span_ids"].shape[1] == len(prompt.tokens)
+    assert "span_ids" in prompt.by_token
+    assert set(packed.extra) == set(read.extra)

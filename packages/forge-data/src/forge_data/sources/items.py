@@ -59,7 +59,11 @@ class ItemReader(Protocol):
         ...
 
     def sequence(
-        self, places: np.ndarray, sizes: Sequence[Size], doc_ids: np.ndarray
+        self,
+        places: np.ndarray,
+        sizes: Sequence[Size],
+        doc_ids: np.ndarray,
+        prompt: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """What else the model takes of a sequence, by name, those of `Packing.extra`: [...].
 
@@ -67,5 +71,6 @@ class ItemReader(Protocol):
             places: [T] int64, 0 for text, else 1 + the number of the place in the sequence.
             sizes: of the items of the sequence, in their order.
             doc_ids: [T] int64, the sample of each token, counted within the sequence; -1 for padding.
+            prompt: [T] bool, the tokens before the first target of their sample; absent means none.
         """
         ...

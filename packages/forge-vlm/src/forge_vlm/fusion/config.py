@@ -59,8 +59,17 @@ class FusionConfig(Config):
         """
         return {}
 
+    def prompt_arrays(self, prompt: np.ndarray, doc_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """What the model takes beside `arrays`, made of which tokens are read and which are to be written.
+
+        Args:
+            prompt: [T] bool, the tokens before the first target of their sample; images are among them.
+            doc_ids: [T] int64, see `arrays`.
+        """
+        return {}
+
     def by_token(self) -> Sequence[str]:
-        """Those of `arrays` that have a value for each token."""
+        """Those of `arrays` and `prompt_arrays` that have a value for each token."""
         return ()
 
     def side_inputs(self, tokens: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,10 +111,12 @@ class JointConfig(FusionConfig):
     """Visual tokens take the places of tokens, and the decoder sees one sequence (LLaVA, arXiv:2304.08485).
 
     Attributes:
-        attention: what a visual token sees: `causal` as text does, or all of its `image`, in both directions.
+        attention: what a visual token sees: `causal` as text does, or all of its `image`, in both directions;
+            or that all tokens of a prompt, `prefix`, see each other, visual ones and those of its text, which
+            end at the first target (PaliGemma, arXiv:2407.07726 figure 2).
     """
 
-    attention: Literal["causal", "image"] = "causal"
+    attention: Literal["causal", "image", "prefix"] = "causal"
 
     def build(self) -> nn.Module:
         """See `FusionConfig.build`."""
@@ -117,7 +128,11 @@ class JointConfig(FusionConfig):
         self, places: np.ndarray, images: np.ndarray, doc_ids: np.ndarray, counts: Sequence[int]
     ) -> dict[str, np.ndarray]:
         """See `FusionConfig.arrays`."""
-        return {} if self.attention == "causal" else {"span_ids": images}
+        return {"span_ids": images} if self.attention == "image" else {}
+
+    def prompt_arrays(self, prompt: np.ndarray, doc_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """See `FusionConfig.prompt_arrays`."""
+        return {"span_ids": np.where(prompt, 1 + doc_ids, 0)} if self.attention == "prefix" else {}
 
     def by_token(self) -> Sequence[str]:
         """See `FusionConfig.by_token`."""
@@ -125,8 +140,8 @@ class JointConfig(FusionConfig):
 
     def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
         """See `FusionConfig.require_axes`."""
-        if cp > 1 and method == "gather" and self.attention == "image":
+        if cp > 1 and method == "gather" and self.attention != "causal":
             raise ValueError(
-                "visual tokens that see all of their image see later ones, which context parallelism by "
-                '"gather" does not have; set context_parallel.method = "ulysses", or mesh.cp = 1'
+                "visual tokens that see all of their image, or prompt, see later ones, which context "
+                'parallelism by "gather" does not have; set context_parallel.method = "ulysses", or mesh.cp = 1'
             )

@@ -22,7 +22,7 @@ def prompt_of(reader: ImageReader, text: str, images: Sequence[bytes], tokenizer
     tokens, _ = with_places(ids, marked.place_id, [reader.layout(size) for size in sizes], tokenizer)
     is_place = tokens == PLACE
     index = np.where(is_place, is_place.cumsum(), 0)
-    arrays = reader.sequence(index, sizes, np.zeros_like(index))
+    arrays = reader.sequence(index, sizes, np.zeros_like(index), np.ones_like(index, bool))
     read = [reader.read(raw, size) for raw, size in zip(images, sizes, strict=True)]
     rows = {
         name: np.concatenate([none, *(one[name] for one in read)]) for name, none in reader.ragged.items()

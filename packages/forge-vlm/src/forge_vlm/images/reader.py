@@ -121,7 +121,11 @@ class ImageReader:
         return images
 
     def sequence(
-        self, places: np.ndarray, sizes: Sequence[Size], doc_ids: np.ndarray
+        self,
+        places: np.ndarray,
+        sizes: Sequence[Size],
+        doc_ids: np.ndarray,
+        prompt: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """See `ItemReader.sequence`."""
         grids = [(self.merged(size.frames), self.grids(size)) for size in sizes]
@@ -133,6 +137,7 @@ class ImageReader:
             pooled = [[(frames, *self._pooled(grid)) for grid in one] for frames, one in grids]
             rising = np.where(doc_ids < 0, doc_ids.max(initial=0) + 1, doc_ids)
             given |= position_offsets(self.positions, places, images, pooled, rising)
+        given |= self.fusion.prompt_arrays(np.zeros_like(places, bool) if prompt is None else prompt, doc_ids)
         return given | self.fusion.arrays(places, images, doc_ids, counts)
 
     def _pooled(self, grid: tuple[int, int]) -> tuple[int, int]:

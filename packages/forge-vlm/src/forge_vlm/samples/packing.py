@@ -167,12 +167,14 @@ class SamplePacking(Packing):
         room = self.max_tokens + 1
         row = _Row.empty(room, self._eos)
         at, places, sizes = 0, np.zeros(room, dtype=np.int64), list[Size]()
+        prompt = np.zeros(room, dtype=bool)
         for nth, sample in enumerate(self._read(self._starts[number], self._starts[number + 1])):
             part = slice(at, at + len(sample.tokens))
             is_place = sample.tokens == PLACE
             row.tokens[part] = np.where(is_place, self._eos, sample.tokens)
             row.targets[part] = sample.targets & ~is_place
             row.targets[at] = False  # nothing before it belongs to it
+            prompt[part] = np.logical_or.accumulate(row.targets[part]) == 0
             row.doc_ids[part], row.positions[part] = nth, np.arange(len(sample.tokens))
             places[part] = np.where(is_place, places.max() + is_place.cumsum(), 0)
             row.arrays.extend(self._arrays(sample))
@@ -180,7 +182,7 @@ class SamplePacking(Packing):
             at = part.stop
         row.doc_ids[at:] = row.doc_ids[at - 1] + 1
         samples = np.where(np.arange(room) < at, row.doc_ids, -1)
-        row.extra.update(self._reader.sequence(places[:-1], sizes, samples[:-1]))
+        row.extra.update(self._reader.sequence(places[:-1], sizes, samples[:-1], prompt[:-1]))
         if self._masked:
             row.extra.update(doc_ids=row.doc_ids[:-1], positions=row.positions[:-1])
         return row

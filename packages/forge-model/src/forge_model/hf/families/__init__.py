@@ -7,6 +7,7 @@ from forge_model.hf.families.deepseek import DEEPSEEK_V3 as DEEPSEEK_V3
 from forge_model.hf.families.family import Family as Family
 from forge_model.hf.families.gemma import GEMMA2 as GEMMA2
 from forge_model.hf.families.gemma import GEMMA3 as GEMMA3
+from forge_model.hf.families.gemma1 import GEMMA as GEMMA
 from forge_model.hf.families.gpt_oss import GPT_OSS as GPT_OSS
 from forge_model.hf.families.llama import LLAMA as LLAMA
 from forge_model.hf.families.mistral import MISTRAL as MISTRAL
@@ -23,6 +24,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2,
     MISTRAL,
     OLMO2,
+    GEMMA,
     GEMMA2,
     GEMMA3,
     MIXTRAL,
@@ -50,6 +52,7 @@ def preset(name: str) -> dict[str, Any]:
 __all__ = [
     "DEEPSEEK_V3",
     "FAMILIES",
+    "GEMMA",
     "GEMMA2",
     "GEMMA3",
     "GPT_OSS",
