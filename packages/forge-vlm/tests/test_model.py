@@ -140,7 +140,7 @@ def test_configurations_that_cannot_be_are_errors():
         ViTConfig(image_size=9, patch_size=4)
     with pytest.raises(ValueError, match=r"64 visual tokens, and model\.decoder\.max_tokens = 32"):
         VisionLanguageConfig(decoder=config().decoder, encoder=ViTConfig(image_size=32, patch_size=4))
-    with pytest.raises(ValueError, match="later ones, which context .*parallelism"):
+    with pytest.raises(ValueError, match=r"later ones, which context .*parallelism"):
         config(fusion=JointConfig(attention="image")).require_axes(1, 2, False, "gather")
     with pytest.raises(ModelError, match="given colours, which nothing"):
         built()(**inputs(), colours=torch.zeros(1))

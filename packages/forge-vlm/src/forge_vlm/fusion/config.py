@@ -143,5 +143,5 @@ class JointConfig(FusionConfig):
         if cp > 1 and method == "gather" and self.attention != "causal":
             raise ValueError(
                 "visual tokens that see all of their image, or prompt, see later ones, which context "
-                'parallelism by "gather" does not have; set context_parallel.method = "ulysses", or mesh.cp = 1'
+                'parallelism by "gather" has not; set context_parallel.method = "ulysses", or mesh.cp = 1'
             )
