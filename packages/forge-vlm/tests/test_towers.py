@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from forge_model import ModelError, initialize
 from forge_vlm.encoders.config import ViTConfig
 from forge_vlm.encoders.families import CLIPConfig, Dinov2Config, Siglip2Config, SiglipConfig
@@ -12,6 +11,8 @@ from forge_vlm.images.processing import patches_of
 from msgspec.structs import replace
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+
+transformers = pytest.importorskip("transformers")
 
 A = {"dim": 12, "num_layers": 3, "num_heads": 3, "ffn_dim": 20, "patch_size": 4}
 B = {"dim": 15, "num_layers": 2, "num_heads": 5, "ffn_dim": 7, "patch_size": 3}
