@@ -143,7 +143,9 @@ class Case(Config):
 
     @property
     def needed_gib(self) -> float | None:
-        """The memory that a step needs at least, as `benchmarks/traced.py --peaks` found; None if unknown."""
+        """GiB that a step needs at least, as `benchmarks/traced.py --peaks` found; None if unknown."""
+        if not PEAKS.exists():
+            return None
         return json.loads(PEAKS.read_text())["results"].get(self.key)
 
     def prepare(self, model: Any) -> None:

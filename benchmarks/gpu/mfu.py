@@ -84,7 +84,7 @@ def measure(case: Case, steps: int, warmup: int) -> dict[str, float | str | None
 
 
 def draw(model: Any) -> None:
-    """Initial weights, on the device, where that takes no time; runs draw them on the CPU."""
+    """Weights drawn on the device, which takes no time; a run draws them on the CPU, alike for any layout."""
     import torch
     from forge_parallel.tensor import local_part
 

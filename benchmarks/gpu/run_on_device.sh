@@ -14,7 +14,7 @@ if [ "${1:-}" = wheels ]; then
     done
     python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
         "${platforms[@]}" -d "$wheels" \
-        msgspec tomli tomli-w lazy-loader xxhash torchao==0.18.0 pytest-timeout
+        msgspec tomli tomli-w lazy-loader xxhash torchao==0.18.0 pytest-timeout pytest-xdist execnet
     { git rev-parse --short=12 HEAD; [ -z "$(git status --porcelain --untracked-files=no)" ] || echo +; } | tr -d '\n' >"$wheels/COMMIT"
     du -sh "$wheels"
     exit

@@ -1,0 +1,123 @@
+"""A profiled step of 1B parameters with data of the real loader: where does the time of the device go?
+
+Tells the share of a step in which the device is idle, copies from memory that is not pinned, kernels that are
+started, and the time in the loss. Writes profiled.json, and the trace of the step as profiled_trace.json.
+
+Run: python benchmarks/gpu/profiled.py [--out FOLDER] [--tiny]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from report import RESULTS, ROOT, write
+
+STEPS = 3
+TEXT = """
+extends = ["{root}/configs/models/{model}.toml", "{root}/configs/data/python-stdlib.toml"]
+[job]
+name = "profiled"
+root = "{folder}"
+[data]
+max_tokens = {tokens}
+mask_documents = false
+[train]
+steps = 100
+global_batch = {rows}
+micro_batch = {rows}
+[optimizer]
+lr = 1e-4
+[schedule]
+type = "constant"
+[compile]
+enabled = {compiled}
+[resilience]
+watchdog = false
+"""
+
+
+def prepared(folder: Path, tiny: bool, stack: ExitStack) -> tuple[Any, Any]:
+    """A run, and its batches."""
+    from forge_trainer.build import build
+    from forge_trainer.job import load_job
+
+    values = {"model": "debug", "tokens": 64, "rows": 2, "compiled": "false"}
+    if not tiny:
+        values = {"model": "llama-1b", "tokens": 4096, "rows": 8, "compiled": "true"}
+    config = folder / "profiled.toml"
+    config.write_text(TEXT.format(root=ROOT, folder=folder, **values))
+    run = build(load_job(config).value, stack)
+    loss = run.step.loss_fn
+
+    def marked(*arguments: Any, **options: Any) -> Any:
+        import torch
+
+        with torch.profiler.record_function("the loss"):
+            return loss(*arguments, **options)
+
+    run.step.loss_fn = marked
+    return run, iter(run.loader)
+
+
+def busy_us(events: list[Any]) -> float:
+    """Microseconds in which the device does something: the union of the times of its events."""
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
+    total, until = 0.0, float("-inf")
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def main() -> None:
+    """Warm up, profile, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
+    chosen = parser.parse_args()
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        run, batches = prepared(Path(folder), chosen.tiny, stack)
+        for index in range(STEPS):
+            run.step.train(next(batches), index)
+        wait()
+        with profile(activities=activities) as seen:
+            begun = time.perf_counter()
+            for index in range(STEPS, 2 * STEPS):
+                run.step.train(next(batches), index)
+            wait()
+            step_s = (time.perf_counter() - begun) / STEPS
+    events = list(seen.events() or [])
+    of_device = [event for event in events if event.device_type == DeviceType.CUDA]
+    of_loss = [event for event in seen.key_averages() if event.key == "the loss"]
+    found = {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": str(torch.__version__),
+        "step_s": step_s,
+        "idle_share": 1 - busy_us(of_device) / 1e6 / STEPS / step_s if on_gpu else None,
+        "pageable_copies": sum("Pageable" in event.name for event in of_device) / STEPS,
+        "kernels": sum("LaunchKernel" in event.name for event in events) / STEPS,
+        "loss_s": sum(e.device_time_total if on_gpu else e.cpu_time_total for e in of_loss) / 1e6 / STEPS,
+    }
+    name = "profiled_tiny" if chosen.tiny else "profiled"
+    write(name, found, chosen.out)
+    seen.export_chrome_trace(str((chosen.out or RESULTS) / f"{name}_trace.json"))
+    print(found)
+
+
+if __name__ == "__main__":
+    main()
