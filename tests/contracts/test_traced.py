@@ -63,6 +63,9 @@ def test_trace_sees_what_a_step_takes(traced):
     from forge_trainer.optim import LionConfig
 
     class Wasteful(LionConfig):
+        def kind(self, parameter):
+            return "Lion"
+
         def build(self, parameters, mesh=None):
             made = super().build(parameters, mesh)
             take = made.step
