@@ -299,3 +299,10 @@ def test_tiles_have_places_for_each_of_them(tmp_path):
     small = np.asarray(whole.resize((16, 16), Image.Resampling.BICUBIC))
     expected = [patches_of(one, 8) for one in (wide[:, :16], wide[:, 16:], small)]
     assert np.array_equal(patches, np.concatenate(expected))
+
+
+def test_source_without_any_target_is_an_error(tmp_path):
+    write_images(tmp_path / "d", 1)
+    path = lines(tmp_path / "d", [{"image": "0.png", "messages": [{"role": "user", "content": "what?"}]}])
+    with pytest.raises(DataError, match="none of 1 samples has a target"):
+        packing(ImageTextConfig(path=path, messages="messages", held_out=0), tmp_path)

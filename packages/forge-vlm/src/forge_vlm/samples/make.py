@@ -84,6 +84,11 @@ def make_samples(
             raise DataError(
                 f"there is no sample in {len(files)} files ({len(damaged)} damaged, {empty} without text)"
             )
+        if not writer.has_targets:
+            raise DataError(
+                f"none of {writer.samples} samples has a target, so that nothing would be learnt; name the "
+                "column with what the model is to write, or the roles whose words are targets"
+            )
         writer.publish(len(damaged))
     passed = f", {empty:,} rows without text passed over" if empty else ""
     sys.stderr.write(f"{what}: {writer.samples:,} samples of {len(files):,} files{passed}\n")

@@ -86,6 +86,7 @@ class SampleWriter:
         self._content = xxhash.xxh3_128()
         self._tokens = self._items = self._names = self._bytes = self.samples = 0
         self._files: dict[Path, int] = {}
+        self.has_targets = False
 
     def __enter__(self) -> SampleWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
@@ -119,6 +120,8 @@ class SampleWriter:
             self._open[kind].write(array.tobytes())
         self._open["names"].write(name)
         self.samples += 1
+        # the first token of a sample follows nothing
+        self.has_targets |= bool(sample.targets[1:].any())
 
     def publish(self, skipped: int) -> None:
         """Give the folder its name."""
