@@ -141,7 +141,7 @@ def measured(sizes: dict, readers: int, bad: int = -1, experts: bool = False) ->
     """
     model = EXPERTS if experts else MODEL
     run = made(sizes, model, "float64", optimizer=AdamWConfig(lr=0.01))
-    step = NoiseScaleStep(run.parts, run.step.loss_fn, run.mesh, 0, run.step.update, 2)
+    step = NoiseScaleStep(run.parts, run.step.loss_fn, run.mesh, 0, run.step.update, every=2)
     found = []
     for index in range(5):
         micros = batch(index, run.mesh)
