@@ -3,6 +3,7 @@
 import io
 import json
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,6 +133,53 @@ def test_ranks_train_as_one_process(forge, seeing, tmp_path, layout, fusion):
 def test_answers_are_not_counted_where_documents_are_cut(forge, seeing):
     refused = forge("train", seeing(), "--mesh.cp=2", ranks=2, check=False)
     assert "step.answers = true counts documents" in refused.stderr
+
+
+@pytest.fixture
+def fifth(seeing, tmp_path):
+    """Writes the job with the fusion of docs/plugs.md, and that beside it."""
+    page = (Path(__file__).parents[2] / "docs" / "plugs.md").read_text()
+    code = next(part for part in page.split("```python\n")[1:] if "class MeanConfig(" in part)
+    (tmp_path / "my_lab_fusions.py").write_text(code.partition("```")[0])
+
+    def write(**given):
+        path = seeing(**given)
+        text = path.read_text().replace("fusion = {}", 'fusion = { type = "mean", visual_tokens = 4 }')
+        path.write_text(f'imports = ["my_lab_fusions"]\n{text}')
+        return path
+
+    return write
+
+
+def test_fusion_from_outside_learns_and_goes_on_after_a_kill(forge, fifth, tmp_path):
+    forge("train", fifth(root="whole", name="whole.toml", steps=12), "--data.workers=1")
+    whole = losses(tmp_path / "whole" / "tiny")
+    assert whole[-1] < whole[0] - 1
+    assert Store(tmp_path / "whole" / "tiny" / "checkpoints").tensors(12)["model.fusion.scale"] != 1
+    path = fifth(steps=12)
+    assert forge.stop_at(path, 5, signal.SIGKILL, 1) == -signal.SIGKILL
+    forge("train", path)
+    assert state(tmp_path / "runs" / "tiny") == state(tmp_path / "whole" / "tiny")
+    files = [image(colour, tmp_path) for colour in ("red", "blue")]
+    asked = [f"--image={file}" for file in files[:1]]
+    assert forge("generate", tmp_path / "runs" / "tiny", *asked, "--prompt=colour? ", cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+        "tp2-sequence",
+        "pp2",
+        pytest.param("cp2", marks=pytest.mark.slow),
+    ],
+)
+def test_fusion_from_outside_trains_alike_on_two_ranks(forge, fifth, tmp_path, layout):
+    answers = ["--step.answers=false"] if layout == "cp2" else []
+    forge("train", fifth(root="one", name="one.toml", steps=5))
+    forge("train", fifth(steps=5), *LAYOUTS[layout], *answers, ranks=2)
+    one, two = (losses(tmp_path / root / "tiny") for root in ("one", "runs"))
+    assert two == pytest.approx(one, rel=0, abs=3e-5)
 
 
 REFUSED = (

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from forge_model.attention.cache import Cache
+from forge_model.declared import joined, tensor_roles
 from forge_model.decoder.decoder import Decoder
 from forge_model.model import Model
 from torch import Tensor, nn
@@ -136,7 +137,7 @@ class VisionLanguage(Model):
         """What may be done to this model in parallel, as plain data; see `forge_parallel.plan`."""
         decoder = self.decoder.parallel_plan()
         stages = decoder["stages"]
-        fusion = {} if self.fusion is None else getattr(self.fusion, "tensor_roles", {})
+        fusion = {} if self.fusion is None else tensor_roles(self.fusion)
         mounts: dict[str, Any] = {}
         if self.encoder is not None:
             mounts["encoder"] = {"blocks": "layers.*", "tensor": {"": "unsharded"}, "inputs": FED_BY[:2]}
@@ -151,7 +152,7 @@ class VisionLanguage(Model):
         return {
             "blocks": [],
             "mounts": mounts | {"decoder": decoder},
-            "tensor": {f"fusion.{name}": role for name, role in fusion.items()},
+            "tensor": {joined("fusion", name): role for name, role in fusion.items()},
             "host_inputs": ["grids", *self.config.fusion.host],
             "sequence_inputs": list(dict.fromkeys([*decoder["sequence_inputs"], *by_token])),
             "stages": stages
