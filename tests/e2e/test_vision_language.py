@@ -135,6 +135,30 @@ def test_answers_are_not_counted_where_documents_are_cut(forge, seeing):
     assert "step.answers = true counts documents" in refused.stderr
 
 
+ALIKE = {
+    "compile": ("--compile.enabled=true", "--compile.backend=aot_eager"),
+    "recomputed": ("--activation_checkpointing.mode=full",),
+    "selective": ("--activation_checkpointing.mode=selective",),
+}
+"""What changes speed and memory alone; a block that is no single graph is an error (`compile.fullgraph`)."""
+EIGHT_BITS = ("--fp8.recipe=rowwise", "--fp8.emulate=true", "--fp8.min_size=16")
+
+
+@pytest.mark.parametrize(
+    "fusion",
+    ["joint", *(pytest.param(name, marks=pytest.mark.slow) for name in list(FUSIONS)[2:])],
+)
+def test_compiled_and_recomputed_blocks_train_alike_and_8_bits_nearly(forge, seeing, tmp_path, fusion):
+    found = {}
+    for name, options in {"plain": (), **ALIKE, "fp8": EIGHT_BITS}.items():
+        forge("train", seeing(steps=4, root=name, name=f"{name}.toml", fusion=fusion), *options)
+        found[name] = losses(tmp_path / name / "tiny")
+    for name in ALIKE:
+        assert found[name] == pytest.approx(found["plain"], rel=0, abs=1e-5)
+    assert found["fp8"] != found["plain"]
+    assert found["fp8"] == pytest.approx(found["plain"], rel=0, abs=0.05)
+
+
 @pytest.fixture
 def fifth(seeing, tmp_path):
     """Writes the job with the fusion of docs/plugs.md, and that beside it."""
