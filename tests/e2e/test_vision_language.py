@@ -96,6 +96,23 @@ def test_run_with_images_goes_on_after_a_kill(forge, seeing, tmp_path, fusion):
     assert state(tmp_path / "runs" / "tiny") == state(tmp_path / "whole" / "tiny")
 
 
+def test_streamed_images_go_on_after_a_kill(forge, seeing, tmp_path):
+    for number in range(8):
+        rows = [{"image": f"{colour}.png", "text": f"{colour} {number}"} for colour in ("red", "blue")]
+        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for colour in ("red", "blue"):
+        image(colour, tmp_path)
+    source = f'type = "image-text"\npath = "{tmp_path}/*.jsonl"\nstreaming = true'
+    for name, root in (("whole.toml", "whole"), ("job.toml", "runs")):
+        path = seeing(root=root, name=name)
+        text = path.read_text().replace('type = "shapes"\nsamples = 400\nheld_out = 24', source)
+        path.write_text(text.replace("[eval]\nevery_steps = 4", "[eval]\nevery_steps = 0"))
+    forge("train", tmp_path / "whole.toml", "--data.workers=1")
+    assert forge.stop_at(path, 5, signal.SIGKILL, 1) == -signal.SIGKILL
+    forge("train", path)
+    assert state(tmp_path / "runs" / "tiny") == state(tmp_path / "whole" / "tiny")
+
+
 LAYOUTS = {
     "fsdp2": (),
     "tp2": ("--mesh.tp=2", "--tensor_parallel.sequence=false"),

@@ -18,8 +18,10 @@ from forge_model import DecoderConfig
 from forge_vlm import VisionLanguageConfig
 from forge_vlm.encoders.config import ViTConfig
 from forge_vlm.fusion.config import JointConfig
+from forge_vlm.images.marks import PLACE
 from forge_vlm.images.processing import patches_of
-from forge_vlm.samples.packing import PLACE, Sample, SamplePacking
+from forge_vlm.samples.packing import SamplePacking
+from forge_vlm.samples.sequences import Sample
 from forge_vlm.sources.shapes import Scene, Shapes, ShapesConfig, drawn, question, rendered
 
 EOS = Bytes.eos_id
@@ -151,9 +153,12 @@ def test_sample_that_does_not_fit_and_places_unlike_images_are_errors():
     with pytest.raises(DataError, match=r"sample \d+ has \d+ tokens.*room for 21 .*never cut"):
         SamplePacking(shapes(), reader(), long, EOS)
     size = Size(1, 32, 32)
-    one = Sample(np.array([PLACE] * 15 + [5, EOS]), np.arange(17) > 14, [(rendered(scene(), 32), size)])
-    wrong = SimpleNamespace(digest="x", lengths=np.array([17]), sample=lambda number: one)
-    with pytest.raises(DataError, match="sample 0 has 15 places for 1 images, which make 16 visual tokens"):
+    one = Sample(
+        np.array([PLACE] * 15 + [5, EOS]), np.arange(17) > 14, [(rendered(scene(), 32), size)], "wrong"
+    )
+    alike = {"sample": lambda number: one, "sizes": lambda number: [size]}
+    wrong = SimpleNamespace(digest="x", lengths=np.array([17]), **alike)
+    with pytest.raises(DataError, match="wrong has 15 places for 1 images, which make 16 visual tokens"):
         SamplePacking(wrong, reader(), data(mask_documents=True), EOS)
 
 

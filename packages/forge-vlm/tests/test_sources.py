@@ -240,7 +240,6 @@ def test_rows_that_are_no_samples_are_named(tmp_path, row, said):
     [
         ({"damaged": "skip"}, 'set check = "decode"'),
         ({"texts": "texts", "text": "text"}, "expected one of them"),
-        ({"streaming": True, "validation": "x"}, "images are not streamed yet"),
     ],
 )
 def test_options_that_contradict_are_refused(options, said):

@@ -178,7 +178,7 @@ def build_loader(
     held_out = held_out_digests(config, on_progress, items, contents)
     content += [(number, f"{number} {digest}") for number, digest in held_out.items()]
     _require_even(global_batch, micro_batch, world_size)
-    streams = build_streams(config, global_batch, state or {}, started=first_sample > 0)
+    streams = build_streams(config, global_batch, state or {}, started=first_sample > 0, items=items)
     for number, stream in streams.items():
         _require_shared(names[number], stream.lanes, world_size)
     packings = dict(sorted((packings | streams).items()))
@@ -204,7 +204,7 @@ def build_loader(
         fingerprint_at,
         names,
         order,
-        {pin_key(number): stream.text.pin for number, stream in streams.items() if stream.text.pin},
+        {pin_key(number): stream.source.pin for number, stream in streams.items() if stream.source.pin},
     )
 
 

@@ -138,7 +138,11 @@ def named_source(config: DataConfig, number: int) -> Iterator[None]:
 
 
 def build_streams(
-    config: DataConfig, global_batch: int, state: Mapping[str, Any], started: bool = False
+    config: DataConfig,
+    global_batch: int,
+    state: Mapping[str, Any],
+    started: bool = False,
+    items: ItemReader | None = None,
 ) -> dict[int, Stream]:
     """The sources that are streamed, by their place in the configuration.
 
@@ -147,6 +151,7 @@ def build_streams(
         global_batch: sequences a step.
         state: from `Loader.state`, of all ranks; what else it holds is passed over.
         started: the run has read from them, so that `state` must say where it is.
+        items: what the model makes of items that are no text.
 
     Raises:
         DataError: a source cannot be dealt to lanes, or `state` misses some of them.
@@ -156,8 +161,8 @@ def build_streams(
         if not source.is_streamed():
             continue
         with named_source(config, number):
-            text = source.open_stream(cache_folder(config), state.get(pin_key(number)))
-            lanes = text.num_lanes(global_batch)
+            streamed = source.open_stream(cache_folder(config), state.get(pin_key(number)))
+            lanes = streamed.num_lanes(global_batch)
         kept = {lane: state.get(state_key(number, lane)) for lane in range(lanes)}
         if started and None in kept.values():
             raise DataError(
@@ -165,9 +170,10 @@ def build_streams(
                 "start a new run"
             )
         places = {lane: Place(*place) for lane, place in kept.items() if place is not None}
-        flags = config.mask_documents, config.mask_boundaries
         seed = key(config.seed, "stream", number)
-        found[number] = Stream(text, config.tokenizer, lanes, seed, config.max_tokens, *flags, places)
+        with named_source(config, number):
+            found[number] = streamed.stream(config, items, lanes, seed, places)
+            _require_packing(config, found[number])
     return found
 
 

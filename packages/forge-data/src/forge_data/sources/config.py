@@ -19,7 +19,7 @@ from forge_data.error import DataError
 from forge_data.locks import locked
 from forge_data.order.order import key
 from forge_data.packing.packing import Packing
-from forge_data.packing.stream import StreamedText
+from forge_data.packing.stream import Streamed
 from forge_data.packing.text import pack
 from forge_data.sources.columns import Columns, TextColumn, named
 from forge_data.sources.documents import were_text
@@ -113,7 +113,7 @@ class SourceConfig(Config):
         """
         return None
 
-    def open_stream(self, cache: Path, pin: str | None = None) -> StreamedText:
+    def open_stream(self, cache: Path, pin: str | None = None) -> Streamed:
         """What is streamed.
 
         Args:

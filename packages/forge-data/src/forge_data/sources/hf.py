@@ -1,20 +1,21 @@
 """Data sets of the Hugging Face hub, and files of this machine with the same columns. Imports no torch.
 
 Eager: rows are tokenized once into a store of the cache, by one process of a machine while the others wait.
-Streaming: rows are read while training, see `forge_data.packing.stream`.
+Streaming: rows are read while training, see `forge_data.packing.text_stream`.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from forge_config import Meta
 from msgspec import structs
 
 from forge_data.error import DataError
-from forge_data.packing.stream import StreamedText
+from forge_data.packing.stream import Streamed
+from forge_data.packing.text_stream import StreamedText
 from forge_data.sources.columns import (
     CHATML,
     OF_TOKENIZER,
@@ -24,7 +25,7 @@ from forge_data.sources.columns import (
     TextColumn,
 )
 from forge_data.sources.config import SourceConfig, Split, TextSourceConfig, sources
-from forge_data.sources.documents import tasks_of
+from forge_data.sources.documents import Task, tasks_of
 from forge_data.sources.files import files_of_split, find_files
 from forge_data.sources.hub import HubSplit, commit_of, downloaded, files_of, tasks_of_split
 from forge_data.store.tokenize import Held
@@ -145,7 +146,7 @@ class HfConfig(TextSourceConfig):
             return None
         return commit_of(HubSplit(self.path, self.subset, self.split), self.revision)
 
-    def open_stream(self, cache: Path, pin: str | None = None) -> StreamedText:
+    def open_stream(self, cache: Path, pin: str | None = None) -> Streamed:
         """See `SourceConfig.open_stream`."""
         if is_local(self.path):
             root, files = self.root_and_files("train")
@@ -154,7 +155,12 @@ class HfConfig(TextSourceConfig):
             pin = pin or self.pin_stream()
             assert pin is not None
             tasks = tasks_of_split(HubSplit(self.path, self.subset, self.split), pin, cache)
-        return StreamedText(tasks, self.columns(), self.lanes, self.shuffle_parts, pin)
+        return self.streamed(tasks, pin)
+
+    def streamed(self, tasks: tuple[Task, ...], pin: str | None) -> Streamed:
+        """What is read of these parts of files."""
+        how: dict[str, Any] = {"lanes": self.lanes, "shuffle_parts": self.shuffle_parts, "pin": pin}
+        return StreamedText(tasks=tasks, columns=self.columns(), **how)
 
     def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
         """See `TextSourceConfig.root_and_files`."""

@@ -108,22 +108,47 @@ def _made_of(task: Task, how: Preparation) -> _Made:
         if not how.held.takes(name):
             continue
         try:
-            images = how.layout.images_of(row, Path(str(task.path)).parent)
-            sizes = [_measured(image, how) for image in images]
-        except ValueError as error:  # an error of data is one
-            if not how.skip:
-                raise DataError(f"{name}: {error}") from None
-            made.damaged.append(f"{name}: {error}")
+            sample = sample_of(name, row, Path(str(task.path)).parent, how, _built[how.tokenizer])
+        except Damaged as error:
+            made.damaged.append(str(error))
             continue
-        try:
-            sample = prepared(name, row, images, sizes, how, _built[how.tokenizer])
-        except DataError as error:
-            raise DataError(f"{name}: {error}") from None
         if sample is None:
             made = made._replace(empty=made.empty + 1)
         else:
             made.samples.append(sample)
     return made
+
+
+class Damaged(Exception):
+    """A row with an image that is damaged, to be left out."""
+
+
+def sample_of(
+    name: str, row: dict[str, Any], folder: Path, how: Preparation, tokenizer: Tokenizer
+) -> Prepared | None:
+    """The sample of a row; None where it has no text.
+
+    Args:
+        name: of the row.
+        row: of a file.
+        folder: of that file.
+        how: rows become samples.
+        tokenizer: that of `how`.
+
+    Raises:
+        DataError: an image is damaged, or the row is not what the layout needs.
+        Damaged: an image is, and such samples are to be left out.
+    """
+    try:
+        images = how.layout.images_of(row, folder)
+        sizes = [_measured(image, how) for image in images]
+    except ValueError as error:  # an error of data is one
+        said = f"{name}: {error}"
+        raise Damaged(said) if how.skip else DataError(said) from None
+    try:
+        return prepared(name, row, images, sizes, how, tokenizer)
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from None
 
 
 def prepared(
@@ -163,3 +188,14 @@ def _measured(image: Image, how: Preparation) -> Size:
 def key_of(files: Sequence[Path], root: Path) -> list[tuple[str, int, int]]:
     """Name, size and time of the last change of each file: what samples are named after."""
     return [(str(f.relative_to(root)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+
+
+def image_reader(items: ItemReader | None) -> ItemReader:
+    """What the model makes of images.
+
+    Raises:
+        DataError: it makes nothing of them.
+    """
+    if items is None:
+        raise DataError('a source of images, and a model that takes none; use model.type = "vision-language"')
+    return items

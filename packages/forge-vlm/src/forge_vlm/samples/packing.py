@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.order.order import key
 from forge_data.packing.layouts import best_fit_rows
-from forge_data.packing.packing import Packing, Ragged, Sequences
+from forge_data.packing.packing import Packing, Sequences
 from forge_data.sources.items import ItemReader, Size
 
-from forge_vlm.images.marks import PLACE as PLACE
+from forge_vlm.samples.sequences import Sample, SampleSequences
 
-
-class Sample(NamedTuple):
-    """One sample.
-
-    Attributes:
-        tokens: [L] int64, `PLACE` where visual tokens stand; the last one ends it.
-        targets: [L] bool, whether each token is to be predicted; a place never is.
-        items: raw images and their sizes, in the order of their places.
-        name: of the sample, for messages.
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    items: Sequence[tuple[object, Size]]
-    name: str = ""
+LOOKED_AT = 256
+"""So many sequences tell how large those of a source are."""
 
 
 class Samples(Protocol):
@@ -84,8 +71,8 @@ class SamplePacking(Packing):
             )
         self._made_of = samples, reader, data, eos_id
         self.max_tokens = data.max_tokens
-        self._samples, self._reader, self._eos = samples, reader, eos_id
-        self._masked = data.mask_documents
+        self._samples, self._reader = samples, reader
+        self._sequences = SampleSequences(reader, data, eos_id)
         self._order, self._starts = self._rows(samples.lengths, data.packing)
         self.digest = f"{key(samples.digest, reader.digest, data.packing):016x}"
         self.ragged, self.host = reader.ragged, reader.host
@@ -100,9 +87,7 @@ class SamplePacking(Packing):
     @property
     def extra(self) -> Mapping[str, np.ndarray]:
         """See `Packing.extra`: what a sequence of text has."""
-        none = np.zeros(self.max_tokens, dtype=np.int64)
-        documents = {"doc_ids": none, "positions": none} if self._masked else {}
-        return self._reader.sequence(none, [], none) | documents
+        return self._sequences.extra
 
     def describe(self) -> str:
         """See `Packing.describe`."""
@@ -111,16 +96,7 @@ class SamplePacking(Packing):
 
     def read(self, samples: np.ndarray) -> Sequences:
         """See `Packing.read`."""
-        rows = [self._row(int(number)) for number in samples]
-        tokens = np.stack([row.tokens for row in rows])
-        ignored = np.nonzero(np.stack([~row.targets[1:] for row in rows]))
-        extra = {name: np.stack([row.extra[name] for row in rows]) for name in rows[0].extra}
-        ragged: dict[str, Ragged] = {}
-        for name, none in self.ragged.items():
-            parts = [[one[name] for one in row.arrays] for row in rows]
-            counts = np.array([sum(map(len, part)) for part in parts], dtype=np.int64)
-            ragged[name] = Ragged(np.concatenate([none, *(one for part in parts for one in part)]), counts)
-        return Sequences(tokens, (ignored[0], ignored[1]), extra, ragged)
+        return self._sequences.of([self._row(int(number)) for number in samples])
 
     def _rows(self, lengths: np.ndarray, packing: str) -> tuple[np.ndarray, np.ndarray]:
         """[samples] the samples in the order of their rows, and [rows + 1] where each row starts there."""
@@ -160,66 +136,21 @@ class SamplePacking(Packing):
         return [(visual, most)]
 
     def _sequence_bytes(self) -> int:
-        row = max((self._row(number) for number in range(min(4, len(self)))), key=lambda one: len(one.arrays))
-        return sum(array.nbytes for item in row.arrays for array in item.values())
+        """Of the sequence with the largest images, of some of them."""
+        spread = np.unique(np.linspace(0, len(self) - 1, LOOKED_AT).astype(np.int64))
+        row = max(spread.tolist(), key=lambda number: sum(map(_pixels, self._sizes(number))))
+        read = self._sequences.of([self._row(row)]).ragged.values()
+        return max(1, sum(one.values.nbytes for one in read))
 
-    def _row(self, number: int) -> _Row:
-        room = self.max_tokens + 1
-        row = _Row.empty(room, self._eos)
-        at, places, sizes = 0, np.zeros(room, dtype=np.int64), list[Size]()
-        prompt = np.zeros(room, dtype=bool)
-        for nth, sample in enumerate(self._read(self._starts[number], self._starts[number + 1])):
-            part = slice(at, at + len(sample.tokens))
-            is_place = sample.tokens == PLACE
-            row.tokens[part] = np.where(is_place, self._eos, sample.tokens)
-            row.targets[part] = sample.targets & ~is_place
-            row.targets[at] = False  # nothing before it belongs to it
-            prompt[part] = np.logical_or.accumulate(row.targets[part]) == 0
-            row.doc_ids[part], row.positions[part] = nth, np.arange(len(sample.tokens))
-            places[part] = np.where(is_place, places.max() + is_place.cumsum(), 0)
-            row.arrays.extend(self._arrays(sample))
-            sizes += [size for _, size in sample.items]
-            at = part.stop
-        row.doc_ids[at:] = row.doc_ids[at - 1] + 1
-        samples = np.where(np.arange(room) < at, row.doc_ids, -1)
-        row.extra.update(self._reader.sequence(places[:-1], sizes, samples[:-1], prompt[:-1]))
-        if self._masked:
-            row.extra.update(doc_ids=row.doc_ids[:-1], positions=row.positions[:-1])
-        return row
+    def _sizes(self, row: int) -> list[Size]:
+        return [size for number in self._numbers(row) for size in self._samples.sizes(number)]
 
-    def _read(self, first: np.int64, end: np.int64) -> Iterator[Sample]:
-        for number in self._order[first:end].tolist():
-            sample = self._samples.sample(number)
-            needed = sum(
-                part
-                for _, size in sample.items
-                for part in self._reader.layout(size)
-                if isinstance(part, int)
-            )
-            if (found := int((sample.tokens == PLACE).sum())) != needed:
-                raise DataError(
-                    f"sample {sample.name or number} has {found} places for {len(sample.items)} images, "
-                    f"which make {needed} visual tokens"
-                )
-            yield sample
+    def _row(self, row: int) -> list[Sample]:
+        return [self._samples.sample(number) for number in self._numbers(row)]
 
-    def _arrays(self, sample: Sample) -> Iterator[dict[str, np.ndarray]]:
-        for number, (raw, size) in enumerate(sample.items):
-            try:
-                yield self._reader.read(raw, size)  # type: ignore[arg-type]
-            except ValueError as error:
-                raise DataError(f"image {number + 1} of the sample {sample.name}: {error}") from None
+    def _numbers(self, row: int) -> list[int]:
+        return self._order[self._starts[row] : self._starts[row + 1]].tolist()
 
 
-class _Row(NamedTuple):
-    tokens: np.ndarray
-    targets: np.ndarray
-    doc_ids: np.ndarray
-    positions: np.ndarray
-    arrays: list[dict[str, np.ndarray]]
-    extra: dict[str, np.ndarray]
-
-    @classmethod
-    def empty(cls, room: int, eos: int) -> _Row:
-        zeros = np.zeros(room, dtype=np.int64)
-        return cls(np.full(room, eos, dtype=np.int64), zeros > 0, zeros.copy(), zeros.copy(), [], {})
+def _pixels(size: Size) -> int:
+    return size.frames * size.height * size.width

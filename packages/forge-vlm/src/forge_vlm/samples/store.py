@@ -22,8 +22,8 @@ from forge_config import Config
 from forge_data.error import DataError
 from forge_data.sources.items import Size
 
-from forge_vlm.samples.packing import Sample
 from forge_vlm.samples.rows import Image, InFile
+from forge_vlm.samples.sequences import Sample
 
 HEAD = 64 << 10
 """So many first bytes of an image are hashed: another file of the same name is found out."""

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from forge_data.error import DataError
 from forge_data.locks import locked
 from forge_data.order.order import key
 from forge_data.packing.packing import Packing
+from forge_data.packing.stream import Streamed
 from forge_data.sources.columns import named
 from forge_data.sources.config import Opening, sources
-from forge_data.sources.documents import rows
+from forge_data.sources.documents import Task, rows
 from forge_data.sources.hf import HfConfig
 from forge_data.sources.items import ItemReader
+from forge_data.store.tokenize import Held
+from forge_data.tokenizer.tokenizer import TokenizerConfig
 
 from forge_vlm.images.marks import MARK
-from forge_vlm.samples.make import Preparation, Rows, key_of, make_samples
+from forge_vlm.samples.make import Preparation, Rows, image_reader, key_of, make_samples
 from forge_vlm.samples.packing import SamplePacking
 from forge_vlm.samples.rows import RowLayout
 from forge_vlm.samples.store import SampleStore
+from forge_vlm.samples.stream import StreamedSamples
 
 VERSION = 1
 """Another number when the same rows would become other samples."""
@@ -66,11 +70,6 @@ class ImageTextConfig(HfConfig):
                 'damaged = "skip" with check = "header", which does not see all damage, so that ranks would '
                 'differ while training; set check = "decode"'
             )
-        if self.streaming:
-            raise ValueError(
-                f"{self.path}: given streaming = true, and images are not streamed yet: how long a sample is "
-                "must be known before training; set it to false"
-            )
 
     def rows(self) -> Rows:
         """What reads the files."""
@@ -87,18 +86,10 @@ class ImageTextConfig(HfConfig):
         Raises:
             DataError: the model reads no images, or there are no such samples.
         """
-        reader = image_reader(opening)
+        reader = image_reader(opening.items)
         tokenizer = opening.tokenizer.build()
-        layout, held = self.layout(), self.held(opening.split)
-        how = Preparation(
-            layout,
-            opening.tokenizer,
-            reader,
-            held,
-            self.check == "decode",
-            self.damaged == "skip",
-            self.rows(),
-        )
+        how = self.preparation(opening.tokenizer, reader, self.held(opening.split))
+        layout = how.layout
         root, files = self.root_and_files(opening.split)
         said = named(layout.columns, tokenizer), *layout[1:4], str(layout.root), *how[3:6], self.split
         made_of = key(VERSION, reader.digest, tokenizer.digest, said, str(root), key_of(files, root))
@@ -117,13 +108,12 @@ class ImageTextConfig(HfConfig):
                 ) from None
         return SamplePacking(SampleStore(folder), reader, opening.data, tokenizer.eos_id)
 
+    def preparation(self, tokenizer: TokenizerConfig, reader: ItemReader, held: Held) -> Preparation:
+        """How rows become samples."""
+        decode, skip = self.check == "decode", self.damaged == "skip"
+        return Preparation(self.layout(), tokenizer, reader, held, decode, skip, self.rows())
 
-def image_reader(opening: Opening) -> ItemReader:
-    """What the model makes of images.
-
-    Raises:
-        DataError: it makes nothing of them.
-    """
-    if opening.items is None:
-        raise DataError('a source of images, and a model that takes none; use model.type = "vision-language"')
-    return opening.items
+    def streamed(self, tasks: tuple[Task, ...], pin: str | None) -> Streamed:
+        """See `HfConfig.streamed`."""
+        how: dict[str, Any] = {"lanes": self.lanes, "shuffle_parts": self.shuffle_parts, "pin": pin}
+        return StreamedSamples(tasks=tasks, prepares=self.preparation, version=VERSION, **how)

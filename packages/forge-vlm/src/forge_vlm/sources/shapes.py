@@ -13,7 +13,9 @@ from forge_data.sources.config import Opening, SourceConfig, sources
 from forge_data.sources.items import ItemReader, Size
 from forge_data.tokenizer.tokenizer import Tokenizer
 
-from forge_vlm.samples.packing import PLACE, Sample, SamplePacking
+from forge_vlm.images.marks import PLACE
+from forge_vlm.samples.packing import SamplePacking
+from forge_vlm.samples.sequences import Sample
 
 VERSION = 1
 COLOURS = {"red": (220, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230), "yellow": (230, 210, 40)}

@@ -1,0 +1,206 @@
+"""Samples of text and images that are read while a run trains, none ever cut. Needs forge-data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from forge_data.config import DataConfig
+from forge_data.error import DataError
+from forge_data.order.order import key
+from forge_data.packing.packing import Sequences
+from forge_data.packing.stream import Lane, Place, Stream, Streamed
+from forge_data.sources.columns import named
+from forge_data.sources.documents import Task
+from forge_data.sources.items import ItemReader
+from forge_data.store.tokenize import Held
+from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
+
+from forge_vlm.samples.make import NAMED, Damaged, Preparation, image_reader, sample_of
+from forge_vlm.samples.rows import Image, InFile
+from forge_vlm.samples.sequences import Sample, SampleSequences
+from forge_vlm.samples.store import Prepared, read_file
+
+Row = tuple[str, dict[str, Any], Path]
+"""Its name, its columns, and the folder of its file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedSamples(Streamed):
+    """Rows with images and text.
+
+    Attributes:
+        prepares: how rows become samples, by a tokenizer and the reader of a model.
+        version: another one when the same rows would become other samples.
+    """
+
+    prepares: Callable[[TokenizerConfig, ItemReader, Held], Preparation]
+    version: int
+
+    def stream(
+        self,
+        data: DataConfig,
+        items: ItemReader | None,
+        lanes: int,
+        seed: int,
+        places: Mapping[int, Place] | None = None,
+    ) -> SampleStream:
+        """See `Streamed.stream`."""
+        how = self.prepares(data.tokenizer, image_reader(items), Held())
+        return SampleStream(self, how, data, lanes, seed, places)
+
+    def digest(self, how: Preparation, tokenizer: Tokenizer) -> str:
+        """Names what is read, and what is made of it."""
+        said = named(how.layout.columns, tokenizer), *how.layout[1:4], str(how.layout.root), *how[4:6]
+        made_of = key(self.version, said, how.reader.digest, tokenizer.digest, *self.key_of_parts())
+        return f"{made_of:016x}"
+
+
+class SampleStream(Stream):
+    """Sequences of whole samples in the order of their lane, as many as fit.
+
+    Args:
+        source: what is read.
+        how: rows become samples.
+        data: the section `[data]`.
+        lanes: how many there are.
+        seed: of the order.
+        places: where lanes begin; the start of the stream for those that are not named.
+
+    Raises:
+        DataError: samples would see each other.
+    """
+
+    def __init__(
+        self,
+        source: StreamedSamples,
+        how: Preparation,
+        data: DataConfig,
+        lanes: int,
+        seed: int,
+        places: Mapping[int, Place] | None = None,
+    ) -> None:
+        if not data.mask_documents:
+            raise DataError(
+                "a stream of images puts several samples into a sequence, which must not see each other; set "
+                "data.mask_documents = true"
+            )
+        super().__init__(source, lanes, places)
+        self._how, self._seed, self.max_tokens = how, seed, data.max_tokens
+        self._tokenizer = data.tokenizer.build()
+        self._sequences = SampleSequences(how.reader, data, self._tokenizer.eos_id)
+        self.digest = source.digest(how, self._tokenizer)
+        self.ragged, self.host, self.extra = how.reader.ragged, how.reader.host, self._sequences.extra
+        self.sequence_bytes = 1  # no more than a batch of a stream is read at once
+
+    def new_lane(self, lane: int) -> SampleLane:
+        """See `Stream.new_lane`."""
+        room = self.max_tokens + 1
+        return SampleLane(self.source, self._how, self._tokenizer, room, self._seed, lane, self.lanes)
+
+    def read(self, samples: np.ndarray) -> Sequences:
+        """See `Packing.read`: the next sequence of each lane in `samples`."""
+        return self._sequences.of([self.lane(lane).next() for lane in samples.tolist()])
+
+
+class SampleLane(Lane[Row]):
+    """Rows become samples when they are reached; one that does not fit begins the next sequence.
+
+    Which samples are left out is a function of the files: a lane is read by one rank of those that read other
+    data, and those that read the same find the same damage.
+    """
+
+    def __init__(
+        self,
+        source: Streamed,
+        how: Preparation,
+        tokenizer: Tokenizer,
+        room: int,
+        seed: int,
+        lane: int,
+        lanes: int,
+    ) -> None:
+        super().__init__(source, seed, lane, lanes)
+        self._how, self._tokenizer, self._room, self._damaged = how, tokenizer, room, 0
+        self._waiting: Prepared | None = None
+
+    def start(self, place: Place) -> None:
+        """See `Lane.start`."""
+        self._place, self._waiting, self._samples = place, None, self._made(place)
+
+    def place(self) -> Place:
+        """See `Lane.place`."""
+        return self._place
+
+    def read(self, task: Task) -> list[Row]:
+        """See `Lane.read`; files of images are not."""
+        folder = Path(str(task.path)).parent
+        return [(name, row, folder) for name, row in self._how.rows(task, self._how.layout.names)]
+
+    def next(self) -> list[Sample]:
+        """The samples of the next sequence."""
+        taken: list[Prepared] = []
+        while (sample := self._ahead()) is not None and self._fits([*taken, sample]):
+            taken.append(sample)
+            self._waiting, self._place = None, self._place._replace(document=self._place.document + 1)
+        return [_whole(sample) for sample in taken]
+
+    def _ahead(self) -> Prepared:
+        """The sample that comes next, at `_place`."""
+        if self._waiting is None:
+            self._place, self._waiting = next(self._samples)
+        return self._waiting
+
+    def _fits(self, samples: list[Prepared]) -> bool:
+        """Whether they make a sequence; one that can be in none is an error."""
+        tokens = sum(len(sample.tokens) for sample in samples)
+        most, visual = getattr(self._how.reader, "tokens_beside", 0), 0
+        if most:
+            count = self._how.reader.visual_tokens  # type: ignore[attr-defined]
+            visual = sum(count(size) for sample in samples for size in sample.sizes)
+        if len(samples) == 1 and (tokens > self._room or visual > most):
+            what = f"{tokens} tokens, visual ones included, and a sequence has room for {self._room}"
+            if visual > most:
+                what = f"{visual} visual tokens, and model.fusion.max_visual_tokens = {most}"
+            raise DataError(
+                f"{samples[0].name} has {what}; samples are never cut: use longer sequences, or smaller "
+                "images"
+            )
+        return tokens <= self._room and visual <= most
+
+    def _made(self, place: Place) -> Iterator[tuple[Place, Prepared]]:
+        """The samples of rows that have one, from a place on, without end."""
+        last = place.window
+        for at, (name, row, folder) in self.documents(place):
+            if at.window > last + self.windows:
+                raise DataError(
+                    f"no row of {self.tasks[0].name} and the other files of its lane makes a sample: no "
+                    "text, or damaged images alone"
+                )
+            try:
+                sample = sample_of(name, row, folder, self._how, self._tokenizer)
+            except Damaged as error:
+                self._say(str(error))
+                continue
+            if sample is not None:
+                last = at.window
+                yield at, sample
+
+    def _say(self, damage: str) -> None:
+        self._damaged += 1
+        if self._damaged <= NAMED or self._damaged % 1000 == 0:
+            count = f"{self._damaged:,} samples left out of this lane"
+            sys.stderr.write(f"a sample with a damaged image is left out: {damage} ({count})\n")
+
+
+def _whole(sample: Prepared) -> Sample:
+    items = [(_bytes(image), size) for image, size in zip(sample.images, sample.sizes, strict=True)]
+    return Sample(sample.tokens, sample.targets, items, sample.name)
+
+
+def _bytes(image: Image) -> bytes:
+    return read_file(image) if isinstance(image, InFile) else image
