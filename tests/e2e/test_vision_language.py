@@ -345,3 +345,55 @@ def test_run_of_text_alone_leaves_the_tower_out_of_the_optimizer_and_says_so(for
     forge("train", path, "--mesh.pp=2", f"--job.root={tmp_path}/two", ranks=2)
     one, two = (losses(tmp_path / root / "tiny") for root in ("runs", "two"))
     assert two == pytest.approx(one, rel=0, abs=3e-5)
+
+
+ALL_LAYOUTS = {
+    "one": (1, ()),
+    "fsdp2": (2, ()),
+    "tp2": (2, LAYOUTS["tp2"]),
+    "pp2": (2, LAYOUTS["pp2"]),
+}
+EVERY_PAIR = ["one", "fsdp2", "tp2", "pp2", "one", "tp2", "fsdp2", "pp2", "tp2", "one", "pp2", "fsdp2", "one"]
+"""Each of them goes on from a checkpoint of each other one."""
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fusion", [name for name in FUSIONS if name != "spans"])
+def test_checkpoints_of_any_layout_go_on_under_any_other(forge, seeing, tmp_path, fusion):
+    constant = '--schedule={ type = "constant" }'
+    last = len(EVERY_PAIR)
+    forge("train", seeing(steps=last, root="whole", name="whole.toml", fusion=fusion), constant)
+    for number, layout in enumerate(EVERY_PAIR):
+        ranks, options = ALL_LAYOUTS[layout]
+        forge("train", seeing(steps=number + 1, fusion=fusion), constant, *options, ranks=ranks)
+    assert len(losses(tmp_path / "runs" / "tiny")) == last
+    assert losses(tmp_path / "runs" / "tiny") == pytest.approx(
+        losses(tmp_path / "whole" / "tiny"), rel=0, abs=3e-5
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", ["one", "fsdp2", "pp2"])
+@pytest.mark.parametrize("fusion", [name for name in FUSIONS if name != "spans"])
+def test_run_killed_ten_times_ends_bit_identical(forge, seeing, tmp_path, fusion, layout):
+    ranks, options = ALL_LAYOUTS[layout]
+    steps, run = 60, tmp_path / "runs" / "tiny"
+    forge("train", seeing(steps=steps, root="whole", name="whole.toml", fusion=fusion), *options, ranks=ranks)
+    path, ends = seeing(steps=steps, fusion=fusion), []
+    for number in range(10):
+        ends.append(forge.stop_at(path, reached(run) + 1 + number % 3, signal.SIGKILL, ranks, *options))
+    assert ends == [-signal.SIGKILL] * 10
+    forge("train", path, *options, ranks=ranks)
+    assert state(run) == state(tmp_path / "whole" / "tiny")
+    assert losses(run) == losses(tmp_path / "whole" / "tiny")
+
+
+def reached(run):
+    """The last step that a run has logged; a kill leaves half a line."""
+    path = run / "metrics.jsonl"
+    whole = [line for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    return max((json.loads(line)["step"] for line in whole), default=0)
