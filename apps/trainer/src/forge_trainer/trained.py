@@ -196,7 +196,7 @@ def export_run(options: argparse.Namespace) -> None:
     hf, size = form.config() | ids, options.shard_bytes
 
     def write(weights: Mapping[str, Tensor]) -> None:
-        write_weights(folder, form.theirs(weights), hf, size, files | more, like)
+        write_weights(folder, form.theirs(weights), hf, size, files | more | dict(form.files()), like)
 
     step = take_newest(job, model, write)
     with_tokenizer = "and the tokenizer" if files else "(this type of tokenizer has no Hugging Face form)"

@@ -27,6 +27,10 @@ class HuggingFace(Protocol):
         """The `config.json` of the model."""
         ...
 
+    def files(self) -> Mapping[str, str]:
+        """The text of further files by name, such as those of an image processor."""
+        return {}
+
     def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """Our tensors by their names; each is read when it is taken out."""
         ...
@@ -40,7 +44,7 @@ class HuggingFace(Protocol):
         ...
 
 
-class DecoderCheckpoint:
+class DecoderCheckpoint(HuggingFace):
     """That of a decoder: the first family that can hold it. See `HuggingFace`."""
 
     def __init__(self, model: DecoderConfig) -> None:

@@ -38,6 +38,10 @@ class FusionConfig(Config):
         """
         return config
 
+    def seed_of(self, name: str) -> str | None:
+        """The weight of the decoder without images from which one of `decoder` starts; None if none does."""
+        return name
+
     def build(self) -> nn.Module:
         """A module that makes inputs of the decoder of visual tokens; see `forge_vlm.fusion.joint.Joint`."""
         raise NotImplementedError

@@ -174,6 +174,10 @@ class CrossAttentionConfig(FusionConfig):
             )
         block.attention(layer, dim)
 
+    def seed_of(self, name: str) -> str | None:
+        """See `FusionConfig.seed_of`: gated layers are new."""
+        return None if ".cross." in name else name
+
     def build(self) -> nn.Module:
         """See `FusionConfig.build`."""
         from forge_vlm.fusion.cross_attention import Beside

@@ -1,0 +1,152 @@
+"""Between `[model.images]` and the image processors of Hugging Face. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forge_model import ModelError
+from forge_model.hf.families.family import Key
+from msgspec.structs import replace
+
+from forge_vlm.config import VisionLanguageConfig
+from forge_vlm.hf.keys import Keys
+from forge_vlm.images.config import ImagesConfig
+
+RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+"""Numbers of Pillow."""
+
+PROCESSORS = {"llava": "Llava", "paligemma": "PaliGemma", "idefics3": "Idefics3"}
+FAKE = "<fake_token_around_image>"
+AROUND = {"idefics3": (f"{FAKE}<global-img>", FAKE)}
+"""What the processor of a model writes before and after an image that is not split."""
+
+_MAYBE = {"size": object, "crop_size": object, "max_image_size": dict, "image_mean": list, "image_std": list}
+_HARMLESS = """
+    auto_map data_format default_to_square device disable_grouping do_convert_rgb do_image_splitting
+    feature_extractor_type image_processor_type image_seq_length input_data_format processor_class
+    return_row_col_info return_tensors video_sampling
+"""  # do_convert_rgb: always; do_image_splitting: [model.images] has tiles; lengths: the model counts
+KEYS = Keys(
+    "image processor",
+    {name: Key(kind, None, nullable=True) for name, kind in _MAYBE.items()}
+    | {name: Key(bool, None, nullable=True) for name in ("do_center_crop", "do_pad")}
+    | {"resample": Key(int, 3, zero=True)},
+    {"do_normalize": True, "do_rescale": True, "do_resize": True, "rescale_factor": 1 / 255},
+    _HARMLESS.split(),
+)
+
+
+def processed(config: VisionLanguageConfig, folder: Path, kind: str) -> VisionLanguageConfig:
+    """The model with images read as the processor in a folder does; where none is, as CLIP or SigLIP do.
+
+    Raises:
+        ModelError: the processor does what ours does not.
+    """
+    side, (before, after) = getattr(config.encoder, "image_size", None), AROUND.get(kind, ("", ""))
+    given = _read(folder)
+    if given is None:
+        fit = "crop" if getattr(config.encoder, "has_class_token", False) else "stretch"
+        return replace(config, images=ImagesConfig(fit=fit, before=before, after=after))
+    full = KEYS.full(given)
+    if full["resample"] not in RESAMPLE:
+        raise ModelError(f"resample = {full['resample']}; expected one of {', '.join(map(str, RESAMPLE))}")
+    size, options = _fit(full)
+    if side not in (None, size):
+        raise ModelError(f"the image processor makes {size} pixels a side, and the tower takes {side}")
+    colours = {"mean": full["image_mean"], "std": full["image_std"]}
+    encoder = replace(config.encoder, **{key: tuple(one) for key, one in colours.items() if one is not None})
+    images = ImagesConfig(resample=RESAMPLE[full["resample"]], before=before, after=after, **options)  # type: ignore[arg-type]
+    return replace(config, encoder=encoder, images=images)
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    """The keys of the image processor, from either file that may hold them."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        path = folder / name
+        try:
+            found = json.loads(path.read_text()) if path.exists() else None
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from None
+        if found is not None and name == "processor_config.json":
+            found = found.get("image_processor")
+        if found is not None:
+            return found
+    return None
+
+
+def _fit(full: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Side of a picture, and the keys of `[model.images]` by which an image is made to fit it.
+
+    Raises:
+        ModelError: the sizes are of no form that we know.
+    """
+    size, crop = full["size"] or {}, full["crop_size"] or {}
+    size = {"shortest_edge": size} if isinstance(size, int) else size
+    crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
+    if size.get("longest_edge") and full["max_image_size"]:
+        return full["max_image_size"].get("longest_edge"), {"fit": "stretch"}
+    if size.get("height") and size.get("height") == size.get("width"):
+        return size["height"], {"fit": "stretch"}
+    short = size.get("shortest_edge")
+    if not short or full["do_center_crop"] is False or crop.get("height") != crop.get("width"):
+        raise ModelError(f"size = {full['size']!r}, crop_size = {full['crop_size']!r} are of no known form")
+    side = crop.get("height", short)
+    if full["do_pad"]:
+        return side, {"fit": "pad"}
+    return side, {"fit": "crop"} | ({"shorter_side": short} if short != side else {})
+
+
+def processor_files(config: VisionLanguageConfig, kind: str) -> dict[str, str]:
+    """The files of the processor by name.
+
+    Raises:
+        ModelError: the processors of that model do not do what `[model.images]` says.
+    """
+    images, encoder = config.images, config.encoder
+    side = getattr(encoder, "image_size", encoder.side * encoder.patch_size)
+    around = images.before, images.after
+    if around != (expected := AROUND.get(kind, ("", ""))):
+        raise ModelError(f"images.before, after = {around}; the processor of {kind} writes {expected}")
+    if images.tiles > 1 or config.video is not None:
+        raise ModelError(f"images.tiles or model.video: the processor of {kind} has no such pictures")
+    if kind != "llava" and images.fit != "stretch":
+        raise ModelError(f'images.fit = "{images.fit}"; the processor of {kind} stretches images')
+    image = {"image_mean": list(encoder.mean), "image_std": list(encoder.std)}
+    image |= dict.fromkeys(("do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True)
+    resample = next(number for number, name in RESAMPLE.items() if name == images.resample)
+    image |= {"resample": resample, "rescale_factor": 1 / 255} | _written(kind, images, side)
+    name = {"processor_class": f"{PROCESSORS[kind]}Processor"}
+    outer: dict[str, Any] = {"image_seq_len": config.image_tokens}
+    if kind == "paligemma":
+        image |= {"image_seq_length": config.image_tokens}
+    if kind == "llava":
+        has_class = getattr(encoder, "has_class_token", False)
+        outer = {
+            "image_token": "<image>",
+            "patch_size": encoder.patch_size,
+            "num_additional_image_tokens": int(has_class),
+            "vision_feature_select_strategy": "default" if has_class > encoder.extra else "full",
+        }
+    files = {"preprocessor_config.json": image | name, "processor_config.json": outer | name}
+    return {file: json.dumps(keys, indent=2) + "\n" for file, keys in files.items()}
+
+
+def _written(kind: str, images: ImagesConfig, side: int) -> dict[str, Any]:
+    square = {"height": side, "width": side}
+    if kind == "idefics3":
+        edge = {"size": {"longest_edge": side}, "max_image_size": {"longest_edge": side}}
+        return edge | {
+            "image_processor_type": "Idefics3ImageProcessor",
+            "do_image_splitting": False,
+            "do_pad": True,
+        }
+    if images.fit == "stretch":
+        return {"image_processor_type": "SiglipImageProcessor", "size": square}
+    short = {"shortest_edge": images.shorter_side or side}
+    crop = {"do_center_crop": True, "crop_size": square, "size": short}
+    if images.fit == "pad":
+        return crop | {"image_processor_type": "LlavaImageProcessor", "do_pad": True}
+    return crop | {"image_processor_type": "CLIPImageProcessor"}

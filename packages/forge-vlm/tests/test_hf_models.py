@@ -1,0 +1,265 @@
+"""Whole models against those of transformers: logits, generation, weights and keys in both directions."""
+
+import json
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+import transformers
+from forge_ckpt.weights import Weights
+from forge_model import ModelError
+from forge_model.generation.generate import Sampling, generate
+from forge_vlm.config import models
+from forge_vlm.fusion.config import JointConfig
+from forge_vlm.hf.models import model_from_hf
+from forge_vlm.images.processing import patches_of
+from msgspec.structs import replace
+from torch.overrides import TorchFunctionMode
+
+IMAGE = 49
+TEXT = {"num_hidden_layers": 2, "vocab_size": 50, "max_position_embeddings": 96, "intermediate_size": 24}
+TEXT |= {"attn_implementation": "eager"}
+LLAMA = TEXT | {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+GEMMA = TEXT | {"model_type": "gemma", "hidden_size": 16, "num_attention_heads": 3, "num_key_value_heads": 1}
+GEMMA |= {"head_dim": 6}
+A = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 3}
+B = {"hidden_size": 15, "intermediate_size": 7, "num_hidden_layers": 2, "num_attention_heads": 5}
+CLIP = {"model_type": "clip_vision_model", "image_size": 14, "patch_size": 4}
+SIGLIP = {"model_type": "siglip_vision_model", "vision_use_head": False, "image_size": 14, "patch_size": 4}
+IDEFICS3 = {"image_size": 16, "patch_size": 4}
+
+
+def llava(vision, text, **more):
+    return "Llava", {"vision_config": vision, "text_config": text, "image_token_index": IMAGE} | more
+
+
+def paligemma(vision, text):
+    keys = {"vision_config": vision, "text_config": text, "image_token_index": IMAGE}
+    return "PaliGemma", keys | {"projection_dim": text["hidden_size"]}
+
+
+def idefics3(vision, text, kind="Idefics3", **more):
+    return kind, {"vision_config": vision, "text_config": text, "image_token_id": IMAGE} | more
+
+
+GEMMA2 = GEMMA | {
+    "model_type": "gemma2",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "query_pre_attn_scalar": 5,
+    "sliding_window": 7,
+}
+CASES = {
+    "llava": llava(CLIP | A, LLAMA),
+    "llava-layers": llava(
+        CLIP | B | {"image_size": 9, "patch_size": 3, "hidden_act": "gelu"},
+        LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True},
+        vision_feature_layer=[0, -1],
+        vision_feature_select_strategy="full",
+        multimodal_projector_bias=False,
+    ),
+    "llava-siglip": llava(
+        SIGLIP | A,
+        LLAMA | {"model_type": "mistral", "sliding_window": 9, "num_attention_heads": 2},
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        projector_hidden_act="gelu_pytorch_tanh",
+    ),
+    "paligemma": paligemma(SIGLIP | A, GEMMA),
+    "paligemma-wide": paligemma(SIGLIP | B | {"image_size": 9}, GEMMA | {"hidden_size": 36}),
+    "paligemma2": paligemma(SIGLIP | A | {"image_size": 13, "patch_size": 3}, GEMMA2),
+    "idefics3": idefics3(IDEFICS3 | A, LLAMA),
+    "idefics3-scale": idefics3(
+        IDEFICS3 | B | {"image_size": 19, "patch_size": 3}, LLAMA, scale_factor=3, tie_word_embeddings=True
+    ),
+    "smolvlm": idefics3(IDEFICS3 | A | {"image_size": 34}, LLAMA, "SmolVLM", scale_factor=4),
+}
+DTYPES = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+class Widened(TorchFunctionMode):
+    """Code of transformers that asks for float32 gets float64: see `Widened` of forge-model's test_hf.py."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = [torch.float64 if one is torch.float32 else one for one in args]
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def widened(dtype):
+    return Widened() if dtype == torch.float64 else nullcontext()
+
+
+def theirs_of(case, dtype=torch.float32):
+    kind, keys = CASES[case]
+    make = getattr(transformers, f"{kind}ForConditionalGeneration")
+    config = getattr(transformers, f"{kind}Config")(**json.loads(json.dumps(keys)))
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    with widened(dtype):
+        model = make(config).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    return model.to(dtype)
+
+
+def config_of(folder):
+    """What `model.from` makes of a folder."""
+    return models.members["vision-language"].expand({"from": str(folder)})
+
+
+def ours_of(theirs, folder):
+    theirs.save_pretrained(folder)
+    config = model_from_hf(json.loads((folder / "config.json").read_text()))
+    form = config.hugging_face()
+    form.require(json.loads((folder / "config.json").read_text()), "here")
+    model = config.build().to(next(theirs.parameters()).dtype)
+    found = form.ours(Weights(folder))
+    missing, extra = model.load_state_dict({name: found[name] for name in found}, strict=False)
+    assert set(missing) <= {"decoder.head.weight"} and not extra
+    return model.eval()
+
+
+def batch(config, images):
+    """Rows with so many images each, of different lengths, padded on the left: [B, T] and their inputs."""
+    torch.manual_seed(1)
+    count, side, patch = config.image_tokens, config.encoder.image_size, config.encoder.patch_size
+    rows, index = [], []
+    for number in images:
+        row, places = torch.randint(1, IMAGE, (2,)).tolist(), [0, 0]
+        for image in range(number):
+            row += [IMAGE] * count + torch.randint(1, IMAGE, (1 + image,)).tolist()
+            places += [1 + image * count + one for one in range(count)] + [0] * (1 + image)
+        rows.append(row)
+        index.append(places)
+    longest = max(map(len, rows))
+    tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    places = torch.tensor([[0] * (longest - len(row)) + row for row in index])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    pixels = torch.randint(256, (sum(images), side, side, 3), dtype=torch.uint8)
+    grid = config.encoder.side
+    given = {
+        "patches": torch.cat([torch.tensor(patches_of(one.numpy(), patch)) for one in pixels])
+        if len(pixels)
+        else torch.empty(0, 3 * patch * patch, dtype=torch.uint8),
+        "grids": torch.tensor([[1, grid, grid]] * len(pixels)).view(-1, 3),
+        "image_index": places,
+        "image_places": torch.tensor(images) * count,
+    }
+    if config.fusion == JointConfig(attention="prefix"):
+        given["span_ids"] = mask.clone()
+    return rows, tokens, mask, pixels, given
+
+
+def their_inputs(theirs, config, tokens, mask, pixels, images):
+    dtype = next(theirs.parameters()).dtype
+    values = (pixels.float() / 255 - torch.tensor(config.encoder.mean)) / torch.tensor(config.encoder.std)
+    values = values.to(dtype).permute(0, 3, 1, 2)
+    given = {"input_ids": tokens, "attention_mask": mask}
+    if "PaliGemma" in type(theirs).__name__:
+        given["token_type_ids"] = torch.zeros_like(tokens)
+    if not len(pixels):
+        return given
+    if "Llava" in type(theirs).__name__ or "PaliGemma" in type(theirs).__name__:
+        return given | {"pixel_values": values}
+    padded = torch.zeros(len(images), max(images), *values.shape[1:], dtype=dtype)
+    for row, part in enumerate(values.split(list(images))):
+        padded[row, : len(part)] = part
+    return given | {"pixel_values": padded}
+
+
+@pytest.mark.parametrize("images", [(0, 0), (1,), (2, 0, 3, 1)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case, dtype, images, tmp_path):
+    theirs = theirs_of(case, dtype)
+    ours = ours_of(theirs, tmp_path / "theirs")
+    _, tokens, mask, pixels, given = batch(ours.config, images)
+    sent = their_inputs(theirs, ours.config, tokens, mask, pixels, images)
+    with torch.no_grad(), widened(dtype):
+        expected = theirs(**sent).logits
+    padding = (mask == 0).sum(1)
+    cache = ours.new_cache(tokens.shape[1], padding, torch.device("cpu"))
+    with torch.no_grad():
+        found = ours(tokens, cache=cache, **given)
+    real = mask.bool()
+    assert expected[real].std() > 0.01
+    torch.testing.assert_close(found[real], expected[real], rtol=0, atol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_generation_is_that_of_transformers(case, tmp_path):
+    theirs = theirs_of(case, torch.float64)
+    ours = ours_of(theirs, tmp_path / "theirs")
+    images = (2, 0, 3, 1)
+    rows, tokens, mask, pixels, given = batch(ours.config, images)
+    sent = their_inputs(theirs, ours.config, tokens, mask, pixels, images)
+    with torch.no_grad(), Widened():
+        expected = theirs.generate(
+            **sent,
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=None,
+            suppress_tokens=None,
+        )[:, tokens.shape[1] :]
+    written = generate(ours, rows, 12, Sampling(temperature=0), inputs=given)
+    assert written == expected.tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_export_is_loaded_by_transformers_and_computes_the_same(case, tmp_path):
+    from safetensors.torch import save_file
+
+    theirs = theirs_of(case, torch.float64)
+    ours = ours_of(theirs, tmp_path / "theirs")
+    form, folder = ours.config.hugging_face(), tmp_path / "back"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(form.config()))
+    sent = form.theirs(dict(ours.named_parameters()))
+    save_file({name: sent[name].detach().clone() for name in sent}, folder / "model.safetensors")
+    make = transformers.AutoModelForImageTextToText
+    with Widened():
+        loaded, info = make.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    images = (1, 2)
+    _, tokens, mask, pixels, _ = batch(ours.config, images)
+    sent = their_inputs(theirs, ours.config, tokens, mask, pixels, images)
+    with torch.no_grad(), Widened():
+        expected, found = theirs(**sent).logits, loaded.eval()(**sent).logits
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-9)
+
+
+def test_unknown_keys_and_left_over_tensors_are_errors(tmp_path):
+    theirs = theirs_of("llava")
+    hf = json.loads(json.dumps(theirs.config.to_dict()))
+    form = model_from_hf(hf).hugging_face()
+    for changed, said in (
+        ({"spectacles": 3}, "spectacles = 3 is not known"),
+        ({"vision_config": hf["vision_config"] | {"monocle": 1}}, "monocle = 1 is not known"),
+        ({"text_config": hf["text_config"] | {"ink": 1}}, "ink = 1 is not known"),
+        ({"vision_feature_select_strategy": "odd"}, "vision_feature_select_strategy = 'odd'"),
+        ({"model_type": "llava_next"}, "given model_type 'llava_next'; expected one of llava, paligemma"),
+        ({"vision_config": {"model_type": "vit"}}, "a tower 'vit'; expected one of clip_vision_model"),
+    ):
+        with pytest.raises(ModelError, match=re.escape(said)):
+            model_from_hf(hf | changed)
+    with pytest.raises(ModelError, match=r"encoder.layers: \[2\], there \[3\]"):
+        form.require(hf | {"vision_feature_layer": -1}, "here")
+    theirs.save_pretrained(tmp_path)
+    tensors = dict(Weights(tmp_path))
+    with pytest.raises(ModelError, match=r"with spare\.weight, which is of no part"):
+        form.ours(tensors | {"spare.weight": torch.zeros(1)})
+    short = {name: value for name, value in tensors.items() if "linear_2.bias" not in name}
+    with pytest.raises(ModelError, match=r"missing \['linear_2.bias'\]"):
+        form.ours(short)
+
+
+def test_a_model_that_no_class_computes_says_why():
+    config = model_from_hf(json.loads(json.dumps(theirs_of("llava").config.to_dict())))
+    with pytest.raises(ModelError, match=r"llava: positions: 'image', there 'sequential'"):
+        replace(config, positions="image").hugging_face().config()
+    with pytest.raises(ModelError, match=r"model\.image_token_id"):
+        replace(config, image_token_id=None).hugging_face().config()
