@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,6 +13,7 @@ from forge_model import ModelError
 from forge_model.generation.generate import Sampling, generate
 from forge_vlm.config import models
 from forge_vlm.fusion.config import JointConfig
+from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
 from forge_vlm.hf.models import model_from_hf
 from forge_vlm.images.processing import patches_of
 from msgspec.structs import replace
@@ -27,6 +29,8 @@ A = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 3, "num_at
 B = {"hidden_size": 15, "intermediate_size": 7, "num_hidden_layers": 2, "num_attention_heads": 5}
 CLIP = {"model_type": "clip_vision_model", "image_size": 14, "patch_size": 4}
 SIGLIP = {"model_type": "siglip_vision_model", "vision_use_head": False, "image_size": 14, "patch_size": 4}
+MLLAMA = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "attention_heads": 3}
+MLLAMA |= {"num_global_layers": 1, "intermediate_layers_indices": [1], "image_size": 12, "patch_size": 4}
 IDEFICS3 = {"image_size": 16, "patch_size": 4}
 
 
@@ -41,6 +45,16 @@ def paligemma(vision, text):
 
 def idefics3(vision, text, kind="Idefics3", **more):
     return kind, {"vision_config": vision, "text_config": text, "image_token_id": IMAGE} | more
+
+
+def mllama(vision, layers, crossed, **text):
+    tiles, width = vision["max_num_tiles"], vision["hidden_size"]
+    shapes = [[a, b] for a in range(1, tiles + 1) for b in range(1, tiles + 1) if a * b <= tiles]
+    beside = vision["intermediate_layers_indices"]
+    vision |= {"supported_aspect_ratios": shapes, "vision_output_dim": width * (1 + len(beside))}
+    text = LLAMA | {"model_type": "mllama_text_model", "pad_token_id": 0} | text
+    text |= {"num_hidden_layers": layers, "cross_attention_layers": crossed}
+    return "Mllama", {"vision_config": vision, "text_config": text, "image_token_index": 53}
 
 
 GEMMA2 = GEMMA | {
@@ -72,6 +86,28 @@ CASES = {
     "idefics3": idefics3(IDEFICS3 | A, LLAMA),
     "idefics3-scale": idefics3(
         IDEFICS3 | B | {"image_size": 19, "patch_size": 3}, LLAMA, scale_factor=3, tie_word_embeddings=True
+    ),
+    "mllama": mllama(MLLAMA | {"max_num_tiles": 3}, 4, [1]),
+    "mllama-first": mllama(
+        MLLAMA
+        | {
+            "hidden_size": 15,
+            "attention_heads": 5,
+            "num_global_layers": 2,
+            "max_num_tiles": 2,
+            "intermediate_layers_indices": [1, 0, 2],
+            "num_hidden_layers": 3,
+        },
+        5,
+        [0, 3],
+    ),
+    "mllama-every": mllama(
+        MLLAMA | {"max_num_tiles": 6, "image_size": 8},
+        4,
+        [0, 2],
+        num_attention_heads=2,
+        hidden_size=24,
+        num_key_value_heads=1,
     ),
     "smolvlm": idefics3(IDEFICS3 | A | {"image_size": 34}, LLAMA, "SmolVLM", scale_factor=4),
 }
@@ -115,6 +151,9 @@ def ours_of(theirs, folder):
     theirs.save_pretrained(folder)
     config = model_from_hf(json.loads((folder / "config.json").read_text()))
     form = config.hugging_face()
+    if isinstance(config.fusion, CrossAttentionConfig):
+        room = 4 * config.fusion.max_visual_tokens
+        config = replace(config, fusion=replace(config.fusion, max_visual_tokens=room))
     form.require(json.loads((folder / "config.json").read_text()), "here")
     model = config.build().to(next(theirs.parameters()).dtype)
     found = form.ours(Weights(folder))
@@ -123,8 +162,83 @@ def ours_of(theirs, folder):
     return model.eval()
 
 
+def batch_of_canvases(config, images):
+    """As `batch`, for Mllama: images come first, of other canvases each."""
+    torch.manual_seed(1)
+    encoder, size = config.encoder, config.encoder.image_size
+    shapes = [encoder.canvases[-1 - number % len(encoder.canvases)] for number in range(sum(images))]
+    pixels = [
+        torch.randint(256, (rows * size, columns * size, 3), dtype=torch.uint8) for rows, columns in shapes
+    ]
+    grids = torch.tensor([[1, rows * encoder.side, columns * encoder.side] for rows, columns in shapes]).view(
+        -1, 3
+    )
+    counts = [config.picture_tokens(rows, columns) for _, rows, columns in grids.tolist()]
+    rows, windows, used, sent = [], [], [], 0
+    for number in images:
+        row = [IMAGE + 4, *([] if number < 2 else [IMAGE + 4, 5, 6]), *([IMAGE + 4, 8] if number > 2 else [])]
+        rows.append(row[: None if number else 0] + torch.randint(1, IMAGE, (3 + number,)).tolist())
+        marks = np.array(rows[-1]) > IMAGE
+        places = np.where(marks, marks.cumsum(), 0)
+        of_row = counts[sent : (sent := sent + number)]
+        assert places.max() == number
+        arrays = config.fusion.arrays(places, places, np.zeros(len(places), np.int64), of_row)
+        windows.append(arrays["image_window"])
+        used.append(arrays["image_places"])
+    longest = max(map(len, rows))
+    tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    window = [np.pad(one, ((0, 0), (longest - one.shape[1], 0))) for one in windows]
+    marks = tokens > IMAGE
+    cut = [torch.tensor(patches_of(one.numpy(), encoder.patch_size)) for one in pixels]
+    given = {
+        "patches": torch.cat([torch.empty(0, 3 * encoder.patch_size**2, dtype=torch.uint8), *cut]),
+        "grids": grids,
+        "image_index": torch.where(marks, marks.cumsum(1), 0),
+        "image_places": torch.tensor(np.array(used)),
+        "image_window": torch.tensor(np.array(window)),
+    }
+    return [[one % IMAGE for one in row] for row in rows], tokens, mask, pixels, given
+
+
+def their_canvases(config, tokens, mask, pixels, images, dtype):
+    """What `MllamaProcessor` makes of them."""
+    from transformers.models.mllama import processing_mllama as theirs
+
+    encoder, size = config.encoder, config.encoder.image_size
+    shape = len(images), max(images), encoder.max_tiles
+    tiles, there = (
+        torch.zeros(*shape, 3, size, size, dtype=torch.float64),
+        torch.zeros(shape, dtype=torch.int64),
+    )
+    numbers, left, counts = torch.zeros(shape[:2], dtype=torch.int64), list(pixels), []
+    there[..., 0] = 1
+    for row, number in enumerate(images):
+        counts.append([])
+        for place in range(number):
+            image = (left.pop(0) / 255 - torch.tensor(encoder.mean)) / torch.tensor(encoder.std)
+            high, wide = image.shape[0] // size, image.shape[1] // size
+            cut = image.unflatten(0, (high, size)).unflatten(2, (wide, size)).permute(0, 2, 4, 1, 3)
+            tiles[row, place, : high * wide] = cut.flatten(0, 1)
+            there[row, place, : high * wide] = 1
+            numbers[row, place] = 1 + encoder.canvases.index((high, wide))
+            counts[-1].append(high * wide)
+    sparse = [theirs.get_cross_attention_token_mask(row, IMAGE + 4) for row in tokens.tolist()]
+    dense = theirs.convert_sparse_cross_attention_mask_to_dense(sparse, counts, shape[2], tokens.shape[1])
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "pixel_values": tiles.to(dtype),
+        "aspect_ratio_ids": numbers,
+        "aspect_ratio_mask": there,
+        "cross_attention_mask": torch.tensor(dense).to(dtype),
+    }
+
+
 def batch(config, images):
     """Rows with so many images each, of different lengths, padded on the left: [B, T] and their inputs."""
+    if isinstance(config.fusion, CrossAttentionConfig):
+        return batch_of_canvases(config, images)
     torch.manual_seed(1)
     count, side, patch = config.image_tokens, config.encoder.image_size, config.encoder.patch_size
     rows, index = [], []
@@ -156,6 +270,10 @@ def batch(config, images):
 
 def their_inputs(theirs, config, tokens, mask, pixels, images):
     dtype = next(theirs.parameters()).dtype
+    if isinstance(config.fusion, CrossAttentionConfig):
+        if sum(images):
+            return their_canvases(config, tokens, mask, pixels, images, dtype)
+        return {"input_ids": tokens, "attention_mask": mask}
     values = (pixels.float() / 255 - torch.tensor(config.encoder.mean)) / torch.tensor(config.encoder.std)
     values = values.to(dtype).permute(0, 3, 1, 2)
     given = {"input_ids": tokens, "attention_mask": mask}
@@ -175,6 +293,8 @@ def their_inputs(theirs, config, tokens, mask, pixels, images):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case, dtype, images, tmp_path):
+    if "mllama" in case:
+        images = tuple(number or min(1, sum(images)) for number in images)  # see below
     theirs = theirs_of(case, dtype)
     ours = ours_of(theirs, tmp_path / "theirs")
     _, tokens, mask, pixels, given = batch(ours.config, images)
@@ -184,17 +304,19 @@ def test_logits_are_those_of_transformers(case, dtype, images, tmp_path):
     padding = (mask == 0).sum(1)
     cache = ours.new_cache(tokens.shape[1], padding, torch.device("cpu"))
     with torch.no_grad():
-        found = ours(tokens, cache=cache, **given)
+        found = ours(tokens.where(tokens <= IMAGE, 0), cache=cache, **given)
     real = mask.bool()
     assert expected[real].std() > 0.01
     torch.testing.assert_close(found[real], expected[real], rtol=0, atol=DTYPES[dtype])
 
 
+@pytest.mark.parametrize("images", [(2, 0, 3, 1), (0, 0)], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_generation_is_that_of_transformers(case, tmp_path):
+def test_greedy_generation_is_that_of_transformers(case, images, tmp_path):
     theirs = theirs_of(case, torch.float64)
     ours = ours_of(theirs, tmp_path / "theirs")
-    images = (2, 0, 3, 1)
+    if "mllama" in case:
+        images = tuple(number or min(1, sum(images)) for number in images)  # see below
     rows, tokens, mask, pixels, given = batch(ours.config, images)
     sent = their_inputs(theirs, ours.config, tokens, mask, pixels, images)
     with torch.no_grad(), Widened():
@@ -204,6 +326,7 @@ def test_greedy_generation_is_that_of_transformers(case, tmp_path):
             do_sample=False,
             eos_token_id=None,
             suppress_tokens=None,
+            use_cache="mllama-" not in case,  # theirs counts tokens by its first layer, a gated one here
         )[:, tokens.shape[1] :]
     written = generate(ours, rows, 12, Sampling(temperature=0), inputs=given)
     assert written == expected.tolist()
@@ -263,3 +386,34 @@ def test_a_model_that_no_class_computes_says_why():
         replace(config, positions="image").hugging_face().config()
     with pytest.raises(ModelError, match=r"model\.image_token_id"):
         replace(config, image_token_id=None).hugging_face().config()
+
+
+def test_text_before_images_is_that_of_mllama_alone_and_never_depends_on_other_rows(tmp_path):
+    """Theirs lets text that sees no image look at padding: at images of other rows, and at tiles not there.
+
+    So a row without images in a batch with some, or text before an image of few tiles, is another one there.
+    With a canvas full of tiles, alone, it is the same, and ours is the same in any batch.
+    """
+    theirs = theirs_of("mllama", torch.float64)
+    ours = ours_of(theirs, tmp_path)
+    _, tokens, mask, pixels, given = batch(ours.config, (1,))
+    tokens, mask = torch.cat([torch.tensor([[7, 9]]), tokens], 1), torch.ones(1, 2 + tokens.shape[1]).long()
+    assert ours.config.encoder.canvases[-1] == (3, 1)
+    sent = their_inputs(theirs, ours.config, tokens, mask, pixels, (1,))
+    with torch.no_grad(), Widened():
+        expected = theirs(**sent).logits
+    marks = tokens > IMAGE
+    window = ours.config.fusion.arrays(
+        *[marks[0].long().numpy()] * 2, np.zeros(tokens.shape[1], np.int64), [int(given["image_places"])]
+    )
+    given |= {"image_index": marks.long(), "image_window": torch.tensor(window["image_window"])[None]}
+    ids = tokens.where(~marks, 0)
+    with torch.no_grad():
+        alone = ours(ids, **given)
+        rows = {"image_index": given["image_index"], "image_window": given["image_window"]}
+        rows = {name: torch.cat([one, torch.zeros_like(one)]) for name, one in rows.items()}
+        places = torch.cat([given["image_places"], torch.zeros(1, dtype=torch.int64)])
+        both = ours(ids.expand(2, -1), **given | rows | {"image_places": places})
+        text = ours(ids)
+    torch.testing.assert_close(alone, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(both, torch.cat([alone, text]), rtol=0, atol=1e-12)

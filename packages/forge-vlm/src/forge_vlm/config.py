@@ -128,7 +128,7 @@ class VisionLanguageConfig(ComposedConfig):
 
     def picture_tokens(self, rows: int, columns: int) -> int:
         """Visual tokens of a picture of so many patches."""
-        return self.connector.tokens(rows, columns, self.encoder.extra)
+        return self.connector.tokens(rows, columns, self.encoder.extras(rows, columns))
 
     def language_model(self) -> tuple[str, ModelConfig]:
         """See `ComposedConfig.language_model`."""

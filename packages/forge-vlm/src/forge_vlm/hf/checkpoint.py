@@ -37,7 +37,8 @@ class VisionLanguageCheckpoint(HuggingFace):
         """See `HuggingFace.config`."""
         ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
         written = model_to_hf(self._model)[1]
-        return written | ids | {"text_config": written["text_config"] | ids}
+        known = {name: token for name, token in ids.items() if token is not None}
+        return written | ids | {"text_config": written["text_config"] | known}
 
     def files(self) -> dict[str, str]:
         """See `HuggingFace.files`: those of the processor."""

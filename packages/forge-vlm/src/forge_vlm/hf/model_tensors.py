@@ -13,6 +13,8 @@ from forge_model.hf.tensors import Made, Renamed, from_hf, tensors_of, to_hf
 
 from forge_vlm.config import VisionLanguageConfig
 from forge_vlm.encoders.config import TowerConfig
+from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
+from forge_vlm.hf.mllama_tensors import PLACE, GatedTensors
 from forge_vlm.hf.models import WholeFamily
 from forge_vlm.hf.tower_tensors import TowerTensors
 
@@ -43,10 +45,13 @@ class ModelTensors:
             "connector": lambda tensors: self._all_of(tensors, names),
             "decoder": lambda tensors: from_hf(tensors, decoder),
         }
+        if isinstance(config.fusion, CrossAttentionConfig):
+            gated = GatedTensors(config)
+            self._theirs["decoder"], self._ours["decoder"] = gated.theirs, gated.ours
 
     def _their_name(self, name: str) -> str:
         module, _, leaf = name.rpartition(".")
-        return f"{self.family.connector[module]}.{leaf}"
+        return f"{self.family.connector[module]}.{leaf}".lstrip(".")
 
     def _all_of(self, tensors: Tensors, names: Mapping[str, str]) -> Tensors:
         """The connector, whose tensors are all there and no others."""
@@ -70,6 +75,7 @@ class ModelTensors:
         parts: dict[str, dict[str, str]] = {part: {} for part in self._theirs}
         for name in tensors:
             part, _, inner = name.partition(".")
+            part = "decoder" if name == f"fusion.{PLACE}" else part
             if part not in parts:
                 raise ModelError(f"{name} has no counterpart in a {self.family.kind} checkpoint")
             parts[part][inner] = name
@@ -106,8 +112,9 @@ class ModelTensors:
             else:
                 raise ModelError(f"a checkpoint of a {self.family.kind} with {name}, which is of no part")
         found = {part: self._ours[part](Renamed(tensors, names)) for part, names in parts.items()}
+        makers = {(part, key): partial(of.__getitem__, key) for part, of in found.items() for key in of}
         return Made(
-            {f"{part}.{key}": partial(of.__getitem__, key) for part, of in found.items() for key in of}
+            {f"{'fusion' if key == PLACE else part}.{key}": make for (part, key), make in makers.items()}
         )
 
     def _prefixes(self, tensors: Tensors) -> tuple[str, str, str, str]:

@@ -21,6 +21,8 @@ from forge_vlm.config import VisionLanguageConfig
 from forge_vlm.connectors.config import LinearConfig, MLPConnectorConfig, PixelShuffleConfig
 from forge_vlm.encoders.config import TowerConfig
 from forge_vlm.fusion.config import JointConfig
+from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
+from forge_vlm.hf import mllama
 from forge_vlm.hf.keys import Keys
 from forge_vlm.hf.towers import ACTIVATIONS, tower_differences, tower_from_hf, tower_to_hf
 
@@ -61,8 +63,7 @@ class WholeFamily:
         read: keys with all defaults, the tower and the decoder, to the model.
         write: a model to the values of keys.
         image_token: the key of the id of the token at places.
-        text: `model_type` of its language model where it says none.
-        bidirectional: whether its language model has that key, which is then true.
+        dense: the table of its language model to one that forge-model reads.
         aliases: other values of `model_type`.
         tower_aliases: what towers are called inside of it, where that is not their own name.
         prefixes: see `PREFIXES`.
@@ -75,8 +76,7 @@ class WholeFamily:
     read: Callable[[Full, TowerConfig, DecoderConfig], VisionLanguageConfig]
     write: Callable[[VisionLanguageConfig], dict[str, Any]]
     image_token: str = "image_token_index"
-    text: str = "llama"
-    bidirectional: bool = False
+    dense: Callable[[Full], dict[str, Any]] = lambda table: {"model_type": "llama", **table}
     aliases: tuple[str, ...] = ()
     tower_aliases: Mapping[str, str] = field(default_factory=dict)
     prefixes: tuple[tuple[str, str, str, str], ...] = PREFIXES
@@ -137,6 +137,13 @@ def _read_paligemma(full: Full, tower: TowerConfig, decoder: DecoderConfig) -> V
     )
 
 
+def _dense_gemma(table: Full) -> dict[str, Any]:
+    text = {"model_type": "gemma", **table}
+    if text.pop("use_bidirectional_attention", None) is False:
+        raise ModelError("text_config.use_bidirectional_attention = False, only True can be read")
+    return text
+
+
 def _read_idefics3(full: Full, tower: TowerConfig, decoder: DecoderConfig) -> VisionLanguageConfig:
     if tower.side % (window := full["scale_factor"]):
         raise ModelError(f"scale_factor = {window} does not divide the {tower.side} patches of a side")
@@ -182,9 +189,11 @@ WHOLE: tuple[WholeFamily, ...] = (
         ("siglip_vision_model",),
         {"project": "linear"},
         _read_paligemma,
-        lambda config: dict.fromkeys(("projection_dim", "hidden_size"), config.fused_decoder().dim),
-        text="gemma",
-        bidirectional=True,
+        lambda config: {
+            **dict.fromkeys(("projection_dim", "hidden_size"), config.fused_decoder().dim),
+            "text_config": {"use_bidirectional_attention": True},
+        },
+        dense=_dense_gemma,
     ),
     WholeFamily(
         "Idefics3ForConditionalGeneration",
@@ -197,6 +206,16 @@ WHOLE: tuple[WholeFamily, ...] = (
         aliases=("smolvlm",),
         tower_aliases=dict.fromkeys(("idefics3", "smolvlm", "smolvlm_vision"), "idefics3_vision"),
         prefixes=(("model.vision_model.", "model.connector.", "model.text_model.", ""),),
+    ),
+    WholeFamily(
+        "MllamaForConditionalGeneration",
+        mllama.WHOLE,
+        ("mllama_vision_model",),
+        {"project": ""},
+        mllama.read,
+        mllama.write,
+        dense=mllama.dense,
+        prefixes=tuple((tower.replace("tower", "model"), *rest) for tower, *rest in PREFIXES),  # type: ignore[misc]
     ),
 )
 
@@ -221,12 +240,13 @@ def model_from_hf(hf: Mapping[str, Any]) -> VisionLanguageConfig:
     """
     family = whole_family(hf.get("model_type"))
     full = family.keys.full(hf)
-    tables = [hf.get(name) for name in ("vision_config", "text_config")]
-    if not all(tables):
+    vision, text = (hf.get(name) for name in ("vision_config", "text_config"))
+    if not vision or not text:
         raise ModelError(f"a {family.kind} without a vision_config or text_config; write their keys out")
     try:
-        tower = _tower(family, tables[0] or {})
-        return family.read(full, tower, _decoder(family, tables[1] or {}, full["tie_word_embeddings"]))
+        tower = _tower(family, vision)
+        decoder = _decoder(family, text, full.get("tie_word_embeddings", False))
+        return family.read(full | {"text_config": text}, tower, decoder)
     except ValueError as error:
         raise ModelError(f"this config.json of a {family.kind} cannot be read: {error}") from None
 
@@ -239,9 +259,8 @@ def _tower(family: WholeFamily, table: Mapping[str, Any]) -> TowerConfig:
 
 
 def _decoder(family: WholeFamily, table: Mapping[str, Any], is_tied: bool) -> DecoderConfig:
-    text = {"model_type": family.text} | {key: one for key, one in table.items() if key not in TEXT_IGNORED}
-    fixed = TEXT_FIXED | ({"use_bidirectional_attention": True} if family.bidirectional else {})
-    for name, value in fixed.items():
+    text = family.dense({key: one for key, one in table.items() if key not in TEXT_IGNORED})
+    for name, value in TEXT_FIXED.items():
         if text.pop(name, None) not in (None, value):
             raise ModelError(f"text_config.{name} = {table[name]!r}, only {value!r} can be read")
     if family.kind == "llava":
@@ -280,15 +299,16 @@ def model_to_hf(config: VisionLanguageConfig) -> tuple[WholeFamily, dict[str, An
 
 def _written(family: WholeFamily, config: VisionLanguageConfig) -> dict[str, Any]:
     assert isinstance(config.decoder, DecoderConfig)
-    text = config_to_hf(config.decoder) | {"tie_word_embeddings": config.decoder.tie_embeddings}
+    text = {key: value for key, value in config_to_hf(config.decoder).items() if value is not None}
+    text |= {"tie_word_embeddings": config.decoder.tie_embeddings}
     return {
         "architectures": [family.architecture],
         "model_type": family.kind,
-        "text_config": text | ({"use_bidirectional_attention": True} if family.bidirectional else {}),
         "vision_config": tower_to_hf(config.encoder),
         "tie_word_embeddings": config.decoder.tie_embeddings,
         family.image_token: config.image_token_id or 0,
-        **family.write(config),
+        **(more := family.write(config)),
+        "text_config": text | more.get("text_config", {}),
     }
 
 
@@ -316,6 +336,19 @@ def _outside(config: VisionLanguageConfig) -> dict[str, Any]:
         "encoder.class_token": bool(encoder.extra),
         "encoder.side": encoder.side,
         "connector": found,
-        "fusion": {"type": type(config.fusion).__name__} | plain(config.fusion),
+        "fusion": _fusion(config),
         "positions": config.positions,
     }
+
+
+def _fusion(config: VisionLanguageConfig) -> dict[str, Any]:
+    fusion, decoder = config.fusion, config.fused_decoder()
+    found = {"type": type(fusion).__name__} | plain(fusion)
+    if not isinstance(fusion, CrossAttentionConfig):
+        return found
+    blocks = fusion.blocks(decoder.num_layers)
+    layers = [(decoder.layer(block), decoder.layer(block).block) for block in blocks]
+    heads = [plain(block.attention(layer, decoder.dim)) for layer, block in layers]  # type: ignore[attr-defined]
+    ffns = [plain(block.feed_forward(layer).resolved(decoder.dim)) for layer, block in layers]  # type: ignore[attr-defined]
+    kept = {key: found[key] for key in ("type", "sees", "blind", "place")}
+    return kept | {"layers": blocks, "heads": heads, "ffn": ffns}

@@ -18,7 +18,7 @@ from forge_vlm.images.config import ImagesConfig
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Numbers of Pillow."""
 
-PROCESSORS = {"llava": "Llava", "paligemma": "PaliGemma", "idefics3": "Idefics3"}
+PROCESSORS = {"llava": "Llava", "paligemma": "PaliGemma", "idefics3": "Idefics3", "mllama": "Mllama"}
 FAKE = "<fake_token_around_image>"
 AROUND = {"idefics3": (f"{FAKE}<global-img>", FAKE)}
 """What the processor of a model writes before and after an image that is not split."""
@@ -33,7 +33,7 @@ KEYS = Keys(
     "image processor",
     {name: Key(kind, None, nullable=True) for name, kind in _MAYBE.items()}
     | {name: Key(bool, None, nullable=True) for name in ("do_center_crop", "do_pad")}
-    | {"resample": Key(int, 3, zero=True)},
+    | {"resample": Key(int, 3, zero=True), "max_image_tiles": Key(int, None, nullable=True)},
     {"do_normalize": True, "do_rescale": True, "do_resize": True, "rescale_factor": 1 / 255},
     _HARMLESS.split(),
 )
@@ -49,11 +49,14 @@ def processed(config: VisionLanguageConfig, folder: Path, kind: str) -> VisionLa
     given = _read(folder)
     if given is None:
         fit = "crop" if getattr(config.encoder, "has_class_token", False) else "stretch"
-        return replace(config, images=ImagesConfig(fit=fit, before=before, after=after))
+        options = {"fit": "corner", "resample": "bilinear"} if kind == "mllama" else {"fit": fit}
+        return replace(config, images=ImagesConfig(before=before, after=after, **options))  # type: ignore[arg-type]
     full = KEYS.full(given)
     if full["resample"] not in RESAMPLE:
         raise ModelError(f"resample = {full['resample']}; expected one of {', '.join(map(str, RESAMPLE))}")
     size, options = _fit(full)
+    if full["max_image_tiles"] != (tiles := getattr(config.encoder, "max_tiles", None)):
+        raise ModelError(f"max_image_tiles = {full['max_image_tiles']}; the tower takes {tiles}")
     if side not in (None, size):
         raise ModelError(f"the image processor makes {size} pixels a side, and the tower takes {side}")
     colours = {"mean": full["image_mean"], "std": full["image_std"]}
@@ -88,6 +91,8 @@ def _fit(full: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
     if size.get("longest_edge") and full["max_image_size"]:
         return full["max_image_size"].get("longest_edge"), {"fit": "stretch"}
+    if full["max_image_tiles"]:
+        return size.get("height"), {"fit": "corner"}
     if size.get("height") and size.get("height") == size.get("width"):
         return size["height"], {"fit": "stretch"}
     short = size.get("shortest_edge")
@@ -112,12 +117,15 @@ def processor_files(config: VisionLanguageConfig, kind: str) -> dict[str, str]:
         raise ModelError(f"images.before, after = {around}; the processor of {kind} writes {expected}")
     if images.tiles > 1 or config.video is not None:
         raise ModelError(f"images.tiles or model.video: the processor of {kind} has no such pictures")
-    if kind != "llava" and images.fit != "stretch":
-        raise ModelError(f'images.fit = "{images.fit}"; the processor of {kind} stretches images')
+    fits = {"llava": ("crop", "pad", "stretch"), "mllama": ("corner",)}.get(kind, ("stretch",))
+    if images.fit not in fits:
+        raise ModelError(f'images.fit = "{images.fit}"; the processor of {kind} has {", ".join(fits)}')
     image = {"image_mean": list(encoder.mean), "image_std": list(encoder.std)}
     image |= dict.fromkeys(("do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True)
     resample = next(number for number, name in RESAMPLE.items() if name == images.resample)
-    image |= {"resample": resample, "rescale_factor": 1 / 255} | _written(kind, images, side)
+    image |= {"resample": resample, "rescale_factor": 1 / 255} | _written(
+        kind, images, side, getattr(encoder, "max_tiles", 1)
+    )
     name = {"processor_class": f"{PROCESSORS[kind]}Processor"}
     outer: dict[str, Any] = {"image_seq_len": config.image_tokens}
     if kind == "paligemma":
@@ -134,7 +142,7 @@ def processor_files(config: VisionLanguageConfig, kind: str) -> dict[str, str]:
     return {file: json.dumps(keys, indent=2) + "\n" for file, keys in files.items()}
 
 
-def _written(kind: str, images: ImagesConfig, side: int) -> dict[str, Any]:
+def _written(kind: str, images: ImagesConfig, side: int, tiles: int) -> dict[str, Any]:
     square = {"height": side, "width": side}
     if kind == "idefics3":
         edge = {"size": {"longest_edge": side}, "max_image_size": {"longest_edge": side}}
@@ -143,6 +151,9 @@ def _written(kind: str, images: ImagesConfig, side: int) -> dict[str, Any]:
             "do_image_splitting": False,
             "do_pad": True,
         }
+    if kind == "mllama":
+        kept = {"image_processor_type": "MllamaImageProcessor", "do_pad": True, "size": square}
+        return kept | {"max_image_tiles": tiles}
     if images.fit == "stretch":
         return {"image_processor_type": "SiglipImageProcessor", "size": square}
     short = {"shortest_edge": images.shorter_side or side}
