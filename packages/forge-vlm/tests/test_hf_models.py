@@ -9,12 +9,15 @@ import pytest
 import torch
 import transformers
 from forge_ckpt.weights import Weights
+from forge_config import plain
+from forge_data.sources.items import Size
 from forge_model import ModelError
 from forge_model.generation.generate import Sampling, generate
-from forge_vlm.config import models
+from forge_vlm import VisionLanguageConfig
 from forge_vlm.fusion.config import JointConfig
 from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
 from forge_vlm.hf.models import model_from_hf
+from forge_vlm.images.config import ImagesConfig
 from forge_vlm.images.processing import patches_of
 from msgspec.structs import replace
 from torch.overrides import TorchFunctionMode
@@ -144,7 +147,7 @@ def theirs_of(case, dtype=torch.float32):
 
 def config_of(folder):
     """What `model.from` makes of a folder."""
-    return models.members["vision-language"].expand({"from": str(folder)})
+    return VisionLanguageConfig.expand({"from": str(folder)})
 
 
 def ours_of(theirs, folder):
@@ -417,3 +420,74 @@ def test_text_before_images_is_that_of_mllama_alone_and_never_depends_on_other_r
         text = ours(ids)
     torch.testing.assert_close(alone, expected, rtol=0, atol=1e-9)
     torch.testing.assert_close(both, torch.cat([alone, text]), rtol=0, atol=1e-12)
+
+
+PROCESSED = {
+    "llava": {"images": ImagesConfig(fit="crop", shorter_side=17, resample="bilinear")},
+    "llava-layers": {"images": ImagesConfig(fit="crop")},
+    "llava-siglip": {},
+    "paligemma": {"images": ImagesConfig(resample="lanczos")},
+    "mllama": {"images": ImagesConfig(fit="corner", resample="bilinear")},
+}
+
+
+@pytest.mark.parametrize("case", PROCESSED)
+def test_pixels_are_those_of_the_image_processor_that_is_exported(case, tmp_path):
+    from PIL import Image
+
+    hf = json.loads(json.dumps(theirs_of(case).config.to_dict()))
+    config = replace(model_from_hf(hf), **PROCESSED[case])
+    form = config.hugging_face()
+    for name, text in {**form.files(), "config.json": json.dumps(form.config())}.items():
+        (tmp_path / name).write_text(text)
+    read = config_of(tmp_path)
+    assert read["images"] == plain(config)["images"] and read["encoder"]["mean"] == list(config.encoder.mean)
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    random, reader = np.random.default_rng(0), config.items()
+    for height, width in ((14, 14), (40, 29), (9, 33)):
+        pixels = random.integers(0, 256, (height, width, 3), np.uint8)
+        expected = processor(Image.fromarray(pixels), return_tensors="np", do_normalize=False)["pixel_values"]
+        found = reader.read(pixels, Size(1, height, width))
+        ((_, rows, columns),) = found["grids"].tolist()
+        patch = config.encoder.patch_size
+        image = found["patches"].reshape(rows, columns, patch, patch, 3).transpose(0, 2, 1, 3, 4)
+        image = image.reshape(rows * patch, columns * patch, 3).transpose(2, 0, 1)
+        if case == "mllama":
+            size, tiles = config.encoder.image_size, expected[0, 0]
+            cut = image.reshape(3, rows * patch // size, size, columns * patch // size, size)
+            cut = cut.transpose(1, 3, 0, 2, 4).reshape(-1, 3, size, size)
+            expected, image = tiles[: len(cut)], cut
+        expected = expected.reshape(-1, *expected.shape[-3:])[..., : image.shape[-2], : image.shape[-1]]
+        assert np.abs(expected * 255 - image).max() <= 1
+
+
+def test_processors_that_do_something_else_are_refused(tmp_path):
+    config = model_from_hf(json.loads(json.dumps(theirs_of("llava").config.to_dict())))
+    config = replace(config, images=ImagesConfig(fit="crop"))
+    form = config.hugging_face()
+    for name, text in {**form.files(), "config.json": json.dumps(form.config())}.items():
+        (tmp_path / name).write_text(text)
+    given = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    for changed, said in (
+        ({"sparkle": 1}, "sparkle = 1 is not known"),
+        ({"do_resize": False}, "do_resize = False, only True"),
+        ({"do_pad": True}, "are of no form"),
+        ({"resample": 9}, "resample = 9"),
+        ({"crop_size": 15}, "makes 15 pixels a side, and the tower takes 14"),
+        ({"size": {"height": 14, "width": 14}}, "are of no form"),
+        (
+            {"max_image_tiles": 4, "size": {"height": 14, "width": 14}},
+            "max_image_tiles = 4; the tower takes None",
+        ),
+    ):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(given | changed))
+        with pytest.raises(ModelError, match=re.escape(said)):
+            config_of(tmp_path)
+    assert "images" in VisionLanguageConfig.expand({"from": str(tmp_path), "images": {"fit": "pad"}})
+    with pytest.raises(ModelError, match=r"images.fit = .pad."):
+        replace(config, images=ImagesConfig(fit="pad")).hugging_face().files()
+    other = model_from_hf(json.loads(json.dumps(theirs_of("idefics3").config.to_dict()))).hugging_face()
+    assert other.files() == {}
+    (tmp_path / "config.json").write_text(json.dumps(other.config()))
+    with pytest.raises(ModelError, match="resizes images twice"):
+        config_of(tmp_path)

@@ -35,8 +35,8 @@ class VisionLanguageConfig(ComposedConfig):
     """A tower that makes features of images, a connector that makes visual tokens of them, a decoder.
 
     Attributes:
-        from: fills in all keys that are absent from the `config.json` and the image processor in this folder
-            of Hugging Face. The run keeps the keys, not the folder.
+        from: fills in all keys that are absent from the `config.json` in this folder of Hugging Face, and
+            from its image processor unless `images` are given. The run keeps the keys, not the folder.
         decoder: the language model, of type `decoder`.
         encoder: the tower.
         connector: from the features of the tower to visual tokens of the width of the decoder.
@@ -69,7 +69,8 @@ class VisionLanguageConfig(ComposedConfig):
             return tree
         from forge_vlm.hf.checkpoint import model_tree
 
-        return over(model_tree(tree["from"]), {key: tree[key] for key in tree if key != "from"})
+        found = model_tree(tree["from"], with_images="images" not in tree)
+        return over(found, {key: tree[key] for key in tree if key != "from"})
 
     def __post_init__(self) -> None:
         if not isinstance(self.decoder, DecoderConfig):

@@ -124,8 +124,12 @@ class TowerCheckpoint(HuggingFace):
         return self._part
 
 
-def model_tree(folder: str) -> dict[str, Any]:
+def model_tree(folder: str, with_images: bool) -> dict[str, Any]:
     """The keys of `[model]` for the model in a folder, every default filled in.
+
+    Args:
+        folder: of Hugging Face.
+        with_images: whether `images`, and the colours of the tower, are read from its image processor.
 
     Raises:
         ValueError: there is no `config.json`, or it, or the image processor, cannot be followed.
@@ -133,6 +137,7 @@ def model_tree(folder: str) -> dict[str, Any]:
     try:
         hf = read_config(folder)
         kind = whole_family(hf.get("model_type")).kind
-        return plain(processed(model_from_hf(hf), Path(folder), kind))
+        model = model_from_hf(hf)
+        return plain(processed(model, Path(folder), kind) if with_images else model)
     except ModelError as error:
         raise ModelError(f"from = {folder!r}: {error}") from None

@@ -18,22 +18,21 @@ from forge_vlm.images.config import ImagesConfig
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Numbers of Pillow."""
 
-PROCESSORS = {"llava": "Llava", "paligemma": "PaliGemma", "idefics3": "Idefics3", "mllama": "Mllama"}
-FAKE = "<fake_token_around_image>"
-AROUND = {"idefics3": (f"{FAKE}<global-img>", FAKE)}
-"""What the processor of a model writes before and after an image that is not split."""
+PROCESSORS = {"llava": "Llava", "paligemma": "PaliGemma", "mllama": "Mllama"}
+"""Models whose processors do what ours does. That of Idefics3 resizes an image twice."""
 
-_MAYBE = {"size": object, "crop_size": object, "max_image_size": dict, "image_mean": list, "image_std": list}
+_MAYBE = {"size": object, "crop_size": object, "image_mean": list, "image_std": list}
 _HARMLESS = """
-    auto_map data_format default_to_square device disable_grouping do_convert_rgb do_image_splitting
-    feature_extractor_type image_processor_type image_seq_length input_data_format processor_class
+    auto_map data_format default_to_square device disable_grouping do_convert_rgb
+    feature_extractor_type image_seq_length input_data_format processor_class
     return_row_col_info return_tensors video_sampling
-"""  # do_convert_rgb: always; do_image_splitting: [model.images] has tiles; lengths: the model counts
+"""  # do_convert_rgb: always; lengths: the model counts
 KEYS = Keys(
     "image processor",
     {name: Key(kind, None, nullable=True) for name, kind in _MAYBE.items()}
+    | {"image_processor_type": Key(str, None, nullable=True)}
     | {name: Key(bool, None, nullable=True) for name in ("do_center_crop", "do_pad")}
-    | {"resample": Key(int, 3, zero=True), "max_image_tiles": Key(int, None, nullable=True)},
+    | {"resample": Key(int, None, True, zero=True), "max_image_tiles": Key(int, None, nullable=True)},
     {"do_normalize": True, "do_rescale": True, "do_resize": True, "rescale_factor": 1 / 255},
     _HARMLESS.split(),
 )
@@ -45,15 +44,20 @@ def processed(config: VisionLanguageConfig, folder: Path, kind: str) -> VisionLa
     Raises:
         ModelError: the processor does what ours does not.
     """
-    side, (before, after) = getattr(config.encoder, "image_size", None), AROUND.get(kind, ("", ""))
-    given = _read(folder)
+    side, given, resample = getattr(config.encoder, "image_size", None), _read(folder), 3 - (kind == "mllama")
     if given is None:
         fit = "crop" if getattr(config.encoder, "has_class_token", False) else "stretch"
-        options = {"fit": "corner", "resample": "bilinear"} if kind == "mllama" else {"fit": fit}
-        return replace(config, images=ImagesConfig(before=before, after=after, **options))  # type: ignore[arg-type]
+        fit = "corner" if kind == "mllama" else fit
+        return replace(config, images=ImagesConfig(fit=fit, resample=RESAMPLE[resample]))  # type: ignore[arg-type]
+    if kind not in PROCESSORS:
+        raise ModelError(
+            f"the image processor of {kind} resizes images twice, and may cut them in its own way; say in "
+            "[model.images] how images are read"
+        )
     full = KEYS.full(given)
-    if full["resample"] not in RESAMPLE:
-        raise ModelError(f"resample = {full['resample']}; expected one of {', '.join(map(str, RESAMPLE))}")
+    resample = resample if full["resample"] is None else full["resample"]
+    if resample not in RESAMPLE:
+        raise ModelError(f"resample = {resample}; expected one of {', '.join(map(str, RESAMPLE))}")
     size, options = _fit(full)
     if full["max_image_tiles"] != (tiles := getattr(config.encoder, "max_tiles", None)):
         raise ModelError(f"max_image_tiles = {full['max_image_tiles']}; the tower takes {tiles}")
@@ -61,7 +65,7 @@ def processed(config: VisionLanguageConfig, folder: Path, kind: str) -> VisionLa
         raise ModelError(f"the image processor makes {size} pixels a side, and the tower takes {side}")
     colours = {"mean": full["image_mean"], "std": full["image_std"]}
     encoder = replace(config.encoder, **{key: tuple(one) for key, one in colours.items() if one is not None})
-    images = ImagesConfig(resample=RESAMPLE[full["resample"]], before=before, after=after, **options)  # type: ignore[arg-type]
+    images = ImagesConfig(resample=RESAMPLE[resample], **options)  # type: ignore[arg-type]
     return replace(config, encoder=encoder, images=images)
 
 
@@ -89,35 +93,39 @@ def _fit(full: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     size, crop = full["size"] or {}, full["crop_size"] or {}
     size = {"shortest_edge": size} if isinstance(size, int) else size
     crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
-    if size.get("longest_edge") and full["max_image_size"]:
-        return full["max_image_size"].get("longest_edge"), {"fit": "stretch"}
-    if full["max_image_tiles"]:
-        return size.get("height"), {"fit": "corner"}
-    if size.get("height") and size.get("height") == size.get("width"):
-        return size["height"], {"fit": "stretch"}
-    short = size.get("shortest_edge")
-    if not short or full["do_center_crop"] is False or crop.get("height") != crop.get("width"):
-        raise ModelError(f"size = {full['size']!r}, crop_size = {full['crop_size']!r} are of no known form")
+    short, high, wide = (size.get(name) for name in ("shortest_edge", "height", "width"))
+    crops = full["do_center_crop"]
+    if crops is None:
+        crops = bool(short) or "CLIP" in (full["image_processor_type"] or "")
+    if full["max_image_tiles"] and high:
+        return high, {"fit": "corner"}
+    if high and high == wide and not crops and not full["do_pad"]:
+        return high, {"fit": "stretch"}
+    if not short or not crops or full["do_pad"] or crop.get("height") != crop.get("width"):
+        raise ModelError(
+            f"size = {full['size']!r}, crop_size = {full['crop_size']!r}, do_center_crop = {crops}, do_pad = "
+            f"{full['do_pad']} are of no form that can be read"
+        )
     side = crop.get("height", short)
-    if full["do_pad"]:
-        return side, {"fit": "pad"}
     return side, {"fit": "crop"} | ({"shorter_side": short} if short != side else {})
 
 
 def processor_files(config: VisionLanguageConfig, kind: str) -> dict[str, str]:
-    """The files of the processor by name.
+    """The files of the processor by name; none where that of the model does something else than ours.
 
     Raises:
         ModelError: the processors of that model do not do what `[model.images]` says.
     """
     images, encoder = config.images, config.encoder
     side = getattr(encoder, "image_size", encoder.side * encoder.patch_size)
-    around = images.before, images.after
-    if around != (expected := AROUND.get(kind, ("", ""))):
-        raise ModelError(f"images.before, after = {around}; the processor of {kind} writes {expected}")
-    if images.tiles > 1 or config.video is not None:
-        raise ModelError(f"images.tiles or model.video: the processor of {kind} has no such pictures")
-    fits = {"llava": ("crop", "pad", "stretch"), "mllama": ("corner",)}.get(kind, ("stretch",))
+    if kind not in PROCESSORS:
+        return {}
+    if images.before or images.after or images.tiles > 1 or config.video is not None:
+        raise ModelError(
+            f"images.before, images.after, images.tiles, model.video: the processor of {kind} has none of "
+            "these"
+        )
+    fits = {"llava": ("crop", "stretch"), "mllama": ("corner",)}.get(kind, ("stretch",))
     if images.fit not in fits:
         raise ModelError(f'images.fit = "{images.fit}"; the processor of {kind} has {", ".join(fits)}')
     image = {"image_mean": list(encoder.mean), "image_std": list(encoder.std)}
@@ -127,7 +135,7 @@ def processor_files(config: VisionLanguageConfig, kind: str) -> dict[str, str]:
         kind, images, side, getattr(encoder, "max_tiles", 1)
     )
     name = {"processor_class": f"{PROCESSORS[kind]}Processor"}
-    outer: dict[str, Any] = {"image_seq_len": config.image_tokens}
+    outer: dict[str, Any] = {}
     if kind == "paligemma":
         image |= {"image_seq_length": config.image_tokens}
     if kind == "llava":
@@ -144,13 +152,6 @@ def processor_files(config: VisionLanguageConfig, kind: str) -> dict[str, str]:
 
 def _written(kind: str, images: ImagesConfig, side: int, tiles: int) -> dict[str, Any]:
     square = {"height": side, "width": side}
-    if kind == "idefics3":
-        edge = {"size": {"longest_edge": side}, "max_image_size": {"longest_edge": side}}
-        return edge | {
-            "image_processor_type": "Idefics3ImageProcessor",
-            "do_image_splitting": False,
-            "do_pad": True,
-        }
     if kind == "mllama":
         kept = {"image_processor_type": "MllamaImageProcessor", "do_pad": True, "size": square}
         return kept | {"max_image_tiles": tiles}
@@ -158,6 +159,4 @@ def _written(kind: str, images: ImagesConfig, side: int, tiles: int) -> dict[str
         return {"image_processor_type": "SiglipImageProcessor", "size": square}
     short = {"shortest_edge": images.shorter_side or side}
     crop = {"do_center_crop": True, "crop_size": square, "size": short}
-    if images.fit == "pad":
-        return crop | {"image_processor_type": "LlavaImageProcessor", "do_pad": True}
     return crop | {"image_processor_type": "CLIPImageProcessor"}
