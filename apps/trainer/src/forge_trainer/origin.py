@@ -50,17 +50,22 @@ class Origin(NamedTuple):
     is_checkpoint: bool
     prefix: str = ""
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether weights have our names: those of a checkpoint, or of a folder with the keys of its run."""
+        return self.is_checkpoint or (self.folder / "config.toml").exists()
+
     def model(self) -> ModelConfig | None:
         """The model that they were made for; None where nothing beside a checkpoint says so. Imports nothing.
 
         Raises:
             ConfigError, ModelError: what says so cannot be read.
         """
-        if not self.is_checkpoint:
+        if not self.is_ours:
             return self._decoder()
         from forge_trainer.run_dir import RunFiles, read_outline
 
-        run = self.folder.parent.parent
+        run = self.folder.parent.parent if self.is_checkpoint else self.folder
         if not RunFiles(run).config.exists():
             return None
         try:
@@ -148,25 +153,25 @@ def part_of(model: ModelConfig, prefix: str) -> ModelConfig:
 
 def is_of_the_whole(model: ModelConfig, origin: Origin) -> bool:
     """Whether a checkpoint is of a model of the same type, whose weights of the prefix are taken."""
-    return bool(origin.prefix) and origin.is_checkpoint and type(origin.model()) is type(model)
+    return bool(origin.prefix) and origin.is_ours and type(origin.model()) is type(model)
 
 
 def _require(model: ModelConfig, origin: Origin) -> None:
     """See that weights were made for the part of the model that is to have them."""
-    other = origin.model() if origin.is_checkpoint else None
+    other = origin.model() if origin.is_ours else None
     if other is not None and is_of_the_whole(model, origin):
         if origin.prefix not in model.parts():
             return  # names and sizes of its tensors are compared later
         model, other = model.parts()[origin.prefix], other.parts()[origin.prefix]
     else:
         model = part_of(model, origin.prefix)
-    if not origin.is_checkpoint:
+    if not origin.is_ours:
         if (origin.folder / "config.json").exists():
             form_of(model, origin.name).require(read_config(origin.folder), origin.name)
     elif found := unlike(model, other):
         listed = "".join(f"\n  {line}" for line in found)
         raise ConfigError(
-            f"{origin.name} is a checkpoint of another model than [model] describes:{listed}\nChange "
+            f"{origin.name} has weights of another model than [model] describes:{listed}\nChange "
             "these keys, or say which tensors to take: train.init_include, init_exclude, init_resize."
         )
 

@@ -103,10 +103,12 @@ def _tensors_of(origin: Origin, job: Job, ours: Iterable[str]) -> Iterator[tuple
 
     One may be there for several of the model, which start alike.
     """
-    if origin.is_checkpoint:
-        saved = Checkpointed(origin.folder, MODEL)
-        tensors: Mapping[str, Tensor] = saved
-        shapes = {name: saved.entry(name).shape for name in saved}
+    if origin.is_ours:
+        folder = origin.folder
+        tensors: Mapping[str, Tensor] = (
+            Checkpointed(folder, MODEL) if origin.is_checkpoint else Weights(folder)
+        )
+        shapes = _shapes_there(tensors)
         if is_of_the_whole(job.model, origin):
             inside = {name for name in shapes if name.startswith(f"{origin.prefix}.")}
             yield from ((name, _There(tensors, name, shapes[name], origin.name)) for name in inside)
@@ -127,6 +129,12 @@ def _tensors_of(origin: Origin, job: Job, ours: Iterable[str]) -> Iterator[tuple
     for name, seed in (unused | started).items():
         inner = there[seed]
         yield name, _There(tensors, inner, shapes[inner], origin.name)
+
+
+def _shapes_there(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    if isinstance(tensors, Checkpointed):
+        return {name: tuple(tensors.entry(name).shape) for name in tensors}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _require_numbers(name: str, dtype: torch.dtype, target: Tensor, origin: str) -> None:

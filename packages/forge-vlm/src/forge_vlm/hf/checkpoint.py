@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,10 @@ class VisionLanguageCheckpoint(HuggingFace):
         known = {name: token for name, token in ids.items() if token is not None}
         return written | ids | {"text_config": written["text_config"] | known}
 
-    def files(self) -> dict[str, str]:
+    def files(self, spell: Callable[[int], str]) -> dict[str, str]:
         """See `HuggingFace.files`: those of the processor."""
-        return processor_files(self._model, model_to_hf(self._model)[0].kind)
+        token = spell(self._model.image_token_id or 0)
+        return processor_files(self._model, model_to_hf(self._model)[0].kind, token)
 
     def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `HuggingFace.theirs`."""
@@ -138,6 +139,7 @@ def model_tree(folder: str, with_images: bool) -> dict[str, Any]:
         hf = read_config(folder)
         kind = whole_family(hf.get("model_type")).kind
         model = model_from_hf(hf)
-        return plain(processed(model, Path(folder), kind) if with_images else model)
+        tree = plain(processed(model, Path(folder), kind) if with_images else model)
+        return {key: value for key, value in tree.items() if key != "type"}
     except ModelError as error:
         raise ModelError(f"from = {folder!r}: {error}") from None

@@ -110,8 +110,13 @@ def _fit(full: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     return side, {"fit": "crop"} | ({"shorter_side": short} if short != side else {})
 
 
-def processor_files(config: VisionLanguageConfig, kind: str) -> dict[str, str]:
+def processor_files(config: VisionLanguageConfig, kind: str, token: str) -> dict[str, str]:
     """The files of the processor by name; none where that of the model does something else than ours.
+
+    Args:
+        config: of the model.
+        kind: its `model_type`.
+        token: what its tokenizer calls the token that stands at places.
 
     Raises:
         ModelError: the processors of that model do not do what `[model.images]` says.
@@ -141,7 +146,7 @@ def processor_files(config: VisionLanguageConfig, kind: str) -> dict[str, str]:
     if kind == "llava":
         has_class = getattr(encoder, "has_class_token", False)
         outer = {
-            "image_token": "<image>",
+            "image_token": token,
             "patch_size": encoder.patch_size,
             "num_additional_image_tokens": int(has_class),
             "vision_feature_select_strategy": "default" if has_class > encoder.extra else "full",
