@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,17 +50,22 @@ class Origin(NamedTuple):
     is_checkpoint: bool
     prefix: str = ""
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether weights have our names: those of a checkpoint, or of a folder with the keys of its run."""
+        return self.is_checkpoint or (self.folder / "config.toml").exists()
+
     def model(self) -> ModelConfig | None:
         """The model that they were made for; None where nothing beside a checkpoint says so. Imports nothing.
 
         Raises:
             ConfigError, ModelError: what says so cannot be read.
         """
-        if not self.is_checkpoint:
+        if not self.is_ours:
             return self._decoder()
         from forge_trainer.run_dir import RunFiles, read_outline
 
-        run = self.folder.parent.parent
+        run = self.folder.parent.parent if self.is_checkpoint else self.folder
         if not RunFiles(run).config.exists():
             return None
         try:
@@ -129,17 +134,17 @@ def require_origins(model: ModelConfig, train: TrainConfig) -> list[Origin]:
 
 
 def part_of(model: ModelConfig, prefix: str) -> ModelConfig:
-    """The model that has the weights of a prefix: the model itself where that is empty.
+    """The model whose weights those of a prefix start from: the model itself where that is empty.
 
     Raises:
         ConfigError: it has no such part.
     """
     if not prefix:
         return model
-    for name, part in model.parts().items():
+    for name, part in (seeds := model.seeds()).items():
         if prefix == name or prefix.startswith(f"{name}."):
             return part_of(part, prefix[len(name) + 1 :])
-    known = ", ".join(model.parts()) or "none: give train.init_from one place, as text"
+    known = ", ".join(seeds) or "none: give train.init_from one place, as text"
     raise ConfigError(
         f"train.init_from names {prefix!r}; the parts of this {type(model).__name__} are {known}. Weights of "
         "any prefix may come from a checkpoint of a model of the same type"
@@ -148,24 +153,25 @@ def part_of(model: ModelConfig, prefix: str) -> ModelConfig:
 
 def is_of_the_whole(model: ModelConfig, origin: Origin) -> bool:
     """Whether a checkpoint is of a model of the same type, whose weights of the prefix are taken."""
-    return bool(origin.prefix) and origin.is_checkpoint and type(origin.model()) is type(model)
+    return bool(origin.prefix) and origin.is_ours and type(origin.model()) is type(model)
 
 
 def _require(model: ModelConfig, origin: Origin) -> None:
     """See that weights were made for the part of the model that is to have them."""
-    other = origin.model() if origin.is_checkpoint else None
+    other = origin.model() if origin.is_ours else None
     if other is not None and is_of_the_whole(model, origin):
         if origin.prefix not in model.parts():
             return  # names and sizes of its tensors are compared later
-        other = part_of(other, origin.prefix)
-    model = part_of(model, origin.prefix)
-    if not origin.is_checkpoint:
+        model, other = model.parts()[origin.prefix], other.parts()[origin.prefix]
+    else:
+        model = part_of(model, origin.prefix)
+    if not origin.is_ours:
         if (origin.folder / "config.json").exists():
             form_of(model, origin.name).require(read_config(origin.folder), origin.name)
     elif found := unlike(model, other):
         listed = "".join(f"\n  {line}" for line in found)
         raise ConfigError(
-            f"{origin.name} is a checkpoint of another model than [model] describes:{listed}\nChange "
+            f"{origin.name} has weights of another model than [model] describes:{listed}\nChange "
             "these keys, or say which tensors to take: train.init_include, init_exclude, init_resize."
         )
 
@@ -245,13 +251,14 @@ def grouped(names: Iterable[str]) -> list[str]:
     ]
 
 
-def choose(ours: Shapes, theirs: Shapes, train: TrainConfig) -> Chosen:
+def choose(ours: Shapes, theirs: Shapes, train: TrainConfig, new: Collection[str] = ()) -> Chosen:
     """Which tensors a model takes from elsewhere.
 
     Args:
         ours: shapes of the tensors of the model by name.
         theirs: those that there are.
         train: the patterns.
+        new: tensors of the model that start from none of the others, and need not be there.
 
     Raises:
         CheckpointError: a pattern names nothing, or what shall be taken does not fit; lists all of it.
@@ -266,6 +273,7 @@ def choose(ours: Shapes, theirs: Shapes, train: TrainConfig) -> Chosen:
     wanted = [name for name in names if any(not p or name.startswith(f"{p}.") for p in train.origins)]
     wanted = [name for name in wanted if not train.init_include or _any(train.init_include, name)]
     wanted = [name for name in wanted if not _any(train.init_exclude, name)]
+    wanted = [name for name in wanted if name in theirs or name not in new]
     resized = [
         name
         for name in wanted

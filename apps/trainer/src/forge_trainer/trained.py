@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError
@@ -14,6 +14,9 @@ from forge_ckpt.state import MODEL, OPTIMIZER, model_tensors
 from forge_ckpt.store import Store
 from forge_ckpt.weights import write_weights
 from forge_config import ConfigError
+from forge_data.tokenizer.tokenizer import Tokenizer
+from forge_model.config import ComposedConfig
+from forge_model.error import ModelError
 from forge_parallel.apply import materialize
 from forge_parallel.mesh import Mesh
 from torch import Tensor, nn
@@ -173,15 +176,50 @@ def write_json(path: Path, found: Any) -> None:
         raise ConfigError(f"--json {path} cannot be written: {error}") from None
 
 
+class _Export(NamedTuple):
+    """How a run is exported.
+
+    Attributes:
+        config: its `config.json`.
+        files: text of more files by name.
+        theirs: our tensors by the names that they are written with.
+        why: what to tell about it.
+    """
+
+    config: Mapping[str, Any]
+    files: Mapping[str, str]
+    theirs: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    why: str
+
+
+def _export_of(job: Job, run: Path, tokenizer: Tokenizer) -> _Export:
+    """As a model of transformers; a composed model that none of its classes computes, in a folder of our own.
+
+    Raises:
+        ModelError: it has no form.
+    """
+    form = form_of(job.model, "forge export")
+    try:
+        config = form.config()
+        files = form.files(lambda token: tokenizer.spell([token]))
+        return _Export(config, files, form.theirs, f"it is a {config['architectures'][0]} of transformers")
+    except ModelError as error:
+        if not isinstance(job.model, ComposedConfig):
+            raise
+        files = {"config.toml": RunFiles(run).config.read_text(encoding="utf-8")}
+        why = f"{error}\nso this is a folder of Forge's own: train.init_from takes it"
+        return _Export({"model_type": "forge"}, files, lambda tensors: tensors, why)
+
+
 def export_run(options: argparse.Namespace) -> None:
     """`forge export`: weights as Hugging Face safetensors, configs and tokenizer; all of it or nothing.
 
     Tensors are read, named and written one by one: the model never lies in memory.
     """
     job = read_job(Path(options.directory))
-    form, model = form_of(job.model, "forge export"), model_on_meta(job)
-    like = form.theirs({name.removeprefix(MODEL): tensor for name, tensor in model_tensors(model).items()})
-    tokenizer = job.data.tokenizer.build()
+    model, tokenizer = model_on_meta(job), job.data.tokenizer.build()
+    export = _export_of(job, Path(options.directory), tokenizer)
+    like = export.theirs({name.removeprefix(MODEL): tensor for name, tensor in model_tensors(model).items()})
     generation, template = generation_of(job, tokenizer), trained_template(job, tokenizer)
     folder, files = Path(options.out), job.data.tokenizer.hf_files(job.model.max_tokens)
     more = {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
@@ -193,11 +231,11 @@ def export_run(options: argparse.Namespace) -> None:
         for name, value in generation.items()
         if name in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
-    hf, size = form.config() | ids, options.shard_bytes
+    hf, size, texts = {**export.config, **ids}, options.shard_bytes, {**files, **more, **export.files}
 
     def write(weights: Mapping[str, Tensor]) -> None:
-        write_weights(folder, form.theirs(weights), hf, size, files | more, like)
+        write_weights(folder, export.theirs(weights), hf, size, texts, like)
 
     step = take_newest(job, model, write)
     with_tokenizer = "and the tokenizer" if files else "(this type of tokenizer has no Hugging Face form)"
-    sys.stdout.write(f"wrote {len(like)} tensors of step {step} to {folder} {with_tokenizer}\n")
+    sys.stdout.write(f"wrote {len(like)} tensors of step {step} to {folder} {with_tokenizer}\n{export.why}\n")

@@ -23,12 +23,14 @@ TOKENS = (4, 64)
 def verify_export(options: argparse.Namespace) -> None:
     """`forge verify-export`: compare the logits of an export in `transformers` with those of the run.
 
+    Of text: images are not given.
+
     Raises:
         ConfigError: there is no `transformers`.
         CheckpointError: it does not load the export, or logits differ; says by how much.
     """
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError:
         raise ConfigError("forge verify-export needs transformers: pip install 'transformers>=5'") from None
     job, folder = read_job(Path(options.directory)), Path(options.out)
@@ -37,7 +39,8 @@ def verify_export(options: argparse.Namespace) -> None:
     if not (folder / "config.json").exists():
         raise CheckpointError(f"there is no {folder / 'config.json'}; expected what forge export wrote")
     try:
-        theirs = cast(nn.Module, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+        loads = AutoModelForCausalLM if job.model.items() is None else AutoModelForImageTextToText
+        theirs = cast(nn.Module, loads.from_pretrained(folder, dtype=torch.float32))
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"transformers does not load {folder}: {error}") from None
     draw = torch.Generator().manual_seed(0)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,9 +58,11 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
     """
     origins = require_origins(job.model, job.train)
     ours = _shapes(job.model) if origins else {}
-    there = {name: tensor for origin in origins for name, tensor in _tensors_of(origin, job)}
+    there = {name: tensor for origin in origins for name, tensor in _tensors_of(origin, job, ours)}
     theirs = {name: tensor.shape for name, tensor in there.items()}
-    chosen = choose(ours, theirs, job.train) if origins else None
+    in_parts = any(one.prefix and not is_of_the_whole(job.model, one) for one in origins)
+    new = {name for name in ours if in_parts and job.model.seed_of(name) is None}
+    chosen = choose(ours, theirs, job.train, new) if origins else None
     for part in parts:
         initialize(part, job.job.seed, local_shard)
         own = dict([*part.named_parameters(remove_duplicate=False), *part.named_buffers()])
@@ -96,12 +98,17 @@ class _There(NamedTuple):
     origin: str
 
 
-def _tensors_of(origin: Origin, job: Job) -> Iterator[tuple[str, _There]]:
-    """The tensors that there are, by the names that they have in the model."""
-    if origin.is_checkpoint:
-        there = Checkpointed(origin.folder, MODEL)
-        tensors: Mapping[str, Tensor] = there
-        shapes = {name: there.entry(name).shape for name in there}
+def _tensors_of(origin: Origin, job: Job, ours: Iterable[str]) -> Iterator[tuple[str, _There]]:
+    """The tensors that there are, by the names that they have in the model, whose tensors are `ours`.
+
+    One may be there for several of the model, which start alike.
+    """
+    if origin.is_ours:
+        folder = origin.folder
+        tensors: Mapping[str, Tensor] = (
+            Checkpointed(folder, MODEL) if origin.is_checkpoint else Weights(folder)
+        )
+        shapes = _shapes_there(tensors)
         if is_of_the_whole(job.model, origin):
             inside = {name for name in shapes if name.startswith(f"{origin.prefix}.")}
             yield from ((name, _There(tensors, name, shapes[name], origin.name)) for name in inside)
@@ -115,8 +122,19 @@ def _tensors_of(origin: Origin, job: Job) -> Iterator[tuple[str, _There]]:
         if not job.train.init_in_parts:
             form.require(weights.config(), origin.name)
         tensors, shapes = form.ours(weights), _shapes(model)
-    for name, shape in shapes.items():
-        yield f"{origin.prefix}.{name}".lstrip("."), _There(tensors, name, shape, origin.name)
+    there = {f"{origin.prefix}.{name}".lstrip("."): name for name in shapes}
+    seeds = {name: job.model.seed_of(name) for name in ours} if origin.prefix else {}
+    started = {name: seed for name, seed in seeds.items() if seed is not None and seed in there}
+    unused = {name: name for name in there.keys() - {*started.values()}}
+    for name, seed in (unused | started).items():
+        inner = there[seed]
+        yield name, _There(tensors, inner, shapes[inner], origin.name)
+
+
+def _shapes_there(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    if isinstance(tensors, Checkpointed):
+        return {name: tuple(tensors.entry(name).shape) for name in tensors}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _require_numbers(name: str, dtype: torch.dtype, target: Tensor, origin: str) -> None:

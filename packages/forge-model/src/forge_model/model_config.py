@@ -53,6 +53,14 @@ class ModelConfig(Config):
         """The models that this one is composed of, by the prefix of their weights; empty if it is one."""
         return {}
 
+    def seeds(self) -> dict[str, ModelConfig]:
+        """The models whose weights parts of this one may start from, by the prefix of these parts."""
+        return self.parts()
+
+    def seed_of(self, name: str) -> str | None:
+        """The weight of one of `seeds`, behind its prefix, from which a weight starts; None if none does."""
+        return name
+
     def items(self) -> Any:
         """What reads items of samples that are no text: a `forge_data.sources.items.ItemReader`, or None."""
         return None

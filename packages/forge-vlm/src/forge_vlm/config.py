@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from forge_config import Meta
 from forge_model.config import ComposedConfig, DecoderConfig, ModelConfig, models
+from forge_model.decoder.config import over
 from forge_model.model_config import Prompt
+from msgspec import field
 
 from forge_vlm.connectors.config import ConnectorConfig, LinearConfig
 from forge_vlm.encoders import families as families  # registers them
@@ -21,6 +24,7 @@ from forge_vlm.images.positions import AXES, PositionKind, grid_of
 from forge_vlm.images.video import VideoConfig
 
 if TYPE_CHECKING:
+    from forge_model.hf.checkpoint import HuggingFace
     from torch import nn
 
     from forge_vlm.images.reader import ImageReader
@@ -31,22 +35,42 @@ class VisionLanguageConfig(ComposedConfig):
     """A tower that makes features of images, a connector that makes visual tokens of them, a decoder.
 
     Attributes:
+        from: fills in all keys that are absent from the `config.json` in this folder of Hugging Face, and
+            from its image processor unless `images` are given. The run keeps the keys, not the folder.
         decoder: the language model, of type `decoder`.
         encoder: the tower.
         connector: from the features of the tower to visual tokens of the width of the decoder.
         fusion: how the decoder is given visual tokens.
         images: how images become pictures of the size of the tower.
         positions: of visual tokens; see `forge_vlm.images.positions.PositionKind`.
+        image_token_id: the token that stands at the places of images in a checkpoint of Hugging Face; only an
+            export needs it.
         video: how videos become frames; absent means that there are none.
     """
 
+    from_: str | None = field(default=None, name="from")
     decoder: ModelConfig
     encoder: EncoderConfig = ViTConfig()
     connector: ConnectorConfig = LinearConfig()
     fusion: FusionConfig = JointConfig()
     images: ImagesConfig = ImagesConfig()
     positions: PositionKind = "sequential"
+    image_token_id: Annotated[int, Meta(ge=0)] | None = None
     video: VideoConfig | None = None
+
+    @classmethod
+    def expand(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """Lay the keys of `[model]` over those of the folder named by `from`.
+
+        Raises:
+            ValueError: the folder holds no model that we can follow.
+        """
+        if not isinstance(tree.get("from"), str):
+            return tree
+        from forge_vlm.hf.checkpoint import model_tree
+
+        found = model_tree(tree["from"], with_images="images" not in tree)
+        return over(found, {key: tree[key] for key in tree if key != "from"})
 
     def __post_init__(self) -> None:
         if not isinstance(self.decoder, DecoderConfig):
@@ -105,7 +129,7 @@ class VisionLanguageConfig(ComposedConfig):
 
     def picture_tokens(self, rows: int, columns: int) -> int:
         """Visual tokens of a picture of so many patches."""
-        return self.connector.tokens(rows, columns, self.encoder.extra)
+        return self.connector.tokens(rows, columns, self.encoder.extras(rows, columns))
 
     def language_model(self) -> tuple[str, ModelConfig]:
         """See `ComposedConfig.language_model`."""
@@ -115,6 +139,26 @@ class VisionLanguageConfig(ComposedConfig):
         """The decoder with the blocks that the fusion needs."""
         assert isinstance(self.decoder, DecoderConfig)
         return self.fusion.decoder(self.decoder)
+
+    def seeds(self) -> dict[str, ModelConfig]:
+        """See `ModelConfig.seeds`."""
+        from forge_vlm.hf.checkpoint import TowerPart
+
+        return {"decoder": self.decoder, "encoder": TowerPart(encoder=self.encoder)}
+
+    def seed_of(self, name: str) -> str | None:
+        """See `ModelConfig.seed_of`."""
+        part, _, inner = name.partition(".")
+        if part != "decoder":
+            return name
+        seed = self.fusion.seed_of(inner)
+        return None if seed is None else f"decoder.{seed}"
+
+    def hugging_face(self) -> HuggingFace:
+        """See `ModelConfig.hugging_face`."""
+        from forge_vlm.hf.checkpoint import VisionLanguageCheckpoint
+
+        return VisionLanguageCheckpoint(self)
 
     def build(self) -> nn.Module:
         """See `ModelConfig.build`."""

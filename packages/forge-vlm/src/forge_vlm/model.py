@@ -39,7 +39,7 @@ class VisionLanguage(Model):
         self.config, self.init_std = config, decoder.init_std
         self.encoder = config.encoder.build()
         self.connector = config.connector.build(config.encoder.width, decoder.dim, config.encoder.extra)
-        self.fusion = config.fusion.build()
+        self.fusion = config.fusion.build(decoder.dim)
         self.decoder = decoder.build()  # type: ignore[assignment]
 
     def forward(

@@ -135,12 +135,12 @@ class DecoderConfig(ModelConfig):
 
             if "preset" in tree:
                 raise ValueError("preset and from both fill in the keys of the model; give one of them")
-            return _over(model_tree(tree["from"]), {key: tree[key] for key in tree if key != "from"})
+            return over(model_tree(tree["from"]), {key: tree[key] for key in tree if key != "from"})
         if "preset" not in tree:
             return tree
         from forge_model.hf.families import preset
 
-        return _over(preset(tree["preset"]), tree)
+        return over(preset(tree["preset"]), tree)
 
     def __post_init__(self) -> None:
         if self.mtp.num_modules >= self.max_tokens:
@@ -267,12 +267,13 @@ class DecoderConfig(ModelConfig):
         return 3 * (blocks + heads + depths * 4 * self.dim**2)
 
 
-def _over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+def over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    """One tree of keys laid over another: tables of the same type merge."""
     merged = dict(lower)
     for name, value in upper.items():
         below = merged.get(name)
         if isinstance(below, dict) and isinstance(value, dict) and _same_type(below, value):
-            value = _over(below, value)
+            value = over(below, value)
         merged[name] = value
     return merged
 

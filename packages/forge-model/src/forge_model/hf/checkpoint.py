@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_model.hf.config import config_to_hf, require_weights_of
@@ -27,6 +27,14 @@ class HuggingFace(Protocol):
         """The `config.json` of the model."""
         ...
 
+    def files(self, spell: Callable[[int], str]) -> Mapping[str, str]:
+        """The text of further files by name, such as those of an image processor.
+
+        Args:
+            spell: what a tokenizer calls a token.
+        """
+        return {}
+
     def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """Our tensors by their names; each is read when it is taken out."""
         ...
@@ -40,7 +48,7 @@ class HuggingFace(Protocol):
         ...
 
 
-class DecoderCheckpoint:
+class DecoderCheckpoint(HuggingFace):
     """That of a decoder: the first family that can hold it. See `HuggingFace`."""
 
     def __init__(self, model: DecoderConfig) -> None:

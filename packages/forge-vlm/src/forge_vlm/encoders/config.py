@@ -58,6 +58,10 @@ class EncoderConfig(Config):
         """Features of an image that are no patch, before those that are: of a class token that is kept."""
         return 0
 
+    def extras(self, rows: int, columns: int) -> int:
+        """These features of an image of so many patches."""
+        return self.extra
+
     @property
     def width(self) -> int:
         """Width of its features."""

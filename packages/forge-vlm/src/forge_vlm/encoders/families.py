@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forge_model.config import BlockConfig, GroupedQueryConfig, LayerConfig, SwiGLUConfig
 from forge_model.ffn.config import FfnConfig
+from msgspec import field
 from msgspec.structs import replace
 
 from forge_vlm.encoders.config import Activation, Count, FixedConfig, Positive, TowerConfig, Triple, encoders
@@ -180,3 +181,102 @@ class Dinov2Config(FixedConfig):
         """See `TowerConfig.layer`."""
         attention = GroupedQueryConfig(num_heads=self.num_heads, bias=self.qkv_bias, output_bias=True)
         return replace(super().layer(), attention=attention)
+
+
+@encoders.register("mllama")
+class MllamaTowerConfig(FixedConfig):
+    """The tower of Llama 3.2 Vision (arXiv:2407.21783 section 7.1), which is given an image in tiles.
+
+    Attributes:
+        layers: hidden states that are put beside that of the last block.
+        global_layers: gated blocks behind the `num_layers` others.
+        max_tiles: an image is laid on a canvas of at most so many tiles of `image_size`, in rows and columns.
+    """
+
+    has_class_token: ClassVar[bool] = True
+    has_pre_norm: ClassVar[bool] = True
+    has_patch_bias: ClassVar[bool] = False
+
+    image_size: Count = 560
+    patch_size: Count = 14
+    dim: Count = 1280
+    num_layers: Count = 32
+    num_heads: Count = 16
+    activation: Activation = "gelu"
+    layers: int | list[int] = field(default_factory=lambda: [4, 8, 16, 24, 31])
+    mean: Triple = CLIP_MEAN
+    std: Triple = CLIP_STD
+    global_layers: Count = 8
+    max_tiles: Count = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.image_size % self.patch_size or self.position_side != self.side or self.post_norm is not None:
+            raise ValueError(
+                f"encoder.image_size = {self.image_size}, patch_size = {self.patch_size}, positions = "
+                f"{self.positions}, post_norm = {self.post_norm}; expected a multiple of the patch size, and "
+                "no positions and post_norm"
+            )
+
+    @property
+    def canvases(self) -> list[tuple[int, int]]:
+        """Rows and columns of tiles that an image may have, in the order of their numbers."""
+        sizes = range(1, self.max_tiles + 1)
+        return [(rows, columns) for rows in sizes for columns in sizes if rows * columns <= self.max_tiles]
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """See `EncoderConfig.resized`: the canvas, as `get_optimal_tiled_canvas` of transformers chooses it.
+
+        It is the one on which an image has to grow least; where it has to shrink on all, least of all.
+        """
+        size = self.image_size
+        scales = {one: min(one[0] * size / height, one[1] * size / width) for one in self.canvases}
+        best = min((scale for scale in scales.values() if scale >= 1), default=max(scales.values()))
+        alike = [one for one, scale in scales.items() if scale == best]
+        rows, columns = min(alike, key=lambda one: one[0] * one[1])
+        return rows * size, columns * size
+
+    def tiles(self, rows: int, columns: int) -> tuple[int, int]:
+        """Rows and columns of tiles of a canvas of so many patches."""
+        return rows // self.side, columns // self.side
+
+    def extras(self, rows: int, columns: int) -> int:
+        """See `EncoderConfig.extras`: the class token of each tile."""
+        return rows * columns // self.side**2
+
+    @property
+    def extra(self) -> int:
+        """See `EncoderConfig.extra`."""
+        return 1
+
+    @property
+    def width(self) -> int:
+        """See `EncoderConfig.width`."""
+        return self.dim * (1 + len(self.chosen_layers))
+
+    @property
+    def normalizes(self) -> bool:
+        """See `TowerConfig.normalizes`: between the two kinds of blocks."""
+        return True
+
+    @property
+    def depth(self) -> int:
+        """See `TowerConfig.depth`."""
+        return self.num_layers
+
+    def layer(self) -> LayerConfig:
+        """See `TowerConfig.layer`: no biases in the attention."""
+        return replace(super().layer(), attention=GroupedQueryConfig(num_heads=self.num_heads))
+
+    def build(self) -> nn.Module:
+        """See `EncoderConfig.build`."""
+        from forge_vlm.encoders.mllama import MllamaTower
+
+        return MllamaTower(self)
+
+    def forward_flops(self, rows: int, columns: int) -> float:
+        """See `EncoderConfig.forward_flops`: a canvas is filled up."""
+        layer, tokens = self.layer(), self.max_tiles * (self.side**2 + 8) // 8 * 8
+        block = layer.block.forward_flops(layer, self.dim, tokens, causal=False)
+        patches = rows * columns * 2 * 3 * self.patch_size**2 * self.dim
+        return patches + tokens * (self.num_layers + self.global_layers) * block

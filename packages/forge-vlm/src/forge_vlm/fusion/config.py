@@ -38,8 +38,12 @@ class FusionConfig(Config):
         """
         return config
 
-    def build(self) -> nn.Module:
-        """A module that makes inputs of the decoder of visual tokens; see `forge_vlm.fusion.joint.Joint`."""
+    def seed_of(self, name: str) -> str | None:
+        """The weight of the decoder without images from which one of `decoder` starts; None if none does."""
+        return name
+
+    def build(self, dim: int) -> nn.Module:
+        """A module that makes inputs of a decoder, `dim` wide, of visual tokens; see `fusion.joint.Joint`."""
         raise NotImplementedError
 
     def places(self, visual_tokens: int) -> int:
@@ -118,7 +122,7 @@ class JointConfig(FusionConfig):
 
     attention: Literal["causal", "image", "prefix"] = "causal"
 
-    def build(self) -> nn.Module:
+    def build(self, dim: int) -> nn.Module:
         """See `FusionConfig.build`."""
         from forge_vlm.fusion.joint import Joint
 

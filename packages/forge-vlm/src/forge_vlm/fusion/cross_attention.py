@@ -19,12 +19,28 @@ from torch import Tensor, nn
 from forge_vlm.fusion.cross_attention_config import CrossBlockConfig
 
 
-class Beside(nn.Module):
-    """Visual tokens beside the embeddings, which stay as they are."""
+class Place(nn.Module):
+    """The embedding of what stands for an image; D wide."""
 
-    def __init__(self, room: int) -> None:
+    roles: ClassVar[dict[str, Role]] = {"weight": "embedding"}
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        """[B, T, D] with it wherever index [B, T] is not 0."""
+        return torch.where(index[..., None] > 0, self.weight, x)
+
+
+class Beside(nn.Module):
+    """Visual tokens beside the embeddings, which stay as they are, but for a `Place` where it has a width."""
+
+    def __init__(self, room: int, place: int | None = None) -> None:
         super().__init__()
         self.room = room
+        self.place = None if place is None else Place(place)
+        self.tensor_roles = {} if place is None else {"place": "unsharded"}
 
     def forward(self, x: Tensor, features: Tensor, index: Tensor, counts: Tensor) -> dict[str, Tensor]:
         """Inputs of the decoder: `image_features` [B, S, D], those of each row first, then zeros.
@@ -32,13 +48,14 @@ class Beside(nn.Module):
         Args:
             x: [B, T, D] embeddings.
             features: [V, D] visual tokens of all sequences in their order; at least one.
-            index: not used.
+            index: [B, T] 0 for text.
             counts: [B] visual tokens of each row.
         """
         place = torch.arange(self.room, device=x.device)
         before = counts.cumsum(0) - counts
         taken = features[(before[:, None] + place).clamp(max=len(features) - 1)]
         there = (place < counts[:, None])[..., None]
+        x = x if self.place is None else self.place(x, index)
         return {"hidden": x, "image_features": torch.where(there, taken, 0).to(x.dtype)}
 
 

@@ -118,6 +118,8 @@ class CrossAttentionConfig(FusionConfig):
             without text between them, as Mllama.
         blind: what a token gets that sees no image: `nothing`, or what it gets in `mllama`: its attention
             sees all images of its sample, later ones too, and only the feed-forward is left out.
+        place: what stands in the sequence for an image: a `token`, that of the end of a document or of an
+            image; or a vector of its own, `learned`, as in Mllama.
     """
 
     passed_on: ClassVar[str] = "image_features"
@@ -131,6 +133,7 @@ class CrossAttentionConfig(FusionConfig):
     gate_init: float = 0.0
     sees: Literal["all", "latest"] = "all"
     blind: Literal["nothing", "mllama"] = "nothing"
+    place: Literal["token", "learned"] = "token"
 
     @property
     def tokens_beside(self) -> int:
@@ -154,9 +157,13 @@ class CrossAttentionConfig(FusionConfig):
             blind=self.blind,
         )
         override = LayerOverride(layers=self.layers, block=block)
-        for index in override.indices(config.num_layers):
+        for index in self.blocks(config.num_layers):
             self._require(index, config.layer(index), block, config.dim)
         return replace(config, overrides=[*config.overrides, override])
+
+    def blocks(self, num_layers: int) -> list[int]:
+        """The blocks, rising, before which gated layers stand."""
+        return sorted({*LayerOverride(layers=self.layers).indices(num_layers)})
 
     def _require(self, index: int, layer: LayerConfig, block: CrossBlockConfig, dim: int) -> None:
         """See that a gated layer can stand before a block."""
@@ -174,11 +181,15 @@ class CrossAttentionConfig(FusionConfig):
             )
         block.attention(layer, dim)
 
-    def build(self) -> nn.Module:
+    def seed_of(self, name: str) -> str | None:
+        """See `FusionConfig.seed_of`: gated layers are new."""
+        return None if ".cross." in name else name
+
+    def build(self, dim: int) -> nn.Module:
         """See `FusionConfig.build`."""
         from forge_vlm.fusion.cross_attention import Beside
 
-        return Beside(self.max_visual_tokens)
+        return Beside(self.max_visual_tokens, dim if self.place == "learned" else None)
 
     def places(self, visual_tokens: int) -> int:
         """See `FusionConfig.places`: one, whatever the image."""

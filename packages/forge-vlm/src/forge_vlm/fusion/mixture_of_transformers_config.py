@@ -20,7 +20,7 @@ from forge_model.side_inputs import Needs
 from msgspec.structs import replace
 
 from forge_vlm.fusion.config import fusions
-from forge_vlm.fusion.modalities_config import SORTED, ModalitiesConfig
+from forge_vlm.fusion.modalities_config import MODALITIES, SORTED, ModalitiesConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -77,6 +77,10 @@ class MixtureOfTransformersConfig(ModalitiesConfig):
         every = LayerOverride(layers=":", block=ModalityBlockConfig())
         norm = ModalityNormConfig(eps=config.norm.eps, norm=config.norm)
         return replace(config, norm=norm, overrides=[*config.overrides, every])
+
+    def seed_of(self, name: str) -> str | None:
+        """See `FusionConfig.seed_of`: both copies begin as the text model."""
+        return ".".join(part for part in name.split(".") if part not in MODALITIES)
 
     def require_layer(self, index: int, layer: LayerConfig) -> None:
         """See `ModalitiesConfig.require_layer`."""

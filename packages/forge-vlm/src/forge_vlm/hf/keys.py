@@ -9,39 +9,14 @@ from forge_model import ModelError
 from forge_model.hf.config import HARMLESS
 from forge_model.hf.families.family import Key
 
-GENERATION = frozenset(
-    [
-        "add_cross_attention",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "cross_attention_hidden_size",
-        "diversity_penalty",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "exponential_decay_length_penalty",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "ignore_index",
-        "is_decoder",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_scores",
-        "prefix",
-        "pruned_heads",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "suppress_tokens",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "typical_p",
-        "use_bfloat16",
-    ]
-)
+_OLD = """
+    add_cross_attention bad_words_ids begin_suppress_tokens cross_attention_hidden_size diversity_penalty
+    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+    forced_eos_token_id ignore_index is_decoder length_penalty max_length min_length no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences output_scores prefix pruned_heads remove_invalid_values
+    repetition_penalty suppress_tokens tf_legacy_loss tie_encoder_decoder typical_p use_bfloat16
+"""
+GENERATION = frozenset(_OLD.split())
 """Keys that older versions of `transformers` wrote into every table: of generation, or of text."""
 
 

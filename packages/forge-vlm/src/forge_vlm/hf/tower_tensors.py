@@ -15,8 +15,11 @@ from forge_vlm.encoders.config import TowerConfig
 from forge_vlm.hf.towers import TowerFamily, tower_family
 
 
-def their_name(family: TowerFamily, name: str) -> str:
-    """What they call a parameter of ours, e.g. layers.3.ffn.w_up.bias -> encoder.layers.3.mlp.fc1.bias."""
+def their_name(family: TowerFamily, name: str, layers: int) -> str:
+    """What they call a parameter of ours, e.g. layers.3.ffn.w_up.bias -> encoder.layers.3.mlp.fc1.bias.
+
+    Blocks from the number `layers` on are counted anew.
+    """
     if name in family.names:
         return family.names[name]
     if not name.startswith("layers."):
@@ -25,6 +28,8 @@ def their_name(family: TowerFamily, name: str) -> str:
     _, index, inner = name.split(".", 2)
     module, _, leaf = inner.rpartition(".")
     theirs = family.names.get(inner) or f"{family.names[module]}.{leaf}"
+    if (number := int(index)) >= layers:
+        return f"{family.names['last layers']}.{number - layers}.{theirs}"
     return f"{family.names['layers']}.{index}.{theirs}"
 
 
@@ -44,7 +49,9 @@ class TowerTensors:
             if self._swiglu and ".ffn." in name:
                 makers |= self._fused(name, tensors)
             else:
-                makers[their_name(self.family, name)] = partial(self._to_theirs, name, tensors)
+                makers[their_name(self.family, name, self.config.num_layers)] = partial(
+                    self._to_theirs, name, tensors
+                )
         return Made(makers)
 
     def _fused(self, name: str, tensors: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
@@ -75,7 +82,7 @@ class TowerTensors:
             if self._swiglu and ".ffn." in name:
                 (wanted[name],) = self._fused(name, {})
             else:
-                wanted[name] = their_name(self.family, name)
+                wanted[name] = their_name(self.family, name, self.config.num_layers)
         there = {key.removeprefix(prefix) for key in tensors if key.startswith(prefix)}
         missing = sorted({*wanted.values()} - there)
         left = sorted(key for key in there - {*wanted.values()} if not key.startswith(self.family.ignored))
@@ -90,7 +97,7 @@ class TowerTensors:
 
     def _prefix(self, tensors: Mapping[str, Any]) -> str:
         """What stands before the names of a tower that is a part of something."""
-        key = their_name(self.family, "patches.weight")
+        key = their_name(self.family, "patches.weight", 1)
         found = [name.removesuffix(key) for name in tensors if name.endswith(key)]
         if len(found) != 1:
             raise ModelError(f"expected one tensor {key}; found {len(found)}")

@@ -19,6 +19,7 @@ from forge_vlm.encoders.families import (
     CLIPConfig,
     Dinov2Config,
     Idefics3TowerConfig,
+    MllamaTowerConfig,
     Siglip2Config,
     SiglipConfig,
 )
@@ -69,6 +70,27 @@ DINOV2 = {
     "norm": "layernorm",
 }
 
+MLLAMA = PRE | {
+    "attention_norm": "input_layernorm",
+    "attention.wo": "self_attn.o_proj",
+    "attention_post_norm.weight": "gate_attn",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_post_norm.weight": "gate_ffn",
+    "layers": "transformer.layers",
+    "last layers": "global_transformer.layers",
+    "patches": "patch_embedding",
+    "positions.weight": "gated_positional_embedding.embedding",
+    "position_tiles.weight": "gated_positional_embedding.tile_embedding.weight",
+    "position_tiles.gate.weight": "gated_positional_embedding.gate",
+    "pre_tiles.weight": "pre_tile_positional_embedding.embedding.weight",
+    "pre_tiles.gate.weight": "pre_tile_positional_embedding.gate",
+    "post_tiles.weight": "post_tile_positional_embedding.embedding.weight",
+    "post_tiles.gate.weight": "post_tile_positional_embedding.gate",
+    "norm": "layernorm_post",
+    "pre_norm": "layernorm_pre",
+    "class_token.weight": "class_embedding",
+}
+
 SHARED = {
     "hidden_size": "dim",
     "num_hidden_layers": "num_layers",
@@ -107,6 +129,7 @@ class TowerFamily:
         more: what is read beside the shared keys.
         write: what is written beside them.
         ignored: parts of names of their tensors that are none of the features.
+        shared: keys that mean the same, theirs and ours.
     """
 
     config: type[TowerConfig]
@@ -117,6 +140,7 @@ class TowerFamily:
     write: Callable[[Any], dict[str, Any]]
     names: Mapping[str, str] = field(default_factory=lambda: PRE)
     ignored: tuple[str, ...] = ("head.", "embeddings.position_ids")
+    shared: Mapping[str, str] = field(default_factory=lambda: SHARED)
 
     @property
     def model_type(self) -> str:
@@ -195,6 +219,36 @@ def _hidden(written: Mapping[str, Any]) -> int:
     return _read_dinov2(filler | dict(written))["ffn_dim"]
 
 
+def _read_mllama(full: Mapping[str, Any]) -> dict[str, Any]:
+    layers = full["intermediate_layers_indices"]
+    read = MllamaTowerConfig(
+        max_tiles=full["max_num_tiles"],
+        layers=[layer % full["num_hidden_layers"] + 1 for layer in layers],
+        dim=full["hidden_size"],
+        num_layers=full["num_hidden_layers"],
+        num_heads=full["attention_heads"],
+    )
+    shapes = full["supported_aspect_ratios"]
+    if shapes is not None and [tuple(one) for one in shapes] != read.canvases:
+        raise ModelError(f"supported_aspect_ratios = {shapes}; expected all of {read.max_tiles} tiles")
+    if full["vision_output_dim"] != read.width:
+        raise ModelError(
+            f"vision_output_dim = {full['vision_output_dim']}; the features are {read.width} wide"
+        )
+    more = {"layers": read.layers, "max_tiles": read.max_tiles, "global_layers": full["num_global_layers"]}
+    return _fixed_size(full) | more
+
+
+def _write_mllama(config: MllamaTowerConfig) -> dict[str, Any]:
+    return _write_fixed(config) | {
+        "intermediate_layers_indices": [layer - 1 for layer in config.chosen_layers],
+        "max_num_tiles": config.max_tiles,
+        "num_global_layers": config.global_layers,
+        "supported_aspect_ratios": [list(one) for one in config.canvases],
+        "vision_output_dim": config.width,
+    }
+
+
 _CLIP = SIZES | {
     "image_size": Key(int, 224),
     "patch_size": Key(int, 32),
@@ -218,6 +272,22 @@ _DINOV2 = {name: key for name, key in SIZES.items() if name != "intermediate_siz
     "layerscale_value": Key(float, 1.0),
     "use_swiglu_ffn": Key(bool, False),
     "initializer_range": Key(float, 0.02, zero=True),
+}
+_MLLAMA = {
+    "hidden_size": Key(int, 1280),
+    "num_hidden_layers": Key(int, 32),
+    "attention_heads": Key(int, 16),
+    "intermediate_size": Key(int, 5120),
+    "norm_eps": Key(float, 1e-5),
+    "hidden_act": Key(str, "gelu"),
+    "patch_size": Key(int, 14),
+    "image_size": Key(int, 448),
+    "initializer_range": Key(float, 0.02, zero=True),
+    "num_global_layers": Key(int, 8),
+    "vision_output_dim": Key(int, 7680),
+    "max_num_tiles": Key(int, 4),
+    "intermediate_layers_indices": Key(list, [3, 7, 15, 23, 30]),
+    "supported_aspect_ratios": Key(list, None, nullable=True),
 }
 _OUTSIDE = ("projection_dim", "initializer_factor", "vision_use_head", "vocab_size", "tie_word_embeddings")
 _BACKBONE = ("out_features", "out_indices", "stage_names", "apply_layernorm", "reshape_hidden_states")
@@ -271,6 +341,22 @@ TOWERS: tuple[TowerFamily, ...] = (
         _fixed_size,
         _write_fixed,
     ),
+    TowerFamily(
+        MllamaTowerConfig,
+        Keys("mllama_vision_model", _MLLAMA, FIXED, ("vision_input_dim", "projection_dim")),
+        "MllamaVisionModel",
+        "",
+        _read_mllama,
+        _write_mllama,
+        MLLAMA,
+        shared={
+            "hidden_size": "dim",
+            "num_hidden_layers": "num_layers",
+            "attention_heads": "num_heads",
+            "patch_size": "patch_size",
+            "norm_eps": "eps",
+        },
+    ),
 )
 
 
@@ -303,7 +389,7 @@ def tower_from_hf(hf: Mapping[str, Any]) -> TowerConfig:
         elif kind != family.model_type:
             continue
         full = family.keys.full(table)
-        given = {ours: full[theirs] for theirs, ours in SHARED.items()} | family.more(full)
+        given = {ours: full[theirs] for theirs, ours in family.shared.items()} | family.more(full)
         try:
             return family.config(**given)
         except ValueError as error:
@@ -320,7 +406,9 @@ def tower_to_hf(encoder: EncoderConfig) -> dict[str, Any]:
     """
     family = tower_family(encoder)
     assert isinstance(encoder, TowerConfig)
-    written = {theirs: getattr(encoder, ours) for theirs, ours in SHARED.items()} | family.write(encoder)
+    written = {theirs: getattr(encoder, ours) for theirs, ours in family.shared.items()} | family.write(
+        encoder
+    )
     if "initializer_range" in family.keys.keys:
         written["initializer_range"] = encoder.init_std
     named = {"architectures": [family.architecture]} if family.architecture else {}

@@ -19,6 +19,7 @@ class Cut(NamedTuple):
         left: its first column.
         height: of the picture, in pixels.
         width: of the picture, in pixels.
+        corner: whether it is laid at the top left of the canvas, and the rest is black.
     """
 
     resized: tuple[int, int]
@@ -27,6 +28,7 @@ class Cut(NamedTuple):
     left: int
     height: int
     width: int
+    corner: bool = False
 
 
 class ImagesConfig(Config):
@@ -34,7 +36,8 @@ class ImagesConfig(Config):
 
     Attributes:
         fit: an image of another shape is stretched (`stretch`); or its shorter side is resized and the middle
-            is taken (`crop`); or it is laid on a square of the mean colour of the tower (`pad`).
+            is taken (`crop`); or it is laid on a square of the mean colour of the tower (`pad`), or on black
+            at the top left of what the tower takes (`corner`, as Mllama).
         shorter_side: of `crop`, in pixels; absent means that of the tower.
         resample: how pixels are interpolated.
         tiles: at most so many tiles of an image are read beside all of it, each as large as the tower takes,
@@ -44,7 +47,7 @@ class ImagesConfig(Config):
         after: text behind it.
     """
 
-    fit: Literal["stretch", "crop", "pad"] = "stretch"
+    fit: Literal["stretch", "crop", "pad", "corner"] = "stretch"
     shorter_side: Count | None = None
     resample: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
     tiles: Annotated[int, Meta(ge=1, le=64)] = 1
@@ -57,14 +60,17 @@ class ImagesConfig(Config):
                 f'images.shorter_side = {self.shorter_side} with fit = "{self.fit}"; it belongs to "crop"'
             )
 
-    def cuts(self, height: int, width: int, target: tuple[int, int]) -> list[Cut]:
+    def cuts(self, height: int, width: int, target: tuple[int, int], tile: int = 0) -> list[Cut]:
         """The pictures that an image becomes, tiles row by row and all of it behind them.
 
         Args:
             height: of the image, in pixels.
             width: of the image, in pixels.
             target: height and width of a picture.
+            tile: with `corner`, up to so many pixels an image is enlarged.
         """
+        if self.fit == "corner":
+            return [self._corner(height, width, target, tile)]
         rows, columns = self._grid(height, width, target) if self.tiles > 1 else (1, 1)
         if rows * columns == 1:
             return [self._whole(height, width, target)]
@@ -86,6 +92,15 @@ class ImagesConfig(Config):
         alike = [grid for grid, ratio in zip(grids, ratios, strict=True) if ratio == min(ratios)]
         small = [grid for grid in alike if grid[0] * grid[1] * target[0] * target[1] < 2 * height * width]
         return small[-1] if small else alike[0]
+
+    def _corner(self, height: int, width: int, target: tuple[int, int], tile: int) -> Cut:
+        """As `get_image_size_fit_to_canvas` of transformers: no larger than the image, nor than `tile`."""
+        high, wide = min(max(height, tile), target[0]), min(max(width, tile), target[1])
+        if wide / width < high / height:
+            scaled = min(int(height * (wide / width)) or 1, high), wide
+        else:
+            scaled = high, min(int(width * (high / height)) or 1, wide)
+        return Cut(scaled, target, 0, 0, *target, corner=True)
 
     def _whole(self, height: int, width: int, target: tuple[int, int]) -> Cut:
         if self.fit == "pad":

@@ -93,8 +93,9 @@ def pictures_of(
             if image.size != (width, height):
                 one = image.resize((width, height), Image.Resampling[resample.upper()])
             if canvas != cut.resized:
-                below = Image.new("RGB", (canvas[1], canvas[0]), fill)
-                below.paste(one, ((canvas[1] - width) // 2, (canvas[0] - height) // 2))
+                below = Image.new("RGB", (canvas[1], canvas[0]), (0, 0, 0) if cut.corner else fill)
+                middle = (canvas[1] - width) // 2, (canvas[0] - height) // 2
+                below.paste(one, (0, 0) if cut.corner else middle)
                 one = below
             done[key] = one
         box = cut.left, cut.top, cut.left + cut.width, cut.top + cut.height

@@ -68,7 +68,7 @@ class ImageReader:
     def cuts(self, size: Size) -> list[Cut]:
         """The pictures that the tower is given of an image, or of each frame, of that size."""
         target = self.encoder.resized(size.height, size.width)
-        cuts = self.images.cuts(size.height, size.width, target)
+        cuts = self.images.cuts(size.height, size.width, target, self.image_size)
         # the last one is all of the image
         return cuts[-1:] if size.frames > 1 else cuts
 
@@ -146,4 +146,4 @@ class ImageReader:
 
     def _tokens(self, grid: tuple[int, int]) -> int:
         """Visual tokens of a picture of so many patches."""
-        return self.connector.tokens(*grid, self.encoder.extra)
+        return self.connector.tokens(*grid, self.encoder.extras(*grid))

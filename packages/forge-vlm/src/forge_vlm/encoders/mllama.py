@@ -1,0 +1,106 @@
+"""The tower of Llama 3.2 Vision. n images, C tiles of a canvas, N features of a tile, D width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import pi
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from forge_model.config import LayerConfig, LayerNormConfig
+from forge_model.decoder.block import Block
+from forge_model.decoder.context import Context
+from forge_model.roles import Role
+from torch import Tensor, nn
+
+from forge_vlm.encoders.families import MllamaTowerConfig
+from forge_vlm.encoders.positions import images_of
+from forge_vlm.encoders.tower import Tower
+from forge_vlm.fusion.cross_attention import Gate
+
+
+class TileTable(nn.Module):
+    """Learnt vectors for each tile, others for each shape of a canvas, behind a gate."""
+
+    roles: ClassVar[dict[str, Role]] = {"weight": "embedding"}
+
+    def __init__(self, shapes: int, tiles: int, vectors: int, dim: int) -> None:
+        super().__init__()
+        self.tiles, self.dim = tiles, dim
+        self.weight = nn.Parameter(torch.empty(1 + shapes, tiles * vectors * dim))
+        self.gate = Gate(0.0)
+
+    def forward(self, shapes: Sequence[int]) -> Tensor:
+        """[n, C, vectors, D] for canvases of shapes of these numbers."""
+        return self.gate(torch.stack([self.weight[shape] for shape in shapes])).unflatten(
+            1, (self.tiles, -1, self.dim)
+        )
+
+
+class GatedBlock(Block):
+    """x + gate(attention(norm(x))), then the same with the feed-forward."""
+
+    def __init__(self, layer: LayerConfig, dim: int) -> None:
+        super().__init__(layer, dim)
+        self.attention_post_norm, self.ffn_post_norm = Gate(pi / 4), Gate(pi / 4)
+
+
+class MllamaTower(Tower):
+    """As `MllamaVisionModel` of transformers: tiles of a canvas see each other, and gated blocks come last.
+
+    Canvases are filled up to `max_tiles`, and tiles to whole eights of patches; real patches see what was
+    added, which sees the real ones only. Features of added ones are left out.
+    """
+
+    config: MllamaTowerConfig
+
+    def __init__(self, config: MllamaTowerConfig) -> None:
+        super().__init__(config)
+        layer, dim, first = config.layer(), config.dim, config.num_layers
+        norm = LayerNormConfig(bias=True)
+        self.pre_norm, self.norm = norm.build(dim), norm.build(dim)
+        self.layers.update({str(first + i): GatedBlock(layer, dim) for i in range(config.global_layers)})
+        self.depth = len(self.layers)
+        sizes = len(config.canvases), config.max_tiles
+        self.pre_tiles, self.post_tiles = TileTable(*sizes, 1, dim), TileTable(*sizes, 1, dim)
+        self.position_tiles = TileTable(*sizes, len(self.positions.weight), dim)
+
+    def forward(self, patches: Tensor, grids: Tensor) -> Tensor:
+        """See `Tower.forward`; the rows and columns of an image are those of its canvas."""
+        config = self.config
+        assert self.pre_norm is not None and self.class_token is not None
+        shapes = [config.tiles(*image) for image in images_of(grids)]
+        numbers = [1 + config.canvases.index(shape) for shape in shapes]
+        x = self._tiles(self.patches(self.normalized(patches)), shapes) + self.pre_tiles(numbers)
+        x = torch.cat([self.class_token.weight.expand(*x.shape[:2], 1, -1), x], 2)
+        x = x + (self.positions.weight - self.position_tiles.gate(self.positions.weight))
+        x = self.pre_norm(x + self.position_tiles(numbers))
+        real, added = x.shape[2], -x.shape[2] % 8
+        counts = [rows * columns for rows, columns in shapes]
+        tile, patch = (torch.arange(size, device=x.device) for size in (config.max_tiles, real + added))
+        there = torch.stack([(tile < count)[:, None] & (patch < real) for count in counts]).flatten(1)
+        mask = (there[:, :, None] | there[:, None])[:, None]
+        x = self._blocks(F.pad(x, (0, 0, 0, added)), mask, numbers)[:, :, :real]
+        return torch.cat([one[:count].flatten(0, 1) for one, count in zip(x, counts, strict=True)])
+
+    def _tiles(self, x: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
+        """[P, D] of canvases row by row -> [n, C, N - 1, D], zeros for tiles that are not there."""
+        side, found = self.config.side, []
+        canvases = x.split([rows * columns * side * side for rows, columns in shapes])
+        for one, (rows, columns) in zip(canvases, shapes, strict=True):
+            cut = one.unflatten(0, (rows, side, columns, side)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+            found.append(F.pad(cut, (0, 0, 0, 0, 0, self.config.max_tiles - rows * columns)))
+        return torch.stack(found)
+
+    def _blocks(self, x: Tensor, mask: Tensor, numbers: Sequence[int]) -> Tensor:
+        """[n, C, M, D] -> [n, C, M, width]: the last states, then those of `layers` channel by channel."""
+        context, (tiles, found), first = Context(None, mask), (x.shape[1], {}), self.config.num_layers
+        x = x.flatten(1, 2)
+        for number, block in enumerate(self.layers.values()):
+            if number == first:
+                x = self.norm(x).unflatten(1, (tiles, -1)) + self.post_tiles(numbers)
+                x = x.flatten(1, 2)
+            x = found[number + 1] = block(x, context)
+        beside = [found[layer % (first + 1)] for layer in self.config.chosen_layers]
+        return torch.cat([x, torch.stack(beside, -1).flatten(-2)], -1).unflatten(1, (tiles, -1))

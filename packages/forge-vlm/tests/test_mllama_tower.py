@@ -1,0 +1,117 @@
+"""The tower of Llama 3.2 Vision, and how it is given images, against transformers."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from forge_model import ModelError
+from forge_vlm.encoders.families import MllamaTowerConfig
+from forge_vlm.hf.tower_tensors import TowerTensors
+from forge_vlm.hf.towers import tower_from_hf, tower_to_hf
+from forge_vlm.images.config import ImagesConfig
+from forge_vlm.images.processing import decoded, patches_of, pictures_of
+from msgspec.structs import replace
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"ffn_dim": 20, "patch_size": 4}
+TOWERS = {
+    "two": MllamaTowerConfig(
+        image_size=12, dim=12, num_layers=2, num_heads=3, layers=[1, 2], global_layers=1, **SIZES
+    ),
+    "wide": MllamaTowerConfig(
+        image_size=8, dim=15, num_layers=3, num_heads=5, layers=[2], global_layers=2, max_tiles=3,
+        activation="quick_gelu", eps=1e-3, ffn_dim=7, patch_size=2,
+    ),
+    "many": MllamaTowerConfig(
+        image_size=15, dim=8, num_layers=4, num_heads=1, layers=[1, 4, 3], global_layers=3, max_tiles=6,
+        ffn_dim=33, patch_size=5,
+    ),
+}  # fmt: skip
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+def theirs_of(config, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = transformers.MllamaVisionModel(transformers.MllamaVisionModel.config_class(**tower_to_hf(config)))
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    return model.eval().to(dtype)
+
+
+def their_tiles(config, images):
+    """[n, 1, C, 3, S, S], ids, masks, as their processor arranges the tiles of canvases [H, W, 3]."""
+    size, most = config.image_size, config.max_tiles
+    tiles, ids = torch.zeros(len(images), 1, most, 3, size, size, dtype=torch.float64), []
+    mask = torch.zeros(len(images), 1, most, dtype=torch.int64)
+    for number, image in enumerate(images):
+        high, wide = image.shape[0] // size, image.shape[1] // size
+        values = (torch.tensor(image) / 255 - torch.tensor(config.mean)) / torch.tensor(config.std)
+        for tile in range(high * wide):
+            top, left = tile // wide * size, tile % wide * size
+            tiles[number, 0, tile] = values[top : top + size, left : left + size].permute(2, 0, 1)
+        ids.append([1 + config.canvases.index((high, wide))])
+        mask[number, 0, : high * wide] = 1
+    return tiles, torch.tensor(ids), mask
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", TOWERS)
+def test_features_and_weights_are_those_of_transformers(name, dtype):
+    config = TOWERS[name]
+    theirs = theirs_of(config, dtype)
+    ours, tensors = config.build().to(dtype), TowerTensors(config)
+    ours.load_state_dict(dict(tensors.ours(theirs.state_dict())))
+    back = tensors.theirs(dict(ours.named_parameters()))
+    assert back.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(back[key], value) for key, value in theirs.state_dict().items())
+    random = np.random.default_rng(0)
+    size = config.image_size
+    images = [random.integers(0, 256, (r * size, c * size, 3), np.uint8) for r, c in config.canvases]
+    tiles, ids, mask = their_tiles(config, images)
+    patch = config.patch_size
+    grids = torch.tensor([[1, one.shape[0] // patch, one.shape[1] // patch] for one in images])
+    with torch.no_grad():
+        expected = theirs(tiles.to(dtype), ids, mask).last_hidden_state
+        found = ours(torch.tensor(np.concatenate([patches_of(one, patch) for one in images])), grids)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected[mask.bool()].flatten(0, 1), rtol=0, atol=TOLERANCE[dtype])
+    assert len(found) == sum(
+        rows * columns + config.extras(rows, columns) for _, rows, columns in grids.tolist()
+    )
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_config_goes_there_and_back(name):
+    kind = transformers.MllamaVisionModel.config_class
+    hf = kind(**tower_to_hf(TOWERS[name])).to_dict()
+    assert replace(tower_from_hf(hf), positions=None) == TOWERS[name]
+    with pytest.raises(ModelError, match="vision_output_dim = 3"):
+        tower_from_hf(hf | {"vision_output_dim": 3})
+    with pytest.raises(ModelError, match="supported_aspect_ratios"):
+        tower_from_hf(hf | {"supported_aspect_ratios": [[1, 1]]})
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 4, 6])
+def test_canvases_and_pixels_are_those_of_the_processor(tiles):
+    from PIL import Image
+
+    size, random = 28, np.random.default_rng(tiles)
+    config = MllamaTowerConfig(image_size=size, max_tiles=tiles)
+    images = ImagesConfig(fit="corner", resample="bilinear")
+    processor = transformers.MllamaImageProcessorPil(
+        size={"height": size, "width": size}, max_image_tiles=tiles, do_rescale=False, do_normalize=False
+    )
+    for _ in range(60):
+        height, width = (int(one) for one in random.integers(3, 120, 2))
+        file = io.BytesIO()
+        Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)).save(file, "png")
+        image = decoded(file.getvalue())
+        canvas = config.resized(height, width)
+        (found,) = pictures_of(image, images.cuts(height, width, canvas, size), "bilinear", (1, 2, 3))
+        expected = processor(images=[[image]], return_tensors="np")
+        high, wide = canvas[0] // size, canvas[1] // size
+        assert expected["aspect_ratio_ids"].item() == 1 + config.canvases.index((high, wide))
+        cut = found.reshape(high, size, wide, size, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, size, size)
+        assert np.abs(expected["pixel_values"][0, 0, : high * wide] - cut).max() <= 1

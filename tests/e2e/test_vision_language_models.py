@@ -1,0 +1,245 @@
+"""Vision-language models of Hugging Face in the real command: in, trained, out; and starts from parts."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from forge_data.tokenizer.hf_files import byte_files
+from forge_trainer.run_dir import read_job
+from forge_trainer.trained import load_model
+
+transformers = pytest.importorskip("transformers")
+
+JOB = """
+[job]
+name = "tiny"
+root = "{root}"
+
+[model]
+type = "vision-language"
+{model}
+
+[data]
+max_tokens = 96
+mask_documents = true
+cache_dir = "{cache}"
+{tokenizer}
+
+[[data.sources]]
+type = "shapes"
+samples = 60
+held_out = 8
+
+[train]
+steps = {steps}
+global_batch = 4
+micro_batch = 2
+init_from = {origin}
+
+[optimizer]
+type = "adamw"
+lr = {lr}
+weight_decay = 0
+
+[schedule]
+type = "none"
+
+[checkpoint]
+every_steps = {steps}
+"""
+TEXT = {"vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3}
+TOWER |= {"image_size": 16, "patch_size": 8}
+IMAGE = 257
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(name, model, origin, steps=1, lr="1e-30", tokenizer=""):
+        path = tmp_path / f"{name}.toml"
+        given = {"root": tmp_path / name, "cache": tmp_path / "cache", "tokenizer": tokenizer}
+        path.write_text(JOB.format(model=model, origin=origin, steps=steps, lr=lr, **given))
+        return path
+
+    return write
+
+
+def saved(folder, model):
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1)
+    model.eval().save_pretrained(folder)
+    return model
+
+
+def llama(folder):
+    return saved(folder, transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)))
+
+
+def clip(folder):
+    return saved(folder, transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**TOWER)))
+
+
+def llava(folder):
+    """With a tokenizer of bytes that has a token for images."""
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**TEXT),
+        vision_config=transformers.CLIPVisionConfig(**TOWER),
+        image_token_index=IMAGE,
+    )
+    model = saved(folder, transformers.LlavaForConditionalGeneration(config))
+    files = byte_files(256, 128)
+    table = json.loads(files["tokenizer.json"])
+    table["added_tokens"].append(table["added_tokens"][0] | {"id": IMAGE, "content": "<image>"})
+    for name, text in (files | {"tokenizer.json": json.dumps(table, ensure_ascii=False)}).items():
+        (folder / name).write_text(text)
+    return model
+
+
+def picture(folder, size=(16, 16)):
+    from PIL import Image
+
+    pixels = np.random.default_rng(1).integers(0, 256, (*size, 3), np.uint8)
+    Image.fromarray(pixels).save(folder / "picture.png")
+    return folder / "picture.png"
+
+
+def test_llava_is_trained_and_exported_and_transformers_writes_the_same(forge, written, tmp_path):
+    from PIL import Image
+
+    llava(tmp_path / "llava")
+    own = f'from = "{tmp_path}/llava"'
+    tokenizer = f'tokenizer = {{ type = "hf", path = "{tmp_path}/llava", eos = "<|endoftext|>" }}'
+    origin = f'"{tmp_path}/llava"'
+    forge("train", written("first", own, origin, 2, "1e-3", tokenizer))
+    run, out = tmp_path / "first" / "tiny", tmp_path / "out"
+    assert "it is a LlavaForConditionalGeneration of transformers" in forge("export", run, out).stdout
+    model = transformers.AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
+    image_processor = transformers.AutoImageProcessor.from_pretrained(out, backend="pil")
+    read = json.loads((out / "processor_config.json").read_text())
+    processor = transformers.LlavaProcessor(
+        image_processor, transformers.AutoTokenizer.from_pretrained(out), **read
+    )
+    file, prompt = picture(tmp_path, (20, 16)), "<image>colour? "
+    sent = processor(images=Image.open(file), text=prompt, return_tensors="pt")
+    with torch.no_grad():
+        written_there = model.generate(**sent, max_new_tokens=8, do_sample=False)[0]
+    answer = processor.tokenizer.decode(written_there[sent["input_ids"].shape[1] :], skip_special_tokens=True)
+    flags = ("--temperature=0", "--max-new-tokens=8")
+    said = forge("generate", run, "--image", file, "--prompt", prompt, *flags).stdout
+    assert said.rstrip("\n").endswith(answer.rstrip("\n")), (said, answer)
+    job = read_job(run)
+    ours, step = load_model(job)
+    asked = job.model.prompt(prompt, [file.read_bytes()], job.data.tokenizer.build())
+    inputs = {name: torch.as_tensor(array) for name, array in asked.inputs.items()}
+    with torch.no_grad():
+        found, expected = ours(torch.tensor([asked.tokens]), **inputs), model(**sent).logits
+    assert step == 2 and found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert "logits differ by" in forge("verify-export", run, out).stdout
+    again = f'from = "{out}"'
+    forge("train", written("again", again, f'"{out}"', 1, "1e-30", tokenizer))
+    assert same_weights(load_model(read_job(tmp_path / "again" / "tiny"))[0], ours)
+
+
+def same_weights(one, other):
+    there = dict(other.named_parameters())
+    return there.keys() == dict(one.named_parameters()).keys() and all(
+        torch.equal(value, there[name]) for name, value in one.named_parameters()
+    )
+
+
+ENCODER = (
+    'encoder = { type = "clip", image_size = 16, patch_size = 8, dim = 24, num_layers = 3, num_heads = 3'
+)
+ENCODER += ", ffn_dim = 40, layers = -2 }"
+FUSIONS = {
+    "joint": "{}",
+    "cross-attention": '{ type = "cross-attention", layers = "1", max_visual_tokens = 16 }',
+    "mixture-of-transformers": '{ type = "mixture-of-transformers" }',
+}
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_text_of_a_warm_start_is_bit_for_bit_that_of_the_text_model(forge, written, tmp_path, fusion):
+    theirs, tower = llama(tmp_path / "text"), clip(tmp_path / "clip")
+    model = f'decoder = {{ from = "{tmp_path}/text" }}\n{ENCODER}\nfusion = {FUSIONS[fusion]}'
+    origin = f'{{ decoder = "{tmp_path}/text", encoder = "{tmp_path}/clip" }}'
+    said = forge("train", written("warm", model, origin)).stdout
+    assert "connector" in said.split("tensors are those of")[1], "what is random is told"
+    job = read_job(tmp_path / "warm" / "tiny")
+    ours, _ = load_model(job)
+    assert all(torch.isfinite(one).all() for one in ours.parameters())
+    dense = job.model.decoder.build()
+    form = job.model.decoder.hugging_face()
+    dense.load_state_dict(dict(form.ours(theirs.state_dict())))
+    tokens = torch.randint(257, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, expected = ours(tokens), dense(tokens)
+        torch.testing.assert_close(found, theirs(tokens).logits, rtol=0, atol=1e-4)
+    if fusion == "mixture-of-transformers":  # the same numbers, of rows sorted by modality
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        for name, value in ours.named_parameters():
+            if ".text." in name:
+                assert torch.equal(value, ours.get_parameter(name.replace(".text.", ".image."))), name
+    else:
+        assert torch.equal(found, expected)
+    pixels = torch.randint(256, (16, 16, 3), dtype=torch.uint8)
+    patches = pixels.unflatten(0, (2, 8)).unflatten(2, (2, 8)).transpose(1, 2).reshape(4, -1)
+    values = (pixels / 255 - torch.tensor(job.model.encoder.mean)) / torch.tensor(job.model.encoder.std)
+    with torch.no_grad():
+        states = tower(values.permute(2, 0, 1)[None], output_hidden_states=True).hidden_states
+        features = ours.encoder(patches, torch.tensor([[1, 2, 2]]))
+    torch.testing.assert_close(features, states[-2][0, 1:], rtol=0, atol=1e-5)
+
+
+def test_warm_start_from_a_text_run_of_ours_and_weights_that_do_not_fit(forge, written, tiny, tmp_path):
+    clip(tmp_path / "clip")
+    forge("train", tiny(steps=3, name="text.toml", root=tmp_path / "text"))
+    run = tmp_path / "text" / "tiny"
+    text = read_job(run).model
+    decoder = f"decoder = {{ vocab_size = {text.vocab_size}, max_tokens = 96, dim = {text.dim}, num_layers = "
+    heads = f"num_heads = {text.attention.num_heads}, num_kv_heads = {text.attention.kv_heads}"
+    decoder += f"{text.num_layers}, attention = {{ {heads} }} }}"
+    cross = f"{decoder}\n{ENCODER}\nfusion = {FUSIONS['cross-attention']}"
+    origin = f'{{ decoder = "{run}@3", encoder = "{tmp_path}/clip" }}'
+    forge("train", written("warm", cross, origin))
+    ours, dense = load_model(read_job(tmp_path / "warm" / "tiny"))[0], load_model(read_job(run))[0]
+    tokens = torch.randint(text.vocab_size, (2, 24))
+    with torch.no_grad():
+        assert torch.equal(ours(tokens), dense(tokens))
+    for name, change, said in (
+        ("wide", ("dim = 24", "dim = 27"), "encoder.dim: 27, there 24"),
+        ("deep", (f"num_layers = {text.num_layers},", f"num_layers = {text.num_layers + 1},"), "num_layers"),
+    ):
+        refused = forge("train", written(name, cross.replace(*change), origin), check=False)
+        assert refused.returncode == 78 and said in refused.stderr, refused.stderr
+    nowhere = written("nowhere", cross, f'{{ tower = "{tmp_path}/clip" }}')
+    refused = forge("train", nowhere, check=False)
+    assert refused.returncode == 78 and "are decoder, encoder" in refused.stderr
+
+
+def test_model_that_no_class_computes_is_exported_into_a_folder_that_starts_another_run(
+    forge, written, tmp_path
+):
+    llama(tmp_path / "text")
+    model = (
+        f'decoder = {{ from = "{tmp_path}/text" }}\n{ENCODER}\nfusion = {FUSIONS["mixture-of-transformers"]}'
+    )
+    forge("train", written("first", model, f'{{ decoder = "{tmp_path}/text" }}', 2, "1e-3"))
+    run, out = tmp_path / "first" / "tiny", tmp_path / "out"
+    said = forge("export", run, out).stdout
+    assert (
+        "a folder of Forge's own" in said
+        and "MixtureOfTransformers" in said
+        and Path(out / "config.toml").exists()
+    )
+    forge("train", written("second", model, f'"{out}"'))
+    ours = load_model(read_job(run))[0]
+    assert same_weights(load_model(read_job(tmp_path / "second" / "tiny"))[0], ours)
+    joint = model.replace(FUSIONS["mixture-of-transformers"], "{}")
+    refused = forge("train", written("third", joint, f'"{out}"'), check=False)
+    assert refused.returncode == 78 and "weights of another model than [model] describes" in refused.stderr
