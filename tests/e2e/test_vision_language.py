@@ -223,6 +223,45 @@ def test_fusion_from_outside_trains_alike_on_two_ranks(forge, fifth, tmp_path, l
     assert two == pytest.approx(one, rel=0, abs=3e-5)
 
 
+RECORD = """
+[hooks.inside]
+type = "record"
+every_steps = 3
+samples = 3
+sites = ["decoder.layers.*:out"]
+keep = ["image_index"]
+"""
+
+
+def test_activations_are_recorded_with_the_modality_of_each_row(forge, seeing, tmp_path):
+    interp = pytest.importorskip("forge_interp")
+    from forge_data import build_loader
+    from forge_trainer.run_dir import read_job
+    from forge_trainer.trained import load_model
+    from msgspec.structs import replace
+
+    path = seeing(steps=3)
+    path.write_text(path.read_text() + RECORD)
+    forge("train", path)
+    run = tmp_path / "runs" / "tiny"
+    store = interp.ActivationStore.open(run / "activations" / "step-00000003")
+    job = read_job(run)
+    model, _ = load_model(job)
+    data = replace(job.data, validation_samples=3)
+    expected, places = [], []
+    for (micro,) in build_loader(data, "validation", micro_batch=1, items=job.model.items()):
+        inputs = {name: value for name, value in micro.inputs.items() if name != "labels"}
+        with torch.no_grad(), interp.capture(model, ["decoder.layers.*"]) as acts:
+            model(**inputs)
+        expected.append(acts["decoder.layers.1"][0])
+        places.append(micro.inputs["image_index"][0])
+    torch.testing.assert_close(store["decoder.layers.1"], torch.cat(expected), rtol=0, atol=1e-5)
+    assert store.kept("image_index").equal(torch.cat(places)) and (store.kept("image_index") > 0).any()
+    with torch.no_grad(), interp.edit(model, {"decoder.layers.0": lambda value: value * 0}):
+        changed = model(**inputs)
+    assert not changed.equal(model(**inputs)), "edits reach the decoder of a composed model"
+
+
 REFUSED = (
     ("spans", ("--mesh.cp=2",), 'method = "ulysses"'),
     ("cross-attention", ("--mesh.tp=2",), "tensor_parallel.sequence = false"),

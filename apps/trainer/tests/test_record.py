@@ -350,17 +350,3 @@ def test_two_recordings_of_one_run_do_not_meet(job):
 
 def test_record_is_registered():
     assert hooks["record"] is RecordConfig
-
-
-def test_record_refuses_inputs_of_which_each_sequence_has_its_own_number(job, monkeypatch):
-    packing = FilesConfig.packing
-
-    def ragged(self, opening):
-        found = packing(self, opening)
-        found.ragged = {"points": np.empty((0, 2), np.float32)}
-        found.sequence_bytes = 8
-        return found
-
-    monkeypatch.setattr(FilesConfig, "packing", ragged)
-    with pytest.raises(ConfigError, match="type record: the held-out samples have points"):
-        train(job(HOOK))

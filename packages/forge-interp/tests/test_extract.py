@@ -2,6 +2,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forge_interp.errors import InterpError
@@ -626,3 +627,30 @@ def test_extract_waits_for_values_that_are_on_their_way(tmp_path: Path, monkeypa
     monkeypatch.setattr(Offload, "wait", wait)
     found = extract_representations(Decoder(), ids, out=tmp_path / "b", **call)
     assert torch.equal(found["blocks.0"], expected["blocks.0"])
+
+
+@pytest.mark.parametrize("out", ["acts", None])
+def test_extract_keeps_what_inputs_say_of_each_row(tmp_path: Path, out: str | None):
+    model, draw = Decoder(), torch.Generator().manual_seed(3)
+    samples = []
+    for length in (3, 5, 4, 2, 6):
+        ids = torch.randint(50, (length,), generator=draw)
+        samples.append({"input_ids": ids, "kind": ids % 3, "speaker": torch.tensor(length)})
+    folder = None if out is None else tmp_path / out
+    keep = ("kind", "speaker")
+    store = extract_representations(model, samples, ["blocks.*"], folder, batch_size=2, keep=keep)
+    assert store.kept("kind").tolist() == [n for sample in samples for n in sample["kind"].tolist()]
+    assert store.kept("speaker").tolist() == [len(s["kind"]) for s in samples for _ in s["kind"]]
+    assert list(store) == list(store.sites) and "kind" not in store
+    store.export(tmp_path / "acts.npz")
+    with np.load(tmp_path / "acts.npz") as arrays:
+        assert np.array_equal(arrays["kind"], store.kept("kind").numpy())
+    of_samples = extract_representations(model, samples, ["blocks.*"], pool="mean", keep="speaker")
+    assert of_samples.kept("speaker").tolist() == [3, 5, 4, 2, 6]
+    with pytest.raises(InterpError, match=r"'other' was not kept; expected one of kind, speaker"):
+        store.kept("other")
+    with pytest.raises(InterpError, match=r"keep names 'other', which is NoneType"):
+        extract_representations(model, samples, ["blocks.*"], keep=["other"])
+    if folder is not None:
+        with pytest.raises(InterpError, match="keep"):
+            extract_representations(model, samples, ["blocks.*"], folder, batch_size=2)

@@ -25,6 +25,8 @@ class RecordConfig(HookConfig):
         dtype: of the numbers; without it that of the model.
         summaries: log RMS, largest magnitude and effective rank of each site under `interp/`, from up to 512
             rows of the recording.
+        keep: inputs with a value for each token, such as `doc_ids`, or `image_index` of a vision-language
+            model (0 for text), to be kept for each row; see `ActivationStore.kept`.
         folder: where in the run directory the files go; another one for each hook of this type.
     """
 
@@ -34,6 +36,7 @@ class RecordConfig(HookConfig):
     pool: Literal["mean", "last", "first", "max"] | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     summaries: bool = False
+    keep: tuple[str, ...] = ()
     folder: Annotated[str, Meta(pattern="^[A-Za-z0-9_][A-Za-z0-9_-]*$")] = "activations"
 
     def build(self, run: RunView) -> Hook:

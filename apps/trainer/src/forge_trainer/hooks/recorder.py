@@ -34,6 +34,26 @@ SUMMARY_ROWS = 512
 """Rows that a summary looks at, evenly spaced, so that its cost does not grow with the probe."""
 
 
+class Alone:
+    """Ready batches of a sequence each."""
+
+    def __init__(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
+        return iter(self._batches)
+
+    def first(self, count: int) -> Alone:
+        """The first ones."""
+        return Alone(self._batches[:count])
+
+
+Probe = Sequence[Mapping[str, Tensor]] | Alone
+
+
 class Recorder(Hook):
     """Writes the activations of a probe. Collective.
 
@@ -54,16 +74,14 @@ class Recorder(Hook):
         self._folder = run.directory / config.folder
         data = msgspec.structs.replace(run.job.data, validation_samples=config.samples)
         batches = build_loader(data, "validation", micro_batch=1, items=run.job.model.items())
-        if ragged := batches.batches.side.ragged:
-            raise ConfigError(
-                f"hooks of type record: the held-out samples have {', '.join(ragged)} of another length in "
-                "each; only inputs of one shape can be recorded: take the hook out"
-            )
-        self._probe = [{k: v[0] for k, v in micro.inputs.items()} for batch in batches for micro in batch]
+        probe = [dict(micro.inputs) for batch in batches for micro in batch]
+        # sequences that have each a number of rows of their own are recorded one by one
+        self._probe: Probe = Alone(probe) if batches.batches.side.ragged else [_only(one) for one in probe]
         unfinished = [path for path in self._folder.glob("step-*") if not (path / INDEX).exists()]
         self._remove(*unfinished)
         trial = self._folder / "trial"
-        self._extract(trial, self._probe[: run.job.train.micro_batch])
+        few = run.job.train.micro_batch
+        self._extract(trial, self._probe.first(few) if isinstance(self._probe, Alone) else self._probe[:few])
         self._remove(trial)
         if run.progress.step == 0:
             self._extract(self._path(0), self._probe)
@@ -80,7 +98,7 @@ class Recorder(Hook):
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
 
-    def _extract(self, path: Path, probe: Sequence[Mapping[str, Tensor]]) -> None:
+    def _extract(self, path: Path, probe: Probe) -> None:
         """Write one recording in place of what an earlier attempt has left."""
         (model,), mesh = self._run.parts, self._run.mesh
         self._remove(path)
@@ -104,6 +122,7 @@ class Recorder(Hook):
                 identity="recording",
                 resume=False,
                 progress=False,
+                keep=self._config.keep,
             )
 
     def _remove(self, *paths: Path) -> None:
@@ -113,6 +132,10 @@ class Recorder(Hook):
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in filter(Path.exists, paths):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _only(sequence: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value[0] for name, value in sequence.items()}
 
 
 def _forward(loss_fn: Any, device: torch.device, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:

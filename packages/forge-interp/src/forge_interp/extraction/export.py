@@ -19,6 +19,7 @@ from forge_interp.extraction.parts import (
     ROW_COLUMNS,
     Column,
     as_bytes,
+    is_site,
     replacing,
     write_safetensors,
 )
@@ -37,6 +38,9 @@ def export(store: ActivationStore, path: Path) -> None:
 def _blocks(store: ActivationStore, column: Column) -> Iterator[Tensor]:
     if column.name in ROW_COLUMNS:
         yield getattr(store, column.name)
+        return
+    if not is_site(column.name):
+        yield store.kept(column.name)
         return
     for start, stop in column.blocks(store.rows):
         yield store.read(column.name, start, stop)

@@ -44,6 +44,7 @@ def extract_representations(
     resume: bool = True,
     progress: bool = True,
     attention_bytes: int = 1 << 30,
+    keep: Iterable[str] = (),
 ) -> ActivationStore:
     """Write what a model computes at some sites, for every sample of a dataset, to disk.
 
@@ -74,19 +75,23 @@ def extract_representations(
         resume: False writes the share of this process anew, whatever is there.
         progress: draw a bar on a terminal; of a group only the first rank does.
         attention_bytes: the largest attention matrix to hold at once.
+        keep: entries [samples, tokens] or [samples] of the batches, such as `image_index`, of which the store
+            keeps the value of each row; see `ActivationStore.kept`.
 
     InterpError where sites have different rows, something cannot be compared with another call, or `out`
     belongs to another one, with the differences; OSError on a full disk, where what is done so far stays.
     """
     names, patterns = Names(tokens, mask, pad_id), [sites] if isinstance(sites, str) else list(sites)
     chosen, processes = by_pattern(select, patterns), Processes.of(model, rank, world_size, group, writes)
+    kept = [keep] if isinstance(keep, str) else list(keep)
     folder, source = _folder(out), open_dataset(dataset, batch_size, names)
-    rows, feed = RowMaker(chosen, pool, dtype), Feeder(model, names, forward)
+    rows, feed = RowMaker(chosen, pool, dtype, kept), Feeder(model, names, forward)
     share = Share(model, patterns, source, rows, feed, names, processes, progress, attention_bytes)
     if folder is None:
         return ActivationStore.of(share.in_memory())
     functions = {"select": chosen or None, "pool": pool, "forward": forward}
     request = _request(share, dtype, batch_size) | identity_of(model, functions, identity, strict=resume)
+    request |= {"keep": kept} if kept else {}
     if share.to_disk(Parts(folder, request), resume):
         text = f"{folder} was there, made by the same call: it is returned, the model did not run"
         warnings.warn(f"{text}; resume=False makes it anew", stacklevel=2)

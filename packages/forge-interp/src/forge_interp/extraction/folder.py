@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.parts import ROW_COLUMNS, Part, dtype_name, dump, listed, replacing
+from forge_interp.extraction.parts import Part, dtype_name, dump, is_site, listed, replacing
 
 INDEX = "index.json"
 _FORMAT = 2
@@ -93,7 +93,7 @@ def _write_index(folder: Path, parts: list[Part]) -> None:
     index = {
         "format": _FORMAT,
         "rows": sum(part.rows for part in parts),
-        "sites": [column.name for column in first.columns if column.name not in ROW_COLUMNS],
+        "sites": [column.name for column in first.columns if is_site(column.name)],
         "dtypes": {column.name: dtype_name(column.dtype) for column in first.columns},
         "shapes": {column.name: list(column.shape) for column in first.columns},
         "parts": [{"rows": part.rows, "bytes": part.path.stat().st_size} for part in parts],

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 4 << 20
 """How much is read or written at a time."""
 ROW_COLUMNS = ("sample_id", "position", "token_id")
+"""Beside them, and sites, a store has the inputs that were kept, under their own names."""
 _SPOOL_BYTES = 16 << 20  # of a part that are held in memory; what is more waits in a file without a name
 _TYPES = {
     "F64": torch.float64,
@@ -51,8 +52,13 @@ _TYPES = {
 _TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
+def is_site(column: str) -> bool:
+    """Whether a column is a site: the key of one has a colon, and no other name."""
+    return ":" in column
+
+
 class Column(NamedTuple):
-    """An array whose first axis is rows: its name (a site key, or of `ROW_COLUMNS`), the shape of a row."""
+    """An array whose first axis is rows: its name (see `is_site`), the shape of a row."""
 
     name: str
     dtype: torch.dtype

@@ -3,12 +3,13 @@
 Letters: B samples, T tokens, P places that are no tokens (patches of an image), R rows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from forge_interp.errors import InterpError
+from forge_interp.extraction.parts import ROW_COLUMNS
 from forge_interp.extraction.samples import Batch
 
 Pool = str | Callable[[Tensor, Tensor], Tensor]
@@ -23,13 +24,20 @@ class RowMaker:
     """
 
     def __init__(
-        self, select: Mapping[str, Callable[[Tensor], Tensor]], pool: Pool | None, dtype: torch.dtype | None
+        self,
+        select: Mapping[str, Callable[[Tensor], Tensor]],
+        pool: Pool | None,
+        dtype: torch.dtype | None,
+        keep: Sequence[str] = (),
     ) -> None:
         if isinstance(pool, str) and pool not in POOLS:
             raise InterpError(f"pool is {pool!r}; expected one of {', '.join(POOLS)}, a callable, or None")
         self._select = select
         self._pool = pool
         self._dtype = dtype
+        if wrong := [name for name in keep if ":" in name or name in ROW_COLUMNS]:
+            raise InterpError(f"keep names {wrong[0]!r}; expected entries of the batches, by other names")
+        self._names = tuple(keep)
         self.square = 0
         self._current: Batch
         self._layouts: dict[str, tuple[int, ...]] = {}
@@ -68,7 +76,7 @@ class RowMaker:
         return value if self._dtype is None else _cast(pattern, value, self._dtype)
 
     def ids(self) -> dict[str, Tensor]:
-        """Return sample_id, position and token_id [R] int64 of the rows of this batch."""
+        """Return sample_id, position and token_id [R] int64 of the rows of this batch, and what is kept."""
         batch = self._current
         layout = next(iter(self._layouts.values()), None)
         if layout is None:
@@ -76,7 +84,7 @@ class RowMaker:
         samples = torch.arange(batch.first, batch.first + batch.size)
         if len(layout) == 1:
             none = torch.full_like(samples, -1)
-            return {"sample_id": samples, "position": none, "token_id": none}
+            return {"sample_id": samples, "position": none, "token_id": none} | self._kept(layout)
         keep = self._keep(layout)
         has_ids = batch.tokens is not None and batch.tokens.shape == layout
         tokens = batch.tokens.long() if has_ids else torch.full(layout, -1)  # type: ignore[union-attr]
@@ -85,7 +93,25 @@ class RowMaker:
             "sample_id": samples[:, None].expand(layout)[keep],
             "position": position[keep],
             "token_id": tokens[keep],
-        }
+        } | self._kept(layout)
+
+    def _kept(self, layout: tuple[int, ...]) -> dict[str, Tensor]:
+        """Inputs [B, T] or [B], by row."""
+        found = {}
+        for name in self._names:
+            value = self._current.inputs.get(name) if isinstance(self._current.inputs, Mapping) else None
+            if not isinstance(value, Tensor) or value.shape not in (layout, layout[:1]):
+                shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise InterpError(
+                    f"keep names {name!r}, which is {shape} in this batch; expected an entry [samples, "
+                    f"tokens] or [samples], {list(layout)}: another has no value for each row"
+                )
+            value = value.cpu()
+            if len(layout) == 2:
+                rows = value if value.ndim == 2 else value[:, None].expand(layout)
+                value = rows[self._keep(layout)]
+            found[name] = value
+        return found
 
     def _tokens(self, pattern: str, value: Tensor) -> Tensor:
         """Rows of a value [B, T, ...]."""

@@ -18,7 +18,7 @@ from forge_interp.errors import InterpError
 from forge_interp.extraction.feeding import Feeder, check_padding
 from forge_interp.extraction.folder import Parts
 from forge_interp.extraction.identity import is_distributed
-from forge_interp.extraction.parts import ROW_COLUMNS, Column, Part, PartWriter
+from forge_interp.extraction.parts import Column, Part, PartWriter, is_site
 from forge_interp.extraction.processes import Processes, Written
 from forge_interp.extraction.rows import RowMaker
 from forge_interp.extraction.samples import Batch, Names, ReadyBatches, Samples
@@ -152,7 +152,7 @@ class Share:
             attention_bytes=self.attention_bytes,
         ) as acts:
             if stops and self._columns:
-                acts.expect(c.name for c in self._columns if c.name not in ROW_COLUMNS)
+                acts.expect(c.name for c in self._columns if is_site(c.name))
             for batch, counts in chain([one], steps):
                 self._check_padding(acts, batch)
                 if counts and (self._writer or self._parts):

@@ -16,7 +16,7 @@ from torch import Tensor
 from forge_interp.errors import InterpError
 from forge_interp.extraction.export import export
 from forge_interp.extraction.folder import INDEX, Parts
-from forge_interp.extraction.parts import ROW_COLUMNS, Column
+from forge_interp.extraction.parts import ROW_COLUMNS, Column, is_site
 from forge_interp.hooks.sites import key_of
 
 
@@ -51,7 +51,7 @@ class ActivationStore(Mapping[str, Tensor]):
     def metadata(self) -> dict[str, Any]:
         """What was asked: model, sites, pool, dataset, versions; and the number of rows."""
         if self.path is None:
-            sites = [name for name in self._held if name not in ROW_COLUMNS]
+            sites = [name for name in self._held if is_site(name)]
             return {"sites": sites, "rows": len(next(iter(self._held.values())))}
         index = self._parts.index
         if index is None:
@@ -74,11 +74,12 @@ class ActivationStore(Mapping[str, Tensor]):
 
     @property
     def columns(self) -> list[Column]:
-        """The sites, then the three ids, with dtype and shape of a row."""
+        """The sites, then the three ids, then inputs that were kept, with dtype and shape of a row."""
         if self.path is None:
             return [Column(name, rows.dtype, tuple(rows.shape[1:])) for name, rows in self._held.items()]
         dtypes, shapes = self.metadata["dtypes"], self.metadata["shapes"]
-        names = (*self.sites, *ROW_COLUMNS)
+        kept = sorted(name for name in dtypes if not is_site(name) and name not in ROW_COLUMNS)
+        names = (*self.sites, *ROW_COLUMNS, *kept)
         return [Column(name, getattr(torch, dtypes[name]), tuple(shapes[name])) for name in names]
 
     @cached_property
@@ -95,6 +96,19 @@ class ActivationStore(Mapping[str, Tensor]):
     def token_id(self) -> Tensor:
         """[rows] int64: id of that token; -1 where there is none."""
         return self._read("token_id", 0, self.rows)
+
+    def kept(self, name: str) -> Tensor:
+        """[rows]: what an input that was kept (`keep`) had at the token, or for the sample, of each row.
+
+        Raises:
+            InterpError: it was not kept.
+        """
+        names = [c.name for c in self.columns if not is_site(c.name) and c.name not in ROW_COLUMNS]
+        if name not in names:
+            raise InterpError(
+                f"{name!r} was not kept; expected one of {', '.join(names) or 'none'}: extract with keep="
+            )
+        return self._read(name, 0, self.rows)
 
     def read(self, site: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return rows [start, stop) of a site, which costs no more memory than these rows."""
