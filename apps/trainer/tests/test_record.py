@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from forge_config import ConfigError
-from forge_data.sources.config import FilesConfig
 from forge_interp import capture
 from forge_interp.extraction.store import ActivationStore
 from forge_trainer import clock

@@ -154,4 +154,20 @@ def test_flops_are_those_of_the_tower_and_the_connector():
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         model.connector(model.encoder(given["patches"], given["grids"]), given["grids"])
     shapes = {name: tuple(value.shape) for name, value in given.items()}
-    assert config().other_flops(shapes) == counter.get_total_flops()
+    assert sum(config().other_flops(shapes).values()) == counter.get_total_flops()
+
+
+def test_parts_that_are_frozen_cost_less():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    given = inputs()
+    shapes = {name: tuple(value.shape) for name, value in given.items()}
+    for frozen in (set(), {"encoder"}, {"encoder", "connector"}, {"encoder", "decoder"}):
+        model = built()
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(**given).sum().backward()
+        told = config().step_flops(shapes, causal=False, frozen=frozen)
+        assert told == pytest.approx(counter.get_total_flops(), rel=0.06), frozen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from forge_config import Config, Meta, Registry
@@ -91,12 +91,15 @@ class ModelConfig(Config):
         """
         raise NotImplementedError
 
-    def step_flops(self, shapes: Mapping[str, Sequence[int]], causal: bool = True) -> float:
+    def step_flops(
+        self, shapes: Mapping[str, Sequence[int]], causal: bool = True, frozen: Collection[str] = ()
+    ) -> float:
         """Model FLOPs of forward and backward over a batch.
 
         Args:
             shapes: of the inputs by name, `tokens` [B, T] among them.
             causal: see `flops_per_token`.
+            frozen: parts by name of which nothing is trained.
         """
         batch, tokens = shapes["tokens"]
         return batch * tokens * self.flops_per_token(tokens, causal)
@@ -199,16 +202,31 @@ class ComposedConfig(ModelConfig):
             )
         model.require_axes(tp, cp, sequence, method)
 
-    def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> float:
-        """Matmul FLOPs of a forward pass of all other parts over a batch; see `ModelConfig.step_flops`."""
+    def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, float]:
+        """Matmul FLOPs of a forward pass over a batch of each other part, in the order of computation.
+
+        Under the name of the language model stands what it costs beside what it counts itself.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} does not say what its parts beside the language model cost; give it a "
             "method other_flops(shapes)"
         )
 
-    def step_flops(self, shapes: Mapping[str, Sequence[int]], causal: bool = True) -> float:
-        """See `ModelConfig.step_flops`."""
-        return super().step_flops(shapes, causal) + 3 * self.other_flops(shapes)
+    def step_flops(
+        self, shapes: Mapping[str, Sequence[int]], causal: bool = True, frozen: Collection[str] = ()
+    ) -> float:
+        """See `ModelConfig.step_flops`.
+
+        A part that is frozen has no gradients of weights, a third of its cost; where nothing before it is
+        trained, no backward pass at all.
+        """
+        parts, (name, _) = self.other_flops(shapes), self.language_model()
+        language = parts.pop(name, 0.0) + super().step_flops(shapes, causal) / 3
+        total, trains = 0.0, False
+        for part, forward in [*parts.items(), (name, language)]:
+            passes = 3 if part not in frozen else 2 if trains else 1
+            total, trains = total + passes * forward, trains or part not in frozen
+        return total
 
     def expert_counts(self) -> dict[str, int]:
         """See `ModelConfig.expert_counts`."""

@@ -192,10 +192,13 @@ class VisionLanguageConfig(ComposedConfig):
         self.fusion.require_axes(tp, cp, sequence, method)
         super().require_axes(tp, cp, sequence, method)
 
-    def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> float:
-        """See `ComposedConfig.other_flops`; a tower that is frozen counts as if it were not."""
+    def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, float]:
+        """See `ComposedConfig.other_flops`."""
         side, decoder, width = self.encoder.side, self.fused_decoder(), self.encoder.width
         images = shapes.get("patches", (0,))[0] / side**2  # as if all were squares
         connector = self.connector.forward_flops(side, side, width, decoder.dim, self.encoder.extra)
-        image = self.encoder.forward_flops(side, side) + connector
-        return images * image + self.fusion.other_flops(decoder, round(images * self.image_tokens))
+        return {
+            "encoder": images * self.encoder.forward_flops(side, side),
+            "connector": images * connector,
+            "decoder": self.fusion.other_flops(decoder, round(images * self.image_tokens)),
+        }

@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from forge_trainer.say import say
 
@@ -47,7 +48,7 @@ class Figures:
         self._ranks = run.env.world_size
         self._model, self._text = job.model, [{"tokens": (1, job.data.max_tokens)}]
         compute = job.precision.compute_dtype(self._device.type)
-        self._repeated = repeated_flops(job)
+        self._repeated, self._frozen = repeated_flops(job), frozen_parts(run.parts)
         self._peak = job.track.peak_tflops or _peak(self._device, compute)
 
     def of(self, tokens_per_s: float, shapes: Sequence[Mapping[str, Sequence[int]]] = ()) -> dict[str, float]:
@@ -77,7 +78,17 @@ class Figures:
         alike = Counter(tuple((name, *shape) for name, shape in one.items()) for one in shapes)
         given = [({name: shape for name, *shape in key}, count) for key, count in alike.items()]
         tokens = sum(prod(one["tokens"]) * count for one, count in given)
-        return sum(self._model.step_flops(one, causal) * count for one, count in given) / tokens
+        return sum(self._model.step_flops(one, causal, self._frozen) * count for one, count in given) / tokens
+
+
+def frozen_parts(models: Sequence[nn.Module]) -> set[str]:
+    """The modules right inside a model of which nothing is ever trained; one without parameters is none."""
+    trained: dict[str, bool] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            part = name.partition(".")[0]
+            trained[part] = trained.get(part, False) or parameter.requires_grad
+    return {part for part, is_trained in trained.items() if not is_trained}
 
 
 def repeated_flops(job: Job, causal: bool = True) -> float | None:
