@@ -405,7 +405,8 @@ def test_checkpoints_of_any_layout_go_on_under_any_other(forge, seeing, tmp_path
     forge("train", seeing(steps=last, root="whole", name="whole.toml", fusion=fusion), constant)
     for number, layout in enumerate(EVERY_PAIR):
         ranks, options = ALL_LAYOUTS[layout]
-        forge("train", seeing(steps=number + 1, fusion=fusion), constant, *options, ranks=ranks)
+        path = seeing(steps=number + 1, fusion=fusion)
+        forge("train", path, constant, "--change", *options, ranks=ranks)
     assert len(losses(tmp_path / "runs" / "tiny")) == last
     assert losses(tmp_path / "runs" / "tiny") == pytest.approx(
         losses(tmp_path / "whole" / "tiny"), rel=0, abs=3e-5

@@ -170,4 +170,4 @@ def test_parts_that_are_frozen_cost_less():
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(**given).sum().backward()
         told = config().step_flops(shapes, causal=False, frozen=frozen)
-        assert told == pytest.approx(counter.get_total_flops(), rel=0.06), frozen
+        assert told == pytest.approx(counter.get_total_flops(), rel=0.04), frozen
