@@ -21,6 +21,7 @@ from forge_vlm.images.config import ImagesConfig
 from forge_vlm.images.processing import patches_of
 from forge_vlm.samples.packing import SamplePacking
 from forge_vlm.sources.columns import ImageTextConfig
+from forge_vlm.sources.published import CocoKarpathyConfig
 from forge_vlm.sources.shapes import ShapesConfig
 from forge_vlm.sources.tars import WebdatasetConfig
 from PIL import Image
@@ -305,3 +306,25 @@ def test_source_without_any_target_is_an_error(tmp_path):
     path = lines(tmp_path / "d", [{"image": "0.png", "messages": [{"role": "user", "content": "what?"}]}])
     with pytest.raises(DataError, match="none of 1 samples has a target"):
         packing(ImageTextConfig(path=path, messages="messages", held_out=0), tmp_path)
+
+
+def test_karpathys_splits_of_coco_have_a_sample_for_each_caption(tmp_path):
+    images = []
+    for number, split in enumerate(["train", "val", "restval", "test", "train"]):
+        (tmp_path / "val2014").mkdir(exist_ok=True)
+        (tmp_path / "val2014" / f"{number}.png").write_bytes(png(picture(number)))
+        said = [{"raw": f"caption {number} {nth}"} for nth in range(2)]
+        images.append({"filepath": "val2014", "filename": f"{number}.png", "split": split, "sentences": said})
+    (tmp_path / "dataset_coco.json").write_text(json.dumps({"images": images, "dataset": "coco"}))
+    source = CocoKarpathyConfig(path=str(tmp_path / "dataset_coco.json"), held_out=0.0)
+    train = samples_of(packing(source, tmp_path))
+    assert sorted(text.strip("#$") for text, *_ in train) == [
+        f"caption {number} {nth}" for number in (0, 2, 4) for nth in range(2)
+    ]
+    held = samples_of(packing(source, tmp_path, "validation"))
+    assert [text.strip("#$") for text, *_ in held] == ["caption 1 0", "caption 1 1"]
+    expected = model().items().read(png(picture(1)), model().items().measure(png(picture(1))))["patches"]
+    assert (held[0][2] == expected).all()
+    (tmp_path / "other.json").write_text('{"rows": []}')
+    with pytest.raises(DataError, match="not of the form of dataset_coco"):
+        packing(CocoKarpathyConfig(path=str(tmp_path / "other.json")), tmp_path)

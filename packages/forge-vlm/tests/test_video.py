@@ -105,3 +105,30 @@ class _Bytes:
 
     def encode(self, text):
         return np.frombuffer(text.encode(), np.uint8)
+
+
+def test_rows_of_webvid_are_clips_with_captions_and_lost_ones_are_left_out(tmp_path, capsys):
+    pytest.importorskip("forge_data")
+    from forge_data import DataConfig
+    from forge_data.packing.build import build_packings
+    from forge_vlm.sources.published import WebVidConfig
+
+    (tmp_path / "123").mkdir()
+    for name in ("1234", "1235"):
+        (tmp_path / "123" / f"{name}.mp4").write_bytes(video(16)[: None if name == "1234" else 300])
+    rows = "".join(f'{name},"a caption, {name}"\n' for name in ("1234", "1235", "1236"))
+    (tmp_path / "0000.csv").write_text(f"videoid,name\n{rows}")
+    options = {"path": str(tmp_path / "*.csv"), "clip": "{videoid:.3}/{videoid}.mp4", "held_out": 0.0}
+    source = WebVidConfig(**options, check="decode", damaged="skip")
+    how = {"max_tokens": 127, "packing": "pad", "cache_dir": str(tmp_path / "cache")}
+    items = model(video=VideoConfig()).items()
+    (packed,) = build_packings(DataConfig(sources=[source], **how), "train", items=items).values()
+    read = packed.read(np.array([0]))
+    text = bytes(int(c) for c in read.tokens[0][16:-1] if c < 256).decode()
+    assert len(packed) == 1 and text == "a caption, 1234"
+    assert read.ragged["grids"].values.tolist() == [[4, 2, 2]]
+    said = capsys.readouterr().err
+    assert "2 samples with damaged images left out" in said and "1236.mp4" in said
+    with pytest.raises(Exception, match="has no column 'page_dir'"):
+        wrong = WebVidConfig(path=str(tmp_path / "*.csv"), held_out=0.0)
+        build_packings(DataConfig(sources=[wrong], **how), "train", items=items)

@@ -31,6 +31,7 @@ from forge_parallel.error import ParallelError
 from forge_resilience.config import ResilienceConfig
 from forge_vlm.config import VisionLanguageConfig as VisionLanguageConfig  # registers its type
 from forge_vlm.sources.columns import ImageTextConfig as ImageTextConfig  # registers its type
+from forge_vlm.sources.published import CocoKarpathyConfig as CocoKarpathyConfig  # registers its type
 from forge_vlm.sources.shapes import ShapesConfig as ShapesConfig  # registers its type
 from forge_vlm.sources.tars import WebdatasetConfig as WebdatasetConfig  # registers its type
 from msgspec import structs

@@ -150,12 +150,16 @@ class HfConfig(TextSourceConfig):
         """See `SourceConfig.open_stream`."""
         if is_local(self.path):
             root, files = self.root_and_files("train")
-            tasks = tuple(task for file in files for task in tasks_of(file, root))
+            tasks = tuple(task for file in files for task in self.tasks(file, root))
         else:
             pin = pin or self.pin_stream()
             assert pin is not None
             tasks = tasks_of_split(HubSplit(self.path, self.subset, self.split), pin, cache)
         return self.streamed(tasks, pin)
+
+    def tasks(self, file: Path, root: Path) -> list[Task]:
+        """The parts of a file that can be read alone; names are relative to `root`."""
+        return tasks_of(file, root)
 
     def streamed(self, tasks: tuple[Task, ...], pin: str | None) -> Streamed:
         """What is read of these parts of files."""

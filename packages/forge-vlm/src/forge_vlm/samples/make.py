@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forge_data.error import DataError
-from forge_data.sources.documents import Task, portions, rows, tasks_of
+from forge_data.sources.documents import Task, portions, rows
 from forge_data.sources.items import ItemReader, Size
 from forge_data.store.tokenize import Held, Making, cores, in_order
 from forge_data.tokenizer.encoding import encoded
@@ -17,6 +17,7 @@ from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
 
 from forge_vlm.images.marks import MarkedTokenizer, with_places
 from forge_vlm.images.processing import decoded
+from forge_vlm.images.video import frames_of, is_video
 from forge_vlm.samples.rows import Image, InFile, RowLayout
 from forge_vlm.samples.store import Prepared, SampleWriter, read_file
 
@@ -54,14 +55,11 @@ class _Made(NamedTuple):
     empty: int
 
 
-def make_samples(
-    files: Sequence[Path], root: Path, folder: Path, how: Preparation, making: Making, what: str
-) -> None:
+def make_samples(tasks: Sequence[Task], folder: Path, how: Preparation, making: Making, what: str) -> None:
     """Write the samples of files into a folder, which must not exist.
 
     Args:
-        files: of rows.
-        root: names of rows are relative to it.
+        tasks: parts of files of rows.
         folder: see `SampleStore`.
         how: rows become samples.
         making: with how many processes.
@@ -70,19 +68,19 @@ def make_samples(
     Raises:
         DataError: a file or an image is damaged, a row is not what the layout needs, or none is left.
     """
-    tasks = [task for file in files for task in tasks_of(file, root)]
     total, done = sum(task.bytes for task in tasks), 0
+    files = len({task.path for task in tasks})
     say, damaged, empty = making.saying(what), list[str](), 0
     workers = making.workers or (cores() if total > 16 << 20 else 1)
     with SampleWriter(folder) as writer:
-        for task, made in in_order(partial(_made_of, how=how), portions(tasks), workers):
+        for task, made in in_order(partial(_made_of, how=how), portions(tasks, as_text=(".csv",)), workers):
             for sample in made.samples:
                 writer.add(sample)
             damaged, empty, done = damaged + made.damaged, empty + made.empty, done + task.bytes
             say(done, total)
         if not writer.samples:
             raise DataError(
-                f"there is no sample in {len(files)} files ({len(damaged)} damaged, {empty} without text)"
+                f"there is no sample in {files} files ({len(damaged)} damaged, {empty} without text)"
             )
         if not writer.has_targets:
             raise DataError(
@@ -91,7 +89,7 @@ def make_samples(
             )
         writer.publish(len(damaged))
     passed = f", {empty:,} rows without text passed over" if empty else ""
-    sys.stderr.write(f"{what}: {writer.samples:,} samples of {len(files):,} files{passed}\n")
+    sys.stderr.write(f"{what}: {writer.samples:,} samples of {files:,} files{passed}\n")
     if damaged:
         listed = "; ".join(damaged[:NAMED]) + ("; ..." if len(damaged) > NAMED else "")
         sys.stderr.write(f"{what}: {len(damaged):,} samples with damaged images left out: {listed}\n")
@@ -180,7 +178,9 @@ def prepared(
 def _measured(image: Image, how: Preparation) -> Size:
     raw = read_file(image) if isinstance(image, InFile) else image
     size = how.reader.measure(raw)
-    if how.decode:
+    if how.decode and is_video(raw):
+        frames_of(raw, size.frames)
+    elif how.decode:
         decoded(raw)
     return size
 

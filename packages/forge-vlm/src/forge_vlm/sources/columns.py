@@ -98,9 +98,10 @@ class ImageTextConfig(HfConfig):
         if not folder.exists():
             try:
                 folder.parent.mkdir(parents=True, exist_ok=True)
+                tasks = [task for file in files for task in self.tasks(file, root)]
                 with locked(folder.with_suffix(".lock"), f"{what} are looked at"):
                     if not folder.exists():
-                        make_samples(files, root, folder, how, opening.making, what)
+                        make_samples(tasks, folder, how, opening.making, what)
             except OSError as error:
                 raise DataError(
                     f"the samples cannot be kept in {opening.cache}: {error}; set data.cache_dir or "
