@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +14,13 @@ from typing import Any
 import torch
 from forge_config import ConfigError
 from forge_data.tokenizer.tokenizer import Tokenizer, stop_ids, with_bos
+from forge_model.config import ModelConfig
 from forge_model.generation.generate import Sampling, generate
+from forge_model.model_config import Prompt
 from torch import Tensor, nn
 
 from forge_trainer.trained import write_json
+from forge_trainer.write import batch_inputs
 
 try:
     from lm_eval import evaluator, utils
@@ -130,20 +134,24 @@ class RunModel(TemplateLM):
                     f"a task asks for {room} new tokens; expected 1 to {self.max_length - 1}, below "
                     "model.max_tokens"
                 )
-            prompts = [self.tok_encode(text) or [self.eot_token_id] for _, (text, _) in members]
-            prompts = [prompt[-(self.max_length - room) :] for prompt in prompts]
-            for indices in self._batches([len(prompt) for prompt in prompts]):
+            prompts = [self._prompt(arguments, room) for _, arguments in members]
+            for indices in self._batches([len(prompt.tokens) for prompt in prompts]):
                 texts = self._continued([prompts[i] for i in indices], room, sampling, until)
                 for index, text in zip(indices, texts, strict=True):
                     written[members[index][0]] = text
         return written
+
+    def _prompt(self, arguments: Sequence[Any], room: int) -> Prompt:
+        """What the model is given of the arguments of a request, whose end leaves `room` for new tokens."""
+        tokens = self.tok_encode(arguments[0]) or [self.eot_token_id]
+        return Prompt(tokens[-(self.max_length - room) :])
 
     def _sampling(self, sampling: Sampling) -> Sampling:
         """How tokens are chosen."""
         return sampling
 
     def _continued(
-        self, prompts: list[list[int]], room: int, sampling: Sampling, until: list[str]
+        self, prompts: Sequence[Prompt], room: int, sampling: Sampling, until: list[str]
     ) -> list[str]:
         decode: Callable[[list[int]], str] = self._tokenizer.decode
         rows: list[list[int]] = [[] for _ in prompts]
@@ -155,7 +163,16 @@ class RunModel(TemplateLM):
                     if any(stop in decode(rows[index]) for stop in until):
                         yield index
 
-        generate(self._model, prompts, room, sampling, self._stops, self._generator, on_tokens=ended)
+        generate(
+            self._model,
+            [prompt.tokens for prompt in prompts],
+            room,
+            sampling,
+            self._stops,
+            self._generator,
+            on_tokens=ended,
+            inputs=batch_inputs(prompts, self._device),
+        )
         texts = [decode(row) for row in rows]
         for word in until:
             texts = [text.split(word)[0] for text in texts]
@@ -166,6 +183,46 @@ class RunModel(TemplateLM):
         order, count = sorted(range(len(lengths)), key=lambda i: -lengths[i]), parts * self._batch_size
         for start in range(0, len(order), count):
             yield order[start : start + count]
+
+
+class SeeingModel(RunModel):
+    """A model that takes images; only tasks that have it write have them, as for `hf-multimodal`."""
+
+    MULTIMODAL = True
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """See `RunModel`.
+
+        Raises:
+            ConfigError: a task compares the likelihood of texts behind images.
+        """
+        if any(len(request.args) > 2 for request in requests):
+            raise ConfigError(
+                f"the task {requests[0].task_name} compares likelihoods of texts behind images; expected one "
+                "that has the model write (output_type: generate_until)"
+            )
+        return super().loglikelihood(requests, disable_tqdm)
+
+    def _prompt(self, arguments: Sequence[Any], room: int) -> Prompt:
+        """See `RunModel`; what is too long with its images is an error, for neither can be cut."""
+        images = [_png(image) for image in (arguments[2]["visual"] if len(arguments) > 2 else [])]
+        config: ModelConfig = self._model.config  # type: ignore[assignment]
+        try:
+            prompt = config.prompt(arguments[0], images, self._tokenizer)
+        except ValueError as error:
+            raise ConfigError(f"the prompt {arguments[0]!r} of a task: {error}") from None
+        if len(prompt.tokens) > self.max_length - room:
+            raise ConfigError(
+                f"a task has a prompt of {len(prompt.tokens)} tokens with its images, and asks for {room} "
+                f"new ones; expected at most model.max_tokens = {self.max_length} together"
+            )
+        return prompt
+
+
+def _png(image: Any) -> bytes:
+    file = io.BytesIO()
+    image.convert("RGB").save(file, "png")
+    return file.getvalue()
 
 
 def _generation(options: dict[str, Any]) -> tuple[list[str], Sampling, int]:
@@ -214,6 +271,7 @@ def known_tasks(names: Sequence[str], folder: Path | None, names_key: str, folde
 def evaluate_tasks(
     model: nn.Module,
     tokenizer: Tokenizer,
+    config: ModelConfig,
     micro_batch: int,
     options: argparse.Namespace,
     stops: Sequence[int] = (),
@@ -226,8 +284,9 @@ def evaluate_tasks(
     names = options.tasks.split(",")
     folder = None if options.tasks_from is None else Path(options.tasks_from).resolve()
     manager = known_tasks(names, folder, "--tasks", "--tasks-from")
+    asked = SeeingModel if config.items() is not None else RunModel
     found = evaluator.simple_evaluate(
-        RunModel(model, tokenizer, options.batch_size or micro_batch, stops=stops),
+        asked(model, tokenizer, options.batch_size or micro_batch, stops=stops),
         tasks=names,
         task_manager=manager,
         num_fewshot=options.num_fewshot,

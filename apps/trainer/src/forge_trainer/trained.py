@@ -144,7 +144,7 @@ def evaluate_run(options: argparse.Namespace) -> None:
         sys.stdout.write(f"{options.directory} at step {step}\n")
         tokenizer = job.data.tokenizer.build()
         stops = stops_of(job, tokenizer)
-        return evaluate_tasks(model, tokenizer, job.train.micro_batch, options, stops)
+        return evaluate_tasks(model, tokenizer, job.model, job.train.micro_batch, options, stops)
     mesh = Mesh(next(model.parameters()).device)
     sets = open_evaluations(job, mesh)
     if not sets:

@@ -90,7 +90,7 @@ class Writer:
     def show(self, prompt: str, images: Sequence[bytes] = ()) -> None:
         """Print a prompt and what follows it, as it is written."""
         given = self.prompt(prompt, images)
-        tokens, inputs = given.tokens, self._inputs([given])
+        tokens, inputs = given.tokens, batch_inputs([given], self._generator.device)
         decode, shown = self._tokenizer.decode, tokens[:]
         new_tokens = min(self._new_tokens, room_for(len(tokens), self._max_tokens))
         sys.stdout.write(decode(tokens))
@@ -108,17 +108,6 @@ class Writer:
         sampled = self._sampling, self._stops, self._generator
         generate(self._model, [tokens], new_tokens, *sampled, show, **self._ways, inputs=inputs)
         sys.stdout.write("\n")
-
-    def _inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
-        """What the model takes beside the tokens of a batch, padded on the left as they are."""
-        longest, first = max(len(prompt.tokens) for prompt in prompts), prompts[0]
-        found: dict[str, torch.Tensor] = {}
-        for name in first.inputs:
-            rows = [torch.from_numpy(prompt.inputs[name]) for prompt in prompts]
-            if name in first.by_token:
-                rows = [nn.functional.pad(row, (longest - row.shape[-1], 0)) for row in rows]
-            found[name] = torch.cat(rows).to("cpu" if name in first.host else self._generator.device)
-        return found
 
     def continued(self, prompts: list[Asked], batch_size: int) -> Iterator[tuple[int, str]]:
         """What follows each of many prompts, those of like length together: index and text.
@@ -157,11 +146,23 @@ class Writer:
                 self._stops,
                 self._generator,
                 **self._ways,
-                inputs=self._inputs([rows[i] for i in batch]),
+                inputs=batch_inputs([rows[i] for i in batch], self._generator.device),
             )
             for index, answer in zip(batch, written, strict=True):
                 text = [token for token in answer if token not in self._stops]
                 yield index, self._tokenizer.decode(text)
+
+
+def batch_inputs(prompts: Sequence[Prompt], device: torch.device) -> dict[str, torch.Tensor]:
+    """What the model takes beside the tokens of a batch of prompts, padded on the left as they are."""
+    longest, first = max(len(prompt.tokens) for prompt in prompts), prompts[0]
+    found: dict[str, torch.Tensor] = {}
+    for name in first.inputs:
+        rows = [torch.from_numpy(prompt.inputs[name]) for prompt in prompts]
+        if name in first.by_token:
+            rows = [nn.functional.pad(row, (longest - row.shape[-1], 0)) for row in rows]
+        found[name] = torch.cat(rows).to("cpu" if name in first.host else device)
+    return found
 
 
 def room_for(prompt_tokens: int, max_tokens: int) -> int:
