@@ -61,6 +61,7 @@ FUSIONS = {
     "spans": '{ attention = "image" }',
     "cross-attention": '{ type = "cross-attention", layers = ":", max_visual_tokens = 32, gate_init = 0.5 }',
     "mixture-of-transformers": '{ type = "mixture-of-transformers" }',
+    "moma": '{ type = "moma", experts = { text = 2, image = 2 } }',
 }
 
 
@@ -100,6 +101,7 @@ LAYOUTS = {
     "tp2": ("--mesh.tp=2", "--tensor_parallel.sequence=false"),
     "tp2-sequence": ("--mesh.tp=2",),
     "pp2": ("--mesh.pp=2",),
+    "ep2": ("--mesh.ep=2",),
     "cp2": ("--mesh.cp=2", "--context_parallel.method=ulysses"),
 }
 TOGETHER = {
@@ -107,12 +109,13 @@ TOGETHER = {
     "spans": ("tp2-sequence", "cp2"),
     "cross-attention": ("fsdp2", "tp2", "pp2", "cp2"),
     "mixture-of-transformers": ("fsdp2", "tp2", "pp2"),
+    "moma": ("fsdp2", "tp2", "pp2", "ep2"),
 }
 
 
 def runs_of(fusion, layout):
     """tests/distributed/test_fusions.py has these in float64, much quicker."""
-    quick = fusion in ("joint", "spans") or layout == "pp2"
+    quick = fusion in ("joint", "spans") or layout in ("pp2", "ep2")
     return pytest.param(fusion, layout, marks=[] if quick else [pytest.mark.slow])
 
 
@@ -141,6 +144,9 @@ REFUSED = (
     ("cross-attention", ("--mesh.pp=2", "--mesh.cp=2"), "mesh.cp = 1"),
     ("mixture-of-transformers", ("--mesh.tp=2",), "tensor_parallel.sequence = false"),
     ("mixture-of-transformers", ("--mesh.cp=2",), "mesh.cp = 1"),
+    ("moma", ("--mesh.tp=2",), "tensor_parallel.sequence = false"),
+    ("moma", ("--mesh.cp=2",), "mesh.cp = 1"),
+    ("moma", ("--mesh.ep=4",), "does not divide the experts of every layer: layer 0 text has 2"),
 )
 
 

@@ -228,6 +228,28 @@ def test_noise_is_that_of_training_only():
     assert found.mean().abs() < 0.05 and found.var().item() == pytest.approx(torch.pi**2 / 3, rel=0.05)
 
 
+@pytest.mark.parametrize("ffn", [SwiGLUConfig(), MLPConfig(bias=True)], ids=["swiglu", "mlp"])
+def test_experts_that_start_as_the_feed_forward_of_a_dense_decoder_compute_what_it_does(ffn):
+    dense, fusion = text(ffn=ffn), MomaConfig(normalize=True, layers="1", experts=ExpertsConfig(image=2))
+    theirs, ours = dense.build(), fusion.decoder(dense).build()
+    initialize(theirs, 3)
+    initialize(ours, 4)  # auxiliary routers choose all
+    weights, mine = theirs.double().state_dict(), ours.double().state_dict()
+    seeds = {name: fusion.seed_of(name) for name in mine}
+    new = {name for name, seed in seeds.items() if seed is None}
+    assert all(".router." in name or ".aux." in name for name in new) and len(new) == 2 * 5
+    assert {*seeds.values()} - {None} == weights.keys()
+    ours.load_state_dict({n: mine[n] if s is None else weights[s].expand_as(mine[n]) for n, s in seeds.items()})
+    tokens = torch.randint(31, (4, 12))
+    there = MODALITY < 2
+    expected = theirs.eval()(tokens)[there]
+    torch.testing.assert_close(ours.eval()(tokens, modality=MODALITY)[there], expected, rtol=0, atol=1e-12)
+    group, x = ours.train().layers["1"].ffn.text, torch.randn(4, 12, DIM, dtype=torch.float64)
+    made, served = theirs.layers["1"].ffn(x), group(x, MODALITY == 0).any(-1)
+    torch.testing.assert_close(group(x, MODALITY == 0)[served], made[served], rtol=0, atol=1e-12)
+    assert 6 <= served.sum() < (MODALITY == 0).sum(), "some are passed by while experts choose"
+
+
 def test_layers_that_are_not_named_stay_as_they_are():
     config = MomaConfig(layers="1").decoder(
         text(overrides=[LayerOverride(layers="1", ffn=MLPConfig(dim=40))])

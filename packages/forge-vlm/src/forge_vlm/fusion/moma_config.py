@@ -67,7 +67,7 @@ class MomaConfig(ModalitiesConfig):
         for name in MODALITIES:
             if self.capacity_factor > (count := getattr(self.experts, name)):
                 raise ValueError(
-                    f"capacity_factor = {self.capacity_factor} experts a token, and experts.{name} = {count}; "
+                    f"capacity_factor = {self.capacity_factor} experts a token, of experts.{name} = {count}; "
                     "use more experts, or a smaller factor"
                 )
         if self.gumbel_noise and self.routing != "choice":
@@ -86,6 +86,19 @@ class MomaConfig(ModalitiesConfig):
             for index in chosen
         ]
         return replace(config, overrides=[*config.overrides, *experts])
+
+    def seed_of(self, name: str) -> str | None:
+        """The weight of the decoder without images from which one of `decoder` starts; None if none does.
+
+        Of which all experts of both modalities start as copies (upcycling, arXiv:2212.05055); routers do not.
+        """
+        layer, found, inner = name.partition(".ffn.")
+        modality, _, inner = inner.partition(".")
+        if not found or modality not in MODALITIES:
+            return name
+        part, _, tensor = inner.partition(".")
+        kinds = {"w": "weight", "b": "bias"}
+        return f"{layer}.ffn.w{tensor[1:]}.{kinds[tensor[0]]}" if part == "experts" else None
 
     def require_layer(self, index: int, layer: LayerConfig) -> None:
         """See `ModalitiesConfig.require_layer`."""
