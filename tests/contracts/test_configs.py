@@ -66,6 +66,7 @@ RUNS = {
     "vlm_debug_joint": (1, 0.734e6),
     "vlm_debug_cross": (1, 1.161e6),
     "vlm_debug_mot": (1, 1.161e6),
+    "vlm_debug_moma": (1, 2.8e6),
     "moe_1b_a400m": (16, 1.12e9),
     "mla_moe_16b": (16, 16.5e9),
     "llama-125m": (4, 0.174e9),
