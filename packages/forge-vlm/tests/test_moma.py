@@ -239,7 +239,8 @@ def test_experts_that_start_as_the_feed_forward_of_a_dense_decoder_compute_what_
     new = {name for name, seed in seeds.items() if seed is None}
     assert all(".router." in name or ".aux." in name for name in new) and len(new) == 2 * 5
     assert {*seeds.values()} - {None} == weights.keys()
-    ours.load_state_dict({n: mine[n] if s is None else weights[s].expand_as(mine[n]) for n, s in seeds.items()})
+    copies = {n: weights[seed].expand_as(mine[n]) for n, seed in seeds.items() if seed is not None}
+    ours.load_state_dict(mine | copies)
     tokens = torch.randint(31, (4, 12))
     there = MODALITY < 2
     expected = theirs.eval()(tokens)[there]
