@@ -62,6 +62,7 @@ FUSIONS = {
     "cross-attention": '{ type = "cross-attention", layers = ":", max_visual_tokens = 32, gate_init = 0.5 }',
     "mixture-of-transformers": '{ type = "mixture-of-transformers" }',
     "moma": '{ type = "moma", experts = { text = 2, image = 2 } }',
+    "moma-threshold": '{ type = "moma", routing = "threshold" }',
 }
 
 
@@ -87,7 +88,14 @@ def image(colour, folder):
     return folder / f"{colour}.png"
 
 
-@pytest.mark.parametrize("fusion", [name for name in FUSIONS if name != "spans"])
+EACH = [
+    pytest.param(name, marks=[pytest.mark.slow] if name == "moma-threshold" else [])
+    for name in FUSIONS
+    if name != "spans"
+]
+
+
+@pytest.mark.parametrize("fusion", EACH)
 def test_run_with_images_goes_on_after_a_kill(forge, seeing, tmp_path, fusion):
     forge("train", seeing(root="whole", name="whole.toml", fusion=fusion), "--data.workers=1")
     path = seeing(fusion=fusion)
@@ -158,7 +166,7 @@ def test_layouts_that_compute_something_else_are_refused_before_a_group_exists(
     assert refused.returncode == 78 and said in refused.stderr
 
 
-@pytest.mark.parametrize("fusion", [name for name in FUSIONS if name != "spans"])
+@pytest.mark.parametrize("fusion", EACH)
 def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_path, fusion):
     forge("train", seeing(steps=3, fusion=fusion))
     run, red = tmp_path / "runs" / "tiny", image("red", tmp_path)

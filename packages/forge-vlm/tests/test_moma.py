@@ -134,6 +134,10 @@ def test_what_a_sequence_trains_on_depends_on_no_other_and_on_no_padding():
     later = tokens.clone()
     later[2, -1] += 1
     assert (model(later, modality=MODALITY) - together)[2, :-1].any(), "experts see what comes later"
+    with torch.no_grad():  # as `generate` does, whatever the mode
+        without = model(tokens, modality=MODALITY)
+        assert not (model(later, modality=MODALITY) - without)[2, :-1].any()
+        assert torch.equal(model.eval()(tokens, modality=MODALITY), without)
 
 
 def test_equal_tokens_are_chosen_in_their_order():
@@ -223,7 +227,7 @@ def test_noise_is_that_of_training_only():
     assert not torch.equal(ffn(x, MODALITY), ffn(x, MODALITY))
     ffn.eval()
     assert torch.equal(ffn(x, MODALITY), ffn(x, MODALITY))
-    noise = [torch.logit(ffn.train().text._scores(x)) - ffn.text.router(x) for _ in range(400)]
+    noise = [torch.logit(ffn.text._scores(x, True)) - ffn.text.router(x) for _ in range(400)]
     found = torch.stack(noise)  # of the difference of two Gumbel variables: logistic, variance pi^2 / 3
     assert found.mean().abs() < 0.05 and found.var().item() == pytest.approx(torch.pi**2 / 3, rel=0.05)
 

@@ -136,27 +136,31 @@ class ModalityExperts(nn.Module):
         self.tally = Tally(num_experts + len(STATISTICS) + (0 if chooses else num_experts))
 
     def forward(self, x: Tensor, mine: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]: weighted sums of what experts make; 0 for tokens not of `mine` [B, T]."""
-        scores = self._scores(x)
+        """[B, T, D] -> [B, T, D]: weighted sums of what experts make; 0 for tokens not of `mine` [B, T].
+
+        Experts choose only in training mode with gradients: whoever writes does not look at later tokens.
+        """
+        trains = self.training and torch.is_grad_enabled()
+        scores = self._scores(x, trains)
         guessed = scores - self._thresholds(scores) if self.aux is None else self.aux(x)
         mask = (guessed >= 0) & mine[..., None]
-        chosen = choose(scores, mine, self.capacity) if self.training else None
+        chosen = choose(scores, mine, self.capacity) if trains else None
         pairs = chosen if self.aux is not None else None
         mask = mask if pairs is None else pairs.mask
         weights = to_sum_one(scores * mask) if self.options.normalize else scores
         routing = _of_mask(mask, weights) if pairs is None else pairs.routing(weights)
         out = serve(partial(self.dispatch, self.experts), x.flatten(0, 1), routing, self.num_experts)
         out = out.view_as(x)
-        if chosen is None or not torch.is_grad_enabled():
+        if chosen is None:
             return out
         loss, counted = self._counted(guessed, mask, chosen, mine)
         step_tokens = self.step_tokens or mine.numel()
         return tallied(out, loss * (self.options.aux_weight / step_tokens), counted, self.tally)
 
-    def _scores(self, x: Tensor) -> Tensor:
+    def _scores(self, x: Tensor, trains: bool) -> Tensor:
         """[B, T, D] -> [B, T, E] between 0 and 1."""
         logits = self.router(x)
-        if self.training and self.options.gumbel_noise:
+        if trains and self.options.gumbel_noise:
             ones, others = (torch.empty_like(logits).exponential_().log() for _ in range(2))
             logits = logits - ones + others
         return logits.sigmoid()
