@@ -13,7 +13,12 @@ from forge_data.sources.items import Size
 from forge_model import DecoderConfig
 from forge_model.config import GroupedQueryConfig
 from forge_parallel import Mesh, ParallelConfig, TensorParallelConfig
-from forge_parallel.config import ActivationCheckpointingConfig, ContextParallelConfig, PipelineConfig
+from forge_parallel.config import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    ContextParallelConfig,
+    PipelineConfig,
+)
 from forge_parallel.testing import run_ranks
 from forge_vlm import VisionLanguageConfig
 from forge_vlm.encoders.config import ViTConfig
@@ -48,13 +53,22 @@ LAYOUTS = {
     "ep2": (2, {"ep": 2}, ParallelConfig()),
     "fsdp2-ep2": (4, {"ep": 2}, ParallelConfig()),
     "pp2-ep2": (4, {"pp": 2, "ep": 2}, ParallelConfig()),
+    "fsdp2-compiled": (2, {}, ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager"))),
     "fsdp2-checkpointed": (
         2,
         {},
         ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full")),
     ),
 }
-SLOW = ("hsdp2x2", "pp2-tp2", "pp2-interleaved", "fsdp2-checkpointed", "fsdp2-ep2", "pp2-ep2")
+SLOW = (
+    "hsdp2x2",
+    "pp2-tp2",
+    "pp2-interleaved",
+    "fsdp2-checkpointed",
+    "fsdp2-compiled",
+    "fsdp2-ep2",
+    "pp2-ep2",
+)
 
 
 def model(fusion: str) -> VisionLanguageConfig:
