@@ -60,15 +60,7 @@ LAYOUTS = {
         ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full")),
     ),
 }
-SLOW = (
-    "hsdp2x2",
-    "pp2-tp2",
-    "pp2-interleaved",
-    "fsdp2-checkpointed",
-    "fsdp2-compiled",
-    "fsdp2-ep2",
-    "pp2-ep2",
-)
+QUICK = ("fsdp2", "tp2", "pp2", "cp2", "ep2")
 
 
 def model(fusion: str) -> VisionLanguageConfig:
@@ -139,7 +131,7 @@ def single(fusion: str) -> dict:
 
 @pytest.mark.parametrize("fusion", FUSIONS)
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in LAYOUTS]
 )
 def test_fusion_trains_as_in_one_process(layout, fusion):
     world_size, sizes, config = LAYOUTS[layout]
