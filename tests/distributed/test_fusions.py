@@ -52,6 +52,7 @@ LAYOUTS = {
     "cp2": (2, {"cp": 2}, ParallelConfig(context_parallel=ContextParallelConfig(method="ulysses"))),
     "ep2": (2, {"ep": 2}, ParallelConfig()),
     "fsdp2-ep2": (4, {"ep": 2}, ParallelConfig()),
+    "ep2-tp2": (4, {"ep": 2, "tp": 2}, ParallelConfig(tensor_parallel=WHOLE)),
     "pp2-ep2": (4, {"pp": 2, "ep": 2}, ParallelConfig()),
     "fsdp2-compiled": (2, {}, ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager"))),
     "fsdp2-checkpointed": (

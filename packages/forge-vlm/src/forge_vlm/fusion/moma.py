@@ -55,21 +55,26 @@ class Chosen(NamedTuple):
 def choose(scores: Tensor, mine: Tensor, capacity: float) -> Chosen:
     """Let each expert choose the tokens of its highest scores in each sequence, the earlier of equal ones.
 
+    Scores are equal that are so in steps of `STEP`. Tokens may well be alike, such as the first of several
+    samples: which of them is chosen must not hang on how sums were rounded.
+
     Args:
-        scores: [B, T, E], above 0.
+        scores: [B, T, E], from 0 to 1.
         mine: [B, T] bool, the tokens that can be chosen.
         capacity: the part of them that an expert chooses, rounded up; at most 1.
     """
-    ranked = scores.detach().masked_fill(~mine[..., None], -1.0).sort(dim=1, descending=True, stable=True)
+    stepped = (scores.detach() / STEP).floor().masked_fill(~mine[..., None], -1.0)
+    ranked = stepped.argsort(dim=1, descending=True, stable=True)
     most = ceil(mine.shape[1] * capacity - ROUNDING)
     each = (mine.sum(1).double() * capacity - ROUNDING).ceil().long()
     taken = torch.arange(most, device=mine.device) < each[:, None]
-    tokens = ranked.indices[:, :most]
+    tokens = ranked[:, :most]
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, tokens, taken[..., None].expand_as(tokens))
-    last = (each - 1).clamp(min=0)[:, None, None].expand(-1, 1, scores.shape[2])
-    return Chosen(mask, tokens, taken, ranked.values.gather(1, last)[:, 0])
+    last = ranked.gather(1, (each - 1).clamp(min=0)[:, None, None].expand(-1, 1, scores.shape[2]))
+    return Chosen(mask, tokens, taken, scores.detach().gather(1, last)[:, 0])
 
 
+STEP = 2.0**-14
 ROUNDING = 1e-9
 """A capacity of 3 x (1/3) tokens is 1 of them."""
 
