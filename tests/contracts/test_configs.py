@@ -71,6 +71,7 @@ RUNS = {
     "vlm_debug_joint": (1, 0.734e6),
     "vlm_debug_cross": (1, 1.161e6),
     "vlm_debug_mot": (1, 1.161e6),
+    "vlm_debug_moma": (1, 2.8e6),
     "llava-7b-stage1": (8, 7.06e9),
     "llava-7b-stage2": (8, 7.06e9),
     "llama-3-v-8b": (64, 10.1e9),

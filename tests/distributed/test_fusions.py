@@ -13,13 +13,19 @@ from forge_data.sources.items import Size
 from forge_model import DecoderConfig
 from forge_model.config import GroupedQueryConfig
 from forge_parallel import Mesh, ParallelConfig, TensorParallelConfig
-from forge_parallel.config import ActivationCheckpointingConfig, ContextParallelConfig, PipelineConfig
+from forge_parallel.config import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    ContextParallelConfig,
+    PipelineConfig,
+)
 from forge_parallel.testing import run_ranks
 from forge_vlm import VisionLanguageConfig
 from forge_vlm.encoders.config import ViTConfig
 from forge_vlm.fusion.config import JointConfig
 from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
 from forge_vlm.fusion.mixture_of_transformers_config import MixtureOfTransformersConfig
+from forge_vlm.fusion.moma_config import ExpertsConfig, MomaConfig
 from parity import full, made, parameters
 
 pytestmark = pytest.mark.dist
@@ -32,6 +38,8 @@ FUSIONS = {
     "joint": JointConfig(attention="image"),
     "cross-attention": CrossAttentionConfig(layers="1:3", max_visual_tokens=8, gate_init=0.5),
     "mixture-of-transformers": MixtureOfTransformersConfig(),
+    "moma": MomaConfig(layers="1:", experts=ExpertsConfig(text=4, image=2)),
+    "moma-threshold": MomaConfig(routing="threshold", normalize=True),
 }
 WHOLE = TensorParallelConfig(sequence=False)
 LAYOUTS = {
@@ -42,13 +50,18 @@ LAYOUTS = {
     "pp2-tp2": (4, {"pp": 2, "tp": 2}, ParallelConfig(tensor_parallel=WHOLE)),
     "pp2-interleaved": (2, {"pp": 2}, ParallelConfig(pipeline=PipelineConfig(schedule="interleaved_1f1b"))),
     "cp2": (2, {"cp": 2}, ParallelConfig(context_parallel=ContextParallelConfig(method="ulysses"))),
+    "ep2": (2, {"ep": 2}, ParallelConfig()),
+    "fsdp2-ep2": (4, {"ep": 2}, ParallelConfig()),
+    "ep2-tp2": (4, {"ep": 2, "tp": 2}, ParallelConfig(tensor_parallel=WHOLE)),
+    "pp2-ep2": (4, {"pp": 2, "ep": 2}, ParallelConfig()),
+    "fsdp2-compiled": (2, {}, ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager"))),
     "fsdp2-checkpointed": (
         2,
         {},
         ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full")),
     ),
 }
-SLOW = ("hsdp2x2", "pp2-tp2", "pp2-interleaved", "fsdp2-checkpointed")
+QUICK = ("fsdp2", "tp2", "pp2", "cp2", "ep2")
 
 
 def model(fusion: str) -> VisionLanguageConfig:
@@ -108,6 +121,7 @@ def trained(sizes: dict, fusion: str, parallel: ParallelConfig) -> dict:
         "validation": step.evaluate([batch(config, STEPS, mesh)])["loss"],
         "before": before,
         "after": full(parameters(parts)),
+        "buffers": {name: buffer.clone() for part in parts for name, buffer in part.named_buffers()},
     }
 
 
@@ -118,7 +132,7 @@ def single(fusion: str) -> dict:
 
 @pytest.mark.parametrize("fusion", FUSIONS)
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in LAYOUTS]
 )
 def test_fusion_trains_as_in_one_process(layout, fusion):
     world_size, sizes, config = LAYOUTS[layout]
@@ -127,6 +141,8 @@ def test_fusion_trains_as_in_one_process(layout, fusion):
     except ValueError as error:
         assert layout == "cp2" and "mesh.cp = 1" in str(error)
         pytest.skip(str(error))
+    if "ep" in sizes and not model(fusion).expert_counts():
+        pytest.skip("no experts to share")
     one = single(fusion)
     assert all(not torch.equal(value, one["before"][name]) for name, value in one["after"].items())
     for many in run_ranks(trained, world_size, sizes, fusion, config, timeout_s=120):
@@ -136,3 +152,5 @@ def test_fusion_trains_as_in_one_process(layout, fusion):
         for key, value in one["after"].items():
             assert torch.equal(many["before"][key], one["before"][key]), key
             assert (many["after"][key] - value).abs().max() <= 1e-9 * value.abs().max() + 1e-12, key
+        for key, value in many["buffers"].items():
+            torch.testing.assert_close(value, one["buffers"][key], rtol=1e-9, atol=0)

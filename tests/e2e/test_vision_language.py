@@ -62,6 +62,8 @@ FUSIONS = {
     "spans": '{ attention = "image" }',
     "cross-attention": '{ type = "cross-attention", layers = ":", max_visual_tokens = 32, gate_init = 0.5 }',
     "mixture-of-transformers": '{ type = "mixture-of-transformers" }',
+    "moma": '{ type = "moma", experts = { text = 2, image = 2 } }',
+    "moma-threshold": '{ type = "moma", routing = "threshold" }',
 }
 
 
@@ -87,7 +89,14 @@ def image(colour, folder):
     return folder / f"{colour}.png"
 
 
-@pytest.mark.parametrize("fusion", [name for name in FUSIONS if name != "spans"])
+EACH = [
+    pytest.param(name, marks=[pytest.mark.slow] if name == "moma-threshold" else [])
+    for name in FUSIONS
+    if name != "spans"
+]
+
+
+@pytest.mark.parametrize("fusion", EACH)
 def test_run_with_images_goes_on_after_a_kill(forge, seeing, tmp_path, fusion):
     forge("train", seeing(root="whole", name="whole.toml", fusion=fusion), "--data.workers=1")
     path = seeing(fusion=fusion)
@@ -118,6 +127,7 @@ LAYOUTS = {
     "tp2": ("--mesh.tp=2", "--tensor_parallel.sequence=false"),
     "tp2-sequence": ("--mesh.tp=2",),
     "pp2": ("--mesh.pp=2",),
+    "ep2": ("--mesh.ep=2",),
     "cp2": ("--mesh.cp=2", "--context_parallel.method=ulysses"),
 }
 TOGETHER = {
@@ -125,12 +135,13 @@ TOGETHER = {
     "spans": ("tp2-sequence", "cp2"),
     "cross-attention": ("fsdp2", "tp2", "pp2", "cp2"),
     "mixture-of-transformers": ("fsdp2", "tp2", "pp2"),
+    "moma": ("fsdp2", "tp2", "pp2", "ep2"),
 }
 
 
 def runs_of(fusion, layout):
     """tests/distributed/test_fusions.py has these in float64, much quicker."""
-    quick = fusion in ("joint", "spans") or layout == "pp2"
+    quick = fusion in ("joint", "spans") or layout in ("pp2", "ep2")
     return pytest.param(fusion, layout, marks=[] if quick else [pytest.mark.slow])
 
 
@@ -317,6 +328,9 @@ REFUSED = (
     ("cross-attention", ("--mesh.pp=2", "--mesh.cp=2"), "mesh.cp = 1"),
     ("mixture-of-transformers", ("--mesh.tp=2",), "tensor_parallel.sequence = false"),
     ("mixture-of-transformers", ("--mesh.cp=2",), "mesh.cp = 1"),
+    ("moma", ("--mesh.tp=2",), "tensor_parallel.sequence = false"),
+    ("moma", ("--mesh.cp=2",), "mesh.cp = 1"),
+    ("moma", ("--mesh.ep=4",), "does not divide the experts of every layer: layer 0 text has 2"),
 )
 
 
@@ -328,7 +342,7 @@ def test_layouts_that_compute_something_else_are_refused_before_a_group_exists(
     assert refused.returncode == 78 and said in refused.stderr
 
 
-@pytest.mark.parametrize("fusion", [name for name in FUSIONS if name != "spans"])
+@pytest.mark.parametrize("fusion", EACH)
 def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_path, fusion):
     forge("train", seeing(steps=3, fusion=fusion))
     run, red = tmp_path / "runs" / "tiny", image("red", tmp_path)

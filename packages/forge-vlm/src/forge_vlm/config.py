@@ -19,6 +19,7 @@ from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig as Cros
 from forge_vlm.fusion.mixture_of_transformers_config import (
     MixtureOfTransformersConfig as MixtureOfTransformersConfig,  # registers its type
 )
+from forge_vlm.fusion.moma_config import MomaConfig as MomaConfig  # registers its type
 from forge_vlm.images.config import ImagesConfig
 from forge_vlm.images.positions import AXES, PositionKind, grid_of
 from forge_vlm.images.video import VideoConfig

@@ -18,11 +18,16 @@ class Tally:
     It is given what there is to add when the gradient passes, which happens once for each micro-batch,
     however often activations are computed again, and never in an evaluation.
 
+    Args:
+        size: how many numbers it adds up: for `Load` those of E experts, and `EXTRAS`.
+
     Attributes:
-        sums: [E + len(EXTRAS)] float64, exact for counts; None before the first.
+        sums: [size] float64, exact for counts; None before the first.
     """
 
-    sums: Tensor | None = None
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.sums: Tensor | None = None
 
     def add(self, values: Tensor) -> None:
         """Add those of one micro-batch."""

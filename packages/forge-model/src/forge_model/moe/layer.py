@@ -79,7 +79,7 @@ class ExpertLayer(Protocol):
         ...
 
     def load(self, sums: Tensor) -> dict[str, Tensor]:
-        """Learn from the sums [E + len(EXTRAS)] of a step over all ranks; returns statistics, [] each."""
+        """Learn from what the tally summed up in a step, over all ranks; returns statistics, [] each."""
         ...
 
 
@@ -112,7 +112,7 @@ class MoE(nn.Module):
         self.shared = _shared(config, dim) if config.shared_experts else None
         self.shared_gate = SharedGate(dim) if config.shared_gate else None
         self.dispatch = here
-        self.tally = Tally()
+        self.tally = Tally(self.num_experts + len(EXTRAS))
         self.tensor_roles = self._tensor_roles()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def learn_from_load(layers: dict[str, ExpertLayer], sum_: Callable[[Tensor], Ten
     """
     if not layers:
         return {}
-    sizes = [layer.num_experts + len(EXTRAS) for layer in layers.values()]
+    sizes = [layer.tally.size for layer in layers.values()]
     taken = [layer.tally.take() for layer in layers.values()]
     device = next(next(iter(layers.values())).experts.parameters()).device
     sums = [

@@ -1,0 +1,237 @@
+"""Groups of experts for each modality. B batch, T tokens, D width, E experts of a group, K chosen at most."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import ceil
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from forge_model.config import SwiGLUConfig
+from forge_model.init import Init
+from forge_model.layers import Linear
+from forge_model.moe.balance import Tally, tallied, to_sum_one
+from forge_model.moe.experts import Experts
+from forge_model.moe.layer import Dispatch, here
+from forge_model.moe.router import Router
+from forge_model.moe.router_config import RouterConfig
+from forge_model.moe.routing import Routing, one_per_slot, serve
+from torch import Tensor, nn
+
+from forge_vlm.fusion.modalities_config import MODALITIES
+from forge_vlm.fusion.moma_config import MomaFfnConfig
+
+
+class Chosen(NamedTuple):
+    """Which experts serve which tokens.
+
+    Attributes:
+        mask: [B, T, E] bool.
+        tokens: [B, K, E] int64, the tokens of each expert, by descending score.
+        taken: [B, K] which of them it takes.
+        cutoffs: [B, E] the score of the last that it takes; means nothing where there is none.
+    """
+
+    mask: Tensor
+    tokens: Tensor
+    taken: Tensor
+    cutoffs: Tensor
+
+    def routing(self, weights: Tensor) -> Routing:
+        """As many pairs as could be chosen; those that are not taken are dropped. `weights` [B, T, E]."""
+        batch, length, experts = weights.shape
+        numbers = torch.arange(experts, device=weights.device)
+        rows = torch.arange(batch, device=weights.device)[:, None, None] * length
+        taken = self.taken[..., None]
+        return Routing(
+            (self.tokens + rows).flatten(),
+            numbers.where(taken, experts).flatten(),
+            weights.gather(1, self.tokens).where(taken, 0).flatten(),
+            drops=True,
+        )
+
+
+def choose(scores: Tensor, mine: Tensor, capacity: float) -> Chosen:
+    """Let each expert choose the tokens of its highest scores in each sequence, the earlier of equal ones.
+
+    Scores are equal that are so in steps of `STEP`. Tokens may well be alike, such as the first of several
+    samples: which of them is chosen must not hang on how sums were rounded.
+
+    Args:
+        scores: [B, T, E], from 0 to 1.
+        mine: [B, T] bool, the tokens that can be chosen.
+        capacity: the part of them that an expert chooses, rounded up; at most 1.
+    """
+    stepped = (scores.detach() / STEP).floor().masked_fill(~mine[..., None], -1.0)
+    ranked = stepped.argsort(dim=1, descending=True, stable=True)
+    most = ceil(mine.shape[1] * capacity - ROUNDING)
+    each = (mine.sum(1).double() * capacity - ROUNDING).ceil().long()
+    taken = torch.arange(most, device=mine.device) < each[:, None]
+    tokens = ranked[:, :most]
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, tokens, taken[..., None].expand_as(tokens))
+    last = ranked.gather(1, (each - 1).clamp(min=0)[:, None, None].expand(-1, 1, scores.shape[2]))
+    return Chosen(mask, tokens, taken, scores.detach().gather(1, last)[:, 0])
+
+
+STEP = 2.0**-14
+ROUNDING = 1e-9
+"""A capacity of 3 x (1/3) tokens is 1 of them."""
+
+
+class Scores(Router):
+    """Logits of tokens for the experts of a group."""
+
+    def __init__(self, dim: int, num_experts: int) -> None:
+        super().__init__(RouterConfig(), dim, num_experts, 1)
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """[B, T, D] -> [B, T, E], in float32 at least."""
+        return self.logits(x).view(*x.shape[:2], self.num_experts)
+
+
+class AuxRouter(nn.Module):
+    """Guesses of one token alone whether experts would choose it; at first that all would."""
+
+    residual_writers: ClassVar[tuple[str, ...]] = ()
+    initial: ClassVar[dict[str, Init]] = {"w_out.weight": Init("constant", 0.0)}
+    tensor_roles: ClassVar[dict[str, str]] = {"w_in": "tokenwise", "w_out": "tokenwise"}
+
+    def __init__(self, dim: int, hidden: int, num_experts: int) -> None:
+        super().__init__()
+        self.w_in, self.w_out = Linear(dim, hidden), Linear(hidden, num_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> logits [B, T, E], in float32 at least; no gradient flows into `x`."""
+        logits = self.w_out(F.silu(self.w_in(x.detach())))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+STATISTICS = ("tokens", "unserved", "aux_loss", "aux_right")
+"""What is added up beside the counts of experts; each a sum over the tokens of the modality."""
+
+
+class ModalityExperts(nn.Module):
+    """The experts of one modality and their routers; an `ExpertLayer` of forge_model.
+
+    Attributes:
+        aux: guesses what experts would choose; None where thresholds decide.
+        threshold: [E + 1] running sums: of the scores from which on tokens go to an expert, and of 1, which
+            they are divided by. None where experts choose.
+    """
+
+    holds_experts: ClassVar[bool] = True
+    tensor_roles: ClassVar[dict[str, str]] = {"router": "tokenwise", "experts": "tokenwise"}
+    dispatch: Dispatch
+    step_tokens: int | None = None
+    threshold: Tensor | None
+
+    def __init__(self, config: MomaFfnConfig, dim: int, num_experts: int) -> None:
+        super().__init__()
+        expert, self.options, self.num_experts = config.expert, config.moma, num_experts
+        self.capacity = self.options.capacity_factor / num_experts
+        self.router = Scores(dim, num_experts)
+        gated, activation = isinstance(expert, SwiGLUConfig), expert.activation  # type: ignore[attr-defined]
+        self.experts = Experts(num_experts, dim, expert.hidden(dim), activation, gated, expert.bias)
+        chooses = self.options.routing == "choice"
+        self.aux = AuxRouter(dim, self.options.aux_dim, num_experts) if chooses else None
+        self.register_buffer("threshold", None if chooses else torch.empty(num_experts + 1))
+        self.initial = {} if chooses else {"threshold": Init("constant", 0.0)}
+        self.dispatch = here
+        self.tally = Tally(num_experts + len(STATISTICS) + (0 if chooses else num_experts))
+
+    def forward(self, x: Tensor, mine: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]: weighted sums of what experts make; 0 for tokens not of `mine` [B, T].
+
+        Experts choose only in training mode with gradients: whoever writes does not look at later tokens.
+        """
+        trains = self.training and torch.is_grad_enabled()
+        scores = self._scores(x, trains)
+        guessed = scores - self._thresholds(scores) if self.aux is None else self.aux(x)
+        mask = (guessed >= 0) & mine[..., None]
+        chosen = choose(scores, mine, self.capacity) if trains else None
+        pairs = chosen if self.aux is not None else None
+        mask = mask if pairs is None else pairs.mask
+        weights = to_sum_one(scores * mask) if self.options.normalize else scores
+        routing = _of_mask(mask, weights) if pairs is None else pairs.routing(weights)
+        out = serve(partial(self.dispatch, self.experts), x.flatten(0, 1), routing, self.num_experts)
+        out = out.view_as(x)
+        if chosen is None:
+            return out
+        loss, counted = self._counted(guessed, mask, chosen, mine)
+        step_tokens = self.step_tokens or mine.numel()
+        return tallied(out, loss * (self.options.aux_weight / step_tokens), counted, self.tally)
+
+    def _scores(self, x: Tensor, trains: bool) -> Tensor:
+        """[B, T, D] -> [B, T, E] between 0 and 1."""
+        logits = self.router(x)
+        if trains and self.options.gumbel_noise:
+            ones, others = (torch.empty_like(logits).exponential_().log() for _ in range(2))
+            logits = logits - ones + others
+        return logits.sigmoid()
+
+    def _thresholds(self, scores: Tensor) -> Tensor:
+        """[E]: the running means; a score of 0.5 before the first step."""
+        assert self.threshold is not None
+        sums, weight = self.threshold[:-1], self.threshold[-1]
+        return torch.where(weight > 0, sums / weight.clamp(min=TINY), 0.5).to(scores.dtype)
+
+    def _counted(self, guessed: Tensor, mask: Tensor, chosen: Chosen, mine: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of the auxiliary router, a sum over tokens, and what the tally adds up."""
+        served, zero = mask.any(-1), guessed.new_zeros(())
+        sums = [mine.sum(), (mine & ~served).sum(), zero, zero]
+        if self.aux is None:
+            cutoffs = (chosen.cutoffs * mine.sum(1, keepdim=True)).sum(0)
+            return zero, torch.cat([_doubles([*mask.sum((0, 1)), *sums]), cutoffs.double()])
+        each = F.binary_cross_entropy_with_logits(guessed, mask.to(guessed.dtype), reduction="none")
+        loss = (each.mean(-1) * mine).sum()
+        right = (((guessed >= 0) == mask).double().mean(-1) * mine).sum()
+        return loss, _doubles([*mask.sum((0, 1)), *sums[:2], loss.detach(), right])
+
+    def idle_parameters(self) -> int:
+        """See `ExpertLayer.idle_parameters`; of a token of this modality."""
+        each = sum(p.numel() for p in self.experts.parameters()) // self.num_experts
+        return round(each * (self.num_experts - self.options.capacity_factor))
+
+    @torch.no_grad()
+    def load(self, sums: Tensor) -> dict[str, Tensor]:
+        """See `ExpertLayer.load`; moves the thresholds."""
+        counts, rest = sums[: self.num_experts], sums[self.num_experts :]
+        total = dict(zip(STATISTICS, rest[: len(STATISTICS)].unbind(), strict=True))
+        tokens = total.pop("tokens").clamp(min=1)
+        told = {"experts_of_a_token": counts.sum() / tokens, "unserved": total["unserved"] / tokens}
+        if self.threshold is None:
+            return told | {name: total[name] / tokens for name in ("aux_loss", "aux_right")}
+        means = F.pad(rest[len(STATISTICS) :] / tokens, (0, 1), value=1.0).to(self.threshold.dtype)
+        moved = self.threshold.lerp(means, 1 - self.options.threshold_decay)
+        self.threshold.copy_(torch.where(rest[0] > 0, moved, self.threshold))
+        return told
+
+
+TINY = 1e-20
+
+
+def _doubles(numbers: list[Tensor]) -> Tensor:
+    return torch.stack([number.double() for number in numbers])
+
+
+def _of_mask(mask: Tensor, weights: Tensor) -> Routing:
+    """As many pairs as there are tokens and experts; those that are not in the mask [B, T, E] are dropped."""
+    experts = mask.shape[2]
+    numbers = torch.arange(experts, device=mask.device)
+    slots = one_per_slot(numbers.where(mask, experts).flatten(0, 1), weights.where(mask, 0).flatten(0, 1))
+    return slots._replace(drops=True)
+
+
+class MomaFfn(nn.Module):
+    """The feed-forward of a layer: experts of text, and experts of images."""
+
+    def __init__(self, config: MomaFfnConfig, dim: int) -> None:
+        super().__init__()
+        for name in MODALITIES:
+            self.add_module(name, ModalityExperts(config, dim, getattr(config.moma.experts, name)))
+
+    def forward(self, x: Tensor, modality: Tensor) -> Tensor:
+        """[B, T, D] and [B, T] -> [B, T, D]; 0 for padding."""
+        each = [getattr(self, name)(x, modality == index) for index, name in enumerate(MODALITIES)]
+        return each[0] + each[1]
