@@ -12,6 +12,7 @@ from typing import Any
 
 from forge_config import plain
 from forge_model import ModelError
+from forge_model.hf.config import read_config
 from forge_model.hf.families.family import Key
 
 from forge_vlm.encoders.config import EncoderConfig, TowerConfig
@@ -396,6 +397,20 @@ def tower_from_hf(hf: Mapping[str, Any]) -> TowerConfig:
             raise ModelError(f"this config.json of a {kind} cannot be read: {error}") from None
     known = ", ".join([*(one.model_type for one in TOWERS), *(one.whole for one in TOWERS if one.whole)])
     raise ModelError(f"given model_type {kind!r}; expected one of {known}")
+
+
+def tower_tree(kind: type[TowerConfig], folder: str) -> dict[str, Any]:
+    """The keys of `[model.encoder]` for the tower in a folder, every default filled in.
+
+    Raises:
+        ModelError: there is no `config.json`, it cannot be followed, or it is of another kind of tower.
+    """
+    tower = tower_from_hf(read_config(folder))
+    if type(tower) is not kind:
+        raise ModelError(
+            f"encoder.from = {folder!r} holds a {type(tower).__name__}; expected a {kind.__name__}"
+        )
+    return {key: value for key, value in plain(tower).items() if key not in ("type", "from")}
 
 
 def tower_to_hf(encoder: EncoderConfig) -> dict[str, Any]:
