@@ -61,7 +61,7 @@ class MllamaTower(Tower):
         norm = LayerNormConfig(bias=True)
         self.pre_norm, self.norm = norm.build(dim), norm.build(dim)
         self.layers.update({str(first + i): GatedBlock(layer, dim) for i in range(config.global_layers)})
-        self.depth = len(self.layers)
+        self.depth = len(self.layers.requires_grad_())
         sizes = len(config.canvases), config.max_tiles
         self.pre_tiles, self.post_tiles = TileTable(*sizes, 1, dim), TileTable(*sizes, 1, dim)
         self.position_tiles = TileTable(*sizes, len(self.positions.weight), dim)
@@ -70,7 +70,7 @@ class MllamaTower(Tower):
         """See `Tower.forward`; the rows and columns of an image are those of its canvas."""
         config = self.config
         assert self.pre_norm is not None and self.class_token is not None
-        shapes = [config.tiles(*image) for image in images_of(grids)]
+        shapes = [(rows // config.side, columns // config.side) for rows, columns in images_of(grids)]
         numbers = [1 + config.canvases.index(shape) for shape in shapes]
         x = self._tiles(self.patches(self.normalized(patches)), shapes) + self.pre_tiles(numbers)
         none = x.new_zeros(1 + x.shape[2], x.shape[3])
