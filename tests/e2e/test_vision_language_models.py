@@ -1,14 +1,19 @@
 """Vision-language models of Hugging Face in the real command: in, trained, out; and starts from parts."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forge_ckpt.weights import Weights
 from forge_data.tokenizer.hf_files import byte_files
 from forge_trainer.run_dir import read_job
 from forge_trainer.trained import load_model
+from forge_vlm.hf.models import model_from_hf
+from runs import losses
 
 transformers = pytest.importorskip("transformers")
 
@@ -243,3 +248,81 @@ def test_model_that_no_class_computes_is_exported_into_a_folder_that_starts_anot
     joint = model.replace(FUSIONS["mixture-of-transformers"], "{}")
     refused = forge("train", written("third", joint, f'"{out}"'), check=False)
     assert refused.returncode == 78 and "weights of another model than [model] describes" in refused.stderr
+
+
+def mllama(folder):
+    text = {**TEXT, "num_hidden_layers": 3, "cross_attention_layers": [1], "pad_token_id": 0}
+    vision = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "attention_heads": 3}
+    vision |= {"num_global_layers": 1, "intermediate_layers_indices": [1], "vision_output_dim": 48}
+    vision |= {"image_size": 16, "patch_size": 8, "max_num_tiles": 2}
+    vision |= {"supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]]}
+    config = transformers.MllamaConfig(text_config=text, vision_config=vision, image_token_index=272)
+    return saved(folder, transformers.MllamaForConditionalGeneration(config))
+
+
+LAYOUTS = {
+    "pp2": ("--mesh.pp=2",),
+    "fsdp2": (),
+    "tp2": ("--mesh.tp=2", "--tensor_parallel.sequence=false"),
+}
+MODELS = {"mllama": mllama, "llava": llava}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_model_of_hugging_face_is_trained_on_two_ranks_as_on_one(forge, written, tmp_path, model, layout):
+    MODELS[model](tmp_path / model)
+    keys, origin = f'from = "{tmp_path}/{model}"', f'"{tmp_path}/{model}"'
+    if model == "mllama":
+        keys += '\nfusion = { type = "cross-attention", max_visual_tokens = 64 }'
+    paths = [written(name, keys, origin, 3, "1e-2") for name in ("one", "two")]
+    forge("train", paths[0], "--train.log_every_steps=1")
+    forge("train", paths[1], "--train.log_every_steps=1", *LAYOUTS[layout], ranks=2)
+    one, two = (losses(tmp_path / name / "tiny") for name in ("one", "two"))
+    assert len(one) == 3 and two == pytest.approx(one, rel=0, abs=3e-5)
+
+
+def test_mllama_is_trained_and_exported(forge, written, tmp_path):
+    mllama(tmp_path / "mllama")
+    model = f'from = "{tmp_path}/mllama"\nfusion = {{ type = "cross-attention", max_visual_tokens = 64 }}'
+    forge("train", written("one", model, f'"{tmp_path}/mllama"', 3, "1e-2"))
+    run, out = tmp_path / "one" / "tiny", tmp_path / "out"
+    before, after = (dict(load(of).named_parameters()) for of in (tmp_path / "mllama", run))
+    for name in ("fusion.place.weight", "encoder.post_tiles.gate.weight", "connector.project.weight"):
+        assert not torch.equal(before[name], after[name]), name
+    assert "it is a MllamaForConditionalGeneration of transformers" in forge("export", run, out).stdout
+    assert "logits differ by" in forge("verify-export", run, out).stdout
+    assert (json.loads((out / "preprocessor_config.json").read_text()))["max_image_tiles"] == 2
+    asked = ("--temperature=0", "--max-new-tokens=6", "--prompt")
+    wide = ("--image", picture(tmp_path, (16, 40)), *asked, "<image>a")
+    assert forge("generate", run, *wide).stdout != forge("generate", run, *asked, "a").stdout
+
+
+def load(folder):
+    """The model of a run, or of a folder of Hugging Face."""
+    if not (folder / "config.json").exists():
+        return load_model(read_job(folder))[0]
+    hf = json.loads((folder / "config.json").read_text())
+    config = model_from_hf(hf)
+    model, found = config.build(), config.hugging_face().ours(Weights(folder))
+    model.load_state_dict(dict(found))
+    return model
+
+
+def test_what_the_page_tells_to_type_runs(forge, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "vision.md").read_text()
+    section = page.split("## Train a vision-language model from a text checkpoint")[1].split("\n### ")[0]
+    for name, text in re.findall(r"```toml\n# (\S+)\n(.*?)```", section, re.DOTALL):
+        (tmp_path / name).write_text(text)
+    llama(tmp_path / "hf" / "text")
+    clip(tmp_path / "hf" / "clip")
+    picture(tmp_path).rename(tmp_path / "a.png")
+    (commands,) = re.findall(r"```console\n(.*?)```", section, re.DOTALL)
+    typed = [shlex.split(line.removeprefix("$ uv run forge ")) for line in commands.splitlines()]
+    assert [words[0] for words in typed] == ["train", "train", "generate", "export", "verify-export"]
+    said = [forge(*words, cwd=tmp_path).stdout for words in typed]
+    assert "colour?" in said[2] and "it is a LlavaForConditionalGeneration of transformers" in said[3]
+    first, second = (dict(load(tmp_path / "runs" / name).named_parameters()) for name in ("first", "second"))
+    moved = {name.partition(".")[0] for name, one in first.items() if not torch.equal(one, second[name])}
+    assert moved == {"decoder", "connector"} and "logits differ by" in said[4]

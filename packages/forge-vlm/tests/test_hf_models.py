@@ -7,10 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-import transformers
-from forge_ckpt.weights import Weights
 from forge_config import plain
-from forge_data.sources.items import Size
 from forge_model import ModelError
 from forge_model.generation.generate import Sampling, generate
 from forge_vlm import VisionLanguageConfig
@@ -21,6 +18,8 @@ from forge_vlm.images.config import ImagesConfig
 from forge_vlm.images.processing import patches_of
 from msgspec.structs import replace
 from torch.overrides import TorchFunctionMode
+
+transformers = pytest.importorskip("transformers")
 
 IMAGE = 49
 TEXT = {"num_hidden_layers": 2, "vocab_size": 50, "max_position_embeddings": 96, "intermediate_size": 24}
@@ -145,6 +144,12 @@ def theirs_of(case, dtype=torch.float32):
     return model.to(dtype)
 
 
+def tensors_in(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
 def config_of(folder):
     """What `model.from` makes of a folder."""
     return VisionLanguageConfig.expand({"from": str(folder)})
@@ -159,7 +164,7 @@ def ours_of(theirs, folder):
         config = replace(config, fusion=replace(config.fusion, max_visual_tokens=room))
     form.require(json.loads((folder / "config.json").read_text()), "here")
     model = config.build().to(next(theirs.parameters()).dtype)
-    found = form.ours(Weights(folder))
+    found = form.ours(tensors_in(folder))
     missing, extra = model.load_state_dict({name: found[name] for name in found}, strict=False)
     assert set(missing) <= {"decoder.head.weight"} and not extra
     return model.eval()
@@ -375,7 +380,7 @@ def test_unknown_keys_and_left_over_tensors_are_errors(tmp_path):
     with pytest.raises(ModelError, match=r"encoder.layers: \[2\], there \[3\]"):
         form.require(hf | {"vision_feature_layer": -1}, "here")
     theirs.save_pretrained(tmp_path)
-    tensors = dict(Weights(tmp_path))
+    tensors = tensors_in(tmp_path)
     with pytest.raises(ModelError, match=r"with spare\.weight, which is of no part"):
         form.ours(tensors | {"spare.weight": torch.zeros(1)})
     short = {name: value for name, value in tensors.items() if "linear_2.bias" not in name}
@@ -433,6 +438,7 @@ PROCESSED = {
 
 @pytest.mark.parametrize("case", PROCESSED)
 def test_pixels_are_those_of_the_image_processor_that_is_exported(case, tmp_path):
+    items = pytest.importorskip("forge_data.sources.items", reason="the extra `data` is not installed")
     from PIL import Image
 
     hf = json.loads(json.dumps(theirs_of(case).config.to_dict()))
@@ -450,7 +456,7 @@ def test_pixels_are_those_of_the_image_processor_that_is_exported(case, tmp_path
     for height, width in ((14, 14), (40, 29), (9, 33)):
         pixels = random.integers(0, 256, (height, width, 3), np.uint8)
         expected = processor(Image.fromarray(pixels), return_tensors="np", do_normalize=False)["pixel_values"]
-        found = reader.read(pixels, Size(1, height, width))
+        found = reader.read(pixels, items.Size(1, height, width))
         ((_, rows, columns),) = found["grids"].tolist()
         patch = config.encoder.patch_size
         image = found["patches"].reshape(rows, columns, patch, patch, 3).transpose(0, 2, 1, 3, 4)

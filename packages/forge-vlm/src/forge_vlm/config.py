@@ -157,9 +157,9 @@ class VisionLanguageConfig(ComposedConfig):
 
     def hugging_face(self) -> HuggingFace:
         """See `ModelConfig.hugging_face`."""
-        from forge_vlm.hf.checkpoint import VisionLanguageCheckpoint
+        from forge_vlm.hf.checkpoint import form_of_model
 
-        return VisionLanguageCheckpoint(self)
+        return form_of_model(self)
 
     def build(self) -> nn.Module:
         """See `ModelConfig.build`."""

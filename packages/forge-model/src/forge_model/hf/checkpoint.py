@@ -18,13 +18,8 @@ class HuggingFace(Protocol):
     All methods raise `ModelError` where no class of `transformers` computes what the model does.
     """
 
-    def config(
-        self,
-        bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
-        pad_token_id: int | None = None,
-    ) -> dict[str, Any]:
-        """The `config.json` of the model."""
+    def config(self, **ids: int | None) -> dict[str, Any]:
+        """The `config.json` of the model, with `bos_token_id`, `eos_token_id` and `pad_token_id`."""
         ...
 
     def files(self, spell: Callable[[int], str]) -> Mapping[str, str]:
@@ -54,16 +49,9 @@ class DecoderCheckpoint(HuggingFace):
     def __init__(self, model: DecoderConfig) -> None:
         self._model = model
 
-    def config(
-        self,
-        bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
-        pad_token_id: int | None = None,
-    ) -> dict[str, Any]:
+    def config(self, **ids: int | None) -> dict[str, Any]:
         """See `HuggingFace.config`."""
-        return config_to_hf(
-            self._model, bos_token_id=bos_token_id, eos_token_id=eos_token_id, pad_token_id=pad_token_id
-        )
+        return config_to_hf(self._model, **ids)
 
     def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `HuggingFace.theirs`."""

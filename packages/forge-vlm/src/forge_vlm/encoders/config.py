@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from forge_config import Config, Meta, Registry
 from forge_model.attention.rope_config import NoRopeConfig
@@ -16,6 +16,7 @@ from forge_model.config import (
     StandardBlockConfig,
 )
 from forge_model.ffn.config import FfnConfig
+from msgspec import field
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,6 +84,8 @@ class TowerConfig(EncoderConfig):
     """Interface of towers that are vision transformers (arXiv:2010.11929) with norms before their parts.
 
     Attributes:
+        from: fills in all keys that are absent from the `config.json` in this folder of Hugging Face, of the
+            tower or of a model that has it beside text. The run keeps the keys, not the folder.
         dim: width of the residual stream.
         num_layers: blocks.
         num_heads: of each attention.
@@ -103,6 +106,7 @@ class TowerConfig(EncoderConfig):
     normalizes_last: ClassVar[bool] = True
     resize_positions: ClassVar[Literal["bicubic", "bilinear", "nearest"]] = "bicubic"
 
+    from_: str | None = field(default=None, name="from")
     dim: Count = 128
     num_layers: Count = 1
     num_heads: Count = 4
@@ -112,6 +116,21 @@ class TowerConfig(EncoderConfig):
     post_norm: bool | None = None
     eps: Positive = 1e-5
     init_std: Positive = 0.02
+
+    @classmethod
+    def expand(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """Lay the keys of `[model.encoder]` over those of the folder named by `from`.
+
+        Raises:
+            ValueError: the folder holds no tower of this type.
+        """
+        if not isinstance(tree.get("from"), str):
+            return tree
+        from forge_vlm.hf.towers import tower_tree
+
+        return {key: tree[key] for key in tree if key != "from"} | {
+            key: value for key, value in tower_tree(cls, tree["from"]).items() if key not in tree
+        }
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads:

@@ -207,15 +207,16 @@ class MllamaTowerConfig(FixedConfig):
     mean: Triple = CLIP_MEAN
     std: Triple = CLIP_STD
     global_layers: Count = 8
+    post_norm: bool | None = True
     max_tiles: Count = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.image_size % self.patch_size or self.position_side != self.side or self.post_norm is not None:
+        if self.image_size % self.patch_size or self.position_side != self.side or not self.post_norm:
             raise ValueError(
                 f"encoder.image_size = {self.image_size}, patch_size = {self.patch_size}, positions = "
-                f"{self.positions}, post_norm = {self.post_norm}; expected a multiple of the patch size, and "
-                "no positions and post_norm"
+                f"{self.positions}, post_norm = {self.post_norm}; expected a multiple of the patch size, no "
+                "positions, and post_norm = true: the norm stands before the last blocks"
             )
 
     @property
@@ -236,10 +237,6 @@ class MllamaTowerConfig(FixedConfig):
         rows, columns = min(alike, key=lambda one: one[0] * one[1])
         return rows * size, columns * size
 
-    def tiles(self, rows: int, columns: int) -> tuple[int, int]:
-        """Rows and columns of tiles of a canvas of so many patches."""
-        return rows // self.side, columns // self.side
-
     def extras(self, rows: int, columns: int) -> int:
         """See `EncoderConfig.extras`: the class token of each tile."""
         return rows * columns // self.side**2
@@ -253,16 +250,6 @@ class MllamaTowerConfig(FixedConfig):
     def width(self) -> int:
         """See `EncoderConfig.width`."""
         return self.dim * (1 + len(self.chosen_layers))
-
-    @property
-    def normalizes(self) -> bool:
-        """See `TowerConfig.normalizes`: between the two kinds of blocks."""
-        return True
-
-    @property
-    def depth(self) -> int:
-        """See `TowerConfig.depth`."""
-        return self.num_layers
 
     def layer(self) -> LayerConfig:
         """See `TowerConfig.layer`: no biases in the attention."""

@@ -61,7 +61,7 @@ class MllamaTower(Tower):
         norm = LayerNormConfig(bias=True)
         self.pre_norm, self.norm = norm.build(dim), norm.build(dim)
         self.layers.update({str(first + i): GatedBlock(layer, dim) for i in range(config.global_layers)})
-        self.depth = len(self.layers)
+        self.depth = len(self.layers.requires_grad_())
         sizes = len(config.canvases), config.max_tiles
         self.pre_tiles, self.post_tiles = TileTable(*sizes, 1, dim), TileTable(*sizes, 1, dim)
         self.position_tiles = TileTable(*sizes, len(self.positions.weight), dim)
@@ -70,12 +70,14 @@ class MllamaTower(Tower):
         """See `Tower.forward`; the rows and columns of an image are those of its canvas."""
         config = self.config
         assert self.pre_norm is not None and self.class_token is not None
-        shapes = [config.tiles(*image) for image in images_of(grids)]
+        shapes = [(rows // config.side, columns // config.side) for rows, columns in images_of(grids)]
         numbers = [1 + config.canvases.index(shape) for shape in shapes]
         x = self._tiles(self.patches(self.normalized(patches)), shapes) + self.pre_tiles(numbers)
-        x = torch.cat([self.class_token.weight.expand(*x.shape[:2], 1, -1), x], 2)
-        x = x + (self.positions.weight - self.position_tiles.gate(self.positions.weight))
-        x = self.pre_norm(x + self.position_tiles(numbers))
+        none = x.new_zeros(1 + x.shape[2], x.shape[3])
+        x = self.class_token(x.flatten(0, 1), none[:1]).unflatten(0, x.shape[:2])
+        places = [self.positions(none[:1], ()), self.positions(none[1:], [(config.side, config.side)])]
+        place = torch.cat(places)
+        x = self.pre_norm(x + place - self.position_tiles.gate(place) + self.position_tiles(numbers))
         real, added = x.shape[2], -x.shape[2] % 8
         counts = [rows * columns for rows, columns in shapes]
         tile, patch = (torch.arange(size, device=x.device) for size in (config.max_tiles, real + added))

@@ -36,7 +36,9 @@ class Positions(nn.Module):
         self.weight = nn.Parameter(torch.empty(extra + side * side, dim))
 
     def forward(self, x: Tensor, images: Sequence[tuple[int, int]]) -> Tensor:
-        """[P, D] -> [P, D]: patches of images of so many rows and columns."""
+        """[P, D] -> [P, D]: patches of images of so many rows and columns; of none: what comes before."""
+        if not images:
+            return x + self.weight[: self.extra]
         if len(set(images)) == 1:
             return (x.unflatten(0, (len(images), -1)) + self.table(*images[0])).flatten(0, 1)
         return x + torch.cat([self.table(*image) for image in images])

@@ -100,7 +100,7 @@ class Tower(Model):
             index = torch.arange(x.shape[1], device=x.device)
             hidden = torch.stack([index >= size for size in sizes]).long()  # no copy from the host
         if self.class_token is not None:
-            x = self.class_token(x, self.positions.weight[:1])
+            x = self.class_token(x, self.positions(x.new_zeros(1, x.shape[-1]), ()))
             hidden = None if hidden is None else torch.cat([hidden[:, :1] * 0, hidden], 1)
         features = self._features(x if self.pre_norm is None else self.pre_norm(x), hidden)
         if self.class_token is not None and not self.config.extra:

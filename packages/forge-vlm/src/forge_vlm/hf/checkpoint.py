@@ -13,7 +13,7 @@ from forge_model.hf.config import read_config
 from forge_model.model_config import ModelConfig
 
 from forge_vlm.config import VisionLanguageConfig
-from forge_vlm.encoders.config import EncoderConfig, TowerConfig
+from forge_vlm.encoders.config import EncoderConfig
 from forge_vlm.hf.models import model_differences, model_from_hf, model_to_hf, whole_family
 from forge_vlm.hf.processor import processed, processor_files
 from forge_vlm.hf.towers import tower_differences, tower_from_hf, tower_to_hf
@@ -22,53 +22,75 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class VisionLanguageCheckpoint(HuggingFace):
-    """That of a whole model. See `forge_model.hf.checkpoint.HuggingFace`."""
+class Form(HuggingFace):
+    """A whole model, or a tower, in the language of `transformers`.
 
-    def __init__(self, model: VisionLanguageConfig) -> None:
-        self._model = model
+    Args:
+        written: its `config.json`.
+        tensors: has `theirs` and `ours`.
+        unlike: what differs from the model of another `config.json`, and `made_for` it.
+        made_for: what `require` returns.
+        files: see `HuggingFace.files`.
+    """
 
-    def config(
+    def __init__(
         self,
-        bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
-        pad_token_id: int | None = None,
-    ) -> dict[str, Any]:
-        """See `HuggingFace.config`."""
-        ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-        written = model_to_hf(self._model)[1]
+        written: Callable[[], dict[str, Any]],
+        tensors: Callable[[], Any],
+        unlike: Callable[[Mapping[str, Any]], list[str]],
+        made_for: ModelConfig,
+        files: Callable[[str], dict[str, str]] | None = None,
+    ) -> None:
+        self._written, self._tensors, self._unlike = written, tensors, unlike
+        self._made_for, self._files = made_for, files
+
+    def config(self, **ids: int | None) -> dict[str, Any]:
+        """See `HuggingFace.config`; a tower has no tokens."""
+        written = self._written()
+        if "text_config" not in written:
+            return written
         known = {name: token for name, token in ids.items() if token is not None}
         return written | ids | {"text_config": written["text_config"] | known}
 
     def files(self, spell: Callable[[int], str]) -> dict[str, str]:
         """See `HuggingFace.files`: those of the processor."""
-        token = spell(self._model.image_token_id or 0)
-        return processor_files(self._model, model_to_hf(self._model)[0].kind, token)
+        token = getattr(self._made_for, "image_token_id", None) or 0
+        return {} if self._files is None else self._files(spell(token))
 
     def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `HuggingFace.theirs`."""
-        from forge_vlm.hf.model_tensors import ModelTensors
-
-        return ModelTensors(self._model, model_to_hf(self._model)[0]).theirs(tensors)
+        return self._tensors().theirs(tensors)
 
     def ours(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `HuggingFace.ours`."""
-        from forge_vlm.hf.model_tensors import ModelTensors
-
-        return ModelTensors(self._model, model_to_hf(self._model)[0]).ours(tensors)
+        return self._tensors().ours(tensors)
 
     def require(self, hf: Mapping[str, Any], place: str) -> ModelConfig:
         """See `HuggingFace.require`."""
-        _require_none(model_differences(self._model, model_from_hf(hf)), place)
-        return self._model
+        if found := self._unlike(hf):
+            listed = "".join(f"\n  {line}" for line in found)
+            raise ModelError(
+                f"{place} holds the weights of another model than [model] describes:{listed}\nChange these "
+                "keys."
+            )
+        return self._made_for
 
 
-def _require_none(found: list[str], place: str) -> None:
-    if found:
-        listed = "".join(f"\n  {line}" for line in found)
-        raise ModelError(
-            f"{place} holds the weights of another model than [model] describes:{listed}\nChange these keys."
-        )
+def form_of_model(model: VisionLanguageConfig) -> Form:
+    """That of a whole model."""
+
+    def tensors() -> Any:
+        from forge_vlm.hf.model_tensors import ModelTensors
+
+        return ModelTensors(model, model_to_hf(model)[0])
+
+    return Form(
+        lambda: model_to_hf(model)[1],
+        tensors,
+        lambda hf: model_differences(model, model_from_hf(hf)),
+        model,
+        lambda token: processor_files(model, model_to_hf(model)[0].kind, token),
+    )
 
 
 class TowerPart(ModelConfig):
@@ -84,45 +106,17 @@ class TowerPart(ModelConfig):
         """See `ModelConfig.build`."""
         return self.encoder.build()
 
-    def hugging_face(self) -> TowerCheckpoint:
+    def hugging_face(self) -> Form:
         """See `ModelConfig.hugging_face`."""
-        return TowerCheckpoint(self)
-
-
-class TowerCheckpoint(HuggingFace):
-    """That of a tower, alone or beside a text tower. See `forge_model.hf.checkpoint.HuggingFace`."""
-
-    def __init__(self, part: TowerPart) -> None:
-        self._part = part
-
-    def config(
-        self,
-        bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
-        pad_token_id: int | None = None,
-    ) -> dict[str, Any]:
-        """See `HuggingFace.config`; a tower has no tokens."""
-        return tower_to_hf(self._part.encoder)
-
-    def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `HuggingFace.theirs`."""
-        return self._tensors().theirs(tensors)
-
-    def ours(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `HuggingFace.ours`."""
-        return self._tensors().ours(tensors)
-
-    def _tensors(self) -> Any:
         from forge_vlm.hf.tower_tensors import TowerTensors
 
-        tower_to_hf(self._part.encoder)
-        assert isinstance(self._part.encoder, TowerConfig)
-        return TowerTensors(self._part.encoder)
-
-    def require(self, hf: Mapping[str, Any], place: str) -> ModelConfig:
-        """See `HuggingFace.require`."""
-        _require_none(tower_differences(self._part.encoder, tower_from_hf(hf)), place)
-        return self._part
+        encoder = self.encoder
+        return Form(
+            lambda: tower_to_hf(encoder),
+            lambda: TowerTensors(encoder),  # type: ignore[arg-type]
+            lambda hf: tower_differences(encoder, tower_from_hf(hf)),
+            self,
+        )
 
 
 def model_tree(folder: str, with_images: bool) -> dict[str, Any]:

@@ -8,47 +8,32 @@ from typing import Any
 from forge_model import ModelError
 from forge_model.config import DecoderConfig
 from forge_model.hf.families.family import Key
+from forge_model.hf.keys import Keys, keyed
 
 from forge_vlm.config import VisionLanguageConfig
 from forge_vlm.connectors.config import LinearConfig
 from forge_vlm.encoders.config import TowerConfig
 from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
-from forge_vlm.hf.keys import Keys
 
 RESERVED = 8
 """Rows of their embedding behind the vocabulary, of which one is that of the image token."""
 
+_TEXT = """
+    vocab_size=128256 hidden_size=4096 hidden_act='silu' num_hidden_layers=40 num_attention_heads=32
+    num_key_value_heads=8 head_dim:int intermediate_size=14336 rope_parameters:object rope_scaling:object
+    rope_theta=500000.0 rms_norm_eps=1e-5 max_position_embeddings=131072 initializer_range=0.02
+    cross_attention_layers=[3,8,13,18,23,28,33,38]
+"""
+_FIXED = {"tie_word_embeddings": False, "is_encoder_decoder": False}
 TEXT = Keys(
     "mllama_text_model",
-    {
-        "vocab_size": Key(int, 128256),
-        "hidden_size": Key(int, 4096),
-        "hidden_act": Key(str, "silu"),
-        "num_hidden_layers": Key(int, 40),
-        "num_attention_heads": Key(int, 32),
-        "num_key_value_heads": Key(int, 8),
-        "head_dim": Key(int, None, nullable=True),
-        "intermediate_size": Key(int, 14336),
-        "rope_parameters": Key(object, None, nullable=True),
-        "rope_scaling": Key(object, None, nullable=True),
-        "rope_theta": Key(float, 500000.0),
-        "rms_norm_eps": Key(float, 1e-5),
-        "max_position_embeddings": Key(int, 131072),
-        "initializer_range": Key(float, 0.02, zero=True),
-        "cross_attention_layers": Key(list, [3, 8, 13, 18, 23, 28, 33, 38]),
-    },
-    {
-        "dropout": 0,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "is_encoder_decoder": False,
-    },
+    keyed(_TEXT),
+    _FIXED | {"dropout": 0, "attention_bias": False, "mlp_bias": False},
 )
 WHOLE = Keys(
     "mllama",
     {"image_token_index": Key(int, 128256, zero=True)},
-    {"tie_word_embeddings": False, "is_encoder_decoder": False},
+    _FIXED,
     ("vision_config", "text_config"),
 )
 

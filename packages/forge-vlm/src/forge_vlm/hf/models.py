@@ -15,6 +15,7 @@ from forge_model.config import DecoderConfig
 from forge_model.decoder.compare import differences
 from forge_model.hf.config import config_from_hf, config_to_hf
 from forge_model.hf.families.family import Key
+from forge_model.hf.keys import Keys, keyed
 from msgspec.structs import replace
 
 from forge_vlm.config import VisionLanguageConfig
@@ -23,23 +24,15 @@ from forge_vlm.encoders.config import TowerConfig
 from forge_vlm.fusion.config import JointConfig
 from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
 from forge_vlm.hf import mllama
-from forge_vlm.hf.keys import Keys
 from forge_vlm.hf.towers import ACTIVATIONS, tower_differences, tower_from_hf, tower_to_hf
 
 Full = Mapping[str, Any]
 """A table of a `config.json` with all defaults."""
 
-TEXT_IGNORED = frozenset(
-    [
-        "neftune_noise_alpha",  # noise while training
-        "num_image_tokens",  # of the processor
-        "perceiver_config",  # of Idefics2, kept in the text of SmolVLM, where nothing reads it
-        "pixel_shuffle_factor",  # the outer scale_factor is read
-        "transformers.js_config",
-        "vision_config",  # of the base class
-    ]
-)
-"""Keys of a text model inside a vision-language model that change nothing, and why."""
+_IGNORED = "neftune_noise_alpha num_image_tokens perceiver_config pixel_shuffle_factor vision_config"
+TEXT_IGNORED = frozenset([*_IGNORED.split(), "transformers.js_config"])
+"""Keys of a text model within another that change nothing: of training noise, of the processor, of Idefics2
+in SmolVLM, of the outer table (`scale_factor`), of the base class."""
 
 TEXT_FIXED = {"qk_layer_norms": False, "use_resampler": False}
 
@@ -137,8 +130,8 @@ def _read_paligemma(full: Full, tower: TowerConfig, decoder: DecoderConfig) -> V
     )
 
 
-def _dense_gemma(table: Full) -> dict[str, Any]:
-    text = {"model_type": "gemma", **table}
+def _dense_gemma(text: Full) -> dict[str, Any]:
+    text = {"model_type": "gemma", **text}
     if text.pop("use_bidirectional_attention", None) is False:
         raise ModelError("text_config.use_bidirectional_attention = False, only True can be read")
     return text
@@ -155,24 +148,15 @@ def _read_idefics3(full: Full, tower: TowerConfig, decoder: DecoderConfig) -> Vi
 
 _SEEN_ELSEWHERE = ("vision_config", "text_config", "vocab_size", "_vocab_size", "hidden_size")
 _FIXED = {"is_encoder_decoder": False}
-_LLAVA = {
-    "image_token_index": Key(int, 32000, zero=True),
-    "projector_hidden_act": Key(str, "gelu"),
-    "vision_feature_select_strategy": Key(str, "default"),
-    "vision_feature_layer": Key(object, -2),
-    "multimodal_projector_bias": Key(bool, True),
-    "tie_word_embeddings": Key(bool, False),
-}
-_PALIGEMMA = {
-    "image_token_index": Key(int, 256000, zero=True),
-    "projection_dim": Key(int, 2048),
-    "tie_word_embeddings": Key(bool, True),
-}
-_IDEFICS3 = {
-    "image_token_id": Key(int, 128257, zero=True),
-    "scale_factor": Key(int, 2),
-    "tie_word_embeddings": Key(bool, False),
-}
+_LLAVA = keyed(
+    "projector_hidden_act='gelu' vision_feature_select_strategy='default' multimodal_projector_bias=True "
+    "tie_word_embeddings=False"
+)
+_LLAVA |= {"image_token_index": Key(int, 32000, zero=True), "vision_feature_layer": Key(object, -2)}
+_PALIGEMMA = keyed("projection_dim=2048 tie_word_embeddings=True")
+_PALIGEMMA |= {"image_token_index": Key(int, 256000, zero=True)}
+_IDEFICS3 = keyed("scale_factor=2 tie_word_embeddings=False")
+_IDEFICS3 |= {"image_token_id": Key(int, 128257, zero=True)}
 
 WHOLE: tuple[WholeFamily, ...] = (
     WholeFamily(

@@ -9,10 +9,10 @@ from typing import Any
 
 from forge_model import ModelError
 from forge_model.hf.families.family import Key
+from forge_model.hf.keys import Keys, keyed
 from msgspec.structs import replace
 
 from forge_vlm.config import VisionLanguageConfig
-from forge_vlm.hf.keys import Keys
 from forge_vlm.images.config import ImagesConfig
 
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -21,18 +21,17 @@ RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 PROCESSORS = {"llava": "Llava", "paligemma": "PaliGemma", "mllama": "Mllama"}
 """Models whose processors do what ours does. That of Idefics3 resizes an image twice."""
 
-_MAYBE = {"size": object, "crop_size": object, "image_mean": list, "image_std": list}
 _HARMLESS = """
-    auto_map data_format default_to_square device disable_grouping do_convert_rgb
-    feature_extractor_type image_seq_length input_data_format processor_class
-    return_row_col_info return_tensors video_sampling
+    auto_map data_format default_to_square device disable_grouping do_convert_rgb feature_extractor_type
+    image_seq_length input_data_format processor_class return_row_col_info return_tensors video_sampling
 """  # do_convert_rgb: always; lengths: the model counts
+_READ = """
+    size:object crop_size:object image_mean:list image_std:list image_processor_type:str max_image_tiles:int
+    do_center_crop:bool do_pad:bool
+"""
 KEYS = Keys(
     "image processor",
-    {name: Key(kind, None, nullable=True) for name, kind in _MAYBE.items()}
-    | {"image_processor_type": Key(str, None, nullable=True)}
-    | {name: Key(bool, None, nullable=True) for name in ("do_center_crop", "do_pad")}
-    | {"resample": Key(int, None, True, zero=True), "max_image_tiles": Key(int, None, nullable=True)},
+    keyed(_READ) | {"resample": Key(int, None, True, zero=True)},
     {"do_normalize": True, "do_rescale": True, "do_resize": True, "rescale_factor": 1 / 255},
     _HARMLESS.split(),
 )

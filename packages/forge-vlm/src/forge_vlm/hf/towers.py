@@ -12,7 +12,9 @@ from typing import Any
 
 from forge_config import plain
 from forge_model import ModelError
+from forge_model.hf.config import read_config
 from forge_model.hf.families.family import Key
+from forge_model.hf.keys import Keys, keyed
 
 from forge_vlm.encoders.config import EncoderConfig, TowerConfig
 from forge_vlm.encoders.families import (
@@ -23,7 +25,6 @@ from forge_vlm.encoders.families import (
     Siglip2Config,
     SiglipConfig,
 )
-from forge_vlm.hf.keys import Keys
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -100,15 +101,11 @@ SHARED = {
 }
 """Keys that mean the same in every tower: theirs, ours."""
 
-SIZES: dict[str, Key] = {
-    "hidden_size": Key(int, 768),
-    "num_hidden_layers": Key(int, 12),
-    "num_attention_heads": Key(int, 12),
-    "intermediate_size": Key(int, 3072),
-    "layer_norm_eps": Key(float, 1e-6),
-    "hidden_act": Key(str, "gelu_pytorch_tanh"),
-    "patch_size": Key(int, 16),
-}
+SIZES = keyed(
+    "hidden_size=768 num_hidden_layers=12 num_attention_heads=12 intermediate_size=3072 layer_norm_eps=1e-6 "
+    "hidden_act='gelu_pytorch_tanh' patch_size=16"
+)
+STD = {"initializer_range": Key(float, 0.02, zero=True)}
 FIXED = {"num_channels": 3, "attention_dropout": 0, "dropout": 0, "is_encoder_decoder": False}
 
 NOT_OF_WEIGHTS = {"layers", "post_norm", "class_token", "mean", "std", "init_std", "image_size", "positions"}
@@ -249,46 +246,17 @@ def _write_mllama(config: MllamaTowerConfig) -> dict[str, Any]:
     }
 
 
-_CLIP = SIZES | {
-    "image_size": Key(int, 224),
-    "patch_size": Key(int, 32),
-    "hidden_act": Key(str, "quick_gelu"),
-    "layer_norm_eps": Key(float, 1e-5),
-    "initializer_range": Key(float, 0.02, zero=True),
-}
-_IDEFICS3 = SIZES | {
-    "hidden_size": Key(int, 1152),
-    "num_attention_heads": Key(int, 16),
-    "image_size": Key(int, 224),
-    "patch_size": Key(int, 32),
-    "initializer_range": Key(float, 0.02, zero=True),
-}
-_DINOV2 = {name: key for name, key in SIZES.items() if name != "intermediate_size"} | {
-    "hidden_act": Key(str, "gelu"),
-    "image_size": Key(int, 224),
-    "patch_size": Key(int, 14),
-    "mlp_ratio": Key(int, 4),
-    "qkv_bias": Key(bool, True),
-    "layerscale_value": Key(float, 1.0),
-    "use_swiglu_ffn": Key(bool, False),
-    "initializer_range": Key(float, 0.02, zero=True),
-}
-_MLLAMA = {
-    "hidden_size": Key(int, 1280),
-    "num_hidden_layers": Key(int, 32),
-    "attention_heads": Key(int, 16),
-    "intermediate_size": Key(int, 5120),
-    "norm_eps": Key(float, 1e-5),
-    "hidden_act": Key(str, "gelu"),
-    "patch_size": Key(int, 14),
-    "image_size": Key(int, 448),
-    "initializer_range": Key(float, 0.02, zero=True),
-    "num_global_layers": Key(int, 8),
-    "vision_output_dim": Key(int, 7680),
-    "max_num_tiles": Key(int, 4),
-    "intermediate_layers_indices": Key(list, [3, 7, 15, 23, 30]),
-    "supported_aspect_ratios": Key(list, None, nullable=True),
-}
+_CLIP = SIZES | STD | keyed("image_size=224 patch_size=32 hidden_act='quick_gelu' layer_norm_eps=1e-5")
+_IDEFICS3 = SIZES | STD | keyed("hidden_size=1152 num_attention_heads=16 image_size=224 patch_size=32")
+_DINOV2 = STD | keyed(
+    "hidden_size=768 num_hidden_layers=12 num_attention_heads=12 layer_norm_eps=1e-6 hidden_act='gelu' "
+    "image_size=224 patch_size=14 mlp_ratio=4 qkv_bias=True layerscale_value=1.0 use_swiglu_ffn=False"
+)
+_MLLAMA = STD | keyed(
+    "hidden_size=1280 num_hidden_layers=32 attention_heads=16 intermediate_size=5120 norm_eps=1e-5 "
+    "hidden_act='gelu' patch_size=14 image_size=448 num_global_layers=8 vision_output_dim=7680 "
+    "max_num_tiles=4 intermediate_layers_indices=[3,7,15,23,30] supported_aspect_ratios:list"
+)
 _OUTSIDE = ("projection_dim", "initializer_factor", "vision_use_head", "vocab_size", "tie_word_embeddings")
 _BACKBONE = ("out_features", "out_indices", "stage_names", "apply_layernorm", "reshape_hidden_states")
 _NO_DROP = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "drop_path_rate": 0}
@@ -306,7 +274,7 @@ TOWERS: tuple[TowerFamily, ...] = (
         SiglipConfig,
         Keys(
             "siglip_vision_model",
-            SIZES | {"image_size": Key(int, 224)},
+            SIZES | keyed("image_size=224"),
             FIXED,
             (*_OUTSIDE, "num_image_tokens"),
         ),
@@ -317,7 +285,7 @@ TOWERS: tuple[TowerFamily, ...] = (
     ),
     TowerFamily(
         Siglip2Config,
-        Keys("siglip2_vision_model", SIZES | {"num_patches": Key(int, 256)}, FIXED, _OUTSIDE),
+        Keys("siglip2_vision_model", SIZES | keyed("num_patches=256"), FIXED, _OUTSIDE),
         "Siglip2VisionModel",
         "siglip2",
         _read_siglip2,
@@ -396,6 +364,20 @@ def tower_from_hf(hf: Mapping[str, Any]) -> TowerConfig:
             raise ModelError(f"this config.json of a {kind} cannot be read: {error}") from None
     known = ", ".join([*(one.model_type for one in TOWERS), *(one.whole for one in TOWERS if one.whole)])
     raise ModelError(f"given model_type {kind!r}; expected one of {known}")
+
+
+def tower_tree(kind: type[TowerConfig], folder: str) -> dict[str, Any]:
+    """The keys of `[model.encoder]` for the tower in a folder, every default filled in.
+
+    Raises:
+        ModelError: there is no `config.json`, it cannot be followed, or it is of another kind of tower.
+    """
+    tower = tower_from_hf(read_config(folder))
+    if type(tower) is not kind:
+        raise ModelError(
+            f"encoder.from = {folder!r} holds a {type(tower).__name__}; expected a {kind.__name__}"
+        )
+    return {key: value for key, value in plain(tower).items() if key not in ("type", "from")}
 
 
 def tower_to_hf(encoder: EncoderConfig) -> dict[str, Any]:

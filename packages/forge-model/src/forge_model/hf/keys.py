@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
+from ast import literal_eval
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from forge_model import ModelError
+from forge_model.error import ModelError
 from forge_model.hf.config import HARMLESS
 from forge_model.hf.families.family import Key
 
@@ -18,6 +20,21 @@ _OLD = """
 """
 GENERATION = frozenset(_OLD.split())
 """Keys that older versions of `transformers` wrote into every table: of generation, or of text."""
+
+
+def keyed(text: str) -> dict[str, Key]:
+    """The keys of a table as a text.
+
+    Args:
+        text: `name=default`, of which the type follows, or `name:type` for one that may be null or absent.
+    """
+    found = {}
+    for word in text.split():
+        name, _, default = word.partition("=")
+        name, _, kind = name.partition(":")
+        value = literal_eval(default) if default else None
+        found[name] = Key(getattr(builtins, kind) if kind else type(value), value, nullable=bool(kind))
+    return found
 
 
 class Keys:
