@@ -36,8 +36,10 @@ from forge_model.decoder.config import DecoderConfig
 from forge_parallel import MeshConfig, ParallelConfig, Plan, build_mesh, parallelize
 from forge_parallel import fp8 as eight_bits
 from forge_parallel.apply import materialize
-from forge_parallel.config import CompileConfig, FP8Config, PrecisionConfig
+from forge_parallel.compile_config import CompileConfig
+from forge_parallel.config import PrecisionConfig
 from forge_parallel.env import Env
+from forge_parallel.fp8_config import FP8Config
 from forge_parallel.tensor import _ranks
 from forge_trainer.optim import (
     AdamWConfig,

@@ -30,7 +30,8 @@ from forge_parallel import (
     process_group,
 )
 from forge_parallel.apply import materialize
-from forge_parallel.config import ActivationCheckpointingConfig, FP8Config, PrecisionConfig
+from forge_parallel.config import ActivationCheckpointingConfig, PrecisionConfig
+from forge_parallel.fp8_config import FP8Config
 from forge_trainer.optim import (
     AdamWConfig,
     LionConfig,

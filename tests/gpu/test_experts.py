@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from forge_model.config import MoEConfig, SigmoidRouterConfig, SoftmaxRouterConfig
-from forge_parallel.config import FP8Config
 from forge_parallel.fp8 import use_fp8
+from forge_parallel.fp8_config import FP8Config
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
 from gpu_device import DEVICE, needs_cuda

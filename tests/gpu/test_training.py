@@ -26,13 +26,9 @@ from forge_parallel import (
     process_group,
 )
 from forge_parallel.apply import materialize
-from forge_parallel.config import (
-    ActivationCheckpointingConfig,
-    CompileConfig,
-    FP8Config,
-    FSDPConfig,
-    PrecisionConfig,
-)
+from forge_parallel.compile_config import CompileConfig
+from forge_parallel.config import ActivationCheckpointingConfig, FSDPConfig, PrecisionConfig
+from forge_parallel.fp8_config import FP8Config
 from forge_trainer.optim import AdamWConfig, trainable
 from forge_trainer.schedule import CosineConfig
 from forge_trainer.steps.text import TextStep

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from forge_parallel.config import FP8Config
 from forge_parallel.error import ParallelError
 from forge_parallel.fp8 import use_fp8
+from forge_parallel.fp8_config import FP8Config
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
 from torch import nn

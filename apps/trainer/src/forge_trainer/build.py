@@ -228,14 +228,25 @@ def build(
         run.hooks.append(CompareSpeed(every, run))
         run.hooks.extend([CheckCollectives(every, run)] if groups_of(mesh) else [])
     run.hooks.extend(build_hooks(run, judges, weights))
-    counters |= {hook.span: hook for hook in run.hooks if isinstance(hook, Log)}
-    counters |= {f"hooks.{h.name}": h for h in run.hooks if h.name and isinstance(h, Stateful)}
-    counters |= {"step": step} if isinstance(step, Stateful) else {}
-    for name in counters.keys() & counts.keys():
-        counters[name].load_state(counts[name])
+    load_counters(counters, counts, run)
     for hook in run.hooks:
         stack.callback(hook.close)
     return run
+
+
+def load_counters(counters: dict[str, Stateful], counts: Mapping[str, Any], run: Run) -> None:
+    """Add those of the hooks and the step, and let all go on from what a checkpoint tells.
+
+    Args:
+        counters: what is saved beside the weights, by name; added to.
+        counts: of the checkpoint; of a counter without any it goes on from its beginning.
+        run: complete.
+    """
+    counters |= {hook.span: hook for hook in run.hooks if isinstance(hook, Log)}
+    counters |= {f"hooks.{h.name}": h for h in run.hooks if h.name and isinstance(h, Stateful)}
+    counters |= {"step": run.step} if isinstance(run.step, Stateful) else {}
+    for name in counters.keys() & counts.keys():
+        counters[name].load_state(counts[name])
 
 
 def build_parts(job: Job, mesh: Mesh) -> list[nn.Module]:

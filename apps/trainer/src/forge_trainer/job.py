@@ -14,11 +14,10 @@ from forge_config.load import Loaded, load
 from forge_data.config import DataConfig
 from forge_data.order.batch_sizes import BatchSizes
 from forge_model.config import LossConfig, ModelConfig
+from forge_parallel.compile_config import CompileConfig
 from forge_parallel.config import (
     ActivationCheckpointingConfig,
-    CompileConfig,
     ContextParallelConfig,
-    FP8Config,
     FSDPConfig,
     MeshConfig,
     ParallelConfig,
@@ -28,6 +27,7 @@ from forge_parallel.config import (
 )
 from forge_parallel.dispatch_config import AllToAllConfig, DispatcherConfig
 from forge_parallel.error import ParallelError
+from forge_parallel.fp8_config import FP8Config
 from forge_resilience.config import ResilienceConfig
 from forge_vlm.config import VisionLanguageConfig as VisionLanguageConfig  # registers its type
 from forge_vlm.sources.columns import ImageTextConfig as ImageTextConfig  # registers its type

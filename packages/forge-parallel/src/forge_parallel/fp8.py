@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge_parallel.config import FP8Config
 from forge_parallel.error import ParallelError
+from forge_parallel.fp8_config import FP8Config
 from forge_parallel.match import find, matches
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_parallel.config import FP8Config
 from forge_parallel.error import ParallelError
+from forge_parallel.fp8_config import FP8Config
 from forge_parallel.match import find, matches
 from forge_parallel.plan import Plan
 
