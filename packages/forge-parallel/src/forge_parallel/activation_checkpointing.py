@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from forge_parallel import capabilities
 from forge_parallel.config import ActivationCheckpointingConfig
+from forge_parallel.host_reads import repeatable
 from forge_parallel.tensor import local_part
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module], config: ActivationCheckpointingConfig) -> None:
+def checkpoint_activations(
+    blocks: Iterable[nn.Module],
+    config: ActivationCheckpointingConfig,
+    reading: Iterable[nn.Module] = (),
+) -> None:
     """Treat the activations of blocks as the section `[activation_checkpointing]` says, in place.
 
     Names of parameters do not change, unlike with torch's wrapper module.
+
+    Args:
+        blocks: of the model.
+        config: the section.
+        reading: layers inside of blocks for which the host reads numbers, by `numbers_of`: once, although
+            they are computed twice.
     """
     if config.mode == "budget":
         import torch._functorch.config as functorch
@@ -26,21 +38,24 @@ def checkpoint_activations(blocks: Iterable[nn.Module], config: ActivationCheckp
     if config.mode in ("none", "budget"):
         return
     every = config.every if config.mode == "every" else 1
+    read = set(reading)
     for index, block in enumerate(blocks):
         if config.mode == "offload":
             block.forward = _offloaded(block)
         elif index % every == 0:
-            block.forward = _checkpointed(block.forward, config.mode == "selective")
+            reads = not read.isdisjoint(block.modules())
+            block.forward = _checkpointed(block.forward, config.mode == "selective", reads)
 
 
-def _checkpointed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+def _checkpointed(forward: Callable[..., Any], selective: bool, reads: bool) -> Callable[..., Any]:
+    from torch.utils.checkpoint import checkpoint
 
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+    contexts = {"context_fn": capabilities.selective_contexts(_policy)} if selective else {}
 
     # A function of its own, not a partial: the compiler needs a frame to look into.
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        once = repeatable(forward) if reads else forward
+        return checkpoint(once, *args, use_reentrant=False, **contexts, **kwargs)
 
     return run
 

@@ -211,6 +211,22 @@ def run_schedule(schedule: Any, micro_batches: list[dict[str, Any]]) -> None:
     schedule._step_microbatches(kwarg_mbs=micro_batches, target_mbs=targets)
 
 
+def selective_contexts(policy: Callable[..., Any]) -> Callable[[], Any]:
+    """What `torch.utils.checkpoint` takes as `context_fn`, for selective activation checkpointing.
+
+    2.15 counts the marks that FSDP2 makes for the profiler as operations of the region, and it makes others
+    when the region is computed again: a crash where experts in a block are units of their own.
+    """
+    from torch.utils import checkpoint
+
+    marks = torch.ops.profiler
+    checkpoint.SAC_IGNORED_OPS |= {
+        marks._record_function_enter_new.default,
+        marks._record_function_exit._RecordFunction,
+    }
+    return partial(checkpoint.create_selective_checkpoint_contexts, policy)
+
+
 def compiled(fn: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:
     """`torch.compile` with a limit of its own on how often a function is compiled anew; torch's is 8.
 
