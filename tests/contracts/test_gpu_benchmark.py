@@ -112,6 +112,79 @@ def test_readme_names_only_files_and_options_that_exist():
     assert options and all(option in (FOLDER / "mfu.py").read_text() for option in options)
 
 
+H100_GIB, H200_GIB = 81559 / 1024, 143771 / 1024
+"""As nvidia-smi tells them."""
+
+
+@pytest.fixture
+def started(mfu, monkeypatch):
+    """The cases that `run` starts on a GPU of so much memory; none is."""
+    found = []
+
+    def run(command, **_):
+        found.append(json.loads(command[command.index("--case") + 1]))
+        return subprocess.CompletedProcess(command, 0, stdout='{"tokens_per_s": 1.0}', stderr="")
+
+    def on(gib, cases):
+        monkeypatch.setenv("FORGE_GPU_GIB", str(gib))
+        mfu.memory_gib.cache_clear()
+        found.clear()
+        rows = [mfu.run(case, 1, 1, 60.0) for case in cases]
+        return rows, list(found)
+
+    monkeypatch.setattr(mfu.subprocess, "run", run)
+    yield on
+    mfu.memory_gib.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("gib", "model", "sweep", "refused"),
+    [
+        # 12 bytes a parameter of 8.03 billion are 89.8 GiB
+        (H100_GIB, "8b", "base", True),
+        (H200_GIB, "8b", "base", False),
+        (H100_GIB, "8b", "fp8", True),
+        (H200_GIB, "8b", "fp8", False),
+        (H100_GIB, "1b", "base", False),
+        (H100_GIB, "1b", "fp8", False),
+        (H100_GIB, "1b", "state", False),
+        (H100_GIB, "1b", "documents", False),
+        (H100_GIB, "3b", "base", False),
+        (H100_GIB, "moe-4b", "routing", False),
+        (H200_GIB, "moe-4b", "fp8", False),
+    ],
+)
+def test_case_that_cannot_fit_is_refused_before_it_is_started(mfu, started, gib, model, sweep, refused):
+    chosen = mfu.cases([model], [sweep])
+    rows, begun = started(gib, chosen)
+    assert len(begun) == (0 if refused else len(chosen))
+    for row in rows:
+        assert row.get("error", "").startswith("out of memory: needs ") == refused
+        assert refused or row["tokens_per_s"] == 1.0
+
+
+def test_refusal_follows_the_memory_of_the_gpu_case_by_case(mfu, started):
+    """What needs most is refused first as a GPU gets smaller; where nothing is known all are started."""
+    chosen = mfu.cases(["8b"], ["micro_batch", "reference"])
+    needs = [case.needed_gib for case in chosen]
+    for gib in (H100_GIB, H200_GIB):
+        _, begun = started(gib, chosen)
+        assert len(begun) == sum(need <= gib - mfu.RESERVED_GIB for need in needs)
+    assert 0 < len(started(H100_GIB, chosen)[1]) < len(started(H200_GIB, chosen)[1]) < len(chosen)
+    unknown = [mfu.Case(model="tiny", tokens=64, micro_batch=3)]
+    assert len(started(1, unknown)[1]) == 1
+
+
+def test_peaks_are_kept_of_every_case_and_hold_at_least_the_state_of_its_parameters(mfu):
+    per_parameter = {"float32": 16, "moments-bf16": 12, "bf16": 8}
+    for case in mfu.cases(["1b", "3b", "8b", "moe-4b"], list(mfu.SWEEPS)):
+        with torch.device("meta"):
+            model = case.config.build()
+        state = sum(p.numel() for p in model.parameters()) * per_parameter[case.state] / mfu.GIB
+        assert case.needed_gib is not None, f"{case}: run benchmarks/traced.py --peaks"
+        assert state < case.needed_gib < 1.1 * state + 14 * case.micro_batch, case
+
+
 @pytest.mark.slow
 def test_script_runs_from_the_command_line(tmp_path):
     command = [sys.executable, str(FOLDER / "mfu.py"), "--tiny", "--sweeps", "base", "documents"]

@@ -14,7 +14,7 @@ from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_data.loading.loader import Loader
 from forge_parallel.apply import materialize, parallelize
-from forge_parallel.capabilities import host_group, without_dynamo
+from forge_parallel.capabilities import bind_to_cores, host_group, without_dynamo
 from forge_parallel.env import Env, process_group
 from forge_parallel.mesh import Mesh, build_mesh
 from forge_parallel.plan import Plan
@@ -185,6 +185,7 @@ def build(
     signals, clock = signals or stack.enter_context(Signals()), clock or Clock()
     env = Env.detect()
     job.require_layout(env.world_size)
+    bind_to_cores(env.device, job.job.numa)
     stack.enter_context(deterministic(job.job.deterministic))
     together = stack.enter_context(StopTogether(signals, env))
     stack.enter_context(process_group(env, needed=job.parallel.needs_group(env.device.type)))

@@ -6,7 +6,7 @@ Nothing here imports torch, so that a bad configuration is reported at once.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from forge_ckpt.config import CheckpointConfig
 from forge_config import Config, Meta, absolute
@@ -58,15 +58,18 @@ class JobConfig(Config):
         seed: seed of the initial weights and of every random number drawn while training.
         deterministic: on a GPU, take only kernels that add in the same order each time: runs are equal bit
             for bit, and slower; an operation without such a kernel is an error. On a CPU they are so anyway.
+        numa: bind each rank to cores near its GPU: all of its NUMA `node` or `socket`, a part of the node
+            (`exclusive`), or a `core-complex`; as `torchrun --numa-binding` does. Needs GPUs and numactl.
     """
 
-    free_keys = ("name", "root")
+    free_keys = ("name", "root", "numa")
     recorded_keys = ("deterministic",)
 
     name: Annotated[str, Meta(pattern=RUN_NAME)]
     root: str = "runs"
     seed: Annotated[int, Meta(ge=0)] = 0
     deterministic: bool = False
+    numa: Literal["none", "node", "socket", "exclusive", "core-complex"] = "none"
 
     @property
     def directory(self) -> Path:

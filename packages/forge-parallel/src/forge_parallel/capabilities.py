@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from forge_parallel.error import ParallelError
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
@@ -107,6 +109,35 @@ def abort_groups() -> None:
         distributed_c10d._abort_process_group()
     except Exception as error:  # this rank has failed already, and that is what is to be told
         logging.getLogger(__name__).warning("process groups could not be aborted: %s", error)
+
+
+def bind_to_cores(device: torch.device, mode: str) -> None:
+    """Bind the threads of this process to cores near its GPU; what it starts later inherits that.
+
+    Args:
+        device: of this rank.
+        mode: of `torch.numa.binding.AffinityMode`; `none` changes nothing.
+
+    Raises:
+        ParallelError: the device is no GPU; or torch cannot tell its NUMA node, or lacks numactl.
+    """
+    if mode == "none":
+        return
+    if device.type != "cuda":
+        raise ParallelError(
+            f'job.numa = "{mode}" binds ranks to cores near their GPUs, and this one computes on a '
+            f'{device.type}; expected "none"'
+        )
+    from torch.numa import binding
+
+    bind = binding._maybe_apply_numa_binding_to_current_process
+    # of 2.11 it is gpu_index
+    name = next(name for name in inspect.signature(bind).parameters if name.endswith("_index"))
+    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
+    try:
+        bind(**{name: device.index, "numa_options": options})
+    except (RuntimeError, OSError, ValueError) as error:
+        raise ParallelError(f'job.numa = "{mode}" cannot be done here: {error}; set it to "none"') from error
 
 
 def host_group() -> ProcessGroup:
