@@ -185,6 +185,72 @@ def test_peaks_are_kept_of_every_case_and_hold_at_least_the_state_of_its_paramet
         assert state < case.needed_gib < 1.1 * state + 14 * case.micro_batch, case
 
 
+PLAYED = """
+import json, pathlib, sys, time
+words = sys.argv[1:]
+if words[0] == "-c":
+    name, out = "versions", words[-1]
+else:
+    options = dict(zip(words, words[1:]))
+    script, out = pathlib.Path(words[0]).stem, options["--out"]
+    name = options.get("--name", {"mfu": "mfu_tiny", "moe": "moe_gpu_tiny"}.get(script, script + "_tiny"))
+if name == "groups":
+    raise SystemExit(3)
+if name == "waits":
+    time.sleep(60)
+if name != "training":
+    pathlib.Path(out).mkdir(exist_ok=True)
+    (pathlib.Path(out) / f"{name}.json").write_text("{}")
+"""
+PARTS = [
+    *("versions", "groups", "training", "waits", "attention", "numbers", "experts", "eight-bits-and-offload"),
+    *("1b-base", "1b-fp8", "1b-state", "1b-documents", "moe-routing", "resume", "profiled", "8b-reference"),
+]
+
+
+@pytest.fixture
+def first_day(tmp_path, monkeypatch):
+    """The script, whose parts only leave a file: of `groups` none and an error, `waits` takes too long."""
+    for name, text in {
+        "python": f"#!{sys.executable}\n{PLAYED}",
+        "timeout": '#!/bin/bash\nshift 3\nexec /usr/bin/timeout -k 1 3 "$@"\n',
+    }.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("PYTHON", str(tmp_path / "python"))
+
+    def run(*words):
+        out = tmp_path / "out"
+        command = [str(FOLDER / "first_day.sh"), "--dry", str(out), *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        lines = (
+            (out / "first_day.jsonl").read_text().splitlines() if (out / "first_day.jsonl").exists() else []
+        )
+        return done, {part["name"]: part["code"] for part in map(json.loads, lines)}
+
+    return run
+
+
+def test_parts_of_the_first_day_that_fail_are_told_and_stop_nothing(first_day, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "training.json").write_text("{}")  # of another day
+    done, codes = first_day()
+    assert list(codes) == PARTS
+    wrong = {name: code for name, code in codes.items() if code}
+    assert wrong == {"groups": 3, "training": 97, "waits": 124}
+    assert done.returncode == 1 and "3 parts failed" in done.stdout
+
+
+def test_call_of_the_first_day_ends_in_time_and_says_where_the_next_goes_on(first_day, monkeypatch):
+    monkeypatch.setenv("FIRST_DAY_S", "22")
+    done, codes = first_day("4")
+    assert codes == {"waits": 124} and "go on with part 4: first_day.sh OUT 4" in done.stdout
+    monkeypatch.setenv("FIRST_DAY_S", "600")
+    done, codes = first_day("5", "7")
+    assert list(codes) == ["waits", "attention", "numbers", "experts"] and done.returncode == 0
+
+
 @pytest.mark.slow
 def test_script_runs_from_the_command_line(tmp_path):
     command = [sys.executable, str(FOLDER / "mfu.py"), "--tiny", "--sweeps", "base", "documents"]
