@@ -232,7 +232,7 @@ def _treat(
         fused: whether a compiler makes one pass of many operations.
 
     Returns:
-        `lse`, `picked` and `even` of `_Chunk`, and [n] whether `picked` is the largest logit, not in training.
+        `lse`, `picked` and `even` of `_Chunk`, and [n] whether `picked` is the largest, not in training.
     """
     values = logits
     if wide is not None:
