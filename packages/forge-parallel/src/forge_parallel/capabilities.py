@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -138,6 +139,21 @@ def bind_to_cores(device: torch.device, mode: str) -> None:
         bind(**{name: device.index, "numa_options": options})
     except (RuntimeError, OSError, ValueError) as error:
         raise ParallelError(f'job.numa = "{mode}" cannot be done here: {error}; set it to "none"') from error
+
+
+def share_memory(group: ProcessGroup) -> bool:
+    """Let the compiler use memory of other GPUs of a group; whether it can now.
+
+    Up to 2.14 nothing is overlapped, in silence, unless the group is enabled; from 2.15 on all that can are.
+    """
+    from torch.distributed import _symmetric_memory
+
+    name = group.group_name
+    if not _symmetric_memory.is_symm_mem_enabled_for_group(name):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            _symmetric_memory.enable_symm_mem_for_group(name)
+    return _symmetric_memory.is_symm_mem_enabled_for_group(name)
 
 
 def host_group() -> ProcessGroup:
