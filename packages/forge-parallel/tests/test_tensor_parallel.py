@@ -259,8 +259,8 @@ def test_overlap_enables_the_group_where_torch_wants_that_and_is_refused_where_i
     monkeypatch.setattr(_symmetric_memory, "is_symm_mem_enabled_for_group", lambda name: name in enabled)
     turn_on = enabled.add if after else lambda name: None
     monkeypatch.setattr(_symmetric_memory, "enable_symm_mem_for_group", turn_on)
-    monkeypatch.setattr(inductor, "_micro_pipeline_tp", False)
     mesh = SimpleNamespace(device_type="cuda", get_group=lambda: SimpleNamespace(group_name="tp"))
-    with nullcontext() if after else pytest.raises(ParallelError, match="nothing would be overlapped"):
-        _overlap(mesh)  # type: ignore[arg-type]
-    assert inductor._micro_pipeline_tp is after
+    with inductor.patch(_micro_pipeline_tp=False):
+        with nullcontext() if after else pytest.raises(ParallelError, match="nothing would be overlapped"):
+            _overlap(mesh)  # type: ignore[arg-type]
+        assert inductor._micro_pipeline_tp is after
