@@ -13,7 +13,7 @@ mkdir -p "$out"; out=$(cd "$out" && pwd); here=benchmarks/gpu; number=0; failed=
 end=$((SECONDS + ${FIRST_DAY_S:-$([ -n "$dry" ] && echo 3600 || echo 570)}))
 export PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-[ -n "$dry" ] && export FORGE_GPU_TESTS_ON=cpu
+[ -n "$dry" ] && export FORGE_GPU_TESTS_ON=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=${PYTHON:-python3}
 
 part() { # NAME LIMIT_S RESULT COMMAND...

@@ -1,13 +1,18 @@
 """benchmarks/gpu/ runs as it stands, with a tiny model on a CPU: who gets a GPU finds no broken script."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
@@ -102,6 +107,45 @@ def test_script_that_carries_a_command_to_the_device_finds_all_packages(tmp_path
         str(root / "apps/trainer/src/forge_trainer/__init__.py"),
         str(root),
     ], done.stderr
+
+
+@pytest.mark.parametrize("threads", [None, "3"])
+def test_script_that_carries_a_command_sets_what_the_device_lacks(threads, tmp_path, monkeypatch):
+    """An interface for both backends, cores for the compiler (elsewhere tests take one), growing memory."""
+    monkeypatch.setenv("FORGE_WHEELS", str(tmp_path))
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHINDUCTOR_COMPILE_THREADS")
+    for name in (*names, "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS"):  # which nproc heeds
+        monkeypatch.delenv(name, raising=False)
+    if threads is not None:
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", threads)
+    script = [str(FOLDER / "run_on_device.sh"), sys.executable, "-c"]
+    # as in tests there, which the conftest of this repository is part of
+    places = [str(FOLDER.parents[1]), str(FOLDER.parents[1] / "tests" / "shared")]
+    code = f"import sys; sys.path[:0] = {places}; import conftest, json, os; "
+    code += "print(json.dumps(dict(os.environ)))"
+    told = json.loads(subprocess.check_output([*script, code], text=True))
+    cores = len(os.sched_getaffinity(0))
+    assert [told[name] for name in names] == ["lo", "lo", threads or str(cores)]
+    assert told["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_weights_are_drawn_on_the_device_and_not_on_the_host(mfu):
+    """8B on one thread of the host takes 46 s of ten minutes. Tensors of a GPU are played."""
+
+    class Made(TorchDispatchMode):
+        devices: ClassVar[set] = set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.devices |= {x.device.type for x in tree_leaves(out) if isinstance(x, torch.Tensor)}
+            return out
+
+    with FakeTensorMode():
+        with torch.device("cuda"):
+            model = mfu.Case(model="tiny").config.build()
+        with Made() as made:
+            mfu.draw(model)
+    assert made.devices == {"cuda"}
 
 
 def test_readme_names_only_files_and_options_that_exist():
