@@ -61,8 +61,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
-SLACK = {"kernels": 1.02, "moved_gib": 1.02, "peak_gib": 1.02, "step_gib": 1.02, "syncs": 1.0, "breaks": 1.0}
-"""A figure may be so many times what it was; graphs are bounded by a test of their own."""
+BYTES = dict.fromkeys(("moved_gib", "peak_gib", "step_gib"), 1.005)
+SLACK = {"kernels": 1.0, "syncs": 1.0, "breaks": 1.0} | BYTES
+"""A figure may be so many times what it was; graphs are bounded by a test of their own. With the torch of the
+lock all are the same each time."""
 
 MODELS["mla"] = DecoderConfig(
     vocab_size=128256,
