@@ -100,8 +100,15 @@ assert os.sched_getaffinity(0) == one
 
 
 @pytest.mark.parametrize(
-    ("device", "said"), [("cpu", "computes on a cpu"), ("cuda:0", 'job.numa = "node" cannot be done here')]
+    ("device", "said"),
+    [("cpu", "computes on a cpu"), ("cuda:0", 'job.numa = "node" cannot be done here: no numactl')],
 )
-def test_binding_that_cannot_be_done_is_refused(device, said):
+def test_binding_that_cannot_be_done_is_refused(device, said, monkeypatch):
+    from torch.numa import binding
+
+    def bind(*, device_index, numa_options):
+        raise RuntimeError("no numactl")
+
+    monkeypatch.setattr(binding, "_maybe_apply_numa_binding_to_current_process", bind)
     with pytest.raises(ParallelError, match=said):
         bind_to_cores(torch.device(device), "node")
