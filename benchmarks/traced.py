@@ -36,8 +36,10 @@ from forge_model.decoder.config import DecoderConfig
 from forge_parallel import MeshConfig, ParallelConfig, Plan, build_mesh, parallelize
 from forge_parallel import fp8 as eight_bits
 from forge_parallel.apply import materialize
-from forge_parallel.config import CompileConfig, FP8Config, PrecisionConfig
+from forge_parallel.compile_config import CompileConfig
+from forge_parallel.config import PrecisionConfig
 from forge_parallel.env import Env
+from forge_parallel.fp8_config import FP8Config
 from forge_parallel.tensor import _ranks
 from forge_trainer.optim import (
     AdamWConfig,
@@ -59,8 +61,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
-SLACK = {"kernels": 1.02, "moved_gib": 1.02, "peak_gib": 1.02, "step_gib": 1.02, "syncs": 1.0, "breaks": 1.0}
-"""A figure may be so many times what it was; graphs are bounded by a test of their own."""
+BYTES = dict.fromkeys(("moved_gib", "peak_gib", "step_gib"), 1.005)
+SLACK = {"kernels": 1.0, "syncs": 1.0, "breaks": 1.0} | BYTES
+"""A figure may be so many times what it was; graphs are bounded by a test of their own. With the torch of the
+lock all are the same each time."""
 
 MODELS["mla"] = DecoderConfig(
     vocab_size=128256,

@@ -16,13 +16,9 @@ from forge_model.config import (
     SwiGLUConfig,
 )
 from forge_model.decoder.config import DecoderConfig
-from forge_parallel.config import (
-    ActivationCheckpointingConfig,
-    CompileConfig,
-    FP8Config,
-    ParallelConfig,
-    PrecisionConfig,
-)
+from forge_parallel.compile_config import CompileConfig
+from forge_parallel.config import ActivationCheckpointingConfig, ParallelConfig, PrecisionConfig
+from forge_parallel.fp8_config import FP8Config
 
 VOCAB = 128256
 PEAKS = Path(__file__).resolve().parents[1] / "results" / "traced_peaks.json"

@@ -31,7 +31,8 @@ def command(root: Path, steps: int, tiny: bool) -> list[str]:
         "--eval.every_steps=0",
     ]
     flags += ["--checkpoint.every_steps=5", "--train.log_every_steps=1", "--schedule.warmup_steps=2"]
-    flags += ["--data.max_tokens=64"] if tiny else ["--data.max_tokens=256"]
+    sizes = ["--data.max_tokens=64", "--train.global_batch=4", "--train.micro_batch=4"]
+    flags += sizes if tiny else ["--data.max_tokens=256"]
     return [sys.executable, "-m", "forge_trainer", "train", str(ROOT / "configs/runs/debug.toml"), *flags]
 
 
@@ -58,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--tiny", action="store_true", help="shorter sequences, for a CPU")
+    parser.add_argument("--tiny", action="store_true", help="short sequences and few of them, for a CPU")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         whole, cut = Path(folder) / "whole", Path(folder) / "cut"

@@ -1,13 +1,18 @@
 """benchmarks/gpu/ runs as it stands, with a tiny model on a CPU: who gets a GPU finds no broken script."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
@@ -104,12 +109,190 @@ def test_script_that_carries_a_command_to_the_device_finds_all_packages(tmp_path
     ], done.stderr
 
 
+@pytest.mark.parametrize("threads", [None, "3"])
+def test_script_that_carries_a_command_sets_what_the_device_lacks(threads, tmp_path, monkeypatch):
+    """An interface for both backends, cores for the compiler (elsewhere tests take one), growing memory."""
+    monkeypatch.setenv("FORGE_WHEELS", str(tmp_path))
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHINDUCTOR_COMPILE_THREADS")
+    for name in (*names, "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS"):  # which nproc heeds
+        monkeypatch.delenv(name, raising=False)
+    if threads is not None:
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", threads)
+    script = [str(FOLDER / "run_on_device.sh"), sys.executable, "-c"]
+    # as in tests there, which the conftest of this repository is part of
+    places = [str(FOLDER.parents[1]), str(FOLDER.parents[1] / "tests" / "shared")]
+    code = f"import sys; sys.path[:0] = {places}; import conftest, json, os; "
+    code += "print(json.dumps(dict(os.environ)))"
+    told = json.loads(subprocess.check_output([*script, code], text=True))
+    cores = len(os.sched_getaffinity(0))
+    assert [told[name] for name in names] == ["lo", "lo", threads or str(cores)]
+    assert told["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_weights_are_drawn_on_the_device_and_not_on_the_host(mfu):
+    """8B on one thread of the host takes 46 s of ten minutes. Tensors of a GPU are played."""
+
+    class Made(TorchDispatchMode):
+        devices: ClassVar[set] = set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.devices |= {x.device.type for x in tree_leaves(out) if isinstance(x, torch.Tensor)}
+            return out
+
+    with FakeTensorMode():
+        with torch.device("cuda"):
+            model = mfu.Case(model="tiny").config.build()
+        with Made() as made:
+            mfu.draw(model)
+    assert made.devices == {"cuda"}
+
+
 def test_readme_names_only_files_and_options_that_exist():
     text = (FOLDER / "README.md").read_text()
     for path in re.findall(r"(?:benchmarks|tests|docs)/[\w/]+\.\w+", text):
         assert (FOLDER.parents[1] / path).exists(), path
     options = set(re.findall(r"(?:mfu|moe)\.py.*?(--[a-z-]+)", text))
     assert options and all(option in (FOLDER / "mfu.py").read_text() for option in options)
+
+
+H100_GIB, H200_GIB = 81559 / 1024, 143771 / 1024
+"""As nvidia-smi tells them."""
+
+
+@pytest.fixture
+def started(mfu, monkeypatch):
+    """The cases that `run` starts on a GPU of so much memory; none is."""
+    found = []
+
+    def run(command, **_):
+        found.append(json.loads(command[command.index("--case") + 1]))
+        return subprocess.CompletedProcess(command, 0, stdout='{"tokens_per_s": 1.0}', stderr="")
+
+    def on(gib, cases):
+        monkeypatch.setenv("FORGE_GPU_GIB", str(gib))
+        mfu.memory_gib.cache_clear()
+        found.clear()
+        rows = [mfu.run(case, 1, 1, 60.0) for case in cases]
+        return rows, list(found)
+
+    monkeypatch.setattr(mfu.subprocess, "run", run)
+    yield on
+    mfu.memory_gib.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("gib", "model", "sweep", "refused"),
+    [
+        # 12 bytes a parameter of 8.03 billion are 89.8 GiB
+        (H100_GIB, "8b", "base", True),
+        (H200_GIB, "8b", "base", False),
+        (H100_GIB, "8b", "fp8", True),
+        (H200_GIB, "8b", "fp8", False),
+        (H100_GIB, "1b", "base", False),
+        (H100_GIB, "1b", "fp8", False),
+        (H100_GIB, "1b", "state", False),
+        (H100_GIB, "1b", "documents", False),
+        (H100_GIB, "3b", "base", False),
+        (H100_GIB, "moe-4b", "routing", False),
+        (H200_GIB, "moe-4b", "fp8", False),
+    ],
+)
+def test_case_that_cannot_fit_is_refused_before_it_is_started(mfu, started, gib, model, sweep, refused):
+    chosen = mfu.cases([model], [sweep])
+    rows, begun = started(gib, chosen)
+    assert len(begun) == (0 if refused else len(chosen))
+    for row in rows:
+        assert row.get("error", "").startswith("out of memory: needs ") == refused
+        assert refused or row["tokens_per_s"] == 1.0
+
+
+def test_refusal_follows_the_memory_of_the_gpu_case_by_case(mfu, started):
+    """What needs most is refused first as a GPU gets smaller; where nothing is known all are started."""
+    chosen = mfu.cases(["8b"], ["micro_batch", "reference"])
+    needs = [case.needed_gib for case in chosen]
+    for gib in (H100_GIB, H200_GIB):
+        _, begun = started(gib, chosen)
+        assert len(begun) == sum(need <= gib - mfu.RESERVED_GIB for need in needs)
+    assert 0 < len(started(H100_GIB, chosen)[1]) < len(started(H200_GIB, chosen)[1]) < len(chosen)
+    unknown = [mfu.Case(model="tiny", tokens=64, micro_batch=3)]
+    assert len(started(1, unknown)[1]) == 1
+
+
+def test_peaks_are_kept_of_every_case_and_hold_at_least_the_state_of_its_parameters(mfu):
+    per_parameter = {"float32": 16, "moments-bf16": 12, "bf16": 8}
+    for case in mfu.cases(["1b", "3b", "8b", "moe-4b"], list(mfu.SWEEPS)):
+        with torch.device("meta"):
+            model = case.config.build()
+        state = sum(p.numel() for p in model.parameters()) * per_parameter[case.state] / mfu.GIB
+        assert case.needed_gib is not None, f"{case}: run benchmarks/traced.py --peaks"
+        assert state < case.needed_gib < 1.1 * state + 14 * case.micro_batch, case
+
+
+PLAYED = """
+import json, pathlib, sys, time
+words = sys.argv[1:]
+if words[0] == "-c":
+    name, out = "versions", words[-1]
+else:
+    options = dict(zip(words, words[1:]))
+    script, out = pathlib.Path(words[0]).stem, options["--out"]
+    name = options.get("--name", {"mfu": "mfu_tiny", "moe": "moe_gpu_tiny"}.get(script, script + "_tiny"))
+if name == "groups":
+    raise SystemExit(3)
+if name == "waits":
+    time.sleep(60)
+if name != "training":
+    pathlib.Path(out).mkdir(exist_ok=True)
+    (pathlib.Path(out) / f"{name}.json").write_text("{}")
+"""
+PARTS = [
+    *("versions", "groups", "training", "waits", "attention", "numbers", "experts", "eight-bits-and-offload"),
+    *("1b-base", "1b-fp8", "1b-state", "1b-documents", "moe-routing", "resume", "profiled", "8b-reference"),
+]
+
+
+@pytest.fixture
+def first_day(tmp_path, monkeypatch):
+    """The script, whose parts only leave a file: of `groups` none and an error, `waits` takes too long."""
+    for name, text in {
+        "python": f"#!{sys.executable}\n{PLAYED}",
+        "timeout": '#!/bin/bash\nshift 3\nexec /usr/bin/timeout -k 1 3 "$@"\n',
+    }.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("PYTHON", str(tmp_path / "python"))
+
+    def run(*words):
+        out = tmp_path / "out"
+        command = [str(FOLDER / "first_day.sh"), "--dry", str(out), *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        lines = (
+            (out / "first_day.jsonl").read_text().splitlines() if (out / "first_day.jsonl").exists() else []
+        )
+        return done, {part["name"]: part["code"] for part in map(json.loads, lines)}
+
+    return run
+
+
+def test_parts_of_the_first_day_that_fail_are_told_and_stop_nothing(first_day, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "training.json").write_text("{}")  # of another day
+    done, codes = first_day()
+    assert list(codes) == PARTS
+    wrong = {name: code for name, code in codes.items() if code}
+    assert wrong == {"groups": 3, "training": 97, "waits": 124}
+    assert done.returncode == 1 and "3 parts failed" in done.stdout
+
+
+def test_call_of_the_first_day_ends_in_time_and_says_where_the_next_goes_on(first_day, monkeypatch):
+    monkeypatch.setenv("FIRST_DAY_S", "22")
+    done, codes = first_day("4")
+    assert codes == {"waits": 124} and "go on with part 4: first_day.sh OUT 4" in done.stdout
+    monkeypatch.setenv("FIRST_DAY_S", "600")
+    done, codes = first_day("5", "7")
+    assert list(codes) == ["waits", "attention", "numbers", "experts"] and done.returncode == 0
 
 
 @pytest.mark.slow

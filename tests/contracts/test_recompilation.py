@@ -14,7 +14,7 @@ from forge_model.decoder.config import LayerOverride
 from forge_model.error import ModelError
 from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, local_shard, parallelize
 from forge_parallel.apply import materialize
-from forge_parallel.config import COMPILATIONS_OF_A_KIND, CompileConfig
+from forge_parallel.compile_config import COMPILATIONS_OF_A_KIND, CompileConfig
 from forge_trainer.job import load_job
 from torch import Tensor, nn
 from torch._dynamo.utils import counters

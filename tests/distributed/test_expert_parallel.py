@@ -17,12 +17,8 @@ from forge_model.config import (
 )
 from forge_parallel import ParallelConfig
 from forge_parallel.capabilities import splits_backward
-from forge_parallel.config import (
-    ActivationCheckpointingConfig,
-    CompileConfig,
-    PipelineConfig,
-    TensorParallelConfig,
-)
+from forge_parallel.compile_config import CompileConfig
+from forge_parallel.config import ActivationCheckpointingConfig, PipelineConfig, TensorParallelConfig
 from forge_parallel.dispatch_config import AllToAllConfig, TwoLevelConfig
 from forge_parallel.testing import run_ranks
 from msgspec.structs import replace

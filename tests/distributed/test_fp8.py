@@ -12,7 +12,7 @@ from forge_model.attention.config import GroupedQueryConfig
 from forge_model.ffn.config import SwiGLUConfig
 from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, local_shard, parallelize
 from forge_parallel.apply import materialize, set_sync
-from forge_parallel.config import FP8Config
+from forge_parallel.fp8_config import FP8Config
 from forge_parallel.testing import run_ranks
 from parity import TOKENS, VOCAB, trained
 from torch.distributed.tensor.debug import CommDebugMode

@@ -14,10 +14,10 @@ from forge_parallel import (
     ParallelConfig,
 )
 from forge_parallel.capabilities import splits_backward
+from forge_parallel.compile_config import CompileConfig
 from forge_parallel.config import (
     PIPELINES,
     ActivationCheckpointingConfig,
-    CompileConfig,
     ContextParallelConfig,
     FSDPConfig,
     PipelineConfig,

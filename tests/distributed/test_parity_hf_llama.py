@@ -3,9 +3,9 @@
 import pytest
 import torch
 from forge_parallel.apply import load_full, materialize, parallelize
+from forge_parallel.compile_config import CompileConfig
 from forge_parallel.config import (
     ActivationCheckpointingConfig,
-    CompileConfig,
     MeshConfig,
     ParallelConfig,
     PipelineConfig,

@@ -27,7 +27,8 @@ from forge_parallel import (
     parallelize,
     stages_of,
 )
-from forge_parallel.config import ActivationCheckpointingConfig, CompileConfig, FSDPConfig
+from forge_parallel.compile_config import CompileConfig
+from forge_parallel.config import ActivationCheckpointingConfig, FSDPConfig
 from forge_parallel.testing import run_ranks
 from parity import full, parameters
 from torch import Tensor, nn

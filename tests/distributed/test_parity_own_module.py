@@ -7,9 +7,9 @@ import pytest
 import torch
 from forge_model.init import Init, initialize
 from forge_parallel.apply import materialize, parallelize, set_sync
+from forge_parallel.compile_config import CompileConfig
 from forge_parallel.config import (
     ActivationCheckpointingConfig,
-    CompileConfig,
     MeshConfig,
     ParallelConfig,
     PrecisionConfig,

@@ -9,6 +9,7 @@ from forge_model.attention.mask import BLOCK, Mask, flex_blocks, softmax_attenti
 from forge_parallel import View
 from forge_parallel.context_parallel import Cut, GatherKeys
 from gpu_device import DEVICE, needs_cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytestmark = pytest.mark.gpu
 HEADS, KV_HEADS, WIDTH = 4, 2, 64
@@ -120,3 +121,20 @@ def test_plain_causal_attention_takes_the_flash_kernel():
         flash = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     found = softmax_attention(query, key, value, None)
     assert (found - flash).norm() < 1e-2 * flash.norm()
+
+
+@needs_cuda
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "one-query"])
+def test_latent_attention_never_holds_all_scores(causal):
+    """Flash kernels do not take keys of 192 and values of 128: another one must, not plain products."""
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    queries = 2048 if causal else 1
+    query, key, value = (
+        torch.randn(2, 16, tokens, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        for tokens, width in ((queries, 192), (2048, 192), (2048, 128))
+    )
+    resolved = softmax_attention.resolve(Mask(queries, DEVICE, cached=2048 - queries), None)
+    with sdpa_kernel(kernels):
+        out = softmax_attention(query, key, value, resolved)
+        out.square().sum().backward()
+    assert out.shape == (2, 16, queries, 128) and query.grad.isfinite().all()

@@ -26,13 +26,9 @@ from forge_parallel import (
     process_group,
 )
 from forge_parallel.apply import materialize
-from forge_parallel.config import (
-    ActivationCheckpointingConfig,
-    CompileConfig,
-    FP8Config,
-    FSDPConfig,
-    PrecisionConfig,
-)
+from forge_parallel.compile_config import CompileConfig
+from forge_parallel.config import ActivationCheckpointingConfig, FSDPConfig, PrecisionConfig
+from forge_parallel.fp8_config import FP8Config
 from forge_trainer.optim import AdamWConfig, trainable
 from forge_trainer.schedule import CosineConfig
 from forge_trainer.steps.text import TextStep
@@ -51,6 +47,7 @@ MODEL = DecoderConfig(
 FLOAT32, PURE = PrecisionConfig(compute="float32"), PrecisionConfig(pure_bf16=True)
 COMPILED = CompileConfig(enabled=True, backend=BACKEND)
 STEPS = 6
+ON_GPU = DEVICE.type == "cuda"
 
 
 def micro_batches(device: torch.device, packed: bool = True) -> list[MicroBatch]:
@@ -147,16 +144,15 @@ def test_offload_keeps_weights_gradients_and_moments_on_the_host():
     assert found[True][1].keys() == found[False][1].keys()
 
 
-@needs_cuda
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_cuda)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("gather", [False, True], ids=["", "gathered"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_eight_bit_training_stays_near_float32(recipe, gather, compiled, exact):
-    if torch.cuda.get_device_capability() < (8, 9):
+    if ON_GPU and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no 8-bit matmuls on this device")
     if gather and recipe != "tensorwise":
         pytest.skip("weights are gathered with one scale a tensor only")
-    fp8 = FP8Config(recipe=recipe, min_size=128, gather=gather)
+    fp8 = FP8Config(recipe=recipe, min_size=128, gather=gather, emulate=not ON_GPU)
     found = losses(ParallelConfig(fp8=fp8, compile=CompileConfig(enabled=compiled, backend=BACKEND)))
     assert found != losses(ParallelConfig(compile=CompileConfig(enabled=compiled, backend=BACKEND)))
     assert found == pytest.approx(exact, rel=3e-2)
@@ -201,7 +197,6 @@ def test_hot_step_never_waits_for_the_device(parallel, optimizer, packed):
         assert all(out.finite.item() for out in outs)
 
 
-@needs_cuda
 def test_benchmark_runs_on_this_device():
     folder = Path(__file__).parents[2] / "benchmarks" / "gpu"
     sys.path[:0] = [str(folder), str(folder.parent)]
@@ -211,4 +206,4 @@ def test_benchmark_runs_on_this_device():
         del sys.path[:2]
     case = mfu.Case(model="tiny", tokens=64, micro_batch=2, state="moments-bf16", documents=16)
     found = mfu.measure(case, 2, 2)
-    assert found["memory_gib"] > 0 and found["tokens_per_s"] > 0
+    assert found["tokens_per_s"] > 0 and (not ON_GPU or found["memory_gib"] > 0)

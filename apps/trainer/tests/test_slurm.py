@@ -218,6 +218,31 @@ def test_end_of_a_job_is_given_to_its_ranks_if_it_is_known(told, given, end, slu
     assert subprocess.check_output(["bash", "-c", script], text=True, env=known).strip() == end
 
 
+@pytest.mark.parametrize(
+    ("gpus", "known", "told"),
+    [
+        (0, {}, "2||"),
+        (0, {"SLURM_CPUS_PER_TASK": "7"}, "7||"),
+        (2, {"SRUN_CPUS_PER_TASK": "9", "SLURM_CPUS_PER_TASK": "7"}, "7|expandable_segments:True|"),
+        (2, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "2|max_split_size_mb:64|"),
+        (2, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "2||max_split_size_mb:64"),
+    ],
+)
+def test_ranks_get_their_cores_and_memory_of_gpus_that_grows(gpus, known, told, slurm, tmp_path):
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(f"[cluster]\ngpus_per_node = {gpus}\nranks_per_node = 2\ncpus_per_rank = 2\n")
+    assert launch(tmp_path, cluster) == 0
+    (path,) = (tmp_path / "runs" / "slurm").glob("*.sh")
+    srun = tmp_path / "bin" / "srun"
+    names = ("SRUN_CPUS_PER_TASK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    said = "|".join(f"${name}" for name in names)
+    srun.write_text(f'#!/bin/bash\necho "{said}" > {tmp_path}/told\n')
+    srun.chmod(0o755)
+    theirs = {name: value for name, value in os.environ.items() if name not in names}
+    subprocess.run(["bash", str(path)], env=theirs | known, capture_output=True)
+    assert (tmp_path / "told").read_text().strip() == told
+
+
 def test_exit_code_of_this_start_counts_more_than_that_of_a_rank_that_was_killed(slurm, tmp_path):
     run = tmp_path / "run"
     ended(run, 87)

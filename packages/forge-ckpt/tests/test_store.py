@@ -9,6 +9,9 @@ import pytest
 import torch
 from forge_ckpt import CheckpointError, DamagedError, Snapshot, Store
 from forge_ckpt import manifest as manifests
+from forge_ckpt.layout import Entry
+from forge_ckpt.shards import Box, copy_boxes
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -568,3 +571,25 @@ def test_files_that_a_crash_has_left_beside_marks_are_removed(tmp_path):
         path.touch()
     Store(root, marks=[mark]).save(2, Snapshot({}))
     assert [path.exists() for path in (*left, *others)] == [False, False, True, True]
+
+
+def test_copy_of_a_gpu_waits_for_the_stream_of_its_copies_only(monkeypatch):
+    """Not for collectives and copies of other streams. Tensors of a GPU are played."""
+    waited = []
+
+    class Stream:
+        def synchronize(self):
+            waited.append("stream")
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.device.type == "cpu")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append("device"))
+    with FakeTensorMode():
+        names = {"a", "b"}
+        boxes = {
+            name: Box(torch.empty(4, 3, device="cuda"), (0, 0), None, Entry("float32", (4, 3)))
+            for name in names
+        }
+        copied = copy_boxes(boxes, {})
+    assert waited == ["stream"]
+    assert {name: box.values.device.type for name, box in copied.items()} == dict.fromkeys(names, "cpu")

@@ -1,5 +1,7 @@
 """Mixtures of experts against loops over tokens and experts that do what the published formulas say."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,12 +17,12 @@ from forge_model.config import (
     SoftmaxRouterConfig,
     SwiGLUConfig,
 )
-from forge_model.moe.experts import Experts, grouped_linear
+from forge_model.moe.experts import Experts, _runs_grouped, grouped_linear
 from forge_model.moe.layer import expert_layers
 from forge_model.moe.routing import Routing, one_per_slot, serve, within_capacity
 from msgspec.structs import replace
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 DIM, HIDDEN, VOCAB, TOKENS = 8, 16, 31, 12
@@ -380,3 +382,24 @@ def test_mixture_that_cannot_be_is_refused(text, message, tmp_path):
     path.write_text(f'[model]\nvocab_size = 9\ndim = 8\nnum_layers = 1\n[model.ffn]\ntype = "moe"\n{text}\n')
     with pytest.raises(ConfigError, match=message):
         load(Whole, path)
+
+
+def test_whether_products_of_groups_run_is_no_product_of_what_is_computed_again():
+    """The answer is asked once in a process, which may be in the first of two passes over the same layer."""
+
+    def gradients(recomputed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        made = Experts(4, 16, 32, "silu", gated=True, bias=False)
+        made._fused = False
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter)
+        rows, ends = torch.randn(24, 16, requires_grad=True), torch.tensor([5, 6, 6, 24]).int()
+        kept = [torch.ops.aten._grouped_mm.default]
+        options = {"context_fn": partial(create_selective_checkpoint_contexts, kept)} if recomputed else {}
+        run = partial(checkpoint, made, use_reentrant=False, **options) if recomputed else made
+        run(rows, ends).square().sum().backward()
+        return [rows.grad, *(parameter.grad for parameter in made.parameters())]
+
+    plain = gradients(False)
+    _runs_grouped.cache_clear()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(True), plain, strict=True))

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from forge_parallel.activation_checkpointing import checkpoint_activations
 from forge_parallel.compile import compile_blocks
-from forge_parallel.config import ActivationCheckpointingConfig, CompileConfig
+from forge_parallel.compile_config import CompileConfig
+from forge_parallel.config import ActivationCheckpointingConfig
 from forge_parallel.mesh import Mesh
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks

@@ -3,9 +3,9 @@ from collections.abc import Mapping
 import pytest
 import torch
 from forge_parallel.apply import load_full, materialize, parallelize, set_sync
+from forge_parallel.compile_config import CompileConfig
 from forge_parallel.config import (
     ActivationCheckpointingConfig,
-    CompileConfig,
     FSDPConfig,
     MeshConfig,
     ParallelConfig,

@@ -2,6 +2,9 @@ import sys
 from subprocess import run
 
 import pytest
+import torch
+from forge_parallel import ParallelError
+from forge_parallel.capabilities import bind_to_cores
 
 
 def script(text: str) -> None:
@@ -53,3 +56,59 @@ c10d._dump_nccl_trace_json = lambda: json.dumps({"entries": [{"profiling_name": 
 (entry,) = json.loads(flight_record())["entries"]
 assert entry["profiling_name"] == "nccl:x"
 """)
+
+
+@pytest.mark.parametrize("name", ["gpu_index", "device_index"])
+def test_rank_is_bound_to_cores_near_its_gpu(name, monkeypatch):
+    """By what torch has for that, whose argument 2.11 and 2.15 call differently."""
+    from torch.numa import binding
+
+    bound = {}
+    if name == "gpu_index":
+
+        def bind(*, gpu_index, numa_options):
+            bound[gpu_index] = numa_options
+    else:
+
+        def bind(*, device_index, numa_options):
+            bound[device_index] = numa_options
+
+    monkeypatch.setattr(binding, "_maybe_apply_numa_binding_to_current_process", bind)
+    bind_to_cores(torch.device("cuda", 3), "none")
+    assert not bound
+    bind_to_cores(torch.device("cuda", 3), "core-complex")
+    (options,) = bound.values()
+    assert bound.keys() == {3} and options.affinity_mode is binding.AffinityMode.CORE_COMPLEX
+    assert not options.should_fall_back_if_binding_fails
+
+
+def test_cores_near_a_gpu_are_the_ones_of_its_node_that_this_process_may_use():
+    """With the binding of torch itself: of a GPU on NUMA node 0, whose cores are read from /sys."""
+    script("""
+import os, shutil, torch
+from unittest.mock import patch
+from forge_parallel.capabilities import bind_to_cores
+from torch.numa import binding
+allowed = os.sched_getaffinity(0)
+one = {min(allowed)}
+with patch.object(shutil, "which", lambda name: name), patch.object(
+    binding, "_get_numa_node_index_for_device_index", lambda device_index: 0
+), patch.object(binding, "_get_allowed_logical_cpu_indices_for_numa_node", lambda numa_node_index: one):
+    bind_to_cores(torch.device("cuda", 0), "node")
+assert os.sched_getaffinity(0) == one
+""")
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("cpu", "computes on a cpu"), ("cuda:0", 'job.numa = "node" cannot be done here: no numactl')],
+)
+def test_binding_that_cannot_be_done_is_refused(device, said, monkeypatch):
+    from torch.numa import binding
+
+    def bind(*, device_index, numa_options):
+        raise RuntimeError("no numactl")
+
+    monkeypatch.setattr(binding, "_maybe_apply_numa_binding_to_current_process", bind)
+    with pytest.raises(ParallelError, match=said):
+        bind_to_cores(torch.device(device), "node")

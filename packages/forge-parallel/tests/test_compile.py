@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from forge_parallel.compile import FOLDER, cache_counts, compile_blocks, keep_compiled
-from forge_parallel.config import CompileConfig
+from forge_parallel.compile_config import CompileConfig
 from forge_parallel.mesh import Mesh, View
 from torch import nn
 

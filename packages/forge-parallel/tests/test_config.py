@@ -1,6 +1,5 @@
 import pytest
 from forge_parallel.config import (
-    FP8Config,
     FSDPConfig,
     MeshConfig,
     ParallelConfig,
@@ -8,6 +7,7 @@ from forge_parallel.config import (
     TensorParallelConfig,
 )
 from forge_parallel.error import ParallelError
+from forge_parallel.fp8_config import FP8Config
 
 
 @pytest.mark.parametrize(

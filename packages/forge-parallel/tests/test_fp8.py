@@ -1,11 +1,12 @@
 import pytest
 import torch
-from forge_parallel.config import FP8Config
 from forge_parallel.error import ParallelError
-from forge_parallel.fp8 import use_fp8
+from forge_parallel.fp8 import _largest, use_fp8
+from forge_parallel.fp8_config import FP8Config
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 PLAN = Plan.of({"blocks": "layers.*", "no_fp8": ["head"]})
@@ -53,3 +54,22 @@ def test_eight_bits_are_used_where_allowed_and_stay_near_full_precision(recipe):
 def test_eight_bits_are_refused(config, said):
     with pytest.raises(ParallelError, match=said):
         use_fp8(Net(), PLAN, config, Mesh(CPU))
+
+
+@pytest.mark.parametrize("special", [0.0, -7.0, torch.inf, torch.nan])
+def test_greatest_value_of_a_weight_is_found_without_a_copy_of_it(special):
+    class Made(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.most = max(self.most, out.numel())
+            return out
+
+    weight = torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
+    weight[3, 5] = special
+    with Made() as made:
+        found = _largest(weight)
+    torch.testing.assert_close(found, weight.abs().amax(), rtol=0, atol=0, equal_nan=True)
+    assert made.most == 1
+    assert _largest(weight[:0]) == 0

@@ -1,14 +1,17 @@
 """Experts in (emulated) 8 bits against a loop over experts that rounds row by row."""
 
+from collections import Counter
+
 import pytest
 import torch
-from forge_parallel.config import FP8Config
 from forge_parallel.error import ParallelError
 from forge_parallel.fp8 import use_fp8
-from forge_parallel.fp8_experts import Padded
+from forge_parallel.fp8_config import FP8Config
+from forge_parallel.fp8_experts import Padded, _padding
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 PLAN = Plan.of({"blocks": "layers.*", "experts": ["layers.*"]})
@@ -85,19 +88,68 @@ def test_rounded_products_are_those_of_a_loop_over_experts(data):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_padding_changes_no_product(data):
-    model, rows, gradient = data
-    weight, seen = model.layers[0].experts.weight, []
+class Gated(nn.Module):
+    """Experts of three products."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate = (nn.Parameter(torch.randn(len(COUNTS), 64, 32)) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(len(COUNTS), 32, 64))
+        self.product = exact
+
+    def forward(self, rows, ends):
+        hidden = self.product(rows, self.gate, ends).sigmoid() * self.product(rows, self.up, ends)
+        return self.product(hidden, self.down, ends)
+
+
+def test_rows_are_padded_once_for_all_products_of_experts_and_change_none():
+    torch.manual_seed(0)
+    experts, rows, seen = Gated().double(), torch.randn(51, 32).double(), []
 
     def product(rows, weight, ends):
         seen.append((len(rows), torch.diff(ends, prepend=ends.new_zeros(1)).tolist()))
         return exact(rows, weight, ends)
 
-    found = with_gradients(Padded(product, 16), rows.double(), weight.double(), ENDS, gradient.double())
-    reference = with_gradients(exact, rows.double(), weight.double(), ENDS, gradient.double())
+    def results():
+        x = rows.clone().requires_grad_()
+        with Moved() as moved:
+            out = experts(x, ENDS)
+        out[:48].square().sum().backward()
+        found = [out[:48].detach(), x.grad[:48], *(p.grad for p in experts.parameters())]
+        experts.zero_grad()
+        return found, moved.found
+
+    reference, _ = results()
+    experts.product = product
+    experts.__class__, experts.multiple = _padding(Gated), 16
+    found, moved = results()
     for one, other in zip(found, reference, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    assert seen == [(112, [16, 0, 48, 16])]
+    assert seen == [(112, [16, 0, 48, 16])] * 3
+    assert moved == {"aten::index_copy": 1, "aten::index_select": 1}
+
+
+class Moved(TorchDispatchMode):
+    """Counts how often rows are moved."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name().startswith(("aten::index_copy", "aten::index_select")):
+            self.found[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_experts_that_need_multiples_of_rows_are_padded(emulate, monkeypatch):
+    monkeypatch.setattr("forge_parallel.fp8._require_device", lambda *_: None)
+    model = Model()
+    config = FP8Config(recipe="rowwise", experts=True, min_size=32, emulate=emulate)
+    use_fp8(model, PLAN, config, Mesh(CPU))
+    assert isinstance(model.layers[0].experts, Padded) != emulate
+    assert type(model.layers[0].experts).__name__ == "Experts"
 
 
 def test_a_scale_for_32_numbers_stays_near_full_precision(data):
@@ -105,9 +157,10 @@ def test_a_scale_for_32_numbers_stays_near_full_precision(data):
     experts = model.layers[0].experts
     reference = with_gradients(exact, rows, experts.weight, ENDS, gradient)
     use_fp8(model, PLAN, FP8Config(recipe="mxfp8", experts=True, min_size=32, emulate=True), Mesh(CPU))
-    for one, other in zip(
-        with_gradients(experts.product, rows, experts.weight, ENDS, gradient), reference, strict=True
-    ):
+    rows, experts.weight.grad = rows.requires_grad_(), None
+    out = experts(rows, ENDS)[:48]
+    out.backward(gradient)
+    for one, other in zip((out, rows.grad[:48], experts.weight.grad), reference, strict=True):
         assert not torch.equal(one, other) and (one - other).norm() < 0.06 * other.norm()
 
 

@@ -2,7 +2,8 @@ from itertools import combinations, pairwise
 from types import SimpleNamespace
 
 import pytest
-from forge_parallel.config import CompileConfig, ParallelConfig, PipelineConfig, TensorParallelConfig
+from forge_parallel.compile_config import CompileConfig
+from forge_parallel.config import ParallelConfig, PipelineConfig, TensorParallelConfig
 from forge_parallel.error import ParallelError
 from forge_parallel.plan import Plan
 from forge_parallel.stages import balanced, keep_stage

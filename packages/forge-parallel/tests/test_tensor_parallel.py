@@ -1,6 +1,8 @@
 """Roles of a plan on plain modules: against one process, and what is refused."""
 
 import copy
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from forge_parallel import Env, MeshConfig, ParallelConfig, ParallelError, Plan, build_mesh, parallelize
 from forge_parallel.config import TensorParallelConfig
 from forge_parallel.tensor import is_dtensor
+from forge_parallel.tensor_parallel import _overlap
 from forge_parallel.testing import run_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -242,3 +245,22 @@ def test_what_cannot_be_cut_is_refused_with_its_reason():
         assert "text.num_heads = 3" in said["size of a mount"]
         assert "text.norm is a LayerNorm" in said["role in a mount"]
         assert "an index of 2 tokens, and 2 tokens on each of 2 ranks" in said["index"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(False, True), (True, True), (False, False)])
+def test_overlap_enables_the_group_where_torch_wants_that_and_is_refused_where_it_would_do_nothing(
+    before, after, monkeypatch
+):
+    """2.11 overlaps in groups that were enabled only, and says nothing of others; 2.15 enables all."""
+    import torch._inductor.config as inductor
+    from torch.distributed import _symmetric_memory
+
+    enabled = {"tp"} if before else set()
+    monkeypatch.setattr(_symmetric_memory, "is_symm_mem_enabled_for_group", lambda name: name in enabled)
+    turn_on = enabled.add if after else lambda name: None
+    monkeypatch.setattr(_symmetric_memory, "enable_symm_mem_for_group", turn_on)
+    mesh = SimpleNamespace(device_type="cuda", get_group=lambda: SimpleNamespace(group_name="tp"))
+    with inductor.patch(_micro_pipeline_tp=False):
+        with nullcontext() if after else pytest.raises(ParallelError, match="nothing would be overlapped"):
+            _overlap(mesh)  # type: ignore[arg-type]
+        assert inductor._micro_pipeline_tp is after

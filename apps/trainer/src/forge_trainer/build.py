@@ -14,7 +14,7 @@ from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
 from forge_data.loading.loader import Loader
 from forge_parallel.apply import materialize, parallelize
-from forge_parallel.capabilities import host_group, without_dynamo
+from forge_parallel.capabilities import bind_to_cores, host_group, without_dynamo
 from forge_parallel.env import Env, process_group
 from forge_parallel.mesh import Mesh, build_mesh
 from forge_parallel.plan import Plan
@@ -185,6 +185,7 @@ def build(
     signals, clock = signals or stack.enter_context(Signals()), clock or Clock()
     env = Env.detect()
     job.require_layout(env.world_size)
+    bind_to_cores(env.device, job.job.numa)
     stack.enter_context(deterministic(job.job.deterministic))
     together = stack.enter_context(StopTogether(signals, env))
     stack.enter_context(process_group(env, needed=job.parallel.needs_group(env.device.type)))
@@ -228,14 +229,25 @@ def build(
         run.hooks.append(CompareSpeed(every, run))
         run.hooks.extend([CheckCollectives(every, run)] if groups_of(mesh) else [])
     run.hooks.extend(build_hooks(run, judges, weights))
-    counters |= {hook.span: hook for hook in run.hooks if isinstance(hook, Log)}
-    counters |= {f"hooks.{h.name}": h for h in run.hooks if h.name and isinstance(h, Stateful)}
-    counters |= {"step": step} if isinstance(step, Stateful) else {}
-    for name in counters.keys() & counts.keys():
-        counters[name].load_state(counts[name])
+    load_counters(counters, counts, run)
     for hook in run.hooks:
         stack.callback(hook.close)
     return run
+
+
+def load_counters(counters: dict[str, Stateful], counts: Mapping[str, Any], run: Run) -> None:
+    """Add those of the hooks and the step, and let all go on from what a checkpoint tells.
+
+    Args:
+        counters: what is saved beside the weights, by name; added to.
+        counts: of the checkpoint; of a counter without any it goes on from its beginning.
+        run: complete.
+    """
+    counters |= {hook.span: hook for hook in run.hooks if isinstance(hook, Log)}
+    counters |= {f"hooks.{h.name}": h for h in run.hooks if h.name and isinstance(h, Stateful)}
+    counters |= {"step": run.step} if isinstance(run.step, Stateful) else {}
+    for name in counters.keys() & counts.keys():
+        counters[name].load_state(counts[name])
 
 
 def build_parts(job: Job, mesh: Mesh) -> list[nn.Module]:

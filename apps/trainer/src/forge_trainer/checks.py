@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 from forge_data.config import DataConfig
 from forge_model.config import ModelConfig
+from forge_parallel.compile_config import CompileConfig
 from forge_parallel.config import (
     ActivationCheckpointingConfig,
-    CompileConfig,
     ContextParallelConfig,
-    FP8Config,
     FSDPConfig,
     MeshConfig,
     ParallelConfig,
@@ -24,6 +23,7 @@ from forge_parallel.config import (
 )
 from forge_parallel.dispatch_config import DispatcherConfig
 from forge_parallel.error import ParallelError
+from forge_parallel.fp8_config import FP8Config
 
 from forge_trainer.optim import MuonConfig, OptimizerConfig
 from forge_trainer.origin import require_origins

@@ -6,7 +6,7 @@ Nothing here imports torch, so that a bad configuration is reported at once.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from forge_ckpt.config import CheckpointConfig
 from forge_config import Config, Meta, absolute
@@ -14,11 +14,10 @@ from forge_config.load import Loaded, load
 from forge_data.config import DataConfig
 from forge_data.order.batch_sizes import BatchSizes
 from forge_model.config import LossConfig, ModelConfig
+from forge_parallel.compile_config import CompileConfig
 from forge_parallel.config import (
     ActivationCheckpointingConfig,
-    CompileConfig,
     ContextParallelConfig,
-    FP8Config,
     FSDPConfig,
     MeshConfig,
     ParallelConfig,
@@ -28,6 +27,7 @@ from forge_parallel.config import (
 )
 from forge_parallel.dispatch_config import AllToAllConfig, DispatcherConfig
 from forge_parallel.error import ParallelError
+from forge_parallel.fp8_config import FP8Config
 from forge_resilience.config import ResilienceConfig
 from forge_vlm.config import VisionLanguageConfig as VisionLanguageConfig  # registers its type
 from forge_vlm.sources.columns import ImageTextConfig as ImageTextConfig  # registers its type
@@ -59,15 +59,18 @@ class JobConfig(Config):
         seed: seed of the initial weights and of every random number drawn while training.
         deterministic: on a GPU, take only kernels that add in the same order each time: runs are equal bit
             for bit, and slower; an operation without such a kernel is an error. On a CPU they are so anyway.
+        numa: bind each rank to cores near its GPU: all of its NUMA `node` or `socket`, a part of the node
+            (`exclusive`), or a `core-complex`; as `torchrun --numa-binding` does. Needs GPUs and numactl.
     """
 
-    free_keys = ("name", "root")
+    free_keys = ("name", "root", "numa")
     recorded_keys = ("deterministic",)
 
     name: Annotated[str, Meta(pattern=RUN_NAME)]
     root: str = "runs"
     seed: Annotated[int, Meta(ge=0)] = 0
     deterministic: bool = False
+    numa: Literal["none", "node", "socket", "exclusive", "core-complex"] = "none"
 
     @property
     def directory(self) -> Path:

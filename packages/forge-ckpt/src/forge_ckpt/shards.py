@@ -136,8 +136,8 @@ def copy_boxes(boxes: Mapping[str, Box], buffers: dict[str, Tensor]) -> dict[str
         copied[key] = box._replace(values=buffer)
     for gone in buffers.keys() - boxes.keys():
         del buffers[gone]
-    for device in waiting:
-        torch.cuda.synchronize(device)
+    for device in waiting:  # for the copies, and not for what other streams do
+        torch.cuda.current_stream(device).synchronize()
     return copied
 
 

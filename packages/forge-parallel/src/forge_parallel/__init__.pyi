@@ -2,10 +2,9 @@ from .apply import load_full as load_full
 from .apply import materialize as materialize
 from .apply import parallelize as parallelize
 from .apply import set_sync as set_sync
+from .compile_config import CompileConfig as CompileConfig
 from .config import ActivationCheckpointingConfig as ActivationCheckpointingConfig
-from .config import CompileConfig as CompileConfig
 from .config import ContextParallelConfig as ContextParallelConfig
-from .config import FP8Config as FP8Config
 from .config import FSDPConfig as FSDPConfig
 from .config import MeshConfig as MeshConfig
 from .config import ParallelConfig as ParallelConfig
@@ -15,6 +14,7 @@ from .config import TensorParallelConfig as TensorParallelConfig
 from .env import Env as Env
 from .env import process_group as process_group
 from .error import ParallelError as ParallelError
+from .fp8_config import FP8Config as FP8Config
 from .grads import clip_ as clip_
 from .grads import global_norm as global_norm
 from .mesh import Mesh as Mesh

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 
+from forge_parallel import capabilities
 from forge_parallel.config import ActivationCheckpointingConfig
-from forge_parallel.tensor import local_part
+from forge_parallel.host_reads import repeatable
+from forge_parallel.offload import offload
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module], config: ActivationCheckpointingConfig) -> None:
+def checkpoint_activations(
+    blocks: Iterable[nn.Module],
+    config: ActivationCheckpointingConfig,
+    reading: Iterable[nn.Module] = (),
+) -> None:
     """Treat the activations of blocks as the section `[activation_checkpointing]` says, in place.
 
     Names of parameters do not change, unlike with torch's wrapper module.
+
+    Args:
+        blocks: of the model.
+        config: the section.
+        reading: layers inside of blocks for which the host reads numbers, by `numbers_of`: once, although
+            they are computed twice.
     """
     if config.mode == "budget":
         import torch._functorch.config as functorch
@@ -25,22 +36,26 @@ def checkpoint_activations(blocks: Iterable[nn.Module], config: ActivationCheckp
         functorch.activation_memory_budget = config.budget
     if config.mode in ("none", "budget"):
         return
+    if config.mode == "offload":
+        offload(blocks)
+        return
     every = config.every if config.mode == "every" else 1
+    read = set(reading)
     for index, block in enumerate(blocks):
-        if config.mode == "offload":
-            block.forward = _offloaded(block)
-        elif index % every == 0:
-            block.forward = _checkpointed(block.forward, config.mode == "selective")
+        if index % every == 0:
+            reads = not read.isdisjoint(block.modules())
+            block.forward = _checkpointed(block.forward, config.mode == "selective", reads)
 
 
-def _checkpointed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+def _checkpointed(forward: Callable[..., Any], selective: bool, reads: bool) -> Callable[..., Any]:
+    from torch.utils.checkpoint import checkpoint
 
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+    contexts = {"context_fn": capabilities.selective_contexts(_policy)} if selective else {}
 
     # A function of its own, not a partial: the compiler needs a frame to look into.
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        once = repeatable(forward) if reads else forward
+        return checkpoint(once, *args, use_reentrant=False, **contexts, **kwargs)
 
     return run
 
@@ -63,28 +78,3 @@ def _dear() -> set[Any]:
         *(getattr(collectives, name).default for name in ("all_gather_into_tensor", "reduce_scatter_tensor")),
         torch.ops.higher_order.flex_attention,
     }
-
-
-def _offloaded(block: nn.Module) -> Callable[..., Any]:
-    """Keep what a block saves for its backward pass on the host, all but its parameters."""
-    forward = block.forward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        own = {local_part(p).untyped_storage().data_ptr() for p in block.parameters()}
-
-        def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
-            if tensor.untyped_storage().data_ptr() in own:
-                return None, tensor
-            on_gpu = tensor.is_cuda
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=on_gpu)
-            # copies to and from pinned memory stay in the order of the stream
-            return tensor.device, kept.copy_(tensor, non_blocking=on_gpu)
-
-        def unpack(packed: tuple[torch.device | None, Tensor]) -> Tensor:
-            device, tensor = packed
-            return tensor if device is None else tensor.to(device, non_blocking=True)
-
-        with saved_tensors_hooks(pack, unpack):
-            return forward(*args, **kwargs)
-
-    return run

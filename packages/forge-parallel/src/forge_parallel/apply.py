@@ -68,10 +68,11 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
 
         use_fp8(model, plan, config.fp8, mesh)
     _apply_axes(model, mesh, plan, config)
-    checkpoint_activations(units.block_modules, config.activation_checkpointing)
+    experts = [layer for pattern in plan.experts for layer in find(model, pattern).values()]
+    served_elsewhere = [] if mesh.ep is None else experts
+    checkpoint_activations(units.block_modules, config.activation_checkpointing, served_elsewhere)
     if config.compile.enabled:
-        layers = [layer for pattern in plan.experts for layer in find(model, pattern).values()]
-        compile_blocks(units.block_modules, config.compile, mesh, layers)
+        compile_blocks(units.block_modules, config.compile, mesh, experts)
     if mesh.fsdp is not None:
         from forge_parallel.fsdp import shard
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from forge_parallel.error import ParallelError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -107,6 +110,50 @@ def abort_groups() -> None:
         distributed_c10d._abort_process_group()
     except Exception as error:  # this rank has failed already, and that is what is to be told
         logging.getLogger(__name__).warning("process groups could not be aborted: %s", error)
+
+
+def bind_to_cores(device: torch.device, mode: str) -> None:
+    """Bind the threads of this process to cores near its GPU; what it starts later inherits that.
+
+    Args:
+        device: of this rank.
+        mode: of `torch.numa.binding.AffinityMode`; `none` changes nothing.
+
+    Raises:
+        ParallelError: the device is no GPU; or torch cannot tell its NUMA node, or lacks numactl.
+    """
+    if mode == "none":
+        return
+    if device.type != "cuda":
+        raise ParallelError(
+            f'job.numa = "{mode}" binds ranks to cores near their GPUs, and this one computes on a '
+            f'{device.type}; expected "none"'
+        )
+    from torch.numa import binding
+
+    bind = binding._maybe_apply_numa_binding_to_current_process
+    # of 2.11 it is gpu_index
+    name = next(name for name in inspect.signature(bind).parameters if name.endswith("_index"))
+    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
+    try:
+        bind(**{name: device.index, "numa_options": options})
+    except (RuntimeError, OSError, ValueError) as error:
+        raise ParallelError(f'job.numa = "{mode}" cannot be done here: {error}; set it to "none"') from error
+
+
+def share_memory(group: ProcessGroup) -> bool:
+    """Let the compiler use memory of other GPUs of a group; whether it can now.
+
+    Up to 2.14 nothing is overlapped, in silence, unless the group is enabled; from 2.15 on all that can are.
+    """
+    from torch.distributed import _symmetric_memory
+
+    name = group.group_name
+    if not _symmetric_memory.is_symm_mem_enabled_for_group(name):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            _symmetric_memory.enable_symm_mem_for_group(name)
+    return _symmetric_memory.is_symm_mem_enabled_for_group(name)
 
 
 def host_group() -> ProcessGroup:
@@ -209,6 +256,22 @@ def run_schedule(schedule: Any, micro_batches: list[dict[str, Any]]) -> None:
         # a rank of a V would greet itself, which gloo cannot
         stage._get_init_p2p_neighbors_ops = list
     schedule._step_microbatches(kwarg_mbs=micro_batches, target_mbs=targets)
+
+
+def selective_contexts(policy: Callable[..., Any]) -> Callable[[], Any]:
+    """What `torch.utils.checkpoint` takes as `context_fn`, for selective activation checkpointing.
+
+    2.15 counts the marks that FSDP2 makes for the profiler as operations of the region, and it makes others
+    when the region is computed again: a crash where experts in a block are units of their own.
+    """
+    from torch.utils import checkpoint
+
+    marks = torch.ops.profiler
+    checkpoint.SAC_IGNORED_OPS |= {
+        marks._record_function_enter_new.default,
+        marks._record_function_exit._RecordFunction,
+    }
+    return partial(checkpoint.create_selective_checkpoint_contexts, policy)
 
 
 def compiled(fn: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:

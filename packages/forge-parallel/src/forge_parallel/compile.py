@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from forge_parallel import capabilities
-from forge_parallel.config import MOST_COMPILATIONS, CompileConfig
+from forge_parallel.compile_config import MOST_COMPILATIONS, CompileConfig
 from forge_parallel.mesh import Mesh
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"

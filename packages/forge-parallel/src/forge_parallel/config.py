@@ -8,8 +8,10 @@ from typing import Annotated, Literal
 from forge_config import ALL_KEYS, Config, Meta
 from msgspec import field
 
+from forge_parallel.compile_config import CompileConfig
 from forge_parallel.dispatch_config import AllToAllConfig, DispatcherConfig
 from forge_parallel.error import ParallelError
+from forge_parallel.fp8_config import FP8Config
 
 AUTO = -1
 
@@ -235,68 +237,6 @@ class PipelineConfig(Config):
         return self.stages_per_rank if self.schedule.startswith("interleaved") else 1
 
 
-class FP8Config(Config):
-    """Matmuls of linear layers in 8-bit floats, by torchao; weights and checkpoints stay as they are.
-
-    Attributes:
-        recipe: `none`; one scale a tensor (`tensorwise`), one a row and column (`rowwise`), or that with the
-            gradient of the weight in high precision (`rowwise_with_gw_hp`); one for 32 numbers next to each
-            other, on GPUs from Blackwell on (`mxfp8`).
-        exclude: layers that stay out, as dotted names in which `*` stands for one component.
-        min_size: layers with fewer inputs or outputs stay out, for they would become slower. Layers whose
-            sizes are no multiples of 16 (`mxfp8`: 32) always do.
-        experts: the matrices of experts too, of `rowwise` and `mxfp8`. The rows of each expert are padded to
-            multiples of 16 (`mxfp8`: 32).
-        gather: FSDP2 gathers weights in 8 bits too, with one scale a tensor that is found for all weights at
-            once: of `tensorwise` only, half the traffic of bfloat16.
-        emulate: round to 8 bits and compute in high precision, for tests on machines that cannot.
-    """
-
-    recorded_keys = (ALL_KEYS,)
-
-    recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "none"
-    exclude: list[str] = []
-    min_size: Annotated[int, Meta(ge=16)] = 1024
-    experts: bool = False
-    gather: bool = False
-    emulate: bool = False
-
-    @property
-    def multiple(self) -> int:
-        """What the sizes of 8-bit products are multiples of."""
-        return 32 if self.recipe == "mxfp8" else 16
-
-    def require_tokens(self, tokens: int) -> None:
-        """See that weights get gradients in 8 bits: their products sum over the tokens of a micro-batch.
-
-        Args:
-            tokens: that a layer sees at once, on one rank.
-
-        Raises:
-            ParallelError: they are no multiple of what such products take.
-        """
-        if self.recipe in ("none", "rowwise_with_gw_hp") or tokens % self.multiple == 0:
-            return
-        raise ParallelError(
-            f'fp8.recipe = "{self.recipe}" with {tokens} tokens of a micro-batch on each rank, over which '
-            "the gradients of weights sum (train.micro_batch times data.max_tokens, over mesh.cp); "
-            f"expected a multiple of {self.multiple}: change one of them, "
-            'or use recipe = "rowwise_with_gw_hp"'
-        )
-
-    def __post_init__(self) -> None:
-        if self.experts and self.recipe not in ("rowwise", "mxfp8"):
-            raise ValueError(
-                f'experts = true with recipe = "{self.recipe}": grouped products in 8 bits need a scale for '
-                'each row; give recipe = "rowwise" or "mxfp8", or experts = false'
-            )
-        if self.gather and self.recipe != "tensorwise":
-            raise ValueError(
-                f'gather = true with recipe = "{self.recipe}": only weights with one scale a tensor are '
-                'gathered in 8 bits; give recipe = "tensorwise", or gather = false'
-            )
-
-
 class ActivationCheckpointingConfig(Config):
     """Which activations are computed again in the backward pass instead of kept.
 
@@ -313,49 +253,6 @@ class ActivationCheckpointingConfig(Config):
     mode: Literal["none", "full", "every", "selective", "offload", "budget"] = "none"
     every: Annotated[int, Meta(ge=1)] = 2
     budget: Annotated[float, Meta(ge=0, le=1)] = 0.5
-
-
-COMPILATIONS_OF_A_KIND = 12
-"""So often at most is a block of one kind compiled: for training and evaluation, masks, numbers of rows and
-tokens, of which the compiler soon takes any. Counted by `tests/contracts/test_recompilation.py`."""
-
-MOST_COMPILATIONS = 256
-"""Of all kinds of blocks together; torch compiles no function more often (2.11 to 2.15)."""
-
-
-class CompileConfig(Config):
-    """torch.compile, block by block.
-
-    Attributes:
-        enabled: compile the blocks.
-        backend: of torch.compile.
-        fullgraph: a block that cannot be one graph is an error; otherwise it is cut into several.
-        cache: a folder that keeps compiled code over restarts, for each rank and layout apart. What is in it
-            is run, so nobody else may write there. Absent: torch keeps it in a folder of the machine.
-    """
-
-    free_keys = (ALL_KEYS,)
-    path_keys = ("cache",)
-
-    enabled: bool = False
-    backend: str = "inductor"
-    fullgraph: bool = True
-    cache: str | None = None
-
-    def require_kinds(self, kinds: int) -> None:
-        """See that a model with so many kinds of blocks is not compiled too often.
-
-        Raises:
-            ParallelError: torch would give up in the middle of the run.
-        """
-        most = MOST_COMPILATIONS // COMPILATIONS_OF_A_KIND
-        if self.enabled and kinds > most:
-            raise ParallelError(
-                f"compile.enabled = true and the model has {kinds} kinds of blocks, each compiled up to "
-                f"{COMPILATIONS_OF_A_KIND} times (training, evaluation, masks, lengths), and torch compiles "
-                f"{MOST_COMPILATIONS} times at most; expected at most {most} kinds: make more layers "
-                "alike, or compile nothing"
-            )
 
 
 class ParallelConfig(Config):

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from forge_parallel.host_reads import numbers_of
+
 Experts = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -164,7 +166,7 @@ class AllToAll:
             sent: [ranks, C, L / C] how many rows leave for each expert.
         """
         received = _exchanged(sent, self.group)
-        to, of = torch.stack([sent.sum(2), received.sum(2)]).tolist()
+        to, of = numbers_of(torch.stack([sent.sum(2), received.sum(2)]))
         hops: list[list[Step]] = [
             [(None, Hop(self.group, *one))] for one in zip(_columns(to), _columns(of), strict=True)
         ]
@@ -191,7 +193,7 @@ class TwoLevel(AllToAll):
         between = _exchanged(leaving.transpose(0, 1), self.group)  # [G, M, ...], by source and target's node
         received = _exchanged(between.transpose(0, 1), self.across)  # [M, G, ...], by source
         counts = [leaving.sum(3), between.sum(3).transpose(0, 1), received.sum(3)]
-        first, second, last = torch.stack(counts).tolist()
+        first, second, last = numbers_of(torch.stack(counts))
         hops = []
         for chunk in range(self.chunks):
             out, via, into = ([[place[chunk] for place in node] for node in x] for x in (first, second, last))

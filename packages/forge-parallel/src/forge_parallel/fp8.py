@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge_parallel.config import FP8Config
 from forge_parallel.error import ParallelError
+from forge_parallel.fp8_config import FP8Config
 from forge_parallel.match import find, matches
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
@@ -127,10 +127,15 @@ class Scales:
         if not weights:
             return
         values = [weight._tensor for weight in weights]
-        tops = torch.stack([x.abs().amax() if x.numel() else x.new_zeros(()) for x in values])
+        tops = torch.stack([_largest(x) for x in values])
         dist.all_reduce(tops, op=dist.ReduceOp.MAX, group=self._group)
         for weight, scale in zip(weights, amax_to_scale(tops, weights[0]._dtype).unbind(), strict=True):
             weight._precomputed_scale = scale
+
+
+def _largest(x: Tensor) -> Tensor:
+    """[] the greatest absolute value, found without a copy of all of them."""
+    return torch.linalg.vector_norm(x, torch.inf) if x.numel() else x.new_zeros(())
 
 
 def _gathered_in_8_bits(parameter: Tensor) -> Any:

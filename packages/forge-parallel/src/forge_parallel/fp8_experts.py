@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forge_parallel.config import FP8Config
 from forge_parallel.error import ParallelError
+from forge_parallel.fp8_config import FP8Config
 from forge_parallel.match import find, matches
 from forge_parallel.plan import Plan
 
@@ -21,7 +21,7 @@ FORMAT = torch.float8_e4m3fn
 
 
 def use_fp8_in_experts(model: nn.Module, plan: Plan, config: FP8Config, multiple: int) -> list[str]:
-    """Let experts multiply in 8 bits, in place: replaces their attribute `product`.
+    """Let experts multiply in 8 bits, in place: replaces their attribute `product`, and pads their rows.
 
     Args:
         model: best on the meta device.
@@ -49,15 +49,17 @@ def use_fp8_in_experts(model: nn.Module, plan: Plan, config: FP8Config, multiple
         excluded = any(matches(pattern, f"{name}.experts") for pattern in (*plan.no_fp8, *config.exclude))
         if excluded or min(sizes) < config.min_size or any(size % multiple for size in sizes):
             continue
-        experts.product = _product(config, experts.product, multiple)
+        if config.recipe == "rowwise" and config.emulate:
+            experts.product = _emulated(experts.product)
+        else:
+            experts.product = _mxfp8(config.emulate) if config.recipe == "mxfp8" else _rowwise()
+            experts.__class__, experts.multiple = _padding(type(experts)), multiple
         chosen.append(f"{name}.experts")
     return chosen
 
 
-def _product(config: FP8Config, exact: Product, multiple: int) -> Product:
-    if config.recipe == "rowwise" and config.emulate:
-        return lambda rows, weight, ends: _Rowwise.apply(rows, weight, ends, exact)
-    return Padded(_mxfp8(config.emulate) if config.recipe == "mxfp8" else _rowwise(), multiple)
+def _emulated(exact: Product) -> Product:
+    return lambda rows, weight, ends: _Rowwise.apply(rows, weight, ends, exact)
 
 
 def _rowwise() -> Product:
@@ -92,20 +94,19 @@ def _in_bf16(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return rows.to(torch.bfloat16), weight.to(torch.bfloat16).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class Padded:
-    """A product whose groups are multiples of some number of rows. Waits for no device.
+class Padded(nn.Module):
+    """Experts all of whose products have groups of a multiple of rows. Mixed into their class.
+
+    Rows are moved once for all of them, and once back. Waits for no device.
 
     Attributes:
-        product: given such groups.
         multiple: of rows.
     """
 
-    product: Product
     multiple: int
 
-    def __call__(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """See `Product`."""
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """As before: [R, D] rows, [E] ends -> [R, D]."""
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         room = (counts + self.multiple - 1) // self.multiple * self.multiple
         new_ends = room.cumsum(0).to(ends.dtype)
@@ -114,7 +115,13 @@ class Padded:
         places = torch.arange(len(rows), device=rows.device) + moved[_groups(rows, ends)]
         most = -(-(len(rows) + len(ends) * (self.multiple - 1)) // self.multiple) * self.multiple
         wide = rows.new_zeros(most, rows.shape[1]).index_copy(0, places, rows)
-        return self.product(wide, weight, new_ends).index_select(0, places)
+        return super().forward(wide, new_ends).index_select(0, places)  # type: ignore[misc]
+
+
+@cache
+def _padding(base: type[nn.Module]) -> type[nn.Module]:
+    """One class for all experts of a kind, so that compiled blocks share their code."""
+    return type(base.__name__, (Padded, base), {"__module__": base.__module__})
 
 
 class _Rowwise(torch.autograd.Function):

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from forge_parallel import capabilities
 from forge_parallel.config import TensorParallelConfig
 from forge_parallel.error import ParallelError
 from forge_parallel.match import find, matches
@@ -104,12 +105,17 @@ def _overlap(mesh: DeviceMesh) -> None:
     """Let the compiler overlap matmuls with the collectives around them, in all that this process compiles.
 
     Raises:
-        ParallelError: the ranks are no GPUs.
+        ParallelError: the ranks are no GPUs, or torch cannot let them use each other's memory.
     """
     if mesh.device_type != "cuda":
         raise ParallelError(
             f"tensor_parallel.async = true needs GPUs that reach each other's memory, not a "
             f"{mesh.device_type}; set it to false"
+        )
+    if not capabilities.share_memory(mesh.get_group()):
+        raise ParallelError(
+            "tensor_parallel.async = true, and torch has no allocator of memory that these GPUs share; "
+            "nothing would be overlapped: set it to false"
         )
     import torch._inductor.config as inductor
 

@@ -67,7 +67,14 @@ def batch_script(launch: Launch) -> str:
         raise ConfigError(
             f"job.root = {str(launch.root)!r}; expected no backslash, with which SLURM names no log"
         )
-    lines = [*options, *_traps(), *_before(launch), *_run(launch), *_after(launch)]
+    lines = [
+        *options,
+        *_traps(),
+        *_before(launch),
+        *_variables(launch.cluster),
+        *_run(launch),
+        *_after(launch),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -141,6 +148,16 @@ def _link(launch: Launch) -> Iterator[str]:
     yield f'  next=$({submit} "$SLURM_JOB_ID")'
     yield "  next=${next%%;*}"
     yield "fi"
+
+
+def _variables(cluster: ClusterConfig) -> Iterator[str]:
+    """What the ranks get beside what the user has set, who may have done so in `setup`."""
+    yield "# From SLURM 22.05 on srun does not take the cores of a task from the job."
+    yield f"export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-{cluster.cpus_per_rank}}}"
+    if cluster.gpus_per_node:
+        unset = '[ -n "$PYTORCH_ALLOC_CONF$PYTORCH_CUDA_ALLOC_CONF" ]'
+        yield "# Memory of GPUs in pieces that grow: tensors of changing sizes leave no holes in it."
+        yield f"{unset} || export PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 def _run(launch: Launch) -> Iterator[str]:

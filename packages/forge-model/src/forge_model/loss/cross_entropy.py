@@ -33,7 +33,8 @@ class LossTerms(NamedTuple):
             the sum of their weights. No gradient flows through them.
         rows: [B] each, the sums of `loss` by sequence, where labels are [B, T]; None where a loss tells none.
         hits: of the shape of the labels, whether the target is the likeliest entry; false where there is no
-            target. None where a loss does not tell.
+            target. None where a loss does not tell, and where gradients are recorded: training takes no time
+            for it.
     """
 
     total: Tensor
@@ -134,10 +135,10 @@ class Loss:
         counts = (labels >= 0) if weights is None else (labels >= 0) * weights.view_as(labels)
         rows = Sum(places.view_as(labels).sum(-1), counts.sum(-1).to(places.dtype))
         sums = {"loss": Sum(cross_entropy, count), "z_loss": Sum(z_loss, count)}
-        return LossTerms(total, sums, rows, hits.view_as(labels))
+        return LossTerms(total, sums, rows, None if hits is None else hits.view_as(labels))
 
 
-Treat = Callable[..., tuple[Tensor, Tensor, Tensor | float, Tensor]]
+Treat = Callable[..., tuple[Tensor, Tensor, Tensor | float, Tensor | None]]
 """See `_treat`."""
 
 
@@ -219,7 +220,7 @@ def _treat(
     counts: Tensor,
     options: _Options,
     fused: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | float, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None]:
     """Put in the place of logits [n, V] the gradient of the loss by them, where one is needed.
 
     Args:
@@ -231,7 +232,7 @@ def _treat(
         fused: whether a compiler makes one pass of many operations.
 
     Returns:
-        `lse`, `picked` and `even` of `_Chunk`, and [n] whether `picked` is the largest logit.
+        `lse`, `picked` and `even` of `_Chunk`, and [n] whether `picked` is the largest, not in training.
     """
     values = logits
     if wide is not None:
@@ -245,7 +246,7 @@ def _treat(
         gradient = gradient if slope is None else gradient.mul_(slope)
         if gradient is not logits:
             logits.copy_(gradient)
-    return made.lse, made.picked, made.even, made.picked == made.top
+    return made.lse, made.picked, made.even, None if options.training else made.picked == made.top
 
 
 def _differentiate(made: _Chunk, counts: Tensor, options: _Options, fused: bool) -> Tensor:
@@ -283,7 +284,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sums = torch.zeros(3, dtype=wide, device=hidden.device)
         smoothed = torch.zeros((), dtype=wide, device=hidden.device)
         places = torch.empty(len(labels), dtype=wide, device=hidden.device)
-        hits = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
+        hits = None if options.training else torch.empty_like(labels, dtype=torch.bool)
         # chunks share both: logits as the model makes them, later their gradient; and in what is computed in
         buffer = hidden.new_empty(min(options.chunk, len(labels)), len(weight))
         wider = None
@@ -300,7 +301,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = torch.mm(h, weight.t(), out=buffer[: len(target)])
             room = None if wider is None else wider[: len(target)]
             lse, picked, even, hit = options.treat(logits, room, target.clamp(min=0), counts, options)
-            places[rows], hits[rows] = (lse - picked) * counts, hit & (target >= 0)
+            places[rows] = (lse - picked) * counts
+            if hits is not None and hit is not None:
+                hits[rows] = hit & (target >= 0)
             sums += torch.stack([places[rows].sum(), (lse.square() * counts).sum(), counts.sum()])
             if options.smoothing:
                 smoothed += ((picked - even) * counts).sum() * options.smoothing
@@ -311,7 +314,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
         cross_entropy, z_loss, count = sums.unbind()
-        ctx.mark_non_differentiable(cross_entropy, z_loss, count, places, hits)
+        ctx.mark_non_differentiable(cross_entropy, z_loss, count, places, *([] if hits is None else [hits]))
         total = cross_entropy + smoothed + options.z_weight * z_loss
         return total, cross_entropy, z_loss, count, places, hits
 

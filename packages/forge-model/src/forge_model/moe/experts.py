@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from forge_model.ffn.dense import ACTIVATIONS, clamped_unit
 from forge_model.roles import Role
@@ -124,11 +125,11 @@ ALIGNMENT_BYTES = 16
 def _runs_grouped(device: str, dtype: torch.dtype) -> bool:
     """Whether `torch._grouped_mm` computes products and their gradients; asked once.
 
-    float32 is not known before 2.14, float64 in none. Without autograd, for the question may come inside of
-    activation checkpointing, which counts what is saved.
+    float32 is not known before 2.14, float64 in none. Without autograd and modes, for the question may come
+    inside of activation checkpointing, which counts what is saved and which products there are.
     """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():
             rows, weight = (
                 torch.ones(shape, device=device, dtype=dtype) for shape in ((16, 16), (2, 16, 16))
             )

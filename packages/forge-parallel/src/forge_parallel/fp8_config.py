@@ -1,0 +1,71 @@
+"""What `[fp8]` holds. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from forge_config import ALL_KEYS, Config, Meta
+
+from forge_parallel.error import ParallelError
+
+
+class FP8Config(Config):
+    """Matmuls of linear layers in 8-bit floats, by torchao; weights and checkpoints stay as they are.
+
+    Attributes:
+        recipe: `none`; one scale a tensor (`tensorwise`), one a row and column (`rowwise`), or that with the
+            gradient of the weight in high precision (`rowwise_with_gw_hp`); one for 32 numbers next to each
+            other, on GPUs from Blackwell on (`mxfp8`).
+        exclude: layers that stay out, as dotted names in which `*` stands for one component.
+        min_size: layers with fewer inputs or outputs stay out, for they would become slower. Layers whose
+            sizes are no multiples of 16 (`mxfp8`: 32) always do.
+        experts: the matrices of experts too, of `rowwise` and `mxfp8`. The rows of each expert are padded to
+            multiples of 16 (`mxfp8`: 32).
+        gather: FSDP2 gathers weights in 8 bits too, with one scale a tensor that is found for all weights at
+            once: of `tensorwise` only, half the traffic of bfloat16.
+        emulate: round to 8 bits and compute in high precision, for tests on machines that cannot.
+    """
+
+    recorded_keys = (ALL_KEYS,)
+
+    recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "none"
+    exclude: list[str] = []
+    min_size: Annotated[int, Meta(ge=16)] = 1024
+    experts: bool = False
+    gather: bool = False
+    emulate: bool = False
+
+    @property
+    def multiple(self) -> int:
+        """What the sizes of 8-bit products are multiples of."""
+        return 32 if self.recipe == "mxfp8" else 16
+
+    def require_tokens(self, tokens: int) -> None:
+        """See that weights get gradients in 8 bits: their products sum over the tokens of a micro-batch.
+
+        Args:
+            tokens: that a layer sees at once, on one rank.
+
+        Raises:
+            ParallelError: they are no multiple of what such products take.
+        """
+        if self.recipe in ("none", "rowwise_with_gw_hp") or tokens % self.multiple == 0:
+            return
+        raise ParallelError(
+            f'fp8.recipe = "{self.recipe}" with {tokens} tokens of a micro-batch on each rank, over which '
+            "the gradients of weights sum (train.micro_batch times data.max_tokens, over mesh.cp); "
+            f"expected a multiple of {self.multiple}: change one of them, "
+            'or use recipe = "rowwise_with_gw_hp"'
+        )
+
+    def __post_init__(self) -> None:
+        if self.experts and self.recipe not in ("rowwise", "mxfp8"):
+            raise ValueError(
+                f'experts = true with recipe = "{self.recipe}": grouped products in 8 bits need a scale for '
+                'each row; give recipe = "rowwise" or "mxfp8", or experts = false'
+            )
+        if self.gather and self.recipe != "tensorwise":
+            raise ValueError(
+                f'gather = true with recipe = "{self.recipe}": only weights with one scale a tensor are '
+                'gathered in 8 bits; give recipe = "tensorwise", or gather = false'
+            )

@@ -1,0 +1,187 @@
+"""Activations that wait for the backward pass in the memory of the host.
+
+They travel on a stream of their own, beside what is computed: those of a block leave while the next one
+computes, and come back while the one after it does. So the device holds those of two blocks at a time.
+
+What must be in order, for neither streams nor their allocators know of each other: a copy begins after what
+it reads was made; memory is freed after all who read it are done; and memory that the stream of copies takes
+may be some that was freed before, so that it waits for all that was computed until then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from forge_parallel.tensor import local_part
+
+LEAVING = 1
+"""Blocks whose activations may still be on their way to the host while another one computes."""
+
+
+class Streams:
+    """What is computed and what is copied, on a device that has one order of both: nobody ever waits."""
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """What is done inside runs beside what is computed."""
+        return nullcontext()
+
+    def mark(self) -> Any:
+        """All that was said so far, to be waited for."""
+
+    def wait(self, mark: Any) -> None:
+        """What is said from now on begins when that is done."""
+
+
+class CudaStreams(Streams):
+    """On a GPU, with a stream for copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._copies = device, torch.cuda.Stream(device)
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """See `Streams`."""
+        return torch.cuda.stream(self._copies)
+
+    def mark(self) -> Any:
+        """See `Streams`."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def wait(self, mark: Any) -> None:
+        """See `Streams`."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+
+class Saved:
+    """What one forward pass of one block saves.
+
+    Args:
+        streams: of the device.
+        before: what the block before saved in the same pass; None for the first.
+    """
+
+    def __init__(self, streams: Streams, before: Saved | None) -> None:
+        self._streams, self._before = streams, before
+        self._device = torch.device("cpu")
+        self._sources: dict[int, Tensor] = {}
+        self._kept: list[Tensor] = []
+        self._back: dict[int, Tensor] | None = None
+        self._left: Any = None
+        self._arrived: Any = None
+
+    def add(self, tensor: Tensor) -> int:
+        """Send a tensor to the host; returns its number."""
+        made, self._device = self._streams.mark(), tensor.device
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
+        source = tensor.detach()
+        with self._streams.beside():
+            self._streams.wait(made)
+            kept.copy_(source, non_blocking=True)
+            self._left = self._streams.mark()
+        self._kept.append(kept)
+        number = len(self._kept) - 1
+        self._sources[number] = source
+        return number
+
+    def free(self) -> None:
+        """Free the memory of what has left, for what is computed from now on."""
+        self._streams.wait(self._left)
+        self._sources.clear()
+
+    def take(self, number: int) -> Tensor:
+        """A tensor on its device again; begins to bring those of the block before."""
+        found = self._sources.pop(number, None)
+        if found is not None:  # of the last block: still here, and on its way as well
+            self._streams.wait(self._left)
+        else:
+            self._bring()
+            assert self._back is not None
+            self._streams.wait(self._arrived)
+            found = self._back.pop(number, None)
+        before, self._before = self._before, None
+        if before is not None and not before._sources:
+            before._bring()
+        # not there in a second backward pass over the same graph
+        return self._kept[number].to(self._device, non_blocking=True) if found is None else found
+
+    def _bring(self) -> None:
+        if self._back is not None:
+            return
+        computed = self._streams.mark()
+        with self._streams.beside():
+            self._streams.wait(computed)
+            self._back = {
+                number: torch.empty_like(kept, device=self._device).copy_(kept, non_blocking=True)
+                for number, kept in enumerate(self._kept)
+            }
+            self._arrived = self._streams.mark()
+
+
+class Offload:
+    """Keeps what blocks save for their backward passes on the host, all but their parameters.
+
+    Args:
+        streams_of: a device, asked once it is used.
+    """
+
+    def __init__(self, streams_of: Callable[[torch.device], Streams]) -> None:
+        self._streams_of = streams_of
+        self._streams: Streams | None = None
+        self._last: Saved | None = None
+        self._leaving: deque[Saved] = deque()
+
+    def apply(self, block: nn.Module, is_first: bool) -> None:
+        """Treat a block, in place.
+
+        Args:
+            block: of a model.
+            is_first: whether no other block comes before it in a pass.
+        """
+        forward = block.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            own = {local_part(p).untyped_storage().data_ptr() for p in block.parameters()}
+            saved: list[Saved] = []
+
+            def pack(tensor: Tensor) -> tuple[Saved, int] | Tensor:
+                if tensor.untyped_storage().data_ptr() in own:
+                    return tensor
+                if not saved:
+                    self._streams = self._streams or self._streams_of(tensor.device)
+                    saved.append(Saved(self._streams, None if is_first else self._last))
+                return saved[0], saved[0].add(tensor)
+
+            def unpack(packed: tuple[Saved, int] | Tensor) -> Tensor:
+                return packed if isinstance(packed, Tensor) else packed[0].take(packed[1])
+
+            with saved_tensors_hooks(pack, unpack):
+                out = forward(*args, **kwargs)
+            self._leave(saved)
+            return out
+
+        block.forward = run
+
+    def _leave(self, saved: list[Saved]) -> None:
+        """Note what a block has saved, and free what earlier ones have."""
+        self._last = saved[0] if saved else None
+        self._leaving.extend(saved)
+        while len(self._leaving) > LEAVING:
+            self._leaving.popleft().free()
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Those that a device has."""
+    return CudaStreams(device) if device.type == "cuda" else Streams()
+
+
+def offload(blocks: Iterable[nn.Module]) -> None:
+    """Keep on the host what these blocks, in this order, save for their backward passes; in place."""
+    way = Offload(streams_of)
+    for index, block in enumerate(blocks):
+        way.apply(block, index == 0)

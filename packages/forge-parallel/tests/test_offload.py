@@ -1,0 +1,88 @@
+"""Offloaded activations: equal gradients, and streams that never touch the same memory out of order."""
+
+import pytest
+import torch
+from forge_parallel.offload import LEAVING, Offload, Saved
+from played_streams import Played
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).sigmoid() * self.up(x).tanh())
+
+
+def run(model: nn.Sequential, streams: Played, passes: int, again: bool) -> list[torch.Tensor]:
+    """Gradients, of several forward passes before the first backward pass."""
+    inputs = [torch.full((32, 16), 0.1 * (n + 1), requires_grad=True) for n in range(passes)]
+    with streams:
+        losses = [model(x).square().sum() for x in inputs]
+        for loss in losses:
+            if again:
+                loss.backward(retain_graph=True)
+            loss.backward()
+    found = [*(x.grad for x in inputs), *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    return found
+
+
+def offloaded(streams: Played) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(5)))
+    way = Offload(lambda device: streams)
+    for index, block in enumerate(model):
+        way.apply(block, index == 0)
+    return model
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_gradients_are_equal_and_nothing_is_out_of_order(passes, again):
+    torch.manual_seed(0)
+    plain = run(nn.Sequential(*(Block() for _ in range(5))), Played(), passes, again)
+    streams = Played()
+    model = offloaded(streams)
+    for _ in range(2):  # steps
+        found = run(model, streams, passes, again)
+        assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert streams.copied > 0 and not streams.races
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(Saved, "free"), (Played, "wait"), (Played, "mark")], ids=["free", "wait", "mark"]
+)
+def test_played_streams_see_a_race(place, name, monkeypatch):
+    """Memory that is freed without waiting, and streams that do not wait for each other."""
+    streams = Played()
+    if place is Saved:
+        monkeypatch.setattr(Saved, "free", lambda self: self._sources.clear())
+    elif name == "wait":
+        monkeypatch.setattr(Played, "wait", lambda self, mark: None)
+    else:
+        monkeypatch.setattr(Played, "mark", lambda self: {})
+    run(offloaded(streams), streams, 1, False)
+    assert streams.races
+
+
+def test_device_holds_what_two_blocks_save_and_nothing_after_the_backward_pass(monkeypatch):
+    groups, held = [], []
+
+    class Counted(Saved):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            groups.append(self)
+
+        def add(self, tensor):
+            number = super().add(tensor)
+            held.append(sum(bool(one._sources) for one in groups))
+            return number
+
+    monkeypatch.setattr("forge_parallel.offload.Saved", Counted)
+    streams = Played()
+    run(offloaded(streams), streams, 1, False)
+    assert len(groups) == 5 and max(held) == LEAVING + 1
+    assert not any(one._sources or one._back for one in groups)
