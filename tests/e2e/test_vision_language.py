@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import signal
 from pathlib import Path
 
@@ -280,6 +281,18 @@ def test_tasks_of_the_harness_with_images_are_asked_as_generate_is(forge, seeing
     (tmp_path / "tasks" / "chosen.yaml").write_text(choice)
     refused = forge("eval", run, "--tasks", "chosen", *flags, check=False)
     assert refused.returncode == 78 and "expected one that has the model write" in refused.stderr
+
+
+@pytest.mark.slow
+def test_first_commands_of_the_page_run(forge, tmp_path):
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "vision.md").read_text()
+    block = page.split("```console\n")[1].partition("```")[0]
+    train, ask = (shlex.split(line.removeprefix("$ uv run forge ")) for line in block.splitlines())
+    (tmp_path / "configs").symlink_to(root / "configs")
+    image("red", tmp_path)
+    forge(*train, "--train.steps=3", "--schedule.warmup_steps=1", "--data.validation_samples=8", cwd=tmp_path)
+    assert forge(*ask, cwd=tmp_path).stdout.startswith("colour?")
 
 
 RECORD = """
