@@ -135,10 +135,12 @@ def test_what_a_sequence_trains_on_depends_on_no_other_and_on_no_padding():
         torch.testing.assert_close(together[row : row + 1, :there], alone, rtol=0, atol=1e-12)
     later = tokens.clone()
     later[2, -1] += 1
-    assert (model(later, modality=MODALITY) - together)[2, :-1].any(), "experts see what comes later"
+    seen = (model(later, modality=MODALITY) - together)[2, :-1].abs().max()
+    assert seen > 1e-3, "experts see what comes later"
     with torch.no_grad():  # as `generate` does, whatever the mode
         without = model(tokens, modality=MODALITY)
-        assert not (model(later, modality=MODALITY) - without)[2, :-1].any()
+        unseen = model(later, modality=MODALITY)[2, :-1]  # sums of experts with another number of tokens
+        torch.testing.assert_close(unseen, without[2, :-1], rtol=0, atol=1e-12)
         assert torch.equal(model.eval()(tokens, modality=MODALITY), without)
 
 

@@ -216,11 +216,18 @@ def _doubles(numbers: list[Tensor]) -> Tensor:
 
 
 def _of_mask(mask: Tensor, weights: Tensor) -> Routing:
-    """As many pairs as there are tokens and experts; those that are not in the mask [B, T, E] are dropped."""
-    experts = mask.shape[2]
-    numbers = torch.arange(experts, device=mask.device)
-    slots = one_per_slot(numbers.where(mask, experts).flatten(0, 1), weights.where(mask, 0).flatten(0, 1))
-    return slots._replace(drops=True)
+    """The pairs of a mask [B, T, E], which waits for the device to say how many they are.
+
+    Of one token a row all pairs are made, and those not in the mask dropped: shapes that never change.
+    """
+    one = mask.shape[1] == 1
+    mask, weights = mask.flatten(0, 1), weights.flatten(0, 1)
+    if one:
+        numbers = torch.arange(mask.shape[1], device=mask.device)
+        slots = one_per_slot(numbers.where(mask, mask.shape[1]), weights.where(mask, 0))
+        return slots._replace(drops=True)
+    tokens, experts = mask.nonzero(as_tuple=True)
+    return Routing(tokens, experts, weights[tokens, experts])
 
 
 class MomaFfn(nn.Module):
