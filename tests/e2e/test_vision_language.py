@@ -159,6 +159,18 @@ def test_ranks_train_as_one_process(forge, seeing, tmp_path, layout, fusion):
     assert layout == "cp2" or told[0] == pytest.approx(told[1], abs=0.03)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fusion", ["moma", "moma-threshold"])
+def test_run_goes_on_under_other_layouts(forge, seeing, tmp_path, fusion):
+    forge("train", seeing(root="whole", name="whole.toml", steps=16, fusion=fusion))
+    path = seeing(steps=16, fusion=fusion)
+    for step, layout in ((3, "ep2"), (7, "pp2"), (10, "tp2")):
+        forge.stop_at(path, step, signal.SIGTERM, 2, *LAYOUTS[layout])
+    forge("train", path)
+    whole, parts = (losses(tmp_path / root / "tiny") for root in ("whole", "runs"))
+    assert parts == pytest.approx(whole, rel=0, abs=1e-4)
+
+
 def test_answers_are_not_counted_where_documents_are_cut(forge, seeing):
     refused = forge("train", seeing(), "--mesh.cp=2", ranks=2, check=False)
     assert "step.answers = true counts documents" in refused.stderr

@@ -82,7 +82,9 @@ def chosen_by_experts(group, scores, x):
     count, pairs = len({t for t, _ in scores}), []
     each = ceil(round(count * group.options.capacity_factor / group.num_experts, 6))
     for e in range(group.num_experts):
-        ranked = sorted((one for one in scores if one[1] == e), key=lambda one: (-(scores[one] // STEP), one))
+        ranked = sorted(
+            (one for one in scores if one[1] == e), key=lambda one: (-(scores[one].logit() // STEP), one)
+        )
         pairs += ranked[:each]
     return pairs
 
@@ -135,10 +137,12 @@ def test_what_a_sequence_trains_on_depends_on_no_other_and_on_no_padding():
         torch.testing.assert_close(together[row : row + 1, :there], alone, rtol=0, atol=1e-12)
     later = tokens.clone()
     later[2, -1] += 1
-    assert (model(later, modality=MODALITY) - together)[2, :-1].any(), "experts see what comes later"
+    seen = (model(later, modality=MODALITY) - together)[2, :-1].abs().max()
+    assert seen > 1e-3, "experts see what comes later"
     with torch.no_grad():  # as `generate` does, whatever the mode
         without = model(tokens, modality=MODALITY)
-        assert not (model(later, modality=MODALITY) - without)[2, :-1].any()
+        unseen = model(later, modality=MODALITY)[2, :-1]  # sums of experts with another number of tokens
+        torch.testing.assert_close(unseen, without[2, :-1], rtol=0, atol=1e-12)
         assert torch.equal(model.eval()(tokens, modality=MODALITY), without)
 
 
@@ -229,7 +233,7 @@ def test_noise_is_that_of_training_only():
     assert not torch.equal(ffn(x, MODALITY), ffn(x, MODALITY))
     ffn.eval()
     assert torch.equal(ffn(x, MODALITY), ffn(x, MODALITY))
-    noise = [torch.logit(ffn.text._scores(x, True)) - ffn.text.router(x) for _ in range(400)]
+    noise = [ffn.text._logits(x, True) - ffn.text.router(x) for _ in range(400)]
     found = torch.stack(noise)  # of the difference of two Gumbel variables: logistic, variance pi^2 / 3
     assert found.mean().abs() < 0.05 and found.var().item() == pytest.approx(torch.pi**2 / 3, rel=0.05)
 

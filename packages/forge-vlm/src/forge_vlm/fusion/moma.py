@@ -28,9 +28,9 @@ class Chosen(NamedTuple):
 
     Attributes:
         mask: [B, T, E] bool.
-        tokens: [B, K, E] int64, the tokens of each expert, by descending score.
+        tokens: [B, K, E] int64, the tokens of each expert, by descending logit.
         taken: [B, K] which of them it takes.
-        cutoffs: [B, E] the score of the last that it takes; means nothing where there is none.
+        cutoffs: [B, E] the logit of the last that it takes; means nothing where there is none.
     """
 
     mask: Tensor
@@ -52,29 +52,29 @@ class Chosen(NamedTuple):
         )
 
 
-def choose(scores: Tensor, mine: Tensor, capacity: float) -> Chosen:
-    """Let each expert choose the tokens of its highest scores in each sequence, the earlier of equal ones.
+def choose(logits: Tensor, mine: Tensor, capacity: float) -> Chosen:
+    """Let each expert choose the tokens of its highest logits in each sequence, the earlier of equal ones.
 
-    Scores are equal that are so in steps of `STEP`. Tokens may well be alike, such as the first of several
+    Logits are equal that are so in steps of `STEP`. Tokens may well be alike, such as the first of several
     samples: which of them is chosen must not hang on how sums were rounded.
 
     Args:
-        scores: [B, T, E], from 0 to 1.
+        logits: [B, T, E].
         mine: [B, T] bool, the tokens that can be chosen.
         capacity: the part of them that an expert chooses, rounded up; at most 1.
     """
-    stepped = (scores.detach() / STEP).floor().masked_fill(~mine[..., None], -1.0)
+    stepped = (logits.detach() / STEP).floor().masked_fill(~mine[..., None], float("-inf"))
     ranked = stepped.argsort(dim=1, descending=True, stable=True)
     most = ceil(mine.shape[1] * capacity - ROUNDING)
     each = (mine.sum(1).double() * capacity - ROUNDING).ceil().long()
     taken = torch.arange(most, device=mine.device) < each[:, None]
     tokens = ranked[:, :most]
-    mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, tokens, taken[..., None].expand_as(tokens))
-    last = ranked.gather(1, (each - 1).clamp(min=0)[:, None, None].expand(-1, 1, scores.shape[2]))
-    return Chosen(mask, tokens, taken, scores.detach().gather(1, last)[:, 0])
+    mask = torch.zeros_like(logits, dtype=torch.bool).scatter(1, tokens, taken[..., None].expand_as(tokens))
+    last = ranked.gather(1, (each - 1).clamp(min=0)[:, None, None].expand(-1, 1, logits.shape[2]))
+    return Chosen(mask, tokens, taken, logits.detach().gather(1, last)[:, 0])
 
 
-STEP = 2.0**-14
+STEP = 2.0**-10
 ROUNDING = 1e-9
 """A capacity of 3 x (1/3) tokens is 1 of them."""
 
@@ -146,10 +146,11 @@ class ModalityExperts(nn.Module):
         Experts choose only in training mode with gradients: whoever writes does not look at later tokens.
         """
         trains = self.training and torch.is_grad_enabled()
-        scores = self._scores(x, trains)
+        logits = self._logits(x, trains)
+        scores = logits.sigmoid()
         guessed = scores - self._thresholds(scores) if self.aux is None else self.aux(x)
         mask = (guessed >= 0) & mine[..., None]
-        chosen = choose(scores, mine, self.capacity) if trains else None
+        chosen = choose(logits, mine, self.capacity) if trains else None
         pairs = chosen if self.aux is not None else None
         mask = mask if pairs is None else pairs.mask
         weights = to_sum_one(scores * mask) if self.options.normalize else scores
@@ -162,13 +163,13 @@ class ModalityExperts(nn.Module):
         step_tokens = self.step_tokens or mine.numel()
         return tallied(out, loss * (self.options.aux_weight / step_tokens), counted, self.tally)
 
-    def _scores(self, x: Tensor, trains: bool) -> Tensor:
-        """[B, T, D] -> [B, T, E] between 0 and 1."""
+    def _logits(self, x: Tensor, trains: bool) -> Tensor:
+        """[B, T, D] -> [B, T, E], those of the router, perhaps with noise."""
         logits = self.router(x)
         if trains and self.options.gumbel_noise:
             ones, others = (torch.empty_like(logits).exponential_().log() for _ in range(2))
             logits = logits - ones + others
-        return logits.sigmoid()
+        return logits
 
     def _thresholds(self, scores: Tensor) -> Tensor:
         """[E]: the running means; a score of 0.5 before the first step."""
@@ -181,7 +182,7 @@ class ModalityExperts(nn.Module):
         served, zero = mask.any(-1), guessed.new_zeros(())
         sums = [mine.sum(), (mine & ~served).sum(), zero, zero]
         if self.aux is None:
-            cutoffs = (chosen.cutoffs * mine.sum(1, keepdim=True)).sum(0)
+            cutoffs = (chosen.cutoffs.sigmoid() * mine.sum(1, keepdim=True)).sum(0)
             return zero, torch.cat([_doubles([*mask.sum((0, 1)), *sums]), cutoffs.double()])
         each = F.binary_cross_entropy_with_logits(guessed, mask.to(guessed.dtype), reduction="none")
         loss = (each.mean(-1) * mine).sum()
@@ -216,11 +217,18 @@ def _doubles(numbers: list[Tensor]) -> Tensor:
 
 
 def _of_mask(mask: Tensor, weights: Tensor) -> Routing:
-    """As many pairs as there are tokens and experts; those that are not in the mask [B, T, E] are dropped."""
-    experts = mask.shape[2]
-    numbers = torch.arange(experts, device=mask.device)
-    slots = one_per_slot(numbers.where(mask, experts).flatten(0, 1), weights.where(mask, 0).flatten(0, 1))
-    return slots._replace(drops=True)
+    """The pairs of a mask [B, T, E], which waits for the device to say how many they are.
+
+    Of one token a row all pairs are made, and those not in the mask dropped: shapes that never change.
+    """
+    one = mask.shape[1] == 1
+    mask, weights = mask.flatten(0, 1), weights.flatten(0, 1)
+    if one:
+        numbers = torch.arange(mask.shape[1], device=mask.device)
+        slots = one_per_slot(numbers.where(mask, mask.shape[1]), weights.where(mask, 0))
+        return slots._replace(drops=True)
+    tokens, experts = mask.nonzero(as_tuple=True)
+    return Routing(tokens, experts, weights[tokens, experts])
 
 
 class MomaFfn(nn.Module):
