@@ -268,7 +268,7 @@ class MllamaTowerConfig(FixedConfig):
 
     def forward_flops(self, rows: int, columns: int) -> float:
         """See `EncoderConfig.forward_flops`: a canvas is filled up."""
-        layer, tokens = self.layer(), self.max_tiles * (self.side**2 + 8) // 8 * 8
+        layer, tokens = self.layer(), self.max_tiles * ((self.side**2 + 8) // 8 * 8)
         block = layer.block.forward_flops(layer, self.dim, tokens, causal=False)
         patches = rows * columns * 2 * 3 * self.patch_size**2 * self.dim
         return patches + tokens * (self.num_layers + self.global_layers) * block

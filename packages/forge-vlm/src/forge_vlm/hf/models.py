@@ -260,17 +260,17 @@ def model_to_hf(config: VisionLanguageConfig) -> tuple[WholeFamily, dict[str, An
     Raises:
         ModelError: none can; says what the nearest would make of it.
     """
-    obstacles = dict[str, list[str]]()
+    obstacles, token = dict[str, list[str]](), config.image_token_id
     for family in WHOLE:
         try:
             written = _written(family, config)
             found = model_differences(config, model_from_hf(written))
         except ModelError as error:
             found = [str(error)]
-        if not found and config.image_token_id is None:
+        if not found and (token is None or (token >= config.vocab_size and family.kind != "mllama")):
             raise ModelError(
-                f"a {family.kind} has a token at the places of images; give its id in the tokenizer of the "
-                "model: model.image_token_id"
+                f"a {family.kind} has a token at the places of images, and model.image_token_id = {token}; "
+                f"give its id in the tokenizer, below model.decoder.vocab_size = {config.vocab_size}"
             )
         if not found:
             return family, written
