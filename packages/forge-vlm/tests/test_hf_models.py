@@ -394,6 +394,8 @@ def test_a_model_that_no_class_computes_says_why():
         replace(config, positions="image").hugging_face().config()
     with pytest.raises(ModelError, match=r"model\.image_token_id"):
         replace(config, image_token_id=None).hugging_face().config()
+    with pytest.raises(ModelError, match=r"image_token_id = 50; .*vocab_size = 50"):
+        replace(config, image_token_id=50).hugging_face().config()
 
 
 def test_text_before_images_is_that_of_mllama_alone_and_never_depends_on_other_rows(tmp_path):

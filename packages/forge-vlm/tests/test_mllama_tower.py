@@ -5,13 +5,15 @@ import io
 import numpy as np
 import pytest
 import torch
-from forge_model import ModelError
+from forge_model import ModelError, initialize
 from forge_vlm.encoders.families import MllamaTowerConfig
 from forge_vlm.hf.tower_tensors import TowerTensors
 from forge_vlm.hf.towers import tower_from_hf, tower_to_hf
 from forge_vlm.images.config import ImagesConfig
 from forge_vlm.images.processing import decoded, patches_of, pictures_of
 from msgspec.structs import replace
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -80,6 +82,18 @@ def test_features_and_weights_are_those_of_transformers(name, dtype):
     assert len(found) == sum(
         rows * columns + config.extras(rows, columns) for _, rows, columns in grids.tolist()
     )
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_flops_are_those_that_are_counted(name):
+    config = TOWERS[name]
+    rows, columns = (sides * config.side for sides in config.canvases[-1])
+    patches = torch.zeros(rows * columns, 3 * config.patch_size**2, dtype=torch.uint8)
+    model = config.build()
+    initialize(model, 0)
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(patches, torch.tensor([[1, rows, columns]]))
+    assert counted.get_total_flops() == pytest.approx(config.forward_flops(rows, columns), rel=0.01)
 
 
 @pytest.mark.parametrize("name", TOWERS)

@@ -210,8 +210,8 @@ def unlike(model: ModelConfig, other: ModelConfig | None) -> list[str]:
 
 
 def _outside(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a model that are not those of other models within, flat."""
-    inner = {
+    """The keys of a model that are not those of other models within, nor free, flat."""
+    inner = {*model.free_keys} | {
         field.encode_name
         for field in structs.fields(model)
         if isinstance(getattr(model, field.name), ModelConfig)

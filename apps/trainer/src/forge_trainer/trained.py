@@ -198,10 +198,10 @@ def _export_of(job: Job, run: Path, tokenizer: Tokenizer) -> _Export:
     Raises:
         ModelError: it has no form.
     """
-    form = form_of(job.model, "forge export")
+    form, known = form_of(job.model, "forge export"), tokenizer.vocab_size
     try:
         config = form.config()
-        files = form.files(lambda token: tokenizer.spell([token]))
+        files = form.files(lambda token: tokenizer.spell([token]) if token < known else "")
         return _Export(config, files, form.theirs, f"it is a {config['architectures'][0]} of transformers")
     except ModelError as error:
         if not isinstance(job.model, ComposedConfig):

@@ -49,6 +49,8 @@ class VisionLanguageConfig(ComposedConfig):
         video: how videos become frames; absent means that there are none.
     """
 
+    free_keys = ("image_token_id",)
+
     from_: str | None = field(default=None, name="from")
     decoder: ModelConfig
     encoder: EncoderConfig = ViTConfig()

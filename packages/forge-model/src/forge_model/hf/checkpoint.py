@@ -26,7 +26,7 @@ class HuggingFace(Protocol):
         """The text of further files by name, such as those of an image processor.
 
         Args:
-            spell: what a tokenizer calls a token.
+            spell: what a tokenizer calls a token; empty where it has none of that id.
         """
         return {}
 

@@ -183,6 +183,12 @@ class Dinov2Config(FixedConfig):
         return replace(super().layer(), attention=attention)
 
 
+def canvases_of(tiles: int) -> list[tuple[int, int]]:
+    """Rows and columns of canvases of at most so many tiles, in the order in which Mllama counts them."""
+    sizes = range(1, tiles + 1)
+    return [(rows, columns) for rows in sizes for columns in sizes if rows * columns <= tiles]
+
+
 @encoders.register("mllama")
 class MllamaTowerConfig(FixedConfig):
     """The tower of Llama 3.2 Vision (arXiv:2407.21783 section 7.1), which is given an image in tiles.
@@ -221,9 +227,8 @@ class MllamaTowerConfig(FixedConfig):
 
     @property
     def canvases(self) -> list[tuple[int, int]]:
-        """Rows and columns of tiles that an image may have, in the order of their numbers."""
-        sizes = range(1, self.max_tiles + 1)
-        return [(rows, columns) for rows in sizes for columns in sizes if rows * columns <= self.max_tiles]
+        """See `canvases_of`."""
+        return canvases_of(self.max_tiles)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """See `EncoderConfig.resized`: the canvas, as `get_optimal_tiled_canvas` of transformers chooses it.
@@ -263,7 +268,7 @@ class MllamaTowerConfig(FixedConfig):
 
     def forward_flops(self, rows: int, columns: int) -> float:
         """See `EncoderConfig.forward_flops`: a canvas is filled up."""
-        layer, tokens = self.layer(), self.max_tiles * (self.side**2 + 8) // 8 * 8
+        layer, tokens = self.layer(), self.max_tiles * ((self.side**2 + 8) // 8 * 8)
         block = layer.block.forward_flops(layer, self.dim, tokens, causal=False)
         patches = rows * columns * 2 * 3 * self.patch_size**2 * self.dim
         return patches + tokens * (self.num_layers + self.global_layers) * block

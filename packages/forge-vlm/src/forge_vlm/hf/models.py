@@ -24,7 +24,7 @@ from forge_vlm.encoders.config import TowerConfig
 from forge_vlm.fusion.config import JointConfig
 from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
 from forge_vlm.hf import mllama
-from forge_vlm.hf.towers import ACTIVATIONS, tower_differences, tower_from_hf, tower_to_hf
+from forge_vlm.hf.towers import ACTIVATIONS, THEIRS, tower_differences, tower_from_hf, tower_to_hf
 
 Full = Mapping[str, Any]
 """A table of a `config.json` with all defaults."""
@@ -108,11 +108,10 @@ def _read_llava(full: Full, tower: TowerConfig, decoder: DecoderConfig) -> Visio
 def _write_llava(config: VisionLanguageConfig) -> dict[str, Any]:
     connector, encoder = config.connector, config.encoder
     assert isinstance(encoder, TowerConfig)
-    acts = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items()) if theirs != "gelu_new"}
     return {
         "image_seq_length": config.image_tokens,
         "multimodal_projector_bias": getattr(connector, "bias", True),
-        "projector_hidden_act": acts[getattr(connector, "activation", "gelu")],
+        "projector_hidden_act": THEIRS[getattr(connector, "activation", "gelu")],
         "vision_feature_layer": encoder.layers,
         "vision_feature_select_strategy": "default" if encoder.has_class_token > encoder.extra else "full",
     }
@@ -261,17 +260,17 @@ def model_to_hf(config: VisionLanguageConfig) -> tuple[WholeFamily, dict[str, An
     Raises:
         ModelError: none can; says what the nearest would make of it.
     """
-    obstacles = dict[str, list[str]]()
+    obstacles, token = dict[str, list[str]](), config.image_token_id
     for family in WHOLE:
         try:
             written = _written(family, config)
             found = model_differences(config, model_from_hf(written))
         except ModelError as error:
             found = [str(error)]
-        if not found and config.image_token_id is None:
+        if not found and (token is None or (token >= config.vocab_size and family.kind != "mllama")):
             raise ModelError(
-                f"a {family.kind} has a token at the places of images; give its id in the tokenizer of the "
-                "model: model.image_token_id"
+                f"a {family.kind} has a token at the places of images, and model.image_token_id = {token}; "
+                f"give its id in the tokenizer, below model.decoder.vocab_size = {config.vocab_size}"
             )
         if not found:
             return family, written

@@ -115,7 +115,7 @@ def processor_files(config: VisionLanguageConfig, kind: str, token: str) -> dict
     Args:
         config: of the model.
         kind: its `model_type`.
-        token: what its tokenizer calls the token that stands at places.
+        token: what its tokenizer calls the token that stands at places; empty where it has none.
 
     Raises:
         ModelError: the processors of that model do not do what `[model.images]` says.
@@ -145,7 +145,7 @@ def processor_files(config: VisionLanguageConfig, kind: str, token: str) -> dict
     if kind == "llava":
         has_class = getattr(encoder, "has_class_token", False)
         outer = {
-            "image_token": token,
+            "image_token": token or "<image>",
             "patch_size": encoder.patch_size,
             "num_additional_image_tokens": int(has_class),
             "vision_feature_select_strategy": "default" if has_class > encoder.extra else "full",

@@ -24,6 +24,7 @@ from forge_vlm.encoders.families import (
     MllamaTowerConfig,
     Siglip2Config,
     SiglipConfig,
+    canvases_of,
 )
 
 ACTIVATIONS = {
@@ -36,6 +37,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 """What `hidden_act` means."""
+THEIRS = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items()) if theirs != "gelu_new"}
 
 PRE = {
     "attention_norm": "layer_norm1",
@@ -158,10 +160,7 @@ def _gelu(full: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _act(config: TowerConfig) -> dict[str, Any]:
-    theirs = next(
-        name for name, ours in ACTIVATIONS.items() if ours == config.activation and name != "gelu_new"
-    )
-    return {"hidden_act": theirs, "intermediate_size": config.ffn_dim or 4 * config.dim}
+    return {"hidden_act": THEIRS[config.activation], "intermediate_size": config.ffn_dim or 4 * config.dim}
 
 
 def _fixed_size(full: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,22 +216,14 @@ def _hidden(written: Mapping[str, Any]) -> int:
 
 
 def _read_mllama(full: Mapping[str, Any]) -> dict[str, Any]:
-    layers = full["intermediate_layers_indices"]
-    read = MllamaTowerConfig(
-        max_tiles=full["max_num_tiles"],
-        layers=[layer % full["num_hidden_layers"] + 1 for layer in layers],
-        dim=full["hidden_size"],
-        num_layers=full["num_hidden_layers"],
-        num_heads=full["attention_heads"],
-    )
-    shapes = full["supported_aspect_ratios"]
-    if shapes is not None and [tuple(one) for one in shapes] != read.canvases:
-        raise ModelError(f"supported_aspect_ratios = {shapes}; expected all of {read.max_tiles} tiles")
-    if full["vision_output_dim"] != read.width:
-        raise ModelError(
-            f"vision_output_dim = {full['vision_output_dim']}; the features are {read.width} wide"
-        )
-    more = {"layers": read.layers, "max_tiles": read.max_tiles, "global_layers": full["num_global_layers"]}
+    layers = [layer % full["num_hidden_layers"] + 1 for layer in full["intermediate_layers_indices"]]
+    width, tiles = full["hidden_size"] * (1 + len(layers)), full["max_num_tiles"]
+    shapes, canvases = full["supported_aspect_ratios"], canvases_of(tiles)
+    if shapes is not None and [tuple(one) for one in shapes] != canvases:
+        raise ModelError(f"supported_aspect_ratios = {shapes}; expected all of {tiles} tiles")
+    if full["vision_output_dim"] != width:
+        raise ModelError(f"vision_output_dim = {full['vision_output_dim']}; the features are {width} wide")
+    more = {"layers": layers, "max_tiles": tiles, "global_layers": full["num_global_layers"]}
     return _fixed_size(full) | more
 
 
@@ -257,6 +248,7 @@ _MLLAMA = STD | keyed(
     "hidden_act='gelu' patch_size=14 image_size=448 num_global_layers=8 vision_output_dim=7680 "
     "max_num_tiles=4 intermediate_layers_indices=[3,7,15,23,30] supported_aspect_ratios:list"
 )
+_RENAMED = {"num_attention_heads": "attention_heads", "layer_norm_eps": "norm_eps"}
 _OUTSIDE = ("projection_dim", "initializer_factor", "vision_use_head", "vocab_size", "tie_word_embeddings")
 _BACKBONE = ("out_features", "out_indices", "stage_names", "apply_layernorm", "reshape_hidden_states")
 _NO_DROP = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "drop_path_rate": 0}
@@ -272,12 +264,7 @@ TOWERS: tuple[TowerFamily, ...] = (
     ),
     TowerFamily(
         SiglipConfig,
-        Keys(
-            "siglip_vision_model",
-            SIZES | keyed("image_size=224"),
-            FIXED,
-            (*_OUTSIDE, "num_image_tokens"),
-        ),
+        Keys("siglip_vision_model", SIZES | keyed("image_size=224"), FIXED, (*_OUTSIDE, "num_image_tokens")),
         "SiglipVisionModel",
         "siglip",
         _fixed_size,
@@ -317,13 +304,7 @@ TOWERS: tuple[TowerFamily, ...] = (
         _read_mllama,
         _write_mllama,
         MLLAMA,
-        shared={
-            "hidden_size": "dim",
-            "num_hidden_layers": "num_layers",
-            "attention_heads": "num_heads",
-            "patch_size": "patch_size",
-            "norm_eps": "eps",
-        },
+        shared={_RENAMED.get(theirs, theirs): ours for theirs, ours in SHARED.items()},
     ),
 )
 
