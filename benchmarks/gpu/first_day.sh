@@ -42,7 +42,7 @@ speed() { # NAME LIMIT_S SCRIPT MODELS SWEEPS
     [ "$3" = moe.py ] && result=moe_gpu.json
     [ -n "$dry" ] && { models=(--tiny); result=${result%.json}_tiny.json; }
     part "$1" "$2" "$1/$result" \
-        $python $here/$3 "${models[@]}" --sweeps $5 --steps 5 --time-limit "$2" --out "$out/$1"
+        $python $here/$3 "${models[@]}" --sweeps $5 --steps 5 --time-limit "$(($2 - 15))" --out "$out/$1"
 }
 tiny=${dry:+--tiny}; suffix=${dry:+_tiny}
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from forge_parallel.offload import LEAVING, Offload, Saved
+from forge_parallel.offload import LEAVING, Offload, Saved, Streams
 from played_streams import Played
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class Block(nn.Module):
@@ -86,3 +87,20 @@ def test_device_holds_what_two_blocks_save_and_nothing_after_the_backward_pass(m
     run(offloaded(streams), streams, 1, False)
     assert len(groups) == 5 and max(held) == LEAVING + 1
     assert not any(one._sources or one._back for one in groups)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_each_tensor_comes_back_to_its_own_device(monkeypatch):
+    """A block may save numbers of the host beside tensors of a GPU, which are played."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: False))  # nothing can be pinned here
+    way, block, devices = Offload(lambda device: Streams()), nn.Identity(), []
+
+    def forward(*tensors):
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        devices.extend(hooks[1](hooks[0](tensor)).device.type for tensor in tensors)
+
+    block.forward = forward
+    way.apply(block, True)
+    with FakeTensorMode():
+        block(torch.ones(3, device="cuda"), torch.ones(()), torch.ones(2, device="cuda"))
+    assert devices == ["cuda", "cpu", "cuda"]

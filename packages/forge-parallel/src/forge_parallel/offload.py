@@ -10,9 +10,10 @@ may be some that was freed before, so that it waits for all that was computed un
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,13 +63,13 @@ class Saved:
     """What one forward pass of one block saves.
 
     Args:
+        device: where these tensors are; a pass that saves some of several devices has one of these for each.
         streams: of the device.
         before: what the block before saved in the same pass; None for the first.
     """
 
-    def __init__(self, streams: Streams, before: Saved | None) -> None:
-        self._streams, self._before = streams, before
-        self._device = torch.device("cpu")
+    def __init__(self, device: torch.device, streams: Streams, before: Saved | None) -> None:
+        self._device, self._streams, self._before = device, streams, before
         self._sources: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []
         self._back: dict[int, Tensor] | None = None
@@ -77,7 +78,7 @@ class Saved:
 
     def add(self, tensor: Tensor) -> int:
         """Send a tensor to the host; returns its number."""
-        made, self._device = self._streams.mark(), tensor.device
+        made = self._streams.mark()
         kept = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
         source = tensor.detach()
         with self._streams.beside():
@@ -131,10 +132,9 @@ class Offload:
     """
 
     def __init__(self, streams_of: Callable[[torch.device], Streams]) -> None:
-        self._streams_of = streams_of
-        self._streams: Streams | None = None
-        self._last: Saved | None = None
-        self._leaving: deque[Saved] = deque()
+        self._streams_of = cache(streams_of)
+        self._last: dict[torch.device, Saved] = {}
+        self._leaving: defaultdict[torch.device, deque[Saved]] = defaultdict(deque)
 
     def apply(self, block: nn.Module, is_first: bool) -> None:
         """Treat a block, in place.
@@ -147,15 +147,15 @@ class Offload:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             own = {local_part(p).untyped_storage().data_ptr() for p in block.parameters()}
-            saved: list[Saved] = []
+            saved: dict[torch.device, Saved] = {}
 
             def pack(tensor: Tensor) -> tuple[Saved, int] | Tensor:
                 if tensor.untyped_storage().data_ptr() in own:
                     return tensor
-                if not saved:
-                    self._streams = self._streams or self._streams_of(tensor.device)
-                    saved.append(Saved(self._streams, None if is_first else self._last))
-                return saved[0], saved[0].add(tensor)
+                if (device := tensor.device) not in saved:
+                    before = None if is_first else self._last.get(device)
+                    saved[device] = Saved(device, self._streams_of(device), before)
+                return saved[device], saved[device].add(tensor)
 
             def unpack(packed: tuple[Saved, int] | Tensor) -> Tensor:
                 return packed if isinstance(packed, Tensor) else packed[0].take(packed[1])
@@ -167,12 +167,14 @@ class Offload:
 
         block.forward = run
 
-    def _leave(self, saved: list[Saved]) -> None:
+    def _leave(self, saved: dict[torch.device, Saved]) -> None:
         """Note what a block has saved, and free what earlier ones have."""
-        self._last = saved[0] if saved else None
-        self._leaving.extend(saved)
-        while len(self._leaving) > LEAVING:
-            self._leaving.popleft().free()
+        self._last = saved
+        for device, one in saved.items():
+            leaving = self._leaving[device]
+            leaving.append(one)
+            while len(leaving) > LEAVING:
+                leaving.popleft().free()
 
 
 def streams_of(device: torch.device) -> Streams:
