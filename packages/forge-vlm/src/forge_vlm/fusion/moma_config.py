@@ -88,7 +88,7 @@ class MomaConfig(ModalitiesConfig):
         return replace(config, overrides=[*config.overrides, *experts])
 
     def seed_of(self, name: str) -> str | None:
-        """See `FusionConfig.seed_of`: all experts are copies (upcycling, arXiv:2212.05055), routers are new."""
+        """See `FusionConfig.seed_of`: experts are copies (upcycling, arXiv:2212.05055), routers are new."""
         layer, found, inner = name.partition(".ffn.")
         modality, _, inner = inner.partition(".")
         if not found or modality not in MODALITIES:
