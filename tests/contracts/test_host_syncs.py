@@ -3,6 +3,7 @@
 Works without a device: what reads a tensor on the host, or copies a number of the host to a device, is one.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ from forge_trainer.optim.held import HeldOptimizer
 from forge_trainer.schedule import CosineConfig
 from forge_trainer.steps.text import TextStep
 from forge_trainer.steps.update import Update
+from forge_vlm.fusion.moma_config import MomaConfig
 from host_waits import Reads, Waits
 
 CPU = torch.device("cpu")
@@ -71,6 +73,7 @@ MATRIX: dict[str, tuple[DecoderConfig, OptimizerConfig, ParallelConfig]] = {
     "capacity": (moe(SIGMOID, capacity_factor=1.0), ADAMW, ParallelConfig()),
     "softmax": (moe(SoftmaxRouterConfig(batch_balance_weight=0.1)), ADAMW, ParallelConfig()),
     "experts choose": (moe(ExpertChoiceConfig(z_loss_weight=0.1)), ADAMW, ParallelConfig()),
+    "moma": (MomaConfig(gumbel_noise=True, normalize=True).decoder(model()), ADAMW, ParallelConfig()),
     "recomputed": (
         moe(SIGMOID),
         ADAMW,
@@ -92,7 +95,7 @@ MATRIX: dict[str, tuple[DecoderConfig, OptimizerConfig, ParallelConfig]] = {
 }
 
 
-def batch(documents: bool) -> list[MicroBatch]:
+def batch(documents: bool, needs: Iterable[str]) -> list[MicroBatch]:
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(2):
         rows = torch.randint(64, (2, 33), generator=generator)
@@ -100,6 +103,8 @@ def batch(documents: bool) -> list[MicroBatch]:
         if documents:
             ids = (torch.arange(32) // 10).expand(2, -1)
             inputs |= {"doc_ids": ids, "positions": torch.arange(32).expand(2, -1) - 10 * ids}
+        if "modality" in needs:
+            inputs["modality"] = (torch.arange(32) // 8 % 3).expand(2, -1)
         statistics = {"targets": torch.tensor(64), "source": torch.tensor([0, 1])}
         found.append(MicroBatch(inputs, statistics, ("a", "b")))
     return found
@@ -123,7 +128,7 @@ def test_step_never_waits_for_the_device(name, documents, monkeypatch):
         made = optimizer.build(trainable([built]), mesh)
         update = Update([built], made, partial(CosineConfig(warmup_steps=2).factor, steps=9), 1.0, mesh)
         step = TextStep([built], LossConfig().build(), mesh, update=update)
-        inputs = batch(documents)
+        inputs = batch(documents, config.side_inputs())
         for index in range(2):
             step.train(inputs, index)
         with Waits() as waits, Reads() as reads:

@@ -405,6 +405,40 @@ def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_p
     assert "answers" in forge("eval", run).stdout
 
 
+DENSE = """
+[model]
+vocab_size = 272
+max_tokens = 96
+dim = 32
+num_layers = 2
+attention = { num_heads = 2 }
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--mesh.ep=2",)], ids=["one", "ep2"])
+def test_experts_start_as_copies_of_the_feed_forward_of_a_text_run(forge, seeing, tmp_path, options):
+    (tmp_path / "book.txt").write_text("some text of a book. " * 400)
+    text = seeing(steps=3, root="text", name="text.toml")
+    job, _, rest = text.read_text().partition("[model]")
+    data, source, rest = rest[rest.index("[data]") :].partition("[[data.sources]]")
+    files = f'{source}\ntype = "files"\npaths = ["{tmp_path}/book.txt"]\nheld_out = 0\n'
+    text.write_text(job + DENSE + data + files + rest[rest.index("[train]") :])
+    forge("train", text, "--eval.every_steps=0")
+    dense = weights(tmp_path / "text" / "tiny", 3)
+    origin = f'--train.init_from={{decoder="{tmp_path}/text/tiny@3"}}'
+    still = ("--optimizer.lr=1e-30", "--optimizer.weight_decay=0", "--schedule.type=none")
+    said = forge("train", seeing(steps=1, fusion="moma"), origin, *still, *options, ranks=1 + len(options))
+    ours = weights(tmp_path / "runs" / "tiny", 1)
+    for layer in (0, 1):
+        for modality in ("text", "image"):
+            for kind in ("w_gate", "w_up", "w_down"):
+                experts = ours[f"decoder.layers.{layer}.ffn.{modality}.experts.{kind}"]
+                assert len(experts) == 2
+                assert all(torch.equal(one, dense[f"layers.{layer}.ffn.{kind}.weight"]) for one in experts)
+    assert torch.equal(ours["decoder.layers.0.attention.wq.weight"], dense["layers.0.attention.wq.weight"])
+    assert "decoder.layers.*.ffn.text.router.weight (2)" in said.stdout
+
+
 STAGES = """
 [[optimizer.groups]]
 match = ["encoder"]

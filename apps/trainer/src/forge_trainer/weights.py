@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,7 +88,7 @@ class _There(NamedTuple):
     Attributes:
         tensors: that it is one of.
         name: its name among them, as the part of the model calls it.
-        shape: of it.
+        shape: of it, or of as many copies of it as the model stacks, [copies, ...].
         origin: what the configuration calls the place.
     """
 
@@ -98,10 +98,10 @@ class _There(NamedTuple):
     origin: str
 
 
-def _tensors_of(origin: Origin, job: Job, ours: Iterable[str]) -> Iterator[tuple[str, _There]]:
+def _tensors_of(origin: Origin, job: Job, ours: Mapping[str, Shape]) -> Iterator[tuple[str, _There]]:
     """The tensors that there are, by the names that they have in the model, whose tensors are `ours`.
 
-    One may be there for several of the model, which start alike.
+    One may be there for several of the model, which start alike; also for all experts that are one tensor.
     """
     if origin.is_ours:
         folder = origin.folder
@@ -128,7 +128,9 @@ def _tensors_of(origin: Origin, job: Job, ours: Iterable[str]) -> Iterator[tuple
     unused = {name: name for name in there.keys() - {*started.values()}}
     for name, seed in (unused | started).items():
         inner = there[seed]
-        yield name, _There(tensors, inner, shapes[inner], origin.name)
+        shape = tuple(shapes[inner])
+        stacked = seed != name and ours[name][1:] == shape
+        yield name, _There(tensors, inner, ours[name] if stacked else shape, origin.name)
 
 
 def _shapes_there(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
@@ -161,13 +163,22 @@ def _source(there: _There) -> tuple[torch.dtype, Shape, Read]:
     """Dtype and shape of a tensor from elsewhere, and what reads a box of it: of a checkpoint, only that."""
     if isinstance(there.tensors, Checkpointed):
         entry = there.tensors.entry(there.name)
-        return getattr(torch, entry.dtype), entry.shape, partial(there.tensors.part, there.name)
-    whole = there.tensors[there.name]
+        dtype, shape = getattr(torch, entry.dtype), entry.shape
+        read: Read = partial(there.tensors.part, there.name)
+    else:
+        whole = there.tensors[there.name]
+        dtype, shape, read = whole.dtype, tuple(whole.shape), partial(_box, whole)
+    return dtype, there.shape, read if len(shape) == len(there.shape) else partial(_copies, read)
 
-    def read(start: Shape, size: Shape) -> Tensor:
-        return whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
 
-    return whole.dtype, tuple(whole.shape), read
+def _box(whole: Tensor, start: Shape, size: Shape) -> Tensor:
+    """See `Read`."""
+    return whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+
+
+def _copies(read: Read, start: Shape, size: Shape) -> Tensor:
+    """See `Read`, of copies of a tensor along the first dim."""
+    return read(start[1:], size[1:]).expand(size)
 
 
 @torch.no_grad()

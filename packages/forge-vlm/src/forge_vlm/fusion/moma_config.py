@@ -88,10 +88,7 @@ class MomaConfig(ModalitiesConfig):
         return replace(config, overrides=[*config.overrides, *experts])
 
     def seed_of(self, name: str) -> str | None:
-        """The weight of the decoder without images from which one of `decoder` starts; None if none does.
-
-        Of which all experts of both modalities start as copies (upcycling, arXiv:2212.05055); routers do not.
-        """
+        """See `FusionConfig.seed_of`: experts are copies (upcycling, arXiv:2212.05055), routers are new."""
         layer, found, inner = name.partition(".ffn.")
         modality, _, inner = inner.partition(".")
         if not found or modality not in MODALITIES:
