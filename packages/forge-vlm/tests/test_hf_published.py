@@ -78,7 +78,7 @@ PUBLISHED = {
         },
     },
 }  # fmt: skip
-"""What files of llava-1.5-7b, paligemma-3b, SmolVLM2-500M and Llama-3.2-11B-Vision say, as far as is known."""
+"""What files of llava-1.5-7b, paligemma-3b, SmolVLM2-500M, Llama-3.2-11B-Vision say, as far as is known."""
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
