@@ -281,6 +281,7 @@ def test_model_of_hugging_face_is_trained_on_two_ranks_as_on_one(forge, written,
     assert len(one) == 3 and two == pytest.approx(one, rel=0, abs=3e-5)
 
 
+@pytest.mark.slow
 def test_mllama_is_trained_and_exported(forge, written, tmp_path):
     mllama(tmp_path / "mllama")
     model = f'from = "{tmp_path}/mllama"\nfusion = {{ type = "cross-attention", max_visual_tokens = 64 }}'
@@ -308,6 +309,7 @@ def load(folder):
     return model
 
 
+@pytest.mark.slow
 def test_what_the_page_tells_to_type_runs(forge, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "vision.md").read_text()
     section = page.split("## Train a vision-language model from a text checkpoint")[1].split("\n### ")[0]

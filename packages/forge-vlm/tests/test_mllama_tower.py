@@ -5,8 +5,10 @@ import io
 import numpy as np
 import pytest
 import torch
-from forge_model import ModelError, initialize
-from forge_vlm.encoders.families import MllamaTowerConfig
+from forge_model import DecoderConfig, ModelError, initialize
+from forge_vlm import VisionLanguageConfig
+from forge_vlm.connectors.config import MLPConnectorConfig, ResamplerConfig
+from forge_vlm.encoders.families import CLIPConfig, MllamaTowerConfig
 from forge_vlm.hf.tower_tensors import TowerTensors
 from forge_vlm.hf.towers import tower_from_hf, tower_to_hf
 from forge_vlm.images.config import ImagesConfig
@@ -129,3 +131,33 @@ def test_canvases_and_pixels_are_those_of_the_processor(tiles):
         assert expected["aspect_ratio_ids"].item() == 1 + config.canvases.index((high, wide))
         cut = found.reshape(high, size, wide, size, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, size, size)
         assert np.abs(expected["pixel_values"][0, 0, : high * wide] - cut).max() <= 1
+
+
+def test_connectors_make_as_many_tokens_of_a_canvas_as_they_say():
+    decoder = DecoderConfig(vocab_size=20, dim=16, num_layers=1, max_tokens=200)
+    config = VisionLanguageConfig(decoder=decoder, encoder=TOWERS["many"], connector=MLPConnectorConfig())
+    model, side = config.build(), config.encoder.side
+    initialize(model, 0)
+    for rows, columns in config.encoder.canvases:
+        grid = rows * side, columns * side
+        patches = torch.zeros(grid[0] * grid[1], 75, dtype=torch.uint8)
+        tokens = model.visual_tokens(torch.device("cpu"), patches, torch.tensor([[1, *grid]]))
+        assert len(tokens) == config.picture_tokens(*grid) == rows * columns * (1 + side * side)
+    with pytest.raises(ValueError, match="which has a class token for each tile"):
+        replace(config, connector=ResamplerConfig())
+
+
+def test_keys_of_a_tower_come_from_a_folder(tmp_path):
+    tower = transformers.MllamaVisionModel.config_class(**tower_to_hf(TOWERS["wide"]))
+    tower.save_pretrained(tmp_path)
+    found = MllamaTowerConfig.expand({"type": "mllama", "from": str(tmp_path), "init_std": 0.5})
+    assert "from" not in found and found["init_std"] == 0.5 and found["type"] == "mllama"
+    assert {key: found[key] for key in ("dim", "max_tiles", "layers")} == {
+        "dim": 15,
+        "max_tiles": 3,
+        "layers": [2],
+    }
+    with pytest.raises(ModelError, match=r"holds a MllamaTowerConfig; expected a CLIPConfig"):
+        CLIPConfig.expand({"from": str(tmp_path)})
+    with pytest.raises(ModelError, match="cannot be read"):
+        CLIPConfig.expand({"from": str(tmp_path / "nowhere")})

@@ -11,7 +11,7 @@ from forge_model.decoder.config import over
 from forge_model.model_config import Prompt
 from msgspec import field
 
-from forge_vlm.connectors.config import ConnectorConfig, LinearConfig
+from forge_vlm.connectors.config import ConnectorConfig, LinearConfig, ResamplerConfig
 from forge_vlm.encoders import families as families  # registers them
 from forge_vlm.encoders.config import EncoderConfig, ViTConfig
 from forge_vlm.fusion.config import FusionConfig, JointConfig
@@ -88,6 +88,15 @@ class VisionLanguageConfig(ComposedConfig):
                 f"a video has up to {most} visual tokens ({self.video.max_frames} frames), and "
                 f"model.decoder.max_tokens = {self.max_tokens} leaves no room for text; use fewer frames, a "
                 "larger video.merge, or longer sequences"
+            )
+        side = self.encoder.side
+        if (
+            isinstance(self.connector, ResamplerConfig)
+            and self.encoder.extras(side, 2 * side) > self.encoder.extra
+        ):
+            raise ValueError(
+                f"a resampler after a {type(self.encoder).__name__}, which has a class token for each tile; "
+                'use connector.type = "linear" or "mlp"'
             )
         self._require_beside(self.fusion.tokens_beside)
         if self.positions == "grid":

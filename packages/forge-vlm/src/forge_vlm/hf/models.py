@@ -145,6 +145,7 @@ def _read_idefics3(full: Full, tower: TowerConfig, decoder: DecoderConfig) -> Vi
     )
 
 
+_SMOL = ("_pad_token_id", "transformers.js_config", "use_reentrant_checkpointing")
 _SEEN_ELSEWHERE = ("vision_config", "text_config", "vocab_size", "_vocab_size", "hidden_size")
 _FIXED = {"is_encoder_decoder": False}
 _LLAVA = keyed(
@@ -180,7 +181,7 @@ WHOLE: tuple[WholeFamily, ...] = (
     ),
     WholeFamily(
         "Idefics3ForConditionalGeneration",
-        Keys("idefics3", _IDEFICS3, _FIXED, (*_SEEN_ELSEWHERE, "_pad_token_id", "transformers.js_config")),
+        Keys("idefics3", _IDEFICS3, _FIXED, (*_SEEN_ELSEWHERE, *_SMOL)),
         ("idefics3_vision",),
         {"projection.project": "modality_projection.proj"},
         _read_idefics3,

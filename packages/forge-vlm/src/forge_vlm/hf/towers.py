@@ -264,7 +264,12 @@ TOWERS: tuple[TowerFamily, ...] = (
     ),
     TowerFamily(
         SiglipConfig,
-        Keys("siglip_vision_model", SIZES | keyed("image_size=224"), FIXED, (*_OUTSIDE, "num_image_tokens")),
+        Keys(
+            "siglip_vision_model",
+            SIZES | keyed("image_size=224"),
+            FIXED,
+            (*_OUTSIDE, "num_image_tokens", "projector_hidden_act"),
+        ),
         "SiglipVisionModel",
         "siglip",
         _fixed_size,
@@ -290,7 +295,7 @@ TOWERS: tuple[TowerFamily, ...] = (
     ),
     TowerFamily(
         Idefics3TowerConfig,
-        Keys("idefics3_vision", _IDEFICS3, FIXED, (*_OUTSIDE, "size", "max_image_size")),
+        Keys("idefics3_vision", _IDEFICS3, FIXED, (*_OUTSIDE, "size", "max_image_size", "use_base_siglip")),
         "",
         "",
         _fixed_size,
@@ -298,7 +303,12 @@ TOWERS: tuple[TowerFamily, ...] = (
     ),
     TowerFamily(
         MllamaTowerConfig,
-        Keys("mllama_vision_model", _MLLAMA, FIXED, ("vision_input_dim", "projection_dim")),
+        Keys(
+            "mllama_vision_model",
+            _MLLAMA,
+            FIXED,
+            ("vision_input_dim", "projection_dim", "max_aspect_ratio_id"),
+        ),
         "MllamaVisionModel",
         "",
         _read_mllama,
