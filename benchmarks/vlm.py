@@ -39,6 +39,7 @@ from forge_vlm.encoders.families import CLIPConfig
 from forge_vlm.fusion.config import FusionConfig, JointConfig
 from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
 from forge_vlm.fusion.mixture_of_transformers_config import MixtureOfTransformersConfig
+from forge_vlm.fusion.moma_config import MomaConfig
 from forge_vlm.sources.columns import ImageTextConfig
 from PIL import Image
 from report import table, write
@@ -56,6 +57,7 @@ def fusions(tokens: int) -> dict[str, FusionConfig]:
         "joint": JointConfig(),
         "cross-attention": CrossAttentionConfig(layers="1::4", max_visual_tokens=tokens // 2),
         "mixture-of-transformers": MixtureOfTransformersConfig(),
+        "moma": MomaConfig(),
     }
 
 
@@ -95,7 +97,8 @@ def stepping(model: nn.Module, tokens: Tensor, inputs: dict[str, Tensor]) -> Ste
 
 def flops_of(model: nn.Module, tokens: Tensor, inputs: dict[str, Tensor]) -> float:
     """What torch counts forward, over all pairs of tokens, and twice as much for the backward pass."""
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    # with gradients: experts choose otherwise without
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, **inputs)
     return 3 * counter.get_total_flops()
 
