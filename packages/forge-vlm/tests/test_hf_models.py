@@ -13,7 +13,7 @@ from forge_model.generation.generate import Sampling, generate
 from forge_vlm import VisionLanguageConfig
 from forge_vlm.fusion.config import JointConfig
 from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
-from forge_vlm.hf.models import model_from_hf
+from forge_vlm.hf.models import model_from_hf, whole_family
 from forge_vlm.images.config import ImagesConfig
 from forge_vlm.images.processing import patches_of
 from msgspec.structs import replace
@@ -505,3 +505,24 @@ def test_processors_that_do_something_else_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(other.config()))
     with pytest.raises(ModelError, match="resizes images twice"):
         config_of(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["llava", "paligemma", "mllama"])
+def test_both_ways_to_name_tensors_are_read(case, tmp_path):
+    theirs = theirs_of(case)
+    theirs.save_pretrained(tmp_path)
+    form = model_from_hf(json.loads((tmp_path / "config.json").read_text())).hugging_face()
+    saved = tensors_in(tmp_path)
+    first, second = whole_family(theirs.config.model_type).prefixes
+    other = {}
+    for name, value in saved.items():
+        for a, b in ((first, second), (second, first)):
+            if all(any(one.startswith(prefix) for one in saved) for prefix in a[:3]):
+                for before, after in zip(a[:3], b[:3], strict=True):
+                    if name.startswith(before):
+                        other[after + name.removeprefix(before)] = value
+                if name == f"{a[3]}lm_head.weight":
+                    other[f"{b[3]}lm_head.weight"] = value
+    assert other.keys() != saved.keys() and len(other) == len(saved)
+    one, two = form.ours(saved), form.ours(other)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

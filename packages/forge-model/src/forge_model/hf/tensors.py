@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +23,17 @@ V = TypeVar("V")
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers that a checkpoint has, tied ones once."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def require_names(there: Iterable[str], wanted: Iterable[str], what: str) -> None:
+    """See that tensors are those that are wanted, no more and no fewer.
+
+    Raises:
+        ModelError: one is missing, or left over; lists them all.
+    """
+    missing, left = sorted({*wanted} - {*there}), sorted({*there} - {*wanted})
+    if missing or left:
+        raise ModelError(f"not {what}: missing {missing or 'nothing'}, left over {left or 'nothing'}")
 
 
 class Made(Mapping[str, V]):
@@ -198,11 +209,6 @@ def from_hf(tensors: Mapping[str, V], config: DecoderConfig) -> Mapping[str, V]:
     wanted |= {key.format(index) for key, number in experts.items() for index in range(number)}
     ignorable = {"lm_head.weight"} if config.tie_embeddings else set()
     ignorable |= {key for key in tensors if family.mtp_keys and _is_not_ours(key, config)}
-    missing = sorted(wanted - tensors.keys())
-    extra = sorted(tensors.keys() - wanted - ignorable)
-    if missing or extra:
-        raise ModelError(
-            f"not a checkpoint of this model: missing {missing or 'nothing'}, left over {extra or 'nothing'}"
-        )
+    require_names(tensors.keys() - (ignorable - wanted), wanted, "a checkpoint of this model")
     whole = Stacked(tensors, experts, packed) if experts or packed else tensors  # type: ignore[arg-type]
     return Renamed(whole, keys | {name: name for name in packed})  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from forge_model import ModelError
 from forge_model.config import DecoderConfig
-from forge_model.hf.tensors import Made, Renamed, from_hf, tensors_of, to_hf
+from forge_model.hf.tensors import Made, Renamed, from_hf, require_names, tensors_of, to_hf
 from torch import Tensor
 
 from forge_vlm.config import VisionLanguageConfig
@@ -93,11 +93,7 @@ class GatedTensors:
             if not back.get(layer, "").endswith(".cross."):
                 text[back.get(layer, layer) + name.removeprefix(layer) if layer in back else name] = name
         found = from_hf(Renamed(tensors, text), self._decoder)
-        if missing := sorted({*self._gated.values()} - tensors.keys()):
-            raise ModelError(f"not a checkpoint of this model: missing {missing}")
-        known = {*text.values(), *self._gated.values()}
-        if left := sorted(tensors.keys() - known):
-            raise ModelError(f"not a checkpoint of this model: left over {left}")
+        require_names(tensors, {*text.values(), *self._gated.values()}, "a checkpoint of this model")
         vocabulary = self._decoder.vocab_size
         makers: dict[str, Callable[[], Any]] = {key: partial(found.__getitem__, key) for key in found}
         makers |= {ours: partial(tensors.__getitem__, theirs) for ours, theirs in self._gated.items()}

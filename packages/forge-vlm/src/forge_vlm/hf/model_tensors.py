@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from forge_model import ModelError
 from forge_model.config import DecoderConfig
-from forge_model.hf.tensors import Made, Renamed, from_hf, tensors_of, to_hf
+from forge_model.hf.tensors import Made, Renamed, from_hf, require_names, tensors_of, to_hf
 
 from forge_vlm.config import VisionLanguageConfig
 from forge_vlm.encoders.config import TowerConfig
@@ -42,7 +42,7 @@ class ModelTensors:
         }
         self._ours: dict[str, Callable[[Tensors], Tensors]] = {
             "encoder": tower.ours,
-            "connector": lambda tensors: self._all_of(tensors, names),
+            "connector": lambda tensors: self._connected(tensors, names),
             "decoder": lambda tensors: from_hf(tensors, decoder),
         }
         if isinstance(config.fusion, CrossAttentionConfig):
@@ -53,17 +53,8 @@ class ModelTensors:
         module, _, leaf = name.rpartition(".")
         return f"{self.family.connector[module]}.{leaf}".lstrip(".")
 
-    def _all_of(self, tensors: Tensors, names: Mapping[str, str]) -> Tensors:
-        """The connector, whose tensors are all there and no others."""
-        missing, left = (
-            sorted({*names.values()} - tensors.keys()),
-            sorted(tensors.keys() - {*names.values()}),
-        )
-        if missing or left:
-            raise ModelError(
-                f"not the connector of this {self.family.kind}: missing {missing or 'nothing'}, left over "
-                f"{left or 'nothing'}"
-            )
+    def _connected(self, tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+        require_names(tensors, names.values(), f"the connector of this {self.family.kind}")
         return Renamed(tensors, names)
 
     def theirs(self, tensors: Tensors) -> Tensors:

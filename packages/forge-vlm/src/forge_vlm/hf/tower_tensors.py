@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from forge_model import ModelError
-from forge_model.hf.tensors import Made, tensors_of
+from forge_model.hf.tensors import Made, require_names, tensors_of
 from torch import Tensor
 
 from forge_vlm.encoders.config import TowerConfig
@@ -84,13 +84,8 @@ class TowerTensors:
             else:
                 wanted[name] = their_name(self.family, name, self.config.num_layers)
         there = {key.removeprefix(prefix) for key in tensors if key.startswith(prefix)}
-        missing = sorted({*wanted.values()} - there)
-        left = sorted(key for key in there - {*wanted.values()} if not key.startswith(self.family.ignored))
-        if missing or left:
-            raise ModelError(
-                f"not the tower of a {self.family.model_type}: missing {missing or 'nothing'}, left over "
-                f"{left or 'nothing'}"
-            )
+        there = [key for key in there if key in wanted.values() or not key.startswith(self.family.ignored)]
+        require_names(there, wanted.values(), f"the tower of a {self.family.model_type}")
         return Made(
             {name: partial(self._to_ours, name, f"{prefix}{key}", tensors) for name, key in wanted.items()}
         )
