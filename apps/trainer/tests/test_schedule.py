@@ -84,6 +84,22 @@ def test_wsd_decays_in_its_last_steps_only(shape, formula):
     assert factors[30:] == pytest.approx([0.2 + 0.8 * formula(i / 10) for i in range(10)])
 
 
+def test_ends_of_schedules_are_one_step_before_the_floor():
+    cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * (STEPS - 1) / STEPS)) / 2
+    assert curve(CosineConfig(floor=0.1))[-1] == pytest.approx(cosine)
+    assert curve(LinearConfig(floor=0.1))[-1] == pytest.approx(1 - 0.9 * (STEPS - 1) / STEPS)
+    decayed = curve(WSDConfig(floor=0.1, decay_steps=8))
+    assert decayed[-9:-7] == [1.0, 1.0] and decayed[-1] == pytest.approx(0.1 + 0.9 * (1 - (7 / 8) ** 0.5))
+    with pytest.raises(ValueError, match="decay_steps = 1 would be the peak once more"):
+        WSDConfig(decay_steps=1)
+
+
+def test_fractions_of_a_run_are_those_that_were_written():
+    assert [LinearConfig(warmup_fraction=part).warmup(100, 1) for part in (0.07, 0.29, 0.57)] == [7, 29, 57]
+    assert curve(WSDConfig(decay_fraction=0.07, shape="linear"), 100)[92:94] == [1.0, 1.0]
+    assert curve(WSDConfig(decay_fraction=0.07, shape="linear"), 100)[94] < 1
+
+
 def test_wsd_without_decay_does_not_depend_on_the_length_of_the_run():
     long = curve(WSDConfig(warmup_steps=3, decay_steps=0), 80)
     assert (

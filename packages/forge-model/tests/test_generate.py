@@ -140,6 +140,21 @@ def test_sampling_keeps(sampling, kept):
     assert torch.isfinite(sampling.filter(LOGITS))[0].nonzero()[:, 0].tolist() == kept
 
 
+@pytest.mark.parametrize("top_k", [0, 3, 7])
+@pytest.mark.parametrize("top_p", [0.3, 0.8, 1.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 0.3])
+def test_sampling_keeps_what_transformers_keeps(top_k, top_p, min_p):
+    from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+    names = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    empty = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=4, n_head=1, vocab_size=9, n_positions=4))
+    asked = GenerationConfig(do_sample=True, **names)
+    chain = empty._get_logits_processor(asked, device="cpu", input_ids_seq_length=1)
+    logits = 3 * torch.randn(200, 9, generator=torch.Generator().manual_seed(0))
+    theirs = chain(torch.zeros(200, 1, dtype=torch.int64), logits.clone())
+    assert torch.isfinite(Sampling(**names).filter(logits)).equal(torch.isfinite(theirs))
+
+
 def test_sampling_follows_the_probabilities():
     generator = torch.Generator().manual_seed(0)
     drawn = Sampling().choose(LOGITS.expand(20000, -1), generator)

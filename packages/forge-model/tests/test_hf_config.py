@@ -20,6 +20,7 @@ from forge_model.config import (
     SwiGLUConfig,
 )
 from forge_model.decoder.compare import differences
+from forge_model.hf.config import FIXED
 from forge_model.hf.families import FAMILIES
 
 CLASSES = {
@@ -141,6 +142,7 @@ def test_qwen_without_a_layer_before_the_windows_is_read_as_transformers_reads_i
         ),
         ({"model_type": "gpt_oss", "swiglu_limit": 0.0}, "swiglu_limit = 0.0"),
         ({"model_type": "qwen3", "head_dim": None}, "head_dim = None"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0, only None can be read"),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "names 1 layers"),
         ({"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "without use_slid"),
@@ -149,6 +151,14 @@ def test_qwen_without_a_layer_before_the_windows_is_read_as_transformers_reads_i
 def test_config_from_hf_refuses_what_it_cannot_follow(change, needle):
     with pytest.raises(ModelError, match=needle):
         config_from_hf({"model_type": "llama"} | SHAPE | change)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_key_that_must_be_absent_accepts_no_value(family):
+    absent = [name for name, value in (FIXED | family.fixed).items() if value is None]
+    for name in absent:
+        with pytest.raises(ModelError, match=f"{name} = 'silu', only None"):
+            config_from_hf({"model_type": family.model_type} | {name: "silu"})
 
 
 def test_config_from_hf_lists_all_keys_that_it_cannot_follow():

@@ -175,11 +175,20 @@ def test_features_of_a_whole_tower_get_the_gradients_of_one_process(sequence):
         assert collectives == 0
 
 
+class Scaled(nn.Embedding):
+    """As that of Gemma in `transformers`."""
+
+    def forward(self, input):
+        return 8 * super().forward(input)
+
+
 def refusals() -> dict[str, str]:
     """What is said of plans and models that do not fit two ranks."""
     mesh = build_mesh(MeshConfig(tp=2), Env.detect())
     padded = Own()
     padded.embed = nn.Embedding(12, 6, padding_idx=0)
+    scaled, bounded = Own(), Own()
+    scaled.embed, bounded.embed = Scaled(12, 6), nn.Embedding(12, 6, max_norm=1.0)
     cases = {
         "odd width": (Own(hidden=7), {"tensor": ROLES}),
         "odd vocabulary": (Own(vocab=11), {"tensor": ROLES}),
@@ -187,6 +196,8 @@ def refusals() -> dict[str, str]:
         "no role": (Own(), {"tensor": {k: v for k, v in ROLES.items() if k != "norm"}}),
         "wrong kind": (Own(), {"tensor": ROLES | {"norm": "colwise"}}),
         "padding": (padded, {"tensor": ROLES}),
+        "own embedding": (scaled, {"tensor": ROLES}),
+        "max norm": (bounded, {"tensor": ROLES}),
         "two roles": (Own(), {"tensor": ROLES | {"nor*": "head_norm"}}),
     }
     tied = Own(hidden=6)
@@ -237,6 +248,7 @@ def test_what_cannot_be_cut_is_refused_with_its_reason():
         assert "in the plan, or in `tensor_roles` of the module that has them" in said["no role"]
         assert "norm is a LayerNorm" in said["wrong kind"]
         assert "padding_idx" in said["padding"]
+        assert "which a subclass must not replace" in said["own embedding"] and "max_norm" in said["max norm"]
         assert "'nor*' of the plan gives norm a second role" in said["two roles"]
         assert "sequence of 3 tokens" in said["odd sequence"]
         assert "layers.0.down.weight is also a parameter of another module" in said["tied"]

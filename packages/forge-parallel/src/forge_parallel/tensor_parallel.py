@@ -131,8 +131,18 @@ def _require_kind(name: str, module: nn.Module, role: str) -> None:
             f"{name} is a {type(module).__name__} over all heads, of which each rank has some; only "
             "nn.RMSNorm can be computed in parts: use mesh.tp = 1, normalize each head, or use an rmsnorm"
         )
-    if role == "embed" and (not isinstance(module, nn.Embedding) or module.padding_idx is not None):
-        raise ParallelError(f"{name} is {module}; the role embed is for nn.Embedding without padding_idx")
+    if role == "embed" and not _looks_up(module):
+        raise ParallelError(
+            f"{name} is {module}; the role embed is for the forward of nn.Embedding, which a subclass must "
+            "not replace, without padding_idx, max_norm and scale_grad_by_freq"
+        )
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Whether it does nothing but look rows up, which is what the role does in its place."""
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return False
+    return module.padding_idx is None and module.max_norm is None and not module.scale_grad_by_freq
 
 
 def _distribute(

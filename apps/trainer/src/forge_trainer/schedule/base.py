@@ -3,11 +3,14 @@
 import math
 from typing import Annotated
 
-from forge_config import ALL_KEYS, Config, Meta, Registry
+from forge_config import ALL_KEYS, Config, Meta, Registry, part_of
 
 
 class ScheduleConfig(Config):
     """Interface of `[schedule]`: linear warm-up, then the shape of the plug.
+
+    Of n steps behind the warm-up, step i has the factor at i / n: the first has the peak, and the last is one
+    step away from `floor`, which a further one would have.
 
     At most one of the three keys of the warm-up may be given.
 
@@ -38,7 +41,7 @@ class ScheduleConfig(Config):
         """
         by_tokens, by_fraction = (
             -(-self.warmup_tokens // step_tokens),
-            math.ceil(self.warmup_fraction * steps),
+            part_of(self.warmup_fraction, steps),
         )
         return max(self.warmup_steps, by_tokens, by_fraction)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from forge_config import Meta
+from forge_config import Meta, part_of
 
 from forge_trainer.schedule.base import ScheduleConfig, cosine, schedules
 
@@ -27,7 +27,7 @@ class WSDConfig(ScheduleConfig):
         decay_steps: length of the decay; absent means `decay_fraction` of all steps.
         decay_fraction: see there.
         shape: of the decay; `1-sqrt` is that of Hägele et al. 2024, arXiv:2405.18392 eq. 1.
-        floor: the last factor, as a fraction of the peak.
+        floor: what the decay ends at, as a fraction of the peak.
     """
 
     decay_steps: Annotated[int, Meta(ge=0)] | None = None
@@ -35,9 +35,16 @@ class WSDConfig(ScheduleConfig):
     shape: Literal["cosine", "linear", "1-sqrt"] = "1-sqrt"
     floor: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.decay_steps == 1:
+            raise ValueError(
+                "decay_steps = 1 would be the peak once more, at which a decay begins; use 0, or 2 and more"
+            )
+
     def after(self, step: int, steps: int, warmup: int) -> float:
         """See `ScheduleConfig.after`."""
-        wanted = math.ceil(self.decay_fraction * steps) if self.decay_steps is None else self.decay_steps
+        wanted = part_of(self.decay_fraction, steps) if self.decay_steps is None else self.decay_steps
         length = min(wanted, steps - warmup)
         progress = (step - (steps - length)) / max(1, length)
         return (

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated
 
-from forge_config import Config, Meta
+from forge_config import Config, Meta, part_of
 
 
 class PhaseConfig(Config):
@@ -49,7 +48,7 @@ class PhaseConfig(Config):
         if self.start_tokens is not None:
             return -(-self.start_tokens // step_tokens)
         assert self.start_fraction is not None
-        return math.ceil(self.start_fraction * steps)
+        return part_of(self.start_fraction, steps)
 
 
 def lr_scale(phases: Sequence[PhaseConfig], step: int, steps: int, step_tokens: int) -> float:

@@ -47,20 +47,20 @@ class Sampling:
         return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
     def filter(self, logits: Tensor) -> Tensor:
-        """[B, V] with the tokens that may not be chosen at minus infinity."""
+        """[B, V] with the tokens that may not be chosen at minus infinity; in the order of `transformers`."""
         if self.top_k and self.top_k < logits.shape[-1]:
             kth = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < kth, float("-inf"))
-        if self.min_p > 0:
-            probability = logits.softmax(-1)
-            floor = self.min_p * probability.amax(-1, keepdim=True)
-            logits = logits.masked_fill(probability < floor, float("-inf"))
         if self.top_p < 1:
             sorted_logits, order = logits.sort(descending=True)
             probability = sorted_logits.softmax(-1)
             before = probability.cumsum(-1) - probability
             dropped = torch.zeros_like(before, dtype=torch.bool).scatter_(1, order, before >= self.top_p)
             logits = logits.masked_fill(dropped, float("-inf"))
+        if self.min_p > 0:
+            probability = logits.softmax(-1)
+            floor = self.min_p * probability.amax(-1, keepdim=True)
+            logits = logits.masked_fill(probability < floor, float("-inf"))
         return logits
 
 

@@ -123,7 +123,7 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
             if not key.accepts(value):
                 yield f"{name} = {value!r}, expected {key.kind.__name__}"
         elif name in fixed:
-            if value not in (fixed[name], None) and SAME.get(str(value)) != fixed[name]:
+            if value not in (fixed[name], None) and SAME.get(str(value), value) != fixed[name]:
                 yield f"{name} = {value!r}, only {fixed[name]!r} can be read"
         elif value is not None and name not in HARMLESS and name not in ROPE_KEYS:
             yield f"{name} = {value!r} is not known"
