@@ -132,3 +132,15 @@ def test_rows_of_webvid_are_clips_with_captions_and_lost_ones_are_left_out(tmp_p
     with pytest.raises(Exception, match="has no column 'page_dir'"):
         wrong = WebVidConfig(path=str(tmp_path / "*.csv"), held_out=0.0)
         build_packings(DataConfig(sources=[wrong], **how), "train", items=items)
+
+
+@pytest.mark.parametrize("row", ["1,a caption, unquoted", "1"], ids=["more", "fewer"])
+def test_rows_of_webvid_with_other_columns_than_the_head_are_named(tmp_path, row):
+    pytest.importorskip("forge_data")
+    from forge_data.error import DataError
+    from forge_data.sources.documents import Task
+    from forge_vlm.sources.published import table_rows
+
+    (file := tmp_path / "0.csv").write_text(f"videoid,name\n0,fine\n{row}\n")
+    with pytest.raises(DataError, match=r"row 2 of .*0\.csv has other columns"):
+        list(table_rows(Task(file, "0.csv", 0, 1, 1), [], clip="{videoid}.mp4"))

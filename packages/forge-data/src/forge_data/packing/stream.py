@@ -210,7 +210,7 @@ class Stream(Packing):
 
     def describe(self) -> str:
         """See `Packing.describe`."""
-        return f"streamed: {len(self.source.tasks):,} parts of files in {self.lanes} lanes, no padding"
+        return f"streamed: {len(self.source.tasks):,} parts of files in {self.lanes} lanes"
 
     def restart(self) -> None:
         """Go back to where the lanes began."""

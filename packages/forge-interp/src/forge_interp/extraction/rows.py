@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.parts import ROW_COLUMNS
+from forge_interp.extraction.parts import ROW_COLUMNS, is_site
 from forge_interp.extraction.samples import Batch
 
 Pool = str | Callable[[Tensor, Tensor], Tensor]
@@ -35,7 +35,7 @@ class RowMaker:
         self._select = select
         self._pool = pool
         self._dtype = dtype
-        if wrong := [name for name in keep if ":" in name or name in ROW_COLUMNS]:
+        if wrong := [name for name in keep if is_site(name) or name in ROW_COLUMNS]:
             raise InterpError(f"keep names {wrong[0]!r}; expected entries of the batches, by other names")
         self._names = tuple(keep)
         self.square = 0

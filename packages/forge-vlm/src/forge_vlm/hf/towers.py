@@ -341,10 +341,8 @@ def tower_from_hf(hf: Mapping[str, Any]) -> TowerConfig:
     for family in TOWERS:
         if kind == family.whole and family.whole:
             table = hf.get("vision_config") or {}
-            if table.get("model_type", family.model_type) != family.model_type:
-                raise ModelError(
-                    f"a {kind} with a tower {table['model_type']!r}; expected {family.model_type}"
-                )
+            if (tower := table.get("model_type", family.model_type)) != family.model_type:
+                raise ModelError(f"a {kind} with a tower {tower!r}; expected {family.model_type}")
         elif kind != family.model_type:
             continue
         full = family.keys.full(table)
@@ -379,9 +377,8 @@ def tower_to_hf(encoder: EncoderConfig) -> dict[str, Any]:
     """
     family = tower_family(encoder)
     assert isinstance(encoder, TowerConfig)
-    written = {theirs: getattr(encoder, ours) for theirs, ours in family.shared.items()} | family.write(
-        encoder
-    )
+    written = {theirs: getattr(encoder, ours) for theirs, ours in family.shared.items()}
+    written |= family.write(encoder)
     if "initializer_range" in family.keys.keys:
         written["initializer_range"] = encoder.init_std
     named = {"architectures": [family.architecture]} if family.architecture else {}

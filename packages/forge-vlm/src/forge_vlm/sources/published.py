@@ -116,8 +116,12 @@ def table_rows(task: Task, names: list[str], clip: str) -> Iterator[tuple[str, d
     try:
         with Path(str(task.path)).open(newline="", encoding="utf-8") as file:
             for number, row in enumerate(csv.DictReader(file)):
+                if None in row or None in row.values():
+                    raise DataError(f"row {number + 1} of {task.path} has other columns than its head")
                 yield f"{task.name}:{number}", row | {"image": clip.format(**row)}
-    except KeyError as error:
+    except (KeyError, IndexError, AttributeError) as error:
         raise DataError(f"{task.path} has no column {error}, which clip = {clip!r} names") from None
+    except DataError:
+        raise
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"{task.path} cannot be read as a table: {error}") from None
