@@ -1,11 +1,16 @@
 """Offloaded activations: equal gradients, and streams that never touch the same memory out of order."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
-from forge_parallel.offload import LEAVING, Offload, Saved, Streams
+from forge_parallel.offload import LEAVING, Offload, Saved, Streams, offload
+from forge_parallel.testing import run_ranks
 from played_streams import Played
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 
 class Block(nn.Module):
@@ -104,3 +109,30 @@ def test_each_tensor_comes_back_to_its_own_device(monkeypatch):
     with FakeTensorMode():
         block(torch.ones(3, device="cuda"), torch.ones(()), torch.ones(2, device="cuda"))
     assert devices == ["cuda", "cpu", "cuda"]
+
+
+class Nested(Block):
+    """With a part that is sharded on its own, as experts are."""
+
+    def forward(self, x):
+        return x + self.down(self.up(x).sigmoid())
+
+
+def sent_to_the_host() -> list[int]:
+    """Sizes of the tensors of a pass whose weights are gathered for it, the inner ones last."""
+    mesh, model, sizes = init_device_mesh("cpu", (2,)), nn.Sequential(*(Nested() for _ in range(3))), []
+    offload(model)
+    for block in model:
+        for module in (block.up, block):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    add = Saved.add
+    with patch.object(Saved, "add", lambda self, tensor: sizes.append(tensor.numel()) or add(self, tensor)):
+        model(torch.ones(3, 16, requires_grad=True)).sum().backward()
+    return sizes
+
+
+@pytest.mark.dist
+def test_weights_stay_also_where_a_part_of_a_block_is_gathered_while_it_runs():
+    """A copy of them would outlast their memory, which FSDP2 frees when the part is done."""
+    for sizes in run_ranks(sent_to_the_host, 2):
+        assert sizes and max(sizes) == 3 * 64

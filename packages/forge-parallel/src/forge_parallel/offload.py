@@ -11,7 +11,7 @@ may be some that was freed before, so that it waits for all that was computed un
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 
 from forge_parallel.tensor import local_part
 
@@ -146,11 +147,13 @@ class Offload:
         forward = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            own = {local_part(p).untyped_storage().data_ptr() for p in block.parameters()}
+            own = _memory_of([block])
+            # experts may be units of their own, which gather their weights later and free them on their own
+            units = [m for m in block.modules() if m is not block and isinstance(m, FSDPModule)]
             saved: dict[torch.device, Saved] = {}
 
             def pack(tensor: Tensor) -> tuple[Saved, int] | Tensor:
-                if tensor.untyped_storage().data_ptr() in own:
+                if (memory := tensor.untyped_storage().data_ptr()) in own or memory in _memory_of(units):
                     return tensor
                 if (device := tensor.device) not in saved:
                     before = None if is_first else self._last.get(device)
@@ -175,6 +178,12 @@ class Offload:
             leaving.append(one)
             while len(leaving) > LEAVING:
                 leaving.popleft().free()
+
+
+def _memory_of(modules: Sequence[nn.Module]) -> set[int]:
+    """Where the values of their parameters are now, those that are gathered included."""
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    return {local_part(parameter).untyped_storage().data_ptr() for parameter in parameters}
 
 
 def streams_of(device: torch.device) -> Streams:
