@@ -7,8 +7,9 @@ import torch
 from forge_config import ConfigError
 from forge_model import initialize
 from forge_parallel.activation_checkpointing import checkpoint_activations
-from forge_trainer.hooks.figures import PEAK_TFLOPS, Figures, repeated_flops
+from forge_trainer.hooks.figures import PEAK_TFLOPS, Figures, frozen_parts, repeated_flops
 from forge_trainer.job import load_job
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 def figures(flags=(), device="cpu", ranks=2) -> Figures:
     job = load_job("configs/runs/debug.toml", flags).value
     mesh, env = SimpleNamespace(device=torch.device(device)), SimpleNamespace(world_size=ranks)
-    return Figures(SimpleNamespace(job=job, mesh=mesh, env=env))
+    return Figures(SimpleNamespace(job=job, mesh=mesh, env=env, parts=[]))
 
 
 def test_mfu_is_model_flops_of_a_device_over_its_peak():
@@ -95,3 +96,12 @@ def test_peak_is_known_or_not_but_never_guessed(name, flags, peak, monkeypatch, 
 def test_peak_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="peak_tflops"):
         load_job("configs/runs/debug.toml", ["--track.peak_tflops=0"])
+
+
+def test_parts_that_are_frozen_are_those_without_a_trained_parameter():
+    model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "between": nn.ReLU(), "decoder": nn.Linear(2, 2)})
+    assert frozen_parts([model]) == set()
+    model["encoder"].requires_grad_(False)
+    assert frozen_parts([model]) == {"encoder"}
+    other = nn.ModuleDict({"encoder": nn.Linear(2, 2)})
+    assert frozen_parts([model, other]) == set(), "another stage trains some of it"

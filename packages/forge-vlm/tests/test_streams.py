@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,3 +142,17 @@ def test_what_cannot_be_streamed_is_refused(tmp_path):
     everything = folder_of(tmp_path / "bad", damaged=range(ROWS * FILES))
     with pytest.raises(DataError, match="makes a sample"):
         steps(loader(everything, tmp_path, data={"check": "decode", "damaged": "skip"}), 1)
+
+
+def test_file_that_cannot_be_read_now_is_no_damage(tmp_path, monkeypatch):
+    """One rank may read it, and another not: they would go on with different samples."""
+    path, real = folder_of(tmp_path / "rows"), Path.open
+
+    def flaky(self, *arguments, **options):
+        if self.name == "5-0.png":
+            raise OSError(5, "Input/output error")
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", flaky)
+    with pytest.raises(DataError, match=r"5-0\.png cannot be read: \[Errno 5\]"):
+        steps(loader(path, tmp_path, data={"check": "decode", "damaged": "skip"}), 40)

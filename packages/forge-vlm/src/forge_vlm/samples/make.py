@@ -19,7 +19,7 @@ from forge_vlm.images.marks import MarkedTokenizer, with_places
 from forge_vlm.images.processing import decoded
 from forge_vlm.images.video import frames_of, is_video
 from forge_vlm.samples.rows import Image, InFile, RowLayout
-from forge_vlm.samples.store import Prepared, SampleWriter, read_file
+from forge_vlm.samples.store import Prepared, SampleWriter, Unreadable, read_file
 
 NAMED = 5
 """So many damaged images are named."""
@@ -140,6 +140,8 @@ def sample_of(
     try:
         images = how.layout.images_of(row, folder)
         sizes = [_measured(image, how) for image in images]
+    except Unreadable as error:
+        raise DataError(f"{name}: {error}") from None
     except ValueError as error:  # an error of data is one
         said = f"{name}: {error}"
         raise Damaged(said) if how.skip else DataError(said) from None

@@ -211,15 +211,22 @@ def size_of(item: np.void) -> Size:
     return Size(*(int(item[name]) for name in ("frames", "height", "width")))
 
 
+class Unreadable(DataError):
+    """A file that is there and cannot be read: another process might, or this one later."""
+
+
 def read_file(image: InFile) -> bytes:
     """The bytes of an image in a file.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: there is no such file.
+        Unreadable: it cannot be read.
     """
     try:
         with image.path.open("rb") as file:
             file.seek(image.offset)
             return file.read(image.length)
-    except OSError as error:
+    except FileNotFoundError as error:
         raise DataError(f"{image.path} cannot be read: {error}") from None
+    except OSError as error:
+        raise Unreadable(f"{image.path} cannot be read: {error}") from None
