@@ -351,3 +351,14 @@ def test_table_may_begin_with_the_mark_of_utf_8(tmp_path):
     file = tmp_path / "t.csv"
     file.write_text("videoid,name\n1,a\n", encoding="utf-8-sig")
     assert [name for name, _ in table_rows(Task(file, "t.csv", 0, 9, 9), [], "{videoid}.mp4")] == ["t.csv:0"]
+
+
+def test_a_source_without_any_image_says_so_and_names_the_column(tmp_path, capsys):
+    path = lines(tmp_path / "a", [{"img": "a.png", "text": "a"}, {"text": "b"}])
+    packing(ImageTextConfig(path=path, held_out=0.0), tmp_path)
+    assert "none of these samples has an image: nothing is in the column 'image'" in capsys.readouterr().err
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "a.png").write_bytes(png(picture(0)))
+    path = lines(tmp_path / "b", [{"image": "a.png", "text": "a"}, {"text": "b"}])
+    packing(ImageTextConfig(path=path, held_out=0.0), tmp_path)
+    assert "none of" not in capsys.readouterr().err
