@@ -28,14 +28,48 @@ def random(height, width, channels=3):
     return np.random.default_rng(height * width).integers(0, 255, (height, width, channels), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["jpeg", "png"])
+TURNED = [
+    lambda x: x,
+    lambda x: x[:, ::-1],
+    lambda x: x[::-1, ::-1],
+    lambda x: x[::-1],
+    lambda x: x.swapaxes(0, 1),
+    lambda x: np.rot90(x, -1),
+    lambda x: np.rot90(x, 2).swapaxes(0, 1),
+    np.rot90,
+    lambda x: x,
+    lambda x: x,
+]
+"""By orientation from 1 on, as EXIF 2.3 says; 9 and 10 mean nothing."""
+
+
+@pytest.mark.parametrize("orientation", range(1, 11))
+@pytest.mark.parametrize("kind", ["jpeg", "png", "tiff", "webp"])
 def test_image_is_turned_as_its_camera_says_and_measured_so(orientation, kind):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    raw = file_of(random(8, 24), kind, exif=exif)
-    image = decoded(raw)
-    assert size_of(raw) == image.size[::-1] == ((24, 8) if orientation >= 5 else (8, 24))
+    pixels = random(8, 24)
+    options = {"lossless": True} if kind == "webp" else {}
+    raw = file_of(pixels, kind, exif=exif, **options)
+    image, wanted = np.asarray(decoded(raw)), TURNED[orientation - 1](pixels)
+    assert size_of(raw) == image.shape[:2] == wanted.shape[:2]
+    assert kind == "jpeg" or np.array_equal(image, wanted)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_an_image_says_of_its_camera_in_no_known_form_is_damage_or_ignored():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    exif[0x011A] = 72.0
+    raw = bytearray(file_of(random(8, 24), "jpeg", exif=exif))
+    for place in range(20, len(raw) - 2):
+        for byte in (0, 1, 5, 255):
+            changed = bytes([*raw[:place], byte, *raw[place + 1 :]])
+            try:
+                size, image = size_of(changed), decoded(changed)
+            except ValueError:
+                continue
+            assert size == image.size[::-1], (place, byte)
 
 
 def test_transparent_image_is_laid_on_white_and_grey_is_coloured():

@@ -13,6 +13,7 @@ pytest.importorskip("forge_data", reason="the extra `data` is not installed")
 from forge_data import DataConfig, DataError, build_loader
 from forge_data.packing.build import build_packings
 from forge_data.sources.config import FilesConfig
+from forge_data.sources.documents import Task
 from forge_data.tokenizer.tokenizer import Bytes
 from forge_model import DecoderConfig
 from forge_vlm import VisionLanguageConfig
@@ -21,7 +22,7 @@ from forge_vlm.images.config import ImagesConfig
 from forge_vlm.images.processing import patches_of
 from forge_vlm.samples.packing import SamplePacking
 from forge_vlm.sources.columns import ImageTextConfig
-from forge_vlm.sources.published import CocoKarpathyConfig
+from forge_vlm.sources.published import CocoKarpathyConfig, table_rows
 from forge_vlm.sources.shapes import ShapesConfig
 from forge_vlm.sources.tars import WebdatasetConfig
 from PIL import Image
@@ -328,3 +329,36 @@ def test_karpathys_splits_of_coco_have_a_sample_for_each_caption(tmp_path):
     (tmp_path / "other.json").write_text('{"rows": []}')
     with pytest.raises(DataError, match="not of the form of dataset_coco"):
         packing(CocoKarpathyConfig(path=str(tmp_path / "other.json")), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "clip", "said"),
+    [
+        ("videoid,name\n1,a\n2,a dog, and a cat\n", "{videoid}.mp4", r"row 1: other fields"),
+        ("videoid,name\n1\n", "{videoid}.mp4", r"row 0: other fields"),
+        ("videoid,name\n1,a\n", "{}.mp4", r"clip = '\{\}\.mp4' is no pattern"),
+        ("videoid,name\n1,a\n", "{videoid.x}.mp4", r"is no pattern"),
+    ],
+)
+def test_row_of_a_table_that_is_not_as_its_columns_is_an_error(text, clip, said, tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text(text)
+    with pytest.raises(DataError, match=said):
+        list(table_rows(Task(file, "t.csv", 0, len(text), len(text)), [], clip))
+
+
+def test_table_may_begin_with_the_mark_of_utf_8(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text("videoid,name\n1,a\n", encoding="utf-8-sig")
+    assert [name for name, _ in table_rows(Task(file, "t.csv", 0, 9, 9), [], "{videoid}.mp4")] == ["t.csv:0"]
+
+
+def test_a_source_without_any_image_says_so_and_names_the_column(tmp_path, capsys):
+    path = lines(tmp_path / "a", [{"img": "a.png", "text": "a"}, {"text": "b"}])
+    packing(ImageTextConfig(path=path, held_out=0.0), tmp_path)
+    assert "none of these samples has an image: nothing is in the column 'image'" in capsys.readouterr().err
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "a.png").write_bytes(png(picture(0)))
+    path = lines(tmp_path / "b", [{"image": "a.png", "text": "a"}, {"text": "b"}])
+    packing(ImageTextConfig(path=path, held_out=0.0), tmp_path)
+    assert "none of" not in capsys.readouterr().err

@@ -142,5 +142,5 @@ def test_rows_of_webvid_with_other_columns_than_the_head_are_named(tmp_path, row
     from forge_vlm.sources.published import table_rows
 
     (file := tmp_path / "0.csv").write_text(f"videoid,name\n0,fine\n{row}\n")
-    with pytest.raises(DataError, match=r"row 2 of .*0\.csv has other columns"):
+    with pytest.raises(DataError, match=r"0\.csv, row 1: other fields than columns"):
         list(table_rows(Task(file, "0.csv", 0, 1, 1), [], clip="{videoid}.mp4"))

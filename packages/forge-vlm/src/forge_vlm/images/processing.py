@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,13 @@ import numpy as np
 from forge_vlm.images.config import Cut
 
 ORIENTATION = 0x0112
-"""The EXIF tag in which a camera says how it was held; from 5 on, height and width change places."""
+"""The EXIF tag in which a camera says how it was held, 1 to 8; from 5 on, height and width change places."""
+
+DAMAGE = OSError, SyntaxError, ValueError, TypeError, struct.error
+"""What Pillow raises of a damaged image."""
+
+TIFF_SIZE = 0x0100, 0x0101
+"""The tags of a TIFF with the width and the height of what is stored."""
 
 
 def opened(raw: bytes) -> Any:
@@ -38,7 +45,8 @@ def size_of(raw: bytes) -> tuple[int, int]:
         ValueError: it is no image.
     """
     image = opened(raw)
-    width, height = image.size
+    # Pillow may have turned the size of a TIFF already
+    width, height = (int(image.tag_v2[tag]) for tag in TIFF_SIZE) if image.format == "TIFF" else image.size
     return (width, height) if _orientation(image) >= 5 else (height, width)
 
 
@@ -47,8 +55,9 @@ def _orientation(image: Any) -> int:
     if image.format == "PNG" and "exif" not in image.info:
         return 1
     try:
-        return image.getexif().get(ORIENTATION, 1)
-    except (OSError, SyntaxError, ValueError) as error:
+        said = image.getexif().get(ORIENTATION)
+        return said if said in range(1, 9) else 1
+    except DAMAGE as error:
         raise ValueError(f"a damaged image: {error}") from None
 
 
@@ -68,7 +77,8 @@ def decoded(raw: bytes) -> Any:
             below = Image.new("RGBA", image.size, (255, 255, 255, 255))
             image = Image.alpha_composite(below, image.convert("RGBA"))
         return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    # Pillow writes EXIF anew when it turns an image, and stumbles over what is no number there
+    except (*DAMAGE, Image.DecompressionBombError) as error:
         raise ValueError(f"a damaged image: {error}") from None
 
 

@@ -90,6 +90,9 @@ def make_samples(tasks: Sequence[Task], folder: Path, how: Preparation, making: 
         writer.publish(len(damaged))
     passed = f", {empty:,} rows without text passed over" if empty else ""
     sys.stderr.write(f"{what}: {writer.samples:,} samples of {files:,} files{passed}\n")
+    if not writer.images:
+        column = how.layout.images
+        sys.stderr.write(f"{what}: none of these samples has an image: nothing is in the column {column!r}\n")
     if damaged:
         listed = "; ".join(damaged[:NAMED]) + ("; ..." if len(damaged) > NAMED else "")
         sys.stderr.write(f"{what}: {len(damaged):,} samples with damaged images left out: {listed}\n")

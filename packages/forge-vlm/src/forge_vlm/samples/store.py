@@ -79,12 +79,18 @@ def head_of(raw: bytes) -> int:
 
 
 class SampleWriter:
-    """Writes samples into a folder that appears when all are written."""
+    """Writes samples into a folder that appears when all are written.
+
+    Attributes:
+        samples: how many were added.
+        images: how many they have.
+        has_targets: whether one has a target.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._partial = folder, folder.with_name(f".{folder.name}.{os.getpid()}.partial")
         self._content = xxhash.xxh3_128()
-        self._tokens = self._items = self._names = self._bytes = self.samples = 0
+        self._tokens = self.images = self._names = self._bytes = self.samples = 0
         self._files: dict[Path, int] = {}
         self.has_targets = False
 
@@ -109,11 +115,11 @@ class SampleWriter:
                 self._bytes += self._open["images"].write(raw)
             item["length"], item["hash"] = len(raw), head_of(raw)
         tokens, name = sample.tokens.astype("<i4"), sample.name.encode()
-        self._tokens, self._items = self._tokens + len(tokens), self._items + len(items)
+        self._tokens, self.images = self._tokens + len(tokens), self.images + len(items)
         self._names += len(name)
-        ends = np.array([(self._tokens, self._items, self._names)], dtype=SAMPLE)
+        ends = np.array([(self._tokens, self.images, self._names)], dtype=SAMPLE)
         said = [items[one].astype("<u8") for one in ("length", "hash", "frames", "height", "width")]
-        for part in (tokens, sample.targets, np.array([self._tokens, self._items]), *said):
+        for part in (tokens, sample.targets, np.array([self._tokens, self.images]), *said):
             self._content.update(part.tobytes())
         arrays = {"tokens": tokens, "targets": sample.targets, "samples": ends, "items": items}
         for kind, array in arrays.items():

@@ -114,13 +114,18 @@ def table_rows(task: Task, names: list[str], clip: str) -> Iterator[tuple[str, d
         DataError: the table is damaged, or lacks a column.
     """
     try:
-        with Path(str(task.path)).open(newline="", encoding="utf-8") as file:
+        with Path(str(task.path)).open(newline="", encoding="utf-8-sig") as file:
             for number, row in enumerate(csv.DictReader(file)):
+                # fields without a column are under None, and columns without a field hold it
                 if None in row or None in row.values():
-                    raise DataError(f"row {number + 1} of {task.path} has other columns than its head")
+                    raise DataError(
+                        f"{task.path}, row {number}: other fields than columns; is a comma not in quotes?"
+                    )
                 yield f"{task.name}:{number}", row | {"image": clip.format(**row)}
-    except (KeyError, IndexError, AttributeError) as error:
+    except KeyError as error:
         raise DataError(f"{task.path} has no column {error}, which clip = {clip!r} names") from None
+    except (IndexError, AttributeError) as error:
+        raise DataError(f"clip = {clip!r} is no pattern of columns: {error}") from None
     except DataError:
         raise
     except (OSError, ValueError, csv.Error) as error:
