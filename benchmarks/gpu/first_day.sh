@@ -29,7 +29,7 @@ part() { # NAME LIMIT_S RESULT COMMAND...
     code=$?
     [ $code = 0 ] && [ ! -s "$result" ] && code=97
     [ $code = 0 ] || failed=$((failed + 1))
-    [ $code = 124 ] && [ $((end - SECONDS)) -lt 20 ] && left=$number  # cut off by the end of the call
+    { [ $code = 124 ] || [ $code = 137 ]; } && [ $((end - SECONDS)) -lt 20 ] && left=$number  # cut off by the end of the call
     tail -n 4 "$out/$number-$name.log"
     printf '{"part": %s, "name": "%s", "code": %s, "seconds": %s}\n' \
         "$number" "$name" "$code" "$((SECONDS - begun))" | tee -a "$out/first_day.jsonl"
