@@ -132,3 +132,16 @@ def test_rows_of_webvid_are_clips_with_captions_and_lost_ones_are_left_out(tmp_p
     with pytest.raises(Exception, match="has no column 'page_dir'"):
         wrong = WebVidConfig(path=str(tmp_path / "*.csv"), held_out=0.0)
         build_packings(DataConfig(sources=[wrong], **how), "train", items=items)
+
+
+def test_damage_of_any_kind_is_told_as_such():
+    raw, random = video(8), np.random.default_rng(0)
+    for _ in range(400):
+        changed = bytearray(raw)
+        for place in random.integers(12, len(raw), 4):
+            changed[place] = random.integers(256)
+        try:
+            count, height, width = measured(bytes(changed), VideoConfig())
+            assert len(frames_of(bytes(changed), count)) == count and height and width
+        except ValueError:
+            pass
