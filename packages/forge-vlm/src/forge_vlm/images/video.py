@@ -100,9 +100,9 @@ def _opened(raw: bytes) -> Any:
 
 def _damage() -> tuple[type[Exception], ...]:
     """What PyAV raises of a damaged video; not all of it is an `OSError`."""
-    import av
+    from av.error import FFmpegError
 
-    return OSError, ValueError, av.FFmpegError
+    return OSError, ValueError, FFmpegError
 
 
 def _stream(container: Any) -> Any:
