@@ -80,7 +80,7 @@ def frames_of(raw: bytes, count: int) -> list[np.ndarray]:
                 if len(found) == count:
                     break
                 shown = frame.to_ndarray(format="rgb24")
-        except (OSError, ValueError) as error:
+        except _damage() as error:
             raise ValueError(f"a damaged video: {error}") from None
     if shown is None:
         raise ValueError("a video without frames")
@@ -94,13 +94,22 @@ def _opened(raw: bytes) -> Any:
         raise ImportError("videos need PyAV: pip install 'forge-vlm[video]'") from None
     try:
         return av.open(io.BytesIO(raw))
-    except (OSError, ValueError) as error:
+    except _damage() as error:
         raise ValueError(f"a damaged video: {error}") from None
+
+
+def _damage() -> tuple[type[Exception], ...]:
+    """What PyAV raises of a damaged video; not all of it is an `OSError`."""
+    from av.error import FFmpegError
+
+    return OSError, ValueError, FFmpegError
 
 
 def _stream(container: Any) -> Any:
     if not container.streams.video:
         raise ValueError("a video without pictures")
+    if container.streams.video[0].codec_context is None:
+        raise ValueError("a damaged video: its pictures are of no known codec")
     return container.streams.video[0]
 
 
