@@ -134,7 +134,6 @@ def test_rows_of_webvid_are_clips_with_captions_and_lost_ones_are_left_out(tmp_p
         build_packings(DataConfig(sources=[wrong], **how), "train", items=items)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("row", ["1,a caption, unquoted", "1"], ids=["more", "fewer"])
 def test_rows_of_webvid_with_other_columns_than_the_head_are_named(tmp_path, row):
     pytest.importorskip("forge_data")
@@ -145,7 +144,8 @@ def test_rows_of_webvid_with_other_columns_than_the_head_are_named(tmp_path, row
     (file := tmp_path / "0.csv").write_text(f"videoid,name\n0,fine\n{row}\n")
     with pytest.raises(DataError, match=r"0\.csv, row 1: other fields than columns"):
         list(table_rows(Task(file, "0.csv", 0, 1, 1), [], clip="{videoid}.mp4"))
-=======
+
+
 def test_damage_of_any_kind_is_told_as_such():
     raw, random = video(8), np.random.default_rng(0)
     for _ in range(400):
@@ -157,4 +157,3 @@ def test_damage_of_any_kind_is_told_as_such():
             assert len(frames_of(bytes(changed), count)) == count and height and width
         except ValueError:
             pass
->>>>>>> room-attack
