@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from forge_model.config import MoEConfig, SoftmaxRouterConfig
+from forge_model.config import MoEConfig
 from forge_model.moe.balance import EXTRAS
 from forge_model.moe.layer import MoE
 from forge_model.moe.router import Routed
@@ -98,8 +98,7 @@ class Checked:
 
     def _model(self, experts: int, gated: bool, bias: bool) -> tuple[OneLayer, OneLayer]:
         torch.manual_seed(experts)
-        router = SoftmaxRouterConfig(normalize=False)
-        config = MoEConfig(num_experts=experts, top_k=1, dim=HIDDEN, gated=gated, bias=bias, router=router)
+        config = MoEConfig(num_experts=experts, top_k=1, dim=HIDDEN, gated=gated, bias=bias)
         plain = OneLayer(config.build(DIM)).to(self.dtype)
         for parameter in plain.parameters():
             parameter.data = 0.4 * torch.randn_like(parameter)

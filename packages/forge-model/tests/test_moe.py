@@ -403,9 +403,3 @@ def test_whether_products_of_groups_run_is_no_product_of_what_is_computed_again(
     plain = gradients(False)
     _runs_grouped.cache_clear()
     assert all(torch.equal(a, b) for a, b in zip(gradients(True), plain, strict=True))
-
-
-def test_router_whose_only_weight_is_always_one_is_refused():
-    with pytest.raises(ValueError, match=r"top_k = 1 with router\.normalize = true.*would learn nothing"):
-        MoEConfig(top_k=1)
-    assert MoEConfig(top_k=1, router=SoftmaxRouterConfig(normalize=False)).top_k == 1

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import FSDPModule
 
 from forge_parallel.tensor import local_part
 
@@ -144,6 +143,8 @@ class Offload:
             block: of a model.
             is_first: whether no other block comes before it in a pass.
         """
+        from torch.distributed.fsdp import FSDPModule  # only who offloads loads it
+
         forward = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:

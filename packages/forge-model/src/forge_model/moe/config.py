@@ -63,11 +63,6 @@ class MoEConfig(FfnConfig):
             raise ValueError(
                 f"top_k = {self.top_k} of num_experts = {self.num_experts}; choose no more than there are"
             )
-        if self.top_k == 1 and getattr(self.router, "normalize", False):
-            raise ValueError(
-                "top_k = 1 with router.normalize = true: the one weight of a token is always 1, and the "
-                "router would learn nothing; set router.normalize = false"
-            )
         if self.capacity_factor is not None and isinstance(self.router, ExpertChoiceConfig):
             raise ValueError(
                 "capacity_factor with an expert_choice router, whose experts all serve the same number of "
