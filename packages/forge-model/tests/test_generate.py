@@ -144,6 +144,7 @@ def test_sampling_keeps(sampling, kept):
 @pytest.mark.parametrize("top_p", [0.3, 0.8, 1.0])
 @pytest.mark.parametrize("min_p", [0.0, 0.05, 0.3])
 def test_sampling_keeps_what_transformers_keeps(top_k, top_p, min_p):
+    pytest.importorskip("transformers")
     from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
     names = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
