@@ -157,3 +157,33 @@ def test_damage_of_any_kind_is_told_as_such():
             assert len(frames_of(bytes(changed), count)) == count and height and width
         except ValueError:
             pass
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_where_clips_are_belongs_to_what_is_read(tmp_path, streaming):
+    """Else samples that were made with another pattern would be taken from the cache."""
+    pytest.importorskip("forge_data")
+    from forge_data import DataConfig
+    from forge_data.packing.build import build_packings, build_streams
+    from forge_vlm.sources.published import WebVidConfig
+
+    (tmp_path / "other").mkdir()
+    for folder, frames in ((tmp_path, 16), (tmp_path / "other", 12)):
+        (folder / "1.mp4").write_bytes(video(frames))
+    (tmp_path / "0.csv").write_text("videoid,name\n1,a caption\n")
+    items, found = model(video=VideoConfig()).items(), set()
+    for clip in ("{videoid}.mp4", "other/{videoid}.mp4"):
+        options = {"path": str(tmp_path / "0.csv"), "clip": clip, "held_out": 0.0, "streaming": streaming}
+        data = DataConfig(
+            sources=[WebVidConfig(**options)],
+            max_tokens=127,
+            mask_documents=True,
+            cache_dir=str(tmp_path / "cache"),
+        )
+        made = (
+            build_streams(data, 1, {}, items=items)
+            if streaming
+            else build_packings(data, "train", items=items)
+        )
+        found.add(made[0].digest)
+    assert len(found) == 2

@@ -48,6 +48,11 @@ class Preparation(NamedTuple):
     skip: bool
     rows: Rows = rows
 
+    @property
+    def row_options(self) -> list[tuple[str, Any]]:
+        """What `rows` was told, where it is a `partial`: the same files are other rows with others."""
+        return sorted(getattr(self.rows, "keywords", {}).items())
+
 
 class _Made(NamedTuple):
     samples: list[Prepared]

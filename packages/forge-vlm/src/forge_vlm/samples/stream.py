@@ -56,6 +56,7 @@ class StreamedSamples(Streamed):
     def digest(self, how: Preparation, tokenizer: Tokenizer) -> str:
         """Names what is read, and what is made of it."""
         said = named(how.layout.columns, tokenizer), *how.layout[1:4], str(how.layout.root), *how[4:6]
+        said += tuple(how.row_options)
         made_of = key(self.version, said, how.reader.digest, tokenizer.digest, *self.key_of_parts())
         return f"{made_of:016x}"
 

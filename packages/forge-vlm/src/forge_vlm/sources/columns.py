@@ -92,6 +92,7 @@ class ImageTextConfig(HfConfig):
         layout = how.layout
         root, files = self.root_and_files(opening.split)
         said = named(layout.columns, tokenizer), *layout[1:4], str(layout.root), *how[3:6], self.split
+        said += tuple(how.row_options)
         made_of = key(VERSION, reader.digest, tokenizer.digest, said, str(root), key_of(files, root))
         folder = opening.cache / "samples" / f"{made_of:016x}"
         what = f"the images of {self.name or self.path}"
