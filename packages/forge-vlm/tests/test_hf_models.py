@@ -394,8 +394,12 @@ def test_a_model_that_no_class_computes_says_why():
         replace(config, positions="image").hugging_face().config()
     with pytest.raises(ModelError, match=r"model\.image_token_id"):
         replace(config, image_token_id=None).hugging_face().config()
-    with pytest.raises(ModelError, match=r"image_token_id = 50; .*vocab_size = 50"):
+    with pytest.raises(ModelError, match=r"image_token_id = 50; .*from 0 to 49"):
         replace(config, image_token_id=50).hugging_face().config()
+    gated = model_from_hf(json.loads(json.dumps(theirs_of("mllama").config.to_dict())))
+    assert gated.image_token_id is not None
+    with pytest.raises(ModelError, match=r"a mllama has .* = None; .* from 50 to 57"):
+        replace(gated, image_token_id=None).hugging_face().config()
 
 
 def test_text_before_images_is_that_of_mllama_alone_and_never_depends_on_other_rows(tmp_path):

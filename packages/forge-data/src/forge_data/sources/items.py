@@ -28,10 +28,12 @@ class ItemReader(Protocol):
     Attributes:
         digest: names all that decides what is made of an item; it belongs into `Packing.digest`.
         host: names of arrays that stay in the memory of the host.
+        tokens_beside: room for visual tokens of a sequence beside its text; 0 where they stand in the text.
     """
 
     digest: str
     host: frozenset[str]
+    tokens_beside: int
 
     @property
     def ragged(self) -> Mapping[str, np.ndarray]:
@@ -48,6 +50,10 @@ class ItemReader(Protocol):
 
     def layout(self, size: Size) -> list[str | int]:
         """What stands for an item of this size in the text: texts, and numbers of places in a run."""
+        ...
+
+    def visual_tokens(self, size: Size) -> int:
+        """How many tokens the model makes of an item of this size, wherever they stand."""
         ...
 
     def read(self, raw: bytes, size: Size) -> dict[str, np.ndarray]:

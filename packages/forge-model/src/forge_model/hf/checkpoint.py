@@ -18,8 +18,8 @@ class HuggingFace(Protocol):
     All methods raise `ModelError` where no class of `transformers` computes what the model does.
     """
 
-    def config(self, **ids: int | None) -> dict[str, Any]:
-        """The `config.json` of the model, with `bos_token_id`, `eos_token_id` and `pad_token_id`."""
+    def config(self) -> dict[str, Any]:
+        """The `config.json` of the model, whose tokens that begin, end and pad a text are not known here."""
         ...
 
     def files(self, spell: Callable[[int], str]) -> Mapping[str, str]:
@@ -49,9 +49,9 @@ class DecoderCheckpoint(HuggingFace):
     def __init__(self, model: DecoderConfig) -> None:
         self._model = model
 
-    def config(self, **ids: int | None) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         """See `HuggingFace.config`."""
-        return config_to_hf(self._model, **ids)
+        return config_to_hf(self._model)
 
     def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `HuggingFace.theirs`."""

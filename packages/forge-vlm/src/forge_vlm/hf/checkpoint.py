@@ -44,13 +44,9 @@ class Form(HuggingFace):
         self._written, self._tensors, self._unlike = written, tensors, unlike
         self._made_for, self._files = made_for, files
 
-    def config(self, **ids: int | None) -> dict[str, Any]:
-        """See `HuggingFace.config`; a tower has no tokens."""
-        written = self._written()
-        if "text_config" not in written:
-            return written
-        known = {name: token for name, token in ids.items() if token is not None}
-        return written | ids | {"text_config": written["text_config"] | known}
+    def config(self) -> dict[str, Any]:
+        """See `HuggingFace.config`."""
+        return self._written()
 
     def files(self, spell: Callable[[int], str]) -> dict[str, str]:
         """See `HuggingFace.files`: those of the processor."""

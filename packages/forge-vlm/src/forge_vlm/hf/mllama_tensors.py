@@ -90,8 +90,10 @@ class GatedTensors:
         text = dict[str, str]()
         for name in tensors:
             layer = ".".join(name.split(".")[:3]) + "."
-            if not back.get(layer, "").endswith(".cross."):
-                text[back.get(layer, layer) + name.removeprefix(layer) if layer in back else name] = name
+            if (ours := back.get(layer)) is None:
+                text[name] = name
+            elif not ours.endswith(".cross."):
+                text[ours + name.removeprefix(layer)] = name
         found = from_hf(Renamed(tensors, text), self._decoder)
         require_names(tensors, {*text.values(), *self._gated.values()}, "a checkpoint of this model")
         vocabulary = self._decoder.vocab_size

@@ -261,24 +261,30 @@ def model_to_hf(config: VisionLanguageConfig) -> tuple[WholeFamily, dict[str, An
     Raises:
         ModelError: none can; says what the nearest would make of it.
     """
-    obstacles, token = dict[str, list[str]](), config.image_token_id
+    obstacles = dict[str, list[str]]()
     for family in WHOLE:
         try:
             written = _written(family, config)
             found = model_differences(config, model_from_hf(written))
         except ModelError as error:
             found = [str(error)]
-        if not found and (token is None or (token >= config.vocab_size and family.kind != "mllama")):
-            raise ModelError(
-                f"a {family.kind} has a token at the places of images, and model.image_token_id = {token}; "
-                f"give its id in the tokenizer, below model.decoder.vocab_size = {config.vocab_size}"
-            )
         if not found:
+            _require_image_token(family.kind, config)
             return family, written
         obstacles[family.kind] = found
     fewest = min(map(len, obstacles.values()))
     nearest = [f"\n  {name}: {'; '.join(of)}" for name, of in obstacles.items() if len(of) == fewest]
     raise ModelError(f"no Hugging Face class can hold this model; what stands in the way:{''.join(nearest)}")
+
+
+def _require_image_token(kind: str, config: VisionLanguageConfig) -> None:
+    token, end = config.image_token_id, config.vocab_size + mllama.RESERVED * (kind == "mllama")
+    if token is None or token >= end:
+        first = config.vocab_size if kind == "mllama" else 0
+        raise ModelError(
+            f"a {kind} has a token at the places of images, and model.image_token_id = {token}; give its id in "
+            f"the tokenizer, from {first} to {end - 1}"
+        )
 
 
 def _written(family: WholeFamily, config: VisionLanguageConfig) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from forge_vlm.images.config import ImagesConfig
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Numbers of Pillow."""
 
+DEFAULT_RESAMPLE = {"mllama": 2}
+"""Where a processor does not say its own; 3 for all others."""
+
 PROCESSORS = {"llava": "Llava", "paligemma": "PaliGemma", "mllama": "Mllama"}
 """Models whose processors do what ours does. That of Idefics3 resizes an image twice."""
 
@@ -43,7 +46,8 @@ def processed(config: VisionLanguageConfig, folder: Path, kind: str) -> VisionLa
     Raises:
         ModelError: the processor does what ours does not.
     """
-    side, given, resample = getattr(config.encoder, "image_size", None), _read(folder), 3 - (kind == "mllama")
+    side, given = getattr(config.encoder, "image_size", None), _read(folder)
+    resample = DEFAULT_RESAMPLE.get(kind, 3)
     if given is None:
         fit = "crop" if getattr(config.encoder, "has_class_token", False) else "stretch"
         fit = "corner" if kind == "mllama" else fit

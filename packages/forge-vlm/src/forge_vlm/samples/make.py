@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forge_data.error import DataError
+from forge_data.sources.columns import named
 from forge_data.sources.documents import Task, portions, rows
 from forge_data.sources.items import ItemReader, Size
 from forge_data.store.tokenize import Held, Making, cores, in_order
@@ -48,10 +49,12 @@ class Preparation(NamedTuple):
     skip: bool
     rows: Rows = rows
 
-    @property
-    def row_options(self) -> list[tuple[str, Any]]:
-        """What `rows` was told, where it is a `partial`: the same files are other rows with others."""
-        return sorted(getattr(self.rows, "keywords", {}).items())
+    def named(self, tokenizer: Tokenizer) -> tuple[Any, ...]:
+        """What decides which samples rows become, but for what is held and the reader of images."""
+        layout = self.layout
+        told = sorted(getattr(self.rows, "keywords", {}).items())  # of a `partial`: other options, other rows
+        where = layout.images, layout.texts, layout.mark, str(layout.root)
+        return named(layout.columns, tokenizer), *where, self.decode, self.skip, *told
 
 
 class _Made(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -123,11 +123,10 @@ class SamplePacking(Packing):
 
     def _beside(self) -> list[tuple[np.ndarray, int]]:
         """[n] visual tokens of each sample, and most of a row: where they stand beside its tokens."""
-        if not (most := getattr(self._reader, "tokens_beside", 0)):
+        if not (most := self._reader.tokens_beside):
             return []
-        count: Callable[[Size], int] = self._reader.visual_tokens  # type: ignore[attr-defined]
         sizes = (self._samples.sizes(number) for number in range(len(self._samples.lengths)))
-        visual = np.array([sum(map(count, one)) for one in sizes], dtype=np.int64)
+        visual = np.array([sum(map(self._reader.visual_tokens, one)) for one in sizes], dtype=np.int64)
         if len(large := np.flatnonzero(visual > most)):
             raise DataError(
                 f"sample {large[0]} has {visual[large[0]]} visual tokens, and model.fusion.max_visual_tokens "

@@ -14,7 +14,6 @@ from forge_data.error import DataError
 from forge_data.order.order import key
 from forge_data.packing.packing import Sequences
 from forge_data.packing.stream import Lane, Place, Stream, Streamed
-from forge_data.sources.columns import named
 from forge_data.sources.documents import Task
 from forge_data.sources.items import ItemReader
 from forge_data.store.tokenize import Held
@@ -55,10 +54,8 @@ class StreamedSamples(Streamed):
 
     def digest(self, how: Preparation, tokenizer: Tokenizer) -> str:
         """Names what is read, and what is made of it."""
-        said = named(how.layout.columns, tokenizer), *how.layout[1:4], str(how.layout.root), *how[4:6]
-        said += tuple(how.row_options)
-        made_of = key(self.version, said, how.reader.digest, tokenizer.digest, *self.key_of_parts())
-        return f"{made_of:016x}"
+        said = how.named(tokenizer), how.reader.digest, tokenizer.digest, *self.key_of_parts()
+        return f"{key(self.version, *said):016x}"
 
 
 class SampleStream(Stream):
@@ -143,11 +140,27 @@ class SampleLane(Lane[Row]):
         return [(name, row, folder) for name, row in self._how.rows(task, self._how.layout.names)]
 
     def next(self) -> list[Sample]:
-        """The samples of the next sequence."""
+        """The samples of the next sequence.
+
+        Raises:
+            DataError: one fits into none.
+        """
         taken: list[Prepared] = []
-        while (sample := self._ahead()) is not None and self._fits([*taken, sample]):
+        tokens, beside, most = 0, 0, self._how.reader.tokens_beside
+        while True:
+            sample = self._ahead()
+            tokens, beside = tokens + len(sample.tokens), beside + self._beside(sample)
+            if tokens > self._room or beside > most:
+                break
             taken.append(sample)
             self._waiting, self._place = None, self._place._replace(document=self._place.document + 1)
+        if not taken:
+            what = f"{tokens} tokens, visual ones included, and a sequence has room for {self._room}"
+            if beside > most:
+                what = f"{beside} visual tokens, and model.fusion.max_visual_tokens = {most}"
+            raise DataError(
+                f"{sample.name} has {what}; samples are never cut: use longer sequences, or smaller images"
+            )
         return [_whole(sample) for sample in taken]
 
     def _ahead(self) -> Prepared:
@@ -156,22 +169,10 @@ class SampleLane(Lane[Row]):
             self._place, self._waiting = next(self._samples)
         return self._waiting
 
-    def _fits(self, samples: list[Prepared]) -> bool:
-        """Whether they make a sequence; one that can be in none is an error."""
-        tokens = sum(len(sample.tokens) for sample in samples)
-        most, visual = getattr(self._how.reader, "tokens_beside", 0), 0
-        if most:
-            count = self._how.reader.visual_tokens  # type: ignore[attr-defined]
-            visual = sum(count(size) for sample in samples for size in sample.sizes)
-        if len(samples) == 1 and (tokens > self._room or visual > most):
-            what = f"{tokens} tokens, visual ones included, and a sequence has room for {self._room}"
-            if visual > most:
-                what = f"{visual} visual tokens, and model.fusion.max_visual_tokens = {most}"
-            raise DataError(
-                f"{samples[0].name} has {what}; samples are never cut: use longer sequences, or smaller "
-                "images"
-            )
-        return tokens <= self._room and visual <= most
+    def _beside(self, sample: Prepared) -> int:
+        """Its visual tokens, where they stand beside its text."""
+        reader = self._how.reader
+        return sum(map(reader.visual_tokens, sample.sizes)) if reader.tokens_beside else 0
 
     def _made(self, place: Place) -> Iterator[tuple[Place, Prepared]]:
         """The samples of rows that have one, from a place on, without end."""

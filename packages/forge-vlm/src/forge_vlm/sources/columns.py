@@ -10,7 +10,6 @@ from forge_data.locks import locked
 from forge_data.order.order import key
 from forge_data.packing.packing import Packing
 from forge_data.packing.stream import Streamed
-from forge_data.sources.columns import named
 from forge_data.sources.config import Opening, sources
 from forge_data.sources.documents import Task, rows
 from forge_data.sources.hf import HfConfig
@@ -89,10 +88,8 @@ class ImageTextConfig(HfConfig):
         reader = image_reader(opening.items)
         tokenizer = opening.tokenizer.build()
         how = self.preparation(opening.tokenizer, reader, self.held(opening.split))
-        layout = how.layout
         root, files = self.root_and_files(opening.split)
-        said = named(layout.columns, tokenizer), *layout[1:4], str(layout.root), *how[3:6], self.split
-        said += tuple(how.row_options)
+        said = *how.named(tokenizer), how.held, self.split
         made_of = key(VERSION, reader.digest, tokenizer.digest, said, str(root), key_of(files, root))
         folder = opening.cache / "samples" / f"{made_of:016x}"
         what = f"the images of {self.name or self.path}"
