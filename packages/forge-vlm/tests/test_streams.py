@@ -129,6 +129,15 @@ def test_damaged_images_are_an_error_or_left_out_and_named(tmp_path, capsys):
     assert "1.jsonl" in said and "3.jsonl" in said and "left out" in said
 
 
+@pytest.mark.parametrize("column", ["image", "picture"])
+def test_column_without_images_is_named_once(tmp_path, capsys, column):
+    path = folder_of(tmp_path / "rows")
+    batches = iter(loader(path, tmp_path, data={"images": column}))
+    for _ in range(20):
+        next(batches)
+    assert capsys.readouterr().err.count("nothing is in the column 'picture'") == (column == "picture")
+
+
 def test_what_cannot_be_streamed_is_refused(tmp_path):
     path = folder_of(tmp_path / "rows")
     with pytest.raises(DataError, match="mask_documents = true"):

@@ -282,8 +282,8 @@ def _require_image_token(kind: str, config: VisionLanguageConfig) -> None:
     if token is None or token >= end:
         first = config.vocab_size if kind == "mllama" else 0
         raise ModelError(
-            f"a {kind} has a token at the places of images, and model.image_token_id = {token}; give its id in "
-            f"the tokenizer, from {first} to {end - 1}"
+            f"a {kind} has a token at the places of images, and model.image_token_id = {token}; give its id "
+            f"in the tokenizer, from {first} to {end - 1}"
         )
 
 

@@ -124,6 +124,7 @@ class SampleLane(Lane[Row]):
     ) -> None:
         super().__init__(source, seed, lane, lanes)
         self._how, self._tokenizer, self._room, self._damaged = how, tokenizer, room, 0
+        self._is_first = lane == 0  # which tells what is odd about all of them
         self._waiting: Prepared | None = None
 
     def start(self, place: Place) -> None:
@@ -176,7 +177,7 @@ class SampleLane(Lane[Row]):
 
     def _made(self, place: Place) -> Iterator[tuple[Place, Prepared]]:
         """The samples of rows that have one, from a place on, without end."""
-        last = place.window
+        last, is_text_alone = place.window, self._is_first
         for at, (name, row, folder) in self.documents(place):
             if at.window > last + self.windows:
                 raise DataError(
@@ -188,8 +189,13 @@ class SampleLane(Lane[Row]):
             except Damaged as error:
                 self._say(str(error))
                 continue
+            if is_text_alone and at.window > place.window:
+                column, is_text_alone = self._how.layout.images, False
+                sys.stderr.write(
+                    f"no sample of the first window has an image: nothing is in the column {column!r}\n"
+                )
             if sample is not None:
-                last = at.window
+                last, is_text_alone = at.window, is_text_alone and not sample.images
                 yield at, sample
 
     def _say(self, damage: str) -> None:
