@@ -161,7 +161,7 @@ def test_all_mistakes_are_reported_together_at_their_lines_and_before_torch(tmp_
     assert {line.strip() for line in lines} == {
         "bad:3: model.nun_layers: unknown key 'nun_layers'; did you mean 'num_layers'?",
         'bad:4: model.dim: given "wide"; expected integer >= 1',
-        "bad:6: train.steps: given 0; expected integer >= 1",
+        "bad:6: train.steps: given 0; expected integer >= 1, <= 1099511627776",
         "bad:8: optimizer.type: unknown optimizer type 'adamv'; did you mean 'adamw'?",
         "bad:10: schedule.floor: given 2.0; expected number >= 0, <= 1",
         "bad:11: trane: unknown key 'trane'; did you mean 'train'?",

@@ -62,6 +62,9 @@ def test_run_that_was_ended_for_steps_that_are_not_finite_ends_so_again(forge, p
     arguments = poisoned(last=100), "--resilience.max_bad_steps=5"
     for _ in range(2):
         assert forge("train", *arguments, check=False).returncode == 87
+    incidents = (tmp_path / "runs" / "tiny" / "incidents.jsonl").read_text().splitlines()
+    ended = [line for line in map(json.loads, incidents) if line["kind"] == "ended"]
+    assert len(ended) == 2 and all("not finite" in line["why"] for line in ended)
     assert Store(tmp_path / "runs" / "tiny" / "checkpoints").steps() == [3, 6]
 
 

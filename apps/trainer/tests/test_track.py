@@ -4,6 +4,7 @@ import json
 import logging
 import random
 import resource
+import subprocess
 import sys
 import time
 import types
@@ -113,7 +114,7 @@ def test_wandb_tells_runs_of_one_name_apart_and_a_continued_one_keeps_its_id(tmp
 
     def init(**given):
         ids.append(given["id"])
-        return types.SimpleNamespace(define_metric=lambda *_, **__: None)
+        return types.SimpleNamespace(define_metric=lambda *_, **__: None, step=0)
 
     module = types.SimpleNamespace(init=init, Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, "wandb", module)
@@ -159,6 +160,54 @@ def test_wandb_keeps_the_records_of_a_run_that_went_back(tmp_path, monkeypatch):
         tracker.log({"step": step, "loss": loss})
     tracker.close()
     assert service.kept == told
+
+
+PART = """
+import sys
+from pathlib import Path
+from forge_trainer.track.config import WandbConfig
+from forge_trainer.track.wandb import Wandb
+config = WandbConfig(mode="offline", name="mine", group="sweep", tags=("a", "b"), notes="why")
+tracker = Wandb(config, Path(sys.argv[1]), "a_run", {})
+for step in map(int, sys.argv[2].split(",")):
+    tracker.log({"step": step, "loss": 1.0})
+tracker.close()
+"""
+
+
+def logged(raw):
+    """The records of a log of LevelDB behind a head of 7 bytes, each of which may be in parts."""
+    at, whole = 7, b""
+    while at + 7 <= len(raw):
+        if 32768 - at % 32768 < 7:  # a head never stands across blocks
+            at += 32768 - at % 32768
+        length, kind = int.from_bytes(raw[at + 4 : at + 6], "little"), raw[at + 6]
+        whole, at = whole + raw[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+
+
+@pytest.mark.slow
+def test_parts_of_a_run_that_wandb_keeps_offline_go_on_counting(tmp_path):
+    """What `wandb sync` would send, read from its own files."""
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    for steps in ("10, 20", "20, 30"):
+        subprocess.run([sys.executable, "-c", PART, tmp_path, steps], check=True)
+    found, named = [], []
+    for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
+        counted = []
+        for raw in logged(file.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(raw)
+            counted += [record.history.step.num] if record.HasField("history") else []
+            if record.HasField("run"):
+                run = record.run
+                named.append((run.display_name, run.run_group, sorted(run.tags), run.notes))
+        found.append(counted)
+    assert found == [[10, 20], [20, 30]]
+    assert named[0] == ("mine", "sweep", ["a", "b"], "why")
 
 
 @pytest.mark.parametrize(

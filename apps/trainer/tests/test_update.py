@@ -83,6 +83,23 @@ def test_schedule_free_has_no_second_average():
         load_job("configs/runs/debug.toml", flags)
 
 
+def test_schedule_free_refuses_a_schedule_that_decays():
+    flags = ["--optimizer.type=schedule-free-adamw"]
+    with pytest.raises(
+        ConfigError, match=r'schedule\.type = "cosine" decays; set schedule.type = "constant"'
+    ):
+        load_job("configs/runs/debug.toml", flags)
+    job = load_job(
+        "configs/runs/debug.toml", [*flags, "--schedule.type=constant", "--schedule.warmup_steps=20"]
+    )
+    assert job.unused[0].startswith("optimizer.lr = 0.003 (configs/runs/debug.toml:")
+
+
+def test_more_steps_than_can_be_counted_are_refused_at_once():
+    with pytest.raises(ConfigError, match=r"train\.steps: given 9+; expected integer >= 1, <= "):
+        load_job("configs/runs/debug.toml", ["--train.steps=99999999999999999999999"])
+
+
 def test_weight_decay_follows_the_role_and_not_the_shape():
     model = Router()
     groups = AdamWConfig(weight_decay=0.1).build(trainable([model])).param_groups

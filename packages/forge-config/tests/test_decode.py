@@ -3,6 +3,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from forge_config import Config, Meta, Registry
+from msgspec import field
 
 
 class Shape(Config):
@@ -212,6 +213,24 @@ def test_preset_fills_in_beneath_given_keys_with_its_origin(load_text):
     assert loaded.value.model == Preset(preset="big", dim=32, inner=Leaf(n=5))
     assert loaded.origins["model.dim"] == "--model.dim=32"
     assert loaded.origins["model.inner.n"] == "preset big"
+
+
+class FromFolder(Config):
+    from_: str | None = field(default=None, name="from")
+    dim: int = 1
+
+    @classmethod
+    def expand(cls, given):
+        return {"dim": 64} | {key: one for key, one in given.items() if key != "from"}
+
+
+class WithFolder(Config):
+    model: FromFolder = FromFolder()
+
+
+def test_what_a_folder_fills_in_is_told_by_its_name(load_text):
+    loaded = load_text(WithFolder, '[model]\nfrom = "some/where"\n')
+    assert loaded.value.model.dim == 64 and loaded.origins["model.dim"] == "from some/where"
 
 
 def test_unknown_preset_is_one_problem(mistakes):

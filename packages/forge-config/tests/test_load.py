@@ -324,3 +324,34 @@ def test_pattern_reaches_to_the_very_end(mistakes):
         name: Annotated[str, Meta(pattern="^[a-z]+$")]
 
     assert "name: given" in mistakes(Named, 'name = "ab\\n"')[0]
+
+
+def test_what_a_change_of_type_leaves_behind_is_told_where_the_new_type_has_it_too(load_text, tmp_path):
+    loaded = load_text(
+        Job,
+        'extends = "base.toml"',
+        ["--optimizer.type=lion", "--model.optimizer.type=lion", "--model.optimizer.lr=2"],
+        base="[optimizer]\nlr = 0.5\neps = 1e-3\n[model.optimizer]\nlr = 3",
+    )
+    assert loaded.value.optimizer == Lion() and loaded.value.model.optimizer == Lion(lr=2.0)
+    told = [said.replace(f"{tmp_path}/", "") for said in loaded.unused]
+    assert told == ["optimizer.lr = 0.5 (base.toml:2)"], "not eps, which lion has not, and not what is given"
+    assert not load_text(Job, 'extends = "base.toml"', base="[optimizer]\nlr = 0.5").unused
+
+
+def test_unknown_section_of_a_flag_is_told_at_the_flag(load_text):
+    with pytest.raises(ConfigError, match=r"  --optimzer\.lr=1: optimzer: unknown key"):
+        load_text(Job, "", ["--optimzer.lr=1"])
+
+
+def test_byte_order_mark_is_passed_over(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_bytes(b"\xef\xbb\xbf[data]\ntokens = 3\n")
+    assert load(Job, path).value.data.tokens == 3
+
+
+def test_name_that_is_far_from_all_is_given_no_guess():
+    from forge_config.problem import unknown
+
+    assert "num_layers'?" not in unknown("key", "num_experts", ["num_layers", "dim"])
+    assert "did you mean 'num_layers'?" in unknown("key", "num_layer", ["num_layers", "dim"])

@@ -7,18 +7,41 @@ from typing import TYPE_CHECKING
 
 import torch
 from forge_config import Change
+from forge_config.registry import type_name
 
 from forge_trainer.optim.groups import unfed
 
 if TYPE_CHECKING:
     from forge_trainer.build import Run
+    from forge_trainer.job import Job
 
 SCALES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def announcement(run: Run, changes: Sequence[Change]) -> str:
-    """Parameters, tokens, FLOPs, layout, place and where the run goes on from."""
-    return "\n".join(_lines(run, changes)) + "\n"
+def announcement(run: Run, changes: Sequence[Change], unused: Sequence[str] = ()) -> str:
+    """Parameters, tokens, FLOPs, optimizer, layout, place and where the run goes on from.
+
+    Args:
+        run: what is told.
+        changes: with which it goes on.
+        unused: see `Loaded.unused`.
+    """
+    return "\n".join([*_lines(run, changes), *unused_lines(unused)]) + "\n"
+
+
+def unused_lines(unused: Sequence[str]) -> list[str]:
+    """What of lower layers another `type` does not take over."""
+    return [f"  not used   {one}: of another type than the one that was chosen" for one in unused]
+
+
+def optimizer_line(job: Job) -> str:
+    """The optimizer and the schedule with what matters most of them."""
+    optimizer, schedule = job.optimizer, job.schedule
+    warmup = schedule.warmup(job.train.steps, job.step_tokens)
+    return (
+        f"  optimizer  {type_name(type(optimizer))}, lr {optimizer.lr:g}, weight_decay "
+        f"{optimizer.weight_decay:g}; {type_name(type(schedule))} after {warmup:,} steps of warm-up"
+    )
 
 
 def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
@@ -37,6 +60,7 @@ def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
     yield f"  compute    {scaled(flops)}FLOPs in all, {scaled(flops / job.train.steps)}FLOPs a step"
     if idle:
         yield f"  frozen     {', '.join(idle)}: no source has what they are given"
+    yield optimizer_line(job)
     yield f"  layout     {_layout(run)}"
     for line in run.loader.plan:
         yield f"  data       {line}"

@@ -112,6 +112,8 @@ class Run:
                 if not self.go_back(self):
                     verdict = Verdict.ABORT
                     break
+        if verdict is Verdict.SAVE:  # of its last step: it is complete
+            verdict = Verdict.CONTINUE
         with self.clock.span(Hook.span):
             for hook in self.hooks:
                 hook.on_end(self.progress, verdict)

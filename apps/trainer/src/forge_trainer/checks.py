@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from forge_config.registry import type_name
 from forge_data.config import DataConfig
 from forge_model.config import ModelConfig
 from forge_parallel.compile_config import CompileConfig
@@ -70,6 +71,19 @@ def warmup_fits(schedule: ScheduleConfig, train: TrainConfig, data: DataConfig) 
         raise ValueError(
             f"the warm-up of {warmup} steps (schedule.warmup_*) is not below train.steps = {train.steps}; "
             "shorten the warm-up or train longer"
+        )
+
+
+def what_averages_does_not_decay(
+    optimizer: OptimizerConfig, schedule: ScheduleConfig, train: TrainConfig, data: DataConfig
+) -> None:
+    """An optimizer that averages weights instead of a decay would do both."""
+    step_tokens = train.sequences(data.max_tokens) * data.max_tokens
+    if optimizer.needs_constant_lr and schedule.factor(train.steps - 1, train.steps, step_tokens) < 1:
+        kind, given = type_name(type(optimizer)), type_name(type(schedule))
+        raise ValueError(
+            f'optimizer.type = "{kind}" averages weights instead of a decay, and schedule.type = "{given}" '
+            'decays; set schedule.type = "constant", with a warm-up'
         )
 
 
@@ -257,6 +271,7 @@ def blocks_are_not_compiled_too_often(model: ModelConfig, compile: CompileConfig
 checks: list[Callable[..., None]] = [
     sequences_fit_the_model,
     vocabulary_covers_the_tokenizer,
+    what_averages_does_not_decay,
     batch_divides,
     steps_differ_in_length,
     data_end_at_a_known_step,

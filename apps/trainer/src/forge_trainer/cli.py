@@ -190,12 +190,12 @@ def _train(options: argparse.Namespace) -> ExitCode:
 def _plan(options: argparse.Namespace) -> ExitCode:
     from forge_trainer.job import load_job
 
-    job = load_job(options.config, options.overrides).value
+    loaded = load_job(options.config, options.overrides)
 
     # torch is loaded here and not before
     from forge_trainer.plan import plan_lines
 
-    sys.stdout.write("\n".join(plan_lines(job)) + "\n")
+    sys.stdout.write("\n".join(plan_lines(loaded.value, loaded.unused)) + "\n")
     return ExitCode.DONE
 
 

@@ -19,6 +19,7 @@ from forge_trainer.build import Run, build
 from forge_trainer.claim import USER_ERRORS, Claim
 from forge_trainer.clock import Clock
 from forge_trainer.job import Job
+from forge_trainer.rollback import note_incident
 from forge_trainer.run_dir import RunFiles
 from forge_trainer.say import say
 
@@ -50,7 +51,7 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
             if rank == 0:
                 run.hooks.append(claim.first_step())
                 run.guards.append(claim.verdict)
-                say(announcement(run, claim.changes), sys.stdout)
+                say(announcement(run, claim.changes, loaded.unused), sys.stdout)
                 if claim.changes and run.progress.step >= run.job.train.steps:
                     claim.begin(run.progress.step)  # there is no step to do it
             code, reason = _outcome(run, run.train(), claim)
@@ -91,8 +92,11 @@ def _outcome(run: Run, verdict: Verdict, claim: Claim) -> tuple[ExitCode, str]:
     step, job = run.progress.step, run.job
     if verdict == Verdict.ABORT and not claim.is_held():
         return ExitCode.LOCKED, f"stopped at step {step}: another process took {run.directory} over"
-    if verdict == Verdict.ABORT and run.ladder.trouble is not None:
-        return run.ladder.trouble.code, f"stopped at step {step}: {run.ladder.trouble.why}"
+    if verdict == Verdict.ABORT and (trouble := run.ladder.trouble) is not None:
+        if run.env.rank == 0:
+            facts = {"step": step, "first": trouble.first, "end": trouble.end, "why": trouble.why}
+            note_incident(run.directory, "ended", facts)
+        return trouble.code, f"stopped at step {step}: {trouble.why}"
     if step >= job.train.steps:
         return ExitCode.DONE, "complete"
     if run.save.failed:  # as an error that a new start may not have; where it has, such starts come to an end

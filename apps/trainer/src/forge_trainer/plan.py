@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from math import prod
 
 import torch
 from forge_config.registry import type_name
 
-from forge_trainer.announce import scaled
+from forge_trainer.announce import scaled, unused_lines
 from forge_trainer.job import Job
 from forge_trainer.optim import trainable
 from forge_trainer.optim.groups import Stages, freeze, listed
 from forge_trainer.schedule.draw import draw
 
 
-def plan_lines(job: Job) -> Iterator[str]:
+def plan_lines(job: Job, unused: Sequence[str] = ()) -> Iterator[str]:
     """What `forge plan` and `forge status --parameters` print: every parameter is in exactly one line.
+
+    Args:
+        job: what would run.
+        unused: see `Loaded.unused`.
 
     Raises:
         ConfigError: the rules of the groups do not fit the model.
@@ -27,6 +31,7 @@ def plan_lines(job: Job) -> Iterator[str]:
     freeze(model, job.optimizer_by_steps.groups, job.data.sources)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     yield f"{job.job.name}: {len(shapes)} parameters, {scaled(_size(shapes.values()))}elements"
+    yield from unused_lines(unused)
     parameters = trainable([model])
     for entry in job.optimizer_by_steps.param_groups(parameters):
         names = [name for name, _ in entry["params"]]

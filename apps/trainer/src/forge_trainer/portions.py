@@ -47,9 +47,9 @@ class TrainConfig(Config):
     path_keys = ("init_from",)
     recorded_keys = ("steps", "clip_norm")
 
-    steps: Annotated[int, Meta(ge=1)]
+    steps: Annotated[int, Meta(ge=1, le=1 << 40)]
     micro_batch: Annotated[int, Meta(ge=1)]
-    global_batch: Annotated[int, Meta(ge=0)] = 0
+    global_batch: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
     global_batch_tokens: Annotated[int, Meta(ge=1)] | None = None
     batch_warmup: tuple[BatchStage, ...] = ()
     clip_norm: Annotated[float, Meta(ge=0)] = 1.0

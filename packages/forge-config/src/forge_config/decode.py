@@ -181,7 +181,9 @@ class Decoder:
             self._problems.add_sentence(key, str(error), given)
             return given, False
         name = given.get("preset")
-        self._note_preset(given, full, key, f"preset {name}" if name else f"{struct.__name__}.expand")
+        folder = given.get("from")
+        place = f"preset {name}" if name else f"from {folder}" if folder else "filled in"
+        self._note_preset(given, full, key, place)
         return full, self._complete
 
     def _note_preset(self, given: Tree, full: Tree, key: str, place: str) -> None:

@@ -33,6 +33,8 @@ class Loaded(Generic[T]):
         origins: where each dotted key of `tree` was set: `file:line`, the flag, `preset NAME` or `default`.
         files: the files that were read, the lowest layer first.
         imports: the modules that were imported; `to_toml` writes them, so that the text can be loaded again.
+        unused: what a lower layer set of an open section, and another `type` above it does not take over,
+            though it has such a key: `optimizer.lr = 0.1 (base.toml:7)`.
     """
 
     value: T
@@ -40,6 +42,7 @@ class Loaded(Generic[T]):
     origins: dict[str, str]
     files: tuple[Path, ...]
     imports: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 def load(
@@ -80,7 +83,8 @@ def load(
     value = _whole(struct, sections, problems)
     tree = plain(value)
     files = tuple(file for file, _ in chain.layers)
-    return Loaded(value, tree, trace(tree, origins), files, tuple(imports))
+    unused = tuple(said for key, said in layer.unused.items() if key not in origins)
+    return Loaded(value, tree, trace(tree, origins), files, tuple(imports), unused)
 
 
 def load_sections(struct: type[T], path: Path | str) -> T:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from forge_config.keys import parent
+from forge_config.keys import inside, parent
 from forge_config.struct import ConfigError
 
 _WORD = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+|\[\d+\])*")
@@ -40,7 +40,10 @@ class Problems:
         self._found: list[Problem] = []
 
     def place(self, key: str) -> str:
-        """Where a key was set, or the nearest table around it, or the file."""
+        """Where a key was set, or something in it, or the nearest table around it, or the file."""
+        within = next((at for known, at in self.origins.items() if inside(known, key)), None)
+        if within is not None and key not in self.origins:
+            return within
         while key:
             if key in self.origins:
                 return self.origins[key]
@@ -91,7 +94,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
     """The hint behind a name that does not exist: the nearest one that does, or all of them."""
     names = sorted(known)
     lower = {name.lower().replace("-", "_"): name for name in names}
-    near = difflib.get_close_matches(given.lower().replace("-", "_"), lower, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(given.lower().replace("-", "_"), lower, n=1, cutoff=0.72)
     return f"did you mean {lower[near[0]]!r}?" if near else f"known: {', '.join(names) or 'none'}"
 
 

@@ -12,7 +12,7 @@ import tomli
 from forge_config.keys import inside, item, join
 from forge_config.lines import key_lines
 from forge_config.registry import registry_of
-from forge_config.shape import Shape, chosen_type, entry, struct_in
+from forge_config.shape import Shape, chosen, chosen_type, entry, fields_of, shown, struct_in
 from forge_config.struct import ConfigError
 
 Tree = dict[str, Any]
@@ -22,10 +22,18 @@ MAX_DEPTH = 50
 
 @dataclass
 class Layer:
-    """A tree of values and where each key was set."""
+    """A tree of values and where each key was set.
+
+    Attributes:
+        tree: the values.
+        origins: where each was set, by dotted key.
+        unused: what lower layers set in an open section whose `type` changed, though the new type has such a
+            key too: `key = value (place)`, by dotted key.
+    """
 
     tree: Tree = field(default_factory=dict[str, Any])
     origins: dict[str, str] = field(default_factory=dict[str, str])
+    unused: dict[str, str] = field(default_factory=dict[str, str])
 
     def put(self, upper: Layer, shape: Shape) -> None:
         """Lay `upper` over this layer: tables merge, everything else is replaced.
@@ -36,14 +44,17 @@ class Layer:
             upper: the layer whose values win.
             shape: of the whole tree; tells which tables are open sections.
         """
-        for key in list(self._merge(self.tree, upper.tree, "", shape)):
+        for key, lost in list(self._merge(self.tree, upper.tree, "", shape)):
+            for name, value in lost.items():
+                one = join(key, name)
+                self.unused[one] = f"{one} = {shown(value)} ({self.origins.get(one, self.origins.get(key))})"
             self._forget(key)
             # What the table holds comes from above alone, though only the layer below may name it.
             self.origins[key] = next(at for known, at in upper.origins.items() if inside(f"{known}.", key))
         self.origins |= upper.origins
 
-    def _merge(self, lower: Tree, upper: Tree, key: str, shape: Shape | None) -> Iterator[str]:
-        """Yields the keys of the tables and arrays that are replaced."""
+    def _merge(self, lower: Tree, upper: Tree, key: str, shape: Shape | None) -> Iterator[tuple[str, Tree]]:
+        """Yields the keys of tables and arrays that are replaced, and what of them the new type has too."""
         whole = lower | upper
         for name, value in upper.items():
             below, inner = lower.get(name), join(key, name)
@@ -52,7 +63,7 @@ class Layer:
                 yield from self._merge(below, value, inner, kind)  # pyright: ignore[reportUnknownArgumentType]
             else:
                 if isinstance(below, (dict, list)):
-                    yield inner
+                    yield inner, _common(kind, below, value)
                 lower[name] = copied(value)
 
     def _forget(self, key: str) -> None:
@@ -65,6 +76,16 @@ def _changes_type(shape: Shape | None, below: Any, above: Any) -> bool:
     if registry is None or "type" not in above:
         return False
     return chosen_type(registry, below) not in (None, above["type"])
+
+
+def _common(shape: Shape | None, below: Any, above: Any) -> Tree:
+    """Entries of an open section whose `type` changes that its new type has too, and does not set."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return {}
+    struct = struct_in(shape) if shape is not None else None
+    new = chosen(struct, above) if struct is not None else None
+    known = fields_of(new) if new is not None else ()
+    return {name: one for name, one in below.items() if name in known and name not in above}  # pyright: ignore[reportUnknownVariableType]
 
 
 def copied(value: Any) -> Any:
@@ -81,7 +102,7 @@ def read(path: Path) -> Layer:
         ConfigError: the file cannot be read, or is no TOML; names the file, line and column.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{path}: cannot be read: {reason}") from None

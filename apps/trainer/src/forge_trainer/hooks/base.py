@@ -102,7 +102,12 @@ class Hook:
         """Look before a checkpoint of this step is written, with what `state` is then."""
 
     def on_end(self, progress: Progress, verdict: Verdict) -> None:
-        """Look after the last step of this process, also where it was stopped; not after an error."""
+        """Look after the last step of this process, also where it was stopped; not after an error.
+
+        Args:
+            progress: how far the run has come.
+            verdict: CONTINUE where the run is complete; STOP or ABORT where it was cut short.
+        """
 
     def rewind(self, progress: Progress) -> None:
         """Go on from an earlier step: the run was taken back to a checkpoint."""

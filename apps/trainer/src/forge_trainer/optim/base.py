@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forge_config import Config, Meta, Registry
 
@@ -33,7 +33,10 @@ class OptimizerConfig(Config):
         groups: what is special about some parameters: factors, and steps in which they are frozen.
         ema_decay: per step, of an exponential moving average of the weights that begins with those after the
             first step; evaluation and export use it. 0 keeps none.
+        needs_constant_lr: whether it does itself what a decay is for.
     """
+
+    needs_constant_lr: ClassVar[bool] = False
 
     recorded_keys = ("lr", "weight_decay", "no_decay", "groups")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forge_config import Meta
 
@@ -31,6 +31,8 @@ class ScheduleFreeAdamWConfig(OptimizerConfig):
         weight_power: the average weighs steps by the largest learning rate so far to this power.
         step_power: and by their number to this power.
     """
+
+    needs_constant_lr: ClassVar[bool] = True
 
     recorded_keys = ("eps", "weight_power", "step_power")
 

@@ -14,11 +14,19 @@ class WandbConfig(Config):
         project: the project on the server.
         entity: team or user; absent means the default of the account.
         mode: `offline` writes files into the run directory for a later `wandb sync`.
+        name: of the run there; absent means `job.name`.
+        group: runs that belong together, such as those of a sweep.
+        tags: words to find the run by.
+        notes: a longer text about it.
     """
 
     project: str = "forge"
     entity: str | None = None
     mode: Literal["online", "offline"] = "online"
+    name: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
 
 
 class TrackConfig(Config):

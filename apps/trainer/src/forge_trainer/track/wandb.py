@@ -18,6 +18,8 @@ class Wandb:
     """Reports to a server, or to files when there is none.
 
     A continued run keeps its id, which lies in its directory (`wandb-id`): runs of one name do not meet.
+    W&B's own count of records, of which it drops those that do not rise, follows the step of the run, so that
+    the parts of a continued run do not count from 0 again, and rises by 1 where a run went back.
     """
 
     def __init__(self, config: WandbConfig, folder: Path, name: str, job: dict[str, Any]) -> None:
@@ -25,6 +27,7 @@ class Wandb:
         self._run = self._start(config, config.mode, name, job)
         if self._run is None and config.mode == "online":
             self._run = self._start(config, "offline", name, job)
+        self._last = getattr(self._run, "step", 0) - 1  # more than -1 where a server knows the run
 
     def _start(self, config: WandbConfig, mode: Any, name: str, job: dict[str, Any]) -> Any:
         try:
@@ -35,14 +38,16 @@ class Wandb:
                 entity=config.entity,
                 mode=mode,
                 id=self._id,
-                name=name,
+                name=config.name or name,
+                group=config.group,
+                tags=config.tags or None,
+                notes=config.notes,
                 resume="allow",
                 dir=str(self._folder),
                 config=job,
                 settings=wandb.Settings(init_timeout=CONNECT_TIMEOUT_S, silent=True),
             )
-            # W&B drops records of earlier steps than it has seen, as a run that went back sends them: they
-            # are drawn over the step that they name, and not over W&B's own count.
+            # records are drawn over the step that they name, and not over W&B's own count
             run.define_metric("*", step_metric="step")
             return run
         except Exception as error:  # a tracker must not end a run
@@ -54,7 +59,8 @@ class Wandb:
         if self._run is None:
             return
         try:
-            self._run.log(dict(record))
+            self._last = max(self._last + 1, int(record["step"]))
+            self._run.log(dict(record), step=self._last)
         except Exception as error:  # a tracker must not end a run
             log.warning("wandb stopped taking records, training goes on: %s", error)
             self._run = None
