@@ -162,3 +162,13 @@ def test_unknown_task_is_named(forge, tiny, tmp_path):
     forge("train", tiny(steps=3))
     refused = forge("eval", tmp_path / "runs" / "tiny", "--tasks", "no_such_task", check=False)
     assert refused.returncode == 78 and "no_such_task" in refused.stderr
+
+
+def test_task_whose_data_are_out_of_reach_is_named_at_once(forge, tiny, tmp_path, monkeypatch):
+    forge("train", tiny(steps=3))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    done = forge("eval", tmp_path / "runs" / "tiny", "--tasks", "hellaswag", check=False)
+    assert done.returncode == 78 and "Traceback" not in done.stderr
+    said, _, error = done.stderr.partition("the data of hellaswag cannot be read")
+    assert "reading the data of hellaswag" in said and "HF_HOME" in error

@@ -2,11 +2,12 @@
 
 import os
 
+import forge_trainer.build
 import pytest
 import torch
 from forge_trainer.cli import main
 from forge_trainer.optim import AdamWConfig
-from forge_trainer.randomness import WORKSPACE, deterministic
+from forge_trainer.randomness import WORKSPACE, attention_kernels, deterministic
 from forge_trainer.steps.repeated import meaning_of_repetition
 
 RUN = "configs/runs/debug.toml"
@@ -35,6 +36,42 @@ def test_run_is_deterministic_as_the_key_says_and_leaves_torch_as_it_was(wanted,
     assert seen == [wanted] and (WORKSPACE in os.environ) == wanted
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+def kernel_of(names):
+    """The kernel that attention takes."""
+    query = torch.randn(1, 1, 8, 16)
+    with attention_kernels(names), torch.profiler.profile() as seen:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    (kernel,) = {
+        event.name for event in seen.events() if "attention_" in event.name and "dot" in event.name[8:]
+    }
+    return kernel
+
+
+def test_attention_takes_a_kernel_that_is_named():
+    flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert kernel_of([]) == kernel_of(["flash"]) == kernel_of(["flash", "math"]) == flash
+    assert kernel_of(["math"]) == "aten::_scaled_dot_product_attention_math"
+
+
+def test_run_takes_the_kernels_and_the_patience_of_its_configuration(tmp_path, monkeypatch):
+    seen = []
+    opened, build = forge_trainer.build.process_group, AdamWConfig.build
+
+    def grouped(env, needed, timeout_s):
+        seen.append(timeout_s)
+        return opened(env, needed, timeout_s)
+
+    def looked_at(self, *arguments):
+        seen.append(torch.backends.cuda.flash_sdp_enabled())
+        return build(self, *arguments)
+
+    monkeypatch.setattr(forge_trainer.build, "process_group", grouped)
+    monkeypatch.setattr(AdamWConfig, "build", looked_at)
+    flags = ["--resilience.collective_timeout_s=99", '--job.attention_kernels=["math"]', *SMALL]
+    assert main(["train", RUN, f'--job.root="{tmp_path}"', *flags]) == 0
+    assert seen == [99.0, False] and torch.backends.cuda.flash_sdp_enabled()
 
 
 def test_operation_without_a_deterministic_kernel_is_refused_by_its_name():

@@ -47,7 +47,7 @@ from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.optim.groups import freeze
 from forge_trainer.optim.nothing import NothingToTrain
 from forge_trainer.progress import Progress, Stateful
-from forge_trainer.randomness import deterministic
+from forge_trainer.randomness import attention_kernels, deterministic
 from forge_trainer.rollback import Rollbacks, note_incident
 from forge_trainer.run_dir import RunFiles
 from forge_trainer.saves import Saves
@@ -189,8 +189,10 @@ def build(
     job.require_layout(env.world_size)
     bind_to_cores(env.device, job.job.numa)
     stack.enter_context(deterministic(job.job.deterministic))
+    stack.enter_context(attention_kernels(job.job.attention_kernels))
     together = stack.enter_context(StopTogether(signals, env))
-    stack.enter_context(process_group(env, needed=job.parallel.needs_group(env.device.type)))
+    needed = job.parallel.needs_group(env.device.type)
+    stack.enter_context(process_group(env, needed, job.resilience.collective_timeout_s))
     stack.enter_context(together.inside())
     mesh = build_mesh(job.mesh, env)
     epoch = stack.enter_context(hold(mesh.control_group))

@@ -59,17 +59,21 @@ class JobConfig(Config):
         seed: seed of the initial weights and of every random number drawn while training.
         deterministic: on a GPU, take only kernels that add in the same order each time: runs are equal bit
             for bit, and slower; an operation without such a kernel is an error. On a CPU they are so anyway.
+        attention_kernels: the kernels that `scaled_dot_product_attention` may choose from; absent means any.
+            Where none of them can do what a layer needs, its first step is an error. FlexAttention, which
+            masks documents on GPUs, is none of them.
         numa: bind each rank to cores near its GPU: all of its NUMA `node` or `socket`, a part of the node
             (`exclusive`), or a `core-complex`; as `torchrun --numa-binding` does. Needs GPUs and numactl.
     """
 
     free_keys = ("name", "root", "numa")
-    recorded_keys = ("deterministic",)
+    recorded_keys = ("deterministic", "attention_kernels")
 
     name: Annotated[str, Meta(pattern=RUN_NAME)]
     root: str = "runs"
     seed: Annotated[int, Meta(ge=0)] = 0
     deterministic: bool = False
+    attention_kernels: tuple[Literal["flash", "cudnn", "efficient", "math"], ...] = ()
     numa: Literal["none", "node", "socket", "exclusive", "core-complex"] = "none"
 
     @property

@@ -2,12 +2,13 @@
 
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """With a fixed workspace cuBLAS takes the same kernels each time; it is read when a device is first used."""
@@ -36,6 +37,19 @@ def deterministic(wanted: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         options.fill_uninitialized_memory = fill
+
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def attention_kernels(names: Sequence[str]) -> AbstractContextManager[Any]:
+    """Let attention choose from some kernels only, for the time of a run; from any where none is named."""
+    return sdpa_kernel([KERNELS[name] for name in names]) if names else nullcontext()
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:

@@ -19,10 +19,12 @@ from forge_model.generation.generate import Sampling, generate
 from forge_model.model_config import Prompt
 from torch import Tensor, nn
 
+from forge_trainer.say import say
 from forge_trainer.trained import write_json
 from forge_trainer.write import batch_inputs
 
 try:
+    from datasets.exceptions import DatasetsError
     from lm_eval import evaluator, utils
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
@@ -244,9 +246,21 @@ class KeptTasks(TaskManager):
     _kept: Any = None
 
     def load(self, spec: Any) -> Any:
-        """See `TaskManager.load`."""
+        """See `TaskManager.load`.
+
+        Raises:
+            ConfigError: the data of a task cannot be had.
+        """
         if self._kept is None:
-            self._kept = super().load(spec)
+            asked = ", ".join(map(str, spec)) if isinstance(spec, list) else str(spec)
+            say(f"reading the data of {asked}, from the Hugging Face cache or the hub\n", sys.stderr)
+            try:
+                self._kept = super().load(spec)
+            except (OSError, DatasetsError) as error:
+                raise ConfigError(
+                    f"the data of {asked} cannot be read: {error}; where there is no network, let HF_HOME "
+                    "name a cache that holds them, or give tasks on local files"
+                ) from None
         return self._kept
 
 

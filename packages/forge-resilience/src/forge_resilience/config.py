@@ -31,6 +31,8 @@ class ResilienceConfig(Config):
         compare_speed_every_steps: the ranks compare so often how long each waits for data and takes for the
             same small computation, look at the health of the GPUs, and check, at the start too, that sums
             over ranks are right; 0 never does.
+        collective_timeout_s: so long a rank waits for the others in a collective before it fails; every
+            group has it. The watchdog, which says more, is quicker where it is on.
         watchdog: a process beside each rank ends the run when something hangs, and says what.
         hang_least_s: nothing is called hung before; otherwise ten times the longest of its kind so far.
         hang_first_s: how long something may take that comes for the first time: it may compile, or load.
@@ -51,6 +53,7 @@ class ResilienceConfig(Config):
     rollback_margin_steps: Annotated[int, Meta(ge=0)] = 0
     compare_copies_every_steps: Annotated[int, Meta(ge=0)] = 100
     compare_speed_every_steps: Annotated[int, Meta(ge=0)] = 100
+    collective_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
     watchdog: bool = True
     hang_least_s: Annotated[float, Meta(gt=0)] = 300.0
     hang_first_s: Annotated[float, Meta(gt=0)] = 3600.0

@@ -25,6 +25,7 @@ from forge_data.sources.columns import Columns, TextColumn, named
 from forge_data.sources.documents import were_text
 from forge_data.sources.files import find_files, walk
 from forge_data.sources.items import ItemReader
+from forge_data.store.part import held_out_part
 from forge_data.store.tokenize import ALONE, Held, Making, states_of, tokenize_files
 from forge_data.store.tokens import FORMAT, TokenStore
 from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
@@ -332,29 +333,45 @@ class TokensConfig(SourceConfig):
 
     Attributes:
         path: the store with the training text.
-        validation: the store with the held-out text; without it this source is not evaluated on.
+        validation: the store with the held-out text; without it and `held_out` this source is not evaluated
+            on.
+        held_out: this part of the tokens of `path` is kept for validation instead: its last whole documents.
     """
 
     free_keys = path_keys = ("path", "validation")
 
     path: str
     validation: str | None = None
+    held_out: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.validation is not None and self.held_out:
+            raise ValueError(
+                f"given validation = {self.validation!r} and held_out = {self.held_out}; expected one of them"
+            )
 
     def has_validation(self) -> bool:
         """See `SourceConfig.has_validation`."""
-        return self.validation is not None
+        return self.validation is not None or self.held_out > 0
+
+    def whole(self) -> SourceConfig:
+        """See `SourceConfig.whole`."""
+        return structs.replace(self, held_out=0.0)
 
     def open(
         self, split: Split, tokenizer: TokenizerConfig, cache: Path, making: Making = ALONE
     ) -> TokenStore:
         """See `SourceConfig.open`."""
-        path = self.path if split == "train" else self.validation
+        path = self.path if split == "train" or self.held_out else self.validation
         if path is None:
-            raise DataError(f"the source {self.path} names no validation store; set `validation` to one")
+            raise DataError(
+                f"the source {self.path} has nothing to validate on; set `validation` to a store, or "
+                "`held_out`"
+            )
         store = TokenStore(path)
         if store.manifest.tokenizer != tokenizer.build().digest:
             raise DataError(
                 f"{path} was made with tokenizer {store.manifest.tokenizer}, [data.tokenizer] is another; "
                 "name the one it was made with, or tokenize the text again"
             )
-        return store
+        return held_out_part(store, self.held_out, split) if self.held_out else store
