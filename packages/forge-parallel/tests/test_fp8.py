@@ -1,7 +1,7 @@
 import pytest
 import torch
 from forge_parallel.error import ParallelError
-from forge_parallel.fp8 import _largest, use_fp8
+from forge_parallel.fp8 import _largest, eight_bit_layers, use_fp8
 from forge_parallel.fp8_config import FP8Config
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
@@ -54,6 +54,23 @@ def test_eight_bits_are_used_where_allowed_and_stay_near_full_precision(recipe):
 def test_eight_bits_are_refused(config, said):
     with pytest.raises(ParallelError, match=said):
         use_fp8(Net(), PLAN, config, Mesh(CPU))
+
+
+def test_which_layers_are_in_eight_bits_does_not_depend_on_ranks_that_share_matrices():
+    """Only the size that is cut counts: 48 over two ranks is well where it is not cut."""
+
+    class Cut(nn.Module):
+        def __init__(self, hidden: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(48, hidden), nn.Linear(hidden, 48)
+
+    plan = Plan.of({"blocks": [], "tensor": {"up": "colwise", "down": "rowwise"}})
+    config = FP8Config(recipe="rowwise", emulate=True, min_size=16)
+    for tp in (1, 2, 4):
+        assert eight_bit_layers(Cut(64), plan, config, tp) == ["up", "down"]
+    assert eight_bit_layers(Cut(80), plan, config, 1) == ["up", "down"]
+    with pytest.raises(ParallelError, match=r"mesh.tp = 2: up \(80\), down \(80\) would be cut .* of 16"):
+        eight_bit_layers(Cut(80), plan, config, 2)
 
 
 @pytest.mark.parametrize("special", [0.0, -7.0, torch.inf, torch.nan])

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from forge_config import Change
 from forge_config.registry import type_name
+from torch import nn
 
-from forge_trainer.optim.groups import unfed
+from forge_trainer.optim.groups import listed, unfed
 
 if TYPE_CHECKING:
     from forge_trainer.build import Run
@@ -46,7 +47,9 @@ def optimizer_line(job: Job) -> str:
 
 def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
     job = run.job
-    parameters, active, idle = _parameters(run)
+    with torch.device("meta"):
+        model = job.model.build()
+    parameters, active, idle = _parameters(run, model)
     of_which = "" if active == parameters else f", {scaled(active).strip()} active"
     tokens = job.batch_sizes.samples(job.train.steps) * job.data.max_tokens
     batches = " to ".join(map(str, job.batch_sizes.all()))
@@ -61,6 +64,8 @@ def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
     if idle:
         yield f"  frozen     {', '.join(idle)}: no source has what they are given"
     yield optimizer_line(job)
+    if job.fp8.recipe != "none" and (layers := layers_in_8_bits(job, model)):
+        yield f"  8 bits     {len(layers)} linear layers: {', '.join(listed(layers))}"
     yield f"  layout     {_layout(run)}"
     for line in run.loader.plan:
         yield f"  data       {line}"
@@ -77,13 +82,23 @@ def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
         yield f"  begins     at step 0, with {weights}"
 
 
-def _parameters(run: Run) -> tuple[int, int, list[str]]:
+def _parameters(run: Run, model: nn.Module) -> tuple[int, int, list[str]]:
     """Of the whole model, shared ones once; those of them that a token uses; what no source feeds."""
-    with torch.device("meta"):
-        model = run.job.model.build()
     total = sum(parameter.numel() for parameter in model.parameters())
     active = getattr(model, "active_parameters", lambda: total)
     return total, active(), unfed(model, run.job.data.sources)  # type: ignore[operator]
+
+
+def layers_in_8_bits(job: Job, model: nn.Module) -> list[str]:
+    """The names of the linear layers of a whole model that multiply in 8 bits.
+
+    Raises:
+        ParallelError: tensor parallelism would cut one to a size that such products do not take.
+    """
+    from forge_parallel.fp8 import eight_bit_layers
+    from forge_parallel.plan import Plan
+
+    return eight_bit_layers(model, Plan.of(model).flat(), job.fp8, job.mesh.tp)
 
 
 def _layout(run: Run) -> str:

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from forge_trainer.announce import layers_in_8_bits
 from forge_trainer.clock import BETWEEN, BUILD, Clock
 from forge_trainer.evaluations import open_evaluations
 from forge_trainer.go_back import GoBack, Unfit, open_data
@@ -187,6 +188,9 @@ def build(
     signals, clock = signals or stack.enter_context(Signals()), clock or Clock()
     env = Env.detect()
     job.require_layout(env.world_size)
+    if job.fp8.recipe != "none":
+        with torch.device("meta"):
+            layers_in_8_bits(job, job.model.build())
     bind_to_cores(env.device, job.job.numa)
     stack.enter_context(deterministic(job.job.deterministic))
     stack.enter_context(attention_kernels(job.job.attention_kernels))

@@ -21,6 +21,10 @@ CAPABILITIES = {"mxfp8": ((10, 0), "Blackwell")}
 """What a GPU needs, where it is not 8.9."""
 
 
+CUT = {"colwise": "out_features", "head": "out_features", "rowwise": "in_features"}
+"""The size that tensor parallelism divides, by the role of a layer."""
+
+
 def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, mesh: Mesh) -> list[str]:
     """Let linear layers, and experts, multiply in 8 bits, in place. Parameters keep their names and values.
 
@@ -41,12 +45,7 @@ def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, mesh: Mesh) -> list
     stage = mesh.pipeline.size > 1
     for pattern in [] if stage else config.exclude:
         find(model, pattern)
-    cuts = 1 if mesh.tp is None else mesh.tp.size()
-    chosen = [
-        name
-        for name, module in model.named_modules()
-        if type(module).forward is nn.Linear.forward and _fits(name, module, plan, config, cuts)
-    ]
+    chosen = eight_bit_layers(model, plan, config, 1 if mesh.tp is None else mesh.tp.size())
     multiple, experts = config.multiple, []
     if config.experts:
         from forge_parallel.fp8_experts import use_fp8_in_experts
@@ -61,6 +60,39 @@ def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, mesh: Mesh) -> list
     convert = _to_mxfp8 if config.recipe == "mxfp8" else _to_float8
     convert(model, chosen, config)
     return chosen + experts
+
+
+def eight_bit_layers(model: nn.Module, plan: Plan, config: FP8Config, tp: int) -> list[str]:
+    """The linear layers that multiply in 8 bits, the same for any number of ranks that share matrices.
+
+    Args:
+        model: best on the meta device.
+        plan: without mounts.
+        config: the section `[fp8]`.
+        tp: ranks that share each matrix.
+
+    Raises:
+        ParallelError: a rank would have a part of one whose sizes 8-bit products do not take.
+    """
+    chosen = [
+        name
+        for name, module in model.named_modules()
+        if type(module).forward is nn.Linear.forward and _fits(name, module, plan, config)
+    ]
+    uneven = []
+    for name in chosen if tp > 1 else ():
+        role = next((role for pattern, role in plan.tensor.items() if matches(pattern, name)), "")
+        size = getattr(model.get_submodule(name), CUT.get(role, ""), 0)
+        if size % (config.multiple * tp):
+            uneven.append(f"{name} ({size})")
+    if uneven:
+        more = f" and {len(uneven) - 3} more" if len(uneven) > 3 else ""
+        raise ParallelError(
+            f'fp8.recipe = "{config.recipe}" with mesh.tp = {tp}: {", ".join(uneven[:3])}{more} would be cut '
+            f"to sizes that are no multiples of {config.multiple}; name them in fp8.exclude, or use another "
+            "mesh.tp"
+        )
+    return chosen
 
 
 def _to_float8(model: nn.Module, chosen: list[str], config: FP8Config) -> None:
@@ -155,12 +187,12 @@ def _require_device(config: FP8Config, device: torch.device) -> None:
     )
 
 
-def _fits(name: str, layer: nn.Module, plan: Plan, config: FP8Config, cuts: int) -> bool:
-    """Whether a layer is large enough, and even when tensor parallelism has cut it."""
+def _fits(name: str, layer: nn.Module, plan: Plan, config: FP8Config) -> bool:
+    """Whether a layer is large enough, and its sizes are those of 8-bit products."""
     assert isinstance(layer, nn.Linear)
-    sizes, multiple = (layer.in_features, layer.out_features), config.multiple
+    sizes = layer.in_features, layer.out_features
     return (
         min(sizes) >= config.min_size
-        and not any(size % (multiple * cuts) for size in sizes)
+        and not any(size % config.multiple for size in sizes)
         and not any(matches(pattern, name) for pattern in (*plan.no_fp8, *config.exclude))
     )
