@@ -1,5 +1,6 @@
 """Hooks of a user in the real command: when they are called, what they keep, and what they do wrong."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -139,3 +140,36 @@ def test_paths_that_name_no_hook_are_refused(forge, with_hook, path, options, er
     assert done.returncode == 78, done.stderr
     assert error in done.stderr
     assert "Traceback" not in done.stderr
+
+
+FAILING = """
+from forge_config import ConfigError
+from forge_trainer.hooks import Hook
+
+
+class Failing(Hook):
+    def __init__(self, run, rank, error):
+        self.run, self.rank = run, rank
+        self.error = {"config": ConfigError, "bug": KeyError}[error]
+
+    def on_step(self, progress, out):
+        if progress.step == 3 and self.run.env.rank == self.rank:
+            raise self.error("this is what is wrong")
+"""
+
+
+@pytest.mark.parametrize(("rank", "error", "code"), [(1, "config", 78), (0, "bug", 1)])
+def test_ranks_end_for_the_reason_of_the_one_that_failed(forge, with_hook, tmp_path, rank, error, code):
+    (tmp_path / "my_lab_failing.py").write_text(FAILING)
+    path = with_hook("my_lab_failing:Failing", f'{{rank = {rank}, error = "{error}"}}')
+    done = forge("train", path, "--mesh.dp_shard=2", ranks=2, check=False, cwd=tmp_path)
+    other = 1 - rank
+    assert f"rank {other} ends, as another rank failed: rank {rank}: " in done.stderr
+    assert done.stderr.count("wrong") == 2 + (error == "bug"), "said by each rank, and in the line of a bug"
+    assert "Connection" not in done.stderr
+    ours = [
+        line for line in done.stderr.splitlines() if line.startswith('  File "') and "forge_trainer" in line
+    ]
+    assert bool(ours) == (error == "bug"), "a traceback of the rank with a bug, and of no other"
+    ended = json.loads((tmp_path / "runs" / "tiny" / "exit.json").read_text())
+    assert (ended["code"], ended["step"]) == (code, 3) and "what is wrong" in ended["reason"]

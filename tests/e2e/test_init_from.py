@@ -86,3 +86,13 @@ def test_dense_windows_stay_through_a_kill_and_pruning(forge, tiny, tmp_path):
     assert Store(run / "checkpoints").steps() == [1, 2, 4, 6, 8, 9, 10, 12]
     assert cli.main(["prune", str(run), "--keep=1"]) == 0
     assert Store(run / "checkpoints").steps() == [1, 2, 4, 8, 10, 12]
+
+
+def test_lower_number_of_checkpoints_to_keep_holds_before_the_next_save(forge, tiny, tmp_path):
+    """On a full disk there is no next save."""
+    folder = tmp_path / "runs" / "tiny" / "checkpoints"
+    forge.stop_at(tiny(steps=40), 8, signal.SIGTERM, 1, "--checkpoint.keep=6", "--checkpoint.every_steps=1")
+    before = Store(folder).steps()
+    assert len(before) == 6
+    forge("train", tiny(steps=before[-1]), "--change", "--checkpoint.keep=2", "--checkpoint.every_steps=1")
+    assert Store(folder).steps() == before[-2:]

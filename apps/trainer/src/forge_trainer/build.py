@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from forge_trainer.announce import layers_in_8_bits
+from forge_trainer.claim import code_of
 from forge_trainer.clock import BETWEEN, BUILD, Clock
 from forge_trainer.evaluations import open_evaluations
 from forge_trainer.go_back import GoBack, Unfit, open_data
@@ -56,7 +57,7 @@ from forge_trainer.say import say
 from forge_trainer.steps.base import Step
 from forge_trainer.steps.repeated import Repeated, meaning_of_repetition
 from forge_trainer.steps.update import Update
-from forge_trainer.together import StopTogether
+from forge_trainer.together import EndTogether
 from forge_trainer.track import Tracker
 from forge_trainer.track.numbers import numbers
 from forge_trainer.track.open import open_trackers
@@ -194,12 +195,13 @@ def build(
     bind_to_cores(env.device, job.job.numa)
     stack.enter_context(deterministic(job.job.deterministic))
     stack.enter_context(attention_kernels(job.job.attention_kernels))
-    together = stack.enter_context(StopTogether(signals, env))
+    together = stack.enter_context(EndTogether(signals, env))
     needed = job.parallel.needs_group(env.device.type)
     stack.enter_context(process_group(env, needed, job.resilience.collective_timeout_s))
     stack.enter_context(together.inside())
     mesh = build_mesh(job.mesh, env)
     epoch = stack.enter_context(hold(mesh.control_group))
+    stack.enter_context(together.telling(code_of))
 
     parts = build_parts(job, mesh)
     with without_dynamo():

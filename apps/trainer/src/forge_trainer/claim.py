@@ -23,6 +23,7 @@ from forge_trainer.hooks.base import Hook
 from forge_trainer.job import Job
 from forge_trainer.ranks import from_first
 from forge_trainer.run_dir import RunFiles, append_history, now, recorded_changes, write_config, write_whole
+from forge_trainer.together import FailedElsewhere
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,7 +87,8 @@ class Claim:
                 raise error
             yield self._epoch
         except BaseException as error:
-            self.ended(_code(error), f"{type(error).__name__}: {error}")
+            why = str(error) if isinstance(error, FailedElsewhere) else f"{type(error).__name__}: {error}"
+            self.ended(code_of(error), why)
             raise
         finally:
             self._give_back()
@@ -184,7 +186,10 @@ class _FirstStep(Hook):
             self._claim = None
 
 
-def _code(error: BaseException) -> ExitCode:
+def code_of(error: BaseException) -> ExitCode:
+    """The exit code of a start that ends by an error."""
+    if isinstance(error, FailedElsewhere):
+        return error.code
     if isinstance(error, Stopped):
         return ExitCode.PREEMPTED
     return ExitCode.CONFIG if isinstance(error, USER_ERRORS) else ExitCode.FAILED

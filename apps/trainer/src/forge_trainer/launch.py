@@ -22,6 +22,7 @@ from forge_trainer.job import Job
 from forge_trainer.rollback import note_incident
 from forge_trainer.run_dir import RunFiles
 from forge_trainer.say import say
+from forge_trainer.together import FailedElsewhere
 
 
 def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, change: bool = False) -> ExitCode:
@@ -59,6 +60,9 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
     except LockedError as error:
         say(f"rank {rank}: {error}\n", sys.stderr)
         return ExitCode.LOCKED
+    except FailedElsewhere as error:
+        say(f"rank {rank} ends, as another rank failed: {error}\n", sys.stderr)
+        return error.code
     except USER_ERRORS as error:
         say(f"rank {rank}: {type(error).__name__}: {error}\n", sys.stderr)
         return ExitCode.CONFIG

@@ -1,27 +1,40 @@
-"""A start that is asked to stop on one rank stops on all of them."""
+"""What ends one rank ends all of them, for the same reason."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from forge_parallel.env import Env
+from forge_resilience.exit_codes import ExitCode
 from forge_resilience.signals import Signals, Stopped
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-STOPPED, GONE = "forge/stopped", "forge/gone"
-"""Keys in the store of the ranks: one was asked to stop; how many have left since."""
+STOPPED, FAILED, GONE = "forge/stopped", "forge/failed", "forge/gone"
+"""Keys in the store of the ranks: one was asked to stop; who failed first, and why; how many left."""
 
 LINGER_S = 5.0
 """So long the rank that may hold the store stays for the others to read it."""
 
 
-class StopTogether:
+class FailedElsewhere(Exception):
+    """Another rank failed first, and this one only because of it.
+
+    Attributes:
+        code: with which that one ends.
+    """
+
+    def __init__(self, code: ExitCode, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+class EndTogether:
     """A context to be entered before the process group is made, and left after it is gone.
 
     A signal during the start raises `Stopped` at once on its rank, which drops its connections: the others
@@ -60,6 +73,37 @@ class StopTogether:
                 raise Stopped from error
             raise
 
+    @contextmanager
+    def telling(self, code: Callable[[BaseException], ExitCode]) -> Iterator[None]:
+        """Innermost: a rank that fails tells the others why before its connections drop.
+
+        Args:
+            code: with which a rank ends that has this error.
+
+        Raises:
+            FailedElsewhere: another rank had failed when this one did.
+        """
+        try:
+            yield
+        except Exception as error:
+            if (store := self._store) is None:
+                raise
+            mine = f"{int(code(error))} rank {self._env.rank}: {type(error).__name__}: {error}"
+            first = self._first(store, mine)
+            with suppress(RuntimeError):
+                store.add(GONE, 1)
+            if first == mine:
+                raise
+            number, _, why = first.partition(" ")
+            raise FailedElsewhere(ExitCode(int(number)), why) from error
+
+    def _first(self, store: Store, mine: str) -> str:
+        """Why the first rank failed that did; this one, where the store is gone."""
+        with suppress(RuntimeError):
+            store.set_timeout(timedelta(seconds=LINGER_S))
+            return store.compare_set(FAILED, "", mine).decode(errors="replace")
+        return mine
+
     def _is_told(self, store: Store) -> bool:
         with suppress(RuntimeError):  # it may be gone
             store.set_timeout(timedelta(seconds=LINGER_S))
@@ -71,12 +115,12 @@ class StopTogether:
             store.set(STOPPED, "1")
             store.add(GONE, 1)
 
-    def __enter__(self) -> StopTogether:
+    def __enter__(self) -> EndTogether:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """The first rank, which may hold the store, stays until the others have read it."""
-        if self._store is None or kind is None or not issubclass(kind, Stopped) or self._env.rank > 0:
+        if self._store is None or kind is None or not issubclass(kind, Exception | Stopped) or self._env.rank:
             return
         end = time.monotonic() + LINGER_S
         with suppress(RuntimeError):

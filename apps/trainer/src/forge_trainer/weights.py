@@ -218,6 +218,8 @@ def resume_or_start(
         set_initial_weights(parts, job)
         return Progress(), None, {}, {}
     state.restore(found.values)
+    if until is None:
+        store.tidy()  # `keep` may be lower now because the disk is full
     meta = found.meta
     counts = {name: _state(saved) for name, saved in meta.get("counts", {}).items()}
     return Progress(**meta["progress"]), meta["data"], counts, found.values

@@ -125,11 +125,7 @@ class Store:
                 shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(f"step {step} could not be saved: {error}") from None
         self._passed_over.discard(step)
-        if ranks.rank == 0:
-            try:
-                self.prune(verify=False)  # the newest was written just now
-            except (OSError, MemoryError) as error:
-                log.warning("step %d is saved, but older ones could not be removed: %s", step, error)
+        self.tidy()  # the newest was written just now
 
     def _begin(self, step: int) -> Path | None:
         """A new folder to write into, or None when the step is there already."""
@@ -358,6 +354,15 @@ class Store:
             DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.
         """
         return self._folders.verify(step)
+
+    def tidy(self) -> None:
+        """Let the first rank prune, where the newest is known to be intact; an error is only said."""
+        if not self.first:
+            return
+        try:
+            self.prune(verify=False)
+        except (OSError, MemoryError) as error:
+            log.warning("older checkpoints could not be removed: %s", error)
 
     def prune(self, verify: bool = True) -> list[int]:
         """Remove what is no longer kept; the newest that is intact, milestones and pins always stay.
