@@ -56,6 +56,7 @@ from forge_trainer.saves import Saves
 from forge_trainer.say import say
 from forge_trainer.steps.base import Step
 from forge_trainer.steps.repeated import Repeated, meaning_of_repetition
+from forge_trainer.steps.unreached import tell_unreached
 from forge_trainer.steps.update import Update
 from forge_trainer.together import EndTogether
 from forge_trainer.track import Tracker
@@ -216,7 +217,15 @@ def build(
     stack.callback(loader.close)
     job = job.ending_at(loader.last_step)
 
-    update = Update(parts, optimizer, job.lr_factor, job.train.clip_norm, mesh, job.optimizer.ema_decay)
+    update = Update(
+        parts,
+        optimizer,
+        job.lr_factor,
+        job.train.clip_norm,
+        mesh,
+        job.optimizer.ema_decay,
+        first=partial(tell_unreached, parts, mesh),
+    )
     step = job.step.build(parts, build_loss(job), mesh, seed=job.job.seed, update=update)
     trackers = open_trackers(job, progress.step, stack) if env.rank == 0 else []
     saves = Saves(job.checkpoint, progress.step, lambda: run.job.train.steps, mesh.control_group)

@@ -260,6 +260,11 @@ def eight_bits_divide_the_tokens(
         raise ValueError(str(error)) from None
 
 
+def every_part_can_learn(model: ModelConfig) -> None:
+    """Nothing is trained of which the loss does not depend."""
+    model.require_learning()
+
+
 def blocks_are_not_compiled_too_often(model: ModelConfig, compile: CompileConfig) -> None:
     """Layers of many kinds would end a run in its middle."""
     try:
@@ -272,6 +277,7 @@ checks: list[Callable[..., None]] = [
     sequences_fit_the_model,
     vocabulary_covers_the_tokenizer,
     what_averages_does_not_decay,
+    every_part_can_learn,
     batch_divides,
     steps_differ_in_length,
     data_end_at_a_known_step,

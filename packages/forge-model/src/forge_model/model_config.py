@@ -142,6 +142,13 @@ class ModelConfig(Config):
         """Of each of these layers, how many groups of experts there are if a token chooses in some; or 1."""
         return dict.fromkeys(self.expert_counts(), 1)
 
+    def require_learning(self) -> None:
+        """See that every part of the model can learn, as far as its configuration tells.
+
+        Raises:
+            ValueError: one cannot.
+        """
+
     def require_stages(self, layers: Sequence[int]) -> None:
         """See that the model can be cut into the stages of a pipeline.
 
@@ -239,6 +246,10 @@ class ComposedConfig(ModelConfig):
     def expert_groups(self) -> dict[str, int]:
         """See `ModelConfig.expert_groups`."""
         return self.language_model()[1].expert_groups()
+
+    def require_learning(self) -> None:
+        """See `ModelConfig.require_learning`."""
+        self.language_model()[1].require_learning()
 
     def require_stages(self, layers: Sequence[int]) -> None:
         """See `ModelConfig.require_stages`."""

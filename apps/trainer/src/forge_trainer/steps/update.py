@@ -51,6 +51,7 @@ class Update:
         clip_norm: the gradient norm is at most this; 0 never clips.
         mesh: the grid of ranks.
         ema_decay: of the moving average of the weights; 0 keeps none.
+        first: called in the first step of a run, when there are gradients. Collective.
     """
 
     parts: Sequence[nn.Module]
@@ -59,6 +60,7 @@ class Update:
     clip_norm: float
     mesh: Mesh
     ema_decay: float = 0.0
+    first: Callable[[], None] | None = None
 
     def begin(self, tokens: int) -> list[HeldBuffers]:
         """Before the first forward pass of a step: tell the parts of its tokens, remember their buffers."""
@@ -75,6 +77,8 @@ class Update:
             loss: [] of the global batch.
             held: from `begin`.
         """
+        if step == 0 and self.first is not None:
+            self.first()
         drop_frozen_gradients(self.optimizer, step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         # where nothing is trained on this rank, what is frozen says in which dtype ranks add up

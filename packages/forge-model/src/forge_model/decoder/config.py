@@ -227,6 +227,11 @@ class DecoderConfig(ModelConfig):
         """See `ModelConfig.block_kinds`."""
         return len({repr(self.layer(index)) for index in range(self.num_layers)}) + (self.mtp.num_modules > 0)
 
+    def require_learning(self) -> None:
+        """See `ModelConfig.require_learning`."""
+        for index in range(self.num_layers):
+            self.layer(index).ffn.require_learning()
+
     def expert_groups(self) -> dict[str, int]:
         """See `ModelConfig.expert_groups`."""
         return self._of_experts(lambda ffn: ffn.expert_groups())

@@ -53,6 +53,13 @@ class FfnConfig(Config):
         """How many experts each layer of experts inside has, by its name; "" is the module itself."""
         return {}
 
+    def require_learning(self) -> None:
+        """See that every part of it can learn.
+
+        Raises:
+            ValueError: what it computes does not depend on one of its parts.
+        """
+
     def expert_groups(self) -> dict[str, int]:
         """Of each of these layers, how many groups of experts there are if a token chooses in some; or 1."""
         return dict.fromkeys(self.expert_counts(), 1)

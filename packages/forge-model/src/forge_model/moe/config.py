@@ -107,6 +107,14 @@ class MoEConfig(FfnConfig):
         """See `FfnConfig.expert_counts`."""
         return {"": self.num_experts}
 
+    def require_learning(self) -> None:
+        """See `FfnConfig.require_learning`."""
+        if self.top_k == 1 and getattr(self.router, "normalize", False):
+            raise ValueError(
+                "ffn.top_k = 1 with router.normalize = true: the weight of the only expert is always 1, so "
+                "that the loss tells the router nothing; set router.normalize = false"
+            )
+
     def expert_groups(self) -> dict[str, int]:
         """See `FfnConfig.expert_groups`."""
         groups, top = getattr(self.router, "groups", 1), getattr(self.router, "top_groups", 1)
