@@ -45,6 +45,10 @@ MODELS = {
         ffn=MoEConfig(num_experts=4, top_k=2, dim=24, bias=True, router=SoftmaxRouterConfig(bias=True)),
         overrides=[],
     ),
+    "balanced": replace(
+        DEEPSEEK,
+        ffn=replace(MOE, router=SoftmaxRouterConfig(batch_balance_weight=0.3, sequence_balance_weight=0.1)),
+    ),
     "deep": replace(DEEPSEEK, num_layers=4),
     "many": replace(DEEPSEEK, ffn=replace(MOE, num_experts=64)),
     "latent": replace(
@@ -121,6 +125,12 @@ def check(layout: str, name: str, parallel: ParallelConfig, bounds: Bounds = FLO
         biases |= many["biases"]
         assert all(torch.equal(bias, one["biases"][key]) for key, bias in many["biases"].items())
     assert biases.keys() == one["biases"].keys()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["tp2", "cp2-ep2"])
+def test_balance_over_a_batch_does_not_depend_on_who_has_which_tokens(layout):
+    check(layout, "balanced", ParallelConfig())
 
 
 COMPILED = ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager"))

@@ -132,12 +132,13 @@ class TopKRouter(Router):
         """The weighted sum, and each without its weight."""
         config, rows = self.config, len(counts)
         normalizers = z_loss(logits)
+        if sum_ is not None and (config.batch_balance_weight or config.sequence_balance_weight):
+            # these losses are linear in the affinities: each rank adds those of its tokens
+            counts = sum_(counts.clone())
         batch = balance_loss(affinities[None], counts.sum(0, keepdim=True))
         loss = self.z_loss_weight * normalizers + config.batch_balance_weight * batch
         if config.sequence_balance_weight:
-            # the loss is linear in the affinities: each rank adds those of its tokens
-            every = counts if sum_ is None else sum_(counts.clone())
-            sequences = balance_loss(affinities.unflatten(0, (rows, -1)), every)
+            sequences = balance_loss(affinities.unflatten(0, (rows, -1)), counts)
             loss = loss + config.sequence_balance_weight * sequences
         return loss, {"balance": batch, "z_loss": normalizers}
 

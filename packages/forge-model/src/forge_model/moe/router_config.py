@@ -46,8 +46,8 @@ class TopKConfig(RouterConfig):
         groups: the experts lie in so many groups of equal size, one after the other.
         top_groups: a token chooses among the experts of so many groups: with as many groups as nodes, its
             copies go to no more than so many nodes (arXiv:2412.19437 section 2.1.2, node-limited routing).
-        batch_balance_weight: of the auxiliary loss over all tokens that are routed at once, so of a
-            micro-batch on a rank (arXiv:2101.03961 eq. 4 to 6).
+        batch_balance_weight: of the auxiliary loss over all tokens of a micro-batch of sequences, also where
+            several ranks have parts of them (arXiv:2101.03961 eq. 4 to 6).
         sequence_balance_weight: of the auxiliary loss of each sequence (arXiv:2412.19437 eq. 17 to 20).
     """
 
