@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from msgspec import structs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -194,6 +195,8 @@ def started(mfu, monkeypatch):
         (H100_GIB, "1b", "state", False),
         (H100_GIB, "1b", "documents", False),
         (H100_GIB, "3b", "base", False),
+        (H100_GIB, "3b", "compile", True),
+        (H200_GIB, "3b", "compile", False),
         (H100_GIB, "moe-4b", "routing", False),
         (H200_GIB, "moe-4b", "fp8", False),
     ],
@@ -227,6 +230,15 @@ def test_peaks_are_kept_of_every_case_and_hold_at_least_the_state_of_its_paramet
         state = sum(p.numel() for p in model.parameters()) * per_parameter[case.state] / mfu.GIB
         assert case.needed_gib is not None, f"{case}: run benchmarks/traced.py --peaks"
         assert state < case.needed_gib < 1.1 * state + 14 * case.micro_batch, case
+
+
+def test_peaks_grow_with_what_blocks_keep(mfu):
+    """Uncompiled ones keep more than compiled ones, and those that are recomputed, some of them or all, less."""
+    for model in ("1b", "3b", "8b"):
+        (base,) = mfu.cases([model], ["base"])
+        ways = ({"compile": False}, {}, {"recompute": "every-2"}, {"recompute": "full"})
+        needs = [structs.replace(base, **way).needed_gib for way in ways]
+        assert needs == sorted(needs, reverse=True) and needs[0] > 1.2 * needs[1], (model, needs)
 
 
 PLAYED = """
