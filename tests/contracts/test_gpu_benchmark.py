@@ -210,6 +210,18 @@ def test_case_that_cannot_fit_is_refused_before_it_is_started(mfu, started, gib,
         assert refused or row["tokens_per_s"] == 1.0
 
 
+def test_a_call_that_measures_nothing_leaves_no_results(mfu, monkeypatch, tmp_path):
+    """Results that are kept in the repository stay; who names a folder finds what was refused."""
+    monkeypatch.setattr(mfu, "memory_gib", lambda: 1.0)
+    kept = sorted((path, path.stat().st_mtime_ns) for path in mfu.RESULTS.iterdir())
+    monkeypatch.setattr(sys, "argv", ["mfu.py", "--models", "8b"])
+    mfu.main()
+    assert sorted((path, path.stat().st_mtime_ns) for path in mfu.RESULTS.iterdir()) == kept
+    monkeypatch.setattr(sys, "argv", ["mfu.py", "--models", "8b", "--out", str(tmp_path)])
+    mfu.main()
+    assert "not started" in (tmp_path / "mfu.json").read_text()
+
+
 def test_refusal_follows_the_memory_of_the_gpu_case_by_case(mfu, started):
     """What needs most is refused first as a GPU gets smaller; where nothing is known all are started."""
     chosen = mfu.cases(["8b"], ["micro_batch", "reference"])
@@ -233,7 +245,7 @@ def test_peaks_are_kept_of_every_case_and_hold_at_least_the_state_of_its_paramet
 
 
 def test_peaks_grow_with_what_blocks_keep(mfu):
-    """Uncompiled ones keep more than compiled ones, and those that are recomputed, some of them or all, less."""
+    """Uncompiled ones keep more than compiled ones; those that are recomputed, some or all, keep less."""
     for model in ("1b", "3b", "8b"):
         (base,) = mfu.cases([model], ["base"])
         ways = ({"compile": False}, {}, {"recompute": "every-2"}, {"recompute": "full"})

@@ -19,7 +19,8 @@ def call_compiled(
         what: is called, in the words of an error.
         compiled: by torch, with `fullgraph`.
         limit: of all that share its code.
-        arguments: of the call, as are `options`.
+        *arguments: of the call.
+        **options: of the call, by name.
 
     Raises:
         ModelError: it was compiled so many times.
