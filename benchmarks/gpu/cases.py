@@ -134,12 +134,12 @@ class Case(Config):
     @property
     def key(self) -> str:
         """What the memory of a step depends on; see `needed_gib`."""
-        fields = (name for name in self.__struct_fields__ if name not in ("compile", "routing"))
+        fields = (name for name in self.__struct_fields__ if name != "routing")
         return json.dumps({name: getattr(self, name) for name in fields}, sort_keys=True)
 
     @property
     def needed_gib(self) -> float | None:
-        """GiB that a step needs at least, as `benchmarks/traced.py --peaks` found; None if unknown."""
+        """GiB that a step needs, as `benchmarks/traced.py --peaks` found; None if unknown."""
         if not PEAKS.exists():
             return None
         return json.loads(PEAKS.read_text())["results"].get(self.key)

@@ -285,9 +285,10 @@ def main(script: Script = MFU) -> None:
         rows.append(run(case, chosen.steps, chosen.warmup, left) if left > LEAST_S else refused(case, LATE))
         print(json.dumps(rows[-1]), flush=True)
         name = f"{script.name}_tiny" if chosen.tiny else script.name
-        path = write(name, {"steps": chosen.steps, "cases": rows}, chosen.out)
         text = f"{caption(rows)}\n\n{table([shown(row) for row in rows])}"
-        path.with_suffix(".md").write_text(text + "\n")
+        if chosen.out is not None or any("error" not in row for row in rows):
+            path = write(name, {"steps": chosen.steps, "cases": rows}, chosen.out)
+            path.with_suffix(".md").write_text(text + "\n")
     print(text)
     if any(not row.get("error", LATE).startswith((LATE, MEMORY)) for row in rows):
         raise SystemExit(1)

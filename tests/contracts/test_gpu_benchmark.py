@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from msgspec import structs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -194,6 +195,8 @@ def started(mfu, monkeypatch):
         (H100_GIB, "1b", "state", False),
         (H100_GIB, "1b", "documents", False),
         (H100_GIB, "3b", "base", False),
+        (H100_GIB, "3b", "compile", True),
+        (H200_GIB, "3b", "compile", False),
         (H100_GIB, "moe-4b", "routing", False),
         (H200_GIB, "moe-4b", "fp8", False),
     ],
@@ -205,6 +208,18 @@ def test_case_that_cannot_fit_is_refused_before_it_is_started(mfu, started, gib,
     for row in rows:
         assert row.get("error", "").startswith("out of memory: needs ") == refused
         assert refused or row["tokens_per_s"] == 1.0
+
+
+def test_a_call_that_measures_nothing_leaves_no_results(mfu, monkeypatch, tmp_path):
+    """Results that are kept in the repository stay; who names a folder finds what was refused."""
+    monkeypatch.setattr(mfu, "memory_gib", lambda: 1.0)
+    kept = sorted((path, path.stat().st_mtime_ns) for path in mfu.RESULTS.iterdir())
+    monkeypatch.setattr(sys, "argv", ["mfu.py", "--models", "8b"])
+    mfu.main()
+    assert sorted((path, path.stat().st_mtime_ns) for path in mfu.RESULTS.iterdir()) == kept
+    monkeypatch.setattr(sys, "argv", ["mfu.py", "--models", "8b", "--out", str(tmp_path)])
+    mfu.main()
+    assert "not started" in (tmp_path / "mfu.json").read_text()
 
 
 def test_refusal_follows_the_memory_of_the_gpu_case_by_case(mfu, started):
@@ -227,6 +242,15 @@ def test_peaks_are_kept_of_every_case_and_hold_at_least_the_state_of_its_paramet
         state = sum(p.numel() for p in model.parameters()) * per_parameter[case.state] / mfu.GIB
         assert case.needed_gib is not None, f"{case}: run benchmarks/traced.py --peaks"
         assert state < case.needed_gib < 1.1 * state + 14 * case.micro_batch, case
+
+
+def test_peaks_grow_with_what_blocks_keep(mfu):
+    """Uncompiled ones keep more than compiled ones; those that are recomputed, some or all, keep less."""
+    for model in ("1b", "3b", "8b"):
+        (base,) = mfu.cases([model], ["base"])
+        ways = ({"compile": False}, {}, {"recompute": "every-2"}, {"recompute": "full"})
+        needs = [structs.replace(base, **way).needed_gib for way in ways]
+        assert needs == sorted(needs, reverse=True) and needs[0] > 1.2 * needs[1], (model, needs)
 
 
 PLAYED = """

@@ -1,6 +1,7 @@
 """How often blocks are compiled in a run that trains, evaluates and answers tasks; and what is too often."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from forge_model.attention.config import GroupedQueryConfig
 from forge_model.attention.mask import Mask, attend_flex, flex_blocks
 from forge_model.decoder.config import LayerOverride
 from forge_model.error import ModelError
+from forge_model.loss import cross_entropy
 from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, local_shard, parallelize
 from forge_parallel.apply import materialize
 from forge_parallel.compile_config import COMPILATIONS_OF_A_KIND, CompileConfig
@@ -145,4 +147,37 @@ def test_flex_attention_is_never_computed_uncompiled_in_silence(without_backend,
         for width in range(8, 200, 8):
             for heads in (1, 2):
                 flex(heads, width, torch.float32)
+    assert graphs() <= 10
+
+
+def test_chunks_of_the_loss_are_compiled_for_more_formats_and_vocabularies_than_torch_allows():
+    """Several models of one process share the code: training and evaluation, chunks cut short, formats."""
+    drawn = torch.Generator().manual_seed(0)
+    for vocabulary in (48, 64):
+        for dtype in (torch.float32, torch.bfloat16):
+            fused, plain = LossConfig(chunk_tokens=16).build(), LossConfig(chunk_tokens=16).build()
+            fused.compile_chunks("aot_eager")
+            for tokens in (16, 21, 17, 3):
+                hidden = torch.randn(tokens, 8, generator=drawn).to(dtype).requires_grad_()
+                weight = torch.randn(vocabulary, 8, generator=drawn).to(dtype).requires_grad_()
+                labels = torch.randint(vocabulary, (tokens,), generator=drawn)
+                made, exact = (loss(hidden, weight, labels).total for loss in (fused, plain))
+                torch.testing.assert_close(made, exact)
+                both = (torch.autograd.grad(total, (hidden, weight)) for total in (made, exact))
+                for new, old in zip(*both, strict=True):
+                    torch.testing.assert_close(new, old)
+                with torch.no_grad():
+                    torch.testing.assert_close(fused(hidden, weight, labels).total, exact.detach())
+    assert graphs() > 8
+
+
+def test_chunks_of_the_loss_that_are_compiled_too_often_are_named(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_COMPILATIONS", 10)
+    loss = LossConfig().build()
+    loss.compile_chunks("eager")
+    formats = (torch.float32, torch.bfloat16, torch.float64)
+    with pytest.raises(ModelError, match="compiled 10 times"):
+        for dtype, softcap, rows, needed in product(formats, (None, 30.0), (1, 4), (True, False)):
+            hidden = torch.randn(rows, 8, dtype=dtype, requires_grad=needed)
+            loss(hidden, torch.randn(16, 8, dtype=dtype), torch.arange(rows), softcap=softcap)
     assert graphs() <= 10

@@ -90,3 +90,36 @@ def test_greatest_value_of_a_weight_is_found_without_a_copy_of_it(special):
     torch.testing.assert_close(found, weight.abs().amax(), rtol=0, atol=0, equal_nan=True)
     assert made.most == 1
     assert _largest(weight[:0]) == 0
+
+
+@pytest.mark.parametrize("tokens", [(0,), (9,), (3, 11), (2, 32)])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
+def test_tokens_of_any_number_become_a_multiple_and_change_no_gradient(recipe, tokens, monkeypatch):
+    """Patches of images and tokens of one kind follow the data; a GPU sums over multiples only."""
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+
+    rows, config = [], FP8Config(recipe=recipe, min_size=64, emulate=True)
+    for kind in (Float8Linear, MXFP8Linear):
+
+        def forward(self, x, plain=kind.forward):
+            rows.append(x.numel() // x.shape[-1])
+            return plain(self, x)
+
+        monkeypatch.setattr(kind, "forward", forward)
+    torch.manual_seed(0)
+    model, x, slopes = Net(), torch.randn(*tokens, 64, requires_grad=True), torch.randn(*tokens, 64)
+    use_fp8(model, PLAN, config, Mesh(CPU))
+    layer = model.layers[0]
+    out = layer(x)
+    assert len(rows) == 1 and rows[0] > 0 and rows[0] % config.multiple_of_tokens == 0
+    found = [out, *torch.autograd.grad(out, [x, layer.weight, layer.bias], slopes)]
+    flat, over = x.detach().flatten(0, -2), slopes.flatten(0, -2)
+    wanted = [
+        (flat @ layer.weight.T + layer.bias).view(slopes.shape),
+        (over @ layer.weight).view(x.shape),
+        over.T @ flat,
+        over.sum(0),
+    ]
+    for new, old in zip(found, wanted, strict=True):
+        assert new.shape == old.shape and (new - old).norm() <= 0.15 * old.norm()

@@ -111,6 +111,46 @@ def test_each_tensor_comes_back_to_its_own_device(monkeypatch):
     assert devices == ["cuda", "cpu", "cuda"]
 
 
+class Shared(nn.Module):
+    """Saves its input for two products, as projections of queries and keys do, and another view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(8, 16)
+
+    def forward(self, x):
+        return self.a(x) + self.b(x) + self.c(x[:, :8])
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
+def test_a_tensor_that_is_saved_twice_is_copied_once(again):
+    torch.manual_seed(0)
+    model, streams, numbers, sent = nn.Sequential(*(Shared() for _ in range(3))), Played(), [], []
+    wanted = run(model, Played(), 1, again)
+    way, add = Offload(lambda device: streams), Saved.add
+    for index, block in enumerate(model):
+        way.apply(block, index == 0)
+
+    def counted(self, tensor):
+        before = streams.copied
+        numbers.append(number := add(self, tensor))
+        sent.append(streams.copied - before)
+        return number
+
+    with patch.object(Saved, "add", counted):
+        found = run(model, streams, 1, again)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) and not streams.races
+    assert numbers == [0, 0, 1] * 3 and sent == [1, 0, 1] * 3
+
+
+def test_a_tensor_that_was_written_meanwhile_is_another_one():
+    saved, x = Saved(torch.device("cpu"), Streams(), None), torch.ones(4)
+    numbers = [saved.add(x), saved.add(x), saved.add(x.mul_(2)), saved.add(x)]
+    assert numbers == [0, 0, 1, 1]
+    saved.free()
+    assert [saved.take(number).sum().item() for number in numbers] == [4, 4, 8, 8]
+
+
 class Nested(Block):
     """With a part that is sharded on its own, as experts are."""
 

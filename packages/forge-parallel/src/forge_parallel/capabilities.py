@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -259,10 +259,19 @@ def run_schedule(schedule: Any, micro_batches: list[dict[str, Any]]) -> None:
 
 
 def selective_contexts(policy: Callable[..., Any]) -> Callable[[], Any]:
-    """What `torch.utils.checkpoint` takes as `context_fn`, for selective activation checkpointing.
+    """What `torch.utils.checkpoint` takes as `context_fn`, for selective activation checkpointing."""
+    from torch.utils import checkpoint
 
-    2.15 counts the marks that FSDP2 makes for the profiler as operations of the region, and it makes others
-    when the region is computed again: a crash where experts in a block are units of their own.
+    _ignore_marks()
+    return partial(checkpoint.create_selective_checkpoint_contexts, policy)
+
+
+@cache
+def _ignore_marks() -> None:
+    """Let selective activation checkpointing, in all of this process, look over marks for the profiler.
+
+    2.15 counts those that FSDP2 makes as operations of the region, and it makes others when the region is
+    computed again: a crash where experts in a block are units of their own.
     """
     from torch.utils import checkpoint
 
@@ -271,7 +280,6 @@ def selective_contexts(policy: Callable[..., Any]) -> Callable[[], Any]:
         marks._record_function_enter_new.default,
         marks._record_function_exit._RecordFunction,
     }
-    return partial(checkpoint.create_selective_checkpoint_contexts, policy)
 
 
 def compiled(fn: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:

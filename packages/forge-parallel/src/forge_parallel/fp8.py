@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -59,6 +60,10 @@ def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, mesh: Mesh) -> list
         )
     convert = _to_mxfp8 if config.recipe == "mxfp8" else _to_float8
     convert(model, chosen, config)
+    for name in chosen:
+        layer: Any = model.get_submodule(name)
+        layer.__class__ = _with(OfAnyTokens, type(layer))
+        layer.multiple_of_tokens = config.multiple_of_tokens
     return chosen + experts
 
 
@@ -93,6 +98,28 @@ def eight_bit_layers(model: nn.Module, plan: Plan, config: FP8Config, tp: int) -
             "mesh.tp"
         )
     return chosen
+
+
+class OfAnyTokens(nn.Module):
+    """A linear layer whose products sum over a multiple of tokens, however many it is given. Mixed into it.
+
+    Patches of images and tokens of one kind follow the data. Zeros change no sum and no scale.
+
+    Attributes:
+        multiple_of_tokens: at least so many, also of none.
+    """
+
+    multiple_of_tokens: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As before: [..., I] -> [..., O]."""
+        tokens = x.numel() // x.shape[-1]
+        missing = max(1, -(-tokens // self.multiple_of_tokens)) * self.multiple_of_tokens - tokens
+        if not missing:
+            return super().forward(x)
+        wide = F.pad(x.reshape(tokens, x.shape[-1]), (0, 0, 0, missing))
+        out = super().forward(wide)[:tokens]
+        return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def _to_float8(model: nn.Module, chosen: list[str], config: FP8Config) -> None:

@@ -40,16 +40,21 @@ class FP8Config(Config):
         """What the sizes of 8-bit products are multiples of."""
         return 32 if self.recipe == "mxfp8" else 16
 
+    @property
+    def multiple_of_tokens(self) -> int:
+        """What the number of tokens is a multiple of, over which the gradients of weights sum in 8 bits."""
+        return 1 if self.recipe in ("none", "rowwise_with_gw_hp") else self.multiple
+
     def require_tokens(self, tokens: int) -> None:
-        """See that weights get gradients in 8 bits: their products sum over the tokens of a micro-batch.
+        """See that no layer has to pad its tokens for the gradients of weights, which costs a copy of them.
 
         Args:
-            tokens: that a layer sees at once, on one rank.
+            tokens: of text, that a layer sees at once, on one rank.
 
         Raises:
             ParallelError: they are no multiple of what such products take.
         """
-        if self.recipe in ("none", "rowwise_with_gw_hp") or tokens % self.multiple == 0:
+        if tokens % self.multiple_of_tokens == 0:
             return
         raise ParallelError(
             f'fp8.recipe = "{self.recipe}" with {tokens} tokens of a micro-batch on each rank, over which '

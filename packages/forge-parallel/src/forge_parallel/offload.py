@@ -71,13 +71,20 @@ class Saved:
     def __init__(self, device: torch.device, streams: Streams, before: Saved | None) -> None:
         self._device, self._streams, self._before = device, streams, before
         self._sources: dict[int, Tensor] = {}
+        self._numbers: dict[tuple[Any, ...], int] = {}
         self._kept: list[Tensor] = []
+        self._uses: list[int] = []
         self._back: dict[int, Tensor] | None = None
         self._left: Any = None
         self._arrived: Any = None
 
     def add(self, tensor: Tensor) -> int:
-        """Send a tensor to the host; returns its number."""
+        """Send a tensor to the host, once if several operations save it; returns its number."""
+        memory = tensor.untyped_storage()._cdata, tensor.storage_offset()
+        which = (*memory, tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if (known := self._numbers.get(which)) is not None:
+            self._uses[known] += 1
+            return known
         made = self._streams.mark()
         kept = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
         source = tensor.detach()
@@ -86,30 +93,37 @@ class Saved:
             kept.copy_(source, non_blocking=True)
             self._left = self._streams.mark()
         self._kept.append(kept)
+        self._uses.append(1)
         number = len(self._kept) - 1
-        self._sources[number] = source
+        self._sources[number], self._numbers[which] = source, number
         return number
 
     def free(self) -> None:
         """Free the memory of what has left, for what is computed from now on."""
         self._streams.wait(self._left)
         self._sources.clear()
+        self._numbers.clear()
 
     def take(self, number: int) -> Tensor:
         """A tensor on its device again; begins to bring those of the block before."""
-        found = self._sources.pop(number, None)
+        self._uses[number] -= 1
+        found = self._found(self._sources, number)
         if found is not None:  # of the last block: still here, and on its way as well
             self._streams.wait(self._left)
         else:
             self._bring()
             assert self._back is not None
             self._streams.wait(self._arrived)
-            found = self._back.pop(number, None)
+            found = self._found(self._back, number)
         before, self._before = self._before, None
         if before is not None and not before._sources:
             before._bring()
         # not there in a second backward pass over the same graph
         return self._kept[number].to(self._device, non_blocking=True) if found is None else found
+
+    def _found(self, held: dict[int, Tensor], number: int) -> Tensor | None:
+        """A tensor that is on its device, and stays until all have taken it who saved it."""
+        return held.get(number) if self._uses[number] > 0 else held.pop(number, None)
 
     def _bring(self) -> None:
         if self._back is not None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge_model.error import ModelError
+from forge_model.compiled_calls import call_compiled
 
 BLOCK = 128
 """Tokens of a block of FlexAttention."""
@@ -277,26 +277,8 @@ def attend_flex(
     options |= {"block_mask": blocks, "scale": scale, "enable_gqa": grouped}
     if torch.compiler.is_compiling():
         return flex_attention(query, key, value, **options)
-    return _call_compiled(_compiled_flex(), query, key, value, **options)
-
-
-def _call_compiled(flex: Any, *arguments: Any, **options: Any) -> Any:
-    """Call it, compiled anew up to `FLEX_COMPILATIONS` times, where torch would go on uncompiled after 8."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit
-
-    try:
-        return flex(*arguments, **options)
-    except FailOnRecompileLimitHit:
-        pass
-    limit = FLEX_COMPILATIONS
-    try:
-        with torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=4 * limit):
-            return flex(*arguments, **options)
-    except FailOnRecompileLimitHit:
-        raise ModelError(
-            f"FlexAttention was compiled {limit} times, for as many number formats, widths and kinds of "
-            "masks; uncompiled it would hold the scores of all pairs of tokens: use fewer in a process"
-        ) from None
+    compiled = _compiled_flex()
+    return call_compiled("FlexAttention was", compiled, FLEX_COMPILATIONS, query, key, value, **options)
 
 
 @cache

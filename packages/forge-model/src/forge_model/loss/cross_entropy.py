@@ -9,7 +9,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from forge_model.compiled_calls import call_compiled
 from forge_model.error import ModelError
+
+CHUNK_COMPILATIONS = 64
+"""How often what is done to a chunk is compiled in a process: formats, vocabularies, numbers of tokens."""
 
 
 class Sum(NamedTuple):
@@ -89,7 +93,8 @@ class Loss:
             backend: of `torch.compile`. Parts of the vocabulary on several ranks stay uncompiled: they wait
                 for each other in between.
         """
-        self._treat = torch.compile(partial(_treat, fused=True), backend=backend, fullgraph=True)
+        compiled = torch.compile(partial(_treat, fused=True), backend=backend, fullgraph=True)
+        self._treat = partial(call_compiled, "chunks of the loss were", compiled, CHUNK_COMPILATIONS)
 
     def __call__(
         self,
