@@ -1,3 +1,4 @@
+import json
 import sys
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 from forge_data.error import DataError
 from forge_data.store.tokenize import tokenize_files
 from forge_data.tokenizer.hf import HfTokenizerConfig
-from forge_data.tokenizer.tokenizer import BytesConfig
+from forge_data.tokenizer.tokenizer import BytesConfig, is_named
 
 
 @pytest.mark.parametrize("text", ["", "plain", "naïve 東京 🙂", "\x00\n"])
@@ -91,6 +92,26 @@ def test_hf_reads_documents_to_their_end_whatever_length_the_file_was_saved_for(
         tokenizer = HfTokenizerConfig(path=str(tokenizer_file)).build()
         assert tokenizer.encode(TEXT * 3).tolist() == whole.encode(TEXT * 3).tolist()
         assert tokenizer.digest != whole.digest
+
+
+def test_file_that_is_saved_otherwise_is_the_same_tokenizer(tokenizer_file: Path, tmp_path: Path) -> None:
+    """As other versions of libraries save it; a store that names the file as it was is still its own."""
+    before = HfTokenizerConfig(path=str(tokenizer_file)).build()
+    tree = json.loads(tokenizer_file.read_text())
+    if "merges" in tree["model"]:
+        tree["model"]["merges"] = [
+            " ".join(one) if isinstance(one, list) else one.split(" ") for one in tree["model"]["merges"]
+        ]
+    tokenizer_file.write_text(json.dumps(dict(reversed(tree.items())), indent=7))
+    after = HfTokenizerConfig(path=str(tokenizer_file)).build()
+    assert after.digest == before.digest and after.file_digest != before.file_digest
+    assert is_named(before, before.file_digest) and is_named(after, before.digest)
+    assert not is_named(after, before.file_digest)
+    ids = tree["model"]["vocab"]
+    first, *_, last = ids
+    ids[first], ids[last] = ids[last], ids[first]
+    tokenizer_file.write_text(json.dumps(tree))
+    assert HfTokenizerConfig(path=str(tokenizer_file)).build().digest != before.digest
 
 
 def word_tokenizer(folder: Path, vocab: dict[str, int]) -> HfTokenizerConfig:

@@ -35,7 +35,7 @@ from forge_data.store.tokenize import cores, say_progress, tokenize_files
 from forge_data.store.tokens import TokenStore
 from forge_data.store.validate import problems
 from forge_data.tokenizer.hf import HfTokenizerConfig
-from forge_data.tokenizer.tokenizer import BytesConfig, TokenizerConfig
+from forge_data.tokenizer.tokenizer import BytesConfig, TokenizerConfig, is_named
 
 READER_LEFT = 128 + 13
 """Exit code where nobody reads the output any more, as of a command that SIGPIPE ends."""
@@ -178,7 +178,7 @@ def _inspect(options: argparse.Namespace) -> int:
     store.verify()
     sys.stdout.write("  intact     every block matches its digest\n")
     tokenizer = _tokenizer(options).build()
-    if tokenizer.digest != manifest.tokenizer:
+    if not is_named(tokenizer, manifest.tokenizer):
         sys.stdout.write("  made with another tokenizer than the one given: no text is shown\n")
         return 0
     start = 0

@@ -19,7 +19,7 @@ from forge_data.sources.columns import Columns, Document, named
 from forge_data.sources.documents import Task, documents, were_text
 from forge_data.sources.items import ItemReader
 from forge_data.tokenizer.encoding import encoded
-from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
+from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, file_digest
 
 if TYPE_CHECKING:
     from forge_data.config import DataConfig
@@ -159,7 +159,7 @@ class TextStream(Stream, TextPacking):
     def digest(self) -> str:
         """Names what is read and with which tokenizer."""
         tokenizer = self._tokenizer.build()
-        return f"{self._text.digest(tokenizer)} {tokenizer.digest}"
+        return f"{self._text.digest(tokenizer)} {file_digest(tokenizer)}"
 
     def new_lane(self, lane: int) -> _Lane:
         """See `Stream.new_lane`."""

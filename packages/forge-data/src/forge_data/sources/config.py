@@ -28,7 +28,7 @@ from forge_data.sources.items import ItemReader
 from forge_data.store.part import held_out_part
 from forge_data.store.tokenize import ALONE, Held, Making, states_of, tokenize_files
 from forge_data.store.tokens import FORMAT, TokenStore
-from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
+from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, file_digest, is_named
 
 if TYPE_CHECKING:
     from forge_data.config import DataConfig
@@ -176,7 +176,7 @@ class TextSourceConfig(SourceConfig):
         """
         built, held, columns = tokenizer.build(), self.held(split), self.columns()
         said = structs.asdict(structs.replace(self, weight=1.0, name=None, max_epochs=None))
-        kept = cache / "tokens" / f"{key(split, type(self), said, built.digest):016x}.last"
+        kept = cache / "tokens" / f"{key(split, type(self), said, file_digest(built)):016x}.last"
         try:
             root, files = self.root_and_files(split)
         except DataError as gone:
@@ -231,7 +231,7 @@ def _name(
     known |= {file: _content(file) for file in files if file not in known}
     rows = {file: ("rows",) if were_text(file, as_text) else () for file in files}
     listed = [(str(f.relative_to(root)), known[f], *rows[f]) for f in files]
-    return key(FORMAT, tokenizer.digest, held, named(columns, tokenizer), listed)
+    return key(FORMAT, file_digest(tokenizer), held, named(columns, tokenizer), listed)
 
 
 def _content(path: Path) -> str:
@@ -369,7 +369,7 @@ class TokensConfig(SourceConfig):
                 "`held_out`"
             )
         store = TokenStore(path)
-        if store.manifest.tokenizer != tokenizer.build().digest:
+        if not is_named(tokenizer.build(), store.manifest.tokenizer):
             raise DataError(
                 f"{path} was made with tokenizer {store.manifest.tokenizer}, [data.tokenizer] is another; "
                 "name the one it was made with, or tokenize the text again"

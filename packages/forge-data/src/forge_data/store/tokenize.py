@@ -30,7 +30,7 @@ from forge_data.sources.documents import Task, documents, portions, tasks_of
 from forge_data.store.restart import RestartableWriter
 from forge_data.store.tokens import TokenStore, Writer, store_dtype
 from forge_data.tokenizer.encoding import encoded
-from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
+from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, file_digest
 
 Done = TypeVar("Done")
 
@@ -156,7 +156,7 @@ def tokenize_files(
     workers = workers or (cores() if total > SMALL_BYTES else 1)
     made = built.vocab_size, built.digest, columns.masks
     if restart:
-        kept_as = key("tokenize in portions", built.digest, named(columns, built), held, tasks, seen)
+        kept_as = key("tokenize in portions", file_digest(built), named(columns, built), held, tasks, seen)
         writer: Writer = RestartableWriter(out, *made, work=f"{kept_as:016x}")
     else:
         writer = Writer(out, *made)

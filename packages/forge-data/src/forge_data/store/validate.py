@@ -9,7 +9,7 @@ import numpy as np
 
 from forge_data.error import DataError
 from forge_data.store.tokens import CHUNK, TokenStore
-from forge_data.tokenizer.tokenizer import Tokenizer
+from forge_data.tokenizer.tokenizer import Tokenizer, is_named
 
 
 def problems(
@@ -39,7 +39,7 @@ def problems(
 
 def _require_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
     manifest = store.manifest
-    if manifest.tokenizer != tokenizer.digest or manifest.vocab_size != tokenizer.vocab_size:
+    if not is_named(tokenizer, manifest.tokenizer) or manifest.vocab_size != tokenizer.vocab_size:
         raise DataError(
             f"{store.folder} was made with tokenizer {manifest.tokenizer} of {manifest.vocab_size} ids; "
             f"given {tokenizer.digest} of {tokenizer.vocab_size}: name its own"

@@ -82,7 +82,7 @@ class HfTokenizer:
         self.eos_id: int = self._id(eos, "name its end-of-document token with tokenizer.eos")
         # Ids may have gaps, so that there are fewer tokens than the largest id says.
         self.vocab_size: int = max(self._rust.get_vocab(with_added_tokens=True).values()) + 1
-        named = file.read_bytes() + eos.encode()
+        raw, named = file.read_bytes(), eos.encode()
         if self._rust.truncation is not None or self._rust.padding is not None:
             # Such files were saved for batches of a fixed length; here every document is read to its end.
             self._rust.no_truncation()
@@ -91,7 +91,8 @@ class HfTokenizer:
         self.bos_ids: tuple[int, ...] = self._bos(bos)
         if self.bos_ids:
             named += f"/bos {self.bos_ids}".encode()
-        self.digest = hashlib.blake2b(named, digest_size=16).hexdigest()
+        self.digest = hashlib.blake2b(_content(raw) + named, digest_size=16).hexdigest()
+        self.file_digest = hashlib.blake2b(raw + named, digest_size=16).hexdigest()
         added = self._rust.get_added_tokens_decoder()
         self._control_ids = {number for number, token in added.items() if token.special}
         self.control_tokens: tuple[str, ...] = tuple(t.content for t in added.values() if t.special)
@@ -268,3 +269,16 @@ def eos_ids(generation: Mapping[str, Any]) -> list[int]:
     """The ids that end a text, of a `generation_config.json`, which may hold one or several."""
     said = generation.get("eos_token_id")
     return said if isinstance(said, list) else [] if said is None else [said]
+
+
+def _content(raw: bytes) -> bytes:
+    """What a `tokenizer.json` says, however it is written: other versions of a library save it otherwise."""
+    tree = json.loads(raw)
+    for outside in ("truncation", "padding"):
+        tree.pop(outside, None)
+    model = tree.get("model") or {}
+    if isinstance(merges := model.get("merges"), list):
+        model["merges"] = [one.split(" ") if isinstance(one, str) else one for one in merges]
+    if isinstance(added := tree.get("added_tokens"), list):
+        tree["added_tokens"] = sorted(added, key=lambda token: token.get("id", -1))
+    return json.dumps(tree, sort_keys=True).encode()

@@ -23,6 +23,7 @@ class Tokenizer(Protocol):
         vocab_size: ids are below this.
         eos_id: ends a document.
         digest: names the tokenizer in manifests.
+        file_digest: names the file that it was read from, which may be saved otherwise and say the same.
         bos_ids: begin each document and each prompt; often none.
         control_tokens: texts that are control tokens wherever they are spelled.
         stop_ids: end what a model writes; `eos_id` is one of them.
@@ -83,6 +84,16 @@ def with_bos(tokenizer: Tokenizer, text: str) -> list[int]:
 def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """What ends a text that a model writes."""
     return getattr(tokenizer, "stop_ids", (tokenizer.eos_id,))
+
+
+def file_digest(tokenizer: Tokenizer) -> str:
+    """Names what was read: by it caches and streams are named."""
+    return getattr(tokenizer, "file_digest", tokenizer.digest)
+
+
+def is_named(tokenizer: Tokenizer, digest: str) -> bool:
+    """Whether a manifest names this tokenizer; earlier ones named its file."""
+    return digest in (tokenizer.digest, file_digest(tokenizer))
 
 
 class TokenizerConfig(Config):

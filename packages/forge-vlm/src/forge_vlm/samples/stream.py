@@ -17,7 +17,7 @@ from forge_data.packing.stream import Lane, Place, Stream, Streamed
 from forge_data.sources.documents import Task
 from forge_data.sources.items import ItemReader
 from forge_data.store.tokenize import Held
-from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
+from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig, file_digest
 
 from forge_vlm.samples.make import NAMED, Damaged, Preparation, image_reader, sample_of
 from forge_vlm.samples.rows import Image, InFile
@@ -54,7 +54,7 @@ class StreamedSamples(Streamed):
 
     def digest(self, how: Preparation, tokenizer: Tokenizer) -> str:
         """Names what is read, and what is made of it."""
-        said = how.named(tokenizer), how.reader.digest, tokenizer.digest, *self.key_of_parts()
+        said = how.named(tokenizer), how.reader.digest, file_digest(tokenizer), *self.key_of_parts()
         return f"{key(self.version, *said):016x}"
 
 

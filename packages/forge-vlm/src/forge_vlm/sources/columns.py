@@ -15,7 +15,7 @@ from forge_data.sources.documents import Task, rows
 from forge_data.sources.hf import HfConfig
 from forge_data.sources.items import ItemReader
 from forge_data.store.tokenize import Held
-from forge_data.tokenizer.tokenizer import TokenizerConfig
+from forge_data.tokenizer.tokenizer import TokenizerConfig, file_digest
 
 from forge_vlm.images.marks import MARK
 from forge_vlm.samples.make import Preparation, Rows, image_reader, key_of, make_samples
@@ -90,7 +90,7 @@ class ImageTextConfig(HfConfig):
         how = self.preparation(opening.tokenizer, reader, self.held(opening.split))
         root, files = self.root_and_files(opening.split)
         said = *how.named(tokenizer), how.held, self.split
-        made_of = key(VERSION, reader.digest, tokenizer.digest, said, str(root), key_of(files, root))
+        made_of = key(VERSION, reader.digest, file_digest(tokenizer), said, str(root), key_of(files, root))
         folder = opening.cache / "samples" / f"{made_of:016x}"
         what = f"the images of {self.name or self.path}"
         if not folder.exists():

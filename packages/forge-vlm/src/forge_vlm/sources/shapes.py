@@ -11,7 +11,7 @@ from forge_data.order.order import key
 from forge_data.packing.packing import Packing
 from forge_data.sources.config import Opening, SourceConfig, sources
 from forge_data.sources.items import ItemReader, Size
-from forge_data.tokenizer.tokenizer import Tokenizer
+from forge_data.tokenizer.tokenizer import Tokenizer, file_digest
 
 from forge_vlm.images.marks import PLACE
 from forge_vlm.samples.packing import SamplePacking
@@ -99,7 +99,7 @@ class Shapes:
     ) -> None:
         self._reader, self._tokenizer, self._pairs = reader, tokenizer, pairs
         self._size, self._seed = size, seed
-        self.digest = f"shapes {VERSION} {tokenizer.digest} {count} {pairs} {size} {seed}"
+        self.digest = f"shapes {VERSION} {file_digest(tokenizer)} {count} {pairs} {size} {seed}"
         texts = [self._text(number) for number in range(count)]
         self.lengths = np.array([len(tokens) for tokens, _, _ in texts], dtype=np.int64)
         self._images = [len(scenes) for _, _, scenes in texts]
