@@ -118,3 +118,21 @@ def require_loadable(folder) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"]
     assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_of_each_expert_are_written_whoever_holds_them(forge, tiny, tmp_path, ranks):
+    extra = MIXTRAL + '\n[hooks.load]\ntype = "expert-load"\nevery_steps = 2\n'
+    flags = ["--mesh.pp=2", "--train.micro_batch=1"] if ranks == 2 else []
+    forge("train", tiny(steps=5, extra=extra), *flags, ranks=ranks)
+    run = tmp_path / "runs" / "tiny"
+    lines = [json.loads(line) for line in (run / "experts.jsonl").read_text().splitlines()]
+    assert [line.pop("step") for line in lines] == [2, 4, 5]
+    tokens = records(run)[-1]["tokens"] // 5
+    logged = {r["step"]: r for r in records(run) if "loss" in r}[5]
+    for line in lines:
+        assert sorted(line) == ["layers.0.ffn", "layers.1.ffn"]
+        assert all(len(counts) == 4 and sum(counts) == 2 * tokens for counts in line.values())
+    for layer, counts in lines[-1].items() if ranks == 1 else ():
+        (found,) = (v for k, v in logged.items() if k.endswith(f"{layer}/load_max_over_mean"))
+        assert found == pytest.approx(max(counts) / (sum(counts) / 4))

@@ -6,6 +6,7 @@ history.jsonl     each change of a key that may change as a recorded event: step
 incidents.jsonl   what went wrong and what was done: rollbacks, steps repeated, copies that differed
 ledger.jsonl      where the time of each start went
 metrics.jsonl     what was measured
+experts.jsonl     tokens of each expert, by the hook expert-load
 checkpoints/      see forge_ckpt.store
 lease/            who writes here, see forge_ckpt.lease
 exit.json         how the last start ended

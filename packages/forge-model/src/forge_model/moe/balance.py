@@ -23,11 +23,13 @@ class Tally:
 
     Attributes:
         sums: [size] float64, exact for counts; None before the first.
+        last: [size] those of the last step over all ranks; None before the first.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.sums: Tensor | None = None
+        self.last: Tensor | None = None
 
     def add(self, values: Tensor) -> None:
         """Add those of one micro-batch."""

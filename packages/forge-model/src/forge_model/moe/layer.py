@@ -225,5 +225,6 @@ def learn_from_load(layers: dict[str, ExpertLayer], sum_: Callable[[Tensor], Ten
     everyone = sum_(torch.cat(sums)).split(sizes)
     found = {}
     for (name, layer), total in zip(layers.items(), everyone, strict=True):
+        layer.tally.last = total
         found |= {f"{name}/{key}": value for key, value in layer.load(total).items()}
     return found
