@@ -20,7 +20,7 @@ from forge_config import Change, ConfigError, MayChange, judge, to_toml
 
 from forge_trainer.job import load_job
 from forge_trainer.rollback import ROLLBACK, append_incident, read_rollbacks
-from forge_trainer.run_dir import RunFiles, append_history, read_job
+from forge_trainer.run_dir import RunFiles, append_history, read_job, require_trust
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ def branch_run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if new.exists():
         raise ConfigError(f"{new} exists; choose another folder for the new run")
     place = [f'--job.name="{new.name}"', f'--job.root="{new.resolve().parent}"']
+    require_trust(old)
     loaded = load_job(RunFiles(old).config, [*overrides, *place], branch=True)
     judged = judge(read_job(old), loaded.value)
     never = [str(one.change) for one in judged if one.may is MayChange.NEVER]

@@ -56,12 +56,29 @@ def read_job(directory: Path) -> Job:
     """The job of a run, its name and root being where the directory lies now; imports what the run imports.
 
     Raises:
-        ConfigError: there is no run that has taken a step, or its `config.toml` cannot be used.
+        ConfigError: there is no run that has taken a step, its `config.toml` cannot be used, or it is of
+            somebody else and would have code executed.
     """
+    require_trust(directory)
     job = load_job(_config_of(directory)).value
     here = directory.resolve()
     place = msgspec.structs.replace(job.job, root=str(here.parent), name=here.name)
     return msgspec.structs.replace(job, job=place)
+
+
+def require_trust(directory: Path) -> None:
+    """See that no code of other users is executed unless `FORGE_TRUST=1` allows it.
+
+    Raises:
+        ConfigError: the configuration of a run is of another user, and names modules to be imported.
+    """
+    owner = _config_of(directory).stat().st_uid
+    code = read_outline(directory).code
+    if code and owner != os.geteuid() and os.environ.get("FORGE_TRUST") != "1":
+        raise ConfigError(
+            f"{directory} is a run of another user (number {owner}), and would import {', '.join(code)}; "
+            "look at these modules, and set FORGE_TRUST=1 if they may be executed"
+        )
 
 
 class Outline(Config):
