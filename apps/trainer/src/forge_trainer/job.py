@@ -41,6 +41,7 @@ from forge_trainer.environment import recorded_folder
 from forge_trainer.eval_config import EvalConfig
 from forge_trainer.hooks import HookConfig
 from forge_trainer.hooks.by_path import classes_in
+from forge_trainer.hub import fetch_named
 from forge_trainer.optim import OptimizerConfig
 from forge_trainer.portions import TrainConfig, uneven
 from forge_trainer.schedule import ScheduleConfig
@@ -211,5 +212,5 @@ def load_job(path: Path | str, overrides: Sequence[str] = (), branch: bool = Fal
     import_folders = [folder for folder in folders if folder is not None]
     wanted = (check for check in checks if not (branch and check is weights_are_of_the_model))
     every = [*wanted, classes_in([Path(path).parent, *import_folders])]
-    loaded = load(Job, path, overrides=overrides, checks=every, import_folders=import_folders)
+    loaded = load(Job, path, overrides, every, import_folders, prepare=fetch_named)
     return replace(loaded, value=absolute(loaded.value, Path.cwd()))

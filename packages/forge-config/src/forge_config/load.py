@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -51,6 +51,7 @@ def load(
     overrides: Sequence[str] = (),
     checks: Sequence[Check] = (),
     import_folders: Sequence[Path] = (),
+    prepare: Callable[[Tree], None] = lambda tree: None,
 ) -> Loaded[T]:
     """Read a configuration.
 
@@ -60,6 +61,7 @@ def load(
         overrides: `--section.key=value`, the value in TOML; a bare word is a string.
         checks: each runs when all the sections that its parameters name are valid.
         import_folders: where modules are looked for last, after the working directory and beside the file.
+        prepare: changes what all layers say together, in place, before it is decoded.
 
     Raises:
         ConfigError: with every problem found.
@@ -75,6 +77,7 @@ def load(
     import_modules(imports, [Path(path).parent, *import_folders], problems)
     layer = _merged(layers, struct)
     origins.update(layer.origins)
+    prepare(layer.tree)
     decoder = Decoder(problems, origins, raw, complete=chain.complete)
     sections = decoder.fields(layer.tree, struct, "")
     for check in checks:

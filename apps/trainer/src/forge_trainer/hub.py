@@ -1,0 +1,90 @@
+"""Names of the Hugging Face hub in place of folders. Imports no torch.
+
+`model.from`, `train.init_from` and `data.tokenizer.path` take `owner/name` or `owner/name@revision` where no
+such folder is there. What they name is fetched into the usual cache, once for all ranks of a machine, and the
+configuration then names its folder there, which holds the commit: so does `config.toml` of the run.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from forge_config import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+
+CONFIGS = ("config.json", "generation_config.json", "*processor*.json")
+WEIGHTS = (*CONFIGS, "*.safetensors", "*.safetensors.index.json")
+TOKENIZER = ("*token*.json", "chat_template*", "generation_config.json", "config.json")
+
+
+def fetch_named(tree: dict[str, Any]) -> None:
+    """Put folders of the cache in the place of names, in a configuration that is not decoded yet.
+
+    Raises:
+        ConfigError: one is neither in the cache nor can it be fetched.
+    """
+    _in_models(tree.get("model"))
+    train, data = tree.get("train"), tree.get("data")
+    if isinstance(train, dict):
+        _replace(train, "init_from", WEIGHTS)
+        if isinstance(parts := train.get("init_from"), dict):
+            for name in parts:
+                _replace(parts, name, WEIGHTS)
+    tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
+    if isinstance(tokenizer, dict) and tokenizer.get("type") == "hf":
+        _replace(tokenizer, "path", TOKENIZER)
+
+
+def _in_models(tree: Any) -> None:
+    if isinstance(tree, dict):
+        _replace(tree, "from", CONFIGS)
+        for inner in tree.values():
+            _in_models(inner)
+
+
+def _replace(table: dict[str, Any], key: str, patterns: tuple[str, ...]) -> None:
+    given = table.get(key)
+    if isinstance(given, str) and NAME.fullmatch(given) and not _is_here(given):
+        table[key] = fetched(given, patterns)
+
+
+def _is_here(name: str) -> bool:
+    """Whether it is a folder, or a run with the step behind its `@`."""
+    return Path(name).exists() or Path(name.rpartition("@")[0] or name).exists()
+
+
+def fetched(name: str, patterns: tuple[str, ...]) -> str:
+    """The folder of the cache with the files of a model, fetched where they are not there.
+
+    Raises:
+        ConfigError: they cannot be had; says what is in the cache.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(
+            f"{name} is no folder here; to fetch it from the Hugging Face hub: pip install huggingface_hub"
+        ) from None
+    repository, _, revision = name.partition("@")
+    try:
+        folder = snapshot_download(repository, revision=revision or None, allow_patterns=list(patterns))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name} is no folder here, and cannot be fetched from the Hugging Face hub: "
+            f"{str(error).strip().splitlines()[0]} In the cache are: {', '.join(_cached()) or 'no models'}"
+        ) from None
+    sys.stderr.write(f"{name}: commit {Path(folder).name[:12]} of the Hugging Face hub\n")
+    return folder
+
+
+def _cached() -> list[str]:
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        return sorted(one.repo_id for one in scan_cache_dir().repos if one.repo_type == "model")
+    except CacheNotFound:
+        return []
