@@ -398,6 +398,13 @@ def test_unknown_keys_and_left_over_tensors_are_errors(tmp_path):
         form.ours(short)
 
 
+def test_mllama_without_gated_layers_is_refused():
+    hf = json.loads(json.dumps(theirs_of("mllama").config.to_dict()))
+    hf["text_config"]["cross_attention_layers"] = []
+    with pytest.raises(ModelError, match=r"cross_attention_layers = \[\]: nothing would look at images"):
+        model_from_hf(hf)
+
+
 def test_a_model_that_no_class_computes_says_why():
     config = model_from_hf(json.loads(json.dumps(theirs_of("llava").config.to_dict())))
     with pytest.raises(ModelError, match=r"llava: positions: 'image', there 'sequential'"):
@@ -465,7 +472,7 @@ def test_pixels_are_those_of_the_image_processor_that_is_exported(case, tmp_path
     config = replace(model_from_hf(hf), **PROCESSED[case])
     form = config.hugging_face()
     for name, text in {
-        **form.files(lambda token: "<image>"),
+        **form.files(lambda token: "<|image|>" if case == "mllama" else "<image>"),
         "config.json": json.dumps(form.config()),
     }.items():
         (tmp_path / name).write_text(text)
