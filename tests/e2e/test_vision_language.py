@@ -1,14 +1,20 @@
 """A vision-language model in the real command: killed, resumed, on several ranks, asked about an image."""
 
 import io
+import itertools
 import json
+import re
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from forge_ckpt.store import Store
+from forge_data.loading.loader import build_loader
+from forge_trainer.run_dir import read_job
 from runs import losses, records, state
 
 JOB = """
@@ -365,6 +371,25 @@ def test_layouts_that_compute_something_else_are_refused_before_a_group_exists(
 ):
     refused = forge("train", seeing(fusion=fusion), *options, check=False)
     assert refused.returncode == 78 and said in refused.stderr
+
+
+def test_what_a_step_of_a_run_with_images_read_is_shown(forge, seeing, tmp_path):
+    path = seeing(steps=3)
+    forge("train", path)
+    run = tmp_path / "runs" / "tiny"
+    said = forge("sample", run, "--step=2", "--limit=3").stdout
+    assert said.count("-- step 2, sequence ") == 3 and "source 0" in said and "?" in said
+    job = read_job(run)
+    given = {"micro_batch": 8, "global_batch": 8, "steps": 3, "items": job.model.items()}
+    third = next(itertools.islice(build_loader(job.data, "train", **given), 2, None))[0].inputs["labels"]
+    shown = forge("sample", run, "--step=2").stdout.split("-- step 2, sequence ")[1:]
+    targets = [int(re.search(r", (\d+) targets", one)[1]) for one in shown]
+    assert targets == (third >= 0).sum(1).tolist()
+    code = "import sys; from forge_data.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "sample", str(run / "config.toml"), "--step=2"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0 and "`forge sample`" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 UNFIT = {
