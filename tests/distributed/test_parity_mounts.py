@@ -103,7 +103,12 @@ class Tower(nn.Module):
 
     def parallel_plan(self) -> dict[str, Any]:
         units = [["patch", "norm"]]
-        return {"blocks": "blocks.*", "units": units, "tensor": {"": "unsharded"}, "fed_by": {"": ["patches"]}}
+        return {
+            "blocks": "blocks.*",
+            "units": units,
+            "tensor": {"": "unsharded"},
+            "fed_by": {"": ["patches"]},
+        }
 
 
 class Connector(nn.Linear):

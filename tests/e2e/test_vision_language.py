@@ -394,7 +394,10 @@ def test_what_a_step_of_a_run_with_images_read_is_shown(forge, seeing, tmp_path)
 
 UNFIT = {
     "layers": ('--model.fusion={type="cross-attention",layers=""}', "model.fusion.layers"),
-    "tokens": ("--data.max_tokens=4", "an image takes 4 tokens of a sequence; set data.max_tokens to at least 5"),
+    "tokens": (
+        "--data.max_tokens=4",
+        "an image takes 4 tokens of a sequence; set data.max_tokens to at least 5",
+    ),
     "image-token": ("--model.image_token_id=999", "model.image_token_id = 999; expected an id from 0 to 271"),
 }
 
@@ -566,7 +569,7 @@ def test_run_of_text_alone_leaves_what_images_reach_out_of_the_optimizer_and_say
             assert torch.equal(value, last[name]) == is_of_images, name
             assert any(name in state for state in states) != is_of_images, name
     mixed = path.read_text().replace("[train]", '[[data.sources]]\ntype = "shapes"\nsamples = 50\n\n[train]')
-    path.write_text(mixed.replace("type = \"files\"", "weight = 9\ntype = \"files\"", 1))
+    path.write_text(mixed.replace('type = "files"', 'weight = 9\ntype = "files"', 1))
     assert "  frozen " not in forge("train", path, f"--job.root={tmp_path}/mixed").stdout
 
 

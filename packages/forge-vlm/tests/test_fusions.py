@@ -100,7 +100,9 @@ def test_row_with_text_alone_is_what_it_is_without_images(fusion):
     torch.testing.assert_close(model(**given)[1:], alone, rtol=0, atol=1e-12)
 
 
-LEARNED = {"learned-place": CrossAttentionConfig(layers="1", max_visual_tokens=12, place="learned", gate_init=0.5)}
+LEARNED = {
+    "learned-place": CrossAttentionConfig(layers="1", max_visual_tokens=12, place="learned", gate_init=0.5)
+}
 
 
 @pytest.mark.parametrize("fusion", [*FUSIONS.values(), *LEARNED.values()], ids=[*FUSIONS, *LEARNED])
@@ -139,9 +141,7 @@ def test_prompt_says_what_it_has_of_each_token_however_short_it_is(name, positio
     fusion = FUSIONS[name]
     asking = replace(config(fusion), positions=positions)
     made = [asking.prompt("a" * tokens, [], Letters()) for tokens in (1, 2, 3, 4, 20)]
-    changing = {
-        name for name, array in made[0].inputs.items() if array.shape != made[-1].inputs[name].shape
-    }
+    changing = {name for name, array in made[0].inputs.items() if array.shape != made[-1].inputs[name].shape}
     assert changing and all(prompt.by_token == changing for prompt in made)
 
 

@@ -90,7 +90,8 @@ CASES = {
     ),
     "llava-gemma2": llava(CLIP | A, GEMMA2 | {"final_logit_softcapping": 0.5}),
     "llava-gemma3": llava(
-        CLIP | A, GEMMA2 | {"model_type": "gemma3_text", "final_logit_softcapping": 0.5, "rope_parameters": None}
+        CLIP | A,
+        GEMMA2 | {"model_type": "gemma3_text", "final_logit_softcapping": 0.5, "rope_parameters": None},
     ),
     "idefics3": idefics3(IDEFICS3 | A, LLAMA),
     "idefics3-gemma2": idefics3(

@@ -101,7 +101,9 @@ def test_lines_of_json_beside_image_files_are_captions(tmp_path):
 def test_too_few_samples_to_hold_some_out_say_what_to_set(tmp_path):
     write_images(tmp_path / "d", 1)
     path = lines(tmp_path / "d", [{"image": "0.png", "text": "one"}])
-    with pytest.raises(DataError, match=r"no sample of 1 files is in the validation split with held_out = 0\.02"):
+    with pytest.raises(
+        DataError, match=r"no sample of 1 files is in the validation split with held_out = 0\.02"
+    ):
         packing(ImageTextConfig(path=path), tmp_path, split="validation")
 
 

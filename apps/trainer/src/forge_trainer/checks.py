@@ -50,8 +50,8 @@ def items_fit_the_sequences(model: ModelConfig, data: DataConfig) -> None:
     if all(source.has_tokens_only() for source in data.sources) or data.max_tokens > model.item_tokens:
         return
     raise ValueError(
-        f"data.max_tokens = {data.max_tokens}, and an image takes {model.item_tokens} tokens of a sequence; set "
-        f"data.max_tokens to at least {model.item_tokens + 1}, and more for its text"
+        f"data.max_tokens = {data.max_tokens}, and an image takes {model.item_tokens} tokens of a sequence; "
+        f"set data.max_tokens to at least {model.item_tokens + 1}, and more for its text"
     )
 
 

@@ -118,8 +118,8 @@ class Loader:
         where = (group.rows >= self.vocab_size).any(-1)
         named = ", ".join(self.sources[n] for n in sorted({*group.source[where].tolist()} - {-1}))
         raise DataError(
-            f"a text of {named} has the token {most}, and the model embeds {self.vocab_size} ids; what stands "
-            "for an image in a text is named by `mark` of its source"
+            f"a text of {named} has the token {most}, and the model embeds {self.vocab_size} ids; what "
+            "stands for an image in a text is named by `mark` of its source"
         )
 
     def state(self) -> dict[str, Any]:

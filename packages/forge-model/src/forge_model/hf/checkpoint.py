@@ -26,7 +26,8 @@ class HuggingFace(Protocol):
         """The text of further files by name, such as those of an image processor.
 
         Args:
-            spell: what a tokenizer calls a token, with None that which begins a text; empty where it has none.
+            spell: what a tokenizer calls a token, and with None the one that begins a text; empty where it
+                has none.
         """
         return {}
 

@@ -51,8 +51,8 @@ class FusionConfig(Config):
         """Whether images alone reach a module of `decoder`: a run without any does not train it.
 
         Args:
-            name: of the module, with `*` for numbers, such as `layers.*.ffn`; what is inside of it is asked for
-                too.
+            name: of the module, with `*` for numbers, such as `layers.*.ffn`; modules inside of it are asked
+                for too.
         """
         return False
 

@@ -22,7 +22,7 @@ from forge_vlm.config import VisionLanguageConfig
 from forge_vlm.connectors.config import LinearConfig, MLPConnectorConfig, PixelShuffleConfig
 from forge_vlm.encoders.config import TowerConfig
 from forge_vlm.fusion.config import JointConfig
-from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
+from forge_vlm.fusion.cross_attention_config import RESERVED, CrossAttentionConfig
 from forge_vlm.hf import mllama
 from forge_vlm.hf.towers import ACTIVATIONS, THEIRS, tower_differences, tower_from_hf, tower_to_hf
 
@@ -283,7 +283,7 @@ def model_to_hf(config: VisionLanguageConfig) -> tuple[WholeFamily, dict[str, An
 
 
 def _require_image_token(kind: str, config: VisionLanguageConfig) -> None:
-    token, end = config.image_token_id, config.vocab_size + mllama.RESERVED * (kind == "mllama")
+    token, end = config.image_token_id, config.vocab_size + RESERVED * (kind == "mllama")
     if token is None or token >= end:
         first = config.vocab_size if kind == "mllama" else 0
         raise ModelError(

@@ -125,8 +125,8 @@ def no_processor(kind: str, token: str, first: str) -> str:
         return f"without a processor: that of {kind} needs a tokenizer with a bos_token" * needs
     called = f"{token!r}" if token else "no token"
     return (
-        f"without a processor: that of {kind} needs the token {TOKENS.get(kind, 'of images')} in the tokenizer, "
-        f"which has {called} of the id model.image_token_id"
+        f"without a processor: that of {kind} needs the token {TOKENS.get(kind, 'of images')} in the "
+        f"tokenizer, which has {called} of the id model.image_token_id"
     )
 
 
