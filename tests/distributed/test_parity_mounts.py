@@ -103,12 +103,17 @@ class Tower(nn.Module):
 
     def parallel_plan(self) -> dict[str, Any]:
         units = [["patch", "norm"]]
-        return {"blocks": "blocks.*", "units": units, "tensor": {"": "unsharded"}, "inputs": ["patches"]}
+        return {
+            "blocks": "blocks.*",
+            "units": units,
+            "tensor": {"": "unsharded"},
+            "fed_by": {"": ["patches"]},
+        }
 
 
 class Connector(nn.Linear):
     def parallel_plan(self) -> dict[str, Any]:
-        return {"blocks": [], "units": [[""]], "tensor": {"": "unsharded"}, "inputs": ["patches"]}
+        return {"blocks": [], "units": [[""]], "tensor": {"": "unsharded"}, "fed_by": {"": ["patches"]}}
 
 
 class Merge(nn.Module):

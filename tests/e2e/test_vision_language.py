@@ -1,14 +1,20 @@
 """A vision-language model in the real command: killed, resumed, on several ranks, asked about an image."""
 
 import io
+import itertools
 import json
+import re
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from forge_ckpt.store import Store
+from forge_data.loading.loader import build_loader
+from forge_trainer.run_dir import read_job
 from runs import losses, records, state
 
 JOB = """
@@ -367,6 +373,44 @@ def test_layouts_that_compute_something_else_are_refused_before_a_group_exists(
     assert refused.returncode == 78 and said in refused.stderr
 
 
+def test_what_a_step_of_a_run_with_images_read_is_shown(forge, seeing, tmp_path):
+    path = seeing(steps=3)
+    forge("train", path)
+    run = tmp_path / "runs" / "tiny"
+    said = forge("sample", run, "--step=2", "--limit=3").stdout
+    assert said.count("-- step 2, sequence ") == 3 and "source 0" in said and "?" in said
+    job = read_job(run)
+    given = {"micro_batch": 8, "global_batch": 8, "steps": 3, "items": job.model.items()}
+    third = next(itertools.islice(build_loader(job.data, "train", **given), 2, None))[0].inputs["labels"]
+    shown = forge("sample", run, "--step=2").stdout.split("-- step 2, sequence ")[1:]
+    targets = [int(re.search(r", (\d+) targets", one)[1]) for one in shown]
+    assert targets == (third >= 0).sum(1).tolist()
+    code = "import sys; from forge_data.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "sample", str(run / "config.toml"), "--step=2"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0 and "`forge sample`" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+UNFIT = {
+    "layers": ('--model.fusion={type="cross-attention",layers=""}', "model.fusion.layers"),
+    "tokens": (
+        "--data.max_tokens=4",
+        "an image takes 4 tokens of a sequence; set data.max_tokens to at least 5",
+    ),
+    "image-token": ("--model.image_token_id=999", "model.image_token_id = 999; expected an id from 0 to 271"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_configurations_that_no_image_fits_are_refused_before_anything_is_built(forge, seeing, case):
+    flag, said = UNFIT[case]
+    for command in ("plan", "train"):
+        refused = forge(command, seeing(), flag, check=False)
+        assert refused.returncode == 78 and said in refused.stderr + refused.stdout
+        assert "Traceback" not in refused.stderr
+
+
 @pytest.mark.parametrize("fusion", EACH)
 def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_path, fusion):
     forge("train", seeing(steps=3, fusion=fusion))
@@ -491,19 +535,42 @@ def test_pipeline_with_a_stage_that_is_frozen_for_ever_trains_as_one_process(for
     assert two == pytest.approx(one, rel=0, abs=3e-5) and one[0] != one[-1]
 
 
-def test_run_of_text_alone_leaves_the_tower_out_of_the_optimizer_and_says_so(forge, seeing, tmp_path):
-    path = seeing(steps=3)
+ONLY_IMAGES = {
+    "joint": "encoder, connector",
+    "cross-attention": "encoder, connector, decoder.layers.*.cross",
+    "mixture-of-transformers": "encoder, connector, decoder.layers.*.attention_norm.image, ",
+    "moma": "encoder, connector, decoder.layers.*.ffn.image",
+}
+
+
+@pytest.mark.parametrize("fusion", ONLY_IMAGES)
+def test_run_of_text_alone_leaves_what_images_reach_out_of_the_optimizer_and_says_so(
+    forge, seeing, tmp_path, fusion
+):
+    path = seeing(steps=3, fusion=fusion)
     (tmp_path / "book.txt").write_text("some text of a book. " * 400)
     source = f'type = "files"\npaths = ["{tmp_path}/book.txt"]\nheld_out = 0\n'
     text = path.read_text().replace('type = "shapes"\nsamples = 400\nheld_out = 24\n', source)
     path.write_text(text)
-    said = forge("train", path).stdout
-    assert "frozen     encoder, connector: no source has what they are given" in said
-    states = Store(tmp_path / "runs" / "tiny" / "checkpoints").tensors(3)
-    assert not [name for name in states if name.startswith("optimizer.") and ".encoder." in name]
-    forge("train", path, "--mesh.pp=2", f"--job.root={tmp_path}/two", ranks=2)
-    one, two = (losses(tmp_path / root / "tiny") for root in ("runs", "two"))
-    assert two == pytest.approx(one, rel=0, abs=3e-5)
+    decay = ("--optimizer.weight_decay=0.5", "--checkpoint.every_steps=1", "--checkpoint.keep=5")
+    said = forge("train", path, *decay).stdout
+    frozen = next(line for line in said.splitlines() if line.startswith("  frozen "))
+    assert frozen.startswith(f"  frozen     {ONLY_IMAGES[fusion]}")
+    assert frozen.endswith(": no source has what they are given")
+    run = tmp_path / "runs" / "tiny"
+    states = [name for name in Store(run / "checkpoints").tensors(3) if name.startswith("optimizer.")]
+    for layout, options in {"fsdp2": (), "pp2": ("--mesh.pp=2",)}.items():
+        forge("train", path, *decay, *options, f"--job.root={tmp_path}/{layout}", ranks=2)
+        assert losses(tmp_path / layout / "tiny") == pytest.approx(losses(run), rel=0, abs=3e-5)
+    for root in ("runs", "fsdp2", "pp2"):
+        first, last = (weights(tmp_path / root / "tiny", step) for step in (1, 3))
+        for name, value in first.items():
+            is_of_images = not name.startswith("decoder") or ".cross." in name or ".image." in name
+            assert torch.equal(value, last[name]) == is_of_images, name
+            assert any(name in state for state in states) != is_of_images, name
+    mixed = path.read_text().replace("[train]", '[[data.sources]]\ntype = "shapes"\nsamples = 50\n\n[train]')
+    path.write_text(mixed.replace('type = "files"', 'weight = 9\ntype = "files"', 1))
+    assert "  frozen " not in forge("train", path, f"--job.root={tmp_path}/mixed").stdout
 
 
 ALL_LAYOUTS = {

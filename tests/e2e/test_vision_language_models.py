@@ -258,6 +258,72 @@ def mllama(folder):
     return saved(folder, transformers.MllamaForConditionalGeneration(config))
 
 
+def with_image_token(folder, number, spelled, bos=True):
+    """A tokenizer of bytes with so many ids, of which the last stands for images."""
+    files = byte_files(256, 128)
+    table = json.loads(files["tokenizer.json"])
+    first = table["added_tokens"][0]
+    names = {id: f"<unused{id}>" for id in range(257, number)} | {number: spelled}
+    table["added_tokens"] += [first | {"id": id, "content": name} for id, name in names.items()]
+    told = json.loads(files["tokenizer_config.json"]) | ({"bos_token": "<unused257>"} if bos else {})
+    files["tokenizer_config.json"] = json.dumps(told)
+    for name, text in (files | {"tokenizer.json": json.dumps(table, ensure_ascii=False)}).items():
+        (folder / name).write_text(text)
+    return f'tokenizer = {{ type = "hf", path = "{folder}", eos = "<|endoftext|>" }}'
+
+
+def test_token_of_images_behind_the_vocabulary_is_taken_in_tokenizers_and_in_no_text(
+    forge, written, tmp_path
+):
+    from PIL import Image
+
+    theirs = mllama(tmp_path / "mllama").eval()
+    tokenizer = with_image_token(tmp_path / "mllama", 272, "<|image|>")
+    own, origin = f'from = "{tmp_path}/mllama"', f'"{tmp_path}/mllama"'
+    job = written("one", own, origin, 1, "1e-30", tokenizer)
+    forge("train", job)
+    run, out = tmp_path / "one" / "tiny", tmp_path / "out"
+    assert "without" not in forge("export", run, out).stdout
+    processor = transformers.AutoProcessor.from_pretrained(out)
+    assert type(processor).__name__ == "MllamaProcessor"
+    file = picture(tmp_path, (16, 31))
+    with Image.open(file) as opened:
+        sent = processor(images=[opened], text="<|image|>colour? ", return_tensors="pt")
+    with torch.no_grad():
+        given = theirs.generate(**sent, max_new_tokens=8, do_sample=False, use_cache=False)[0]
+    answer = processor.tokenizer.decode(given[sent["input_ids"].shape[1] :], skip_special_tokens=True)
+    flags = ("--temperature=0", "--max-new-tokens=8")
+    prompt = "<image><unused257>colour? "  # as their processor lays it out
+    said = forge("generate", run, "--image", file, "--prompt", prompt, *flags).stdout
+    assert said.rstrip("\n").endswith(answer.rstrip("\n")) and answer
+    refused = forge("generate", run, "--prompt", "a <|image|>", check=False)
+    assert "<|image|> is no text for this model" in refused.stderr and "Traceback" not in refused.stderr
+    (tmp_path / "book.txt").write_text("a book that tells of <|image|> as it goes. " * 200)
+    book = f'type = "files"\npaths = ["{tmp_path}/book.txt"]\nheld_out = 0'
+    job.write_text(job.read_text().replace('type = "shapes"\nsamples = 60\nheld_out = 8', book))
+    refused = forge("train", job, f"--job.root={tmp_path}/book", check=False)
+    assert "has the token 272, and the model embeds 272 ids" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("spelled", "why"),
+    [
+        (None, "the token <|image|> in the tokenizer, which has no token of the id"),
+        ("<picture>", "the token <|image|> in the tokenizer, which has '<picture>' of the id"),
+        ("<|image|>", "a tokenizer with a bos_token"),
+    ],
+)
+def test_export_without_a_processor_that_would_work_says_why(forge, written, tmp_path, spelled, why):
+    mllama(tmp_path / "mllama")
+    tokenizer = spelled and with_image_token(tmp_path / "mllama", 272, spelled, bos=False)
+    own, origin = f'from = "{tmp_path}/mllama"', f'"{tmp_path}/mllama"'
+    forge("train", written("one", own, origin, 1, "1e-30", tokenizer or ""))
+    said = forge("export", tmp_path / "one" / "tiny", tmp_path / "out").stdout
+    assert f"without a processor: that of mllama needs {why}" in said
+    assert not list((tmp_path / "out").glob("*processor*"))
+
+
 LAYOUTS = {
     "pp2": ("--mesh.pp=2",),
     "fsdp2": (),

@@ -18,7 +18,7 @@ TOWER = {
     "sequence_inputs": ["patches"],
     "experts": ["blocks.*.experts"],
     "no_fp8": ["patch"],
-    "inputs": ["patches"],
+    "fed_by": {"": ["patches"]},
 }
 DECODER = {
     "blocks": "layers.*",
@@ -67,12 +67,13 @@ def test_flat_puts_full_names_in_order_of_execution():
         ],
         experts=["vision.tower.blocks.*.experts", "decoder.layers.*.ffn"],
         no_fp8=["vision.tower.patch", "decoder.head"],
+        fed_by={"vision.tower": ["patches"]},
         sequence_inputs=["tokens"],
     )
 
 
 def test_flat_covers_every_field():
-    own = {"stages", "sequence_inputs", "host_inputs", "inputs", "mounts"}
+    own = {"stages", "sequence_inputs", "host_inputs", "mounts"}
     full = {"mount": Plan.of(TOWER | DECODER | {"units": [["a"]], "tensor": {"a": "norm"}})}
     flat = Plan(blocks=[], mounts=full).flat()
     for name in set(Plan.__struct_fields__) - own:

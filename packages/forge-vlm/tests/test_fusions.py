@@ -1,6 +1,7 @@
 """What holds for every fusion: caches, padding, text alone, costs, and that nothing sees what it must not."""
 
 from collections import namedtuple
+from fnmatch import fnmatch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from forge_vlm.fusion.config import JointConfig
 from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
 from forge_vlm.fusion.mixture_of_transformers_config import MixtureOfTransformersConfig
 from forge_vlm.fusion.moma_config import ExpertsConfig, MomaConfig
+from msgspec.structs import replace
 
 Size = namedtuple("Size", "frames height width")  # as that of forge_data, which need not be installed
 IMAGE, VOCAB, PIXELS = "image", 31, 3 * 16
@@ -96,6 +98,51 @@ def test_row_with_text_alone_is_what_it_is_without_images(fusion):
     given = laid(model, [[[3, IMAGE, 5]], [[9]]])
     alone = model(given["tokens"][1:], doc_ids=given["doc_ids"][1:])
     torch.testing.assert_close(model(**given)[1:], alone, rtol=0, atol=1e-12)
+
+
+LEARNED = {
+    "learned-place": CrossAttentionConfig(layers="1", max_visual_tokens=12, place="learned", gate_init=0.5)
+}
+
+
+@pytest.mark.parametrize("fusion", [*FUSIONS.values(), *LEARNED.values()], ids=[*FUSIONS, *LEARNED])
+def test_what_the_plan_says_images_feed_is_what_text_alone_gives_no_gradient(fusion):
+    torch.manual_seed(0)
+    model = built(fusion).train()
+    given = laid(model, [[[20]], [[12]]])
+    loss_fn = LossConfig().build()
+    model(**given, labels=given["tokens"].roll(-1, 1), loss_fn=loss_fn).total.backward()
+    idle = {name for name, one in model.named_parameters() if one.grad is None or not one.grad.any()}
+    plan = model.parallel_plan()
+
+    def is_inside(pattern, name):
+        inner = name.split(".")[: 1 + pattern.count(".")]
+        return fnmatch(".".join(inner), pattern)
+
+    fed = {name for name, _ in model.named_parameters() if any(is_inside(p, name) for p in plan["fed_by"])}
+    assert fed == idle
+    assert all(arguments == ["patches", "grids"] for arguments in plan["fed_by"].values())
+
+
+class Letters:
+    """A tokenizer of which each letter is a token."""
+
+    vocab_size, eos_id, bos_ids, control_tokens = VOCAB, 0, (), ()
+
+    def encode(self, text):
+        return np.array([1 + ord(one) % (VOCAB - 1) for one in text], dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [(name, "sequential") for name in FUSIONS] + [(name, "image") for name in FUSIONS if "cross" not in name],
+)
+def test_prompt_says_what_it_has_of_each_token_however_short_it_is(name, positions):
+    fusion = FUSIONS[name]
+    asking = replace(config(fusion), positions=positions)
+    made = [asking.prompt("a" * tokens, [], Letters()) for tokens in (1, 2, 3, 4, 20)]
+    changing = {name for name, array in made[0].inputs.items() if array.shape != made[-1].inputs[name].shape}
+    assert changing and all(prompt.by_token == changing for prompt in made)
 
 
 @fusions

@@ -85,7 +85,18 @@ CASES = {
     "paligemma": paligemma(SIGLIP | A, GEMMA),
     "paligemma-wide": paligemma(SIGLIP | B | {"image_size": 9}, GEMMA | {"hidden_size": 36}),
     "paligemma2": paligemma(SIGLIP | A | {"image_size": 13, "patch_size": 3}, GEMMA2),
+    "paligemma2-uncapped": paligemma(
+        SIGLIP | A, GEMMA2 | {"final_logit_softcapping": None, "attn_logit_softcapping": None}
+    ),
+    "llava-gemma2": llava(CLIP | A, GEMMA2 | {"final_logit_softcapping": 0.5}),
+    "llava-gemma3": llava(
+        CLIP | A,
+        GEMMA2 | {"model_type": "gemma3_text", "final_logit_softcapping": 0.5, "rope_parameters": None},
+    ),
     "idefics3": idefics3(IDEFICS3 | A, LLAMA),
+    "idefics3-gemma2": idefics3(
+        IDEFICS3 | A, GEMMA2 | {"final_logit_softcapping": 0.5, "attn_logit_softcapping": None}
+    ),
     "idefics3-scale": idefics3(
         IDEFICS3 | B | {"image_size": 19, "patch_size": 3}, LLAMA, scale_factor=3, tie_word_embeddings=True
     ),
@@ -388,12 +399,23 @@ def test_unknown_keys_and_left_over_tensors_are_errors(tmp_path):
         form.ours(short)
 
 
+def test_mllama_without_gated_layers_is_refused():
+    hf = json.loads(json.dumps(theirs_of("mllama").config.to_dict()))
+    hf["text_config"]["cross_attention_layers"] = []
+    with pytest.raises(ModelError, match=r"cross_attention_layers = \[\]: nothing would look at images"):
+        model_from_hf(hf)
+
+
 def test_a_model_that_no_class_computes_says_why():
     config = model_from_hf(json.loads(json.dumps(theirs_of("llava").config.to_dict())))
     with pytest.raises(ModelError, match=r"llava: positions: 'image', there 'sequential'"):
         replace(config, positions="image").hugging_face().config()
     with pytest.raises(ModelError, match=r"model\.image_token_id"):
         replace(config, image_token_id=None).hugging_face().config()
+    gemma = model_from_hf(json.loads(json.dumps(theirs_of("llava-gemma2").config.to_dict())))
+    capped = replace(gemma, decoder=replace(gemma.decoder, logit_softcap=30.0))
+    with pytest.raises(ModelError, match=r"llava: decoder\.logit_softcap: 30\.0, there 'absent'"):
+        capped.hugging_face().config()
     with pytest.raises(ModelError, match=r"image_token_id = 50; .*from 0 to 49"):
         replace(config, image_token_id=50).hugging_face().config()
     gated = model_from_hf(json.loads(json.dumps(theirs_of("mllama").config.to_dict())))
@@ -451,7 +473,7 @@ def test_pixels_are_those_of_the_image_processor_that_is_exported(case, tmp_path
     config = replace(model_from_hf(hf), **PROCESSED[case])
     form = config.hugging_face()
     for name, text in {
-        **form.files(lambda token: "<image>"),
+        **form.files(lambda token: "<|image|>" if case == "mllama" else "<image>"),
         "config.json": json.dumps(form.config()),
     }.items():
         (tmp_path / name).write_text(text)

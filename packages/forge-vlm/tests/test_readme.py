@@ -1,5 +1,6 @@
 """The README runs; configuration needs no torch."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,3 +20,11 @@ def test_readme_runs(tmp_path):
 def test_configuration_imports_no_torch(module):
     code = f"import sys, forge_vlm.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_readme_names_all_that_can_be_configured():
+    text = README.read_text()
+    for file in sorted((README.parent / "src").rglob("*.py")):
+        for kind, name in re.findall(r'@(\w+)\.register\("(.+)"\)', file.read_text()):
+            if kind in ("encoders", "connectors", "fusions", "sources"):
+                assert f"`{name}`" in text, f"{name} of {kind}"

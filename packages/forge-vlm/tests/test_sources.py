@@ -98,6 +98,15 @@ def test_lines_of_json_beside_image_files_are_captions(tmp_path):
         assert np.array_equal(patches, patches_of(picture(number, 16, 16), 8))
 
 
+def test_too_few_samples_to_hold_some_out_say_what_to_set(tmp_path):
+    write_images(tmp_path / "d", 1)
+    path = lines(tmp_path / "d", [{"image": "0.png", "text": "one"}])
+    with pytest.raises(
+        DataError, match=r"no sample of 1 files is in the validation split with held_out = 0\.02"
+    ):
+        packing(ImageTextConfig(path=path), tmp_path, split="validation")
+
+
 def test_prompt_is_no_target_and_marks_say_where_images_stand(tmp_path):
     write_images(tmp_path / "d", 2)
     row = {"image": ["0.png", "1.png"], "q": "a<image>b<image>c", "a": "yes"}

@@ -45,10 +45,20 @@ def sequences_fit_the_model(model: ModelConfig, data: DataConfig) -> None:
         )
 
 
+def items_fit_the_sequences(model: ModelConfig, data: DataConfig) -> None:
+    """A sample is never cut, so that a sequence must hold an item and something to learn of it."""
+    if all(source.has_tokens_only() for source in data.sources) or data.max_tokens > model.item_tokens:
+        return
+    raise ValueError(
+        f"data.max_tokens = {data.max_tokens}, and an image takes {model.item_tokens} tokens of a sequence; "
+        f"set data.max_tokens to at least {model.item_tokens + 1}, and more for its text"
+    )
+
+
 def vocabulary_covers_the_tokenizer(model: ModelConfig, data: DataConfig) -> None:
-    """Every token id must have an embedding."""
+    """Every token id must have an embedding, unless it stands for what is no text."""
     needed = data.tokenizer.vocab_size
-    if needed > model.vocab_size:
+    if needed > model.tokenizer_ids:
         raise ValueError(
             f"model.vocab_size = {model.vocab_size} is smaller than the {needed} ids of the tokenizer; "
             f"set model.vocab_size to at least {needed}"
@@ -275,6 +285,7 @@ def blocks_are_not_compiled_too_often(model: ModelConfig, compile: CompileConfig
 
 checks: list[Callable[..., None]] = [
     sequences_fit_the_model,
+    items_fit_the_sequences,
     vocabulary_covers_the_tokenizer,
     what_averages_does_not_decay,
     every_part_can_learn,

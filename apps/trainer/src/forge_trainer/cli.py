@@ -125,8 +125,13 @@ def _add_commands_on_runs(commands: Any) -> None:
     verify = _command(commands, "verify-export", _look, "compare an export, in transformers, with the run")
     branch = _command(commands, "branch", _branch, "a new run that goes on from a checkpoint of another")
     after = _command(commands, "after", _after, "called by the batch script: run the job again if that helps")
+    sample = _command(commands, "sample", _look, "the text that a step of a run read, or will read")
+    sample.add_argument("--step", type=_count_or_none, required=True, help="from 0")
+    sample.add_argument("--rank", type=_count_or_none, default=0, help="of ranks that read different data")
+    sample.add_argument("--world-size", type=_count, default=1, help="how many such ranks there are")
+    sample.add_argument("--limit", type=_count_or_none, help="sequences at most")
     or_root = ", or a folder of runs to list"
-    for command in (generate, evaluate, status, export, verify, branch, after):
+    for command in (generate, evaluate, status, sample, export, verify, branch, after):
         command.add_argument("directory", help=f"the run directory{or_root if command is status else ''}")
     branch.add_argument("out", help="the directory of the new run; keys are overridden as in train")
     branch.add_argument("--step", type=int, help="of the checkpoint; the newest if absent")
@@ -243,6 +248,10 @@ def _look_here(options: argparse.Namespace) -> int:
 
     if options.command == "status":
         return show_status(options)
+    if options.command == "sample":
+        from forge_trainer.sample import show_sample
+
+        return show_sample(options)
     from forge_trainer.trained import evaluate_run, export_run
     from forge_trainer.verify_export import verify_export
     from forge_trainer.write import generate_text

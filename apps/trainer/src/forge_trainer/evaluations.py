@@ -40,6 +40,7 @@ def open_evaluations(job: Job, mesh: Mesh, got_on: Callable[[], None] = lambda: 
                 job.data, of_set.sources, of_set.samples, on_progress=told, **portion
             )
         for loader in found.values():
+            loader.vocab_size = job.model.vocab_size
             loader.pinned = mesh.device.type == "cuda"
         return found
 

@@ -80,6 +80,7 @@ def open_data(
         mesh.control_group,
         got_on,
     )
+    loader.vocab_size = job.model.vocab_size
     loader.pinned = mesh.device.type == "cuda"
     loader.require(fingerprint, progress.samples)
     if loader.last_step is not None:

@@ -199,10 +199,18 @@ def _export_of(job: Job, run: Path, tokenizer: Tokenizer) -> _Export:
         ModelError: it has no form.
     """
     form, known = form_of(job.model, "forge export"), tokenizer.vocab_size
+    told = json.loads(job.data.tokenizer.hf_files(job.model.max_tokens).get("tokenizer_config.json", "{}"))
     try:
         config = form.config()
-        files = form.files(lambda token: tokenizer.spell([token]) if token < known else "")
-        return _Export(config, files, form.theirs, f"it is a {config['architectures'][0]} of transformers")
+
+        def spell(token: int | None) -> str:
+            if token is None:
+                return str(told.get("bos_token") or "")
+            return tokenizer.spell([token]) if token < known else ""
+
+        why = f"it is a {config['architectures'][0]} of transformers"
+        lacks = form.lacks(spell)
+        return _Export(config, form.files(spell), form.theirs, f"{why}\n{lacks}" if lacks else why)
     except ModelError as error:
         if not isinstance(job.model, ComposedConfig):
             raise

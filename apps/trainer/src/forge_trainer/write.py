@@ -81,11 +81,18 @@ class Writer:
         except UnicodeEncodeError as error:
             raise ConfigError(f"given the prompt {prompt!r}; expected text in UTF-8: {error}") from None
         if not images and not (others and prompt):
-            return Prompt(with_bos(self._tokenizer, prompt) or [self._tokenizer.eos_id])
-        try:
-            return self._config.prompt(prompt, images, self._tokenizer)
-        except ValueError as error:
-            raise ConfigError(f"the prompt {prompt!r}: {error}") from None
+            given = Prompt(with_bos(self._tokenizer, prompt) or [self._tokenizer.eos_id])
+        else:
+            try:
+                given = self._config.prompt(prompt, images, self._tokenizer)
+            except ValueError as error:
+                raise ConfigError(f"the prompt {prompt!r}: {error}") from None
+        if (most := max(given.tokens, default=0)) >= self._config.vocab_size:
+            raise ConfigError(
+                f"the prompt {prompt!r}: {self._tokenizer.spell([most])} is no text for this model; write "
+                "<image> where an image stands"
+            )
+        return given
 
     def show(self, prompt: str, images: Sequence[bytes] = ()) -> None:
         """Print a prompt and what follows it, as it is written."""

@@ -233,7 +233,15 @@ class _Job(Config):
 
 def _run_of(path: str, overrides: Sequence[str]) -> tuple[DataConfig, Run, BatchSizes]:
     """The data of a run, how much it reads, and the sizes of its batches."""
-    job = load(_Job, path, overrides).value
+    try:
+        job = load(_Job, path, overrides).value
+    except ConfigError as error:
+        if ".type: " not in str(error):
+            raise
+        raise ConfigError(
+            f"{error}\nTypes that the parts of a run bring along, such as sources of images, are known to "
+            "`forge sample` and `forge train`"
+        ) from None
     train, max_tokens = job.train, job.data.max_tokens
     said = {key: train[key] for key in ("steps", "global_batch", "global_batch_tokens") if key in train}
     for key, value in said.items():

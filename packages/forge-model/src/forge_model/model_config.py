@@ -45,6 +45,16 @@ class ModelConfig(Config):
         """Longest sequence."""
         raise NotImplementedError
 
+    @property
+    def item_tokens(self) -> int:
+        """Tokens of a sequence that an item takes which is no text, such as an image; 0 if there are none."""
+        return 0
+
+    @property
+    def tokenizer_ids(self) -> int:
+        """Most ids of a tokenizer; more than `vocab_size` where those behind it stand for what is no text."""
+        return self.vocab_size
+
     def build(self) -> nn.Module:
         """The model, with parameters not yet meaningful; build it under `torch.device("meta")`."""
         raise NotImplementedError

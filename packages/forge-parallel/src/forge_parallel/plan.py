@@ -95,8 +95,8 @@ class Plan(Config):
             this plan names itself. `stages`, `sequence_inputs` and `host_inputs` of a mounted plan are for
             its module alone: a composite says its own.
         host_inputs: arguments that stay in the memory of the host, such as sizes that are read there.
-        inputs: of a mounted plan: the arguments of the whole model by which this mount is fed. Nothing here
-            reads them; who has no data for them can see that the mount is not trained.
+        fed_by: patterns of modules that only some arguments of the whole model reach, and these arguments.
+            Nothing here reads them; who has no data for them can see that the modules are not trained.
     """
 
     blocks: str | list[str]
@@ -110,7 +110,7 @@ class Plan(Config):
     no_fp8: list[str] = []
     mounts: dict[str, Plan] = {}
     host_inputs: list[str] = []
-    inputs: list[str] = []
+    fed_by: dict[str, list[str]] = {}
 
     @classmethod
     def of(cls, source: nn.Module | dict[str, Any]) -> Plan:
@@ -139,7 +139,7 @@ class Plan(Config):
             find(model, prefix, "mount")
         flat = self.flat()
         patterns = [*flat.block_patterns, *(p for group in flat.units for p in group), *flat.tensor]
-        for pattern in [*patterns, *flat.no_fp8, *flat.experts, *flat.attention_patterns]:
+        for pattern in [*patterns, *flat.no_fp8, *flat.experts, *flat.attention_patterns, *flat.fed_by]:
             find(model, pattern)
 
     def flat(self) -> Plan:
@@ -166,6 +166,7 @@ class Plan(Config):
             attention=full((prefix, plan.attention_patterns) for prefix, plan in plans),
             experts=full((prefix, plan.experts) for prefix, plan in plans),
             no_fp8=full((prefix, plan.no_fp8) for prefix, plan in plans),
+            fed_by=_merge("fed_by", ((prefix, plan.fed_by) for prefix, plan in plans)),
         )
 
     def _mounted(self) -> Iterator[tuple[str, Plan]]:

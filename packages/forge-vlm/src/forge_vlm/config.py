@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from forge_config import Meta
 from forge_model.config import ComposedConfig, DecoderConfig, ModelConfig, models
 from forge_model.decoder.config import over
+from forge_model.error import ModelError
 from forge_model.model_config import Prompt
 from msgspec import field
 
@@ -98,6 +99,13 @@ class VisionLanguageConfig(ComposedConfig):
                 f"a resampler after a {type(self.encoder).__name__}, which has a class token for each tile; "
                 'use connector.type = "linear" or "mlp"'
             )
+        most = self.vocab_size + self.fusion.ids_behind
+        if self.image_token_id is not None and self.image_token_id >= most:
+            raise ModelError(
+                f"model.image_token_id = {self.image_token_id}; expected an id from "
+                f"{self.vocab_size * bool(self.fusion.ids_behind)} to {most - 1}, where "
+                f"model.decoder.vocab_size = {self.vocab_size}"
+            )
         self._require_beside(self.fusion.tokens_beside)
         if self.positions == "grid":
             self._require_axes_of_positions(self.decoder)
@@ -133,6 +141,16 @@ class VisionLanguageConfig(ComposedConfig):
                     f'positions = "grid" has {AXES["grid"]} axes, and the rotation of layer {number} has '
                     f'{axes or 1}; set rope = {{ type = "mrope", sections = [...] }} with 3 sections'
                 )
+
+    @property
+    def item_tokens(self) -> int:
+        """See `ModelConfig.item_tokens`: of one square image, as one picture."""
+        return self.fusion.places(self.image_tokens)
+
+    @property
+    def tokenizer_ids(self) -> int:
+        """See `ModelConfig.tokenizer_ids`: what stands at places of images is never looked up."""
+        return max(self.vocab_size, 1 + (self.image_token_id or 0))
 
     @property
     def image_tokens(self) -> int:

@@ -133,6 +133,15 @@ class VisionLanguage(Model):
         """See `Decoder.begin`."""
         return self(tokens, cache=cache, last_logits=1, **inputs)[:, -1]
 
+    def _of_images(self) -> list[str]:
+        """Patterns of the modules that images alone reach, as far as this stage has them."""
+        before = {name: getattr(self, name) for name in ("encoder", "connector", "fusion")}
+        whole = [name for name, part in before.items() if part is not None and [*part.parameters()]]
+        numbered = (name.split(".") for name, _ in self.decoder.named_modules() if name)
+        shapes = [".".join("*" if part.isdigit() else part for part in parts) for parts in numbered]
+        inner = [f"decoder.{name}" for name in dict.fromkeys(shapes) if self.config.fusion.is_of_images(name)]
+        return whole + inner
+
     def parallel_plan(self) -> dict[str, Any]:
         """What may be done to this model in parallel, as plain data; see `forge_parallel.plan`."""
         decoder = self.decoder.parallel_plan()
@@ -140,20 +149,15 @@ class VisionLanguage(Model):
         fusion = {} if self.fusion is None else tensor_roles(self.fusion)
         mounts: dict[str, Any] = {}
         if self.encoder is not None:
-            mounts["encoder"] = {"blocks": "layers.*", "tensor": {"": "unsharded"}, "inputs": FED_BY[:2]}
-            mounts["connector"] = {
-                "blocks": [],
-                "units": [[""]],
-                "tensor": {"": "unsharded"},
-                "inputs": FED_BY[:2],
-            }
-        by_token = ["image_index", *self.config.fusion.by_token()]
-        by_token += ["position_offsets"] * (self.config.positions != "sequential")
+            mounts["encoder"] = {"blocks": "layers.*", "tensor": {"": "unsharded"}}
+            mounts["connector"] = {"blocks": [], "units": [[""]], "tensor": {"": "unsharded"}}
+        by_token = self.config.items().by_token
         return {
             "blocks": [],
             "mounts": mounts | {"decoder": decoder},
             "tensor": {joined("fusion", name): role for name, role in fusion.items()},
             "host_inputs": ["grids", *self.config.fusion.host],
+            "fed_by": dict.fromkeys(self._of_images(), FED_BY[:2]),
             "sequence_inputs": list(dict.fromkeys([*decoder["sequence_inputs"], *by_token])),
             "stages": stages
             | {

@@ -74,6 +74,7 @@ class Recorder(Hook):
         self._folder = run.directory / config.folder
         data = msgspec.structs.replace(run.job.data, validation_samples=config.samples)
         batches = build_loader(data, "validation", micro_batch=1, items=run.job.model.items())
+        batches.vocab_size = run.job.model.vocab_size
         probe = [dict(micro.inputs) for batch in batches for micro in batch]
         # sequences that have each a number of rows of their own are recorded one by one
         self._probe: Probe = Alone(probe) if batches.batches.side.ragged else [_only(one) for one in probe]

@@ -181,12 +181,12 @@ def freeze(model: nn.Module, rules: Sequence[GroupRule], sources: Sequence[Sourc
 
 
 def unfed(model: nn.Module, sources: Sequence[SourceConfig]) -> list[str]:
-    """The modules whose inputs are in no source, such as a tower where there are no images."""
+    """Patterns of the modules whose inputs are in no source, such as a tower where there are no images."""
     from forge_parallel.plan import Plan
 
     if not sources or not all(source.has_tokens_only() for source in sources):
         return []
-    return [name for name, mount in Plan.of(model).mounts.items() if mount.inputs]
+    return [pattern for pattern, inputs in Plan.of(model).flat().fed_by.items() if inputs]
 
 
 def require_names(rules: Sequence[GroupRule], roles: Mapping[str, str]) -> None:

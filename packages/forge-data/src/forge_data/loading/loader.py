@@ -49,6 +49,7 @@ class Loader:
         order: the order of samples, where it goes on; None for a pass over held-out text.
         pins: the versions of streams that have several, by the name that they have in a checkpoint.
         token_bytes: [vocab_size] of each token, for a pass over held-out text; None tells no `bytes`.
+        vocab_size: token ids that a model has embeddings for; None for any.
         pinned: whether micro-batches are in memory that a GPU reads without the host; see `micro_batches`.
     """
 
@@ -63,6 +64,7 @@ class Loader:
     order: Order | None = field(default=None, repr=False)
     pins: dict[str, str] = field(default_factory=dict[str, str], repr=False)
     token_bytes: np.ndarray | None = field(default=None, repr=False)
+    vocab_size: int | None = None
     pinned: bool = False
     _open: list[Workers] = field(default_factory=list[Workers], init=False, repr=False)
     _state: dict[str, Place] = field(default_factory=dict[str, Place], init=False, repr=False)
@@ -96,6 +98,7 @@ class Loader:
         self, groups: Iterator[Group], check: Callable[[], None] = lambda: None
     ) -> Iterator[list[MicroBatch]]:
         for group in groups:
+            self._require_known(group)
             host = self.batches.side.host
             found, self._state = micro_batches(group, self.sources, host, self.pinned), group.state
             if self.token_bytes is not None:
@@ -107,6 +110,17 @@ class Loader:
             for start in range(0, len(found), self.batches.micro_batches):
                 check()
                 yield found[start : start + self.batches.micro_batches]
+
+    def _require_known(self, group: Group) -> None:
+        """A tokenizer may have ids for what is no text, such as places of images; no text may hold them."""
+        if self.vocab_size is None or (most := int(group.rows.max(initial=0))) < self.vocab_size:
+            return
+        where = (group.rows >= self.vocab_size).any(-1)
+        named = ", ".join(self.sources[n] for n in sorted({*group.source[where].tolist()} - {-1}))
+        raise DataError(
+            f"a text of {named} has the token {most}, and the model embeds {self.vocab_size} ids; what "
+            "stands for an image in a text is named by `mark` of its source"
+        )
 
     def state(self) -> dict[str, Any]:
         """Where the lanes of streams that this rank reads go on behind the last item, as JSON by name."""

@@ -17,6 +17,7 @@ from forge_data.order.mixing import Run, build_order
 from forge_data.order.skips import left_out
 from forge_data.packing.build import train_packings
 from forge_data.packing.packing import IGNORE, Packing
+from forge_data.sources.items import ItemReader
 from forge_data.tokenizer.tokenizer import Tokenizer
 
 OPEN, CLOSE = "\u27ea", "\u27eb"
@@ -49,6 +50,7 @@ def sample_lines(
     world_size: int = 1,
     limit: int | None = None,
     sizes: BatchSizes | None = None,
+    items: ItemReader | None = None,
 ) -> Iterator[str]:
     """The text of the sequences of a step, each after a line that says where it is from.
 
@@ -62,6 +64,7 @@ def sample_lines(
         world_size: how many those are.
         limit: sequences at most; None for all.
         sizes: of the batches, where they grow; its last one is that of `run`.
+        items: what the model makes of items that are no text.
 
     Raises:
         DataError: there is no such step or rank.
@@ -74,12 +77,12 @@ def sample_lines(
             f"rank from 0 below a number of ranks that divides the {sizes.unit} sequences of a step"
         )
     config = sizes.counted_in_items(config)
-    items = range(sizes.items(step), sizes.items(step + 1))
+    numbers = range(sizes.items(step), sizes.items(step + 1))
     of_run = Run(sizes.unit, None if run.steps is None else sizes.items(run.steps))
     read = _streamed if config.streamed_names() else _numbered
     tokenizer, batch = config.tokenizer.build(), sizes.at(step)
     for place, (where, tokens, labels) in enumerate(
-        itertools.islice(read(config, of_run, items, rank, share), limit)
+        itertools.islice(read(config, of_run, numbers, rank, share, items), limit)
     ):
         within = place // share * sizes.unit + rank * share + place % share
         held = np.flatnonzero((labels != IGNORE) | (tokens != 0))
@@ -98,14 +101,16 @@ Read = tuple[str, np.ndarray, np.ndarray]
 """Where a sequence is from; [T] int64 tokens; [T] int64 labels, which are those of the next tokens."""
 
 
-def _numbered(config: DataConfig, run: Run, items: range, rank: int, share: int) -> Iterator[Read]:
+def _numbered(
+    config: DataConfig, run: Run, numbers: range, rank: int, share: int, items: ItemReader | None
+) -> Iterator[Read]:
     """Sequences that can be asked for by number."""
-    packings: dict[int, Packing] = train_packings(config, run.global_batch)
+    packings: dict[int, Packing] = train_packings(config, run.global_batch, items)
     order, names = (
         build_order(config, [len(packing) for packing in packings.values()], run),
         config.source_names(),
     )
-    for item in items:
+    for item in numbers:
         first = item * run.global_batch + rank * share
         places = np.arange(first, first + share)
         for ordinal, source, number in zip(order.skips.ordinals(places), *order.locate(places), strict=True):
@@ -117,7 +122,9 @@ def _numbered(config: DataConfig, run: Run, items: range, rank: int, share: int)
             yield where, read.tokens[0, :-1].astype(np.int64), labels
 
 
-def _streamed(config: DataConfig, run: Run, items: range, rank: int, share: int) -> Iterator[Read]:
+def _streamed(
+    config: DataConfig, run: Run, numbers: range, rank: int, share: int, items: ItemReader | None
+) -> Iterator[Read]:
     """Sequences of a mixture that has streams: what a step reads follows from all steps before it."""
     from forge_data.loading.loader import build_loader  # brings torch, which other commands do not need
 
@@ -130,8 +137,9 @@ def _streamed(config: DataConfig, run: Run, items: range, rank: int, share: int)
         micro_batch=share,
         global_batch=run.global_batch,
         steps=run.steps,
+        items=items,
     )
-    for item in itertools.islice(loader, items.start, items.stop):
+    for item in itertools.islice(loader, numbers.start, numbers.stop):
         for micro in item:
             for number, source in enumerate(micro.statistics["source"].tolist()):
                 tokens, labels = (micro.inputs[name][number].numpy() for name in ("tokens", "labels"))

@@ -201,13 +201,21 @@ def state_key(source: int, lane: int) -> str:
     return f"data.{source}.{lane}"
 
 
-def train_packings(config: DataConfig, global_batch: int) -> dict[int, Packing]:
-    """The sequences of all sources in their order, streams from their start, without a model to read items.
+def train_packings(
+    config: DataConfig, global_batch: int, items: ItemReader | None = None
+) -> dict[int, Packing]:
+    """The sequences of all sources in their order, streams from their start.
+
+    Args:
+        config: the section `[data]`.
+        global_batch: sequences of a step.
+        items: what the model makes of items that are no text; without it there may be none.
 
     Raises:
         DataError: data are missing, or cannot be cut as asked.
     """
-    packings = build_packings(config, "train") | build_streams(config, global_batch, {})
+    packings = build_packings(config, "train", items=items)
+    packings |= build_streams(config, global_batch, {}, items=items)
     return dict(sorted(packings.items()))
 
 

@@ -60,6 +60,13 @@ class Held:
         held_out = key("held-out", name) / 2**64 < self.fraction
         return held_out == (self.split == "validation")
 
+    def none_of(self, files: int, what: str = "document") -> str:
+        """What to say where the split takes nothing of so many files that are not empty."""
+        return (
+            f"no {what} of {files} files is in the {self.split} split with held_out = {self.fraction:g}; "
+            "change it, or give validation text of its own"
+        )
+
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
@@ -221,10 +228,7 @@ def _read(files: Sequence[Path], num_docs: int, empty: int) -> str:
 def _nothing(num_files: int, held: Held) -> str:
     if not held.fraction:
         return f"there is no text in {num_files} files"
-    return (
-        f"no document of {num_files} files is in the {held.split} split with held_out = {held.fraction:g}; "
-        "change it, or give validation text of its own"
-    )
+    return held.none_of(num_files)
 
 
 def in_order(

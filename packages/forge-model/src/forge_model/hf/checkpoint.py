@@ -22,13 +22,18 @@ class HuggingFace(Protocol):
         """The `config.json` of the model, whose tokens that begin, end and pad a text are not known here."""
         ...
 
-    def files(self, spell: Callable[[int], str]) -> Mapping[str, str]:
+    def files(self, spell: Callable[[int | None], str]) -> Mapping[str, str]:
         """The text of further files by name, such as those of an image processor.
 
         Args:
-            spell: what a tokenizer calls a token; empty where it has none of that id.
+            spell: what a tokenizer calls a token, and with None the one that begins a text; empty where it
+                has none.
         """
         return {}
+
+    def lacks(self, spell: Callable[[int | None], str]) -> str:
+        """Which files `files` does not make, and why; empty if none is missing."""
+        return ""
 
     def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """Our tensors by their names; each is read when it is taken out."""

@@ -30,6 +30,11 @@ class FusionConfig(Config):
         """Most visual tokens of a sequence, given beside its tokens; 0 where they stand among them."""
         return 0
 
+    @property
+    def ids_behind(self) -> int:
+        """How many ids behind the vocabulary may be that of the token at places; see `image_token_id`."""
+        return 0
+
     def decoder(self, config: DecoderConfig) -> DecoderConfig:
         """The decoder that is built: the one of the configuration, with the blocks that the fusion needs.
 
@@ -41,6 +46,15 @@ class FusionConfig(Config):
     def seed_of(self, name: str) -> str | None:
         """The weight of the decoder without images from which one of `decoder` starts; None if none does."""
         return name
+
+    def is_of_images(self, name: str) -> bool:
+        """Whether images alone reach a module of `decoder`: a run without any does not train it.
+
+        Args:
+            name: of the module, with `*` for numbers, such as `layers.*.ffn`; modules inside of it are asked
+                for too.
+        """
+        return False
 
     def build(self, dim: int) -> nn.Module:
         """A module that makes inputs of a decoder, `dim` wide, of visual tokens; see `fusion.joint.Joint`."""

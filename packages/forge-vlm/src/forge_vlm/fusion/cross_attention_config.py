@@ -16,6 +16,7 @@ from forge_model.config import (
     StandardBlockConfig,
     blocks,
 )
+from forge_model.decoder.config import INDICES
 from forge_model.side_inputs import Needs
 from msgspec.structs import replace
 
@@ -23,6 +24,9 @@ from forge_vlm.fusion.config import FusionConfig, fusions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+RESERVED = 8
+"""Rows of the embedding of Mllama behind its vocabulary, of which one is that of the image token."""
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -124,7 +128,7 @@ class CrossAttentionConfig(FusionConfig):
 
     passed_on: ClassVar[str] = "image_features"
 
-    layers: str = "::4"
+    layers: Annotated[str, Meta(pattern=INDICES)] = "::4"
     max_visual_tokens: Count = 256
     num_heads: Count | None = None
     num_kv_heads: Count | None = None
@@ -140,6 +144,11 @@ class CrossAttentionConfig(FusionConfig):
         """See `FusionConfig.tokens_beside`."""
         return self.max_visual_tokens
 
+    @property
+    def ids_behind(self) -> int:
+        """See `FusionConfig.ids_behind`: Mllama has so many rows there."""
+        return RESERVED if self.place == "learned" else 0
+
     def decoder(self, config: DecoderConfig) -> DecoderConfig:
         """See `FusionConfig.decoder`."""
         if config.mtp.num_modules:
@@ -147,6 +156,8 @@ class CrossAttentionConfig(FusionConfig):
                 f'fusion.type = "cross-attention" with mtp.num_modules = {config.mtp.num_modules}, whose '
                 "modules see no images; use 0"
             )
+        if not self.layers:
+            raise ValueError("fusion.layers is empty; name the blocks before which gated layers stand")
         block = CrossBlockConfig(
             visual_tokens=self.max_visual_tokens,
             num_heads=self.num_heads,
@@ -185,6 +196,10 @@ class CrossAttentionConfig(FusionConfig):
         """See `FusionConfig.seed_of`: gated layers are new."""
         return None if ".cross." in name else name
 
+    def is_of_images(self, name: str) -> bool:
+        """See `FusionConfig.is_of_images`: gated layers."""
+        return name.endswith(".cross")
+
     def build(self, dim: int) -> nn.Module:
         """See `FusionConfig.build`."""
         from forge_vlm.fusion.cross_attention import Beside
@@ -209,7 +224,8 @@ class CrossAttentionConfig(FusionConfig):
         if sum(counts) > self.max_visual_tokens:
             raise ValueError(
                 f"{len(counts)} images have {sum(counts)} visual tokens, and model.fusion.max_visual_tokens "
-                f"= {self.max_visual_tokens}; give fewer images, or train with more room"
+                f"= {self.max_visual_tokens}; give fewer images, or train with more room "
+                "(--model.fusion.max_visual_tokens, also beside model.from)"
             )
         offsets = np.cumsum([0, *counts], dtype=np.int64)
         starts = np.diff(doc_ids, prepend=doc_ids[:1] - 1) != 0  # where samples begin

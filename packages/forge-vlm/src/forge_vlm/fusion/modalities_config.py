@@ -55,6 +55,10 @@ class ModalitiesConfig(JointConfig):
     def require_layer(self, index: int, layer: LayerConfig) -> None:
         """See that the fusion can do with a layer."""
 
+    def is_of_images(self, name: str) -> bool:
+        """See `FusionConfig.is_of_images`: what is there for each modality."""
+        return name.split(".")[-1] == "image"
+
     def arrays(
         self, places: np.ndarray, images: np.ndarray, doc_ids: np.ndarray, counts: Sequence[int]
     ) -> dict[str, np.ndarray]:

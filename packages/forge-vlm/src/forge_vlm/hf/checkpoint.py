@@ -15,7 +15,7 @@ from forge_model.model_config import ModelConfig
 from forge_vlm.config import VisionLanguageConfig
 from forge_vlm.encoders.config import EncoderConfig
 from forge_vlm.hf.models import model_differences, model_from_hf, model_to_hf, whole_family
-from forge_vlm.hf.processor import processed, processor_files
+from forge_vlm.hf.processor import no_processor, processed, processor_files
 from forge_vlm.hf.towers import tower_differences, tower_from_hf, tower_to_hf
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class Form(HuggingFace):
         tensors: has `theirs` and `ours`.
         unlike: what differs from the model of another `config.json`, and `made_for` it.
         made_for: what `require` returns.
-        files: see `HuggingFace.files`.
+        files: see `HuggingFace.files`, of how the token at places, and the first of a text, are spelled.
+        lacks: see `HuggingFace.lacks`, of the same.
     """
 
     def __init__(
@@ -39,19 +40,27 @@ class Form(HuggingFace):
         tensors: Callable[[], Any],
         unlike: Callable[[Mapping[str, Any]], list[str]],
         made_for: ModelConfig,
-        files: Callable[[str], dict[str, str]] | None = None,
+        files: Callable[[str, str], dict[str, str]] = lambda token, first: {},
+        lacks: Callable[[str, str], str] = lambda token, first: "",
     ) -> None:
         self._written, self._tensors, self._unlike = written, tensors, unlike
-        self._made_for, self._files = made_for, files
+        self._made_for, self._files, self._lacks = made_for, files, lacks
 
     def config(self) -> dict[str, Any]:
         """See `HuggingFace.config`."""
         return self._written()
 
-    def files(self, spell: Callable[[int], str]) -> dict[str, str]:
+    def files(self, spell: Callable[[int | None], str]) -> dict[str, str]:
         """See `HuggingFace.files`: those of the processor."""
-        token = getattr(self._made_for, "image_token_id", None) or 0
-        return {} if self._files is None else self._files(spell(token))
+        return self._files(*self._spelled(spell))
+
+    def lacks(self, spell: Callable[[int | None], str]) -> str:
+        """See `HuggingFace.lacks`."""
+        return self._lacks(*self._spelled(spell))
+
+    def _spelled(self, spell: Callable[[int | None], str]) -> tuple[str, str]:
+        token = getattr(self._made_for, "image_token_id", None)
+        return "" if token is None else spell(token), spell(None)
 
     def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `HuggingFace.theirs`."""
@@ -85,7 +94,8 @@ def form_of_model(model: VisionLanguageConfig) -> Form:
         tensors,
         lambda hf: model_differences(model, model_from_hf(hf)),
         model,
-        lambda token: processor_files(model, model_to_hf(model)[0].kind, token),
+        lambda *spelled: processor_files(model, model_to_hf(model)[0].kind, *spelled),
+        lambda *spelled: no_processor(model_to_hf(model)[0].kind, *spelled),
     )
 
 

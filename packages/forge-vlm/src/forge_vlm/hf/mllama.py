@@ -13,10 +13,7 @@ from forge_model.hf.keys import Keys, keyed
 from forge_vlm.config import VisionLanguageConfig
 from forge_vlm.connectors.config import LinearConfig
 from forge_vlm.encoders.config import TowerConfig
-from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
-
-RESERVED = 8
-"""Rows of their embedding behind the vocabulary, of which one is that of the image token."""
+from forge_vlm.fusion.cross_attention_config import RESERVED, CrossAttentionConfig
 
 _TEXT = """
     vocab_size=128256 hidden_size=4096 hidden_act='silu' num_hidden_layers=40 num_attention_heads=32
@@ -67,6 +64,8 @@ def read(full: Mapping[str, Any], tower: TowerConfig, decoder: DecoderConfig) ->
             f"image_token_index = {image}; expected one of the {RESERVED} behind the {decoder.vocab_size} of "
             "the vocabulary"
         )
+    if not text["cross_attention_layers"]:
+        raise ModelError("cross_attention_layers = []: nothing would look at images; expected at least one")
     blocks = blocks_of(text["cross_attention_layers"], text["num_hidden_layers"])
     tiles = getattr(tower, "max_tiles", 1)
     return VisionLanguageConfig(

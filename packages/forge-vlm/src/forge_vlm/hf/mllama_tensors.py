@@ -13,8 +13,7 @@ from forge_model.hf.tensors import Made, Renamed, from_hf, require_names, tensor
 from torch import Tensor
 
 from forge_vlm.config import VisionLanguageConfig
-from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
-from forge_vlm.hf.mllama import RESERVED
+from forge_vlm.fusion.cross_attention_config import RESERVED, CrossAttentionConfig
 
 CROSS = {
     "attention_norm.weight": "input_layernorm.weight",

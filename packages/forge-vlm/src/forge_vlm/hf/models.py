@@ -13,7 +13,7 @@ from forge_config import plain
 from forge_model import ModelError
 from forge_model.config import DecoderConfig
 from forge_model.decoder.compare import differences
-from forge_model.hf.config import config_from_hf, config_to_hf
+from forge_model.hf.config import HARMLESS, config_from_hf, config_to_hf
 from forge_model.hf.families.family import Key
 from forge_model.hf.keys import Keys, keyed
 from msgspec.structs import replace
@@ -22,7 +22,7 @@ from forge_vlm.config import VisionLanguageConfig
 from forge_vlm.connectors.config import LinearConfig, MLPConnectorConfig, PixelShuffleConfig
 from forge_vlm.encoders.config import TowerConfig
 from forge_vlm.fusion.config import JointConfig
-from forge_vlm.fusion.cross_attention_config import CrossAttentionConfig
+from forge_vlm.fusion.cross_attention_config import RESERVED, CrossAttentionConfig
 from forge_vlm.hf import mllama
 from forge_vlm.hf.towers import ACTIVATIONS, THEIRS, tower_differences, tower_from_hf, tower_to_hf
 
@@ -60,6 +60,8 @@ class WholeFamily:
         aliases: other values of `model_type`.
         tower_aliases: what towers are called inside of it, where that is not their own name.
         prefixes: see `PREFIXES`.
+        caps_logits: whether its class follows `final_logit_softcapping` of its language model, as the classes
+            of Gemma do; others have a head of their own, and leave it out.
     """
 
     architecture: str
@@ -73,6 +75,7 @@ class WholeFamily:
     aliases: tuple[str, ...] = ()
     tower_aliases: Mapping[str, str] = field(default_factory=dict)
     prefixes: tuple[tuple[str, str, str, str], ...] = PREFIXES
+    caps_logits: bool = False
 
     @property
     def kind(self) -> str:
@@ -178,6 +181,7 @@ WHOLE: tuple[WholeFamily, ...] = (
             "text_config": {"use_bidirectional_attention": True},
         },
         dense=_dense_gemma,
+        caps_logits=True,
     ),
     WholeFamily(
         "Idefics3ForConditionalGeneration",
@@ -250,9 +254,10 @@ def _decoder(family: WholeFamily, table: Mapping[str, Any], is_tied: bool) -> De
     if family.kind == "llava":
         is_tied = is_tied or bool(text.get("tie_word_embeddings"))
     try:
-        return config_from_hf(text | {"tie_word_embeddings": is_tied})
+        decoder = config_from_hf(text | {"tie_word_embeddings": is_tied})
     except ModelError as error:
         raise ModelError(f"text_config: {error}") from None
+    return decoder if family.caps_logits else replace(decoder, logit_softcap=None)
 
 
 def model_to_hf(config: VisionLanguageConfig) -> tuple[WholeFamily, dict[str, Any]]:
@@ -278,7 +283,7 @@ def model_to_hf(config: VisionLanguageConfig) -> tuple[WholeFamily, dict[str, An
 
 
 def _require_image_token(kind: str, config: VisionLanguageConfig) -> None:
-    token, end = config.image_token_id, config.vocab_size + mllama.RESERVED * (kind == "mllama")
+    token, end = config.image_token_id, config.vocab_size + RESERVED * (kind == "mllama")
     if token is None or token >= end:
         first = config.vocab_size if kind == "mllama" else 0
         raise ModelError(
@@ -289,7 +294,11 @@ def _require_image_token(kind: str, config: VisionLanguageConfig) -> None:
 
 def _written(family: WholeFamily, config: VisionLanguageConfig) -> dict[str, Any]:
     assert isinstance(config.decoder, DecoderConfig)
-    text = {key: value for key, value in config_to_hf(config.decoder).items() if value is not None}
+    text = {
+        key: value
+        for key, value in config_to_hf(config.decoder).items()
+        if value is not None or key not in HARMLESS  # such as ids of tokens, which may not be null there
+    }
     text |= {"tie_word_embeddings": config.decoder.tie_embeddings}
     return {
         "architectures": [family.architecture],

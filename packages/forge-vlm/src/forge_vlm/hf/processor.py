@@ -24,6 +24,9 @@ DEFAULT_RESAMPLE = {"mllama": 2}
 PROCESSORS = {"llava": "Llava", "paligemma": "PaliGemma", "mllama": "Mllama"}
 """Models whose processors do what ours does. That of Idefics3 resizes an image twice."""
 
+TOKENS = {"paligemma": "<image>", "mllama": "<|image|>"}
+"""What their processors take the token at places to be called; that of Llava is told."""
+
 _HARMLESS = """
     auto_map data_format default_to_square device disable_grouping do_convert_rgb feature_extractor_type
     image_seq_length input_data_format processor_class return_row_col_info return_tensors video_sampling
@@ -113,20 +116,35 @@ def _fit(full: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     return side, {"fit": "crop"} | ({"shorter_side": short} if short != side else {})
 
 
-def processor_files(config: VisionLanguageConfig, kind: str, token: str) -> dict[str, str]:
-    """The files of the processor by name; none where that of the model does something else than ours.
+def no_processor(kind: str, token: str, first: str) -> str:
+    """Why an export has no processor; empty where it has one. See `processor_files`."""
+    if kind not in PROCESSORS:
+        return f"without a processor: that of {kind} resizes an image twice, and may cut it"
+    if token and token == TOKENS.get(kind, token):
+        needs = kind == "mllama" and not first
+        return f"without a processor: that of {kind} needs a tokenizer with a bos_token" * needs
+    called = f"{token!r}" if token else "no token"
+    return (
+        f"without a processor: that of {kind} needs the token {TOKENS.get(kind, 'of images')} in the "
+        f"tokenizer, which has {called} of the id model.image_token_id"
+    )
+
+
+def processor_files(config: VisionLanguageConfig, kind: str, token: str, first: str) -> dict[str, str]:
+    """The files of the processor by name; none where `no_processor` says why.
 
     Args:
         config: of the model.
         kind: its `model_type`.
         token: what its tokenizer calls the token that stands at places; empty where it has none.
+        first: the same of the token that begins a text.
 
     Raises:
         ModelError: the processors of that model do not do what `[model.images]` says.
     """
     images, encoder = config.images, config.encoder
     side = getattr(encoder, "image_size", encoder.side * encoder.patch_size)
-    if kind not in PROCESSORS:
+    if no_processor(kind, token, first):
         return {}
     if images.before or images.after or images.tiles > 1 or config.video is not None:
         raise ModelError(
@@ -149,7 +167,7 @@ def processor_files(config: VisionLanguageConfig, kind: str, token: str) -> dict
     if kind == "llava":
         has_class = getattr(encoder, "has_class_token", False)
         outer = {
-            "image_token": token or "<image>",
+            "image_token": token,
             "patch_size": encoder.patch_size,
             "num_additional_image_tokens": int(has_class),
             "vision_feature_select_strategy": "default" if has_class > encoder.extra else "full",

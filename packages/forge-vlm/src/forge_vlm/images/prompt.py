@@ -31,5 +31,5 @@ def prompt_of(reader: ImageReader, text: str, images: Sequence[bytes], tokenizer
         np.where(is_place, tokenizer.eos_id, tokens).tolist(),
         rows | {name: np.asarray(array)[None] for name, array in arrays.items()},
         reader.host,
-        frozenset(name for name, array in arrays.items() if array.shape[-1:] == tokens.shape),
+        frozenset(reader.by_token) & arrays.keys(),
     )

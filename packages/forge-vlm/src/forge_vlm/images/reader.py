@@ -55,6 +55,12 @@ class ImageReader:
         pixels = 3 * self.encoder.patch_size**2
         return {"patches": np.empty((0, pixels), np.uint8), "grids": np.empty((0, 3), np.int64)}
 
+    @property
+    def by_token(self) -> tuple[str, ...]:
+        """What `sequence` gives of each token, [..., T]."""
+        offsets = () if self.positions == "sequential" else ("position_offsets",)
+        return ("image_index", *self.fusion.by_token(), *offsets)
+
     def measure(self, raw: bytes) -> Size:
         """See `ItemReader.measure`."""
         from forge_data.sources.items import Size

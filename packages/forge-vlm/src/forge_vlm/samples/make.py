@@ -86,6 +86,8 @@ def make_samples(tasks: Sequence[Task], folder: Path, how: Preparation, making: 
                 writer.add(sample)
             damaged, empty, done = damaged + made.damaged, empty + made.empty, done + task.bytes
             say(done, total)
+        if not (writer.samples or damaged or empty) and how.held.fraction:
+            raise DataError(how.held.none_of(files, "sample"))
         if not writer.samples:
             raise DataError(
                 f"there is no sample in {files} files ({len(damaged)} damaged, {empty} without text)"
