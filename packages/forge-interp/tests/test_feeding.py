@@ -4,7 +4,7 @@ import pytest
 import torch
 from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations
-from forge_interp.extraction.feeding import Feeder, check_padding
+from forge_interp.extraction.feeding import Feeder
 from forge_interp.extraction.samples import Batch, Names
 from torch import Tensor, nn
 
@@ -75,75 +75,11 @@ def test_feeder_passes_the_mask_to_whoever_takes_anything():
     assert call(Anything(), {"a": IDS, "b": MASK, "text": ["x", "y"]}) == ((), {"a": IDS, "b": MASK})
 
 
-def test_feeder_says_whether_the_mask_is_passed():
-    batch = Batch.of({"input_ids": IDS, "attention_mask": MASK}, NAMES, 0, 0)
-    assert [Feeder(model(), NAMES, None).passes_mask(batch) for model in (Named, Passing, Positional)] == [
-        True,
-        True,
-        False,
-    ]
-    assert Feeder(Positional(), NAMES, lambda model, inputs: None).passes_mask(batch)
-
-
 def test_feeder_names_what_it_cannot_pass():
     with pytest.raises(InterpError, match=r"the samples have 'a', 'b', the model takes tokens"):
         call(Positional(), {"a": IDS, "b": MASK})
     with pytest.raises(InterpError, match=r"batch 0 is a tuple.*forward=lambda"):
         call(Positional(), (IDS, MASK))
-
-
-def rows_of(mix: float, dtype: torch.dtype, offset: float = 0.0) -> Any:
-    """A stand-in for a model: rows are embeddings plus `mix` times the mean over all tokens, with padding."""
-    table = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
-    table[:, 3] += offset
-
-    def run(batch: Batch) -> dict[str, Tensor]:
-        assert batch.tokens is not None
-        value = table[batch.tokens]
-        value = value + mix * value.mean(1, keepdim=True)
-        assert batch.mask is not None
-        return {"0:out": value[batch.mask].to(dtype)}
-
-    return run
-
-
-def padded(*lengths: int, longest: int = 40) -> Batch:
-    mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    inputs = {
-        "input_ids": torch.arange(longest).expand(len(lengths), -1) % 50 * mask,
-        "attention_mask": mask.long(),
-    }
-    return Batch.of(inputs, NAMES, 0, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("offset", [0.0, 1e4])
-def test_check_padding_finds_a_mean_over_padding(dtype: torch.dtype, offset: float):
-    with pytest.raises(InterpError, match="padding changes 0:out by up to"):
-        check_padding(padded(40, 20, 39), NAMES, rows_of(1.0, dtype, offset))
-    assert check_padding(padded(40, 20, 39), NAMES, rows_of(0.0, dtype, offset))
-
-
-def test_check_padding_finds_one_token_of_padding():
-    with pytest.raises(InterpError, match="padding changes"):
-        check_padding(padded(40, 39), NAMES, rows_of(1.0, torch.float32))
-
-
-def test_check_padding_allows_rounding():
-    calls = iter((0.0, 1e-6))
-
-    def run(batch: Batch) -> dict[str, Tensor]:
-        assert batch.mask is not None
-        rows = torch.ones(int(batch.mask.sum()), 4) + next(calls)
-        return {"0:out": rows}
-
-    assert check_padding(padded(3, 40), NAMES, run)
-
-
-def test_check_padding_leaves_empty_samples_out():
-    with pytest.raises(InterpError, match="padding changes"):
-        check_padding(padded(40, 0, 20), NAMES, rows_of(1.0, torch.float32))
-    assert not check_padding(padded(40, 0), NAMES, rows_of(1.0, torch.float32))
 
 
 def test_extraction_of_offloaded_weights_runs_and_wants_a_name(tmp_path):

@@ -1,8 +1,7 @@
-"""How is a model given a batch, and does padding stay without effect?"""
+"""How is a model given a batch?"""
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,12 +49,6 @@ class Feeder:
                 "what is what with forward=lambda model, batch: model(batch[0])"
             )
 
-    def passes_mask(self, batch: Batch) -> bool:
-        """Whether the model is told which tokens are padding."""
-        if self._forward is not None or not isinstance(batch.inputs, Mapping):
-            return True
-        return self._names.mask in self._arguments(batch.inputs)[1]
-
     def _arguments(self, inputs: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
         numbers = {key: value for key, value in inputs.items() if _has_numbers(value)}
         if self._takes_any and not self._named:
@@ -74,41 +67,6 @@ class Feeder:
                 "give forward="
             )
         return [], kwargs
-
-
-def check_padding(batch: Batch, names: Names, rows_of: Callable[[Batch], Mapping[str, Tensor]]) -> bool:
-    """Try on one sample whether padding changes the rows of a model without a mask; InterpError if it does.
-
-    `rows_of` runs the model. Returns whether it was tried: some sample has both tokens and padding.
-    """
-    assert batch.mask is not None and batch.tokens is not None
-    counts = batch.mask.sum(1)
-    one = int(counts.where(counts > 0, counts.max()).argmin())
-    keep = batch.mask[one : one + 1]
-    if not 0 < int(counts[one]) < keep.numel():
-        return False
-    inputs = {key: value[one : one + 1] for key, value in batch.inputs.items() if isinstance(value, Tensor)}
-    ids = batch.tokens[one : one + 1]
-    before, after = (
-        rows_of(replace(batch, size=1, inputs={**inputs, names.tokens: tokens}, tokens=tokens, mask=keep))
-        for tokens in (ids, ids.where(keep, batch.tokens[batch.mask].max()))
-    )
-    for key, value in before.items():
-        difference = (value.float() - after[key].float()).abs()
-        if _is_more_than_rounding(difference, value):
-            raise InterpError(
-                f"padding changes {key} by up to {float(difference.max()):.2g}, and the model takes no "
-                f"{names.mask!r}; expected rows that do not depend on it: give samples of one length, "
-                "batch_size=1, or a forward= that passes the mask"
-            )
-    return True
-
-
-def _is_more_than_rounding(difference: Tensor, rows: Tensor) -> bool:
-    """Whether one number in a hundred differs by more than rounding, beside the largest of its feature."""
-    tolerance = 1e-3 if rows.dtype.itemsize > 2 else 1e-2
-    far = difference > tolerance * rows.float().abs().amax(0, keepdim=True)
-    return float(far.float().mean()) > 0.01
 
 
 def _has_numbers(value: Any) -> bool:

@@ -75,13 +75,19 @@ class RowMaker:
             self._settle(pattern, (batch.size,))
         return value if self._dtype is None else _cast(pattern, value, self._dtype)
 
+    def samples(self) -> Tensor:
+        """Return sample_id [R] int64 of the rows of this batch."""
+        batch, layout = self._current, next(iter(self._layouts.values()))
+        samples = torch.arange(batch.first, batch.first + batch.size)
+        return samples if len(layout) == 1 else samples[:, None].expand(layout)[self._keep(layout)]
+
     def ids(self) -> dict[str, Tensor]:
         """Return sample_id, position and token_id [R] int64 of the rows of this batch, and what is kept."""
         batch = self._current
         layout = next(iter(self._layouts.values()), None)
         if layout is None:
             return {}
-        samples = torch.arange(batch.first, batch.first + batch.size)
+        samples = self.samples()
         if len(layout) == 1:
             none = torch.full_like(samples, -1)
             return {"sample_id": samples, "position": none, "token_id": none} | self._kept(layout)
@@ -90,7 +96,7 @@ class RowMaker:
         tokens = batch.tokens.long() if has_ids else torch.full(layout, -1)  # type: ignore[union-attr]
         position = keep.long().cumsum(1) - 1
         return {
-            "sample_id": samples[:, None].expand(layout)[keep],
+            "sample_id": samples,
             "position": position[keep],
             "token_id": tokens[keep],
         } | self._kept(layout)

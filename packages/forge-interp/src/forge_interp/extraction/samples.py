@@ -81,8 +81,12 @@ class Batch:
 
     def part(self, names: Names, start: int, stop: int) -> Batch | None:
         """The batch of samples [start, stop) of this one; None where it is not clear how to cut it."""
-        inputs = _cut(self.inputs, self.size, slice(start, stop))
+        inputs = self.cut(start, stop)
         return None if inputs is None else Batch.of(inputs, names, self.number, self.first + start)
+
+    def cut(self, start: int, stop: int) -> Any:
+        """The inputs of samples [start, stop); None where it is not clear how to cut them."""
+        return _cut(self.inputs, self.size, slice(start, stop))
 
 
 class _Source:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.feeding import Feeder, check_padding
+from forge_interp.extraction.alone import Alone, unpadded
+from forge_interp.extraction.feeding import Feeder
 from forge_interp.extraction.folder import Parts
 from forge_interp.extraction.identity import is_distributed
 from forge_interp.extraction.parts import Column, Part, PartWriter, is_site
@@ -45,7 +46,8 @@ class Share:
     _columns: tuple[Column, ...] = ()
     _num_batches: int = 0
     _num_recorded: int = 0
-    _padding_checked: bool = False
+    _num_steps: int = 0
+    _num_padded: int = 0
     _axes_checked: bool = False
 
     def __post_init__(self) -> None:
@@ -154,19 +156,26 @@ class Share:
             if stops and self._columns:
                 acts.expect(c.name for c in self._columns if is_site(c.name))
             for batch, counts in chain([one], steps):
-                self._check_padding(acts, batch)
+                alone = self._alone(acts, batch)
                 if counts and (self._writer or self._parts):
-                    self._record(acts, batch)
+                    self._record(acts, batch, alone)
                 else:
                     self._forward(acts, batch, _ignore)
 
-    def _record(self, acts: Activations, batch: Batch) -> None:
+    def _record(self, acts: Activations, batch: Batch, alone: Alone | None) -> None:
         """Extract one batch, and publish its part if it was the last of it."""
         if self._writer is None:
             assert self._parts is not None
             self._parts.folder.mkdir(parents=True, exist_ok=True)
             self._writer = PartWriter(self._columns, self._parts.folder)
-        self._forward(acts, batch, self._writer.write)
+        write = self._writer.write
+
+        def deliver(key: str, rows: Tensor) -> None:
+            if alone is not None:
+                alone.compare(key, rows[self.rows.samples() == alone.sample.first])
+            write(key, rows)
+
+        self._forward(acts, batch, deliver)
         if not acts.fired and not self._columns:
             return  # `capture` raises and says why
         for name, values in self.rows.ids().items():
@@ -190,19 +199,22 @@ class Share:
         self.feed(batch)
         acts.wait()
 
-    def _check_padding(self, acts: Activations, batch: Batch) -> None:
-        """Once, if this process may run the model for itself."""
-        if batch.mask is None or batch.tokens is None or self._padding_checked:
-            return
-        if self.feed.passes_mask(batch) or is_distributed(self.model):
-            return
+    def _alone(self, acts: Activations, batch: Batch) -> Alone | None:
+        """Rows of a sample without padding, of the first two batches that have some and then ever fewer.
 
-        def rows_of(sample: Batch) -> dict[str, Tensor]:
-            found: dict[str, Tensor] = {}
-            self._forward(acts, sample, lambda key, rows: found.update({key: rows.clone()}))
-            return found
-
-        self._padding_checked = check_padding(batch, self.names, rows_of)
+        Processes in step run equally often, whichever of their batches are padded.
+        """
+        found = unpadded(batch, self.names)
+        self._num_steps += 1
+        self._num_padded += found is not None
+        in_step = self.processes.in_step
+        number = self._num_steps if in_step else self._num_padded
+        if (found is None and not in_step) or not _is_looked_at(number):
+            return None
+        sample, keep = found or (batch, torch.ones(0, dtype=torch.bool))
+        rows: dict[str, Tensor] = {}
+        self._forward(acts, sample, lambda key, value: rows.update({key: value.clone()}))
+        return Alone(sample, keep, rows) if found else None
 
     def _check_axes(self, acts: Activations, batch: Batch) -> None:
         """With as many tokens as samples, run the batch again with a sample less: do they come first?
@@ -220,6 +232,11 @@ class Share:
                 )
             self._forward(acts, fewer, _ignore)
         self._axes_checked = True
+
+
+def _is_looked_at(number: int) -> bool:
+    """Whether the batch of a number from 1 is one of 1, 2, 3, 5, 9, 17, ..."""
+    return (number - 1) & (number - 2) == 0 or number == 1
 
 
 def _ignore(key: str, rows: Tensor) -> None:
