@@ -19,7 +19,7 @@ from forge_model.attention.cache import Cache
 from forge_model.config import DecoderConfig, GroupedQueryConfig, LayerOverride, SwiGLUConfig
 from forge_model.decoder.compare import differences
 from forge_model.hf.tensors import tensors_of
-from torch.overrides import TorchFunctionMode
+from like_transformers import Widened, tensors_on_disk
 
 transformers = pytest.importorskip("transformers")
 
@@ -185,21 +185,6 @@ CLASSES = {
 EXPERTS_IN = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 
 
-class Widened(TorchFunctionMode):
-    """Code that asks for float32 gets float64.
-
-    transformers computes norms, rotations and softmax in float32 whatever the model is; that alone costs 1e-6
-    in a float64 model. Its own code runs unchanged in here, in the number format of the model.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        args = [torch.float64 if one is torch.float32 else one for one in args]
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
-        return func(*args, **kwargs)
-
-
 def widened(dtype):
     return Widened() if dtype == torch.float64 else nullcontext()
 
@@ -222,13 +207,6 @@ def theirs(case, dtype):
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
     return model
-
-
-def tensors_on_disk(model):
-    """As `save_pretrained` names and cuts them."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, model.state_dict())
 
 
 def loaded_by_transformers(written, tensors, folder):

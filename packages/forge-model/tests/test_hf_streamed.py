@@ -31,6 +31,7 @@ MORE = {
     "gpt_oss": {"num_local_experts": 5},
     "mixtral": {"num_local_experts": 5},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": FINE,
     "qwen3_moe": FINE,
 }
 

@@ -7,6 +7,7 @@ what the config class of `transformers` 5.23 says (`Family.keys`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from math import inf
 from pathlib import Path
@@ -34,6 +35,20 @@ FIXED: dict[str, Any] = {
 
 SAME = {"swish": "silu"}
 """Values that mean another one."""
+
+NAMES = {
+    "dim": ("hidden_size", "n_embd"),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "num_experts": ("n_routed_experts", "num_local_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "groups": ("n_group",),
+    "top_groups": ("topk_group",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "num_modules": ("num_nextn_predict_layers",),
+    "max_tokens": ("max_position_embeddings",),
+}
+"""Keys of `[model]`, and what a `config.json` may call them."""
 
 HARMLESS = frozenset(
     [
@@ -100,8 +115,16 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
         if not problems:
             return family.read(full)
     except ValueError as error:
-        problems = [str(error)]
+        problems = [_in_their_words(str(error), family)]
     raise ModelError(f"this config.json of a {family.model_type} cannot be read: {'; '.join(problems)}")
+
+
+def _in_their_words(problem: str, family: Family) -> str:
+    """An error about keys of `[model]`, with the names that a `config.json` has for them."""
+    words = {word for word in re.findall(r"\w+", problem)}
+    named = ((ours, one) for ours, names in NAMES.items() if ours in words for one in names)
+    told = [f"{ours} is {one}" for ours, one in named if one in family.keys]
+    return f"{problem} (here {', '.join(told)})" if told else problem
 
 
 def _unaliased(hf: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
@@ -129,17 +152,14 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
             yield f"{name} = {value!r} is not known"
 
 
-def family_of(config: DecoderConfig) -> Family:
-    """The family whose checkpoints can hold this model: the first whose `config.json` of it means the same.
+def families_of(config: DecoderConfig) -> Iterator[tuple[Family, dict[str, Any]]]:
+    """The families whose checkpoints can hold this model, each with the keys of its `config.json`.
+
+    Those of them whose `config.json` of it means the same, in the order of `FAMILIES`.
 
     Raises:
         ModelError: no family can; says what the nearest one would make of it.
     """
-    return _held(config)[0]
-
-
-def _held(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
-    """The family that can hold a model, and the keys of its `config.json`."""
     obstacles: dict[str, tuple[float, list[str]]] = {}
     for family in FAMILIES:
         try:
@@ -150,8 +170,10 @@ def _held(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
         else:
             apart = len(found)
             if not found:
-                return family, keys
+                yield family, keys
         obstacles.setdefault("; ".join(found), (apart, []))[1].append(family.model_type)
+    if "" in obstacles:
+        return
     fewest = min(count for count, _ in obstacles.values())
     nearest = [f"\n  {', '.join(of)}: {what}" for what, (count, of) in obstacles.items() if count == fewest]
     raise ModelError(f"no Hugging Face family can hold this model; what stands in the way:{''.join(nearest)}")
@@ -185,7 +207,7 @@ def config_to_hf(
         ModelError: no family can hold it.
     """
     ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-    return _held(config)[1] | ids
+    return next(families_of(config))[1] | ids
 
 
 def require_weights_of(config: ModelConfig, hf: Mapping[str, Any], place: str) -> DecoderConfig:

@@ -8,6 +8,7 @@ from forge_model.hf.families.family import Family as Family
 from forge_model.hf.families.gemma import GEMMA2 as GEMMA2
 from forge_model.hf.families.gemma import GEMMA3 as GEMMA3
 from forge_model.hf.families.gemma1 import GEMMA as GEMMA
+from forge_model.hf.families.glm4 import GLM4 as GLM4
 from forge_model.hf.families.gpt_oss import GPT_OSS as GPT_OSS
 from forge_model.hf.families.llama import LLAMA as LLAMA
 from forge_model.hf.families.mistral import MISTRAL as MISTRAL
@@ -15,8 +16,11 @@ from forge_model.hf.families.moe import MIXTRAL as MIXTRAL
 from forge_model.hf.families.moe import OLMOE as OLMOE
 from forge_model.hf.families.moe import QWEN3_MOE as QWEN3_MOE
 from forge_model.hf.families.olmo import OLMO2 as OLMO2
+from forge_model.hf.families.olmo3 import OLMO3 as OLMO3
 from forge_model.hf.families.qwen import QWEN2 as QWEN2
 from forge_model.hf.families.qwen import QWEN3 as QWEN3
+from forge_model.hf.families.qwen2_moe import QWEN2_MOE as QWEN2_MOE
+from forge_model.hf.families.smollm3 import SMOLLM3 as SMOLLM3
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -32,6 +36,10 @@ FAMILIES: tuple[Family, ...] = (
     OLMOE,
     DEEPSEEK_V3,
     GPT_OSS,
+    OLMO3,
+    SMOLLM3,
+    GLM4,
+    QWEN2_MOE,
 )
 """Tried in this order when a model is exported; the first that can express it is taken."""
 
@@ -51,19 +59,22 @@ def preset(name: str) -> dict[str, Any]:
 
 __all__ = [
     "DEEPSEEK_V3",
-    "FAMILIES",
     "GEMMA",
     "GEMMA2",
     "GEMMA3",
+    "GLM4",
     "GPT_OSS",
     "LLAMA",
     "MISTRAL",
     "MIXTRAL",
     "OLMO2",
+    "OLMO3",
     "OLMOE",
     "QWEN2",
+    "QWEN2_MOE",
     "QWEN3",
     "QWEN3_MOE",
+    "SMOLLM3",
     "Family",
     "preset",
 ]

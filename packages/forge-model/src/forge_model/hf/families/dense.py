@@ -124,8 +124,16 @@ def outer_values(config: DecoderConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm.eps,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": rope.theta,
-        "rope_parameters": rope_to_hf(rope),
+        "rope_parameters": rope_to_hf(rope) | _part_of(config),
     }
+
+
+def _part_of(config: DecoderConfig) -> dict[str, Any]:
+    """The key of heads of which a part is rotated."""
+    attention = config.layer(0).attention
+    if not isinstance(attention, GroupedQueryConfig) or attention.rope_dim is None:
+        return {}
+    return {"partial_rotary_factor": attention.rope_dim / attention.head_width(config.dim)}
 
 
 def attention_values(config: DecoderConfig) -> dict[str, Any]:
@@ -138,7 +146,7 @@ def attention_values(config: DecoderConfig) -> dict[str, Any]:
     return {
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.kv_heads,
-        "head_dim": attention.rotary_dim(config.dim),
+        "head_dim": attention.head_width(config.dim),
         "attention_bias": attention.bias,
         "use_sliding_window": window is not None,
         "sliding_window": window,

@@ -1,0 +1,140 @@
+"""Families with random weights of `transformers`, three odd configurations each, in both directions."""
+
+import json
+
+import pytest
+import torch
+from forge_model import (
+    Sampling,
+    config_from_hf,
+    config_to_hf,
+    from_hf,
+    generate,
+    initialize,
+    to_hf,
+)
+from forge_model.decoder.compare import differences
+from forge_model.hf.tensors import tensors_of
+from like_transformers import Widened, tensors_on_disk
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
+FINE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+SHARED = FINE | {"shared_expert_intermediate_size": 28}
+
+CASES = {
+    "olmo3": {"sliding_window": 7},
+    "olmo3-yarn": {
+        "sliding_window": 5,
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 300.0}},
+        "num_key_value_heads": 4,
+    },
+    "olmo3-listed": {"sliding_window": 9, "layer_types": EVERY_SECOND, "attention_bias": True},
+    "smollm3": {},
+    "smollm3-listed": {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": False, "attention_bias": True},
+    "smollm3-sliding": {
+        "use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2, "mlp_bias": True
+    },
+    "glm4": {"head_dim": 20},
+    "glm4-quarter": {
+        "head_dim": 16, "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 100.0},
+        "attention_bias": False, "tie_word_embeddings": True,
+    },
+    "glm4-whole": {"head_dim": 12, "rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}},
+    "qwen2_moe": SHARED,
+    "qwen2_moe-dense": SHARED
+    | {"decoder_sparse_step": 2, "mlp_only_layers": [3], "qkv_bias": False, "norm_topk_prob": True},
+    "qwen2_moe-sliding": SHARED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
+}  # fmt: skip
+EVERY_CASE = pytest.mark.parametrize("case", CASES)
+
+
+def theirs(case):
+    """A model of `transformers` in float64; gains are about 1, so that each counts."""
+    kind = case.partition("-")[0]
+    make = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind]
+    known = make.__dataclass_fields__.keys() | make.attribute_map.keys()
+    sizes = {name: size for name, size in SIZES.items() if name in known}
+    config = make(
+        **sizes | CASES[case], pad_token_id=None, attn_implementation="eager", experts_implementation="eager"
+    )
+    with Widened():
+        model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" not in name:
+                tensor.normal_(1.0 if tensor.ndim == 1 and name.endswith("weight") else 0.0, 0.2)
+    return model
+
+
+def logits_of(model, tokens):
+    with torch.no_grad(), Widened():
+        return model.eval()(tokens).logits
+
+
+def as_saved(model, folder):
+    """What `save_pretrained` writes, read back: keys and tensors."""
+    model.save_pretrained(folder)
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= safetensors.load_file(file)
+    return json.loads((folder / "config.json").read_text()), tensors
+
+
+@EVERY_CASE
+def test_saved_model_of_transformers_gives_its_logits(case, tmp_path):
+    model, tokens = theirs(case), torch.randint(97, (2, 40))
+    keys, tensors = as_saved(model, tmp_path)
+    assert keys["model_type"] == case.partition("-")[0]
+    config = config_from_hf(keys)
+    ours = config.build().double()
+    loaded = ours.load_state_dict(from_hf(tensors, config), strict=False)
+    assert loaded.missing_keys == (["head.weight"] if config.tie_embeddings else [])
+    expected = logits_of(model, tokens)
+    assert (ours(tokens) - expected).abs().max() <= 1e-9
+    assert (ours.float()(tokens) - expected).abs().max() <= 1e-4
+
+
+@EVERY_CASE
+def test_export_loads_strictly_into_transformers_and_gives_our_logits(case, tmp_path):
+    model = theirs(case)
+    config = config_from_hf(model.config.to_dict())
+    ours = config.build()
+    initialize(ours, 1)
+    ours.double()
+    written, tensors = config_to_hf(config), to_hf(tensors_of(ours), config)
+    assert written["model_type"] == model.config.model_type, "an odd case is of this family alone"
+    tied = {"lm_head.weight"} if config.tie_embeddings else set()
+    assert {*tensors} == {*tensors_on_disk(model)} - tied
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    copied = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+    safetensors.save_file(copied, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    options = {"dtype": torch.float64, "experts_implementation": "eager", "output_loading_info": True}
+    with Widened():
+        read, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    assert not any(info.values())
+    tokens = torch.randint(97, (2, 40))
+    assert (ours(tokens) - logits_of(read, tokens)).abs().max() <= 1e-9
+    assert differences(config_from_hf(written), config) == []
+    back = from_hf(tensors, config)
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors_of(ours).items() if name in back)
+
+
+@EVERY_CASE
+def test_generation_of_prompts_of_different_lengths_equals_full_forward_passes(case):
+    config = config_from_hf(theirs(case).config.to_dict())
+    ours = config.build()
+    initialize(ours, 1)
+    ours.double()
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [9]]
+    for prompt, new in zip(prompts, generate(ours, prompts, 8, Sampling(temperature=0)), strict=True):
+        logits = ours(torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == new
