@@ -61,6 +61,7 @@ HARMLESS = frozenset(
         "bos_token_id",
         "cache_implementation",
         "chunk_size_feed_forward",
+        "classifier_dropout",
         "cls_token_id",
         "decoder_start_token_id",
         "do_sample",

@@ -49,9 +49,15 @@ def _kind(given: Mapping[str, Any]) -> Any:
 
 
 def rotary_dim(hf: Mapping[str, Any], width: int) -> int | None:
-    """Width of the part of a head that is rotated; None if it is all `width` of it."""
+    """Width of the part of a head that is rotated; None if it is all `width` of it.
+
+    Raises:
+        ValueError: nothing of it is.
+    """
     factor = _parameters(hf)["partial_rotary_factor"]
     part = width if factor is None else int(width * factor)
+    if not part:
+        raise ValueError(f"partial_rotary_factor = {factor} of heads that are {width} wide rotates nothing")
     return None if part == width else part
 
 
@@ -113,7 +119,9 @@ def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
     try:
         return msgspec.convert(values, STRUCTS[kind])
     except msgspec.ValidationError as error:
-        named = str(error).replace("$.theta", "$.rope_theta")
+        named = (
+            str(error).replace("$.theta", "$.rope_theta").replace("$.original_max_tokens", f"$.{ORIGINAL}")
+        )
         raise ValueError(f"the {kind} rope: {named}") from None
 
 

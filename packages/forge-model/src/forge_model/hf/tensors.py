@@ -161,7 +161,13 @@ def to_hf(tensors: Mapping[str, Any], config: DecoderConfig) -> Mapping[str, Any
     for key, parts in packed.items():
         in_turn = dict(sorted(parts.items(), key=lambda one: one[1].part))
         makers[key] = partial(read.packed, in_turn, spread)
-    return Made(makers)
+    return Made(makers | {key: partial(_empty, shape) for key, shape in family.empty(config).items()})
+
+
+def _empty(shape: tuple[int, int]) -> Tensor:
+    import torch
+
+    return torch.empty(shape)
 
 
 def _on_meta(config: DecoderConfig) -> dict[str, Tensor]:
@@ -288,7 +294,7 @@ class Names:
         ahead = bool(self._family.mtp_keys)
         return sorted(
             key
-            for key in {*there} - self._wanted
+            for key in {*there} - self._wanted - self._family.empty(self._config).keys()
             if key != head and not (ahead and _is_not_ours(key, self._config))
         )
 

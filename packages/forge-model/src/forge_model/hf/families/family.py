@@ -111,6 +111,7 @@ class Family:
         mtp_keys: module names inside a module for multi-token prediction, ours to theirs.
         outer_keys: module names outside of the blocks, ours to theirs.
         layers: their name for all blocks.
+        empty: their tensors without elements, with their shapes: of parts that the model does not have.
     """
 
     model_type: str
@@ -129,6 +130,7 @@ class Family:
     mtp_keys: dict[str, str] = field(default_factory=dict)
     outer_keys: dict[str, str] = field(default_factory=lambda: OUTER_KEYS)
     layers: str = "model.layers"
+    empty: Callable[[DecoderConfig], dict[str, tuple[int, int]]] = lambda config: {}
 
     def hf_key(self, name: str, num_layers: int) -> str:
         """Their name of our parameter, e.g. layers.3.ffn.w_up.weight -> model.layers.3.mlp.up_proj.weight.
