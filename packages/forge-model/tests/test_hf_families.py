@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from forge_model import (
+    ModelError,
     Sampling,
     config_from_hf,
     config_to_hf,
@@ -13,9 +14,12 @@ from forge_model import (
     initialize,
     to_hf,
 )
+from forge_model.config import MTPConfig
 from forge_model.decoder.compare import differences
+from forge_model.hf.config import families_of
 from forge_model.hf.tensors import tensors_of
 from like_transformers import Widened, tensors_on_disk
+from msgspec.structs import replace
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -193,3 +197,56 @@ def test_generation_of_prompts_of_different_lengths_equals_full_forward_passes(c
     for prompt, new in zip(prompts, generate(ours, prompts, 8, Sampling(temperature=0)), strict=True):
         logits = ours(torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == new
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_checkpoint_without_the_modules_that_its_config_counts_says_what_to_set(kind, tmp_path):
+    small = GROUPED | (LATENT if kind == "deepseek_v3" else {})
+    make = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind]
+    model = transformers.AutoModelForCausalLM.from_config(make(**SIZES | small))
+    keys, tensors = as_saved(model, tmp_path)
+    config = config_from_hf(keys)
+    assert config.mtp.num_modules == 1, "transformers counts what it does not save"
+    with pytest.raises(ModelError, match=r"which `transformers` counts .* set model\.mtp\.num_modules = 0"):
+        from_hf(tensors, config)
+    without = replace(config, mtp=MTPConfig(num_modules=0))
+    assert from_hf(tensors, without).keys() == tensors_of(without.build()).keys()
+    tensors.popitem()
+    with pytest.raises(ModelError) as caught:
+        from_hf(tensors, config)
+    assert "num_modules" not in str(caught.value), "something else is missing, too"
+
+
+def test_tensors_choose_among_the_families_that_can_hold_a_model(tmp_path):
+    make = transformers.Phi3Config(**SIZES, pad_token_id=None)
+    model = transformers.AutoModelForCausalLM.from_config(make).double()
+    keys, tensors = as_saved(model, tmp_path)
+    config = config_from_hf(keys)
+    assert [family.model_type for family, _ in families_of(config)][:2] == ["llama", "mistral"]
+    ours = config.build().double()
+    ours.load_state_dict(from_hf(tensors, config))
+    exported = to_hf(tensors_of(ours), config)
+    assert "model.layers.0.self_attn.q_proj.weight" in exported, "the first family is written"
+    with pytest.raises(ModelError, match=r"left over \['model\.layers\.0\.self_attn\.qkv_proj\.weight'"):
+        from_hf({"model.layers.0.self_attn.qkv_proj.weight": torch.zeros(1), **exported}, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "needle"),
+    [
+        ({"model_type": "phi3", "rope_parameters": YARN}, "rope_type = 'yarn', only 'default'"),
+        ({"model_type": "glm4", "partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
+        ({"model_type": "glm4", "partial_rotary_factor": 0.001}, "rotates nothing"),
+        ({"model_type": "gpt_neox", "rope_theta": 5.0}, "rope_theta = 5.0 outside of rope_parameters"),
+        ({"model_type": "gpt_neox", "hidden_act": "gelu_fast"}, "hidden_act = 'gelu_fast'"),
+        ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
+        ({"model_type": "dots1"}, "num_experts_per_tok, n_shared_experts, n_routed_experts = None"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, r"no_rope_layers = \[1\]"),
+        ({"model_type": "olmo3", "rope_parameters": LINEAR}, "a table for each of"),
+        ({"model_type": "llama", "num_key_value_heads": 3}, "num_kv_heads is num_key_value_heads"),
+    ],
+    ids=str,
+)
+def test_values_that_a_family_cannot_follow_are_refused_by_their_names(change, needle):
+    with pytest.raises(ModelError, match=needle):
+        config_from_hf(change)

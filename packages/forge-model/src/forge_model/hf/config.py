@@ -47,6 +47,7 @@ NAMES = {
     "rope_dim": ("qk_rope_head_dim",),
     "num_modules": ("num_nextn_predict_layers",),
     "max_tokens": ("max_position_embeddings",),
+    "rope_theta": ("rope_local_base_freq", "rotary_emb_base"),
 }
 """Keys of `[model]`, and what a `config.json` may call them."""
 
@@ -123,8 +124,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 def _in_their_words(problem: str, family: Family) -> str:
     """An error about keys of `[model]`, with the names that a `config.json` has for them."""
     words = {word for word in re.findall(r"\w+", problem)}
+    known = family.keys | family.old_keys
     named = ((ours, one) for ours, names in NAMES.items() if ours in words for one in names)
-    told = [f"{ours} is {one}" for ours, one in named if one in family.keys]
+    told = [f"{ours} is {one}" for ours, one in named if one in known]
     return f"{problem} (here {', '.join(told)})" if told else problem
 
 
