@@ -108,7 +108,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     if family is None:
         known = ", ".join(family.model_type for family in FAMILIES)
         raise ModelError(f"given model_type {hf.get('model_type')!r}; expected one of {known}")
-    hf, problems = _unaliased(hf, family)
+    given = hf
+    hf, problems = _unaliased(given, family)
     keys = family.keys | family.old_keys
     full = {"rope_theta": family.theta} | {name: key.default for name, key in keys.items()} | dict(hf)
     problems += [*_problems(hf, family)]
@@ -118,7 +119,16 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
             return family.read(full)
     except ValueError as error:
         problems = [_in_their_words(str(error), family)]
-    raise ModelError(f"this config.json of a {family.model_type} cannot be read: {'; '.join(problems)}")
+    told = f"this config.json of a {family.model_type} cannot be read: {'; '.join(problems)}"
+    raise ModelError(told + _other_names(told, given, family))
+
+
+def _other_names(told: str, given: Mapping[str, Any], family: Family) -> str:
+    """Which of the names in an error the file has otherwise."""
+    words = {*re.findall(r"\w+", told)}
+    there = [(name, alias) for alias, name in family.aliases.items() if alias in given]
+    names = [f"{name} is {alias}" for name, alias in there if name in words and alias not in words]
+    return f" (here {', '.join(names)})" if names else ""
 
 
 def _in_their_words(problem: str, family: Family) -> str:

@@ -311,7 +311,8 @@ class Names:
         ):
             told += (
                 f"; these are its modules for multi-token prediction ({first}...), which `transformers` "
-                "counts in config.json and does not save: set model.mtp.num_modules = 0"
+                "counts in config.json (num_nextn_predict_layers) and does not save: set "
+                "model.mtp.num_modules = 0"
             )
         return told
 

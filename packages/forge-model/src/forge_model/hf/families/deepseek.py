@@ -79,11 +79,11 @@ def latent_problems(full: Full) -> Iterator[str]:
     heads = full["num_key_value_heads"]
     if heads not in (None, full["num_attention_heads"]):
         yield f"num_key_value_heads = {heads}, only as many as num_attention_heads can be read"
-    widths = {"head_dim": full["qk_rope_head_dim"]}
-    widths["qk_head_dim"] = full["qk_nope_head_dim"] + full["qk_rope_head_dim"]
-    for name, width in widths.items():
+    parts = {"head_dim": ["qk_rope_head_dim"], "qk_head_dim": ["qk_nope_head_dim", "qk_rope_head_dim"]}
+    for name, of in parts.items():
+        width = sum(full[part] for part in of)
         if full[name] not in (None, width):
-            yield f"{name} = {full[name]}, expected {width}, which follows from the widths of its parts"
+            yield f"{name} = {full[name]}, expected {width} of {' + '.join(of)}"
 
 
 def _mscale(rope: RopeConfig, all_dim: float) -> float:

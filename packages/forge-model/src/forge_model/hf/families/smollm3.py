@@ -67,11 +67,9 @@ def _read(full: Full) -> DecoderConfig:
 
 
 def _problems(full: Full) -> Iterator[str]:
-    given = full["no_rope_layers"]
-    if given is not None and (
-        len(given) < full["num_hidden_layers"] or not all(isinstance(one, int) for one in given)
-    ):
-        yield f"no_rope_layers = {given!r}, expected a number for each of {full['num_hidden_layers']} layers"
+    given, layers = full["no_rope_layers"], full["num_hidden_layers"]
+    if given is not None and (len(given) < layers or not all(isinstance(one, int) for one in given)):
+        yield f"no_rope_layers = {given!r}, expected a number for each of num_hidden_layers = {layers}"
         return
     yield from type_problems(full, _types(full), _window(full), "use_sliding_window and sliding_window")
     yield from rope_problems(full)
