@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from forge_model.decoder.config import DecoderConfig
@@ -23,7 +23,7 @@ _KEYS = SHARED_KEYS | {
 PARTIAL = {"partial_rotary_factor": Key(float, 0.5, nullable=True)}
 """What the absence of the key means to the models of this maker."""
 
-GATES: Mapping[str, Packed] = {
+GATES: dict[str, Packed] = {
     "ffn.w_gate": Packed("mlp.gate_up_proj", 0, 2),
     "ffn.w_up": Packed("mlp.gate_up_proj", 1, 2),
 }

@@ -52,9 +52,11 @@ PHI3 = Family(
     "Phi3ForCausalLM",
     {"phi3-3.8b": _4_MINI},
     _KEYS,
-    LAYER_KEYS
-    | GATES
-    | {f"attention.w{name}": Packed("self_attn.qkv_proj", part, 3) for part, name in enumerate("qkv")},
+    {
+        **LAYER_KEYS,
+        **GATES,
+        **{f"attention.w{name}": Packed("self_attn.qkv_proj", part, 3) for part, name in enumerate("qkv")},
+    },
     _read,
     values,
     _problems,
