@@ -167,6 +167,19 @@ def test_multi_token_prediction_by_other_means_equals_one_process(layout, parall
 
 
 @pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [
+        ("pp2-fsdp2", ParallelConfig()),
+        ("fsdp2", ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager"))),
+    ],
+)
+def test_parts_of_heads_and_other_residual_connections_equal_one_process(layout, parallel):
+    check(layout, "parallel", "float64", parallel, loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("schedule", slow(PIPELINES, "interleaved_1f1b", "zbv_zero_bubble"))
 def test_pipelined_training_in_float64_equals_one_process(schedule):
     if schedule not in ("gpipe", "1f1b", "interleaved_1f1b") and not splits_backward():

@@ -66,7 +66,7 @@ class CrossBlockConfig(StandardBlockConfig):
         heads = self.num_heads or like.num_heads  # type: ignore[attr-defined]
         inherits = self.num_heads is None
         kv_heads = self.num_kv_heads or (like.kv_heads if inherits else heads)  # type: ignore[attr-defined]
-        width = self.head_dim or (like.head_width(dim) if inherits else dim // heads)
+        width = self.head_dim or (like.head_width(dim) if inherits else dim // heads)  # type: ignore[attr-defined]
         return GroupedQueryConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
 
     def feed_forward(self, layer: LayerConfig) -> FfnConfig:
