@@ -194,6 +194,11 @@ def test_config_to_hf_invents_no_token_ids():
     assert config_to_hf(config, eos_token_id=256)["eos_token_id"] == 256
 
 
+def test_scores_may_be_multiplied_by_more_than_one():
+    config = config_from_hf({"model_type": "granite"} | SHAPE | {"attention_multiplier": 2.0})
+    assert config_to_hf(config)["attention_multiplier"] == 2.0
+
+
 @pytest.mark.parametrize(
     ("options", "needle"),
     [

@@ -236,7 +236,7 @@ def test_tensors_choose_among_the_families_that_can_hold_a_model(tmp_path):
     [
         ({"model_type": "phi3", "rope_parameters": YARN}, "rope_type = 'yarn', only 'default'"),
         ({"model_type": "glm4", "partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
-        ({"model_type": "glm4", "partial_rotary_factor": 0.001}, "rotates nothing"),
+        ({"model_type": "glm4", "partial_rotary_factor": 0.001}, "rotates 0 dims"),
         ({"model_type": "gpt_neox", "rope_theta": 5.0}, "rope_theta = 5.0 outside of rope_parameters"),
         ({"model_type": "gpt_neox", "hidden_act": "gelu_fast"}, "hidden_act = 'gelu_fast'"),
         ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),

@@ -48,6 +48,7 @@ NAMES = {
     "num_modules": ("num_nextn_predict_layers",),
     "max_tokens": ("max_position_embeddings",),
     "rope_theta": ("rope_local_base_freq", "rotary_emb_base"),
+    "partial_rotary_factor": ("rotary_pct",),
 }
 """Keys of `[model]`, and what a `config.json` may call them."""
 
@@ -118,26 +119,18 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
         if not problems:
             return family.read(full)
     except ValueError as error:
-        problems = [_in_their_words(str(error), family)]
+        problems = [str(error)]
     told = f"this config.json of a {family.model_type} cannot be read: {'; '.join(problems)}"
     raise ModelError(told + _other_names(told, given, family))
 
 
 def _other_names(told: str, given: Mapping[str, Any], family: Family) -> str:
-    """Which of the names in an error the file has otherwise."""
-    words = {*re.findall(r"\w+", told)}
-    there = [(name, alias) for alias, name in family.aliases.items() if alias in given]
-    names = [f"{name} is {alias}" for name, alias in there if name in words and alias not in words]
+    """What the file calls the names in an error, which may be those of `[model]`."""
+    words, known = {*re.findall(r"\w+", told)}, family.keys | family.old_keys
+    others = [(name, one) for name, keys in NAMES.items() for one in keys if one in known]
+    others += [(name, alias) for alias, name in family.aliases.items() if alias in given]
+    names = [f"{name} is {other}" for name, other in others if name in words and other not in words]
     return f" (here {', '.join(names)})" if names else ""
-
-
-def _in_their_words(problem: str, family: Family) -> str:
-    """An error about keys of `[model]`, with the names that a `config.json` has for them."""
-    words = {word for word in re.findall(r"\w+", problem)}
-    known = family.keys | family.old_keys
-    named = ((ours, one) for ours, names in NAMES.items() if ours in words for one in names)
-    told = [f"{ours} is {one}" for ours, one in named if one in known]
-    return f"{problem} (here {', '.join(told)})" if told else problem
 
 
 def _unaliased(hf: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:

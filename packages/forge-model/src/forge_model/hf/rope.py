@@ -52,12 +52,15 @@ def rotary_dim(hf: Mapping[str, Any], width: int) -> int | None:
     """Width of the part of a head that is rotated; None if it is all `width` of it.
 
     Raises:
-        ValueError: nothing of it is.
+        ValueError: nothing of it is, or an odd width.
     """
     factor = _parameters(hf)["partial_rotary_factor"]
     part = width if factor is None else int(width * factor)
-    if not part:
-        raise ValueError(f"partial_rotary_factor = {factor} of heads that are {width} wide rotates nothing")
+    if part != width and (part < 2 or part % 2):
+        raise ValueError(
+            f"partial_rotary_factor = {factor} of heads that are {width} wide (head_dim, or hidden_size / "
+            f"num_attention_heads) rotates {part} dims; expected an even number above 0"
+        )
     return None if part == width else part
 
 

@@ -110,7 +110,7 @@ def _problems3(full: Full) -> Iterator[str]:
 def _write(config: DecoderConfig) -> dict[str, Any]:
     found = values(config)
     scale = getattr(config.layer(0).attention, "scale", None)
-    scalar = found["head_dim"] if scale is None else round(scale**-2)
+    scalar = found["head_dim"] if scale is None else max(round(scale**-2), 1)
     if scale is not None and not isclose(scalar**-0.5, scale, rel_tol=1e-12):
         raise ModelError(f"attention.scale = {scale} is no 1/sqrt of an integer")
     if found["sliding_window"] is None:  # transformers makes a mask of it even if no layer has one
