@@ -31,7 +31,7 @@ def _read(full: Full) -> DecoderConfig:
 def _problems(full: Full) -> Iterator[str]:
     yield from rope_problems(full, partial=True)
     table = full.get("rope_scaling") or full.get("rope_parameters") or {}
-    kind = table.get("rope_type", table.get("type", "default"))
+    kind = table.get("rope_type", table.get("type", "default")) if isinstance(table, dict) else "default"
     if kind != "default":
         yield f"rope_type = {kind!r}, only 'default' can be read of this family"
 
