@@ -29,7 +29,7 @@ SIZES = {
 }  # fmt: skip
 GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 MORE = {
-    "deepseek_v2": GROUPS | {"num_key_value_heads": 4, "topk_method": "group_limited_greedy"},
+    "deepseek_v2": GROUPS | {"num_key_value_heads": 4, "head_dim": 8, "topk_method": "group_limited_greedy"},
     "deepseek_v3": GROUPS | {"num_key_value_heads": 4, "num_nextn_predict_layers": 0},
     "dots1": GROUPS | {"n_shared_experts": 1},
     "glm4_moe": GROUPS | {"num_nextn_predict_layers": 0},
