@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from forge_config import ConfigError
+from forge_config import Config, ConfigError, load
 from forge_data import cli
+from forge_model import config_from_hf
+from forge_model.config import ModelConfig
+from forge_model.decoder.compare import differences
 from forge_parallel.error import ParallelError
 from forge_trainer.job import Job, load_job
 from tokenizers import Tokenizer
@@ -289,3 +292,20 @@ def test_experts_that_do_not_fit_are_refused():
 def test_plan_of_data_knows_every_section_of_a_job() -> None:
     """`forge-data` reads the file of a run without forge-trainer."""
     assert set(cli._Job.__struct_fields__) == set(Job.__struct_fields__)
+
+
+class Whole(Config):
+    model: ModelConfig
+
+
+@pytest.mark.parametrize(
+    "name", ["debug", "moe_debug", "llama-1b", "llama-70b", "mla_moe_16b", "moe_1b_a400m"]
+)
+def test_shipped_decoder_can_be_exported(name, tmp_path):
+    run = tmp_path / "run.toml"
+    run.write_text(f'extends = ["{ROOT}/configs/models/{name}.toml"]\n')
+    model = load(Whole, run).value.model
+    keys = model.hugging_face().config()
+    assert differences(config_from_hf(keys), model) == []
+    families = {"moe_debug": "glm4_moe", "moe_1b_a400m": "dots1", "mla_moe_16b": "deepseek_v3"}
+    assert keys["model_type"] == families.get(name, "llama")

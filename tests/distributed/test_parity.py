@@ -6,6 +6,7 @@ import pytest
 import torch
 from forge_model import DecoderConfig
 from forge_model.attention.config import GroupedQueryConfig, LatentConfig
+from forge_model.decoder.block_config import ResidualBlockConfig
 from forge_model.decoder.config import LayerOverride
 from forge_model.decoder.mtp_config import MTPConfig
 from forge_model.ffn.config import GeGLUConfig, MLPConfig, SwiGLUConfig
@@ -75,6 +76,14 @@ MODELS = {
         logit_softcap=2.0,
         overrides=[LayerOverride(layers="-1", attention=UNLIKE_LAST, norm=RMSNormConfig(zero_centered=True))],
     ),
+    "parallel": DecoderConfig(
+        **PARTS,
+        attention=GroupedQueryConfig(num_heads=4, num_kv_heads=2, rope_dim=4, rope_pairs=True),
+        norm=LayerNormConfig(bias=True),
+        ffn=MLPConfig(bias=True),
+        block=ResidualBlockConfig(parallel=True, scale=1.3),
+        logit_divisor=0.6,
+    ),
     "ahead": DecoderConfig(**PARTS, attention=LATENT, mtp=MTPConfig(num_modules=2)),
 }
 FAMILIES = [name for name in MODELS if name not in ("deep", "ahead")]
@@ -122,7 +131,7 @@ def test_training_equals_one_process(layout):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("sequence", slow(["sequence", "whole-sequence"], "sequence"))
-@pytest.mark.parametrize("name", slow(FAMILIES, "biased", "layernorm", "latent", "capped"))
+@pytest.mark.parametrize("name", slow(FAMILIES, "biased", "layernorm", "latent", "capped", "parallel"))
 def test_tensor_parallel_training_in_float64_equals_one_process(name, sequence):
     parallel = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=sequence == "sequence"))
     check("tp2", name, "float64", parallel, loss=1e-10, norm=1e-10)
@@ -155,6 +164,19 @@ def test_multi_token_prediction_in_float64_equals_one_process(layout):
 )
 def test_multi_token_prediction_by_other_means_equals_one_process(layout, parallel):
     check(layout, "ahead", "float64", parallel, loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [
+        ("pp2-fsdp2", ParallelConfig()),
+        ("fsdp2", ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager"))),
+    ],
+)
+def test_parts_of_heads_and_other_residual_connections_equal_one_process(layout, parallel):
+    check(layout, "parallel", "float64", parallel, loss=1e-10, norm=1e-10)
 
 
 @pytest.mark.dist

@@ -2,7 +2,15 @@ import pytest
 import torch
 from forge_model import Decoder, DecoderConfig, LossConfig, ModelError, initialize
 from forge_model.attention.mask import Mask, flex_blocks, softmax_attention
-from forge_model.config import GroupedQueryConfig, LayerNormConfig, MLPConfig
+from forge_model.attention.rope import rope_table
+from forge_model.config import (
+    GroupedQueryConfig,
+    LayerNormConfig,
+    MLPConfig,
+    ResidualBlockConfig,
+    RMSNormConfig,
+    RopeConfig,
+)
 
 VOCAB = 61
 CPU = torch.device("cpu")
@@ -114,7 +122,11 @@ def test_decoder_with_other_parts_has_their_parameters():
 
 @pytest.mark.parametrize(
     ("options", "needle"),
-    [({"num_heads": 4, "num_kv_heads": 3}, "does not divide"), ({"num_heads": 2, "head_dim": 7}, "odd")],
+    [
+        ({"num_heads": 4, "num_kv_heads": 3}, "does not divide"),
+        ({"num_heads": 2, "head_dim": 7}, "odd"),
+        ({"num_heads": 2, "head_dim": 8, "rope_dim": 3}, "rope_dim = 3 is odd"),
+    ],
 )
 def test_attention_config_refuses_impossible_heads(options, needle):
     with pytest.raises(ValueError, match=needle):
@@ -140,3 +152,52 @@ def test_decoder_keeps_the_tables_of_each_number_format():
     exact = model(tokens)
     torch.testing.assert_close(model.float()(tokens), exact.float(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model.double()(tokens), exact, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_residual_connections_equal_those_written_out(parallel):
+    model = build(block=ResidualBlockConfig(parallel=parallel, scale=0.3)).double()
+    tokens = torch.randint(VOCAB, (2, 9))
+    x = model.embed(tokens)
+    contexts = model._contexts(model._tables(Mask(9, x.device), tokens, None, x.dtype), None, {})
+    for block, context in zip(model.layers.values(), contexts, strict=True):
+        attended = block.attention(block.attention_norm(x), context.rope, context.mask)
+        between = x if parallel else x + 0.3 * attended
+        x = x + 0.3 * attended + 0.3 * block.ffn(block.ffn_norm(between))
+    torch.testing.assert_close(model(tokens), model.head(model.norm(x)))
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_part_of_a_head_is_rotated_as_complex_numbers_are(pairs):
+    config = GroupedQueryConfig(num_heads=2, head_dim=10, rope_dim=6, rope_pairs=pairs)
+    attention = config.build(20, RMSNormConfig())
+    query, key = torch.randn(2, 1, 2, 7, 10, dtype=torch.float64)
+    rope = rope_table(RopeConfig(), config.rotary_dim(20), torch.arange(7), torch.float64)
+
+    def turned(x):
+        first, second = (x[..., 0:6:2], x[..., 1:6:2]) if pairs else (x[..., :3], x[..., 3:6])
+        angle = torch.arange(7)[:, None] * 10000.0 ** (-torch.arange(3, dtype=torch.float64) / 3)
+        return torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+
+    plain = query[..., 6:] @ key[..., 6:].mT
+    expected = plain + (turned(query) @ turned(key).conj().mT).real
+    torch.testing.assert_close(attention.rotated(query, rope) @ attention.rotated(key, rope).mT, expected)
+    assert attention.rotated(query, None) is query
+
+
+def test_divided_logits_are_those_without_divided_and_so_is_their_loss():
+    model, plain = build(logit_divisor=4.0).double(), build().double()
+    plain.load_state_dict(model.state_dict())
+    tokens = torch.randint(VOCAB, (2, 9))
+    torch.testing.assert_close(model(tokens), plain(tokens) / 4)
+    labels = torch.randint(VOCAB, (2, 9))
+    terms = model(tokens, labels=labels, loss_fn=LossConfig().build())
+    expected = torch.nn.functional.cross_entropy((plain(tokens) / 4).flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(terms.total.double() / 18, expected)
+
+
+def test_rotated_part_wider_than_a_head_is_refused():
+    with pytest.raises(ValueError, match="rope_dim = 12 of heads that are 10 wide"):
+        DecoderConfig(
+            vocab_size=8, dim=20, num_layers=1, attention=GroupedQueryConfig(num_heads=2, rope_dim=12)
+        )

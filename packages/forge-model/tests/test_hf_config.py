@@ -23,21 +23,6 @@ from forge_model.decoder.compare import differences
 from forge_model.hf.config import FIXED
 from forge_model.hf.families import FAMILIES
 
-CLASSES = {
-    "deepseek_v3": "DeepseekV3Config",
-    "gpt_oss": "GptOssConfig",
-    "mixtral": "MixtralConfig",
-    "qwen3_moe": "Qwen3MoeConfig",
-    "olmoe": "OlmoeConfig",
-    "llama": "LlamaConfig",
-    "mistral": "MistralConfig",
-    "qwen2": "Qwen2Config",
-    "qwen3": "Qwen3Config",
-    "olmo2": "Olmo2Config",
-    "gemma": "GemmaConfig",
-    "gemma2": "Gemma2Config",
-    "gemma3_text": "Gemma3TextConfig",
-}
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 SHAPE = {
     "hidden_size": 48,
@@ -47,13 +32,27 @@ SHAPE = {
     "num_key_value_heads": 2,
     "vocab_size": 97,
 }
-SHAPES = {"deepseek_v3": {"num_key_value_heads": 4}}
+SHAPES = {
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 6, "n_shared_experts": 1},
+    "glm4_moe": {"head_dim": 20},
+    "gpt_neox": {"hidden_size": 64},
+}
 """What else is needed for such a small one."""
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
+NEEDED = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 64, "n_shared_experts": 2},
+    "glm4_moe": {"head_dim": 128},
+}
+"""What else the defaults of a class need: it cannot be built of them, or rotates an odd width."""
+
+
 def default_config(model_type: str):
-    return getattr(pytest.importorskip("transformers"), CLASSES[model_type])
+    return pytest.importorskip("transformers").models.auto.configuration_auto.CONFIG_MAPPING[model_type]
 
 
 @EVERY_FAMILY
@@ -67,13 +66,16 @@ def test_defaults_are_those_of_transformers(family):
 @EVERY_FAMILY
 def test_every_key_alone_means_what_it_means_to_transformers(family):
     make, shape = default_config(family.model_type), SHAPE | SHAPES.get(family.model_type, {})
+    shape = {key: value for key, value in shape.items() if key in family.keys | family.old_keys}
     for left_out in [None, *SHAPE]:
         given = {key: value for key, value in shape.items() if key != left_out}
         if left_out in ("num_attention_heads", "num_key_value_heads"):
             given |= {"num_attention_heads": 128} if "num_attention_heads" in given else {}
-            given |= {"hidden_size": 256}
-            if family.model_type == "deepseek_v3" and left_out == "num_attention_heads":
-                given |= {"num_key_value_heads": 128}
+            given |= {"hidden_size": 1024}
+            if "kv_lora_rank" in family.keys and left_out == "num_attention_heads":
+                given |= {"num_key_value_heads": family.keys[left_out].default}
+            if "kv_lora_rank" in family.keys and left_out == "num_key_value_heads":
+                given |= {"num_attention_heads": family.keys[left_out].default or 128}
         ours = config_from_hf({"model_type": family.model_type} | given)
         theirs = config_from_hf(make(**given).to_dict())
         assert differences(ours, theirs) == [], left_out
@@ -82,9 +84,11 @@ def test_every_key_alone_means_what_it_means_to_transformers(family):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_a_config_of_defaults_is_read_as_transformers_reads_it(family):
-    bare = config_from_hf({"model_type": family.model_type})
-    assert bare.norm.eps == (1e-5 if family.model_type in ("olmo2", "olmoe", "mixtral", "gpt_oss") else 1e-6)
-    assert differences(bare, config_from_hf(default_config(family.model_type)().to_dict())) == []
+    needed, make = NEEDED.get(family.model_type, {}), default_config(family.model_type)
+    bare, fields = config_from_hf({"model_type": family.model_type} | needed), make.__dataclass_fields__
+    eps = next(name for name in ("rms_norm_eps", "layer_norm_eps") if name in fields)
+    assert bare.norm.eps == fields[eps].default
+    assert differences(bare, config_from_hf(make(**needed).to_dict())) == []
 
 
 @pytest.mark.parametrize("name", [name for family in FAMILIES for name in family.presets])
@@ -188,6 +192,11 @@ def test_config_to_hf_invents_no_token_ids():
     theirs = default_config("llama")(**written)
     assert theirs.bos_token_id is None and theirs.eos_token_id is None
     assert config_to_hf(config, eos_token_id=256)["eos_token_id"] == 256
+
+
+def test_scores_may_be_multiplied_by_more_than_one():
+    config = config_from_hf({"model_type": "granite"} | SHAPE | {"attention_multiplier": 2.0})
+    assert config_to_hf(config)["attention_multiplier"] == 2.0
 
 
 @pytest.mark.parametrize(

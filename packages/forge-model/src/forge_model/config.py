@@ -10,6 +10,7 @@ from forge_model.attention.config import attentions as attentions
 from forge_model.attention.rope_config import RopeConfig as RopeConfig
 from forge_model.attention.rope_config import ropes as ropes
 from forge_model.decoder.block_config import BlockConfig as BlockConfig
+from forge_model.decoder.block_config import ResidualBlockConfig as ResidualBlockConfig
 from forge_model.decoder.block_config import StandardBlockConfig as StandardBlockConfig
 from forge_model.decoder.block_config import blocks as blocks
 from forge_model.decoder.config import DecoderConfig as DecoderConfig
@@ -57,6 +58,7 @@ __all__ = [
     "ModelConfig",
     "NormConfig",
     "RMSNormConfig",
+    "ResidualBlockConfig",
     "RopeConfig",
     "RouterConfig",
     "SigmoidRouterConfig",

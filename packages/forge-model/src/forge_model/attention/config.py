@@ -73,6 +73,9 @@ class GroupedQueryConfig(AttentionConfig):
             means they stay as they are. Costs speed: such scores have no fused kernel but FlexAttention.
         sinks: every head has a learnt score for one more key that has no value, so that its weights may sum
             to less than one (GPT-OSS, arXiv:2508.10925). Costs the same.
+        rope_dim: width of the part of each head that is rotated, its first dims (as GPT-NeoX); absent means
+            all of it.
+        rope_pairs: neighbours are rotated together (as GLM-4); otherwise the halves of that part.
     """
 
     num_heads: Count = 8
@@ -86,6 +89,8 @@ class GroupedQueryConfig(AttentionConfig):
     scale: Positive | None = None
     softcap: Positive | None = None
     sinks: bool = False
+    rope_dim: Count | None = None
+    rope_pairs: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.kv_heads:
@@ -95,6 +100,8 @@ class GroupedQueryConfig(AttentionConfig):
             )
         if self.head_dim is not None and self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} is odd; rotary embeddings rotate pairs")
+        if self.rope_dim is not None and self.rope_dim % 2:
+            raise ValueError(f"rope_dim = {self.rope_dim} is odd; rotary embeddings rotate pairs")
 
     @property
     def window(self) -> int | None:
@@ -119,15 +126,27 @@ class GroupedQueryConfig(AttentionConfig):
                 "rmsnorm can do in parts; choose that norm, normalize each head, or set mesh.tp = 1"
             )
 
-    def rotary_dim(self, dim: int) -> int:
-        """See `AttentionConfig.rotary_dim`."""
+    def head_width(self, dim: int) -> int:
+        """Width of a head, the default resolved."""
         return dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    def rotary_dim(self, dim: int) -> int:
+        """See `AttentionConfig.rotary_dim`.
+
+        Raises:
+            ValueError: it is wider than a head.
+        """
+        width = self.head_width(dim)
+        if self.rope_dim is not None and self.rope_dim > width:
+            raise ValueError(f"rope_dim = {self.rope_dim} of heads that are {width} wide; give no more")
+        return self.rope_dim or width
 
     def resolved(self, dim: int) -> AttentionConfig:
         """See `AttentionConfig.resolved`."""
-        head_dim = self.rotary_dim(dim)
-        scale = None if self.scale == head_dim**-0.5 else self.scale
-        return replace(self, num_kv_heads=self.kv_heads, head_dim=head_dim, scale=scale)
+        width = self.head_width(dim)
+        scale = None if self.scale == width**-0.5 else self.scale
+        rope_dim = None if self.rotary_dim(dim) == width else self.rope_dim
+        return replace(self, num_kv_heads=self.kv_heads, head_dim=width, scale=scale, rope_dim=rope_dim)
 
     def build(self, dim: int, norm: NormConfig) -> nn.Module:
         """See `AttentionConfig.build`."""
@@ -137,8 +156,8 @@ class GroupedQueryConfig(AttentionConfig):
 
     def forward_flops(self, dim: int, tokens: int, causal: bool) -> float:
         """See `AttentionConfig.forward_flops`; `causal` counts only the visible pairs of tokens."""
-        width = self.num_heads * self.rotary_dim(dim)
-        kv_width = self.kv_heads * self.rotary_dim(dim)
+        width = self.num_heads * self.head_width(dim)
+        kv_width = self.kv_heads * self.head_width(dim)
         projections = 2 * dim * (2 * width + 2 * kv_width)
         return projections + 4 * width * visible(tokens, causal, self.sliding_window)
 

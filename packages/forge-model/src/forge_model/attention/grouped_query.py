@@ -2,13 +2,14 @@
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from forge_model.attention.cache import LayerCache
 from forge_model.attention.config import GroupedQueryConfig
 from forge_model.attention.explicit import explicit_attention
 from forge_model.attention.mask import Attend, softmax_attention
-from forge_model.attention.rope import Rope, rotate
+from forge_model.attention.rope import Rope, pairs_to_halves, rotate
 from forge_model.layers import Linear, Sinks
 from forge_model.norm_config import NormConfig
 
@@ -35,7 +36,8 @@ class Attention(nn.Module):
         explicit = config.softcap is not None or config.sinks
         self.attend: Attend = explicit_attention if explicit else softmax_attention
         self.scale, self.softcap = config.scale, config.softcap
-        self.head_dim = config.rotary_dim(dim)
+        self.head_dim, self.rope_dim = config.head_width(dim), config.rotary_dim(dim)
+        self.rope_pairs = config.rope_pairs
         width, kv_width = config.num_heads * self.head_dim, config.kv_heads * self.head_dim
         self.wq = Linear(dim, width, bias=config.bias)
         self.wk = Linear(dim, kv_width, bias=config.bias)
@@ -60,12 +62,19 @@ class Attention(nn.Module):
         query = self._heads(self.wq(x), self.q_norm)
         key = self._heads(self.wk(x), self.k_norm)
         value = self._heads(self.wv(x), None)
-        if rope is not None:
-            query, key = rotate(query, *rope), rotate(key, *rope)
+        query, key = self.rotated(query, rope), self.rotated(key, rope)
         if cache is not None:
             key, value = cache.extend(key, value)
         out = self.attend(query, key, value, mask, self.scale, **self._options())
         return self.wo(out.transpose(1, 2).flatten(-2))
+
+    def rotated(self, x: Tensor, rope: Rope | None) -> Tensor:
+        """[B, N, T, H] queries or keys, the part that has a position rotated by it."""
+        if rope is None:
+            return x
+        part, rest = x.split([self.rope_dim, self.head_dim - self.rope_dim], -1)
+        part = rotate(pairs_to_halves(part) if self.rope_pairs else part, *rope)
+        return torch.cat([part, rest], -1) if self.rope_dim < self.head_dim else part
 
     def _options(self) -> dict[str, Any]:
         """What `attend` must do beside softmax attention."""

@@ -5,9 +5,9 @@ Imports no torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from forge_config import Config, Registry
+from forge_config import Config, Meta, Registry
 
 from forge_model.side_inputs import Needs
 
@@ -63,3 +63,23 @@ class StandardBlockConfig(BlockConfig):
         from forge_model.decoder.block import Block
 
         return Block(layer, dim)
+
+
+@blocks.register("residual")
+class ResidualBlockConfig(BlockConfig):
+    """The standard block with other residual connections.
+
+    Attributes:
+        parallel: attention and feed-forward are given the same x, and both are added to it:
+            x + attention(norm(x)) + ffn(norm(x)), each with a norm of its own (GPT-NeoX, arXiv:2204.06745).
+        scale: what attention and feed-forward return is multiplied by (as Granite, arXiv:2408.13359).
+    """
+
+    parallel: bool = False
+    scale: Annotated[float, Meta(gt=0)] = 1.0
+
+    def build(self, layer: LayerConfig, dim: int) -> nn.Module:
+        """See `BlockConfig.build`."""
+        from forge_model.decoder.block import ResidualBlock
+
+        return ResidualBlock(layer, dim, self.parallel, self.scale)

@@ -100,6 +100,7 @@ class DecoderConfig(ModelConfig):
         embedding_scale: what embeddings are multiplied by; Gemma has sqrt(dim).
         logit_softcap: logits become logit_softcap * tanh(logit / logit_softcap) (arXiv:2408.00118); absent
             means they stay as they are.
+        logit_divisor: what logits are divided by, before they are capped (Granite, arXiv:2408.13359).
         mtp: modules that predict tokens after the next one.
         overrides: layers that differ; where two name a layer, the later one counts.
     """
@@ -120,6 +121,7 @@ class DecoderConfig(ModelConfig):
     block: BlockConfig = StandardBlockConfig()
     embedding_scale: Positive = 1.0
     logit_softcap: Positive | None = None
+    logit_divisor: Positive = 1.0
     mtp: MTPConfig = MTPConfig()
     overrides: list[LayerOverride] = []
 

@@ -49,7 +49,7 @@ class Decoder(Model):
         self.embed = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): _block(config, i) for i in range(config.num_layers)})
         self.norm = config.norm.build(config.dim)
-        self.head = Head(config.dim, config.vocab_size, config.logit_softcap)
+        self.head = Head(config.dim, config.vocab_size, config.logit_softcap, config.logit_divisor)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight  # type: ignore[assignment]
         self.mtp = nn.ModuleDict(

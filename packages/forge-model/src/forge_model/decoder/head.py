@@ -23,14 +23,15 @@ class Head(nn.Module):
     Attributes:
         vocabulary: which rows of the weight this process computes with; None means all.
         softcap: logits become softcap * tanh(logit / softcap); None leaves them as they are.
+        divisor: what they are divided by first. Hidden states are, which is the same for every loss.
     """
 
     roles: ClassVar[dict[str, Role]] = {"weight": "head"}
     vocabulary: VocabularyShard | None = None
 
-    def __init__(self, dim: int, vocab_size: int, softcap: float | None = None) -> None:
+    def __init__(self, dim: int, vocab_size: int, softcap: float | None = None, divisor: float = 1.0) -> None:
         super().__init__()
-        self.softcap = softcap
+        self.softcap, self.divisor = softcap, divisor
         self.weight: nn.Parameter = nn.Parameter(torch.empty(vocab_size, dim))
 
     def forward(
@@ -40,6 +41,7 @@ class Head(nn.Module):
 
         With several `parts`, of which each has as many rows, a list of what it returns for each.
         """
+        hidden = hidden if self.divisor == 1 else hidden / self.divisor
         if labels is None:
             logits = nn.functional.linear(hidden, self.weight)
             if self.softcap is not None:

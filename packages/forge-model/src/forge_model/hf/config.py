@@ -7,6 +7,7 @@ what the config class of `transformers` 5.23 says (`Family.keys`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from math import inf
 from pathlib import Path
@@ -35,6 +36,22 @@ FIXED: dict[str, Any] = {
 SAME = {"swish": "silu"}
 """Values that mean another one."""
 
+NAMES = {
+    "dim": ("hidden_size", "n_embd"),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "num_experts": ("n_routed_experts", "num_local_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "groups": ("n_group",),
+    "top_groups": ("topk_group",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "num_modules": ("num_nextn_predict_layers",),
+    "max_tokens": ("max_position_embeddings",),
+    "rope_theta": ("rope_local_base_freq", "rotary_emb_base"),
+    "partial_rotary_factor": ("rotary_pct",),
+}
+"""Keys of `[model]`, and what a `config.json` may call them."""
+
 HARMLESS = frozenset(
     [
         "_attn_implementation",
@@ -46,6 +63,7 @@ HARMLESS = frozenset(
         "bos_token_id",
         "cache_implementation",
         "chunk_size_feed_forward",
+        "classifier_dropout",
         "cls_token_id",
         "decoder_start_token_id",
         "do_sample",
@@ -91,7 +109,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     if family is None:
         known = ", ".join(family.model_type for family in FAMILIES)
         raise ModelError(f"given model_type {hf.get('model_type')!r}; expected one of {known}")
-    hf, problems = _unaliased(hf, family)
+    given = hf
+    hf, problems = _unaliased(given, family)
     keys = family.keys | family.old_keys
     full = {"rope_theta": family.theta} | {name: key.default for name, key in keys.items()} | dict(hf)
     problems += [*_problems(hf, family)]
@@ -101,7 +120,17 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
             return family.read(full)
     except ValueError as error:
         problems = [str(error)]
-    raise ModelError(f"this config.json of a {family.model_type} cannot be read: {'; '.join(problems)}")
+    told = f"this config.json of a {family.model_type} cannot be read: {'; '.join(problems)}"
+    raise ModelError(told + _other_names(told, given, family))
+
+
+def _other_names(told: str, given: Mapping[str, Any], family: Family) -> str:
+    """What the file calls the names in an error, which may be those of `[model]`."""
+    words, known = {*re.findall(r"\w+", told)}, family.keys | family.old_keys
+    others = [(name, one) for name, keys in NAMES.items() for one in keys if one in known]
+    others += [(name, alias) for alias, name in family.aliases.items() if alias in given]
+    names = [f"{name} is {other}" for name, other in others if name in words and other not in words]
+    return f" (here {', '.join(names)})" if names else ""
 
 
 def _unaliased(hf: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
@@ -129,17 +158,14 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
             yield f"{name} = {value!r} is not known"
 
 
-def family_of(config: DecoderConfig) -> Family:
-    """The family whose checkpoints can hold this model: the first whose `config.json` of it means the same.
+def families_of(config: DecoderConfig) -> Iterator[tuple[Family, dict[str, Any]]]:
+    """The families whose checkpoints can hold this model, each with the keys of its `config.json`.
+
+    Those of them whose `config.json` of it means the same, in the order of `FAMILIES`.
 
     Raises:
         ModelError: no family can; says what the nearest one would make of it.
     """
-    return _held(config)[0]
-
-
-def _held(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
-    """The family that can hold a model, and the keys of its `config.json`."""
     obstacles: dict[str, tuple[float, list[str]]] = {}
     for family in FAMILIES:
         try:
@@ -150,8 +176,10 @@ def _held(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
         else:
             apart = len(found)
             if not found:
-                return family, keys
+                yield family, keys
         obstacles.setdefault("; ".join(found), (apart, []))[1].append(family.model_type)
+    if "" in obstacles:
+        return
     fewest = min(count for count, _ in obstacles.values())
     nearest = [f"\n  {', '.join(of)}: {what}" for what, (count, of) in obstacles.items() if count == fewest]
     raise ModelError(f"no Hugging Face family can hold this model; what stands in the way:{''.join(nearest)}")
@@ -185,7 +213,7 @@ def config_to_hf(
         ModelError: no family can hold it.
     """
     ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-    return _held(config)[1] | ids
+    return next(families_of(config))[1] | ids
 
 
 def require_weights_of(config: ModelConfig, hf: Mapping[str, Any], place: str) -> DecoderConfig:

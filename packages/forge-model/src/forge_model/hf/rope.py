@@ -48,8 +48,24 @@ def _kind(given: Mapping[str, Any]) -> Any:
     return given.get("rope_type", given.get("type", "default"))
 
 
-def rope_problems(hf: Mapping[str, Any]) -> Iterator[str]:
-    """What of the rotary keys cannot be followed."""
+def rotary_dim(hf: Mapping[str, Any], width: int) -> int | None:
+    """Width of the part of a head that is rotated; None if it is all `width` of it.
+
+    Raises:
+        ValueError: nothing of it is, or an odd width.
+    """
+    factor = _parameters(hf)["partial_rotary_factor"]
+    part = width if factor is None else int(width * factor)
+    if part != width and (part < 2 or part % 2):
+        raise ValueError(
+            f"partial_rotary_factor = {factor} of heads that are {width} wide (head_dim, or hidden_size / "
+            f"num_attention_heads) rotates {part} dims; expected an even number above 0"
+        )
+    return None if part == width else part
+
+
+def rope_problems(hf: Mapping[str, Any], partial: bool = False) -> Iterator[str]:
+    """What of the rotary keys cannot be followed; `partial` if a part of each head may be rotated."""
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(hf.get(name) or {}, dict):
             yield f"{name} = {hf[name]!r}, expected a table"
@@ -59,7 +75,10 @@ def rope_problems(hf: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(kind, str) or kind not in NEEDED:
         yield f"rope_type = {kind!r}, only {', '.join(NEEDED)} can be read"
         return
-    if given["partial_rotary_factor"] not in (None, 1):
+    part = given["partial_rotary_factor"]
+    if partial and _is_number(part) and not 0 < (1 if part is None else part) <= 1:
+        yield f"partial_rotary_factor = {part!r}, expected a number above 0, at most 1"
+    elif not partial and part not in (None, 1):
         yield f"partial_rotary_factor = {given['partial_rotary_factor']!r}, only 1 can be read"
     missing = sorted(NEEDED[kind] - given.keys())
     if missing:
@@ -103,7 +122,10 @@ def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
     try:
         return msgspec.convert(values, STRUCTS[kind])
     except msgspec.ValidationError as error:
-        raise ValueError(f"the {kind} rope: {error}") from None
+        named = (
+            str(error).replace("$.theta", "$.rope_theta").replace("$.original_max_tokens", f"$.{ORIGINAL}")
+        )
+        raise ValueError(f"the {kind} rope: {named}") from None
 
 
 def _yarn_scale(given: Mapping[str, Any], factor: float) -> float | None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from forge_model.decoder.config import DecoderConfig
 from forge_model.error import ModelError
 from forge_model.hf.config import config_from_hf as config_from_hf
 from forge_model.hf.config import config_to_hf as config_to_hf
-from forge_model.hf.config import family_of
-from forge_model.hf.families.family import Packed
+from forge_model.hf.config import families_of
+from forge_model.hf.families.family import Family, Packed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -70,19 +70,61 @@ class Read:
         """One of the stacked ones, sharing memory."""
         return self(name)[index]
 
-    def packed(self, names: Sequence[str]) -> Tensor:
-        """[E, O, I] each -> [E, I, parts * O], columns by turns; [E, O] each -> [E, parts * O]."""
+    def packed(self, parts: Mapping[str, Packed], spread: Spread) -> Tensor:
+        """One of theirs of several of ours, by name."""
         import torch
 
-        packed = torch.empty(0)
-        for index, name in enumerate(names):
-            part = self(name)
-            part = part.mT if part.ndim == 3 else part
-            if not index:
-                packed = part.new_empty(*part.shape[:-1], part.shape[-1] * len(names))
-            packed[..., index :: len(names)] = part
-            del part  # before the next one is read
-        return packed
+        whole = torch.empty(0)
+        for name, place in parts.items():
+            part, axis = self(name), _rows_of(name)
+            if not place.part:
+                shape = list(part.shape)
+                shape[axis] = sum(spread.rows[other] for other in parts)
+                shape = [*shape[:-2], shape[-1], shape[-2]] if place.transposed and axis == -2 else shape
+                whole = part.new_empty(shape)
+            slot = spread.slot(whole, name, place)
+            slot.copy_(part.unflatten(axis, slot.shape[axis - 1 : slot.ndim + axis + 1]))
+            del part, slot  # before the next one is read
+        return whole
+
+
+def _rows_of(name: str) -> int:
+    """The axis of the outputs: that of a bias is its last one."""
+    return -1 if name.rpartition(".")[2].startswith("b") else -2
+
+
+class Spread(NamedTuple):
+    """How parameters of ours lie in those of theirs that hold several.
+
+    Attributes:
+        rows: how many outputs each of ours has, by name.
+        heads: query heads.
+        starts: before how many rows of others of ours it starts, where they do not take turns.
+    """
+
+    rows: Mapping[str, int]
+    heads: int
+    starts: Mapping[str, int]
+
+    @classmethod
+    def of(cls, ours: Mapping[str, Tensor], family: Family, config: DecoderConfig) -> Spread:
+        """That of a family; `ours` may be without values."""
+        rows = {name: ours[name].shape[_rows_of(name)] for name in ours if family.packed(name) is not None}
+        starts, ends = dict[str, int](), dict[str, int]()
+        for name in sorted(rows, key=lambda name: family.packed(name).part):  # type: ignore[union-attr]
+            key = family.hf_key(name, config.num_layers)
+            starts[name] = ends.get(key, 0)
+            ends[key] = starts[name] + rows[name]
+        return cls(rows, getattr(config.layer(0).attention, "num_heads", 1), starts)
+
+    def slot(self, whole: Tensor, name: str, place: Packed) -> Tensor:
+        """Where it lies, [..., blocks, rows of a block(, I)], sharing memory."""
+        axis, rows = _rows_of(name), self.rows[name]
+        whole = whole.mT if place.transposed and axis == -2 else whole
+        if place.turns == "all":
+            return whole.narrow(axis, self.starts[name], rows).unflatten(axis, (1, rows))
+        block = 1 if place.turns == "row" else rows // self.heads
+        return whole.unflatten(axis, (-1, place.parts, block)).select(axis - 1, place.part)
 
 
 def to_hf(tensors: Mapping[str, Any], config: DecoderConfig) -> Mapping[str, Any]:
@@ -98,9 +140,9 @@ def to_hf(tensors: Mapping[str, Any], config: DecoderConfig) -> Mapping[str, Any
     Raises:
         ModelError: a parameter has no counterpart.
     """
-    family, read = family_of(config), Read(tensors)
-    makers, packed = dict[str, Callable[[], Any]](), dict[str, dict[int, str]]()
-    ours = _on_meta(config) if family.expert_keys else {}
+    (family, _), read = next(families_of(config)), Read(tensors)
+    makers, packed = dict[str, Callable[[], Any]](), dict[str, dict[str, Packed]]()
+    ours = _on_meta(config) if family.gathers() else {}
     for name in tensors:
         if config.tie_embeddings and name == "head.weight":
             continue
@@ -110,14 +152,22 @@ def to_hf(tensors: Mapping[str, Any], config: DecoderConfig) -> Mapping[str, Any
         except KeyError:
             raise ModelError(f"{name} has no counterpart in a {family.model_type} checkpoint") from None
         if (place := family.packed(name)) is not None:
-            packed.setdefault(key, {})[place.part] = name
+            packed.setdefault(key, {})[name] = place
         elif experts:
             makers |= {key.format(index): partial(read.expert, name, index) for index in range(experts)}
         else:
             makers[key] = partial(read, name)
+    spread = Spread.of(ours, family, config)
     for key, parts in packed.items():
-        makers[key] = partial(read.packed, [parts[index] for index in sorted(parts)])
-    return Made(makers)
+        in_turn = dict(sorted(parts.items(), key=lambda one: one[1].part))
+        makers[key] = partial(read.packed, in_turn, spread)
+    return Made(makers | {key: partial(_empty, shape) for key, shape in family.empty(config).items()})
+
+
+def _empty(shape: tuple[int, int]) -> Tensor:
+    import torch
+
+    return torch.empty(shape)
 
 
 def _on_meta(config: DecoderConfig) -> dict[str, Tensor]:
@@ -128,18 +178,17 @@ def _on_meta(config: DecoderConfig) -> dict[str, Tensor]:
         return tensors_of(config.build())
 
 
-def _unpack(tensor: Tensor, place: Packed) -> Tensor:
-    """One of what `Read.packed` was given, sharing memory."""
-    part = tensor[..., place.part :: place.parts]
-    return part.mT if part.ndim == 3 else part
+def _layer(key: str) -> int:
+    """The number of the layer that a name of theirs is in; -1 outside of layers."""
+    found = re.match(r"model\.layers\.(\d+)\.", key)
+    return -1 if found is None else int(found[1])
 
 
 def _is_not_ours(key: str, config: DecoderConfig) -> bool:
     """Whether a tensor is of multi-token prediction, and of modules left out or shared with the model."""
-    found = re.match(r"model\.layers\.(\d+)\.(.*)", key)
-    if found is None or int(found[1]) < config.num_layers:
+    if _layer(key) < config.num_layers:
         return False
-    return not config.mtp.num_modules or found[2] in ("embed_tokens.weight", "shared_head.head.weight")
+    return not config.mtp.num_modules or key.endswith((".embed_tokens.weight", ".shared_head.head.weight"))
 
 
 class Stacked(Mapping[str, Any]):
@@ -149,6 +198,7 @@ class Stacked(Mapping[str, Any]):
         entries: tensors by their names.
         experts: how many there are under a name with `{}` in it.
         packed: names of parts of tensors, the name of the tensor and the part.
+        spread: how the parts lie in it.
     """
 
     def __init__(
@@ -156,13 +206,15 @@ class Stacked(Mapping[str, Any]):
         entries: Mapping[str, Tensor],
         experts: Mapping[str, int],
         packed: Mapping[str, tuple[str, Packed]],
+        spread: Spread,
     ) -> None:
-        self._entries, self._experts, self._packed = entries, experts, packed
+        self._entries, self._experts, self._packed, self._spread = entries, experts, packed, spread
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._packed:
             key, place = self._packed[name]
-            return _unpack(self._entries[key], place)
+            axis = _rows_of(name)
+            return self._spread.slot(self._entries[key], name, place).flatten(axis - 1, axis)
         if name not in self._experts:
             return self._entries[name]
         import torch
@@ -198,17 +250,75 @@ class Renamed(Mapping[str, V]):
 def from_hf(tensors: Mapping[str, V], config: DecoderConfig) -> Mapping[str, V]:
     """Their parameters under our names; reads a tensor of `tensors` only when it is taken out of the result.
 
+    Of the families that can hold the model, the first is taken whose names these are.
+
     Raises:
-        ModelError: a tensor is missing, or one is left over; lists them all.
+        ModelError: a tensor is missing, or one is left over; lists them all, as the nearest family has them.
     """
-    family, ours = family_of(config), _on_meta(config)
-    keys = {name: family.hf_key(name, config.num_layers) for name in ours}
-    experts = {key: len(ours[name]) for name, key in keys.items() if "{}" in key}
-    packed = {name: (keys[name], place) for name in ours if (place := family.packed(name)) is not None}
-    wanted = {*keys.values()} - experts.keys()
-    wanted |= {key.format(index) for key, number in experts.items() for index in range(number)}
-    ignorable = {"lm_head.weight"} if config.tie_embeddings else set()
-    ignorable |= {key for key in tensors if family.mtp_keys and _is_not_ours(key, config)}
-    require_names(tensors.keys() - (ignorable - wanted), wanted, "a checkpoint of this model")
-    whole = Stacked(tensors, experts, packed) if experts or packed else tensors  # type: ignore[arg-type]
-    return Renamed(whole, keys | {name: name for name in packed})  # type: ignore[arg-type]
+    ours, problems = _on_meta(config), dict[str, int]()
+    for family, _ in families_of(config):
+        names = Names(family, config, ours)
+        missing, left = names.missing(tensors), names.left(tensors)
+        if not missing and not left:
+            return names.renamed(tensors)
+        problems[names.problem(missing, left)] = len(missing) + len(left)
+    raise ModelError(min(problems, key=lambda problem: problems[problem]))
+
+
+class Names:
+    """What a family calls the parameters of a model.
+
+    Args:
+        family: that can hold the model.
+        config: of the model.
+        ours: its parameters by our names; may be without values.
+    """
+
+    def __init__(self, family: Family, config: DecoderConfig, ours: Mapping[str, Tensor]) -> None:
+        self._family, self._config = family, config
+        self._keys = {name: family.hf_key(name, config.num_layers) for name in ours}
+        self._experts = {key: len(ours[name]) for name, key in self._keys.items() if "{}" in key}
+        places = {name: (key, family.packed(name)) for name, key in self._keys.items()}
+        self._packed = {name: (key, place) for name, (key, place) in places.items() if place is not None}
+        self._spread = Spread.of(ours, family, config)
+        self._wanted = {*self._keys.values()} - self._experts.keys()
+        self._wanted |= {key.format(i) for key, number in self._experts.items() for i in range(number)}
+
+    def missing(self, there: Iterable[str]) -> list[str]:
+        """Names of theirs that are wanted and not there."""
+        return sorted(self._wanted - {*there})
+
+    def left(self, there: Iterable[str]) -> list[str]:
+        """Names that are there, not wanted, and not known to be another name of what is."""
+        head = f"{self._family.outer_keys['head']}.weight" if self._config.tie_embeddings else None
+        ahead = bool(self._family.mtp_keys)
+        return sorted(
+            key
+            for key in {*there} - self._wanted - self._family.empty(self._config).keys()
+            if key != head and not (ahead and _is_not_ours(key, self._config))
+        )
+
+    def problem(self, missing: list[str], left: list[str]) -> str:
+        """What is said of tensors that are not those of the model."""
+        told = (
+            f"not a checkpoint of this model: missing {missing or 'nothing'}, left over {left or 'nothing'}"
+        )
+        first = f"{self._family.layers}.{self._config.num_layers}."
+        if (
+            missing
+            and self._config.mtp.num_modules
+            and all(_layer(key) >= self._config.num_layers for key in missing)
+        ):
+            told += (
+                f"; these are its modules for multi-token prediction ({first}...), which `transformers` "
+                "counts in config.json (num_nextn_predict_layers) and does not save: set "
+                "model.mtp.num_modules = 0"
+            )
+        return told
+
+    def renamed(self, tensors: Mapping[str, V]) -> Mapping[str, V]:
+        """Theirs by our names."""
+        if not self._experts and not self._packed:
+            return Renamed(tensors, self._keys)
+        whole = Stacked(tensors, self._experts, self._packed, self._spread)  # type: ignore[arg-type]
+        return Renamed(whole, self._keys | {name: name for name in self._packed})  # type: ignore[arg-type]

@@ -69,7 +69,8 @@ class TopKConfig(RouterConfig):
         if top_k > num_experts // self.groups * self.top_groups:
             raise ValueError(
                 f"top_k = {top_k} of {num_experts // self.groups * self.top_groups} experts in "
-                f"router.top_groups = {self.top_groups} groups; choose fewer experts or more groups"
+                f"router.top_groups = {self.top_groups} groups of num_experts = {num_experts}; choose fewer "
+                "experts or more groups"
             )
 
 

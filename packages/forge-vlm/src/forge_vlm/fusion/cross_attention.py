@@ -116,7 +116,7 @@ class CrossAttention(nn.Module):
 
     def __init__(self, config: GroupedQueryConfig, dim: int, norm: NormConfig) -> None:
         super().__init__()
-        self.head_dim = config.rotary_dim(dim)
+        self.head_dim = config.head_width(dim)
         width, kv_width = config.num_heads * self.head_dim, config.kv_heads * self.head_dim
         self.wq, self.wo = Linear(dim, width, bias=False), Linear(width, dim, bias=False)
         self.wk, self.wv = (Linear(dim, kv_width, bias=False) for _ in range(2))

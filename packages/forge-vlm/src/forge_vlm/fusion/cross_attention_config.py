@@ -70,7 +70,7 @@ class CrossBlockConfig(StandardBlockConfig):
         heads = self.num_heads or like.num_heads  # type: ignore[attr-defined]
         inherits = self.num_heads is None
         kv_heads = self.num_kv_heads or (like.kv_heads if inherits else heads)  # type: ignore[attr-defined]
-        width = self.head_dim or (like.rotary_dim(dim) if inherits else dim // heads)
+        width = self.head_dim or (like.head_width(dim) if inherits else dim // heads)  # type: ignore[attr-defined]
         return GroupedQueryConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
 
     def feed_forward(self, layer: LayerConfig) -> FfnConfig:
@@ -86,7 +86,7 @@ class CrossBlockConfig(StandardBlockConfig):
     def forward_flops(self, layer: LayerConfig, dim: int, tokens: int, causal: bool) -> float:
         """See `BlockConfig.forward_flops`: a token looks at all places of visual tokens, filled or not."""
         heads = self.attention(layer, dim)
-        width, kv_width = (n * heads.rotary_dim(dim) for n in (heads.num_heads, heads.kv_heads))
+        width, kv_width = (n * heads.head_width(dim) for n in (heads.num_heads, heads.kv_heads))
         keys = 4 * dim * kv_width * self.visual_tokens / tokens
         looked = 4 * width * self.visual_tokens
         cross = 4 * dim * width + keys + looked + self.feed_forward(layer).forward_flops(dim)

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from forge_model.attention.grouped_query import Attention
-from forge_model.attention.rope import rotate
 from forge_model.config import GroupedQueryConfig, LayerConfig, NormConfig
 from forge_model.decoder.context import Context
 from torch import Tensor, nn
@@ -67,8 +66,7 @@ class ModalityAttention(Attention):
 
         query, key = heads(self.wq, self.q_norm), heads(self.wk, self.k_norm)
         value = heads(self.wv, None)
-        if context.rope is not None:
-            query, key = rotate(query, *context.rope), rotate(key, *context.rope)
+        query, key = self.rotated(query, context.rope), self.rotated(key, context.rope)
         if context.cache is not None:
             key, value = context.cache.extend(key, value)
         out = self.attend(query, key, value, context.mask, self.scale, **self._options())

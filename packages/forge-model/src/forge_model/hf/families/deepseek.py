@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from math import log
 from typing import Any
 
-from forge_model.attention.config import LatentConfig
+from forge_config.registry import type_name
+
+from forge_model.attention.config import AttentionConfig, LatentConfig
 from forge_model.attention.rope_config import RopeConfig, YarnRopeConfig
 from forge_model.decoder.config import DecoderConfig
 from forge_model.decoder.mtp_config import MTPConfig
@@ -16,7 +18,7 @@ from forge_model.hf.families.family import SHARED_KEYS, Family, Key
 from forge_model.hf.families.moe import EXPERT_KEYS, MOE_LAYER_KEYS, dense_layers, parts_of
 from forge_model.hf.rope import rope_from_hf, rope_problems
 from forge_model.moe.config import MoEConfig
-from forge_model.moe.router_config import SigmoidRouterConfig
+from forge_model.moe.router_config import RouterConfig, SigmoidRouterConfig, TopKConfig
 
 _KEYS = SHARED_KEYS | {
     "vocab_size": Key(int, 129280),
@@ -48,29 +50,40 @@ _OLD_KEYS = {
     "num_nextn_predict_layers": Key(int, 1, zero=True),
 }
 
-_LAYER_KEYS = MOE_LAYER_KEYS | {
-    "ffn.shared.w_gate": "mlp.shared_experts.gate_proj",
-    "ffn.shared.w_up": "mlp.shared_experts.up_proj",
-    "ffn.shared.w_down": "mlp.shared_experts.down_proj",
-    "attention.wq_down": "self_attn.q_a_proj",
-    "attention.q_norm": "self_attn.q_a_layernorm",
-    "attention.wq_up": "self_attn.q_b_proj",
-    "attention.wkv_down": "self_attn.kv_a_proj_with_mqa",
-    "attention.kv_norm": "self_attn.kv_a_layernorm",
-    "attention.wkv_up": "self_attn.kv_b_proj",
+SHARED_EXPERTS = {
+    f"ffn.shared.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in EXPERT_KEYS.items()
 }
+MTP_KEYS = {
+    "embed_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "project": "eh_proj",
+    "norm": "shared_head.norm",
+}
+LATENT_LAYER_KEYS = (
+    MOE_LAYER_KEYS
+    | SHARED_EXPERTS
+    | {
+        "attention.wq_down": "self_attn.q_a_proj",
+        "attention.q_norm": "self_attn.q_a_layernorm",
+        "attention.wq_up": "self_attn.q_b_proj",
+        "attention.wkv_down": "self_attn.kv_a_proj_with_mqa",
+        "attention.kv_norm": "self_attn.kv_a_layernorm",
+        "attention.wkv_up": "self_attn.kv_b_proj",
+    }
+)
 
 
-def _problems(full: Full) -> Iterator[str]:
+def latent_problems(full: Full) -> Iterator[str]:
+    """What cannot be followed of the keys of attention."""
     yield from rope_problems(full)
     heads = full["num_key_value_heads"]
     if heads not in (None, full["num_attention_heads"]):
         yield f"num_key_value_heads = {heads}, only as many as num_attention_heads can be read"
-    widths = {"head_dim": full["qk_rope_head_dim"]}
-    widths["qk_head_dim"] = full["qk_nope_head_dim"] + full["qk_rope_head_dim"]
-    for name, width in widths.items():
+    parts = {"head_dim": ["qk_rope_head_dim"], "qk_head_dim": ["qk_nope_head_dim", "qk_rope_head_dim"]}
+    for name, of in parts.items():
+        width = sum(full[part] for part in of)
         if full[name] not in (None, width):
-            yield f"{name} = {full[name]}, expected {width}, which follows from the widths of its parts"
+            yield f"{name} = {full[name]}, expected {width} of {' + '.join(of)}"
 
 
 def _mscale(rope: RopeConfig, all_dim: float) -> float:
@@ -87,11 +100,11 @@ def _scale(width: int, rope: RopeConfig, all_dim: float | None) -> float | None:
     return width**-0.5 * mscale * mscale
 
 
-def _read(full: Full) -> DecoderConfig:
-    rope = rope_from_hf(full)
+def latent(full: Full, rope: RopeConfig) -> LatentConfig:
+    """The attention of every layer."""
     table = full.get("rope_scaling") or full.get("rope_parameters") or {}
     width = full["qk_nope_head_dim"] + full["qk_rope_head_dim"]
-    attention = LatentConfig(
+    return LatentConfig(
         num_heads=full["num_attention_heads"],
         kv_rank=full["kv_lora_rank"],
         q_rank=full["q_lora_rank"],
@@ -99,66 +112,100 @@ def _read(full: Full) -> DecoderConfig:
         rope_dim=full["qk_rope_head_dim"],
         value_dim=full["v_head_dim"],
         bias=full["attention_bias"],
-        rope_pairs=full["rope_interleave"],
+        rope_pairs=full.get("rope_interleave", True),
         scale=_scale(width, rope, table.get("mscale_all_dim")),
     )
-    mtp = MTPConfig(num_modules=full["num_nextn_predict_layers"])
-    dense, hidden = min(full["first_k_dense_replace"], full["num_hidden_layers"]), full["intermediate_size"]
-    if dense == full["num_hidden_layers"]:
-        return decoder(full, attention, rope=rope, mtp=mtp)
-    overrides = dense_layers(range(dense), hidden)
-    return decoder(full, attention, rope=rope, mtp=mtp, ffn=_experts(full), overrides=overrides)
 
 
-def _experts(full: Full) -> MoEConfig:
-    router = SigmoidRouterConfig(
+def _read(full: Full) -> DecoderConfig:
+    rope = rope_from_hf(full)
+    return with_experts(full, latent(full, rope), sigmoid(full), rope=rope, mtp=modules(full))
+
+
+def modules(full: Full) -> MTPConfig:
+    """The modules for multi-token prediction."""
+    return MTPConfig(num_modules=full["num_nextn_predict_layers"])
+
+
+def with_experts(
+    full: Full, attention: AttentionConfig, router: RouterConfig, **options: Any
+) -> DecoderConfig:
+    """The model with experts in all layers but the first ones."""
+    dense, layers = full["first_k_dense_replace"], full["num_hidden_layers"]
+    overrides = options.pop("overrides", [])
+    if dense < layers:
+        options["ffn"] = _experts(full, router)
+        overrides = [*overrides, *dense_layers(range(dense), full["intermediate_size"])]
+    return decoder(full, attention, overrides=overrides, **options)
+
+
+def sigmoid(full: Full) -> SigmoidRouterConfig:
+    """The router of DeepSeek-V3 and those after it."""
+    return SigmoidRouterConfig(
         normalize=full["norm_topk_prob"],
         scale=full["routed_scaling_factor"],
         groups=full["n_group"],
         top_groups=full["topk_group"],
     )
+
+
+def _experts(full: Full, router: RouterConfig) -> MoEConfig:
     return MoEConfig(
         dim=full["moe_intermediate_size"],
         num_experts=full["n_routed_experts"],
         top_k=full["num_experts_per_tok"],
         router=router,
-        shared_experts=full["n_shared_experts"],
+        shared_experts=full["n_shared_experts"] or 0,
     )
+
+
+def no_shared_experts(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """What `transformers` has in the place of shared experts where there are none: matrices of width 0."""
+    found = {}
+    for index in range(config.num_layers):
+        ffn = config.layer(index).ffn
+        if isinstance(ffn, MoEConfig) and not ffn.shared_experts:
+            place = f"model.layers.{index}.mlp.shared_experts"
+            found |= {f"{place}.{name}_proj.weight": (0, config.dim) for name in ("gate", "up")}
+            found[f"{place}.down_proj.weight"] = (config.dim, 0)
+    return found
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
+    ahead = {"num_nextn_predict_layers": config.mtp.num_modules}
+    return latent_values(config) | expert_values(config, SigmoidRouterConfig) | ahead
+
+
+def latent_values(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of a `config.json` of all but the feed-forwards."""
     attention, rope = config.layer(0).attention, config.layer(0).rope
     if not isinstance(attention, LatentConfig):
         raise ModelError("attention other than mla")
-    found = (
-        outer_values(config)
-        | _ffn_values(config)
-        | {
-            "num_attention_heads": attention.num_heads,
-            "num_key_value_heads": attention.num_heads,
-            "kv_lora_rank": attention.kv_rank,
-            "q_lora_rank": attention.q_rank,
-            "qk_rope_head_dim": attention.rope_dim,
-            "v_head_dim": attention.value_dim,
-            "qk_nope_head_dim": attention.nope_dim,
-            "rope_interleave": attention.rope_pairs,
-            "attention_bias": attention.bias,
-            "num_nextn_predict_layers": config.mtp.num_modules,
-        }
-    )
+    found = outer_values(config) | {
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_heads,
+        "kv_lora_rank": attention.kv_rank,
+        "q_lora_rank": attention.q_rank,
+        "qk_rope_head_dim": attention.rope_dim,
+        "v_head_dim": attention.value_dim,
+        "qk_nope_head_dim": attention.nope_dim,
+        "rope_interleave": attention.rope_pairs,
+        "attention_bias": attention.bias,
+    }
     if attention.scale is not None and isinstance(rope, YarnRopeConfig):
         found["rope_parameters"]["mscale_all_dim"] = _all_dim(attention, rope)
     return found
 
 
-def _ffn_values(config: DecoderConfig) -> dict[str, Any]:
+def expert_values(config: DecoderConfig, of: type[TopKConfig]) -> dict[str, Any]:
+    """The keys of experts in all layers but the first ones, whose routers are `of` a kind."""
     ffns = [config.layer(index).ffn for index in range(config.num_layers)]
     if not any(isinstance(one, MoEConfig) for one in ffns):
         return gated_values(config) | {"first_k_dense_replace": config.num_layers}
     experts, dense, plain = parts_of(config)
     router = experts.router
-    if not isinstance(router, SigmoidRouterConfig):
-        raise ModelError("a router other than sigmoid")
+    if not isinstance(router, of):
+        raise ModelError(f"a router other than {type_name(of)}")
     if dense != list(range(len(dense))):
         raise ModelError(f"layers {dense} are dense, which are not the first ones")
     hidden = experts.hidden(config.dim)
@@ -223,17 +270,13 @@ DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     _PRESETS,
     _KEYS,
-    _LAYER_KEYS,
+    LATENT_LAYER_KEYS,
     _read,
     _write,
-    _problems,
+    latent_problems,
     old_keys=_OLD_KEYS,
     expert_keys=EXPERT_KEYS,
-    mtp_keys={
-        "embed_norm": "enorm",
-        "hidden_norm": "hnorm",
-        "project": "eh_proj",
-        "norm": "shared_head.norm",
-    },
+    mtp_keys=MTP_KEYS,
+    empty=no_shared_experts,
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 )

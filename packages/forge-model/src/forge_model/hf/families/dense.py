@@ -44,8 +44,9 @@ def decoder(full: Full, attention: AttentionConfig, **options: Any) -> DecoderCo
         "tie_embeddings": full["tie_word_embeddings"],
         "init_std": full["initializer_range"],
         "attention": attention,
-        "norm": RMSNormConfig(eps=full["rms_norm_eps"]),
     }
+    if "norm" not in options:
+        given["norm"] = RMSNormConfig(eps=full["rms_norm_eps"])
     if "ffn" not in options:
         given["ffn"] = SwiGLUConfig(dim=full["intermediate_size"], bias=full.get("mlp_bias", False))
     if "rope" not in options:
@@ -114,6 +115,11 @@ def outer_values(config: DecoderConfig) -> dict[str, Any]:
     """The keys of a model whatever its layers do."""
     if not isinstance(config.norm, RMSNormConfig):
         raise ModelError("a norm other than rmsnorm")
+    return shape_values(config) | {"rms_norm_eps": config.norm.eps}
+
+
+def shape_values(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of a model whatever its layers do and its norms are."""
     rope = config.layer(0).rope
     return {
         "vocab_size": config.vocab_size,
@@ -121,11 +127,18 @@ def outer_values(config: DecoderConfig) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "max_position_embeddings": config.max_tokens,
         "initializer_range": config.init_std,
-        "rms_norm_eps": config.norm.eps,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": rope.theta,
-        "rope_parameters": rope_to_hf(rope),
+        "rope_parameters": rope_to_hf(rope) | _part_of(config),
     }
+
+
+def _part_of(config: DecoderConfig) -> dict[str, Any]:
+    """The key of heads of which a part is rotated."""
+    attention = config.layer(0).attention
+    if not isinstance(attention, GroupedQueryConfig) or attention.rope_dim is None:
+        return {}
+    return {"partial_rotary_factor": attention.rope_dim / attention.head_width(config.dim)}
 
 
 def attention_values(config: DecoderConfig) -> dict[str, Any]:
@@ -138,7 +151,7 @@ def attention_values(config: DecoderConfig) -> dict[str, Any]:
     return {
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.kv_heads,
-        "head_dim": attention.rotary_dim(config.dim),
+        "head_dim": attention.head_width(config.dim),
         "attention_bias": attention.bias,
         "use_sliding_window": window is not None,
         "sliding_window": window,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from forge_model.decoder.config import DecoderConfig
@@ -32,17 +32,21 @@ OUTER_KEYS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_h
 
 
 class Packed(NamedTuple):
-    """Where a stacked parameter of ours lies in one of theirs: transposed, in columns that alternate.
+    """Where a parameter of ours lies in one of theirs, which holds several of ours.
 
     Attributes:
-        key: what theirs is called among the experts.
-        part: the first of its columns.
-        parts: how many of ours take turns.
+        key: what theirs is called: its module in a block, or its leaf among the experts.
+        part: which one of ours it is.
+        parts: how many of ours there are.
+        turns: how many rows of one come before those of the next: a `row`, those of a `head`, or `all`.
+        transposed: theirs is [..., in, out].
     """
 
     key: str
     part: int = 0
     parts: int = 1
+    turns: Literal["row", "head", "all"] = "all"
+    transposed: bool = False
 
 
 class Key(NamedTuple):
@@ -92,7 +96,8 @@ class Family:
         architecture: class of `transformers`.
         presets: keys of `[model]` by name.
         keys: of its `config.json`, those that shape the model.
-        layer_keys: names inside a block, ours to theirs: of modules, or of a parameter as a whole.
+        layer_keys: names inside a block, ours to theirs: of modules, or of a parameter as a whole; or where a
+            module of ours lies in one of theirs.
         read: a `config.json` in which nothing is wrong, with all defaults, to the model.
         write: a model to values of `keys` and `old_keys`, where the family can hold it; values of others are
             left out.
@@ -104,13 +109,16 @@ class Family:
             they lie in a stacked parameter.
         aliases: other names of keys.
         mtp_keys: module names inside a module for multi-token prediction, ours to theirs.
+        outer_keys: module names outside of the blocks, ours to theirs.
+        layers: their name for all blocks.
+        empty: their tensors without elements, with their shapes: of parts that the model does not have.
     """
 
     model_type: str
     architecture: str
     presets: dict[str, dict[str, Any]]
     keys: dict[str, Key]
-    layer_keys: dict[str, str]
+    layer_keys: Mapping[str, str | Packed]
     read: Callable[[Mapping[str, Any]], DecoderConfig]
     write: Callable[[DecoderConfig], dict[str, Any]]
     problems: Callable[[Mapping[str, Any]], Iterator[str]]
@@ -120,6 +128,9 @@ class Family:
     expert_keys: dict[str, str] | dict[str, Packed] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     mtp_keys: dict[str, str] = field(default_factory=dict)
+    outer_keys: dict[str, str] = field(default_factory=lambda: OUTER_KEYS)
+    layers: str = "model.layers"
+    empty: Callable[[DecoderConfig], dict[str, tuple[int, int]]] = lambda config: {}
 
     def hf_key(self, name: str, num_layers: int) -> str:
         """Their name of our parameter, e.g. layers.3.ffn.w_up.weight -> model.layers.3.mlp.up_proj.weight.
@@ -132,25 +143,31 @@ class Family:
         """
         module, _, leaf = name.rpartition(".")
         if not module.startswith(("layers.", "mtp.")):
-            return f"{OUTER_KEYS[module]}.{leaf}"
+            return f"{self.outer_keys[module]}.{leaf}"
         kind, index, inner = module.split(".", 2)
         if kind == "mtp":
             index = str(num_layers + int(index))
             if not inner.startswith("block."):
-                return f"model.layers.{index}.{self.mtp_keys[inner]}.{leaf}"
+                return f"{self.layers}.{index}.{self.mtp_keys[inner]}.{leaf}"
             inner = inner.removeprefix("block.")
         if f"{inner}.{leaf}" in self.layer_keys:
-            return f"model.layers.{index}.{self.layer_keys[f'{inner}.{leaf}']}"
-        place = f"model.layers.{index}.{self.layer_keys[inner]}"
+            return f"{self.layers}.{index}.{self.layer_keys[f'{inner}.{leaf}']}"
+        module = self.layer_keys[inner]
+        place = f"{self.layers}.{index}.{module.key if isinstance(module, Packed) else module}"
         if inner != EXPERTS:
             return f"{place}.{LEAVES.get(leaf, leaf)}"
         key = self.expert_keys[leaf]
         return f"{place}.{key.key}" if isinstance(key, Packed) else f"{place}.{{}}.{key}.weight"
 
+    def gathers(self) -> bool:
+        """Whether any of their tensors holds several of ours, or a part of one."""
+        return bool(self.expert_keys) or any(isinstance(key, Packed) for key in self.layer_keys.values())
+
     def packed(self, name: str) -> Packed | None:
         """Where a parameter of ours lies in the one that `hf_key` names; None if it is that one."""
         module, _, leaf = name.rpartition(".")
-        key = self.expert_keys.get(leaf) if module.endswith(f".{EXPERTS}") else None
+        inner = module.split(".", 2)[-1].removeprefix("block.")
+        key = self.expert_keys.get(leaf) if inner == EXPERTS else self.layer_keys.get(inner)
         return key if isinstance(key, Packed) else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import isclose
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from forge_model.hf.families.dense import (
     values,
 )
 from forge_model.hf.families.family import LAYER_KEYS, SHARED_KEYS, Family, Key
-from forge_model.hf.rope import rope_from_hf, rope_problems, rope_to_hf
+from forge_model.hf.families.two_ropes import two_rope_problems, two_ropes, two_ropes_to_hf
+from forge_model.hf.rope import rope_from_hf
 from forge_model.norm_config import RMSNormConfig
 
 _SHARED_KEYS = SHARED_KEYS | {
@@ -98,37 +99,18 @@ def _read2(full: Full) -> DecoderConfig:
 
 def _read3(full: Full) -> DecoderConfig:
     normed = attention(full, scale=_scale(full), qk_norm=True)
-    ropes = [rope_from_hf(_rope_keys(full, kind)) for kind in (FULL, SLIDING)]
-    return _read(full, _types3(full), normed, *ropes)
-
-
-def _rope_keys(full: Full, kind: str) -> dict[str, Any]:
-    """The rotary keys of one kind of layer, as `Gemma3TextConfig` finds them."""
-    table = dict((full.get("rope_parameters") or {}).get(kind) or {})
-    if kind == FULL:
-        table |= full.get("rope_scaling") or {}
-    theta = full.get("rope_theta") if kind == FULL else full["rope_local_base_freq"]
-    keys = {"rope_parameters": {"rope_theta": theta} | table}
-    return keys | {"max_position_embeddings": full["max_position_embeddings"]}
+    return _read(full, _types3(full), normed, *two_ropes(full, full["rope_local_base_freq"]))
 
 
 def _problems3(full: Full) -> Iterator[str]:
     yield from type_problems(full, _types3(full), full["sliding_window"], "sliding_window")
-    given = full.get("rope_parameters") or {}
-    nested = isinstance(given, Mapping) and all(isinstance(one, Mapping | None) for one in given.values())
-    if not nested or set(given) - {FULL, SLIDING}:
-        yield f"rope_parameters = {given!r}, expected a table for each of {FULL} and {SLIDING}"
-    elif not isinstance(full.get("rope_scaling") or {}, Mapping):
-        yield f"rope_scaling = {full['rope_scaling']!r}, expected a table"
-    else:
-        for kind in (FULL, SLIDING):
-            yield from rope_problems(_rope_keys(full, kind))
+    yield from two_rope_problems(full, full["rope_local_base_freq"])
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     found = values(config)
     scale = getattr(config.layer(0).attention, "scale", None)
-    scalar = found["head_dim"] if scale is None else round(scale**-2)
+    scalar = found["head_dim"] if scale is None else max(round(scale**-2), 1)
     if scale is not None and not isclose(scalar**-0.5, scale, rel_tol=1e-12):
         raise ModelError(f"attention.scale = {scale} is no 1/sqrt of an integer")
     if found["sliding_window"] is None:  # transformers makes a mask of it even if no layer has one
@@ -141,10 +123,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write3(config: DecoderConfig) -> dict[str, Any]:
-    found = _write(config)
-    kinds = dict(zip(found["layer_types"], map(config.layer, range(config.num_layers)), strict=True))
-    del found["rope_theta"]
-    return found | {"rope_parameters": {kind: rope_to_hf(layer.rope) for kind, layer in kinds.items()}}
+    return two_ropes_to_hf(config, _write(config))
 
 
 class _Shape(NamedTuple):

@@ -104,9 +104,7 @@ def _read_mixtral(full: Full) -> DecoderConfig:
 def _read_qwen3(full: Full) -> DecoderConfig:
     ffn = _experts(full, full["moe_intermediate_size"], full["num_experts"], full["norm_topk_prob"])
     window = full["sliding_window"] if full["use_sliding_window"] else None
-    step, only = full["decoder_sparse_step"], full["mlp_only_layers"] or []
-    dense = [i for i in range(full["num_hidden_layers"]) if i in only or (i + 1) % step]
-    overrides = dense_layers(dense, full["intermediate_size"])
+    overrides = dense_layers(without_experts(full), full["intermediate_size"])
     return decoder(full, attention(full, qk_norm=True, sliding_window=window), ffn=ffn, overrides=overrides)
 
 
@@ -117,13 +115,25 @@ def _read_olmoe(full: Full) -> DecoderConfig:
 
 def _qwen3_problems(full: Full) -> Iterator[str]:
     yield from rope_problems(full)
+    yield from sparse_problems(full)
+
+
+def without_experts(full: Full) -> list[int]:
+    """The layers without experts, as Qwen's keys say it."""
+    step, only = full["decoder_sparse_step"], full["mlp_only_layers"] or []
+    return [i for i in range(full["num_hidden_layers"]) if i in only or (i + 1) % step]
+
+
+def sparse_problems(full: Full) -> Iterator[str]:
+    """What is wrong with the names of layers without experts."""
     only = full["mlp_only_layers"] or []
     wrong = [one for one in only if not isinstance(one, int) or not 0 <= one < full["num_hidden_layers"]]
     if wrong:
         yield f"mlp_only_layers names {wrong}, which are no layers"
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
+def moe_values(config: DecoderConfig) -> dict[str, Any]:
+    """Keys of a `config.json` of experts anywhere, under every name that families have for them."""
     experts, dense, plain = parts_of(config)
     hidden = experts.hidden(config.dim)
     return (
@@ -189,7 +199,7 @@ MIXTRAL = Family(
     _MIXTRAL_KEYS,
     LAYER_KEYS | {"ffn.router": "block_sparse_moe.gate", "ffn.experts": "block_sparse_moe.experts"},
     _read_mixtral,
-    _write,
+    moe_values,
     rope_problems,
     fixed={"hidden_act": "silu", "router_jitter_noise": 0.0},
     theta=1e6,
@@ -203,7 +213,7 @@ QWEN3_MOE = Family(
     _QWEN3_KEYS,
     MOE_LAYER_KEYS | NORMED_KEYS,
     _read_qwen3,
-    _write,
+    moe_values,
     _qwen3_problems,
     {"head_dim": Key(int, None, nullable=True), "max_window_layers": Key(int, 28, zero=True)},
     expert_keys=EXPERT_KEYS,
@@ -216,7 +226,7 @@ OLMOE = Family(
     _OLMOE_KEYS,
     MOE_LAYER_KEYS | NORMED_KEYS,
     _read_olmoe,
-    _write,
+    moe_values,
     rope_problems,
     fixed={"hidden_act": "silu", "clip_qkv": None},
     expert_keys=EXPERT_KEYS,
