@@ -28,7 +28,7 @@ def cached(tmp_path, monkeypatch):
     return snapshot
 
 
-@pytest.mark.parametrize("name", ["lab/small", f"lab/small@{COMMIT}"])
+@pytest.mark.parametrize("name", ["hf://lab/small", f"hf://lab/small@{COMMIT}"])
 def test_model_is_read_by_its_name_and_the_run_keeps_the_commit(cached, tmp_path, name, capsys):
     path = tmp_path / "job.toml"
     text = to_toml(load_job(RUN).value)
@@ -41,17 +41,15 @@ def test_model_is_read_by_its_name_and_the_run_keeps_the_commit(cached, tmp_path
     assert f"{name}: commit 0123456789ab" in capsys.readouterr().err
 
 
-def test_folder_is_a_folder_whatever_the_hub_has(cached, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "lab" / "small").mkdir(parents=True)
+def test_folder_is_a_folder_whatever_the_hub_has(cached):
     tree = {"model": {"from": "lab/small"}, "train": {"init_from": {"decoder": "lab/small@300"}}}
     fetch_named(tree)
     assert tree == {"model": {"from": "lab/small"}, "train": {"init_from": {"decoder": "lab/small@300"}}}
 
 
 def test_name_that_cannot_be_had_is_one_line_with_what_is_in_the_cache(cached):
-    with pytest.raises(ConfigError, match=r"lab/other is no .* In the cache are: lab/small") as said:
-        load_job(RUN, ["--model.from=lab/other"])
+    with pytest.raises(ConfigError, match=r"lab/other is not .* In the cache are: lab/small") as said:
+        load_job(RUN, ["--model.from=hf://lab/other"])
     assert "\n" not in str(said.value)
-    with pytest.raises(ConfigError, match="lab/tok is no folder here"):
-        load_job(RUN, ['--data.tokenizer={type="hf",path="lab/tok"}'])
+    with pytest.raises(ConfigError, match="lab/tok is not in the cache"):
+        load_job(RUN, ['--data.tokenizer={type="hf",path="hf://lab/tok"}'])

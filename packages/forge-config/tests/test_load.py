@@ -340,8 +340,8 @@ def test_what_a_change_of_type_leaves_behind_is_told_where_the_new_type_has_it_t
 
 
 def test_unknown_section_of_a_flag_is_told_at_the_flag(load_text):
-    with pytest.raises(ConfigError, match=r"  --optimzer\.lr=1: optimzer: unknown key"):
-        load_text(Job, "", ["--optimzer.lr=1"])
+    with pytest.raises(ConfigError, match=r"  --optimixer\.lr=1: optimixer: unknown key"):
+        load_text(Job, "", ["--optimixer.lr=1"])
 
 
 def test_byte_order_mark_is_passed_over(tmp_path):

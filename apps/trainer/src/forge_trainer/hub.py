@@ -1,8 +1,8 @@
 """Names of the Hugging Face hub in place of folders. Imports no torch.
 
-`model.from`, `train.init_from` and `data.tokenizer.path` take `owner/name` or `owner/name@revision` where no
-such folder is there. What they name is fetched into the usual cache, once for all ranks of a machine, and the
-configuration then names its folder there, which holds the commit: so does `config.toml` of the run.
+`model.from`, `train.init_from` and `data.tokenizer.path` take `hf://owner/name` or
+`hf://owner/name@revision`. What they name is fetched into the usual cache, once for all ranks of a machine,
+and the configuration then names its folder there, which holds the commit: so does `config.toml` of the run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from forge_config import ConfigError
 
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+NAME = re.compile(r"hf://[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 CONFIGS = ("config.json", "generation_config.json", "*processor*.json")
 WEIGHTS = (*CONFIGS, "*.safetensors", "*.safetensors.index.json")
@@ -48,13 +48,8 @@ def _in_models(tree: Any) -> None:
 
 def _replace(table: dict[str, Any], key: str, patterns: tuple[str, ...]) -> None:
     given = table.get(key)
-    if isinstance(given, str) and NAME.fullmatch(given) and not _is_here(given):
+    if isinstance(given, str) and NAME.fullmatch(given):
         table[key] = fetched(given, patterns)
-
-
-def _is_here(name: str) -> bool:
-    """Whether it is a folder, or a run with the step behind its `@`."""
-    return Path(name).exists() or Path(name.rpartition("@")[0] or name).exists()
 
 
 def fetched(name: str, patterns: tuple[str, ...]) -> str:
@@ -67,14 +62,14 @@ def fetched(name: str, patterns: tuple[str, ...]) -> str:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ConfigError(
-            f"{name} is no folder here; to fetch it from the Hugging Face hub: pip install huggingface_hub"
+            f"{name} is fetched by a library that is missing: pip install huggingface_hub"
         ) from None
-    repository, _, revision = name.partition("@")
+    repository, _, revision = name.removeprefix("hf://").partition("@")
     try:
         folder = snapshot_download(repository, revision=revision or None, allow_patterns=list(patterns))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{name} is no folder here, and cannot be fetched from the Hugging Face hub: "
+            f"{name} is not in the cache, and cannot be fetched from the Hugging Face hub: "
             f"{str(error).strip().splitlines()[0]} In the cache are: {', '.join(_cached()) or 'no models'}"
         ) from None
     sys.stderr.write(f"{name}: commit {Path(folder).name[:12]} of the Hugging Face hub\n")

@@ -1,7 +1,7 @@
 """Does a sample have the same rows alone as beside longer ones?
 
-That a model accepts a mask does not say that it uses it: a sample runs alone and without padding, and its rows
-are compared with those that it has in its batch. Letters: T tokens, R rows.
+That a model accepts a mask does not say that it uses it: a sample runs alone and without padding, and its
+rows are compared with those that it has in its batch. Letters: T tokens, R rows.
 """
 
 from __future__ import annotations
