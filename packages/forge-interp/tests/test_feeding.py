@@ -6,7 +6,7 @@ from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations
 from forge_interp.extraction.feeding import Feeder
 from forge_interp.extraction.samples import Batch, Names
-from torch import Tensor, nn
+from torch import nn
 
 NAMES = Names()
 IDS = torch.tensor([[1, 2, 3], [4, 5, 0]])
