@@ -62,6 +62,7 @@ def _trimmed(key: str, value: Any, inputs: Mapping[str, Any], names: Names, long
     """An entry [1, T] or [1, T, D] without its padding, by the mask with the same beginning of its name."""
     if not isinstance(value, Tensor) or value.ndim not in (2, 3) or value.shape[1] != longest:
         return value
+    assert names.mask is not None  # or the batch would have none
     ending = "attention_mask"
     masks = {name.removesuffix(ending): name for name in inputs if name.endswith(ending)} | {"": names.mask}
     prefix = max((prefix for prefix in masks if key.startswith(prefix)), key=len)
