@@ -121,8 +121,10 @@ def _of_run() -> set[int]:
 
 
 def _warm() -> set[int]:
-    """Processes that stay between tests by design: warm ranks, and the servers of multiprocessing."""
+    """Processes that stay between tests by design: warm ranks, servers of multiprocessing, compilers."""
     found = set(Forks.servers)
+    if "torch._inductor.async_compile" in sys.modules:
+        found |= {pid for pid in _running() if "torch/_inductor/compile_worker" in _command(pid)}
     if testing := sys.modules.get("forge_parallel.testing"):
         found |= testing.warm_processes()
     if server := sys.modules.get("multiprocessing.forkserver"):

@@ -1,7 +1,8 @@
 """A profiled step of 1B parameters with data of the real loader: where does the time of the device go?
 
 Tells the share of a step in which the device is idle, copies from memory that is not pinned, kernels that are
-started, and the time in the loss. Writes profiled.json, and the trace of the step as profiled_trace.json.
+started, the time in the loss, and the kernels that take longest. Writes profiled.json, and the trace of the
+step as profiled_trace.json.
 
 Run: python benchmarks/gpu/profiled.py [--out FOLDER] [--tiny]
 """
@@ -18,9 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from report import RESULTS, ROOT, write
+from report import RESULTS, ROOT, table, write
 
-STEPS = 3
+STEPS, LONGEST = 3, 25
 TEXT = """
 extends = ["{root}/configs/models/{model}.toml", "{root}/configs/data/python-stdlib.toml"]
 [job]
@@ -77,6 +78,18 @@ def busy_us(events: list[Any]) -> float:
     return total
 
 
+def longest(events: list[Any]) -> list[dict[str, Any]]:
+    """Of the kernels that take longest in sum: name, milliseconds a step, how often in a step."""
+    sums: dict[str, list[float]] = {}
+    for event in events:
+        sums.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    ordered = sorted(sums.items(), key=lambda item: -sum(item[1]))[:LONGEST]
+    return [
+        {"kernel": name[:120], "ms": round(sum(us) / 1e3 / STEPS, 3), "times": len(us) / STEPS}
+        for name, us in ordered
+    ]
+
+
 def main() -> None:
     """Warm up, profile, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -112,11 +125,13 @@ def main() -> None:
         "pageable_copies": sum("Pageable" in event.name for event in of_device) / STEPS,
         "kernels": sum("LaunchKernel" in event.name for event in events) / STEPS,
         "loss_s": sum(e.device_time_total if on_gpu else e.cpu_time_total for e in of_loss) / 1e6 / STEPS,
+        "longest": longest(of_device),
     }
     name = "profiled_tiny" if chosen.tiny else "profiled"
     write(name, found, chosen.out)
     seen.export_chrome_trace(str((chosen.out or RESULTS) / f"{name}_trace.json"))
-    print(found)
+    print({key: value for key, value in found.items() if key != "longest"})
+    print(table(found["longest"]))
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ def documents(rows: int, tokens: int) -> torch.Tensor:
     return (torch.rand(rows, tokens, generator=generator) < 0.02).cumsum(1).to(DEVICE)
 
 
-def drawn(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def drawn(tokens: int, dtype: torch.dtype, width: int = WIDTH) -> list[torch.Tensor]:
     generator = torch.Generator(DEVICE).manual_seed(0)
     return [
-        torch.randn(2, heads, tokens, WIDTH, device=DEVICE, generator=generator).to(dtype).requires_grad_()
+        torch.randn(2, heads, tokens, width, device=DEVICE, generator=generator).to(dtype).requires_grad_()
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
 
@@ -33,17 +33,17 @@ def plain(query, key, value, mask: Mask, window: int | None) -> torch.Tensor:
     """In float64, over the mask [B, 1, T, S]."""
     query, key, value = (x.double() for x in (query, key, value))
     key, value = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) / WIDTH**0.5
+    scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
     return scores.masked_fill(~mask.dense(window), -torch.inf).softmax(-1) @ value
 
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [512, 333, 64])
+@pytest.mark.parametrize(("tokens", "width"), [(512, WIDTH), (333, WIDTH), (64, WIDTH), (64, 8)])
 @pytest.mark.parametrize(("packed", "window"), [(True, None), (False, 100), (True, 100)])
-def test_flex_attention_equals_the_mask_written_out(dtype, tokens, packed, window):
+def test_flex_attention_equals_the_mask_written_out(dtype, tokens, width, packed, window):
     mask = Mask(tokens, DEVICE, documents(2, tokens) if packed else None)
-    inputs = drawn(tokens, dtype)
+    inputs = drawn(tokens, dtype, width)
     resolved = softmax_attention.resolve(mask, window)
     if window is None or window < tokens:
         assert resolved is not None and not isinstance(resolved, torch.Tensor), "FlexAttention is used"

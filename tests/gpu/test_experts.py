@@ -43,9 +43,9 @@ def gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layer_equals_the_cpu(name):
     layer, x = build(name), torch.randn(2, 64, DIM)
-    # as on the device, so that near ties fall alike
-    reference = gradients(layer.double(), x.double())
-    found = gradients(copy.deepcopy(layer).to(DEVICE), x.double().to(DEVICE))
+    # in float64, so that near ties fall alike; a layer goes to its device before it counts tokens
+    other_layer = copy.deepcopy(layer.double()).to(DEVICE)
+    reference, found = gradients(layer, x.double()), gradients(other_layer, x.double().to(DEVICE))
     for one, other in zip(found, reference, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-8, atol=1e-10)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from forge_model.attention.explicit import explicit_attention
-from forge_model.attention.mask import BLOCK, LastKeys, Mask, flex_blocks, softmax_attention
+from forge_model.attention.mask import BLOCK, LastKeys, Mask, attend_flex, flex_blocks, softmax_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
@@ -137,6 +137,27 @@ def test_blocks_of_flex_attention_know_spans_and_later_keys(window, causal):
     expected = softmax_attention(query, key, value, mask.dense(window))
     out = flex_attention(query, key, value, block_mask=flex_blocks(mask, window))
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize(("width", "of_values"), [(8, 4), (16, 4), (24, 24)])
+def test_flex_attention_is_never_given_heads_narrower_than_its_kernels(width, of_values, scale, monkeypatch):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def of_kernels(query, key, value, **options):
+        assert min(query.shape[-1], key.shape[-1], value.shape[-1]) >= 16
+        return flex_attention(query, key, value, **options)
+
+    monkeypatch.setattr("forge_model.attention.mask._compiled_flex", lambda: of_kernels)
+    mask = Mask(200, CPU, (torch.arange(200) >= 90).long().expand(2, -1))
+    (query, key), value = torch.randn(2, 2, 2, 200, width), torch.randn(2, 2, 200, of_values)
+    options = {"score_mod": lambda score, *_: 2 * torch.tanh(score / 2)}
+    for plain, changes in ((softmax_attention, {}), (explicit_attention, options)):
+        softcap = {"softcap": 2.0} if changes else {}
+        expected = plain(query, key, value, mask.dense(None), scale, **softcap)
+        out = attend_flex(query, key, value, flex_blocks(mask, None), scale, **changes)
+        torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
 
 
 def test_attention_that_is_not_causal_needs_no_mask():

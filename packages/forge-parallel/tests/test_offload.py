@@ -151,6 +151,19 @@ def test_a_tensor_that_was_written_meanwhile_is_another_one():
     assert [saved.take(number).sum().item() for number in numbers] == [4, 4, 8, 8]
 
 
+@pytest.mark.parametrize("freed", [False, True], ids=["still-there", "back"])
+def test_tensors_come_back_with_their_strides(freed):
+    """Compiled code checks them: heads that were transposed, parts of a wider tensor, what is expanded."""
+    saved, whole = Saved(torch.device("cpu"), Streams(), None), torch.arange(2.0 * 6 * 4 * 8).view(2, 6, 4, 8)
+    given = [whole.transpose(1, 2), whole[..., 3:5], whole[1, 2:3].expand(5, 4, 8), whole[:0], whole.sum()]
+    numbers = [saved.add(tensor) for tensor in given]
+    if freed:
+        saved.free()
+    for number, tensor in zip(numbers, given, strict=True):
+        found = saved.take(number)
+        assert torch.equal(found, tensor) and found.stride() == tensor.stride()
+
+
 class Nested(Block):
     """With a part that is sharded on its own, as experts are."""
 

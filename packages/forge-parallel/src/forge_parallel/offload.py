@@ -72,7 +72,8 @@ class Saved:
         self._device, self._streams, self._before = device, streams, before
         self._sources: dict[int, Tensor] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._kept: list[Tensor] = []
+        self._layouts: list[tuple[Sequence[int], Sequence[int]]] = []
+        self._kept: list[Tensor] = []  # of each the memory it spans, [elements]
         self._uses: list[int] = []
         self._back: dict[int, Tensor] | None = None
         self._left: Any = None
@@ -86,13 +87,15 @@ class Saved:
             self._uses[known] += 1
             return known
         made = self._streams.mark()
-        kept = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
         source = tensor.detach()
+        spanned = source.as_strided((_span(source),), (1,))
+        kept = torch.empty(spanned.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         with self._streams.beside():
             self._streams.wait(made)
-            kept.copy_(source, non_blocking=True)
+            kept.copy_(spanned, non_blocking=True)
             self._left = self._streams.mark()
         self._kept.append(kept)
+        self._layouts.append((source.shape, source.stride()))
         self._uses.append(1)
         number = len(self._kept) - 1
         self._sources[number], self._numbers[which] = source, number
@@ -119,7 +122,15 @@ class Saved:
         if before is not None and not before._sources:
             before._bring()
         # not there in a second backward pass over the same graph
-        return self._kept[number].to(self._device, non_blocking=True) if found is None else found
+        return (
+            self._shaped(number, self._kept[number].to(self._device, non_blocking=True))
+            if found is None
+            else found
+        )
+
+    def _shaped(self, number: int, spanned: Tensor) -> Tensor:
+        """With the strides it was saved with: compiled code relies on them."""
+        return spanned.as_strided(*self._layouts[number])
 
     def _found(self, held: dict[int, Tensor], number: int) -> Tensor | None:
         """A tensor that is on its device, and stays until all have taken it who saved it."""
@@ -132,7 +143,9 @@ class Saved:
         with self._streams.beside():
             self._streams.wait(computed)
             self._back = {
-                number: torch.empty_like(kept, device=self._device).copy_(kept, non_blocking=True)
+                number: self._shaped(
+                    number, torch.empty_like(kept, device=self._device).copy_(kept, non_blocking=True)
+                )
                 for number, kept in enumerate(self._kept)
             }
             self._arrived = self._streams.mark()
@@ -193,6 +206,13 @@ class Offload:
             leaving.append(one)
             while len(leaving) > LEAVING:
                 leaving.popleft().free()
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements of memory from the first to the last of a tensor."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _memory_of(modules: Sequence[nn.Module]) -> set[int]:

@@ -20,6 +20,9 @@ from forge_model.compiled_calls import call_compiled
 BLOCK = 128
 """Tokens of a block of FlexAttention."""
 
+FLEX_WIDTH = 16
+"""The least width of heads that FlexAttention has kernels for."""
+
 FLEX_COMPILATIONS = 64
 """How often it is compiled in a process, outside of compiled blocks."""
 
@@ -270,15 +273,30 @@ def suits_flex(mask: Mask) -> bool:
 def attend_flex(
     query: Tensor, key: Tensor, value: Tensor, blocks: Any, scale: float | None, **options: Any
 ) -> Any:
-    """FlexAttention, compiled unless a block around it already is: eager, it holds all scores."""
+    """FlexAttention, compiled unless a block around it already is: eager, it holds all scores.
+
+    Heads narrower than its kernels get zeros beside them, which change no score.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    grouped = key.shape[1] != query.shape[1]
+    grouped, width = key.shape[1] != query.shape[1], value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = (_at_least(FLEX_WIDTH, one) for one in (query, key, value))
     options |= {"block_mask": blocks, "scale": scale, "enable_gqa": grouped}
     if torch.compiler.is_compiling():
-        return flex_attention(query, key, value, **options)
-    compiled = _compiled_flex()
-    return call_compiled("FlexAttention was", compiled, FLEX_COMPILATIONS, query, key, value, **options)
+        found = flex_attention(query, key, value, **options)
+    else:
+        compiled = _compiled_flex()
+        found = call_compiled("FlexAttention was", compiled, FLEX_COMPILATIONS, query, key, value, **options)
+    if value.shape[-1] == width:
+        return found
+    return (found[0][..., :width], *found[1:]) if isinstance(found, tuple) else found[..., :width]
+
+
+def _at_least(width: int, heads: Tensor) -> Tensor:
+    """Heads [..., H] with zeros up to a width, or as they are."""
+    missing = width - heads.shape[-1]
+    return F.pad(heads, (0, missing)) if missing > 0 else heads
 
 
 @cache
