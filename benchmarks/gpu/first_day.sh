@@ -69,6 +69,9 @@ part resume 240 "resume$suffix.json" \
     $python $here/resume.py $tiny --steps "$([ -n "$dry" ] && echo 12 || echo 40)" --out "$out"
 part profiled 240 "profiled$suffix.json" $python $here/profiled.py $tiny --out "$out"
 speed 8b-reference 480 mfu.py 8b reference
+part loss 90 "loss_gpu$suffix.json" $python $here/loss.py $tiny --out "$out"
+part commands 240 commands.json $python $here/commands.py \
+    $([ -n "$dry" ] && echo "--steps 2 --runs debug vlm_debug_mot --at-once 2") --out "$out"
 printf '\n%s parts failed; results in %s\n' "$failed" "$out"
 [ -z "$left" ] || echo "the time of this call is over; go on with part $left: first_day.sh OUT $left"
 [ "$failed" = 0 ]

@@ -28,7 +28,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cases import SWEEPS, Case, cases
-from report import RESULTS, ROOT, commit, table, write
+from report import ROOT, commit, table, write
 
 COLUMNS = ("model", "micro_batch", "recompute", "compile", "fp8", "state", "documents")
 GIB = 1 << 30
@@ -222,6 +222,19 @@ def caption(rows: list[dict[str, Any]]) -> str:
     return f"{found.get('device')}, torch {found.get('torch')}, commit {commit()}, `{words}`"
 
 
+def of_files(paths: list[Path]) -> str:
+    """One table of several files of results, of settings that have figures, and the command of each file."""
+    rows, commands = [], []
+    for path in paths:
+        record = json.loads(path.read_text())
+        found = [row for row in record["results"]["cases"] if "error" not in row]
+        rows += [{"GPU": row["device"].split()[1], "routing": "-"} | shown(row) for row in found]
+        commands.append(
+            f"- `{path.name}`: torch {found[0]['torch']}, commit {record['commit']}, `{record['command']}`"
+        )
+    return "\n".join([table(rows), "", *commands])
+
+
 def put_into_docs(text: str, page: Path = PAGE) -> None:
     """Replace the table of docs/speed.md."""
     before, rest = page.read_text().split(BEGIN)
@@ -255,7 +268,9 @@ def options(script: Script) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--time-limit", type=float, default=540, help="seconds for all; the rest is left out")
     parser.add_argument("--out", type=Path, help="folder of the results; benchmarks/results")
-    parser.add_argument("--docs", action="store_true", help="only put the table of --out into docs/speed.md")
+    parser.add_argument(
+        "--docs", nargs="+", type=Path, help="only put the table of these results into docs/speed.md"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model, two steps a case, on any device")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     found = parser.parse_args()
@@ -277,7 +292,7 @@ def main(script: Script = MFU) -> None:
         print(json.dumps(measure(case, chosen.steps, chosen.warmup)))
         return
     if chosen.docs:
-        put_into_docs(((chosen.out or RESULTS) / "mfu.md").read_text())
+        put_into_docs(of_files(chosen.docs))
         return
     end, rows, text = time.monotonic() + chosen.time_limit, [], ""
     for case in cases(chosen.models, chosen.sweeps):

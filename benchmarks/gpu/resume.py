@@ -70,6 +70,9 @@ def main() -> None:
         subprocess.run(line, check=True, stdout=sys.stderr)
         first, second = losses(whole), losses(cut)
     differ = {step: [first[step], second.get(step)] for step in first if first[step] != second.get(step)}
+    import torch  # so that the record names the device
+
+    assert chosen.tiny or torch.cuda.is_available(), "without a GPU: --tiny"
     found = {"steps": chosen.steps, "killed_at": at, "differ": differ, "last_loss": first[chosen.steps]}
     write("resume_tiny" if chosen.tiny else "resume", found, chosen.out)
     print(json.dumps(found))

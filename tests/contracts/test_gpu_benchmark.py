@@ -88,6 +88,14 @@ def test_repeated_flops_are_those_that_are_counted(mfu, recompute):
     assert repeated <= case.recomputed(causal=False)
 
 
+def test_one_table_of_several_results_names_card_and_command_of_each(mfu):
+    folder = FOLDER.parent / "results" / "gpu"
+    text = mfu.of_files([folder / "mfu_1b_h100.json", folder / "moe_h200.json"])
+    rows = [line for line in text.splitlines() if line.startswith("| H")]
+    assert len(rows) == 3 and "58,932" in rows[0] and " H200 " in rows[1] and " forced " in rows[1]
+    assert "moe.py --models moe-4b" in text.splitlines()[-1]
+
+
 def test_table_goes_into_the_docs_between_its_marks(mfu, tmp_path):
     page = tmp_path / "speed.md"
     page.write_text(mfu.PAGE.read_text())
@@ -213,10 +221,14 @@ def test_case_that_cannot_fit_is_refused_before_it_is_started(mfu, started, gib,
 def test_a_call_that_measures_nothing_leaves_no_results(mfu, monkeypatch, tmp_path):
     """Results that are kept in the repository stay; who names a folder finds what was refused."""
     monkeypatch.setattr(mfu, "memory_gib", lambda: 1.0)
-    kept = sorted((path, path.stat().st_mtime_ns) for path in mfu.RESULTS.iterdir())
+
+    def results():
+        return sorted((path, path.stat().st_mtime_ns) for path in (FOLDER.parent / "results").rglob("*"))
+
+    kept = results()
     monkeypatch.setattr(sys, "argv", ["mfu.py", "--models", "8b"])
     mfu.main()
-    assert sorted((path, path.stat().st_mtime_ns) for path in mfu.RESULTS.iterdir()) == kept
+    assert results() == kept
     monkeypatch.setattr(sys, "argv", ["mfu.py", "--models", "8b", "--out", str(tmp_path)])
     mfu.main()
     assert "not started" in (tmp_path / "mfu.json").read_text()
@@ -261,7 +273,8 @@ if words[0] == "-c":
 else:
     options = dict(zip(words, words[1:]))
     script, out = pathlib.Path(words[0]).stem, options["--out"]
-    name = options.get("--name", {"mfu": "mfu_tiny", "moe": "moe_gpu_tiny"}.get(script, script + "_tiny"))
+    unlike = {"mfu": "mfu_tiny", "moe": "moe_gpu_tiny", "loss": "loss_gpu_tiny", "commands": "commands"}
+    name = options.get("--name", unlike.get(script, script + "_tiny"))
 if name == "groups":
     raise SystemExit(3)
 if name == "waits":
@@ -273,6 +286,7 @@ if name != "training":
 PARTS = [
     *("versions", "groups", "training", "waits", "attention", "numbers", "experts", "eight-bits-and-offload"),
     *("1b-base", "1b-fp8", "1b-state", "1b-documents", "moe-routing", "resume", "profiled", "8b-reference"),
+    *("loss", "commands"),
 ]
 
 
