@@ -21,54 +21,6 @@ EACH = [
 ]
 
 
-SEEN = """
-task: seen
-dataset_path: parquet
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "<image>{{{{question}}}}"
-doc_to_image: ["image"]
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{until: ["#"], max_gen_toks: 6}}
-metric_list: [{{metric: exact_match}}]
-"""
-
-
-@pytest.mark.slow
-def test_tasks_of_the_harness_with_images_are_asked_as_generate_is(forge, seeing, tmp_path):
-    pytest.importorskip("lm_eval")
-    datasets = pytest.importorskip("datasets")
-    forge("train", seeing(steps=12))
-    run, files = tmp_path / "runs" / "tiny", [image(colour, tmp_path) for colour in ("red", "blue", "green")]
-    rows = [{"prompt": "<image>colour? ", "images": [str(file)]} for file in files] * 2
-    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ("--prompts", tmp_path / "asked.jsonl", "--max-new-tokens", 6, "--temperature", 0)
-    written = [json.loads(line)["text"] for line in forge("generate", run, *options).stdout.splitlines()]
-    assert len(written) == 6
-    (tmp_path / "tasks").mkdir()
-    answers = [text if number < 4 else "no such answer" for number, text in enumerate(written)]
-    columns = {"question": ["colour? "] * 6, "answer": answers, "image": [str(file) for file in files * 2]}
-    data = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
-    data.to_parquet(tmp_path / "rows.parquet")
-    (tmp_path / "tasks" / "seen.yaml").write_text(SEEN.format(data=tmp_path / "rows.parquet"))
-    out = tmp_path / "results.json"
-    flags = ("--tasks-from", tmp_path / "tasks", "--json", out, "--batch-size", 4)
-    forge("eval", run, "--tasks", "seen", *flags)
-    assert json.loads(out.read_text())["seen"]["exact_match,none"] == pytest.approx(4 / 6)
-    choice = SEEN.format(data=tmp_path / "rows.parquet").replace("generate_until", "multiple_choice")
-    choice = (
-        choice.replace("task: seen", 'task: chosen\ndoc_to_choice: ["a", "b"]')
-        .replace(
-            'generation_kwargs: {until: ["#"], max_gen_toks: 6}\nmetric_list: [{metric: exact_match}]', ""
-        )
-        .replace('doc_to_target: "{{answer}}"', "doc_to_target: 0")
-    )
-    (tmp_path / "tasks" / "chosen.yaml").write_text(choice)
-    refused = forge("eval", run, "--tasks", "chosen", *flags, check=False)
-    assert refused.returncode == 78 and "expected one that has the model write" in refused.stderr
-
-
 @pytest.mark.slow
 def test_first_commands_of_the_page_run(forge, tmp_path):
     root = Path(__file__).parents[2]
