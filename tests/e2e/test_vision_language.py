@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from forge_ckpt.store import Store
+from poison import POISON
 from runs import losses, records, state
 from seeing import ALL_LAYOUTS, FUSIONS, LAYOUTS, image
 
@@ -23,6 +24,29 @@ def test_run_with_images_goes_on_after_a_kill(forge, seeing, tmp_path, fusion):
     assert forge.stop_at(path, 5, signal.SIGKILL, 1) == -signal.SIGKILL
     forge("train", path)
     assert state(tmp_path / "runs" / "tiny") == state(tmp_path / "whole" / "tiny")
+
+
+@pytest.mark.parametrize("layout", ["one", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fusion", ["moma", "moma-threshold"])
+def test_run_with_images_that_goes_back_and_is_killed_ends_as_one_without_these_steps(
+    forge, seeing, tmp_path, fusion, layout
+):
+    (tmp_path / "my_poison.py").write_text(POISON)
+    options = ALL_LAYOUTS[layout][0], "--resilience.max_bad_steps=3", "--resilience.check_every_steps=1"
+    path = seeing(steps=14, fusion=fusion)
+    hook = (
+        '\n[hooks.poison]\ntype = "poison"\nfirst = 8\nlast = 10\nheals = true\nmodule = "decoder.layers.0"\n'
+    )
+    path.write_text('imports = ["my_poison"]\n' + path.read_text() + hook)
+    assert forge.stop_at(path, 12, signal.SIGKILL, *options) == -signal.SIGKILL
+    forge("train", path, *options[1:], ranks=options[0])
+    without = seeing(steps=14, fusion=fusion, name="without.toml", root="without")
+    forge("train", without, "--data.skip=[{start_step=7,end_step=10}]", ranks=options[0])
+    run, other = tmp_path / "runs" / "tiny", tmp_path / "without" / "tiny"
+    mine, whole = state(run), state(other)
+    assert mine | {"meta": None} == whole | {"meta": None}
+    assert losses(run) == losses(other)
+    assert (run / "incidents.jsonl").read_text().count('"rollback"') == 1
 
 
 def test_streamed_images_go_on_after_a_kill(forge, seeing, tmp_path):
