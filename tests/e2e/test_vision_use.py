@@ -127,3 +127,15 @@ def test_run_answers_about_an_image_and_says_what_it_cannot(forge, seeing, tmp_p
         assert whole.rstrip("\n").endswith(answer), (whole, answer)
     assert "a folder of Forge's own" in forge("export", run, tmp_path / "own").stdout
     assert "answers" in forge("eval", run).stdout
+
+
+@pytest.mark.slow
+def test_controls_ask_right_images_as_an_evaluation_does_and_others_too(forge, seeing, tmp_path):
+    forge("train", seeing(steps=200), "--eval.every_steps=200")
+    run, script = tmp_path / "runs" / "tiny", Path(__file__).parents[2] / "benchmarks" / "vlm_controls.py"
+    command = [sys.executable, script, run, "--samples=24"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env=forge.environment)
+    found = json.loads(told.stdout)
+    answers = re.search(r" answers (\S+)", forge("eval", run).stdout)[1]
+    assert found["samples"] == 24 and found["right"] == pytest.approx(float(answers), abs=1e-4)
+    assert found["right"] > 0 and {found["blank"], found["shuffled"]} != {found["right"]}
