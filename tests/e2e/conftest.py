@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from forks import load
+from seeing import write_job
 
 TINY = """
 [job]
@@ -68,6 +69,16 @@ def text(tmp_path_factory):
     ):
         (folder / f"{source.parent.name}_{source.name}").write_text(source.read_text())
     return folder
+
+
+@pytest.fixture
+def seeing(tmp_path):
+    """Writes a tiny vision-language job below `tmp_path` and returns its path."""
+
+    def write(steps=8, name="job.toml", root="runs", fusion="joint"):
+        return write_job(tmp_path / name, tmp_path / root, tmp_path / "cache", steps, fusion)
+
+    return write
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ SOURCES = ("code", "prose", "none of it")
 
 
 def test_numbers_of_sources_are_those_of_each_source_alone():
-    """In float64, with made-up lengths in bytes; what a source without targets tells is not a number."""
+    """In float64, with made-up lengths in bytes; of a source without targets nothing is told."""
     config = DecoderConfig(
         vocab_size=19, dim=16, num_layers=1, attention=GroupedQueryConfig(num_heads=2), init_std=0.3
     )
@@ -53,7 +53,13 @@ def test_numbers_of_sources_are_those_of_each_source_alone():
         assert found[f"perplexity{name}"] == pytest.approx(math.exp(total / targets), rel=1e-12)
         bits = total / math.log(2) / length[mine].sum().item()
         assert found[f"bits_per_byte{name}"] == pytest.approx(bits, rel=1e-12)
-    assert math.isnan(found["loss/none of it"]) and math.isnan(found["bits_per_byte/none of it"])
+    assert not [name for name in found if "none of it" in name]
+    nothing = [one.inputs | {"labels": one.inputs["labels"] * 0 - 100} for one in batch]
+    told = step.evaluate([[MicroBatch(one, batch[0].statistics, SOURCES) for one in nothing]])
+    assert math.isnan(told["loss"]) and not [name for name in told if name.startswith("loss/")]
+    ends = [one.statistics | {"bytes": one.statistics["bytes"] * 0} for one in batch]
+    told = step.evaluate([[MicroBatch(batch[0].inputs, one, SOURCES) for one in ends]])
+    assert told["loss"] > 0 and "bits_per_byte" not in told, "targets that are no text have no bytes"
 
 
 @pytest.mark.parametrize("documents", [True, False])
@@ -88,6 +94,7 @@ def test_answers_are_the_documents_of_which_every_target_is_the_likeliest(docume
         assert found[f"accuracy{name}"] == right / asked
         assert found[f"answers{name}"] == pytest.approx(all_right / answers)
     assert 0 < found["answers"] < found["accuracy"] < 1
+    assert not [name for name in found if "none of it" in name]
 
 
 def test_set_reads_all_text_of_its_sources_once_over_all_ranks(tmp_path):

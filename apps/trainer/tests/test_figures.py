@@ -6,7 +6,9 @@ import pytest
 import torch
 from forge_config import ConfigError
 from forge_model import initialize
+from forge_parallel import Env, Mesh, MeshConfig, build_mesh
 from forge_parallel.activation_checkpointing import checkpoint_activations
+from forge_parallel.testing import run_ranks
 from forge_trainer.hooks.figures import PEAK_TFLOPS, Figures, frozen_parts, repeated_flops
 from forge_trainer.job import load_job
 from torch import nn
@@ -100,8 +102,22 @@ def test_peak_of_nothing_is_refused():
 
 def test_parts_that_are_frozen_are_those_without_a_trained_parameter():
     model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "between": nn.ReLU(), "decoder": nn.Linear(2, 2)})
-    assert frozen_parts([model]) == set()
+    alone = Mesh(torch.device("cpu"))
+    assert frozen_parts([model], alone) == set()
     model["encoder"].requires_grad_(False)
-    assert frozen_parts([model]) == {"encoder"}
+    assert frozen_parts([model], alone) == {"encoder"}
     other = nn.ModuleDict({"encoder": nn.Linear(2, 2)})
-    assert frozen_parts([model, other]) == set(), "another stage trains some of it"
+    assert frozen_parts([model, other], alone) == set(), "another stage of this rank trains some of it"
+
+
+def _frozen_on_stages():
+    mesh = build_mesh(MeshConfig(pp=2), Env.detect())
+    part = nn.Linear(2, 2).requires_grad_(False)
+    first = {"encoder": part, "decoder": part}
+    model = nn.ModuleDict([first, {"decoder": nn.Linear(2, 2)}][mesh.pipeline.rank])
+    return frozen_parts([model], mesh)
+
+
+@pytest.mark.dist
+def test_parts_that_are_frozen_are_so_on_all_stages_of_a_pipeline():
+    assert run_ranks(_frozen_on_stages, 2) == [{"encoder"}] * 2

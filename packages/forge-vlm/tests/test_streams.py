@@ -129,6 +129,17 @@ def test_damaged_images_are_an_error_or_left_out_and_named(tmp_path, capsys):
     assert "1.jsonl" in said and "3.jsonl" in said and "left out" in said
 
 
+def test_column_without_images_is_named_long_before_the_end_of_a_large_file(tmp_path, capsys):
+    (tmp_path / "rows").mkdir()
+    for number in range(FILES):
+        lines = (json.dumps({"text": f"text {number} {k}"}) + "\n" for k in range(2000))
+        (tmp_path / "rows" / f"{number}.jsonl").write_text("".join(lines))
+    batches = iter(loader(str(tmp_path / "rows" / "*.jsonl"), tmp_path))
+    for _ in range(20):
+        next(batches)
+    assert capsys.readouterr().err.count("none of the first 64 samples has an image") == 1
+
+
 @pytest.mark.parametrize("column", ["image", "picture"])
 def test_column_without_images_is_named_once(tmp_path, capsys, column):
     path = folder_of(tmp_path / "rows")

@@ -37,6 +37,7 @@ from forge_trainer.hooks import Hook
 from forge_trainer.hooks.collectives import CheckCollectives, groups_of
 from forge_trainer.hooks.copies import build_copies
 from forge_trainer.hooks.evaluate import Evaluate
+from forge_trainer.hooks.figures import frozen_parts
 from forge_trainer.hooks.ledger import Ledger
 from forge_trainer.hooks.log import Log
 from forge_trainer.hooks.speed import CompareSpeed
@@ -320,6 +321,7 @@ def build_hooks(
     """Logging (first rank only), evaluation if there is text for it, the hooks of the user. Collective."""
     job = run.job
     hooks: list[Hook] = [Count(judges.finite, judges.spikes)]
+    frozen = frozen_parts(run.parts, run.mesh)
     if run.trackers:
 
         def tokens_read(samples: int) -> dict[str, int]:
@@ -327,8 +329,8 @@ def build_hooks(
 
         ledger = Ledger(run.directory, run.clock, run.progress, judges.deadline.needed_s)
         judges.saves.mean_time_to_failure_s = lambda: ledger.mean_time_to_failure_s
-        skipped = judges.finite.skipped
-        hooks += [ledger, Log(job.train.log_every_steps, run, skipped, tokens_read, lambda: ledger.ratio)]
+        skipped, every = judges.finite.skipped, job.train.log_every_steps
+        hooks += [ledger, Log(every, run, skipped, tokens_read, lambda: ledger.ratio, frozen)]
     if job.eval.every_steps:
         sets = open_evaluations(job, run.mesh, lambda: run.clock.enter(BUILD))
         hooks += [Evaluate(job.eval.every_steps, run, sets, weights, run.evaluated)] if sets else []

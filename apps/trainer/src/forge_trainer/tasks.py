@@ -6,7 +6,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ except ImportError:
 
 NEW_TOKENS = 256
 """Written at most, where a task does not say how many."""
+SORTED = 64
+"""Batches of questions that are sorted by length together, and whose images are in memory."""
 
 
 class RunModel(TemplateLM):
@@ -136,11 +138,14 @@ class RunModel(TemplateLM):
                     f"a task asks for {room} new tokens; expected 1 to {self.max_length - 1}, below "
                     "model.max_tokens"
                 )
-            prompts = [self._prompt(arguments, room) for _, arguments in members]
-            for indices in self._batches([len(prompt.tokens) for prompt in prompts]):
-                texts = self._continued([prompts[i] for i in indices], room, sampling, until)
-                for index, text in zip(indices, texts, strict=True):
-                    written[members[index][0]] = text
+            # not all at once: prompts hold their images
+            for start in range(0, len(members), held := SORTED * self._batch_size):
+                some = members[start : start + held]
+                prompts = [self._prompt(arguments, room) for _, arguments in some]
+                for indices in self._batches([len(prompt.tokens) for prompt in prompts]):
+                    texts = self._continued([prompts[i] for i in indices], room, sampling, until)
+                    for index, text in zip(indices, texts, strict=True):
+                        written[some[index][0]] = text
         return written
 
     def _prompt(self, arguments: Sequence[Any], room: int) -> Prompt:
@@ -198,32 +203,66 @@ class SeeingModel(RunModel):
         Raises:
             ConfigError: a task compares the likelihood of texts behind images.
         """
-        if any(len(request.args) > 2 for request in requests):
+        if seen := [request.task_name for request in requests if len(request.args) > 2]:
             raise ConfigError(
-                f"the task {requests[0].task_name} compares likelihoods of texts behind images; expected one "
-                "that has the model write (output_type: generate_until)"
+                f"the task {seen[0]} compares likelihoods of texts behind images; expected one that has the "
+                "model write (output_type: generate_until)"
             )
         return super().loglikelihood(requests, disable_tqdm)
 
     def _prompt(self, arguments: Sequence[Any], room: int) -> Prompt:
         """See `RunModel`; what is too long with its images is an error, for neither can be cut."""
-        images = [_png(image) for image in (arguments[2]["visual"] if len(arguments) > 2 else [])]
+        beside = arguments[2] if len(arguments) > 2 else {}
+        if other := beside.keys() - {"visual"}:
+            raise ConfigError(f"a task gives {', '.join(other)} beside its text; expected images alone")
+        images = _images(beside.get("visual", []))
         config: ModelConfig = self._model.config  # type: ignore[assignment]
         try:
             prompt = config.prompt(arguments[0], images, self._tokenizer)
         except ValueError as error:
             raise ConfigError(f"the prompt {arguments[0]!r} of a task: {error}") from None
-        if len(prompt.tokens) > self.max_length - room:
+        if (tokens := len(prompt.tokens)) > (most := self.max_length - room):
+            if not images:
+                return _end_of(prompt, most)
             raise ConfigError(
-                f"a task has a prompt of {len(prompt.tokens)} tokens with its images, and asks for {room} "
-                f"new ones; expected at most model.max_tokens = {self.max_length} together"
+                f"a task has a prompt of {tokens} tokens with its images, and asks for {room} new ones; "
+                f"expected at most model.max_tokens = {self.max_length} together"
             )
         return prompt
 
 
+def _end_of(prompt: Prompt, tokens: int) -> Prompt:
+    """The last tokens of a prompt without images."""
+    cut = {name: value[..., -tokens:] for name, value in prompt.inputs.items() if name in prompt.by_token}
+    return prompt._replace(tokens=prompt.tokens[-tokens:], inputs={**prompt.inputs, **cut})
+
+
+def _images(given: Any) -> list[bytes]:
+    """Files of the images of a question, which may be one or several, of Pillow.
+
+    Raises:
+        ConfigError: what is given is no image, or a damaged one.
+    """
+    from PIL import Image
+
+    images = given if isinstance(given, list | tuple) else [given]
+    if wrong := [one for one in images if not isinstance(one, Image.Image)]:
+        raise ConfigError(
+            f"doc_to_image of a task gives {type(wrong[0]).__name__}; expected images of Pillow, as a column "
+            "of images in `datasets` does"
+        )
+    try:
+        return [_png(image) for image in images]
+    except OSError as error:
+        raise ConfigError(f"an image of a task is damaged: {error}") from None
+
+
 def _png(image: Any) -> bytes:
-    file = io.BytesIO()
-    image.convert("RGB").save(file, "png")
+    """Turned as its camera says; what is transparent stays so, for whoever reads it."""
+    from PIL import ImageOps
+
+    image, file = ImageOps.exif_transpose(image), io.BytesIO()
+    image.convert("RGBA" if image.has_transparency_data else "RGB").save(file, "png")
     return file.getvalue()
 
 
@@ -282,6 +321,20 @@ def known_tasks(names: Sequence[str], folder: Path | None, names_key: str, folde
     return manager
 
 
+def require_text(tasks: Mapping[str, Any], why: str) -> None:
+    """See that no task shows images, or has sounds, to a model that takes text alone.
+
+    Args:
+        tasks: by name.
+        why: the model is given none.
+
+    Raises:
+        ConfigError: one does.
+    """
+    if seen := [name for name, task in tasks.items() if getattr(task, "MULTIMODAL", False)]:
+        raise ConfigError(f"the questions of {', '.join(seen)} are no text alone: {why}")
+
+
 def evaluate_tasks(
     model: nn.Module,
     tokenizer: Tokenizer,
@@ -293,12 +346,14 @@ def evaluate_tasks(
     """Print what each task says of the model; all of it as JSON to `--json`.
 
     Raises:
-        ConfigError: a task is not known.
+        ConfigError: a task is not known, or asks about what the model does not take.
     """
     names = options.tasks.split(",")
     folder = None if options.tasks_from is None else Path(options.tasks_from).resolve()
     manager = known_tasks(names, folder, "--tasks", "--tasks-from")
-    asked = SeeingModel if config.items() is not None else RunModel
+    asked = RunModel if config.items() is None else SeeingModel
+    if asked is RunModel:
+        require_text(manager.load(names)["tasks"], "this model takes neither images nor sounds")
     found = evaluator.simple_evaluate(
         asked(model, tokenizer, options.batch_size or micro_batch, stops=stops),
         tasks=names,

@@ -27,7 +27,7 @@ from forge_trainer.endings import stops_of
 from forge_trainer.eval_config import TasksConfig
 from forge_trainer.hooks.base import RunView
 from forge_trainer.steps.evaluation import evaluating
-from forge_trainer.tasks import RunModel, evaluator, known_tasks
+from forge_trainer.tasks import RunModel, evaluator, known_tasks, require_text
 
 CHUNK_TOKENS = 1024
 """Logits are made for so many tokens at a time."""
@@ -154,6 +154,7 @@ class Tasks:
             loaded = self._manager.load(config.names)["tasks"]
         except Exception as error:  # whatever a data set that is not there raises
             raise ConfigError(f"a task of eval.tasks.names cannot be loaded: {error}") from error
+        require_text(loaded, "eval.tasks shows no images; use forge eval RUN --tasks")
         self._config, self._run = config, run
         self._model = TrainedModel(run, config.batch_size or run.job.train.micro_batch)
         mesh = run.job.mesh

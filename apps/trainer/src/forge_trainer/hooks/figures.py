@@ -5,16 +5,19 @@ from __future__ import annotations
 import resource
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from forge_trainer.say import say
 
 if TYPE_CHECKING:
+    from forge_parallel.mesh import Mesh
+
     from forge_trainer.hooks.base import RunView
     from forge_trainer.job import Job
 
@@ -40,15 +43,16 @@ class Figures:
 
     Args:
         run: what is looked at.
+        frozen: the parts of the model of which nothing is trained, see `frozen_parts`.
     """
 
-    def __init__(self, run: RunView) -> None:
+    def __init__(self, run: RunView, frozen: Collection[str] = ()) -> None:
         job = run.job
         self._device = run.mesh.device
         self._ranks = run.env.world_size
         self._model, self._text = job.model, [{"tokens": (1, job.data.max_tokens)}]
         compute = job.precision.compute_dtype(self._device.type)
-        self._repeated, self._frozen = repeated_flops(job), frozen_parts(run.parts)
+        self._repeated, self._frozen = repeated_flops(job), frozen
         self._peak = job.track.peak_tflops or _peak(self._device, compute)
 
     def of(self, tokens_per_s: float, shapes: Sequence[Mapping[str, Sequence[int]]] = ()) -> dict[str, float]:
@@ -81,14 +85,22 @@ class Figures:
         return sum(self._model.step_flops(one, causal, self._frozen) * count for one, count in given) / tokens
 
 
-def frozen_parts(models: Sequence[nn.Module]) -> set[str]:
-    """The modules right inside a model of which nothing is ever trained; one without parameters is none."""
+def frozen_parts(models: Sequence[nn.Module], mesh: Mesh) -> set[str]:
+    """The modules right inside a model of which no stage of the pipeline ever trains anything. Collective.
+
+    A module without parameters is none.
+    """
     trained: dict[str, bool] = {}
     for model in models:
         for name, parameter in model.named_parameters():
             part = name.partition(".")[0]
             trained[part] = trained.get(part, False) or parameter.requires_grad
-    return {part for part, is_trained in trained.items() if not is_trained}
+    stages = [trained]
+    if mesh.pipeline.size > 1:
+        stages = stages * dist.get_world_size(mesh.control_group)
+        dist.all_gather_object(stages, trained, group=mesh.control_group)
+    moves = {part for stage in stages for part, is_trained in stage.items() if is_trained}
+    return {part for stage in stages for part in stage} - moves
 
 
 def repeated_flops(job: Job, causal: bool = True) -> float | None:

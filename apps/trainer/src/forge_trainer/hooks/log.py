@@ -1,6 +1,6 @@
 """Reads the device scalars of a step every N steps and hands them to the trackers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from forge_parallel.compile import cache_counts
@@ -22,6 +22,7 @@ class Log(Hook):
         skipped: how many steps of the run were not finite.
         tokens_read: of each source in so many samples.
         goodput: the effective training time ratio of the run.
+        frozen: see `Figures`.
     """
 
     span = "log"
@@ -33,10 +34,11 @@ class Log(Hook):
         skipped: Callable[[], int],
         tokens_read: Callable[[int], dict[str, int]] = lambda _: {},
         goodput: Callable[[], float] = lambda: 0.0,
+        frozen: Collection[str] = (),
     ) -> None:
         self.every = every
         self._run = run
-        self._figures = Figures(run)
+        self._figures = Figures(run, frozen)
         self.rewind(run.progress)
         self._skipped, self._tokens_read, self._goodput = skipped, tokens_read, goodput
         self._skipped_before = 0

@@ -39,10 +39,10 @@ def right(hits: Tensor, micro: MicroBatch) -> dict[str, Sum]:
 
 
 def means(totals: dict[str, Sum]) -> dict[str, float]:
-    """Those of `right` as fractions; NaN where nothing is asked."""
+    """Those of `right` as fractions; a source that asks nothing is left out, NaN where none does."""
     kinds = ACCURACY, ANSWERS
     return {
         name: (total.value / total.count).item()
         for name, total in totals.items()
-        if name.partition("/")[0] in kinds
+        if name in kinds or (name.partition("/")[0] in kinds and total.count)
     }

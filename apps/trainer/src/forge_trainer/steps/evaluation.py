@@ -65,16 +65,19 @@ class Lengths:
 def evaluated(losses: Mapping[str, Sum], lengths: Mapping[str, float]) -> dict[str, float]:
     """Loss, perplexity and, where lengths are known, bits a byte: `loss`, `loss/<source>`, `perplexity`, ...
 
+    A source without targets is left out; without any at all, the loss is NaN.
+
     Args:
         losses: sums in nats, by `loss` or `loss/<source>`.
         lengths: bytes, by the same names.
     """
     found: dict[str, float] = {}
     for name, (value, count) in losses.items():
+        if name != "loss" and not count:
+            continue
         of_source, loss = name.removeprefix("loss"), (value / count).item()
         found[name] = loss
         found[f"perplexity{of_source}"] = math.exp(min(loss, 700.0))
-        if name in lengths:
-            length = lengths[name]
-            found[f"bits_per_byte{of_source}"] = value.item() / math.log(2) / length if length else math.nan
+        if length := lengths.get(name):
+            found[f"bits_per_byte{of_source}"] = value.item() / math.log(2) / length
     return found

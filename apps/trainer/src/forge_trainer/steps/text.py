@@ -102,7 +102,8 @@ class TextStep:
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """See `Step.evaluate`; adds `perplexity`, `bits_per_byte`, and all of a source as `<name>/<source>`.
 
-        Bits a byte are left out where the bytes of tokens are not known. NaN when no target is valid.
+        Sources without targets are left out, and bits a byte where the bytes of tokens are not known. NaN
+        when no target is valid.
         """
         sums, lengths = Sums(torch.float64), Lengths()
         with evaluating(*self.parts):

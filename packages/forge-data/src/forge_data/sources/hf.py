@@ -155,16 +155,15 @@ class HfConfig(TextSourceConfig):
             pin = pin or self.pin_stream()
             assert pin is not None
             tasks = tasks_of_split(HubSplit(self.path, self.subset, self.split), pin, cache)
-        return self.streamed(tasks, pin)
+        return self.streamed(tasks=tasks, lanes=self.lanes, shuffle_parts=self.shuffle_parts, pin=pin)
 
     def tasks(self, file: Path, root: Path) -> list[Task]:
         """The parts of a file that can be read alone; names are relative to `root`."""
         return tasks_of(file, root)
 
-    def streamed(self, tasks: tuple[Task, ...], pin: str | None) -> Streamed:
-        """What is read of these parts of files."""
-        how: dict[str, Any] = {"lanes": self.lanes, "shuffle_parts": self.shuffle_parts, "pin": pin}
-        return StreamedText(tasks=tasks, columns=self.columns(), **how)
+    def streamed(self, **dealt: Any) -> Streamed:
+        """What is made of the rows of a stream; `dealt` is what any `Streamed` has."""
+        return StreamedText(columns=self.columns(), **dealt)
 
     def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
         """See `TextSourceConfig.root_and_files`."""

@@ -52,22 +52,22 @@ class ProjectedConfig(ConnectorConfig):
     bias: bool = True
 
     def widths(self, width: int, dim: int) -> list[int]:
-        """The widths that the matrices go through; `width` is that of what they are given."""
+        """The widths that the matrices go through, the first of which is that of what they are given."""
         return [width, dim]
 
     def projection(self, width: int, dim: int) -> nn.Module:
-        """A module [..., width] -> [..., dim]."""
+        """These matrices as a module."""
         from forge_vlm.connectors.projections import MLP, Projection
 
-        widths = self.widths(width, dim)
-        if len(widths) == 2:
-            return Projection(width, dim, self.bias)
-        return MLP(width, widths[1], dim, getattr(self, "activation", "gelu"), self.bias)
+        first, *hidden, last = self.widths(width, dim)
+        if not hidden:
+            return Projection(first, last, self.bias)
+        return MLP(first, hidden[0], last, getattr(self, "activation", "gelu"), self.bias)
 
-    def projection_flops(self, width: int, dim: int) -> float:
-        """Matmul FLOPs of it a token."""
+    def forward_flops(self, rows: int, columns: int, width: int, dim: int, extra: int = 0) -> float:
+        """See `ConnectorConfig.forward_flops`: of the matrices."""
         widths = self.widths(width, dim)
-        return 2 * sum(a * b for a, b in pairwise(widths))
+        return self.tokens(rows, columns, extra) * 2 * sum(a * b for a, b in pairwise(widths))
 
 
 @connectors.register("linear")
@@ -81,10 +81,6 @@ class LinearConfig(ProjectedConfig):
     def build(self, width: int, dim: int, extra: int = 0) -> nn.Module:
         """See `ConnectorConfig.build`."""
         return self.projection(width, dim)
-
-    def forward_flops(self, rows: int, columns: int, width: int, dim: int, extra: int = 0) -> float:
-        """See `ConnectorConfig.forward_flops`."""
-        return self.tokens(rows, columns, extra) * self.projection_flops(width, dim)
 
 
 @connectors.register("mlp")
@@ -143,10 +139,6 @@ class AveragePoolConfig(WindowConfig):
 
         return AveragePool(self.window, self.projection(width, dim))
 
-    def forward_flops(self, rows: int, columns: int, width: int, dim: int, extra: int = 0) -> float:
-        """See `ConnectorConfig.forward_flops`."""
-        return self.tokens(rows, columns, extra) * self.projection_flops(width, dim)
-
 
 @connectors.register("pixel-shuffle")
 class PixelShuffleConfig(WindowConfig):
@@ -157,15 +149,15 @@ class PixelShuffleConfig(WindowConfig):
 
     bias: bool = False
 
+    def widths(self, width: int, dim: int) -> list[int]:
+        """See `ProjectedConfig.widths`."""
+        return super().widths(width * self.window**2, dim)
+
     def build(self, width: int, dim: int, extra: int = 0) -> nn.Module:
         """See `ConnectorConfig.build`."""
         from forge_vlm.connectors.windows import PixelShuffle
 
-        return PixelShuffle(self.window, self.projection(width * self.window**2, dim))
-
-    def forward_flops(self, rows: int, columns: int, width: int, dim: int, extra: int = 0) -> float:
-        """See `ConnectorConfig.forward_flops`."""
-        return self.tokens(rows, columns, extra) * self.projection_flops(width * self.window**2, dim)
+        return PixelShuffle(self.window, self.projection(width, dim))
 
 
 @connectors.register("attentional-pool")
@@ -192,7 +184,7 @@ class AttentionalPoolConfig(WindowConfig):
         """See `ConnectorConfig.forward_flops`."""
         tokens, seen = self.tokens(rows, columns, extra), self.window**2
         attention = 4 * (1 + seen) * width**2 + 4 * seen * width
-        return tokens * (attention + self.projection_flops(width, dim))
+        return tokens * attention + super().forward_flops(rows, columns, width, dim, extra)
 
 
 @connectors.register("resampler")

@@ -41,8 +41,8 @@ def means(cut: Tensor, inside: Tensor) -> Tensor:
     return cut.sum(2) / inside.sum(-1, keepdim=True)
 
 
-class AveragePool(nn.Module):
-    """The mean of each window, projected."""
+class Pooled(nn.Module):
+    """What is made of each window, projected."""
 
     def __init__(self, window: int, projection: nn.Module) -> None:
         super().__init__()
@@ -50,38 +50,39 @@ class AveragePool(nn.Module):
 
     def forward(self, features: Tensor, grids: Tensor) -> Tensor:
         """[P, C] -> [V, dim]."""
-        return self.projection(
-            by_image(features, grids, lambda x: means(windows(x, self.window), is_inside(x, self.window)))
-        )
+        return self.projection(by_image(features, grids, self.pooled))
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """[n, rows, columns, C] -> [n, V, what is projected]."""
+        raise NotImplementedError
 
 
-class PixelShuffle(nn.Module):
-    """The patches of a window side by side, projected. Order of `Idefics3Connector` of `transformers`."""
+class AveragePool(Pooled):
+    """The mean of each window."""
 
-    def __init__(self, window: int, projection: nn.Module) -> None:
-        super().__init__()
-        self.window, self.projection = window, projection
-
-    def forward(self, features: Tensor, grids: Tensor) -> Tensor:
-        """[P, C] -> [V, dim]."""
-        return self.projection(by_image(features, grids, lambda x: windows(x, self.window).flatten(2)))
+    def pooled(self, x: Tensor) -> Tensor:
+        """See `Pooled.pooled`."""
+        return means(windows(x, self.window), is_inside(x, self.window))
 
 
-class AttentionalPool(nn.Module):
-    """Attention over the patches of a window, with its mean as the query, projected."""
+class PixelShuffle(Pooled):
+    """The patches of a window side by side. Order of `Idefics3Connector` of `transformers`."""
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """See `Pooled.pooled`."""
+        return windows(x, self.window).flatten(2)
+
+
+class AttentionalPool(Pooled):
+    """Attention over the patches of a window, with its mean as the query."""
 
     def __init__(self, window: int, width: int, num_heads: int, projection: nn.Module) -> None:
-        super().__init__()
-        self.window, self.num_heads = window, num_heads
+        super().__init__(window, projection)
+        self.num_heads = num_heads
         self.wq, self.wk, self.wv, self.wo = (Linear(width, width, bias=True) for _ in range(4))
-        self.projection = projection
 
-    def forward(self, features: Tensor, grids: Tensor) -> Tensor:
-        """[P, C] -> [V, dim]."""
-        return self.projection(by_image(features, grids, self._pooled))
-
-    def _pooled(self, x: Tensor) -> Tensor:
-        """[n, rows, columns, C] -> [n, V, C]."""
+    def pooled(self, x: Tensor) -> Tensor:
+        """See `Pooled.pooled`."""
         cut, inside = windows(x, self.window), is_inside(x, self.window)
         query = self._heads(self.wq(means(cut, inside))[:, :, None])
         key, value = self._heads(self.wk(cut)), self._heads(self.wv(cut))

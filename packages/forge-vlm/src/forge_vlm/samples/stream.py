@@ -24,6 +24,9 @@ from forge_vlm.samples.rows import Image, InFile
 from forge_vlm.samples.sequences import Sample, SampleSequences
 from forge_vlm.samples.store import Prepared, read_file
 
+LOOKED_AT = 64
+"""After so many samples without an image the first lane says so."""
+
 Row = tuple[str, dict[str, Any], Path]
 """Its name, its columns, and the folder of its file."""
 
@@ -177,7 +180,7 @@ class SampleLane(Lane[Row]):
 
     def _made(self, place: Place) -> Iterator[tuple[Place, Prepared]]:
         """The samples of rows that have one, from a place on, without end."""
-        last, is_text_alone = place.window, self._is_first
+        last, seen, has_images = place.window, 0, not self._is_first
         for at, (name, row, folder) in self.documents(place):
             if at.window > last + self.windows:
                 raise DataError(
@@ -189,14 +192,15 @@ class SampleLane(Lane[Row]):
             except Damaged as error:
                 self._say(str(error))
                 continue
-            if is_text_alone and at.window > place.window:
-                column, is_text_alone = self._how.layout.images, False
+            if sample is None:
+                continue
+            last, seen, has_images = at.window, seen + 1, has_images or bool(sample.images)
+            if seen == LOOKED_AT and not has_images:
+                column = self._how.layout.images
                 sys.stderr.write(
-                    f"no sample of the first window has an image: nothing is in the column {column!r}\n"
+                    f"none of the first {seen} samples has an image: nothing is in the column {column!r}\n"
                 )
-            if sample is not None:
-                last, is_text_alone = at.window, is_text_alone and not sample.images
-                yield at, sample
+            yield at, sample
 
     def _say(self, damage: str) -> None:
         self._damaged += 1

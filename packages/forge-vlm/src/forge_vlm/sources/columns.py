@@ -11,7 +11,7 @@ from forge_data.order.order import key
 from forge_data.packing.packing import Packing
 from forge_data.packing.stream import Streamed
 from forge_data.sources.config import Opening, sources
-from forge_data.sources.documents import Task, rows
+from forge_data.sources.documents import rows
 from forge_data.sources.hf import HfConfig
 from forge_data.sources.items import ItemReader
 from forge_data.store.tokenize import Held
@@ -112,7 +112,6 @@ class ImageTextConfig(HfConfig):
         decode, skip = self.check == "decode", self.damaged == "skip"
         return Preparation(self.layout(), tokenizer, reader, held, decode, skip, self.rows())
 
-    def streamed(self, tasks: tuple[Task, ...], pin: str | None) -> Streamed:
+    def streamed(self, **dealt: Any) -> Streamed:
         """See `HfConfig.streamed`."""
-        how: dict[str, Any] = {"lanes": self.lanes, "shuffle_parts": self.shuffle_parts, "pin": pin}
-        return StreamedSamples(tasks=tasks, prepares=self.preparation, version=VERSION, **how)
+        return StreamedSamples(prepares=self.preparation, version=VERSION, **dealt)
