@@ -186,7 +186,8 @@ class MeanAblation:
 def mean_dims(value: Tensor, site: Site | None) -> tuple[int, ...]:
     """The dimensions of batch and positions of a site's value; InterpError where that is not known."""
     if site is not None and site.part == "attn":
-        return (0,) if site.path[0] in ("raw", "scores", "pattern") else (0, 2)
+        dims = (0,) if site.path[0] in ("raw", "scores", "pattern") else (0, 2)
+        return dims if value.ndim == 4 else tuple(dim - 1 for dim in dims if dim)
     if value.ndim > 3:
         raise InterpError(
             f"ablate('mean') of a value {list(value.shape)}, whose batch and positions are not known; "
@@ -196,9 +197,20 @@ def mean_dims(value: Tensor, site: Site | None) -> tuple[int, ...]:
 
 
 def real_positions(value: Tensor, dims: tuple[int, ...], mask: Tensor, name: str) -> Tensor:
-    """A mask [B, T], or of the last T of more, as bool that broadcasts to a value averaged over `dims`."""
-    if value.ndim < 3:
-        return torch.ones((), dtype=torch.bool, device=value.device)
+    """A mask [B, T], or of the last T of more, as bool that broadcasts to a value averaged over `dims`.
+
+    Of a value [B T, D] too. Raises InterpError: which places of the value are padding is not known.
+    """
+    if value.ndim < 3 or 0 not in dims:
+        rows = len(value) if 0 in dims else None
+        if rows == len(mask) or bool(mask.all()):  # a row a sample
+            return torch.ones((), dtype=torch.bool, device=value.device)
+        if rows == mask.numel():
+            return mask.to(value.device).bool().reshape(-1, 1)
+        raise InterpError(
+            f"{name} is {list(mask.shape)}, for a value {list(value.shape)}: it is unknown which rows are "
+            "padding; expected a row for each sample or token: give mean=, or leave padding out of the batch"
+        )
     batch, positions = dims[0], dims[-1] if len(dims) > 1 else 2
     sizes = value.shape[batch], value.shape[positions]
     mask = mask[:, -1:] if sizes[1] == 1 else mask
