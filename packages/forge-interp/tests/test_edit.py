@@ -466,9 +466,7 @@ def test_means_leave_padding_out_of_the_experts_of_a_mixtral():
     with torch.no_grad():
         model(ids, attention_mask=MASK)
         handle.remove()
-        means = site_means(
-            model, [{"input_ids": ids, "attention_mask": MASK}], "model.layers.0.mlp.experts"
-        )
+        means = site_means(model, [{"input_ids": ids, "attention_mask": MASK}], "model.layers.0.mlp.experts")
     assert seen[0].shape == (10, 8)
     expected = seen[0][MASK.flatten().bool()].mean(0)
     torch.testing.assert_close(means["model.layers.0.mlp.experts:out"], expected)

@@ -39,8 +39,9 @@ def path_patching(
 
     For sender s (or one place of it, by `where`) and receiver r, with a(x) for a in the plain run on x:
 
-    1. Run `corrupted` with s set to s(clean), every frozen site f set to f(corrupted), and every receiver,
-       once its value has been written down as r*, set back to r(corrupted): nothing goes on through it.
+    1. Run `corrupted` with s set to s(clean) and every frozen site f set to f(corrupted), and write down the
+       value of r as r*. With `joint`, each receiver is then set back to r(corrupted): nothing goes on
+       through one to the next. Without, a receiver has the number that it has when it is listed alone.
     2. Run `corrupted` with r set to r* (at the index `receiver_where`; with `joint` all receivers at once).
        The table holds the metric of this run, [senders, places ..., receivers].
 
@@ -67,7 +68,8 @@ def path_patching(
         sent = put(site, acts[site], grid.index(site, cell))(base[site])
         held = [name for name in names["frozen"] if name != site and name not in around[site]]
         edits = {at_call(site): patch(sent)} | {at_call(name): patch(base[name]) for name in held}
-        received = _received(model, corrupted, edits, {name: base[name] for name in names["receivers"]})
+        back = [name for name in names["receivers"] if joint or name in held]
+        received = _received(model, corrupted, edits, names["receivers"], {name: base[name] for name in back})
         for column, group in enumerate(groups):
             edits = {at_call(name): patch(received[name][receiver_where], receiver_where) for name in group}
             values[(row, *cell, column)] = score_edited(model, corrupted, edits, metric)
@@ -139,15 +141,19 @@ def _modules_around(
 
 
 def _received(
-    model: nn.Module, corrupted: Inputs, edits: Mapping[str, Edit], receivers: Mapping[str, Tensor]
+    model: nn.Module,
+    corrupted: Inputs,
+    edits: Mapping[str, Edit],
+    receivers: Iterable[str],
+    back: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """What the receivers are given under the edits; each is set back to its own value at once."""
+    """What the receivers are given under the edits; those in `back` are set to these values at once."""
     received: dict[str, Tensor] = {}
 
     def note(site: str) -> Edit:
         def apply(old: Tensor) -> Tensor:
             received[site] = old.clone()
-            return receivers[site].clone()
+            return back[site].clone() if site in back else old
 
         return apply
 
