@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from forge_interp.attention.placement import unrepeated
+from forge_interp.attention.placement import is_dtensor, unrepeated
 
 _RESHAPES = {
     getattr(owner, name)
@@ -91,9 +91,9 @@ class Lineage:
         if function in _RESHAPES:
             self._note_reshape(args[0] if args else kwargs["input"], result)
         elif function in _REPEATS and args and isinstance(result, Tensor) and result.dim() == 4:
-            x = args[0]
-            if x.dim() == 4 and x.shape[2:] == result.shape[2:] and 0 < x.shape[1] < result.shape[1]:
-                self._repeats[result] = result.shape[1] // x.shape[1]
+            x, times = args[0], kwargs.get("repeats", args[1] if len(args) > 1 else None)
+            if isinstance(times, int) and x.dim() == 4 and result.shape[1] == x.shape[1] * times > x.shape[1]:
+                self._repeats[result] = times, _version(result)
 
     def _note_reshape(self, x: Tensor, result: Tensor) -> None:
         if not isinstance(result, Tensor):
@@ -105,14 +105,18 @@ class Lineage:
         batch, heads = result.shape[:2]
         if x.dim() == 5 and x.shape[2] > 1 and x.stride(2) == 0:
             if heads == x.shape[1] * x.shape[2] and result.shape == (batch, heads, *x.shape[3:]):
-                self._repeats[result] = x.shape[2]
+                self._repeats[result] = x.shape[2], _version(result)
         elif x.dim() == 4 and x.shape[2] == 1 and result.shape[::3] == x.shape[::3] and heads < x.shape[1]:
             self._packed[result] = x.shape[1]
 
     def repeats(self, values: Tensor) -> int:
-        """How many times keys or values were repeated for the heads."""
-        times = self._repeats.get(values)
-        return 1 if times is None else times
+        """How many times keys or values were repeated for the heads, and not changed in place since."""
+        times, version = self._repeats.get(values, (1, None))
+        if times == 1 or is_dtensor(values):
+            return times
+        if version is not None:
+            return times if version == _version(values) else 1
+        return times if torch.equal(values, unrepeated(values, times).repeat_interleave(times, 1)) else 1
 
     def of(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
         """What was done before a call, as the fields `packed` and `repeats` of its `AttentionCall`."""
@@ -120,8 +124,13 @@ class Lineage:
             return {}
         packed = self._packed.get(query)
         is_packed = packed is not None and key.shape[1] == query.shape[1] < packed
-        repeats = (1, 1) if is_packed else (self._repeats.get(key, 1), self._repeats.get(value, 1))
+        repeats = (1, 1) if is_packed else (self.repeats(key), self.repeats(value))
         return {"packed": query.shape[1] if is_packed else None, "repeats": repeats}
+
+
+def _version(x: Tensor) -> int | None:
+    """Another number after each change in place; None of tensors of inference mode, which have none."""
+    return None if x.is_inference() else x._version
 
 
 def _picks_keys(x: Tensor, index: Any, result: Tensor) -> bool:

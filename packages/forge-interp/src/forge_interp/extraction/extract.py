@@ -10,7 +10,7 @@ from torch import nn
 
 from forge_interp.errors import InterpError
 from forge_interp.extraction.export import ENDINGS
-from forge_interp.extraction.feeding import Feeder, Forward
+from forge_interp.extraction.feeding import Feeder, Forward, rows_of_others
 from forge_interp.extraction.folder import Parts
 from forge_interp.extraction.identity import machine_of, model_identity, names_of
 from forge_interp.extraction.parts import dtype_name
@@ -86,7 +86,8 @@ def extract_representations(
     chosen, processes = by_pattern(select, patterns), Processes.of(model, rank, world_size, group, writes)
     kept = [keep] if isinstance(keep, str) else list(keep)
     folder, source = _folder(out), open_dataset(dataset, batch_size, names)
-    rows, feed = RowMaker(chosen, pool, dtype, kept), Feeder(model, names, forward)
+    foreign = rows_of_others(model, patterns, tokens)
+    rows, feed = RowMaker(chosen, pool, dtype, kept, foreign), Feeder(model, names, forward)
     share = Share(model, patterns, source, rows, feed, names, processes, progress, attention_bytes)
     if folder is None:
         return ActivationStore.of(share.in_memory())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_interp.attention.call import TENSORS, AttentionCall
+from forge_interp.attention.call import TENSORS, AttentionCall, Check
 from forge_interp.errors import InterpError
 from forge_interp.hooks.attend import SDPA_ONLY
 from forge_interp.hooks.boards import attached
@@ -33,7 +33,7 @@ class _Options:
     before_edits: bool
     stop: bool
     sink: Sink | None
-    check: bool
+    check: Check  # of calls of attention but the first of each module
     attention_bytes: int
     offload: Offload
 
@@ -59,7 +59,7 @@ class Activations(BySite):
             for site in sites:
                 self._patterns.setdefault(str(site), []).append(pattern)
         self._exact = {str(site) for p, sites in found.items() for site in sites if Site.parse(p) == site}
-        self._unchecked = {s.module for sites in found.values() for s in sites} if options.check else set()
+        self._unchecked = {s.module for sites in found.values() for s in sites if options.check != "nothing"}
         modules = named_modules(model)
         self._objects = {id(module): name for name, module in modules.items()}
         self._is_in_pass: Callable[[nn.Module], bool] = lambda module: True
@@ -170,10 +170,10 @@ class Activations(BySite):
         self._remaining.discard(tapped)
 
     def _read(self, call: AttentionCall, site: Site) -> Tensor:
-        """One tensor of an attention call; the first of each site must reproduce the model's own output."""
+        """One tensor of an attention call, which must reproduce the model's own output."""
         name = ".".join(site.path)
         if name not in TENSORS and name not in call.computed:
-            check, number = site.module in self._unchecked, site.call or 0
+            check, number = "all" if site.module in self._unchecked else self._options.check, site.call or 0
             names = [
                 ".".join(tap.site.path)
                 for tap in self._taps
@@ -269,8 +269,8 @@ def capture(
         device: where the copies go; with "cpu" from a GPU through pinned memory, without waiting.
         sink: given key and value in place of keeping it: on the same device the value itself, inside the
             forward pass (copy or consume it there), else the copy once it has arrived, all by its end.
-        check_attention: at the first call of each module, softmax(scores) V must equal what the model
-            computed, before raw, scores, pattern or a statistic is believed.
+        check_attention: softmax(scores) V must equal what the model computed, before raw, scores, pattern or
+            a statistic is believed: at the first call of each module all of it, then two queries of each.
         attention_bytes: the largest attention matrix to hold at once.
         max_inflight_bytes: how much may be on the way to the CPU before the model waits.
     """
@@ -280,7 +280,8 @@ def capture(
             "stop=True on an FSDP model: it would stay gathered, its weights stale; leave it out"
         )
     offload, chosen = Offload(device, max_inflight_bytes), by_pattern(select, found)
-    options = _Options(chosen, grad, before_edits, stop, sink, check_attention, attention_bytes, offload)
+    check: Check = "some" if check_attention else "nothing"
+    options = _Options(chosen, grad, before_edits, stop, sink, check, attention_bytes, offload)
     acts = Activations(model, found, options)
     with ExitStack() as stack:
         stack.callback(acts._forget_model)

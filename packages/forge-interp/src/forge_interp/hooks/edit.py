@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from forge_interp.attention.call import DENSE
 from forge_interp.errors import InterpError
 from forge_interp.hooks import values
 from forge_interp.hooks.attend import SDPA_ONLY
@@ -57,7 +58,8 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
             new = change(value, at, masks[-1]) if isinstance(change, MeanAblation) else change(value)
             if new is None:
                 raise InterpError(f"edit of {str(at)!r} gave None, expected a tensor like the value")
-            return new
+            is_kept = at.part != "attn" or at.path[0] not in DENSE  # what the model may change in place
+            return new.clone() if is_kept and isinstance(new, Tensor) and new is not value else new
 
         return Tap(site, modules[site.module], act, Phase.EDIT, reached, edit=edits[pattern])
 
