@@ -104,7 +104,8 @@ class AttentionCall:
     ) -> AttentionCall:
         """Read a product of weights, from a softmax of scores [B, N, T, S] or [B N, T, S], with values.
 
-        Values are [B, N, S, H'] or [B N, S, H']; `output` is the product, None before it was computed.
+        Values are [B, N, S, H'] or [B N, S, H'], or [B, K, S, H'] of weights [B, K, N / K T, S]; `output` is
+        the product, None before it was computed.
         """
         batch, heads, queries, keys = softmax.scores.shape
         repeats = 1 if lineage is None else lineage.repeats(values)
@@ -119,7 +120,7 @@ class AttentionCall:
         return cls(
             query=empty[:, :, :queries],
             key=empty[:, :, :keys],
-            value=unrepeated(values.reshape(batch, heads, keys, values.shape[-1]), repeats),
+            value=unrepeated(values.reshape(batch, -1, keys, values.shape[-1]), repeats),
             mask=scores > 0.9 * HIDES,
             is_causal=False,
             scale=1.0,

@@ -187,7 +187,9 @@ class _Running(threading.local):
             return attention(*args, **kwargs)
         self._is_busy = True
         try:
-            return serve(taps, attention, args, kwargs, lineage)
+            output = serve(taps, attention, args, kwargs, lineage)
+            lineage.note_output(attention, output)
+            return output
         finally:
             self._is_busy = False
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forge_interp.attention.call import TENSORS, AttentionCall, Check
 from forge_interp.errors import InterpError
-from forge_interp.hooks.attend import SDPA_ONLY
+from forge_interp.hooks.attend import not_called
 from forge_interp.hooks.boards import attached
 from forge_interp.hooks.offload import Offload
 from forge_interp.hooks.passes import Stop, passes_of
@@ -210,7 +210,7 @@ class Activations(BySite):
         value.register_hook(keep)
         return value, None if is_attention else value
 
-    def _verify(self) -> None:
+    def _verify(self, model: nn.Module) -> None:
         named = dict.fromkeys(pattern for patterns in self._patterns.values() for pattern in patterns)
         missing = [pattern for pattern in named if pattern not in self._seen]
         why = (
@@ -218,7 +218,7 @@ class Activations(BySite):
             "what is in a traced or exported program)"
         )
         if any(Site.parse(p).part == "attn" for p in missing):
-            why += f", or it does not call {SDPA_ONLY}"
+            why += f", or it does not call {not_called(model)}"
         if missing:
             why = next(iter(self.skipped.values()), why)
             raise InterpError(f"captured nothing at {', '.join(map(repr, missing))}: {why}")
@@ -298,7 +298,7 @@ def capture(
                 "called: give that part to capture, or leave stop=True out"
             ) from None
         offload.wait()
-        acts._verify()
+        acts._verify(model)
 
 
 @contextmanager
@@ -323,4 +323,4 @@ def each_attention(
     with attached([Tap(site, by_name[name], act, Phase.AFTER_EDITS, seen) for name, site in sites.items()]):
         yield
     if not seen:
-        raise InterpError(f"none of {', '.join(found)} called {SDPA_ONLY}")
+        raise InterpError(f"none of {', '.join(found)} called {not_called(model)}")

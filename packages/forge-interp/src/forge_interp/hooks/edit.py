@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from forge_interp.attention.call import DENSE
 from forge_interp.errors import InterpError
 from forge_interp.hooks import values
-from forge_interp.hooks.attend import SDPA_ONLY
+from forge_interp.hooks.attend import not_called
 from forge_interp.hooks.boards import attached
 from forge_interp.hooks.sharding import Spread
 from forge_interp.hooks.sites import ATTENTION_TENSORS, Site, find_sites, named_modules
@@ -73,7 +73,7 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
             attention = any(Site.parse(pattern).part == "attn" for pattern in missed)
             raise InterpError(
                 f"edited nothing at {', '.join(map(repr, missed))}: not reached inside the with"
-                + (f", or the module does not call {SDPA_ONLY}" if attention else "")
+                + (f", or the module does not call {not_called(model)}" if attention else "")
             )
 
 
