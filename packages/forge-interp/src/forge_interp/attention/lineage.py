@@ -71,7 +71,7 @@ class Lineage:
         self._products = WeakTensorKeyDictionary()  # of two tensors of which none is a weight
         self._outputs = WeakTensorKeyDictionary()  # of attention that was given to taps
 
-    def weights(self, function: Callable[..., Any], args: tuple) -> Softmax | None:
+    def weights(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Softmax | None:
         """Where the left factor of a product comes from, if that is a softmax over keys.
 
         Not if the right factor is a product, too: as in linear attention, that softmax is over features.
@@ -99,7 +99,9 @@ class Lineage:
         if function in _PRODUCTS:
             self._outputs[output] = True
 
-    def note(self, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], result: Any) -> None:
+    def note(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
         """Look at an operation: are these weights, keys repeated for the heads, or query heads packed?"""
         self._note_product(function, args, kwargs, result)
         if function in _SOFTMAX:
@@ -128,7 +130,7 @@ class Lineage:
                 self._repeats[result] = times, _version(result)
 
     def _note_product(
-        self, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], result: Any
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Follow products and outputs of attention; InterpError: an output is joined with what is none."""
         if function in _PRODUCTS or function is torch.einsum:
@@ -140,8 +142,9 @@ class Lineage:
                 if args[0] in known:
                     known[result] = True
         elif function in _CATENATIONS and args and isinstance(result, Tensor):
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            is_output = [isinstance(part, Tensor) and part in self._outputs for part in args[0]]
+            parts, *rest = args
+            dim = kwargs.get("dim", rest[0] if rest else 0)
+            is_output = [isinstance(part, Tensor) and part in self._outputs for part in parts]
             is_by_query = isinstance(dim, int) and result.dim() // 2 <= dim % result.dim() < result.dim() - 1
             if any(is_output) and not all(is_output) and is_by_query:
                 raise in_pieces(f"{sum(is_output)} of {len(is_output)} tensors that make its output are seen")
@@ -162,7 +165,7 @@ class Lineage:
 
     def repeats(self, values: Tensor) -> int:
         """How many times keys or values were repeated for the heads, and not changed in place since."""
-        times, version = self._repeats.get(values, (1, None))
+        times, version = self._repeats.get(values) or (1, None)
         if times == 1 or is_dtensor(values):
             return times
         if version is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from forge_interp.causal.patching import put, run_captured, same_shape, score_edited
 from forge_interp.causal.table import Grid, Index, Metric, PatchingTable, Where, at_call, score
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, check_kind, fitting
 from forge_interp.hooks.capture import capture
 from forge_interp.hooks.edit import Edit, edit, patch
 from forge_interp.hooks.sites import Site, named_modules
@@ -55,10 +55,14 @@ def path_patching(
     Source: Wang et al. 2022, arXiv:2211.00593, section 3.1 and appendix B; Goldowsky-Dill et al. 2023,
     arXiv:2304.05969.
     """
+    check_kind("senders", senders, (str, Iterable), "sites")
     senders = [senders] if isinstance(senders, str) else list(senders)
     acts, clean_score = run_captured(model, clean, senders, metric)
     base, names, corrupted_score = _corrupted_run(model, corrupted, metric, senders, receivers, frozen)
     _check(acts, base, names)
+    for name in names["receivers"]:
+        with fitting(base[name], f"receiver_where={receiver_where!r} at {name!r}"):
+            _ = base[name][receiver_where]
     around = _modules_around(model, corrupted, acts, names["frozen"])
     grid = Grid.over(acts, where)
     groups = [names["receivers"]] if joint else [[name] for name in names["receivers"]]

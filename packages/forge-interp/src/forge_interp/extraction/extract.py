@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, check_kind
 from forge_interp.extraction.export import ENDINGS
 from forge_interp.extraction.feeding import Feeder, Forward, rows_of_others
 from forge_interp.extraction.folder import Parts
@@ -82,6 +82,13 @@ def extract_representations(
     InterpError where sites have different rows, or `out` belongs to another call, with the differences;
     OSError on a full disk, where what is done so far stays.
     """
+    check_kind("model", model, nn.Module, "an nn.Module")
+    check_kind("sites", sites, Iterable, "texts such as 'layers.*:out'")
+    check_kind("batch_size", batch_size, int, "a whole number")
+    check_kind("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype such as torch.float16")
+    check_kind("identity", identity, (str, type(None)), "a text")
+    for name, number in (("rank", rank), ("world_size", world_size)):
+        check_kind(name, number, (int, type(None)), "a whole number")
     names, patterns = Names(tokens, mask, pad_id), [sites] if isinstance(sites, str) else list(sites)
     chosen, processes = by_pattern(select, patterns), Processes.of(model, rank, world_size, group, writes)
     kept = [keep] if isinstance(keep, str) else list(keep)

@@ -12,6 +12,7 @@ from forge_interp.extraction.parts import Part, dtype_name, dump, is_site, liste
 
 INDEX = "index.json"
 _FORMAT = 2
+_ENTRIES = {"rows", "sites", "dtypes", "shapes", "parts", "request"}
 
 
 class Parts:
@@ -31,7 +32,7 @@ class Parts:
             return None
         except ValueError:
             raise InterpError(f"{path} is damaged; expected JSON: delete it and extract again") from None
-        if not isinstance(index, dict) or index.get("format") != _FORMAT:
+        if not isinstance(index, dict) or index.get("format") != _FORMAT or not index.keys() >= _ENTRIES:
             raise InterpError(f"{path} is no index of format {_FORMAT}; expected what forge-interp wrote")
         return index
 

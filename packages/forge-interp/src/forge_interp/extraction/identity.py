@@ -121,7 +121,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
     if is_dtensor(tensor):
         tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass, such as the quantized ones of torchao
-        for name in tensor.__tensor_flatten__()[0]:
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from _plain(getattr(tensor, name))
     elif tensor.is_quantized:
         yield tensor.int_repr()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, check_kind
 from forge_interp.extraction.parts import ROW_COLUMNS, is_site
 from forge_interp.extraction.samples import Batch
 from forge_interp.hooks.sites import ATTENTION_TENSORS, Site
@@ -32,11 +32,13 @@ class RowMaker:
         keep: Sequence[str] = (),
         foreign: Mapping[str, str] | None = None,
     ) -> None:
-        if isinstance(pool, str) and pool not in POOLS:
+        if pool is not None and not callable(pool) and pool not in POOLS:
             raise InterpError(f"pool is {pool!r}; expected one of {', '.join(POOLS)}, a callable, or None")
         self._select = select
         self._pool = pool
         self._dtype = dtype
+        for name in keep:
+            check_kind("an entry of keep", name, str, "the name of an entry of the batches")
         if wrong := [name for name in keep if is_site(name) or name in ROW_COLUMNS]:
             raise InterpError(f"keep names {wrong[0]!r}; expected entries of the batches, by other names")
         self._names = tuple(keep)

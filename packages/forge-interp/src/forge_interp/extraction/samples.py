@@ -207,6 +207,8 @@ def collate(samples: Sequence[Any], names: Names) -> Any:
     if isinstance(samples[0], Mapping):
         return _collate_mappings(samples, names)
     if isinstance(samples[0], tuple):
+        if len(lengths := {len(sample) if isinstance(sample, tuple) else None for sample in samples}) > 1:
+            raise InterpError(f"samples are tuples of lengths {lengths}; expected one length")
         return tuple(_stack(list(column), f"item {i}") for i, column in enumerate(zip(*samples, strict=True)))
     if not isinstance(samples[0], Tensor):
         raise InterpError(

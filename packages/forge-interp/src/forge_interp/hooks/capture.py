@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_interp.attention.call import TENSORS, AttentionCall, Check
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, check_kind
 from forge_interp.hooks.attend import not_called
 from forge_interp.hooks.boards import attached
 from forge_interp.hooks.offload import Offload
@@ -226,6 +226,8 @@ class Activations(BySite):
 
 def by_pattern(select: Select | Mapping[str, Select] | None, patterns: Iterable[str]) -> dict[str, Select]:
     """A `select` for each pattern that has one; InterpError for others than these patterns."""
+    for function in select.values() if isinstance(select, Mapping) else [select] if select else ():
+        check_kind("select", function, Callable, "a function of the value, or one by pattern")
     if not isinstance(select, Mapping):
         return dict.fromkeys(patterns, select) if select else {}
     if unknown := sorted(select.keys() - set(patterns)):

@@ -56,7 +56,7 @@ def order_hooks(module: nn.Module, first: list[int]) -> None:
     """Have these of its forward hooks called first, in this order."""
     for number in [*first, *(number for number in module._forward_hooks if number not in first)]:
         if number in module._forward_hooks:
-            module._forward_hooks.move_to_end(number)
+            module._forward_hooks[number] = module._forward_hooks.pop(number)
 
 
 def recorders(module: nn.Module) -> list[int]:
