@@ -187,16 +187,22 @@ class AttentionCall:
         for name in wanted:
             if name in DENSE:
                 call._check_budget(name, max_bytes)
-                dense[name] = torch.empty(call.grid, dtype=call.dtype, device=call.query.device)
         statistics, add = collecting(call, [name for name in wanted if name not in DENSE])
         is_checked = check != "nothing" and not self.query.is_meta and bool(call.key.shape[-2])
         gate = Gate(call, tolerance) if is_checked else None
         for tile in call.tiles() if wanted or (gate is not None and check == "all") else ():
-            for name, out in dense.items():
-                out[tile.batch, :, tile.queries] = getattr(tile, name)
+            for name in (name for name in wanted if name in DENSE):
+                value = getattr(tile, name)
+                if value.shape == call.grid:  # all of it, which nobody else holds but for edits and its like
+                    is_held = name in call.edits or any(value is other for other in dense.values())
+                    dense[name] = value.clone() if is_held else value
+                else:
+                    dense.setdefault(name, value.new_empty(call.grid))[tile.batch, :, tile.queries] = value
             add(tile)
             if gate is not None and check == "all":
                 gate.add(tile)
+        for name in (name for name in wanted if name in DENSE and name not in dense):  # there is nothing
+            dense[name] = torch.empty(call.grid, dtype=call.dtype, device=call.query.device)
         if gate is not None:
             for tile in call.samples() if check == "some" else ():
                 gate.add(tile)

@@ -153,7 +153,10 @@ class Activations(BySite):
             raise InterpError(f"select of {key!r} gave {type(kept).__name__}, expected a tensor")
         self._fired.add(key)
         if options.sink is None:
-            self._values[key] = options.offload.copy(kept)
+            # Scores and what follows from them were made for this capture: nothing changes them later.
+            is_own = site.part == "attn" and site.path[0] not in TENSORS and not options.grad
+            is_own &= not kept.is_inference() and not any(p in options.select for p in self._patterns[tapped])
+            self._values[key] = options.offload.kept(kept) if is_own else options.offload.copy(kept)
         else:
             options.offload.send(kept, partial(options.sink, key))
         if self._is_exact:
