@@ -242,3 +242,31 @@ def test_nothing_is_left_behind(ending):
             value for key, value in vars(module).items() if "hooks" in key and isinstance(value, dict)
         )
         assert "forward" not in vars(module)
+
+
+CAPPED = {"softcap": {"softcap": 2.0}, "sinks": {"sinks": True}, "both": {"softcap": 2.0, "sinks": True}}
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("case", CAPPED)
+def test_attention_with_a_cap_or_sinks_is_seen_on_a_cpu(case, window):
+    CASES[case] = {"num_kv_heads": 2, "sliding_window": window, **CAPPED[case]}
+    model, ids, seen = build(case), tokens(), {}
+    for i, layer in enumerate(model.layers.values() if hasattr(model.layers, "values") else model.layers):
+        layer.attention.wo.register_forward_pre_hook(
+            lambda module, args, i=i: seen.update({i: args[0].unflatten(-1, (4, -1)).transpose(1, 2)})
+        )
+    with capture(model, ["layers.*.attention:attn.pattern", "layers.*.attention:attn.v"]) as acts:
+        model(ids)
+    with capture(model, "layers.*.attention:attn.z") as of_z:
+        model(ids)
+    for i in range(LAYERS):
+        z, v = of_z[f"layers.{i}.attention:attn.z"], acts[f"layers.{i}.attention:attn.v"]
+        torch.testing.assert_close(z, seen[i], **EXACT)
+        pattern = acts[f"layers.{i}.attention:attn.pattern"]
+        torch.testing.assert_close(pattern @ v.repeat_interleave(2, 1), z, **EXACT)
+        hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        hidden = ~(hidden if window is None else hidden.triu(1 - window))
+        assert (pattern[..., hidden] == 0).all()
+        total = pattern.sum(-1)
+        assert (total < 1).all() if "sinks" in CAPPED[case] else torch.allclose(total, torch.ones_like(total))

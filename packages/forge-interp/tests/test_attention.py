@@ -379,7 +379,10 @@ def test_read_works_on_fake_tensors():
 
 
 def test_everything_read_of_one_call_takes_one_pass_over_its_scores(monkeypatch):
-    """Products of queries and keys, and of pattern and values for the check and its scale: three in all."""
+    """Products of queries and keys, and of pattern and values for the check and its scale: three in all.
+
+    Beside them, later calls are checked at two single queries.
+    """
     from forge_interp import capture
     from forge_interp.attention import tiles as module
 
@@ -388,7 +391,11 @@ def test_everything_read_of_one_call_takes_one_pass_over_its_scores(monkeypatch)
             return F.scaled_dot_product_attention(q, k, v)
 
     products, grouped = [], module.grouped
-    monkeypatch.setattr(module, "grouped", lambda *args: products.append(args) or grouped(*args))
+    monkeypatch.setattr(module, "grouped", lambda *args: note(args) or grouped(*args))
+
+    def note(args):
+        products.extend([args] if args[0].shape[2] > 1 else [])
+
     names = ["raw", "scores", "pattern", "entropy", "sink", "previous"]
     model, qkv = Attend(), random_qkv()
     with capture(model, [f":attn.{name}" for name in names]) as acts:

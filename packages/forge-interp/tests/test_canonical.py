@@ -73,3 +73,95 @@ def test_every_family_has_its_stream_and_its_heads(name):
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(InterpError, match="no list of blocks"):
         canonical_sites(nn.Linear(2, 2), torch.zeros(1, 2))
+
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GRANITE = {
+    "shared_intermediate_size": 24,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "residual_multiplier": 1.0,
+}
+NEXT = {
+    "shared_expert_intermediate_size": 24,
+    "head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+# Family, what its configuration says, which blocks have attention, and which an MLP that is one map.
+MIXED = {
+    "Qwen3Moe": ({**EXPERTS, "mlp_only_layers": [0], "head_dim": 8}, {0, 1, 2}, {0}),
+    "DeepseekV3": (DEEPSEEK, {0, 1, 2}, {0}),
+    "GraniteMoeHybrid": (
+        {**GRANITE, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0},
+        {1},
+        {0, 1, 2},
+    ),
+    "GraniteMoeHybrid with experts": (
+        {**GRANITE, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4},
+        {1},
+        set(),
+    ),
+    "Lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, {1}, {0, 1, 2}),
+    "Qwen3Next": (
+        {
+            **EXPERTS,
+            **NEXT,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_only_layers": [2],
+        },
+        {1},
+        {2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+@torch.no_grad()
+def test_blocks_of_one_class_are_mapped_by_what_they_have(name):
+    import transformers
+
+    changes, with_attention, with_mlp = MIXED[name]
+    family = name.split()[0]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    ids = torch.randint(2, 30, (2, 16))
+    sites = canonical_sites(model, {"input_ids": ids})
+    for i in range(3):
+        assert (f"blocks.{i}.attn.z" in sites) == (i in with_attention)
+        assert (f"blocks.{i}.mlp.post" in sites) == (i in with_mlp)
+        assert {f"blocks.{i}.{end}" for end in ("resid_pre", "resid_mid", "resid_post")} <= set(sites)
+    assert len(sites) + len(sites.missing) == 3 * 6 and not sites.keys() & sites.missing.keys()
+    values = record(model, {"input_ids": ids}, list(sites.values())).renamed(sites)
+    assert set(values) == set(sites)
+    for i in with_mlp:
+        last = model.get_submodule(sites[f"blocks.{i}.mlp.post"].removesuffix(":in"))
+        written = values[f"blocks.{i}.resid_mid"] + last(values[f"blocks.{i}.mlp.post"])
+        torch.testing.assert_close(written, values[f"blocks.{i}.resid_post"])

@@ -15,6 +15,9 @@ from torch.nn import functional as F
 
 SITES = ["blocks.*:out", "blocks.1.mlp:in"]
 
+PROBES = 2
+"""Passes of the first and the last batch, whose rows tell one call from another."""
+
 
 class Block(nn.Module):
     def __init__(self, width: int):
@@ -116,7 +119,7 @@ def test_extract_equals_a_capture_of_each_batch_bit_for_bit(tmp_path: Path):
 def test_extract_stops_behind_the_last_site_from_the_second_batch_on(tmp_path: Path):
     model = Decoder()
     extract_representations(model, torch.randint(50, (12, 4)), "blocks.1:out", tmp_path / "a", batch_size=3)
-    assert (model.passes, model.heads) == (4, 1)
+    assert (model.passes, model.heads) == (4 + PROBES, 1 + PROBES)
 
 
 def test_extract_stops_behind_the_last_call_of_a_module_that_is_used_twice(tmp_path: Path):
@@ -129,7 +132,7 @@ def test_extract_stops_behind_the_last_call_of_a_module_that_is_used_twice(tmp_p
 
     model, ids = Looped().eval(), torch.randint(50, (6, 4))
     store = extract_representations(model, ids, "blocks.0", tmp_path / "a", batch_size=2)
-    assert (model.passes, model.heads) == (3, 1)
+    assert (model.passes, model.heads) == (3 + PROBES, 1 + PROBES)
     rows: dict[str, list[Tensor]] = {}
     for batch in ids.split(2):
         with torch.no_grad(), capture(model, "blocks.0") as acts:
@@ -370,7 +373,7 @@ def test_extract_gives_equal_bytes_when_batches_share_parts(tmp_path: Path, monk
     (tmp_path / "one" / "part-00001.safetensors").unlink()
     model = Decoder()
     extract_representations(model, samples, SITES, tmp_path / "one", batch_size=2)
-    assert model.passes == 3 + 3 and files(tmp_path / "all") == files(tmp_path / "one")
+    assert model.passes == 3 + 3 + PROBES and files(tmp_path / "all") == files(tmp_path / "one")
 
 
 def test_extract_gives_equal_bytes_when_processes_share_an_iterable(tmp_path: Path):
@@ -389,7 +392,7 @@ def test_extract_goes_on_with_another_number_of_processes(tmp_path: Path):
     extract_representations(Decoder(), ragged(), **call, rank=0, world_size=3)
     model = Decoder()
     extract_representations(model, ragged(), **call)
-    assert model.passes == 4 + 2 and files(tmp_path / "all") == files(tmp_path / "one")
+    assert model.passes == 4 + 2 + PROBES and files(tmp_path / "all") == files(tmp_path / "one")
 
 
 def test_extract_returns_what_is_there_when_asked_again(tmp_path: Path):
@@ -397,9 +400,11 @@ def test_extract_returns_what_is_there_when_asked_again(tmp_path: Path):
     extract_representations(model, ragged(), SITES, tmp_path / "a")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()}
     passes = model.passes
-    with pytest.warns(UserWarning, match="was there, made by the same call: .* the model did not run"):
+    with pytest.warns(
+        UserWarning, match="was there, made by the same call.* nothing ran again but the first"
+    ):
         store = extract_representations(model, ragged(), SITES, tmp_path / "a")
-    assert model.passes == passes
+    assert model.passes == passes + PROBES
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()} == before
     assert store.rows == sum(map(len, ragged()))
 
@@ -412,7 +417,7 @@ def test_extract_writes_anew_when_told_not_to_resume(tmp_path: Path):
         extract_representations(Decoder(), ragged(), **call, **share)
     model = Decoder()
     again = extract_representations(model, ragged(), **call, resume=False)
-    assert model.passes == 6 + 3 and again.rows == sum(map(len, ragged()))
+    assert model.passes == 6 + 3 + PROBES and again.rows == sum(map(len, ragged()))
     assert (tmp_path / "a" / "index.json").exists()
 
 
@@ -421,9 +426,9 @@ def test_extract_writes_anew_when_told_not_to_resume(tmp_path: Path):
     [
         ({"batch_size": 4}, "batch_size: 8 there, 4 asked"),
         ({"pool": "mean"}, 'pool: null there, "mean" asked'),
-        ({"pool": lambda value, mask: value[:, 0]}, 'pool: null there, "<lambda>:'),
+        ({"pool": lambda value, mask: value[:, 0]}, 'pool: null there, "<lambda>"'),
         ({"select": torch.tanh}, "select: null there, .*tanh.* asked"),
-        ({"forward": lambda model, batch: model(batch)}, 'forward: null there, "<lambda>:'),
+        ({"forward": lambda model, batch: model(**batch)}, 'forward: null there, "<lambda>"'),
         ({"dtype": torch.float16}, 'dtype: null there, "float16" asked'),
         ({"pad_id": 3}, "names: "),
         ({"mask": None}, "names: "),
@@ -491,7 +496,7 @@ def test_extract_goes_on_after_an_interruption(tmp_path: Path):
         ActivationStore.open(tmp_path / "cut")
     model = Decoder()
     extract_representations(model, ids, SITES, tmp_path / "cut", batch_size=3)
-    assert (model.passes, model.heads) == (14 - 5, 0)
+    assert (model.passes, model.heads) == (14 - 5 + PROBES, PROBES)
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
 
@@ -531,7 +536,7 @@ def test_extract_notices_more_and_fewer_batches_than_there_were(tmp_path: Path):
     model = Decoder()
     with pytest.warns(UserWarning, match="was there"):
         assert extract_representations(model, iter(batches[:3]), **call).rows == 45
-    assert model.passes == 0
+    assert model.passes == 1  # the first batch; the last of an iterator is not at hand
 
 
 def test_extract_tries_padding_only_where_there_are_ids(tmp_path: Path):
@@ -593,12 +598,12 @@ def test_extract_says_what_was_captured_nowhere(tmp_path: Path):
         with pytest.raises(InterpError, match="captured nothing at 'idle'"):
             extract_representations(model, ids, "idle", tmp_path / "a", forward=forward, batch_size=2)
         assert not list(tmp_path.iterdir())
-    assert model.passes == 2
+    assert model.passes == 2 * PROBES
     seen: list[int] = []
 
     def skips(model: nn.Module, batch: Tensor) -> None:
         seen.append(1)
-        if len(seen) < 3:
+        if len(seen) < 3 + PROBES:
             model(batch)
 
     with pytest.raises(InterpError, match=r"batch 2 captured nothing else, those before .*blocks.1:out"):

@@ -32,7 +32,7 @@ def time_first(value: Tensor) -> Tensor:
 @pytest.mark.parametrize("samples", [4, 6, 8])
 def test_extract_refuses_time_first_with_as_many_tokens_as_samples(tmp_path: Path, samples: int):
     ids = torch.randint(50, (samples, 4))
-    with pytest.raises(InterpError, match=r"lstm has a value \[4, 3, 6\] for 3 samples.*with select"):
+    with pytest.raises(InterpError, match=r"lstm has a value \[4, [23], 6\] for [23] samples.*with select"):
         extract_representations(Recurrent(), ids, "lstm", tmp_path / "a", batch_size=4)
     found = extract_representations(Recurrent(), ids, "lstm", batch_size=4, select=time_first)
     model = Recurrent()

@@ -82,14 +82,16 @@ def test_feeder_names_what_it_cannot_pass():
         call(Positional(), (IDS, MASK))
 
 
-def test_extraction_of_offloaded_weights_runs_and_wants_a_name(tmp_path):
+def test_extraction_of_offloaded_weights_runs_and_notices_others(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4)).eval()
     ids = torch.randint(9, (5, 3))
     expected = model(ids).detach().flatten(0, 1)
     accelerate.cpu_offload(model, torch.device("cpu"))
     assert all(weight.is_meta for weight in model.parameters())
-    with pytest.raises(InterpError, match=r"0\.weight \(offloaded.*cannot be compared"):
-        extract_representations(model, ids, "1", tmp_path / "acts", progress=False)
-    store = extract_representations(model, ids, "1", tmp_path / "acts", identity="first", progress=False)
+    store = extract_representations(model, ids, "1", tmp_path / "acts", progress=False)
     torch.testing.assert_close(store["1"], expected)
+    other = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4)).eval()
+    accelerate.cpu_offload(other, torch.device("cpu"))
+    with pytest.raises(InterpError, match="other rows of batch 0 at 1:out"):
+        extract_representations(other, ids, "1", tmp_path / "acts", progress=False)

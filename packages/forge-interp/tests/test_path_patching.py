@@ -78,14 +78,41 @@ def test_frozen_sites_define_what_is_direct():
     assert table.values[0, 0] == pytest.approx(metric(model.head(through)).item(), abs=1e-12)
 
 
-def test_nothing_passes_through_one_receiver_to_the_next():
+@pytest.mark.parametrize("frozen", ["layers.0:in", INNER, ["layers.0:in", "layers.1:in"]])
+def test_the_number_of_a_receiver_does_not_depend_on_which_others_are_listed(frozen):
+    """A receiver that is listed is not frozen by that: who wants its paths cut lists it among the frozen."""
     model, clean, corrupted = residual()
+    receivers = ["layers.1:in", "layers.2:in", "head:in"]
+    listed = path_patching(model, clean, corrupted, "layers.0", receivers, metric, frozen=frozen)
+    for column, receiver in enumerate(receivers):
+        alone = path_patching(model, clean, corrupted, "layers.0", receiver, metric, frozen=frozen)
+        assert listed.values[0, column] == alone.values[0, 0]
+    assert len({*listed.values[0]}) == 3
+
+
+@torch.no_grad()
+def test_a_receiver_is_reached_through_another_that_is_not_frozen():
+    model, clean, corrupted = residual()
+    f0, f1, f2 = model.layers
+    x, a0, b0 = corrupted, f0(clean), f0(corrupted)
+    b1, through = f1(x + b0), f1(x + a0)
+    by_hand = metric(model.head(x + b0 + b1 + f2(x + a0 + through)))
     receivers = ["layers.1:in", "layers.2:in"]
-    both = path_patching(model, clean, corrupted, "layers.0", receivers, metric, frozen="layers.0:in")
-    direct = path_patching(model, clean, corrupted, "layers.0", receivers[1], metric, frozen=INNER)
-    leaky = path_patching(model, clean, corrupted, "layers.0", receivers[1], metric, frozen="layers.0:in")
-    assert both.values[0, 1] == direct.values[0, 0]
-    assert abs(leaky.values[0, 0] - direct.values[0, 0]) > 1e-3
+    table = path_patching(model, clean, corrupted, "layers.0", receivers, metric, frozen="layers.0:in")
+    assert table.values[0, 1] == pytest.approx(by_hand.item(), abs=1e-12)
+
+
+@torch.no_grad()
+def test_nothing_passes_through_one_receiver_to_the_next_where_they_are_joint():
+    model, clean, corrupted = residual()
+    f0, f1, f2 = model.layers
+    x, a0, b0 = corrupted, f0(clean), f0(corrupted)
+    b1 = f1(x + b0)
+    received = f2(x + a0 + b1)  # behind the first receiver, which is set back
+    by_hand = metric(model.head(x + b0 + f1(x + a0) + received))
+    receivers, options = ["layers.1:in", "layers.2:in"], {"frozen": "layers.0:in", "joint": True}
+    table = path_patching(model, clean, corrupted, "layers.0", receivers, metric, **options)
+    assert table.values[0, 0] == pytest.approx(by_hand.item(), abs=1e-12)
 
 
 def test_paths_of_a_linear_network_add_up_to_the_total_effect():

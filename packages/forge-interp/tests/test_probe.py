@@ -170,7 +170,7 @@ def test_ridge_probe_refuses_a_target_without_variance_in_a_fold_and_nan():
     y[:, 1] = 0.1
     with pytest.raises(InterpError, match=r"targets \[1\] never vary in a held-out fold of 12 samples"):
         probe_layers(layers, y)
-    with pytest.raises(ValueError, match="Input y contains NaN"):
+    with pytest.raises(InterpError, match="y holds values that are NaN"):
         probe_layers(layers, np.where(np.arange(60) == 3, np.nan, np.arange(60)))
     with pytest.raises(InterpError, match="x holds 3 values"):
         probe_layers({"x": np.where(np.arange(240).reshape(60, 4) < 3, np.nan, layers["x"])}, y[:, 0])

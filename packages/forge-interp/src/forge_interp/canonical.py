@@ -41,10 +41,11 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
 
     resid_pre, resid_post: what goes into a block and comes out of it. resid_mid: the first value in the block
     that is resid_pre plus the output of one of its modules. attn.z: of the first attention call in the block.
-    mlp.post: what the last map from another width to D is given, outside of attention; mlp.pre: what the
-    activation function is given there. Blocks of one class are mapped alike, by the first of them.
+    mlp.post: what the last map from another width to D is given, outside of attention and behind resid_mid;
+    mlp.pre: what the activation function is given there. Neither is there where a block has experts. Blocks
+    of the same modules with weights of the same shapes are mapped alike, by the first of them.
 
-    `inputs` are a small batch, as for `record`; the model runs twice for each class of blocks. InterpError
+    `inputs` are a small batch, as for `record`; the model runs twice for each kind of blocks. InterpError
     where no list of blocks ran.
     """
     found = CanonicalSites()
@@ -54,13 +55,15 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
     stacks = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
     mapped: dict[str, dict[str, dict[str, str]]] = {}
     for stack in stacks:
-        by_class: dict[str, dict[str, str]] = {}
+        kinds: dict[str, dict[str, str]] = {}
         for index, block in modules[stack].named_children():
-            kind = type(block).__name__
-            if kind not in by_class:
-                by_class[kind] = _map_block(model, inputs, f"{stack}.{index}".removeprefix("."))
-            if by_class[kind]:
-                mapped.setdefault(stack, {})[index] = by_class[kind]
+            kind = _structure(block)
+            if kind not in kinds:
+                kinds[kind] = _map_block(model, inputs, f"{stack}.{index}".removeprefix("."), block)
+            if kinds[kind]:
+                mapped.setdefault(stack, {})[index] = kinds[kind]
+        if not any(_is_of_block(places) for places in kinds.values()):
+            mapped.pop(stack, None)
     for stack, index, places in ((s, i, p) for s, blocks in mapped.items() for i, p in blocks.items()):
         block, prefix = f"{stack}.{index}".removeprefix("."), stack if len(mapped) > 1 else "blocks"
         for name in NAMES:
@@ -77,22 +80,37 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
     return found
 
 
-def _map_block(model: nn.Module, inputs: Inputs, block: str) -> dict[str, str]:
+def _structure(block: nn.Module) -> str:
+    """Names, classes and shapes of weights of all modules in a block."""
+    return repr(
+        [
+            (name, type(module).__qualname__, [tuple(p.shape) for p in module.parameters(recurse=False)])
+            for name, module in block.named_modules()
+        ]
+    )
+
+
+def _is_of_block(places: dict[str, str]) -> bool:
+    """Whether what was found tells a block from any module that keeps the shape of its input."""
+    return any(name in places and places[name][0] != "-" for name in ("attn.z", "mlp.post"))
+
+
+def _map_block(model: nn.Module, inputs: Inputs, name: str, block: nn.Module) -> dict[str, str]:
     """Canonical name to what follows the name of the block in a site, or "- reason"; {} if it is no block."""
     try:
-        with capture(model, [f"{block}.**:in", f"{block}.**:out", f"{block}:in"]) as acts:
+        with capture(model, [f"{name}.**:in", f"{name}.**:out", f"{name}:in"]) as acts:
             call_model(model, inputs)
     except InterpError:
         return {}
-    if f"{block}:in" not in acts or f"{block}:out" not in acts:
+    if f"{name}:in" not in acts or f"{name}:out" not in acts:
         return {}
-    before, after = acts[f"{block}:in"], acts[f"{block}:out"]
-    attention = _attention_in(model, inputs, block)
-    if before.shape != after.shape or before.ndim < 3 or (not attention and _linear_out(acts, block) is None):
+    before, after = acts[f"{name}:in"], acts[f"{name}:out"]
+    if before.shape != after.shape or before.ndim < 3:
         return {}
-    z = f"{attention[0].removeprefix(block)}:attn.z" if attention else "- no attention in the block"
-    ends = {"resid_pre": ":in", "resid_post": ":out", "attn.z": z, "resid_mid": _middle(acts, block)}
-    return ends | _neurons(acts, block, attention)
+    attention = _attention_in(model, inputs, name)
+    z = f"{attention[0].removeprefix(name)}:attn.z" if attention else "- no attention in the block is seen"
+    ends = {"resid_pre": ":in", "resid_post": ":out", "attn.z": z, "resid_mid": _middle(acts, name)}
+    return ends | _neurons(acts, name, attention, ends["resid_mid"], block)
 
 
 def _attention_in(model: nn.Module, inputs: Inputs, block: str) -> list[str]:
@@ -119,14 +137,26 @@ def _middle(acts: Activations, block: str) -> str:
     return "- no module is given resid_pre plus what another gave: attention and MLP run in parallel?"
 
 
-def _neurons(acts: Activations, block: str, attention: list[str]) -> dict[str, str]:
+def _neurons(
+    acts: Activations, block: str, attention: list[str], middle: str, module: nn.Module
+) -> dict[str, str]:
     """mlp.pre and mlp.post."""
     inside = tuple(f"{name}." for name in attention)
     sites = [site for site in acts if "#" not in site and not site.startswith(inside)]
+    if not middle.startswith("-"):  # a mixer of tokens before it has such a map, too
+        after = acts.keys() - set(list(acts)[: list(acts).index(block + middle)])
+        sites = [site for site in sites if site in after]
     last = _linear_out(acts, block, sites)
-    if last is None:
-        why = "- no map to the model dim from another width: experts, or a fused MLP?"
-        return {"mlp.pre": why, "mlp.post": why}
+    why = None
+    parts = {f"{block}.{name}.": part for name, part in module.named_modules()}
+    if any(_has_experts(part) for name, part in parts.items() if not name.startswith(inside)):
+        why = "- experts, each with an MLP of its own"
+    elif middle.startswith("-") and not attention:
+        why = "- the block has one part, of which it is unknown whether it is an MLP"
+    elif last is None:
+        why = "- no map to the model dim from another width: a fused MLP?"
+    if last is None or why is not None:
+        return dict.fromkeys(("mlp.pre", "mlp.post"), why or "")
     width = acts[f"{last}:in"].shape
     for site in sites:
         out = site.removesuffix(":in") + ":out"
@@ -137,6 +167,17 @@ def _neurons(acts: Activations, block: str, attention: list[str]) -> dict[str, s
     wide = [site for site in sites if site.endswith(":out") and acts[site].shape == width]
     pre = wide[0].removeprefix(block) if len(wide) == 1 else "- the activation function is no module"
     return {"mlp.pre": pre, "mlp.post": f"{last.removeprefix(block)}:in"}
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Whether it has several maps of one shape, of which a token takes some: one tensor, or a list."""
+    if isinstance(module, nn.ModuleList):
+        children = [_structure(child) for child in module]
+        return len(children) > 1 and len(set(children)) == 1
+    is_convolution = hasattr(module, "kernel_size")
+    return not is_convolution and any(
+        p.ndim == 3 and min(p.shape) > 1 for p in module.parameters(recurse=False)
+    )
 
 
 def _linear_out(acts: Activations, block: str, sites: list[str] | None = None) -> str | None:

@@ -1,7 +1,12 @@
 """Which error does this package raise?"""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 class InterpError(ValueError):
@@ -15,3 +20,20 @@ def optional(package: str, caller: str, extra: str) -> Any:
     except ImportError as error:
         text = f"{caller} needs {package}; install it: pip install 'forge-interp[{extra}]'"
         raise InterpError(text) from error
+
+
+def check_kind(name: str, value: Any, kinds: Any, expected: str) -> None:
+    """Raise InterpError that says what was expected where an argument is of another kind."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
+        raise InterpError(f"{name} is {value!r:.80}; expected {expected}")
+
+
+@contextmanager
+def fitting(value: Tensor, what: str) -> Iterator[None]:
+    """Have torch's own errors about shapes and indices in the `with` be an InterpError that names them."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, InterpError):
+        raise
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise InterpError(f"{what} does not fit a value {list(value.shape)}: {error}") from error

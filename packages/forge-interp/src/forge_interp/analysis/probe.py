@@ -78,7 +78,7 @@ def probe_layers(
         num_folds: outer folds F; 3 inner folds (2 if groups are few).
         seed: of folds and control task.
 
-    ValueError where rows or values do not fit; InterpError where a fit does not converge or R^2 is undefined.
+    InterpError where rows or values do not fit, a fit does not converge, or R^2 is undefined.
 
     Source: Alain and Bengio 2016, arXiv:1610.01644 (probes); Hewitt and Liang 2019 (selectivity).
     """
@@ -94,8 +94,7 @@ def probe_layers(
     if not candidates.size or not (candidates > 0).all():
         raise InterpError(f"alphas are {candidates.tolist()}; expected at least one, all positive")
     members = None if groups is None else np.asarray(groups)
-    if members is not None and members.shape != (len(target),):
-        raise InterpError(f"groups has shape {members.shape}; expected ({len(target)},), one per sample")
+    _check(layers, target, members, num_folds)
     folds = group_folds(np.arange(len(target)) if members is None else members, num_folds, seed)
     tasks = [target] if types is None else [target, control_task(types, target, seed=seed)]
     scores = np.empty((len(tasks), len(layers), num_folds))
@@ -112,6 +111,20 @@ def probe_layers(
                 scores[task, i, fold] = _score(kind, labels[test], fit.predict(scaler.transform(x[test])))
     unit = "R2" if kind == "ridge" else "accuracy"
     return ProbeCurve(tuple(layers), scores[0], scores[1] if len(tasks) == 2 else None, unit)
+
+
+def _check(layers: Mapping[str, Array], y: np.ndarray, groups: np.ndarray | None, num_folds: int) -> None:
+    """Raise InterpError where layers, targets, groups and folds do not fit."""
+    if not layers:
+        raise InterpError("there are no layers; expected at least one")
+    if y.dtype.kind == "f" and not np.isfinite(y).all():
+        raise InterpError("y holds values that are NaN or infinite; expected finite: drop those rows")
+    if groups is not None and groups.shape != (len(y),):
+        raise InterpError(f"groups has shape {groups.shape}; expected ({len(y)},), one per sample")
+    most = len(y) if groups is None else len(np.unique(groups))
+    if not 2 <= num_folds <= most:
+        what = "samples" if groups is None else "groups"
+        raise InterpError(f"num_folds is {num_folds}, with {most} {what}; expected from 2 to {most}")
 
 
 def group_folds(groups: np.ndarray, num_folds: int, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:

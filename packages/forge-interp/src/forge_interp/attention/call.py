@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from forge_interp.errors import InterpError
 TENSORS = {"q": "query", "k": "key", "v": "value", "z": "output"}
 DENSE = ("raw", "scores", "pattern")
 TILE_BYTES = 8 * 2**20
+Check = Literal["nothing", "some", "all"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +104,8 @@ class AttentionCall:
     ) -> AttentionCall:
         """Read a product of weights, from a softmax of scores [B, N, T, S] or [B N, T, S], with values.
 
-        Values are [B, N, S, H'] or [B N, S, H']; `output` is the product, None before it was computed.
+        Values are [B, N, S, H'] or [B N, S, H'], or [B, K, S, H'] of weights [B, K, N / K T, S]; `output` is
+        the product, None before it was computed.
         """
         batch, heads, queries, keys = softmax.scores.shape
         repeats = 1 if lineage is None else lineage.repeats(values)
@@ -118,7 +120,7 @@ class AttentionCall:
         return cls(
             query=empty[:, :, :queries],
             key=empty[:, :, :keys],
-            value=unrepeated(values.reshape(batch, heads, keys, values.shape[-1]), repeats),
+            value=unrepeated(values.reshape(batch, -1, keys, values.shape[-1]), repeats),
             mask=scores > 0.9 * HIDES,
             is_causal=False,
             scale=1.0,
@@ -173,25 +175,37 @@ class AttentionCall:
 
     @torch.no_grad()
     def compute(
-        self, names: Sequence[str], max_bytes: int, check: bool = False, tolerance: float | None = None
+        self, names: Sequence[str], max_bytes: int, check: Check = "nothing", tolerance: float | None = None
     ) -> None:
-        """Compute what follows from scores in one pass over them, for `read` to hand out; raises as that."""
+        """Compute what follows from scores in one pass over them, for `read` to hand out; raises as that.
+
+        `check` says at which queries softmax(scores) V is compared with the output, see there.
+        """
         call = self.local()
         wanted = [name for name in dict.fromkeys(names) if name not in TENSORS]
         dense: dict[str, Tensor] = {}
         for name in wanted:
             if name in DENSE:
                 call._check_budget(name, max_bytes)
-                dense[name] = torch.empty(call.grid, dtype=call.dtype, device=call.query.device)
         statistics, add = collecting(call, [name for name in wanted if name not in DENSE])
-        gate = Gate(call, tolerance) if check and not self.query.is_meta and call.key.shape[-2] else None
-        for tile in call.tiles() if wanted or gate is not None else ():
-            for name, out in dense.items():
-                out[tile.batch, :, tile.queries] = getattr(tile, name)
+        is_checked = check != "nothing" and not self.query.is_meta and bool(call.key.shape[-2])
+        gate = Gate(call, tolerance) if is_checked else None
+        for tile in call.tiles() if wanted or (gate is not None and check == "all") else ():
+            for name in (name for name in wanted if name in DENSE):
+                value = getattr(tile, name)
+                if value.shape == call.grid:  # all of it, which nobody else holds but for edits and its like
+                    is_held = name in call.edits or any(value is other for other in dense.values())
+                    dense[name] = value.clone() if is_held else value
+                else:
+                    dense.setdefault(name, value.new_empty(call.grid))[tile.batch, :, tile.queries] = value
             add(tile)
-            if gate is not None:
+            if gate is not None and check == "all":
                 gate.add(tile)
+        for name in (name for name in wanted if name in DENSE and name not in dense):  # there is nothing
+            dense[name] = torch.empty(call.grid, dtype=call.dtype, device=call.query.device)
         if gate is not None:
+            for tile in call.samples() if check == "some" else ():
+                gate.add(tile)
             gate.verify()
         self.computed.update(dense | statistics)
 
@@ -203,7 +217,7 @@ class AttentionCall:
         scores can make. The relative tolerance is by default that of the output's dtype (float32: 1e-5,
         bfloat16: 2e-2; more where the user lets float32 products be computed in TF32 or bfloat16).
         """
-        self.compute((), 0, check=True, tolerance=tolerance)
+        self.compute((), 0, check="all", tolerance=tolerance)
 
     def local(self) -> AttentionCall:
         """The sequences and heads of this rank where the call was given DTensors, else the call itself.
@@ -256,10 +270,7 @@ class AttentionCall:
 
         A part is several whole sequences, or some queries of one.
         """
-        if self.dropout > 0:
-            raise InterpError(
-                f"attention was called with dropout {self.dropout}; expected none: call model.eval()"
-            )
+        self._check_dropout()
         batch, heads, queries, keys = self.grid
         fit = max(1, max_bytes // max(1, heads * keys * self.dtype.itemsize))
         num_sequences, num_queries = max(1, fit // max(1, queries)), max(1, min(fit, queries))
@@ -269,6 +280,14 @@ class AttentionCall:
             part = key[rows].to(self.dtype)
             for start in range(0, queries, num_queries):
                 yield Tile(self, rows, slice(start, start + num_queries), part)
+
+    def samples(self) -> Iterator[Tile]:
+        """The scores of all heads at the middle and the last query; raises as `tiles`."""
+        self._check_dropout()
+        batch, _, queries, _ = self.grid
+        key = self.used(self.key).expand(batch, -1, -1, -1).to(self.dtype)
+        for place in sorted({queries // 2, queries - 1} if queries else ()):
+            yield Tile(self, slice(None), slice(place, place + 1), key)
 
     def used(self, x: Tensor) -> Tensor:
         """[B, ...] in the dtype in which autocast hands it to the kernel."""
@@ -286,6 +305,12 @@ class AttentionCall:
                 f"attn.{name} is not seen: the model takes the softmax of its scores itself; expected "
                 "scores, pattern, v, z or a statistic: capture the projections of the module, or call "
                 "model.set_attn_implementation('sdpa') where the model has that"
+            )
+
+    def _check_dropout(self) -> None:
+        if self.dropout > 0:
+            raise InterpError(
+                f"attention was called with dropout {self.dropout}; expected none: call model.eval()"
             )
 
     def _check_budget(self, name: str, max_bytes: int) -> None:

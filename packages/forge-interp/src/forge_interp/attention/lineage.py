@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from forge_interp.attention.placement import unrepeated
+from forge_interp.attention.placement import is_dtensor, unrepeated
+from forge_interp.errors import InterpError
 
 _RESHAPES = {
     getattr(owner, name)
     for owner in (torch, Tensor)
-    for name in ("reshape", "flatten", "view")
+    for name in ("reshape", "flatten", "view", "unflatten")
     if hasattr(owner, name)
 }
 _REPEATS = {torch.repeat_interleave, Tensor.repeat_interleave}
@@ -33,6 +34,17 @@ _KEEPS = (
     {Tensor.to, Tensor.type_as, Tensor.type, Tensor.half, Tensor.float, Tensor.contiguous}
     | _RESHAPES
     | _DROPOUT
+)
+_CATENATIONS = {torch.cat, torch.concat, torch.concatenate}
+_ELEMENTWISE = (
+    _KEEPS
+    | {
+        getattr(owner, name)
+        for owner in (torch, Tensor)
+        for name in ("mul", "div", "add", "sub", "clone")
+        if hasattr(owner, name)
+    }
+    | {Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.__add__, Tensor.__radd__, Tensor.__sub__}
 )
 
 
@@ -56,20 +68,42 @@ class Lineage:
         self._packed = WeakTensorKeyDictionary()
         self._softmax = WeakTensorKeyDictionary()
         self._flattened = WeakTensorKeyDictionary()
+        self._products = WeakTensorKeyDictionary()  # of two tensors of which none is a weight
+        self._outputs = WeakTensorKeyDictionary()  # of attention that was given to taps
 
-    def weights(self, function: Callable[..., Any], args: tuple) -> Softmax | None:
-        """Where the left factor of a product comes from, if that is a softmax over keys."""
+    def weights(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Softmax | None:
+        """Where the left factor of a product comes from, if that is a softmax over keys.
+
+        Not if the right factor is a product, too: as in linear attention, that softmax is over features.
+        Query heads that share keys may be rows of one product: [B, K, G T, S]. Raises InterpError: the right
+        factor is what attention gave, so that this was not all of attention.
+        """
         if function not in _PRODUCTS or len(args) != 2 or not isinstance(args[0], Tensor):
             return None
         found, values = self._softmax.get(args[0]), args[1]
+        if isinstance(values, Tensor) and values in self._outputs:
+            raise in_pieces("the product of a softmax and values is mixed again over its queries")
         if found is None or not isinstance(values, Tensor) or values.dim() not in (3, 4):
             return None
         batch, heads, queries, keys = found.scores.shape
-        fits = args[0].shape[-2:] == (queries, keys) and values.shape[-2] == keys
+        if values in self._products or values.shape[-2] != keys:
+            return None
+        kv_heads = values.shape[1] if values.dim() == 4 else heads
+        if args[0].dim() == 4 and args[0].shape == (batch, kv_heads, heads // kv_heads * queries, keys):
+            return found if values.shape[:2] == (batch, kv_heads) else None
+        fits = args[0].shape[-2:] == (queries, keys)
         return found if fits and values.numel() == batch * heads * keys * values.shape[-1] else None
 
-    def note(self, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], result: Any) -> None:
+    def note_output(self, function: Callable[..., Any], output: Tensor) -> None:
+        """This is what a call of attention gave that was shown to taps; products alone can be pieces."""
+        if function in _PRODUCTS:
+            self._outputs[output] = True
+
+    def note(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
         """Look at an operation: are these weights, keys repeated for the heads, or query heads packed?"""
+        self._note_product(function, args, kwargs, result)
         if function in _SOFTMAX:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             scores = args[0] if args else kwargs["input"]
@@ -91,9 +125,29 @@ class Lineage:
         if function in _RESHAPES:
             self._note_reshape(args[0] if args else kwargs["input"], result)
         elif function in _REPEATS and args and isinstance(result, Tensor) and result.dim() == 4:
-            x = args[0]
-            if x.dim() == 4 and x.shape[2:] == result.shape[2:] and 0 < x.shape[1] < result.shape[1]:
-                self._repeats[result] = result.shape[1] // x.shape[1]
+            x, times = args[0], kwargs.get("repeats", args[1] if len(args) > 1 else None)
+            if isinstance(times, int) and x.dim() == 4 and result.shape[1] == x.shape[1] * times > x.shape[1]:
+                self._repeats[result] = times, _version(result)
+
+    def _note_product(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Follow products and outputs of attention; InterpError: an output is joined with what is none."""
+        if function in _PRODUCTS or function is torch.einsum:
+            factors = args if function in _PRODUCTS else args[1:]
+            if len(factors) == 2 and not any(map(_is_weight, factors)):
+                self._products[result] = True
+        elif function in _ELEMENTWISE and args and isinstance(args[0], Tensor):
+            for known in (self._products, self._outputs):
+                if args[0] in known:
+                    known[result] = True
+        elif function in _CATENATIONS and args and isinstance(result, Tensor):
+            parts, *rest = args
+            dim = kwargs.get("dim", rest[0] if rest else 0)
+            is_output = [isinstance(part, Tensor) and part in self._outputs for part in parts]
+            is_by_query = isinstance(dim, int) and result.dim() // 2 <= dim % result.dim() < result.dim() - 1
+            if any(is_output) and not all(is_output) and is_by_query:
+                raise in_pieces(f"{sum(is_output)} of {len(is_output)} tensors that make its output are seen")
 
     def _note_reshape(self, x: Tensor, result: Tensor) -> None:
         if not isinstance(result, Tensor):
@@ -105,14 +159,18 @@ class Lineage:
         batch, heads = result.shape[:2]
         if x.dim() == 5 and x.shape[2] > 1 and x.stride(2) == 0:
             if heads == x.shape[1] * x.shape[2] and result.shape == (batch, heads, *x.shape[3:]):
-                self._repeats[result] = x.shape[2]
+                self._repeats[result] = x.shape[2], _version(result)
         elif x.dim() == 4 and x.shape[2] == 1 and result.shape[::3] == x.shape[::3] and heads < x.shape[1]:
             self._packed[result] = x.shape[1]
 
     def repeats(self, values: Tensor) -> int:
-        """How many times keys or values were repeated for the heads."""
-        times = self._repeats.get(values)
-        return 1 if times is None else times
+        """How many times keys or values were repeated for the heads, and not changed in place since."""
+        times, version = self._repeats.get(values) or (1, None)
+        if times == 1 or is_dtensor(values):
+            return times
+        if version is not None:
+            return times if version == _version(values) else 1
+        return times if torch.equal(values, unrepeated(values, times).repeat_interleave(times, 1)) else 1
 
     def of(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
         """What was done before a call, as the fields `packed` and `repeats` of its `AttentionCall`."""
@@ -120,8 +178,26 @@ class Lineage:
             return {}
         packed = self._packed.get(query)
         is_packed = packed is not None and key.shape[1] == query.shape[1] < packed
-        repeats = (1, 1) if is_packed else (self._repeats.get(key, 1), self._repeats.get(value, 1))
+        repeats = (1, 1) if is_packed else (self.repeats(key), self.repeats(value))
         return {"packed": query.shape[1] if is_packed else None, "repeats": repeats}
+
+
+def in_pieces(what: str) -> InterpError:
+    """Of attention of which only a part is softmax(scores) V as it can be seen."""
+    return InterpError(
+        f"attention is computed in pieces: {what}; expected softmax(scores) V: for a Hugging Face model that "
+        "has it choose full attention (BigBird: attention_type='original_full'), or capture the module's :out"
+    )
+
+
+def _is_weight(x: Any) -> bool:
+    """Whether a factor is a parameter, or a view of one."""
+    return isinstance(x, nn.Parameter) or (isinstance(x, Tensor) and isinstance(x._base, nn.Parameter))
+
+
+def _version(x: Tensor) -> int | None:
+    """Another number after each change in place; None of tensors of inference mode, which have none."""
+    return None if x.is_inference() else x._version
 
 
 def _picks_keys(x: Tensor, index: Any, result: Tensor) -> bool:

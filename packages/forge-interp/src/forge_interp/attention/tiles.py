@@ -85,7 +85,8 @@ class Tile:
         assert self.keys is not None
         call = self.call
         query = call.used(call.query).expand(*call.grid[:2], -1, -1)[self.batch, :, self.queries]
-        return grouped(query.to(call.dtype), self.keys.transpose(-1, -2)) * call.scale
+        product = grouped(query.to(call.dtype), self.keys.transpose(-1, -2))
+        return product * call.scale if product.requires_grad else product.mul_(call.scale)
 
     @cached_property
     def scores(self) -> Tensor:
@@ -94,15 +95,21 @@ class Tile:
             return edit
         bias, blocked, _ = self._masks
         scores = self.raw if bias is None else self.raw + bias
-        return scores if blocked is None else scores.masked_fill(blocked, -torch.inf)
+        return scores if blocked is None else torch.where(blocked, -torch.inf, scores)
 
     @cached_property
     def pattern(self) -> Tensor:
         """[b, N, t, S] softmax of the scores over keys; a row of zeros where all scores are -inf."""
         if (edit := self._edit("pattern")) is not None:
             return edit
-        empty = (self.scores.detach() == -torch.inf).all(-1, keepdim=True)
-        return self.scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+        if self.call.mask is None and not self.call.edits:  # each query sees a key, if there is any
+            return self.scores.softmax(-1)
+        if not self.scores.shape[-1]:
+            return self.scores
+        empty = self.scores.detach().amax(-1, keepdim=True) == -torch.inf
+        if self.scores.requires_grad:  # or rows without a key would have a gradient that is no number
+            return self.scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+        return self.scores.softmax(-1).masked_fill_(empty, 0)
 
     def part(self, x: Tensor) -> Tensor:
         """These sequences and queries of a tensor [B or 1, N or 1, T or 1, ...]."""

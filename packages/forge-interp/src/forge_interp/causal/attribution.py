@@ -48,8 +48,8 @@ def attribution_patching(
     Source: Nanda 2023, "Attribution patching"; Kramar et al. 2024, arXiv:2403.00745, sections 2 and 3 (AtP*);
     Sundararajan et al. 2017, arXiv:1703.01365 eq. 1 and proposition 1 (integrated gradients, completeness).
     """
-    if steps is not None and steps < 1:
-        raise InterpError(f"steps is {steps}; expected a positive number")
+    if steps is not None and not (isinstance(steps, int) and steps >= 1):
+        raise InterpError(f"steps is {steps!r}; expected a positive number")
     acts, clean_score = run_captured(model, clean, sites, metric)
     grid, run, residual = Grid.over(acts, where), _Run(model, corrupted, metric), None
     if steps is None:

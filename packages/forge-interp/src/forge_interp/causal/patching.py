@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_interp.causal.table import Grid, Index, Metric, PatchingTable, Where, at_call, score
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, check_kind
 from forge_interp.hooks.capture import capture
 from forge_interp.hooks.edit import Edit, attention_mask, edit, mean_dims, patch, real_positions
 from forge_interp.hooks.sites import Site, named_modules
@@ -118,6 +118,7 @@ def site_means(
     """
     sums: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
+    check_kind("batches", batches, Iterable, "inputs of one forward pass each")
     masks, whole = iter(keep) if keep is not None else None, named_modules(model)[""]
     for inputs in batches:
         args, kwargs = arguments(inputs)
@@ -134,6 +135,11 @@ def site_means(
                 weight *= real_positions(value, dims, mask, "keep")
             is_attention = site.part == "attn"
             total = (value * weight).sum(dims, keepdim=is_attention)
+            if key in sums and sums[key].shape != total.shape:
+                shapes = f"{list(sums[key].shape)} and {list(total.shape)}"
+                raise InterpError(f"means of {key!r} are {shapes} in two batches; expected one shape")
             sums[key] = sums.get(key, 0) + total
             counts[key] = counts.get(key, 0) + weight.sum(dims, keepdim=is_attention)
+    if not sums:
+        raise InterpError("there are no batches; expected inputs of at least one forward pass")
     return {key: (total / counts[key]).to(acts[key].dtype) for key, total in sums.items()}

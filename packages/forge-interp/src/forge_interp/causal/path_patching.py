@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from forge_interp.causal.patching import put, run_captured, same_shape, score_edited
 from forge_interp.causal.table import Grid, Index, Metric, PatchingTable, Where, at_call, score
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, check_kind, fitting
 from forge_interp.hooks.capture import capture
 from forge_interp.hooks.edit import Edit, edit, patch
 from forge_interp.hooks.sites import Site, named_modules
@@ -39,8 +39,9 @@ def path_patching(
 
     For sender s (or one place of it, by `where`) and receiver r, with a(x) for a in the plain run on x:
 
-    1. Run `corrupted` with s set to s(clean), every frozen site f set to f(corrupted), and every receiver,
-       once its value has been written down as r*, set back to r(corrupted): nothing goes on through it.
+    1. Run `corrupted` with s set to s(clean) and every frozen site f set to f(corrupted), and write down the
+       value of r as r*. With `joint`, each receiver is then set back to r(corrupted): nothing goes on
+       through one to the next. Without, a receiver has the number that it has when it is listed alone.
     2. Run `corrupted` with r set to r* (at the index `receiver_where`; with `joint` all receivers at once).
        The table holds the metric of this run, [senders, places ..., receivers].
 
@@ -54,10 +55,14 @@ def path_patching(
     Source: Wang et al. 2022, arXiv:2211.00593, section 3.1 and appendix B; Goldowsky-Dill et al. 2023,
     arXiv:2304.05969.
     """
+    check_kind("senders", senders, (str, Iterable), "sites")
     senders = [senders] if isinstance(senders, str) else list(senders)
     acts, clean_score = run_captured(model, clean, senders, metric)
     base, names, corrupted_score = _corrupted_run(model, corrupted, metric, senders, receivers, frozen)
     _check(acts, base, names)
+    for name in names["receivers"]:
+        with fitting(base[name], f"receiver_where={receiver_where!r} at {name!r}"):
+            _ = base[name][receiver_where]
     around = _modules_around(model, corrupted, acts, names["frozen"])
     grid = Grid.over(acts, where)
     groups = [names["receivers"]] if joint else [[name] for name in names["receivers"]]
@@ -67,7 +72,8 @@ def path_patching(
         sent = put(site, acts[site], grid.index(site, cell))(base[site])
         held = [name for name in names["frozen"] if name != site and name not in around[site]]
         edits = {at_call(site): patch(sent)} | {at_call(name): patch(base[name]) for name in held}
-        received = _received(model, corrupted, edits, {name: base[name] for name in names["receivers"]})
+        back = [name for name in names["receivers"] if joint or name in held]
+        received = _received(model, corrupted, edits, names["receivers"], {name: base[name] for name in back})
         for column, group in enumerate(groups):
             edits = {at_call(name): patch(received[name][receiver_where], receiver_where) for name in group}
             values[(row, *cell, column)] = score_edited(model, corrupted, edits, metric)
@@ -139,15 +145,19 @@ def _modules_around(
 
 
 def _received(
-    model: nn.Module, corrupted: Inputs, edits: Mapping[str, Edit], receivers: Mapping[str, Tensor]
+    model: nn.Module,
+    corrupted: Inputs,
+    edits: Mapping[str, Edit],
+    receivers: Iterable[str],
+    back: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """What the receivers are given under the edits; each is set back to its own value at once."""
+    """What the receivers are given under the edits; those in `back` are set to these values at once."""
     received: dict[str, Tensor] = {}
 
     def note(site: str) -> Edit:
         def apply(old: Tensor) -> Tensor:
             received[site] = old.clone()
-            return receivers[site].clone()
+            return back[site].clone() if site in back else old
 
         return apply
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, check_kind, fitting
 
 Index = Any
 """What stands in the brackets of `tensor[...]`."""
@@ -83,7 +83,12 @@ class Grid:
         """Lay out `where` over captured activations; InterpError where it does not fit all sites."""
         if where is None:
             return cls()
+        check_kind("where", where, (str, Sequence, Mapping), f"of {list(_DIMS)}, or {{label: index}}")
         if isinstance(where, Mapping):
+            for site, value in activations.items():
+                for label, index in where.items():
+                    with fitting(value, f"where={{{label!r}: {index!r}}} at {site!r}"):
+                        _ = value[index]
             return cls(("place",), (tuple(map(str, where)),), tuple(where.values()))
         kinds = (where,) if isinstance(where, str) else tuple(where)
         if len(set(kinds)) < len(kinds):
@@ -133,7 +138,10 @@ def score(metric: Metric, output: Any) -> float:
     value = metric(output)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise InterpError(f"the metric gave shape {tuple(value.shape)}; expected one number: reduce it")
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise InterpError(f"the metric gave a {type(value).__name__}; expected one number") from error
 
 
 def at_call(site: str) -> str:

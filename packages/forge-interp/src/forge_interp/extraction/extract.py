@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, check_kind
 from forge_interp.extraction.export import ENDINGS
-from forge_interp.extraction.feeding import Feeder, Forward
+from forge_interp.extraction.feeding import Feeder, Forward, rows_of_others
 from forge_interp.extraction.folder import Parts
-from forge_interp.extraction.identity import identity_of
+from forge_interp.extraction.identity import machine_of, model_identity, names_of
 from forge_interp.extraction.parts import dtype_name
 from forge_interp.extraction.processes import Processes
 from forge_interp.extraction.rows import Pool, RowMaker
@@ -49,7 +49,8 @@ def extract_representations(
     """Write what a model computes at some sites, for every sample of a dataset, to disk.
 
     One row for each token that is no padding, or with `pool` for each sample. An interrupted run goes on when
-    it is called again with the same arguments: then what is there is kept (see `identity.identity_of`).
+    it is called again with the same arguments: then what is there is kept. Checksums of weights,
+    buffers, and rows of the first and last batch say whether model and functions compute the same.
 
     Args:
         model: any module; it runs without gradients, in evaluation mode.
@@ -71,35 +72,46 @@ def extract_representations(
         group: processes that wait for each other at the end; default: all, when torch.distributed gave the
             rank or the model is sharded. Without a group, whoever ends last writes the index.
         writes: False on processes that share a model and a `rank` with one that writes (tensor parallelism).
-        identity: a name for what cannot be compared with another call, such as a file that `select` reads.
+        identity: a name that is compared in place of rows, for a model that gives others in each call.
         resume: False writes the share of this process anew, whatever is there.
         progress: draw a bar on a terminal; of a group only the first rank does.
         attention_bytes: the largest attention matrix to hold at once.
         keep: entries [samples, tokens] or [samples] of the batches, such as `image_index`, of which the store
             keeps the value of each row; see `ActivationStore.kept`.
 
-    InterpError where sites have different rows, something cannot be compared with another call, or `out`
-    belongs to another one, with the differences; OSError on a full disk, where what is done so far stays.
+    InterpError where sites have different rows, or `out` belongs to another call, with the differences;
+    OSError on a full disk, where what is done so far stays.
     """
+    check_kind("model", model, nn.Module, "an nn.Module")
+    check_kind("sites", sites, Iterable, "texts such as 'layers.*:out'")
+    check_kind("batch_size", batch_size, int, "a whole number")
+    check_kind("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype such as torch.float16")
+    check_kind("identity", identity, (str, type(None)), "a text")
+    for name, number in (("rank", rank), ("world_size", world_size)):
+        check_kind(name, number, (int, type(None)), "a whole number")
     names, patterns = Names(tokens, mask, pad_id), [sites] if isinstance(sites, str) else list(sites)
     chosen, processes = by_pattern(select, patterns), Processes.of(model, rank, world_size, group, writes)
     kept = [keep] if isinstance(keep, str) else list(keep)
     folder, source = _folder(out), open_dataset(dataset, batch_size, names)
-    rows, feed = RowMaker(chosen, pool, dtype, kept), Feeder(model, names, forward)
+    foreign = rows_of_others(model, patterns, tokens)
+    rows, feed = RowMaker(chosen, pool, dtype, kept, foreign), Feeder(model, names, forward)
     share = Share(model, patterns, source, rows, feed, names, processes, progress, attention_bytes)
     if folder is None:
         return ActivationStore.of(share.in_memory())
-    functions = {"select": chosen or None, "pool": pool, "forward": forward}
-    request = _request(share, dtype, batch_size) | identity_of(model, functions, identity, strict=resume)
+    functions = {"select": names_of(chosen) or None, "pool": names_of(pool), "forward": names_of(forward)}
+    request = _request(share, dtype, batch_size) | functions | {"model": model_identity(model)}
+    request |= {"identity": identity, "outputs": share.outputs() if identity is None else None}
     request |= {"keep": kept} if kept else {}
     if share.to_disk(Parts(folder, request), resume):
-        text = f"{folder} was there, made by the same call: it is returned, the model did not run"
-        warnings.warn(f"{text}; resume=False makes it anew", stacklevel=2)
+        text = f"{folder} was there, made by the same call: it is returned, of the batches nothing ran again"
+        warnings.warn(
+            f"{text} but the first and the last, to compare; resume=False makes it anew", stacklevel=2
+        )
     return ActivationStore(folder)
 
 
 def _request(share: Share, dtype: torch.dtype | None, batch_size: int) -> dict[str, Any]:
-    """What is asked, beside the identity of the model and of functions."""
+    """What is asked, beside the model and functions, and on which machine."""
     source, names = share.source, share.names
     return {
         "sites": share.sites,
@@ -109,6 +121,7 @@ def _request(share: Share, dtype: torch.dtype | None, batch_size: int) -> dict[s
         "dataset": source.fingerprint(),
         "parts": source.num_parts,
         "versions": {"torch": torch.__version__},
+        "machine": machine_of(share.model),
     }
 
 

@@ -1,7 +1,7 @@
 """How is a model given a batch?"""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
 from forge_interp.extraction.samples import Batch, Names
-from forge_interp.hooks.sites import named_modules
+from forge_interp.hooks.sites import find_sites, named_modules
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -67,6 +67,26 @@ class Feeder:
                 "give forward="
             )
         return [], kwargs
+
+
+def rows_of_others(model: nn.Module, patterns: Iterable[str], tokens: str | None) -> dict[str, str]:
+    """Of a model with encoder and decoder, the patterns whose rows have other ids than `tokens`, and why."""
+    modules = named_modules(model)
+    whole: Any = modules[""]
+    if tokens is None or not getattr(getattr(whole, "config", None), "is_encoder_decoder", False):
+        return {}
+    encoder = whole.get_encoder() if hasattr(whole, "get_encoder") else None
+    if not isinstance(encoder, nn.Module) or encoder is whole:
+        return {}
+    inside = set(encoder.modules())
+    side, asked = ("decoder", "encoder")[:: 1 if tokens.startswith("decoder_") else -1]
+    beginning = "" if side == "decoder" else "decoder_"
+    return {
+        pattern: f"rows of the {asked} at {pattern} are not those of {tokens!r}; expected its ids: give "
+        f"tokens='{beginning}input_ids', mask='{beginning}attention_mask', or tokens=None"
+        for pattern, sites in find_sites(model, patterns).items()
+        if any((modules[site.module] in inside) != (side == "encoder") for site in sites)
+    }
 
 
 def _has_numbers(value: Any) -> bool:

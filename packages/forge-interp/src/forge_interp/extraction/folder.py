@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from forge_interp.errors import InterpError
+from forge_interp.extraction.identity import is_same_but_for_rounding
 from forge_interp.extraction.parts import Part, dtype_name, dump, is_site, listed, replacing
 
 INDEX = "index.json"
 _FORMAT = 2
+_ENTRIES = {"rows", "sites", "dtypes", "shapes", "parts", "request"}
 
 
 class Parts:
@@ -30,7 +32,7 @@ class Parts:
             return None
         except ValueError:
             raise InterpError(f"{path} is damaged; expected JSON: delete it and extract again") from None
-        if not isinstance(index, dict) or index.get("format") != _FORMAT:
+        if not isinstance(index, dict) or index.get("format") != _FORMAT or not index.keys() >= _ENTRIES:
             raise InterpError(f"{path} is no index of format {_FORMAT}; expected what forge-interp wrote")
         return index
 
@@ -60,7 +62,7 @@ class Parts:
         for number in self.numbers():
             part = Part.read(self.path(number))
             is_mine = start <= number and (stop is None or number < stop)
-            if is_mine or part is None or part.request != self.request:
+            if is_mine or part is None or differences(part.request, self.request):
                 self.path(number).unlink(missing_ok=True)
 
     def finish(self, total: int) -> bool:
@@ -109,12 +111,32 @@ def check_same(
     place: Path, made: Mapping[str, Any], asked: Mapping[str, Any], but: Collection[str] = ()
 ) -> None:
     """Raise InterpError that lists the differences, unless `place` was made for the same request."""
-    made, asked = ({k: v for k, v in request.items() if k not in but} for request in (made, asked))
-    if differences := list(_differences("", made, asked)):
+    if found := differences(made, asked, but):
         raise InterpError(
-            f"{place} was made by another extraction ({'; '.join(differences)}); expected the same: give "
-            "another out, or resume=False to replace it"
+            f"{place} was made by another extraction ({'; '.join(found)}); expected the same: give another "
+            "out, or resume=False to replace it; where a model gives other rows each time, identity= helps"
         )
+
+
+def differences(made: Mapping[str, Any], asked: Mapping[str, Any], but: Collection[str] = ()) -> list[str]:
+    """How two requests differ; on two machines rows of the same samples may differ by rounding."""
+    outputs = [request.get("outputs") for request in (made, asked)]
+    on_one_machine = made.get("machine") == asked.get("machine")
+    is_same = outputs[0] == outputs[1] if on_one_machine else is_same_but_for_rounding(*outputs)
+    made, asked = (
+        {k: v for k, v in request.items() if k not in {*but, "machine", "outputs"}}
+        for request in (made, asked)
+    )
+    return [*_differences("", made, asked), *([] if is_same else _different_rows(*outputs))]
+
+
+def _different_rows(made: Any, asked: Any) -> Iterator[str]:
+    """At which batches and sites rows differ."""
+    made, asked = made or {}, asked or {}
+    for batch in sorted(made.keys() | asked.keys()):
+        sites = [made.get(batch, {}), asked.get(batch, {})]
+        if found := [site for site in {**sites[0], **sites[1]} if sites[0].get(site) != sites[1].get(site)]:
+            yield f"other rows {batch} at {', '.join(found[:4])}{' ...' if len(found) > 4 else ''}"
 
 
 def _differences(key: str, there: Any, here: Any) -> Iterator[str]:

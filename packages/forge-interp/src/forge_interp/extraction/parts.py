@@ -126,6 +126,7 @@ class PartWriter:
         self.rows = self.batches = self._inputs = 0
         place, held_bytes = (str(folder), _SPOOL_BYTES) if folder else (None, 0)
         self._spool = tempfile.SpooledTemporaryFile(held_bytes, dir=place)  # noqa: SIM115
+        self._is_on_disk = folder is not None
         self._pieces: dict[str, list[tuple[int, int]]] = {}
         self._crcs: dict[str, int] = {}
         self._pending: dict[str, tuple[Column, int]] = {}
@@ -169,7 +170,7 @@ class PartWriter:
             )
         self.columns = self.columns or columns
         self.rows, self.batches = self.rows + next(iter(rows.values())), self.batches + 1
-        self._inputs, self._pending = batch.checksum(self._inputs), {}
+        self._inputs, self._pending = batch.checksum(self._inputs) if self._is_on_disk else 0, {}
 
     def publish(self, path: Path, request: Mapping[str, Any]) -> None:
         """Put the part on the disk, in place of what is there."""

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, check_kind
 from forge_interp.extraction.parts import ROW_COLUMNS, is_site
 from forge_interp.extraction.samples import Batch
+from forge_interp.hooks.sites import ATTENTION_TENSORS, Site
 
 Pool = str | Callable[[Tensor, Tensor], Tensor]
 POOLS = ("mean", "last", "first", "max")
@@ -29,15 +30,19 @@ class RowMaker:
         pool: Pool | None,
         dtype: torch.dtype | None,
         keep: Sequence[str] = (),
+        foreign: Mapping[str, str] | None = None,
     ) -> None:
-        if isinstance(pool, str) and pool not in POOLS:
+        if pool is not None and not callable(pool) and pool not in POOLS:
             raise InterpError(f"pool is {pool!r}; expected one of {', '.join(POOLS)}, a callable, or None")
         self._select = select
         self._pool = pool
         self._dtype = dtype
+        for name in keep:
+            check_kind("an entry of keep", name, str, "the name of an entry of the batches")
         if wrong := [name for name in keep if is_site(name) or name in ROW_COLUMNS]:
             raise InterpError(f"keep names {wrong[0]!r}; expected entries of the batches, by other names")
         self._names = tuple(keep)
+        self._foreign = foreign or {}  # why rows at a pattern are not those of the ids
         self.square = 0
         self._current: Batch
         self._layouts: dict[str, tuple[int, ...]] = {}
@@ -55,15 +60,15 @@ class RowMaker:
         """
         if pattern in self._select:
             value = self._select[pattern](value)
-        elif ":attn." in pattern and value.ndim >= 3:
-            value = value.movedim(2, 1)
+        elif ":attn." in pattern:
+            value = _by_token(pattern, value)
         if value.is_nested:
             raise InterpError(
                 f"{pattern} has a nested tensor; expected [samples, tokens, ...]: give nn.TransformerEncoder "
                 "enable_nested_tensor=False, or select=lambda value: value.to_padded_tensor(0.0)"
             )
         batch = self._current
-        self.square += value.ndim >= 3 and ":attn." not in pattern and value.shape[0] == value.shape[1]
+        self.square += value.ndim >= 2 and ":attn." not in pattern and value.shape[0] == value.shape[1]
         if not value.ndim or len(value) != batch.size:
             raise InterpError(
                 f"{pattern} has a value {list(value.shape)} for {batch.size} samples; expected [samples, "
@@ -123,12 +128,16 @@ class RowMaker:
         """Rows of a value [B, T, ...]."""
         batch, layout = self._current, tuple(value.shape[:2])
         if callable(self._pool):
-            pooled = self._pool(value, self._keep(layout).to(value.device))
+            is_foreign = pattern in self._foreign
+            keep = torch.ones(layout, dtype=torch.bool) if is_foreign else self._keep(layout)
+            pooled = self._pool(value, keep.to(value.device))
             if not isinstance(pooled, Tensor) or pooled.shape[:1] != (batch.size,):
                 shape = list(pooled.shape) if isinstance(pooled, Tensor) else type(pooled).__name__
                 raise InterpError(f"pool gave {shape} for {pattern}; expected [{batch.size} samples, ...]")
             self._settle(pattern, (batch.size,))
             return pooled
+        if batch.tokens is not None and pattern in self._foreign:
+            raise InterpError(self._foreign[pattern])
         for name, ids in (("tokens", batch.tokens), ("a mask", batch.mask)):
             if ids is not None and layout != ids.shape:
                 raise InterpError(
@@ -174,6 +183,17 @@ class RowMaker:
                 f"{pattern} has rows of {kinds[0]} {list(layout)}, {first} of {kinds[1]} {list(expected)}; "
                 "expected the same rows for all sites: extract them in two calls, or pool"
             )
+
+
+def _by_token(pattern: str, value: Tensor) -> Tensor:
+    """What attention computed, [B, N, T, ...], as [B, T, N, ...]."""
+    name = Site.parse(pattern).path[0]
+    if value.ndim != (4 if name in ATTENTION_TENSORS else 3):
+        raise InterpError(
+            f"{pattern} has a value {list(value.shape)} of a call with queries of three dimensions; expected "
+            "[samples, heads, tokens, ...]: say with select which are samples and tokens, lambda value: value"
+        )
+    return value.movedim(2, 1)
 
 
 def pool_tokens(value: Tensor, keep: Tensor, how: str) -> Tensor:

@@ -7,6 +7,7 @@ processes and wherever a run was interrupted. Letters: B samples, T tokens.
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class Batch:
         return cls(number, first, size, inputs, tokens, None if mask is None or bool(mask.all()) else mask)
 
     def checksum(self, crc: int = 0) -> int:
-        """CRC-32 of all numbers in the inputs, after those whose CRC-32 is given."""
+        """CRC-32 of all numbers and texts in the inputs, after those whose CRC-32 is given."""
         return _checksum(self.inputs, crc)
 
     def part(self, names: Names, start: int, stop: int) -> Batch | None:
@@ -130,6 +131,11 @@ class Samples(_Source):
             picked = [self._sample(i) for i in range(first, min(first + self._size, self.num_samples))]
             yield Batch.of(collate(picked, self._names), self._names, number, first)
 
+    def probes(self) -> Iterator[Batch]:
+        """Yield the first and the last batch."""
+        for number in sorted({0, self.num_batches - 1}):
+            yield from self.batches(number, number + 1)
+
     def fingerprint(self) -> dict[str, Any]:
         """Number of samples and CRC-32 of up to 256, evenly spaced; a run that goes on compares all."""
         crc, probes = 0, min(_PROBES, self.num_samples)
@@ -168,6 +174,10 @@ class ReadyBatches(_Source):
             if number >= start:
                 yield batch
 
+    def probes(self) -> Iterator[Batch]:
+        """Yield the first batch, which is at hand."""
+        yield Batch.of(_numbers(self._head[0]), self._names, 0, 0)
+
     def fingerprint(self) -> dict[str, Any]:
         """Number of batches and CRC-32 of the first; a run that goes on compares all."""
         return {"batches": self.num_batches, "crc": f"{_checksum(_numbers(self._head[0])):08x}"}
@@ -197,6 +207,8 @@ def collate(samples: Sequence[Any], names: Names) -> Any:
     if isinstance(samples[0], Mapping):
         return _collate_mappings(samples, names)
     if isinstance(samples[0], tuple):
+        if len(lengths := {len(sample) if isinstance(sample, tuple) else None for sample in samples}) > 1:
+            raise InterpError(f"samples are tuples of lengths {lengths}; expected one length")
         return tuple(_stack(list(column), f"item {i}") for i, column in enumerate(zip(*samples, strict=True)))
     if not isinstance(samples[0], Tensor):
         raise InterpError(
@@ -295,18 +307,32 @@ def _numbers(value: Any) -> Any:
 
 
 def _checksum(inputs: Any, crc: int = 0) -> int:
-    for tensor in _leaves(inputs):
-        crc = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), crc)
-        crc = zlib.crc32(as_bytes(tensor), crc)
+    for leaf in _leaves(inputs):
+        if isinstance(leaf, Tensor):
+            crc = zlib.crc32(f"{leaf.dtype} {list(leaf.shape)}".encode(), crc)
+            crc = zlib.crc32(as_bytes(leaf), crc)
+        else:
+            crc = zlib.crc32(_pickled(leaf), crc)
     return crc
 
 
-def _leaves(inputs: Any) -> Iterator[Tensor]:
-    if isinstance(inputs, Tensor):
-        yield inputs
-    elif isinstance(inputs, Mapping | tuple):
-        for item in inputs if isinstance(inputs, tuple) else (inputs[key] for key in sorted(inputs)):
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value, 4)
+    except Exception as error:  # whatever an object says that cannot be pickled
+        raise InterpError(
+            f"a sample holds a {type(value).__name__}, which cannot be compared with that of another call; "
+            "expected numbers, texts, or what can be pickled: leave it out of the samples, or out=None"
+        ) from error
+
+
+def _leaves(inputs: Any) -> Iterator[Any]:
+    """Tensors, texts and other things in nested mappings, tuples and lists."""
+    if isinstance(inputs, Mapping | tuple | list):
+        for item in inputs if not isinstance(inputs, Mapping) else (inputs[key] for key in sorted(inputs)):
             yield from _leaves(item)
+    else:
+        yield inputs
 
 
 def _cut(inputs: Any, size: int, samples: slice) -> Any:
@@ -324,7 +350,7 @@ def _cut(inputs: Any, size: int, samples: slice) -> Any:
 
 def _size(inputs: Any, number: int) -> int:
     for tensor in _leaves(inputs):
-        if tensor.ndim:
+        if isinstance(tensor, Tensor) and tensor.ndim:
             return len(tensor)
     raise InterpError(
         f"batch {number} is a {type(inputs).__name__} without a tensor; expected one [samples, ...]"

@@ -6,10 +6,11 @@ site asked for.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from forge_interp.errors import InterpError
 from forge_interp.extraction.alone import Alone, unpadded
 from forge_interp.extraction.feeding import Feeder
 from forge_interp.extraction.folder import Parts
-from forge_interp.extraction.identity import is_distributed
+from forge_interp.extraction.identity import digest, is_distributed
 from forge_interp.extraction.parts import Column, Part, PartWriter, is_site
 from forge_interp.extraction.processes import Processes, Written
 from forge_interp.extraction.rows import RowMaker
@@ -52,6 +53,18 @@ class Share:
 
     def __post_init__(self) -> None:
         self._per_part = self.source.batches_per_part
+
+    def outputs(self) -> dict[str, dict[str, Any]]:
+        """What rows the first and the last batch have, of ready ones the first.
+
+        By batch and site, as `digest` tells it. Collective if the model is shared.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        with _evaluating(self.model), torch.no_grad(), self._capture(stops=False) as acts:
+            for batch in self.source.probes():
+                of_batch = found.setdefault(f"of batch {batch.number}", {})
+                self._forward(acts, batch, lambda key, rows, to=of_batch: to.update({key: digest(rows)}))
+        return found
 
     def in_memory(self) -> dict[str, Tensor]:
         """Extract all batches; returns all columns. Raises InterpError: several processes share them."""
@@ -129,7 +142,7 @@ class Share:
     def _extract(self, batches: Iterator[Batch], num_batches: int | None) -> None:
         """Extract batches. Collective if the model is shared."""
         processes = self.processes
-        steps = processes.steps(batches, lambda: next(self.source.batches(0, 1)))
+        steps = processes.steps(batches, lambda: next(self.source.probes()))
         drawn = with_progress(steps, num_batches, "extract", self.progress and processes.shows_progress)
         with _evaluating(self.model), torch.no_grad():
             stops = self.feed.is_default and not processes.in_step and not is_sharded(self.model)
@@ -144,15 +157,7 @@ class Share:
         one = next(steps, None)
         if one is None:
             return
-        with capture(
-            self.model,
-            self.sites,
-            select={pattern: partial(self.rows.rows, pattern) for pattern in self.sites},
-            stop=stops,
-            device="cpu",
-            sink=lambda key, rows: self._deliver(key, rows),  # as `_forward` has it for the batch
-            attention_bytes=self.attention_bytes,
-        ) as acts:
+        with self._capture(stops) as acts:
             if stops and self._columns:
                 acts.expect(c.name for c in self._columns if is_site(c.name))
             for batch, counts in chain([one], steps):
@@ -161,6 +166,18 @@ class Share:
                     self._record(acts, batch, alone)
                 else:
                     self._forward(acts, batch, _ignore)
+
+    def _capture(self, stops: bool) -> AbstractContextManager[Activations]:
+        """A capture of all sites that turns values into rows."""
+        return capture(
+            self.model,
+            self.sites,
+            select={pattern: partial(self.rows.rows, pattern) for pattern in self.sites},
+            stop=stops,
+            device="cpu",
+            sink=lambda key, rows: self._deliver(key, rows),  # as `_forward` has it for the batch
+            attention_bytes=self.attention_bytes,
+        )
 
     def _record(self, acts: Activations, batch: Batch, alone: Alone | None) -> None:
         """Extract one batch, and publish its part if it was the last of it."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from forge_interp.attention.call import AttentionCall
@@ -17,11 +17,15 @@ from forge_interp.hooks.sites import ATTENTION_TENSORS
 from forge_interp.hooks.taps import Phase, Tap
 from forge_interp.hooks.torch_private import function_modes
 
-SDPA_ONLY = (
-    "F.scaled_dot_product_attention, where attention is seen, nor a softmax and its product with values: for "
-    "a Hugging Face model call model.set_attn_implementation('sdpa') or 'eager', call nn.MultiheadAttention "
-    "with need_weights=False (by default it computes its own softmax); FlexAttention, einsum, and a softmax "
-    "of another shape have no such path: capture the projections of the module"
+_ADVICE = (
+    (
+        lambda module: hasattr(module, "set_attn_implementation"),
+        "call model.set_attn_implementation('sdpa') or 'eager'",
+    ),
+    (
+        lambda module: isinstance(module, nn.MultiheadAttention),
+        "call nn.MultiheadAttention with need_weights=False (by default it computes its own softmax)",
+    ),
 )
 Attend = Callable[..., Tensor]
 """(the true function, its args, its kwargs, what was done to these before) -> the result."""
@@ -52,6 +56,16 @@ class Interception(TorchFunctionMode):
         result = func(*args, **kwargs)
         self._lineage.note(func, args, kwargs, result)
         return result
+
+
+def not_called(model: nn.Module) -> str:
+    """What a module without attention does not call, and what to do in this model."""
+    advice = [text for fits, text in _ADVICE if any(map(fits, model.modules()))]
+    return (
+        "F.scaled_dot_product_attention, where attention is seen, nor a softmax and its product with values"
+        f"{': ' if advice else ''}{'; '.join(advice)}; linear attention, FlexAttention, einsum, and a "
+        "softmax of another shape have no such path: capture the projections of the module"
+    )
 
 
 def is_intercepted() -> bool:

@@ -23,7 +23,13 @@ from forge_interp.hooks import values
 from forge_interp.hooks.attend import Interception, is_intercepted, serve
 from forge_interp.hooks.sites import Site
 from forge_interp.hooks.taps import Phase, Tap
-from forge_interp.hooks.torch_private import is_frame_compiled, saved_tensors_hooks
+from forge_interp.hooks.torch_private import (
+    is_frame_compiled,
+    order_hooks,
+    order_of_hooks,
+    recorders,
+    saved_tensors_hooks,
+)
 
 
 class _Board:
@@ -35,6 +41,8 @@ class _Board:
     def __init__(self) -> None:
         self.taps: list[Tap] = []
         self._handles: list[Any] = []
+        self._module: nn.Module | None = None
+        self._order: list[int] = []  # of the other hooks of the module
 
     def __reduce__(self) -> tuple[type[_Board], tuple[()]]:
         return _Board, ()
@@ -56,11 +64,14 @@ class _Board:
                 f"{type(module).__name__} is TorchScript, whose modules call no hooks; give the model that "
                 "was scripted, or name a module around it"
             )
+        self._module, self._order = module, order_of_hooks(module)
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after),
             module.register_forward_hook(self._left, always_call=True),
         ]
+        recording = recorders(module)  # what a model writes down of a value is what it goes on with
+        order_hooks(module, [number for number in order_of_hooks(module) if number not in recording])
 
     def take_down(self) -> None:
         """Have the module no longer call it, though it may still be running."""
@@ -68,6 +79,9 @@ class _Board:
             _RUNNING.leave(self)
         for handle in self._handles:
             handle.remove()
+        if self._module is not None:
+            order_hooks(self._module, self._order)
+            self._module = None
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if not self.taps:
@@ -173,7 +187,9 @@ class _Running(threading.local):
             return attention(*args, **kwargs)
         self._is_busy = True
         try:
-            return serve(taps, attention, args, kwargs, lineage)
+            output = serve(taps, attention, args, kwargs, lineage)
+            lineage.note_output(attention, output)
+            return output
         finally:
             self._is_busy = False
 

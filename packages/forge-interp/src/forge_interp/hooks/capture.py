@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_interp.attention.call import TENSORS, AttentionCall
-from forge_interp.errors import InterpError
-from forge_interp.hooks.attend import SDPA_ONLY
+from forge_interp.attention.call import TENSORS, AttentionCall, Check
+from forge_interp.errors import InterpError, check_kind
+from forge_interp.hooks.attend import not_called
 from forge_interp.hooks.boards import attached
 from forge_interp.hooks.offload import Offload
 from forge_interp.hooks.passes import Stop, passes_of
@@ -33,7 +33,7 @@ class _Options:
     before_edits: bool
     stop: bool
     sink: Sink | None
-    check: bool
+    check: Check  # of calls of attention but the first of each module
     attention_bytes: int
     offload: Offload
 
@@ -59,7 +59,7 @@ class Activations(BySite):
             for site in sites:
                 self._patterns.setdefault(str(site), []).append(pattern)
         self._exact = {str(site) for p, sites in found.items() for site in sites if Site.parse(p) == site}
-        self._unchecked = {s.module for sites in found.values() for s in sites} if options.check else set()
+        self._unchecked = {s.module for sites in found.values() for s in sites if options.check != "nothing"}
         modules = named_modules(model)
         self._objects = {id(module): name for name, module in modules.items()}
         self._is_in_pass: Callable[[nn.Module], bool] = lambda module: True
@@ -153,7 +153,10 @@ class Activations(BySite):
             raise InterpError(f"select of {key!r} gave {type(kept).__name__}, expected a tensor")
         self._fired.add(key)
         if options.sink is None:
-            self._values[key] = options.offload.copy(kept)
+            # Scores and what follows from them were made for this capture: nothing changes them later.
+            is_own = site.part == "attn" and site.path[0] not in TENSORS and not options.grad
+            is_own &= not kept.is_inference() and not any(p in options.select for p in self._patterns[tapped])
+            self._values[key] = options.offload.kept(kept) if is_own else options.offload.copy(kept)
         else:
             options.offload.send(kept, partial(options.sink, key))
         if self._is_exact:
@@ -170,10 +173,10 @@ class Activations(BySite):
         self._remaining.discard(tapped)
 
     def _read(self, call: AttentionCall, site: Site) -> Tensor:
-        """One tensor of an attention call; the first of each site must reproduce the model's own output."""
+        """One tensor of an attention call, which must reproduce the model's own output."""
         name = ".".join(site.path)
         if name not in TENSORS and name not in call.computed:
-            check, number = site.module in self._unchecked, site.call or 0
+            check, number = "all" if site.module in self._unchecked else self._options.check, site.call or 0
             names = [
                 ".".join(tap.site.path)
                 for tap in self._taps
@@ -210,7 +213,7 @@ class Activations(BySite):
         value.register_hook(keep)
         return value, None if is_attention else value
 
-    def _verify(self) -> None:
+    def _verify(self, model: nn.Module) -> None:
         named = dict.fromkeys(pattern for patterns in self._patterns.values() for pattern in patterns)
         missing = [pattern for pattern in named if pattern not in self._seen]
         why = (
@@ -218,7 +221,7 @@ class Activations(BySite):
             "what is in a traced or exported program)"
         )
         if any(Site.parse(p).part == "attn" for p in missing):
-            why += f", or it does not call {SDPA_ONLY}"
+            why += f", or it does not call {not_called(model)}"
         if missing:
             why = next(iter(self.skipped.values()), why)
             raise InterpError(f"captured nothing at {', '.join(map(repr, missing))}: {why}")
@@ -226,6 +229,8 @@ class Activations(BySite):
 
 def by_pattern(select: Select | Mapping[str, Select] | None, patterns: Iterable[str]) -> dict[str, Select]:
     """A `select` for each pattern that has one; InterpError for others than these patterns."""
+    for function in select.values() if isinstance(select, Mapping) else [select] if select else ():
+        check_kind("select", function, Callable, "a function of the value, or one by pattern")
     if not isinstance(select, Mapping):
         return dict.fromkeys(patterns, select) if select else {}
     if unknown := sorted(select.keys() - set(patterns)):
@@ -269,8 +274,8 @@ def capture(
         device: where the copies go; with "cpu" from a GPU through pinned memory, without waiting.
         sink: given key and value in place of keeping it: on the same device the value itself, inside the
             forward pass (copy or consume it there), else the copy once it has arrived, all by its end.
-        check_attention: at the first call of each module, softmax(scores) V must equal what the model
-            computed, before raw, scores, pattern or a statistic is believed.
+        check_attention: softmax(scores) V must equal what the model computed, before raw, scores, pattern or
+            a statistic is believed: at the first call of each module all of it, then two queries of each.
         attention_bytes: the largest attention matrix to hold at once.
         max_inflight_bytes: how much may be on the way to the CPU before the model waits.
     """
@@ -280,7 +285,8 @@ def capture(
             "stop=True on an FSDP model: it would stay gathered, its weights stale; leave it out"
         )
     offload, chosen = Offload(device, max_inflight_bytes), by_pattern(select, found)
-    options = _Options(chosen, grad, before_edits, stop, sink, check_attention, attention_bytes, offload)
+    check: Check = "some" if check_attention else "nothing"
+    options = _Options(chosen, grad, before_edits, stop, sink, check, attention_bytes, offload)
     acts = Activations(model, found, options)
     with ExitStack() as stack:
         stack.callback(acts._forget_model)
@@ -297,7 +303,7 @@ def capture(
                 "called: give that part to capture, or leave stop=True out"
             ) from None
         offload.wait()
-        acts._verify()
+        acts._verify(model)
 
 
 @contextmanager
@@ -322,4 +328,4 @@ def each_attention(
     with attached([Tap(site, by_name[name], act, Phase.AFTER_EDITS, seen) for name, site in sites.items()]):
         yield
     if not seen:
-        raise InterpError(f"none of {', '.join(found)} called {SDPA_ONLY}")
+        raise InterpError(f"none of {', '.join(found)} called {not_called(model)}")

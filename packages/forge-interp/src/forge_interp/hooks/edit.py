@@ -8,9 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from forge_interp.errors import InterpError
+from forge_interp.attention.call import DENSE
+from forge_interp.errors import InterpError, check_kind, fitting
 from forge_interp.hooks import values
-from forge_interp.hooks.attend import SDPA_ONLY
+from forge_interp.hooks.attend import not_called
 from forge_interp.hooks.boards import attached
 from forge_interp.hooks.sharding import Spread
 from forge_interp.hooks.sites import ATTENTION_TENSORS, Site, find_sites, named_modules
@@ -33,6 +34,11 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
     not reached inside the `with`; an edit changes shape or dtype; or the value is only a part of the whole
     because of tensor parallelism.
     """
+    check_kind("edits", edits, Mapping, "a mapping from sites to functions")
+    for site, change in edits.items():
+        check_kind(
+            f"the edit of {site!r:.60}", change, Callable, "a function of the value, such as patch(0.0)"
+        )
     found = find_sites(model, edits)
     edits = dict(zip(found, edits.values(), strict=True))
     modules, spread = named_modules(model), Spread(model)
@@ -57,7 +63,8 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
             new = change(value, at, masks[-1]) if isinstance(change, MeanAblation) else change(value)
             if new is None:
                 raise InterpError(f"edit of {str(at)!r} gave None, expected a tensor like the value")
-            return new
+            is_kept = at.part != "attn" or at.path[0] not in DENSE  # what the model may change in place
+            return new.clone() if is_kept and isinstance(new, Tensor) and new is not value else new
 
         return Tap(site, modules[site.module], act, Phase.EDIT, reached, edit=edits[pattern])
 
@@ -71,7 +78,7 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
             attention = any(Site.parse(pattern).part == "attn" for pattern in missed)
             raise InterpError(
                 f"edited nothing at {', '.join(map(repr, missed))}: not reached inside the with"
-                + (f", or the module does not call {SDPA_ONLY}" if attention else "")
+                + (f", or the module does not call {not_called(model)}" if attention else "")
             )
 
 
@@ -105,7 +112,13 @@ def patch(value: Tensor | float, where: Any = ...) -> Edit:
 
 def steer(vector: Tensor, scale: float = 1.0, where: Any = ...) -> Edit:
     """Add `scale * vector`; the vector broadcasts to `old[where]`."""
-    return lambda old: _put(old, where, old[where] + scale * vector.to(old))
+    check_kind("vector", vector, Tensor, "a tensor")
+
+    def add(old: Tensor) -> Tensor:
+        with fitting(old, f"steer(...{list(vector.shape)}, where={where!r})"):
+            return _put(old, where, old[where] + scale * vector.to(old))
+
+    return add
 
 
 def ablate(
@@ -135,6 +148,8 @@ def ablate(
     if how not in ("zero", "mean", "resample"):
         raise InterpError(f"ablate({how!r}), expected 'zero', 'mean' or 'resample'")
     if how == "mean":
+        if keep is not None:
+            check_kind("keep", keep, Tensor, "a mask [B, T]")
         if mean is not None and not (keep is None and over is None):
             raise InterpError("ablate('mean', mean=...) averages nothing; leave keep= and over= out")
         return patch(mean, where) if isinstance(mean, Tensor) else MeanAblation(where, mean, keep, over)
@@ -142,7 +157,7 @@ def ablate(
         raise InterpError(f"ablate({how!r}, mean=...) would not use the mean; expected ablate('mean', ...)")
     if how == "zero":
         return patch(0.0, where)
-    return lambda old: _put(old, where, old[_derangement(len(old), seed).to(old.device)][where])
+    return lambda old: _put_row(old, where, _derangement(len(old), seed).to(old.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,13 +177,15 @@ class MeanAblation:
     def __call__(self, old: Tensor, site: Site | None = None, attention_mask: Tensor | None = None) -> Tensor:
         """The value with its mean in it; without a site that of a module."""
         picked = torch.zeros_like(old, dtype=torch.bool)
-        picked[self.where] = True
-        if self.means is None:
-            return torch.where(picked, self._mean(old, picked, site, attention_mask), old)
+        with fitting(old, f"ablate('mean', where={self.where!r}, over={self.over})"):
+            picked[self.where] = True
+            if self.means is None:
+                return torch.where(picked, self._mean(old, picked, site, attention_mask), old)
         key = str((site or Site("")).numbered(0))
         if key not in self.means:
             raise InterpError(f"there is no mean for {key!r}, but {', '.join(self.means)}; see site_means")
-        return torch.where(picked, self.means[key].to(old), old)
+        with fitting(old, f"the mean {list(self.means[key].shape)} of {key!r}"):
+            return torch.where(picked, self.means[key].to(old), old)
 
     def _mean(self, old: Tensor, picked: Tensor, site: Site | None, attention_mask: Tensor | None) -> Tensor:
         dims = self.over if self.over is not None else mean_dims(old, site)
@@ -186,7 +203,8 @@ class MeanAblation:
 def mean_dims(value: Tensor, site: Site | None) -> tuple[int, ...]:
     """The dimensions of batch and positions of a site's value; InterpError where that is not known."""
     if site is not None and site.part == "attn":
-        return (0,) if site.path[0] in ("raw", "scores", "pattern") else (0, 2)
+        dims = (0,) if site.path[0] in ("raw", "scores", "pattern") else (0, 2)
+        return dims if value.ndim == 4 else tuple(dim - 1 for dim in dims if dim)
     if value.ndim > 3:
         raise InterpError(
             f"ablate('mean') of a value {list(value.shape)}, whose batch and positions are not known; "
@@ -196,9 +214,20 @@ def mean_dims(value: Tensor, site: Site | None) -> tuple[int, ...]:
 
 
 def real_positions(value: Tensor, dims: tuple[int, ...], mask: Tensor, name: str) -> Tensor:
-    """A mask [B, T], or of the last T of more, as bool that broadcasts to a value averaged over `dims`."""
-    if value.ndim < 3:
-        return torch.ones((), dtype=torch.bool, device=value.device)
+    """A mask [B, T], or of the last T of more, as bool that broadcasts to a value averaged over `dims`.
+
+    Of a value [B T, D] too. Raises InterpError: which places of the value are padding is not known.
+    """
+    if value.ndim < 3 or 0 not in dims:
+        rows = len(value) if 0 in dims else None
+        if rows == len(mask) or bool(mask.all()):  # a row a sample
+            return torch.ones((), dtype=torch.bool, device=value.device)
+        if rows == mask.numel():
+            return mask.to(value.device).bool().reshape(-1, 1)
+        raise InterpError(
+            f"{name} is {list(mask.shape)}, for a value {list(value.shape)}: it is unknown which rows are "
+            "padding; expected a row for each sample or token: give mean=, or leave padding out of the batch"
+        )
     batch, positions = dims[0], dims[-1] if len(dims) > 1 else 2
     sizes = value.shape[batch], value.shape[positions]
     mask = mask[:, -1:] if sizes[1] == 1 else mask
@@ -214,8 +243,15 @@ def real_positions(value: Tensor, dims: tuple[int, ...], mask: Tensor, name: str
 
 def _put(old: Tensor, where: Any, new: Tensor | float) -> Tensor:
     changed = old.clone()
-    changed[where] = torch.as_tensor(new).to(old)
+    shape = list(new.shape) if isinstance(new, Tensor) else new
+    with fitting(old, f"{shape} in place of old[{where!r}]"):
+        changed[where] = torch.as_tensor(new).to(old)
     return changed
+
+
+def _put_row(old: Tensor, where: Any, order: Tensor) -> Tensor:
+    with fitting(old, f"ablate('resample', where={where!r})"):
+        return _put(old, where, old[order][where])
 
 
 def _derangement(size: int, seed: int) -> Tensor:

@@ -35,6 +35,10 @@ class Offload:
             return value.clone(memory_format=torch.contiguous_format) if is_dense else value.clone()
         return self._moved(value, lambda copied: None)
 
+    def kept(self, value: Tensor) -> Tensor:
+        """A value that nobody else has, where it belongs; valid after `wait`."""
+        return value if self._is_there(value) else self._moved(value, lambda copied: None)
+
     def send(self, value: Tensor, deliver: Callable[[Tensor], None]) -> None:
         """Hand a value over: itself and at once if it is there already, else its copy once arrived."""
         if self._is_there(value):

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, check_kind
 
 ATTENTION_TENSORS = ("q", "k", "v", "raw", "scores", "pattern", "z")
 ATTENTION_STATISTICS = ("entropy", "sink", "previous")
@@ -134,6 +134,7 @@ def name_of(model: nn.Module, site: str | nn.Module) -> str:
     """A site as text; a module object stands for its output. InterpError if it is none of the model."""
     if isinstance(site, str):
         return site
+    check_kind("a site", site, nn.Module, "a text such as 'layers.*:out', or a module")
     for name, module in named_modules(model).items():
         if module is site or unwrapped(module) is site:
             return f"{name}:out"
@@ -147,9 +148,11 @@ def find_sites(
 
     Raises InterpError: a pattern names no module; lists near misses.
     """
+    check_kind("model", model, nn.Module, "an nn.Module")
     modules = named_modules(model)
     found = {}
     alone = isinstance(patterns, str | nn.Module)
+    check_kind("sites", patterns, (str, nn.Module, Iterable), "texts such as 'layers.*:out', or modules")
     for pattern in (name_of(model, p) for p in ([patterns] if alone else patterns)):
         site = Site.parse(pattern)
         names = [site.module] if site.module in modules else []

@@ -9,6 +9,8 @@ import torch.overrides
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+_RECORDS = "transformers.utils.output_capturing"
+
 
 def backward_number() -> int:
     """Of the backward pass that this thread is in; -1 outside. Without the name no recomputation is known."""
@@ -43,6 +45,24 @@ def call_name(model: nn.Module) -> str:
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "_compiled_call_impl"
     return "_call_impl" if hasattr(model, "_call_impl") else "forward"
+
+
+def order_of_hooks(module: nn.Module) -> list[int]:
+    """The numbers of its forward hooks, in the order in which they are called."""
+    return list(module._forward_hooks)
+
+
+def order_hooks(module: nn.Module, first: list[int]) -> None:
+    """Have these of its forward hooks called first, in this order."""
+    for number in [*first, *(number for number in module._forward_hooks if number not in first)]:
+        if number in module._forward_hooks:
+            module._forward_hooks[number] = module._forward_hooks.pop(number)
+
+
+def recorders(module: nn.Module) -> list[int]:
+    """Its forward hooks by which transformers writes down outputs that it is asked for."""
+    hooks = module._forward_hooks.items()
+    return [number for number, hook in hooks if (getattr(hook, "__module__", "") or "").startswith(_RECORDS)]
 
 
 def is_transformed(value: Tensor) -> bool:

@@ -1,0 +1,98 @@
+"""Means that `ablate("mean")` and `site_means` take: over which places, and without padding."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forge_interp import InterpError, ablate, edit, site_means
+from torch import nn
+
+
+class Flat(nn.Module):
+    """Puts batch and positions into one dimension, as mixtures of experts do, or routes some rows."""
+
+    def __init__(self, rows=None):
+        super().__init__()
+        self.embed, self.experts, self.rows = nn.Embedding(9, 4), nn.Linear(4, 4), rows
+
+    def forward(self, input_ids, attention_mask):
+        x = self.embed(input_ids)
+        if self.rows is None:
+            return self.experts(x.flatten(0, 1)).view_as(x)
+        return self.experts(x.flatten(0, 1)[: self.rows])
+
+
+MASK = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]])
+
+
+@pytest.mark.parametrize("how", ["ablate", "site_means", "keep"])
+def test_means_of_values_with_batch_and_positions_in_one_dimension_leave_padding_out(how):
+    torch.manual_seed(0)
+    model, ids = Flat(), torch.randint(9, (2, 5))
+    inputs = {"input_ids": ids, "attention_mask": MASK}
+    plain = model(**inputs)
+    expected = plain[MASK.bool()].mean(0)
+    if how == "ablate":
+        got = run_named(model, inputs, {"experts": ablate("mean")})
+        torch.testing.assert_close(got, expected.expand_as(got))
+    else:
+        keep = [MASK] if how == "keep" else None
+        means = site_means(model, [inputs], "experts", keep=keep)
+        torch.testing.assert_close(means["experts:out"], expected)
+    assert not torch.allclose(expected, plain.mean((0, 1)))
+
+
+def run_named(model, inputs, edits):
+    with edit(model, edits):
+        return model(**inputs)
+
+
+@pytest.mark.parametrize("how", ["ablate", "site_means"])
+def test_means_are_refused_where_it_is_unknown_which_rows_are_padding(how):
+    model, ids = Flat(rows=7), torch.randint(9, (2, 5))
+    inputs = {"input_ids": ids, "attention_mask": MASK}
+    with pytest.raises(InterpError, match=r"value \[7, 4\].*unknown which rows are padding"):
+        if how == "ablate":
+            run_named(model, inputs, {"experts": ablate("mean")})
+        else:
+            site_means(model, [inputs], "experts")
+    full = inputs | {"attention_mask": torch.ones(2, 5)}
+    rows = model(**full)
+    torch.testing.assert_close(site_means(model, [full], "experts")["experts:out"], rows.mean(0))
+
+
+def test_means_leave_padding_out_of_the_experts_of_a_mixtral():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=9,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+    )
+    torch.manual_seed(0)
+    model, ids = transformers.MixtralForCausalLM(config).eval(), torch.randint(9, (2, 5))
+    seen = []
+    block = model.model.layers[0].mlp
+    handle = block.experts.register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad():
+        model(ids, attention_mask=MASK)
+        handle.remove()
+        means = site_means(model, [{"input_ids": ids, "attention_mask": MASK}], "model.layers.0.mlp.experts")
+    assert seen[0].shape == (10, 8)
+    expected = seen[0][MASK.flatten().bool()].mean(0)
+    torch.testing.assert_close(means["model.layers.0.mlp.experts:out"], expected)
+
+
+def test_means_of_attention_without_a_batch_are_of_each_head():
+    class Heads(nn.Module):
+        def forward(self, q, attention_mask=None):
+            return F.scaled_dot_product_attention(q, q, q)
+
+    q = torch.randn(3, 5, 8)
+    plain = Heads()(q)
+    got = run_named(Heads(), {"q": q}, {":attn.z": ablate("mean")})
+    torch.testing.assert_close(got, plain.mean(1, keepdim=True).expand_as(plain))
+    with pytest.raises(InterpError, match="padding"):
+        run_named(Heads(), {"q": q, "attention_mask": MASK}, {":attn.z": ablate("mean")})
