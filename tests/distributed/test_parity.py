@@ -196,6 +196,7 @@ def test_context_parallel_training_in_float64_equals_one_process(name, method):
     check("cp2", name, "float64", parallel, loss=1e-10, norm=1e-10)
 
 
+PARTITIONED = CompileConfig(enabled=True, backend="aot_eager_decomp_partition")
 FEATURES = {
     **{
         f'activation_checkpointing.mode = "{mode}"': ParallelConfig(
@@ -204,6 +205,9 @@ FEATURES = {
         for mode in ("full", "every", "selective", "offload")
     },
     "compile.enabled": ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager")),
+    'activation_checkpointing.mode = "budget"': ParallelConfig(
+        activation_checkpointing=ActivationCheckpointingConfig(mode="budget", budget=0.3), compile=PARTITIONED
+    ),
     "fsdp.offload": ParallelConfig(fsdp=FSDPConfig(offload=True)),
     "fsdp.prefetch": ParallelConfig(fsdp=FSDPConfig(prefetch=1)),
     'fsdp.reduce_gradients = "every_micro_batch"': ParallelConfig(
@@ -228,6 +232,20 @@ REFUSED = [('fsdp.reduce_gradients = "every_micro_batch"', "pp2-fsdp2")]
 )
 def test_feature_under_a_layout_in_float64_equals_one_process(feature, layout):
     check(layout, "plain", "float64", FEATURES[feature], loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", slow(["tp2", "cp2", "cp2-tp2"], "tp2"))
+@pytest.mark.parametrize("sequence", slow(["sequence", "whole-sequence"], "sequence"))
+@pytest.mark.parametrize("name", slow(["windowed", "latent"], "windowed"))
+def test_compiler_chooses_what_to_keep_of_ranks_that_share_matrices(layout, sequence, name):
+    parallel = ParallelConfig(
+        activation_checkpointing=ActivationCheckpointingConfig(mode="budget", budget=0.3),
+        compile=PARTITIONED,
+        tensor_parallel=TensorParallelConfig(sequence=sequence == "sequence"),
+        context_parallel=ContextParallelConfig(method="ulysses"),
+    )
+    check(layout, name, "float64", parallel, loss=1e-10, norm=1e-10)
 
 
 @pytest.mark.parametrize(("feature", "layout"), REFUSED)

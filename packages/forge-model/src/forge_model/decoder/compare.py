@@ -21,6 +21,9 @@ NOT_COMPARED = {
     "ffn.router.batch_balance_weight": "how it learns",
     "ffn.router.sequence_balance_weight": "how it learns",
     "ffn.router.bias_rate": "how it learns",
+    "ffn.router.bias_schedule": "how it learns",
+    "ffn.router.bias_schedule_steps": "how it learns",
+    "ffn.scale_gradients": "how it learns",
 }
 """Keys by which two models may differ and still compute the same with the same weights, and why. Every other
 key counts, also one that only a struct from outside has."""

@@ -45,6 +45,9 @@ class MoEConfig(FfnConfig):
         shared_experts: experts beside, each of the width `shared_dim`, that serve every token.
         shared_dim: hidden width of each shared expert; absent means `dim`.
         shared_gate: the shared experts are weighed by a sigmoid for each token (as Qwen2-MoE).
+        scale_gradients: the gradients of the weights of each expert are multiplied by the mean load of the
+            experts over its own, of the whole step, before they are clipped: experts that are chosen rarely
+            learn about as fast as others. What the model computes does not change.
     """
 
     num_experts: Count = 8
@@ -57,6 +60,7 @@ class MoEConfig(FfnConfig):
     shared_experts: Annotated[int, Meta(ge=0)] = 0
     shared_dim: Count | None = None
     shared_gate: bool = False
+    scale_gradients: bool = False
 
     def __post_init__(self) -> None:
         if self.top_k > self.num_experts:
