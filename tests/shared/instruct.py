@@ -131,13 +131,13 @@ def instruct_model(kind: str, folder: Path, seed: int = 0):
     model_type, template, named, stops = KINDS[kind]
     made = _tokenizer(kind)
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, clean_up_tokenization_spaces=False, model_max_length=96, **named
+        tokenizer_object=made, clean_up_tokenization_spaces=False, model_max_length=256, **named
     )
     tokenizer.chat_template = template
     ids = [made.token_to_id(stop) for stop in stops]
     config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type](
         vocab_size=made.get_vocab_size() + 5, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=96,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=ids[-1], pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=kind == "bytelevel",
     )  # fmt: skip
