@@ -6,6 +6,7 @@ import pytest
 import torch
 from forge_model import DecoderConfig
 from forge_model.attention.config import GroupedQueryConfig, LatentConfig
+from forge_model.attention.rope_config import NoRopeConfig
 from forge_model.decoder.block_config import ResidualBlockConfig
 from forge_model.decoder.config import LayerOverride
 from forge_model.decoder.mtp_config import MTPConfig
@@ -83,6 +84,16 @@ MODELS = {
         ffn=MLPConfig(bias=True),
         block=ResidualBlockConfig(parallel=True, scale=1.3),
         logit_divisor=0.6,
+    ),
+    "learned": DecoderConfig(
+        **PARTS,
+        # no bias of keys: without rotations no score depends on it, and its gradient is rounding noise
+        attention=GroupedQueryConfig(num_heads=4, num_kv_heads=4, output_bias=True),
+        norm=LayerNormConfig(bias=True),
+        ffn=MLPConfig(bias=True),
+        rope=NoRopeConfig(),
+        learned_positions=True,
+        embedding_scale=1.7,
     ),
     "ahead": DecoderConfig(**PARTS, attention=LATENT, mtp=MTPConfig(num_modules=2)),
 }
@@ -164,6 +175,34 @@ def test_multi_token_prediction_in_float64_equals_one_process(layout):
 )
 def test_multi_token_prediction_by_other_means_equals_one_process(layout, parallel):
     check(layout, "ahead", "float64", parallel, loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [
+        ("pp2-tp2", ParallelConfig()),
+        *(
+            pytest.param(layout, ParallelConfig(), marks=pytest.mark.slow)
+            for layout in ("fsdp2", "hsdp2x2", "fsdp2-tp2", "cp2-tp2", "pp2-cp2", "pp2-fsdp2")
+        ),
+        pytest.param(
+            "cp2-tp2",
+            ParallelConfig(
+                tensor_parallel=TensorParallelConfig(sequence=False),
+                context_parallel=ContextParallelConfig(method="ulysses"),
+            ),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "fsdp2-tp2",
+            ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager")),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_learned_positions_equal_one_process(layout, parallel):
+    check(layout, "learned", "float64", parallel, loss=1e-10, norm=1e-10)
 
 
 @pytest.mark.dist

@@ -1,16 +1,20 @@
 """Three instruct-style models and one that adds BOS, tuned on chats: nothing differs from `transformers`."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from forge_ckpt.error import CheckpointError
 from forge_data.sources.columns import MessagesColumn
 from forge_data.tokenizer.encoding import encoded
 from forge_trainer.cli import main
 from forge_trainer.run_dir import read_job
+from forge_trainer.verify_export import require_tokens
 from instruct import CORPUS, KINDS, TASKS, conversations, instruct_model, write_rows, write_tasks
+from msgspec.structs import replace
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -175,6 +179,23 @@ def test_export_has_template_stops_and_tokens_of_the_model(tuned):
         assert tokenizer.decode(was(text).input_ids) == was.decode(was(text).input_ids)
     for chat in conversations(4):
         assert tokenizer.apply_chat_template(chat) == was.apply_chat_template(chat)
+
+
+def test_tokenizer_that_transformers_replaces_is_told(tuned, tmp_path):
+    root = tuned[0]
+    shutil.copytree(root / "export", tmp_path / "export")
+    file = tmp_path / "export" / "tokenizer.json"
+    other = json.loads(file.read_text())
+    other["pre_tokenizer"] = {"type": "Digits", "individual_digits": True}
+    file.write_text(json.dumps(other))
+    job = read_job(root / "tuned")
+    tokenizer = replace(job.data.tokenizer, path=str(file))
+    job = replace(job, data=replace(job.data, tokenizer=tokenizer))
+    if root.name.startswith("bytelevel"):  # of a Qwen2, whose tokenizer transformers makes of the vocabulary
+        with pytest.raises(CheckpointError, match=r"here a Qwen2Tokenizer, reads .*PreTrainedTokenizerFast"):
+            require_tokens(job, tmp_path / "export")
+    else:
+        require_tokens(job, tmp_path / "export")
 
 
 def test_tasks_on_the_run_say_what_the_harness_says_of_the_export(tuned, tmp_path):
