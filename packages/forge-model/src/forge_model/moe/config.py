@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from forge_config import Config, Meta
@@ -62,24 +63,26 @@ class MoEConfig(FfnConfig):
     shared_gate: bool = False
     scale_gradients: bool = False
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.top_k > self.num_experts:
-            raise ValueError(
-                f"top_k = {self.top_k} of num_experts = {self.num_experts}; choose no more than there are"
-            )
+            yield (f"top_k = {self.top_k} of num_experts = {self.num_experts}; choose no more than there are")
         if self.capacity_factor is not None and isinstance(self.router, ExpertChoiceConfig):
-            raise ValueError(
+            yield (
                 "capacity_factor with an expert_choice router, whose experts all serve the same number of "
                 "tokens; leave it out"
             )
         if not self.shared_experts and (self.shared_gate or self.shared_dim is not None):
-            raise ValueError("shared_gate or shared_dim without shared_experts; give their number")
+            yield ("shared_gate or shared_dim without shared_experts; give their number")
         if self.clamp is not None and (self.shared_experts or not self.gated or self.activation != "silu"):
-            raise ValueError(
+            yield (
                 "clamp with shared experts, without gates, or with another activation than silu; it stands "
                 "for the gated unit with silu, which shared experts have"
             )
-        self.router.require(self.num_experts, self.top_k)
+        try:
+            self.router.require(self.num_experts, self.top_k)
+        except ValueError as error:
+            yield str(error)
 
     def hidden(self, dim: int) -> int:
         """See `FfnConfig.hidden`: of one expert."""
