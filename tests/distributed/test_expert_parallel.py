@@ -49,6 +49,14 @@ MODELS = {
         DEEPSEEK,
         ffn=replace(MOE, router=SoftmaxRouterConfig(batch_balance_weight=0.3, sequence_balance_weight=0.1)),
     ),
+    "scheduled": replace(
+        DEEPSEEK,
+        ffn=replace(
+            MOE,
+            scale_gradients=True,
+            router=replace(SIGMOID, bias_schedule="linear_warmup", bias_schedule_steps=3),
+        ),
+    ),
     "deep": replace(DEEPSEEK, num_layers=4),
     "many": replace(DEEPSEEK, ffn=replace(MOE, num_experts=64)),
     "latent": replace(
@@ -131,6 +139,19 @@ def check(layout: str, name: str, parallel: ParallelConfig, bounds: Bounds = FLO
 @pytest.mark.parametrize("layout", ["tp2", "cp2-ep2"])
 def test_balance_over_a_batch_does_not_depend_on_who_has_which_tokens(layout):
     check(layout, "balanced", ParallelConfig())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp2-ep2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "ep2-tp2", "cp2-ep2", "pp2-ep2")),
+    ],
+)
+def test_scaled_gradients_and_scheduled_bias_do_not_depend_on_the_layout(layout):
+    assert single("scheduled", FLOAT64)["norm"][0] != single("deepseek", FLOAT64)["norm"][0]
+    check(layout, "scheduled", ParallelConfig())
 
 
 COMPILED = ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager"))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from forge_model import DecoderConfig
 from forge_model.attention.config import GroupedQueryConfig, LatentConfig
+from forge_model.attention.rope_config import NoRopeConfig
 from forge_model.decoder.block_config import ResidualBlockConfig
 from forge_model.decoder.config import LayerOverride
 from forge_model.decoder.mtp_config import MTPConfig
@@ -83,6 +84,16 @@ MODELS = {
         ffn=MLPConfig(bias=True),
         block=ResidualBlockConfig(parallel=True, scale=1.3),
         logit_divisor=0.6,
+    ),
+    "learned": DecoderConfig(
+        **PARTS,
+        # no bias of keys: without rotations no score depends on it, and its gradient is rounding noise
+        attention=GroupedQueryConfig(num_heads=4, num_kv_heads=4, output_bias=True),
+        norm=LayerNormConfig(bias=True),
+        ffn=MLPConfig(bias=True),
+        rope=NoRopeConfig(),
+        learned_positions=True,
+        embedding_scale=1.7,
     ),
     "ahead": DecoderConfig(**PARTS, attention=LATENT, mtp=MTPConfig(num_modules=2)),
 }
@@ -167,6 +178,34 @@ def test_multi_token_prediction_by_other_means_equals_one_process(layout, parall
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [
+        ("pp2-tp2", ParallelConfig()),
+        *(
+            pytest.param(layout, ParallelConfig(), marks=pytest.mark.slow)
+            for layout in ("fsdp2", "hsdp2x2", "fsdp2-tp2", "cp2-tp2", "pp2-cp2", "pp2-fsdp2")
+        ),
+        pytest.param(
+            "cp2-tp2",
+            ParallelConfig(
+                tensor_parallel=TensorParallelConfig(sequence=False),
+                context_parallel=ContextParallelConfig(method="ulysses"),
+            ),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "fsdp2-tp2",
+            ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager")),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_learned_positions_equal_one_process(layout, parallel):
+    check(layout, "learned", "float64", parallel, loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "parallel"),
@@ -196,6 +235,7 @@ def test_context_parallel_training_in_float64_equals_one_process(name, method):
     check("cp2", name, "float64", parallel, loss=1e-10, norm=1e-10)
 
 
+PARTITIONED = CompileConfig(enabled=True, backend="aot_eager_decomp_partition")
 FEATURES = {
     **{
         f'activation_checkpointing.mode = "{mode}"': ParallelConfig(
@@ -204,6 +244,9 @@ FEATURES = {
         for mode in ("full", "every", "selective", "offload")
     },
     "compile.enabled": ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager")),
+    'activation_checkpointing.mode = "budget"': ParallelConfig(
+        activation_checkpointing=ActivationCheckpointingConfig(mode="budget", budget=0.3), compile=PARTITIONED
+    ),
     "fsdp.offload": ParallelConfig(fsdp=FSDPConfig(offload=True)),
     "fsdp.prefetch": ParallelConfig(fsdp=FSDPConfig(prefetch=1)),
     'fsdp.reduce_gradients = "every_micro_batch"': ParallelConfig(
@@ -228,6 +271,20 @@ REFUSED = [('fsdp.reduce_gradients = "every_micro_batch"', "pp2-fsdp2")]
 )
 def test_feature_under_a_layout_in_float64_equals_one_process(feature, layout):
     check(layout, "plain", "float64", FEATURES[feature], loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", slow(["tp2", "cp2", "cp2-tp2"], "tp2"))
+@pytest.mark.parametrize("sequence", slow(["sequence", "whole-sequence"], "sequence"))
+@pytest.mark.parametrize("name", slow(["windowed", "latent"], "windowed"))
+def test_compiler_chooses_what_to_keep_of_ranks_that_share_matrices(layout, sequence, name):
+    parallel = ParallelConfig(
+        activation_checkpointing=ActivationCheckpointingConfig(mode="budget", budget=0.3),
+        compile=PARTITIONED,
+        tensor_parallel=TensorParallelConfig(sequence=sequence == "sequence"),
+        context_parallel=ContextParallelConfig(method="ulysses"),
+    )
+    check(layout, name, "float64", parallel, loss=1e-10, norm=1e-10)
 
 
 @pytest.mark.parametrize(("feature", "layout"), REFUSED)

@@ -3,6 +3,13 @@
 import pytest
 import torch
 from forge_config import ConfigError
+from forge_model.config import (
+    DecoderConfig,
+    GroupedQueryConfig,
+    MoEConfig,
+    SigmoidRouterConfig,
+    SoftmaxRouterConfig,
+)
 from forge_parallel.mesh import Mesh
 from forge_trainer.job import load_job
 from forge_trainer.optim import AdamWConfig, trainable
@@ -120,3 +127,83 @@ def test_parameter_without_a_role_is_an_error_that_names_it():
     model.extra = nn.Parameter(torch.ones(2))
     with pytest.raises(ConfigError, match="extra"):
         trainable([model])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("linear_warmup", [0.1, 0.2, 0.3, 0.4, 0.4]),
+        ("cosine", [0.4, 0.2 + 0.1 * 2**0.5, 0.2, 0.2 - 0.1 * 2**0.5, 0.0]),
+    ],
+)
+def test_bias_of_a_router_moves_by_the_rate_of_its_step(schedule, rates):
+    router = SigmoidRouterConfig(bias_rate=0.4, bias_schedule=schedule, bias_schedule_steps=4)
+    model = experts(router=router)
+    step, bias = update(model), torch.zeros(EXPERTS)
+    for index, rate in enumerate(rates):
+        held = step.begin(20, index)
+        loss, counts, _ = passed(model)
+        step(index, loss, held)
+        bias += rate * (counts.mean() - counts).sign().float()
+        torch.testing.assert_close(model.layers["0"].ffn.router.selection_bias, bias)
+
+
+def test_gradients_of_experts_are_scaled_by_the_mean_load_over_their_own_before_clipping():
+    model = experts(scale_gradients=True, router=SoftmaxRouterConfig(bias=True)).double()
+    step = update(model)
+    seen = {}
+    step.optimizer.register_step_pre_hook(
+        lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()})
+    )
+    held = step.begin(20, 0)
+    loss, counts, gradients = passed(model)
+    assert counts.min() == 0 < counts.max() > counts.mean(), "loads differ, and one expert has none"
+    norm = step(0, loss, held).grad_norm
+    for name, gradient in gradients.items():
+        if ".experts." in name:
+            for expert, count in enumerate(counts):
+                gradient[expert] *= 0 if count == 0 else counts.mean() / count
+    whole = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    torch.testing.assert_close(norm.double(), whole, rtol=1e-6, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(seen[name], gradient * min(1, 1 / whole), rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("keys", [{"bias_schedule": "cosine"}, {"bias_schedule_steps": 4}])
+def test_schedule_of_the_bias_without_its_steps_is_refused(keys):
+    with pytest.raises(ValueError, match="needs its number of steps"):
+        SigmoidRouterConfig(**keys)
+
+
+EXPERTS = 5
+
+
+def experts(**keys) -> nn.Module:
+    """A decoder of one layer of experts; where the router has a bias, nobody chooses the last of them."""
+    ffn = MoEConfig(num_experts=EXPERTS, top_k=2, dim=8, **keys)
+    config = DecoderConfig(
+        vocab_size=11, dim=16, num_layers=1, attention=GroupedQueryConfig(num_heads=2), ffn=ffn
+    )
+    model = config.build()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+        for buffer in model.buffers():
+            buffer.zero_()
+        if (bias := model.layers["0"].ffn.router.bias) is not None:
+            bias[-1] = -1e3
+    return model
+
+
+def passed(model):
+    """A loss whose gradients are there, the tokens of each expert as its router chose them, the gradients."""
+    chosen = []
+    handle = model.layers["0"].ffn.router.register_forward_hook(
+        lambda _, __, out: chosen.append(out.routing.experts)
+    )
+    loss = model(torch.arange(20).view(2, 10) % 11).square().mean()
+    loss.backward()
+    handle.remove()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return loss.detach(), chosen[0].bincount(minlength=EXPERTS).double(), gradients

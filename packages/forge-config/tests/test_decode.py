@@ -2,7 +2,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from forge_config import Config, Meta, Registry
+from forge_config import Config, ConfigError, Meta, Registry, load
 from msgspec import field
 
 
@@ -268,3 +268,31 @@ class Direct(Config):
 def test_registered_struct_named_directly_may_carry_its_type(load_text, mistakes):
     assert load_text(Direct, 'shape = {type = "square", side = 1}').value.shape.side == 1
     assert len(mistakes(Direct, 'shape = {type = "round", side = 1}')) == 1
+
+
+class Two(Config):
+    low: int = 0
+    high: int = 1
+    name: str = "a"
+
+    def contradictions(self):
+        if self.low > self.high:
+            yield f"low = {self.low} is above high = {self.high}"
+        if self.name == "b" and self.low:
+            yield f'name = "b" with low = {self.low}'
+
+
+class Holds(Config):
+    two: Two = Two()
+
+
+def test_all_contradictions_of_a_section_are_told_each_with_its_place(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('[two]\nlow = 3\nname = "b"\n')
+    with pytest.raises(ConfigError) as raised:
+        load(Holds, file, ["--two.high=2"])
+    lines = str(raised.value).splitlines()
+    assert any("low = 3 is above high = 2" in line and "a.toml:2" in line for line in lines), lines
+    assert any('name = "b" with low = 3' in line and "a.toml:3" in line for line in lines), lines
+    with pytest.raises(ValueError, match='low = 3 is above high = 1; name = "b" with low = 3'):
+        Two(low=3, name="b")

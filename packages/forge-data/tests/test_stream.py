@@ -9,11 +9,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from forge_data.config import DataConfig
+from forge_data.config import DataConfig, HfTokenizerConfig
 from forge_data.error import DataError
 from forge_data.loading.loader import Loader, build_loader
 from forge_data.order.phases import PhaseConfig
 from forge_data.order.skips import SkipConfig
+from forge_data.packing.text_stream import TextStream
 from forge_data.sources.config import TokensConfig
 from forge_data.sources.hf import HfConfig
 
@@ -194,6 +195,42 @@ def test_stream_of_other_files_is_another_one(folder: Path) -> None:
     first = sorted(folder.iterdir())[0]
     first.rename(folder / f"z{first.name}")
     assert _loaders(_config(folder), 1)[0].fingerprint != before
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: Path) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        ["one two"], tokenizers.trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=alphabet)
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_stream_goes_on_where_the_file_of_its_tokenizer_is_saved_otherwise(
+    folder: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(folder, tokenizer=HfTokenizerConfig(path=str(tokenizer_file)))
+    with monkeypatch.context() as patch:  # as it was named when its name had the bytes of the file
+        patch.setattr(TextStream, "digest", TextStream.file_digest)
+        earlier = _loaders(config, 1)[0].fingerprint
+    before = _loaders(config, 1)[0]
+    assert before.fingerprint != earlier
+    before.require(earlier)
+    tree = json.loads(tokenizer_file.read_text())
+    tokenizer_file.write_text(json.dumps(dict(reversed(tree.items())), indent=7))
+    after = _loaders(config, 1)[0]
+    after.require(before.fingerprint)
+    with pytest.raises(DataError, match="not those the run was trained on"):
+        after.require(earlier)
+    ids = tree["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    tokenizer_file.write_text(json.dumps(tree))
+    with pytest.raises(DataError, match="not those the run was trained on"):
+        _loaders(config, 1)[0].require(before.fingerprint)
 
 
 def test_loader_of_a_stream_begins_anew_with_each_pass(folder: Path) -> None:

@@ -103,6 +103,11 @@ CASES = {
         "rotary_pct": 1.0, "rotary_emb_base": 300, "hidden_act": "gelu_new", "tie_word_embeddings": True,
         "num_attention_heads": 3,
     },
+    "gpt2": {"n_inner": 72},
+    "gpt2-wide": {"num_attention_heads": 3, "activation_function": "relu", "layer_norm_epsilon": 1e-3},
+    "gpt2-untied": {
+        "tie_word_embeddings": False, "scale_attn_weights": False, "num_hidden_layers": 1, "n_inner": 50,
+    },
     "deepseek_v2": LATENT,
     "deepseek_v2-limited": LATENT
     | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.3}
@@ -250,3 +255,22 @@ def test_tensors_choose_among_the_families_that_can_hold_a_model(tmp_path):
 def test_values_that_a_family_cannot_follow_are_refused_by_their_names(change, needle):
     with pytest.raises(ModelError, match=needle):
         config_from_hf(change)
+
+
+def test_first_checkpoints_of_gpt2_have_no_beginning_of_names_and_buffers_beside(tmp_path):
+    model = theirs("gpt2")
+    keys, tensors = as_saved(model, tmp_path)
+    bare = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
+    assert bare.keys().isdisjoint(tensors)
+    bare |= {
+        f"h.{i}.attn.{name}": torch.ones(1, 1, 64, 64) for i in range(4) for name in ("bias", "masked_bias")
+    }
+    whole, found = (dict(from_hf(there, config_from_hf(keys))) for there in (tensors, bare))
+    assert whole.keys() == found.keys() and all(torch.equal(whole[name], found[name]) for name in whole)
+
+
+def test_longer_context_of_learned_positions_is_another_model():
+    config = config_from_hf({"model_type": "gpt2", "n_positions": 64})
+    assert differences(config, replace(config, max_tokens=65)) == ["max_tokens: 64, there 65"]
+    rotary = config_from_hf({"model_type": "gpt_neox"})
+    assert differences(rotary, replace(rotary, max_tokens=65)) == []

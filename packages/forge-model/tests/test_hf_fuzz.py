@@ -32,6 +32,7 @@ MORE = {
     "deepseek_v2": GROUPS | {"num_key_value_heads": 4, "head_dim": 8, "topk_method": "group_limited_greedy"},
     "deepseek_v3": GROUPS | {"num_key_value_heads": 4, "num_nextn_predict_layers": 0},
     "dots1": GROUPS | {"n_shared_experts": 1},
+    "gpt2": {"n_inner": 40},
     "glm4_moe": GROUPS | {"num_nextn_predict_layers": 0},
 }
 """Sizes that a family needs beside, or otherwise."""

@@ -85,7 +85,7 @@ def _add_commands_on_jobs(commands: Any) -> None:
 
 
 def _add_commands_on_runs(commands: Any) -> None:
-    generate = _command(commands, "generate", _look, "let a run write on")
+    generate = _command(commands, "generate", _look, "let a run, or a Hugging Face model, write on")
     given = generate.add_mutually_exclusive_group()
     given.add_argument("--prompt", action="append", help="text to go on from; may be repeated")
     given.add_argument(
@@ -107,7 +107,18 @@ def _add_commands_on_runs(commands: Any) -> None:
         "--compile", action="store_true", help="compile the step of a token; pays off for many tokens"
     )
     generate.add_argument("--seed", type=_seed, default=0)
-    evaluate = _command(commands, "eval", _look, "the loss of a run on its held-out text, or what tasks say")
+    evaluate = _command(
+        commands,
+        "eval",
+        _look,
+        "the loss of a run on its held-out text, of any model on --text, or what tasks say",
+    )
+    evaluate.add_argument(
+        "--text", action="append", metavar="FILE", help="text to evaluate on instead; may be repeated"
+    )
+    evaluate.add_argument(
+        "--max-tokens", type=_count, help="of a sequence of --text, of a Hugging Face model"
+    )
     evaluate.add_argument("--tasks", help="tasks of lm-evaluation-harness, with commas between")
     evaluate.add_argument("--tasks-from", metavar="FOLDER", help="YAML files of tasks of your own")
     evaluate.add_argument("--num-fewshot", type=_count_or_none, help="examples before each question")
@@ -130,9 +141,11 @@ def _add_commands_on_runs(commands: Any) -> None:
     sample.add_argument("--rank", type=_count_or_none, default=0, help="of ranks that read different data")
     sample.add_argument("--world-size", type=_count, default=1, help="how many such ranks there are")
     sample.add_argument("--limit", type=_count_or_none, help="sequences at most")
+    or_model = ", a folder of a Hugging Face model, or hf://owner/name"
     or_root = ", or a folder of runs to list"
     for command in (generate, evaluate, status, sample, export, verify, branch, after):
-        command.add_argument("directory", help=f"the run directory{or_root if command is status else ''}")
+        others = or_root if command is status else or_model if command in (generate, evaluate) else ""
+        command.add_argument("directory", help=f"the run directory{others}")
     branch.add_argument("out", help="the directory of the new run; keys are overridden as in train")
     branch.add_argument("--step", type=int, help="of the checkpoint; the newest if absent")
     branch.set_defaults(takes_keys=True)
@@ -230,14 +243,19 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _look(options: argparse.Namespace) -> int:
+    from forge_trainer.hub import NAME, TOKENIZER, WEIGHTS, fetched
     from forge_trainer.run_dir import started_in
 
+    if options.command in ("generate", "eval") and NAME.fullmatch(options.directory):
+        options.directory = fetched(options.directory, (*WEIGHTS, *TOKENIZER))
     folder = started_in(Path(options.directory))
     if folder.samefile("."):
         return _look_here(options)
     for name in {"directory", "out", "tasks_from", "json", "prompts"} & vars(options).keys():
         if getattr(options, name) is not None:
             setattr(options, name, os.path.abspath(getattr(options, name)))
+    for name in {"image", "text"} & vars(options).keys():
+        setattr(options, name, [os.path.abspath(one) for one in getattr(options, name) or ()])
     sys.path.append(os.getcwd())  # parts of one's own are found from here as well
     with chdir(folder):
         return _look_here(options)

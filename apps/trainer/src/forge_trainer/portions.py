@@ -1,6 +1,7 @@
 """How long a run trains, and in what portions. Imports no torch."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Annotated
 
 from forge_config import Config, Meta
@@ -59,21 +60,22 @@ class TrainConfig(Config):
     init_exclude: tuple[str, ...] = ()
     init_resize: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if not self.global_batch and self.global_batch_tokens is None:
-            raise ValueError("global_batch is missing; say it in sequences, or global_batch_tokens in tokens")
+            yield ("global_batch is missing; say it in sequences, or global_batch_tokens in tokens")
         if self.init_from is None and self.init_in_parts:
-            raise ValueError(
+            yield (
                 "init_include, init_exclude or init_resize without init_from; say from where to take weights"
             )
         if isinstance(self.init_from, dict) and not (self.init_from and all(self.init_from)):
-            raise ValueError(
+            yield (
                 f"given init_from = {self.init_from}; expected a table of prefixes of weights, none of them "
                 "empty, or one place as text"
             )
         warmup = sum(stage.steps for stage in self.batch_warmup)
         if warmup >= self.steps:
-            raise ValueError(
+            yield (
                 f"train.batch_warmup lasts {warmup} steps, and train.steps = {self.steps}; shorten it, or "
                 "train longer"
             )

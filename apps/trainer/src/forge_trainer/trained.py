@@ -14,15 +14,17 @@ from forge_ckpt.state import MODEL, OPTIMIZER, model_tensors
 from forge_ckpt.store import Store
 from forge_ckpt.weights import write_weights
 from forge_config import ConfigError
+from forge_data.sources.config import FilesConfig
 from forge_data.tokenizer.tokenizer import Tokenizer
 from forge_model.config import ComposedConfig
 from forge_model.error import ModelError
 from forge_parallel.apply import materialize
 from forge_parallel.mesh import Mesh
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from forge_trainer.endings import generation_of, stops_of, trained_template
-from forge_trainer.eval_config import prefixed
+from forge_trainer.eval_config import EvalSetConfig, prefixed
 from forge_trainer.evaluations import open_evaluations
 from forge_trainer.job import Job
 from forge_trainer.optim import OptimizerConfig
@@ -65,6 +67,42 @@ class Evaluated(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class Trained(NamedTuple):
+    """A model to look at.
+
+    Attributes:
+        job: of its run, or one as if there were a run.
+        model: in the format in which training computes, whole on one device.
+        name: where it is from, for a person.
+        record: the same for programs.
+    """
+
+    job: Job
+    model: nn.Module
+    name: str
+    record: dict[str, Any]
+
+
+def open_trained(options: argparse.Namespace) -> Trained:
+    """The model of a run, or of a folder of Hugging Face, that `options.directory` names.
+
+    Raises:
+        CheckpointError, ConfigError, ModelError: there is none, or it cannot be followed.
+    """
+    from forge_trainer.published import is_published, job_of, load_published
+
+    folder = Path(options.directory)
+    if not is_published(folder):
+        job = read_job(folder)
+        model, step = load_model(job, computing=True)
+        return Trained(job, model, f"{options.directory} at step {step}", {"step": step})
+    job, device = job_of(options), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model_on_meta(job)
+    load_published(model, job, folder, device)
+    _in_compute_format(model, job, device)
+    return Trained(job, model.eval(), str(options.directory), {})
 
 
 def load_model(job: Job, computing: bool = False) -> tuple[nn.Module, int]:
@@ -135,33 +173,43 @@ def take_newest(job: Job, model: nn.Module, take: Callable[[Mapping[str, Tensor]
 
 
 def evaluate_run(options: argparse.Namespace) -> None:
-    """`forge eval`: the loss on the held-out text and on sets, or what `--tasks` say."""
-    job = read_job(Path(options.directory))
-    model, step = load_model(job, computing=True)
+    """`forge eval`: the loss on held-out text and sets, or on `--text`, or what `--tasks` say."""
+    job, model, place, record = open_trained(options)
     if options.tasks is not None:
         from forge_trainer.tasks import evaluate_tasks
 
-        sys.stdout.write(f"{options.directory} at step {step}\n")
+        sys.stdout.write(f"{place}\n")
         tokenizer = job.data.tokenizer.build()
         stops = stops_of(job, tokenizer)
         return evaluate_tasks(model, tokenizer, job.model, job.train.micro_batch, options, stops)
     mesh = Mesh(next(model.parameters()).device)
+    job = _with_text(job, options)
     sets = open_evaluations(job, mesh)
     if not sets:
         raise ConfigError(
             f"{options.directory} has no text to evaluate on: no source holds any out, and there is no "
-            "[eval.sets]; name --tasks"
+            "[eval.sets]; name files by --text, or --tasks"
         )
     evaluate = job.step.build([model], job.loss.build(), mesh).evaluate
     results = {name: evaluate(batches) for name, batches in sets.items()}
     for name, numbers in results.items():
         told = ", ".join(f"{key} {value:.4f}" for key, value in numbers.items())
-        sys.stdout.write(f"{options.directory} at step {step}{name and f', {name}'}: {told}\n")
+        sys.stdout.write(f"{place}{name and f', {name}'}: {told}\n")
     if options.json is not None:
-        record = {"step": step}
         for name, numbers in results.items():
             record |= prefixed(name, numbers)
         write_json(Path(options.json), record)
+
+
+def _with_text(job: Job, options: argparse.Namespace) -> Job:
+    """A job that is evaluated on the files of `--text` and on nothing else; itself without them."""
+    batch, texts = options.batch_size or job.train.micro_batch, options.text
+    job = replace(job, train=replace(job.train, micro_batch=batch))
+    if not texts:
+        return job
+    data = replace(job.data, sources=[source.whole() for source in job.data.sources])
+    texts = EvalSetConfig(sources=[FilesConfig(paths=texts)], samples=0)
+    return replace(job, data=data, eval=replace(job.eval, sets={"text": texts}))
 
 
 def write_json(path: Path, found: Any) -> None:

@@ -69,7 +69,7 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
         for name in (*chosen.taken, *chosen.resized) if chosen is not None else ():
             if name in own:
                 dtype, shape, read = _source(there[name])
-                _require_numbers(name, dtype, own[name], there[name].origin)
+                require_numbers(name, dtype, own[name], there[name].origin)
                 copy_common(shape, read, own[name])
     if Env.detect().rank == 0 and chosen is not None:
         named = " and ".join(job.train.origins.values())
@@ -139,7 +139,7 @@ def _shapes_there(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _require_numbers(name: str, dtype: torch.dtype, target: Tensor, origin: str) -> None:
+def require_numbers(name: str, dtype: torch.dtype, target: Tensor, origin: str) -> None:
     """See that a tensor from elsewhere is not quantized: it would be no numbers without its scales.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`forge generate RUN`: what a run writes after prompts, one by one, from a file, or as they are typed."""
+"""`forge generate`: what a model writes after prompts, one by one, from a file, or as they are typed."""
 
 import argparse
 import json
@@ -18,8 +18,7 @@ from forge_model.model_config import Prompt
 from torch import nn
 
 from forge_trainer.endings import stops_of
-from forge_trainer.run_dir import read_job
-from forge_trainer.trained import load_model
+from forge_trainer.trained import open_trained
 
 DEFAULT_PROMPT = "def "
 
@@ -221,8 +220,7 @@ def _asked(line: str, path: Path, number: int) -> Asked:
 def generate_text(options: argparse.Namespace) -> None:
     """`forge generate`: each prompt and what follows it; of a file of prompts, JSON lines."""
     prompts = None if options.prompts is None else read_prompts(Path(options.prompts))
-    job = read_job(Path(options.directory))
-    model, _ = load_model(job, computing=True)
+    job, model, *_ = open_trained(options)
     tokenizer = job.data.tokenizer.build()
     writer = Writer(model, tokenizer, job.model, options, stops_of(job, tokenizer))
     images = [_read_image(Path(path), "--image") for path in options.image or ()]

@@ -8,6 +8,7 @@ from typing import Any
 
 from forge_config.decode import FAILED
 from forge_config.problem import Problems
+from forge_config.struct import sentences_of
 
 Check = Callable[..., Iterable[str] | None]
 """Raises ValueError, or yields or returns sentences, each saying what is given, expected and to do."""
@@ -30,4 +31,5 @@ def run(check: Check, sections: Mapping[str, Any], problems: Problems) -> None:
         for sentence in check(**{name: sections[name] for name in names}) or ():
             problems.add_sentence("", sentence)
     except ValueError as error:
-        problems.add_sentence("", str(error))
+        for sentence in sentences_of(error):
+            problems.add_sentence("", sentence)

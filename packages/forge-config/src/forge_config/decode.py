@@ -25,7 +25,7 @@ from forge_config.shape import (
     words,
 )
 from forge_config.source import Tree, copied, places
-from forge_config.struct import Config
+from forge_config.struct import Config, sentences_of
 
 NONE = "none"
 """How None is written where leaving the key out would mean a default that is not None."""
@@ -125,7 +125,8 @@ class Decoder:
         try:
             return actual(**values)
         except ValueError as error:
-            self._problems.add_sentence(key, str(error), fields_of(actual))
+            for sentence in sentences_of(error):
+                self._problems.add_sentence(key, sentence, fields_of(actual))
             return FAILED
 
     def _struct_of(self, given: Tree, struct: type[Config], key: str) -> tuple[type[Config] | None, Tree]:

@@ -17,7 +17,7 @@ from forge_config.override import parse
 from forge_config.plain import plain
 from forge_config.problem import Problems
 from forge_config.source import Layer, Tree, read
-from forge_config.struct import Config, ConfigError
+from forge_config.struct import Config, ConfigError, sentences_of
 from forge_config.trace import trace
 
 T = TypeVar("T", bound=Config)
@@ -112,7 +112,8 @@ def _whole(struct: type[T], sections: Tree, problems: Problems) -> T:
     try:
         return struct(**sections)
     except ValueError as error:
-        problems.add_sentence("", str(error))
+        for sentence in sentences_of(error):
+            problems.add_sentence("", sentence)
         problems.raise_if_any()
         raise
 

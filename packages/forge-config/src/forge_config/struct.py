@@ -1,5 +1,6 @@
 """What a section of a configuration is: a frozen, strict struct."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, dataclass_transform
 
 import msgspec
@@ -11,6 +12,18 @@ ALL_KEYS = "*"
 
 class ConfigError(ValueError):
     """A configuration that cannot be used. The message holds every problem found, not only the first."""
+
+
+class ContradictionError(ValueError):
+    """Keys of one section that do not go together.
+
+    Attributes:
+        sentences: what each check says.
+    """
+
+    def __init__(self, sentences: Sequence[str]) -> None:
+        super().__init__("; ".join(sentences))
+        self.sentences = tuple(sentences)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
@@ -31,7 +44,8 @@ class Config(msgspec.Struct, metaclass=_ConfigMeta):
     """Base of every section: frozen, keyword-only, unknown keys rejected.
 
     One-field bounds are `Annotated[int, Meta(ge=1)]` (checked when decoded from TOML, not by `__init__`);
-    checks over several fields of one section go into `__post_init__` and raise `ValueError`.
+    checks over several fields of one section are told by `contradictions`, all of them, or go into
+    `__post_init__` and raise `ValueError`, which tells the first.
 
     `free_keys` and `recorded_keys` name the keys that may change when something goes on with another
     configuration: freely, or as an event that is written down. All others may not; see `judge`.
@@ -45,3 +59,19 @@ class Config(msgspec.Struct, metaclass=_ConfigMeta):
     recorded_keys: ClassVar[tuple[str, ...]] = ()
     path_keys: ClassVar[tuple[str, ...]] = ()
     growing_keys: ClassVar[tuple[str, ...]] = ()
+
+    def contradictions(self) -> Iterable[str]:
+        """A sentence for each pair of keys, or group of them, that do not go together.
+
+        A check must bear what those before it found.
+        """
+        return ()
+
+    def __post_init__(self) -> None:
+        if found := [*self.contradictions()]:
+            raise ContradictionError(found)
+
+
+def sentences_of(error: ValueError) -> tuple[str, ...]:
+    """What the checks of a section say that raised this."""
+    return error.sentences if isinstance(error, ContradictionError) else (str(error),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from forge_config import Config, Meta
@@ -62,24 +63,21 @@ class DataConfig(Config):
     skip: list[SkipConfig] = []
     cache_dir: str | None = None
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if not self.sources:
-            raise ValueError(
-                "sources is empty; name at least one, e.g. [[data.sources]] with type = 'python-stdlib'"
-            )
+            yield ("sources is empty; name at least one, e.g. [[data.sources]] with type = 'python-stdlib'")
         names = self.source_names()
         if len(set(names)) < len(names):
-            raise ValueError(f"the sources are named {', '.join(names)}; give each a name of its own")
-        if not any(source.weight for source in self.sources):
-            raise ValueError(f"the weights of {', '.join(names)} are all 0; give at least one above 0")
+            yield (f"the sources are named {', '.join(names)}; give each a name of its own")
+        if self.sources and not any(source.weight for source in self.sources):
+            yield (f"the weights of {', '.join(names)} are all 0; give at least one above 0")
         if unknown := {name for phase in self.phases for name in phase.weights} - set(names):
-            raise ValueError(
-                f"phases name {', '.join(sorted(unknown))}; the sources are named {', '.join(names)}"
-            )
+            yield (f"phases name {', '.join(sorted(unknown))}; the sources are named {', '.join(names)}")
         if self.streamed_names():
-            self._require_streamable()
+            yield from self._unstreamable()
 
-    def _require_streamable(self) -> None:
+    def _unstreamable(self) -> Iterator[str]:
         """What is read in order cannot be asked for by number."""
         contradictions = {
             f'packing = "{self.packing}" (a stream is packed by "concat")': self.packing != "concat",
@@ -90,7 +88,7 @@ class DataConfig(Config):
             ),
         }
         if wrong := [said for said, is_so in contradictions.items() if is_so]:
-            raise ValueError(
+            yield (
                 f"a source has streaming = true, given {' and '.join(wrong)}; change that, or set "
                 "streaming = false"
             )

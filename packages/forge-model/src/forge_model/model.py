@@ -61,6 +61,12 @@ class Model(nn.Module):
         for layer in expert_layers(self).values():
             layer.step_tokens = tokens
 
+    def before_step(self, step: int) -> None:
+        """Be told the number of the next step, from 0: routers may learn by a schedule."""
+        for layer in expert_layers(self).values():
+            if (router := getattr(layer, "router", None)) is not None:
+                router.step = step
+
     def before_optimizer_step(self, sum_: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Let routers learn from the load of a step; see `learn_from_load`. Collective."""
         return learn_from_load(expert_layers(self), sum_)

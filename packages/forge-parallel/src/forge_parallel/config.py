@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import Annotated, Literal
 
@@ -324,20 +325,21 @@ class ParallelConfig(Config):
                 f"cannot be done with {key}; change it, or choose another schedule"
             )
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         mode = self.activation_checkpointing.mode
         if mode == "budget" and not self.compile.enabled:
-            raise ValueError('activation_checkpointing.mode = "budget" needs compile.enabled = true')
+            yield ('activation_checkpointing.mode = "budget" needs compile.enabled = true')
         if mode == "offload" and self.compile.enabled:
-            raise ValueError('activation_checkpointing.mode = "offload" needs compile.enabled = false')
+            yield ('activation_checkpointing.mode = "offload" needs compile.enabled = false')
         if self.tensor_parallel.async_ and not (self.compile.enabled and self.compile.backend == "inductor"):
-            raise ValueError(
+            yield (
                 "tensor_parallel.async = true is done by the compiler; set compile.enabled = true with "
                 'backend = "inductor", or async = false'
             )
         if self.fp8.gather and self.fsdp.offload:
-            raise ValueError("fp8.gather = true needs fsdp.offload = false: weights are rounded on the GPU")
+            yield ("fp8.gather = true needs fsdp.offload = false: weights are rounded on the GPU")
         if self.fp8.gather and mode == "offload":
-            raise ValueError('fp8.gather = true needs another activation_checkpointing.mode than "offload"')
+            yield ('fp8.gather = true needs another activation_checkpointing.mode than "offload"')
         if self.fp8.emulate and self.compile.enabled:
-            raise ValueError("fp8.emulate = true needs compile.enabled = false")
+            yield ("fp8.emulate = true needs compile.enabled = false")

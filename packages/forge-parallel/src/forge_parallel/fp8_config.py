@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from forge_config import ALL_KEYS, Config, Meta
@@ -63,14 +64,15 @@ class FP8Config(Config):
             'or use recipe = "rowwise_with_gw_hp"'
         )
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.experts and self.recipe not in ("rowwise", "mxfp8"):
-            raise ValueError(
+            yield (
                 f'experts = true with recipe = "{self.recipe}": grouped products in 8 bits need a scale for '
                 'each row; give recipe = "rowwise" or "mxfp8", or experts = false'
             )
         if self.gather and self.recipe != "tensorwise":
-            raise ValueError(
+            yield (
                 f'gather = true with recipe = "{self.recipe}": only weights with one scale a tensor are '
                 'gathered in 8 bits; give recipe = "tensorwise", or gather = false'
             )

@@ -162,7 +162,7 @@ class VisionLanguage(Model):
             "stages": stages
             | {
                 "blocks": "decoder.layers.*",
-                "first": ["encoder", "connector", "fusion", "decoder.embed"],
+                "first": ["encoder", "connector", "fusion", *(f"decoder.{n}" for n in stages["first"])],
                 "last": [f"decoder.{name}" for name in stages["last"]],
                 "first_cost": 0.0,
                 "first_inputs": FED_BY,

@@ -55,7 +55,7 @@ class TextStep:
         seed_step(self.seed, step, self.mesh.batch.rank, self.mesh.device)
         samples = sum(len(micro.inputs["tokens"]) for micro in batch) * self.mesh.batch.size
         tokens = sum(micro.inputs["tokens"].numel() for micro in batch) * self.mesh.batch.size
-        held = self.update.begin(tokens)
+        held = self.update.begin(tokens, step)
         means = self._backward(batch)
         loss = means.pop("loss")
         norm, finite, lr, statistics = self.update(step, loss, held)

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from forge_model.moe.layer import gradient_scales
 from forge_parallel.capabilities import without_dynamo
 from forge_parallel.grads import clip_, global_norm
 from forge_parallel.mesh import Mesh
+from forge_parallel.tensor import local_shard
 from forge_resilience.finite import HeldBuffers, step_if_finite
 from torch import Tensor, nn
 
@@ -37,12 +39,13 @@ class Updated(NamedTuple):
 class Update:
     """Clips, sets the learning rate, takes the optimizer step and clears the gradients.
 
-    A part of the model that has a method `before_optimizer_step(sum_)` is called first: it may change its
+    A part of the model that has a method `before_optimizer_step(sum_)` is called before gradients are
+    clipped, and then the gradients of experts are scaled where their layer says so. It may change its
     buffers, such as the bias of a router, from what it counted, and may return statistics. `sum_` sums a
     tensor over all ranks that have the same part of the model; those of tp have seen the same tokens, or
     parts of them with `tensor_parallel.sequence`. Where the step is skipped, persistent buffers become what
     `begin` found. One that has a method `before_micro_batches(tokens)` is told at the beginning how many
-    tokens the global batch has.
+    tokens the global batch has, one that has `before_step(step)` the number of the step.
 
     Attributes:
         parts: of the model.
@@ -62,11 +65,13 @@ class Update:
     ema_decay: float = 0.0
     first: Callable[[], None] | None = None
 
-    def begin(self, tokens: int) -> list[HeldBuffers]:
-        """Before the first forward pass of a step: tell the parts of its tokens, remember their buffers."""
+    def begin(self, tokens: int, step: int = 0) -> list[HeldBuffers]:
+        """Before the first forward pass of a step: tell the parts of it, remember their buffers."""
         for part in self.parts:
             if (begin := getattr(part, "before_micro_batches", None)) is not None:
                 begin(tokens)
+            if (number := getattr(part, "before_step", None)) is not None:
+                number(step)
         return [HeldBuffers(part) for part in self.parts]
 
     def __call__(self, step: int, loss: Tensor, held: Sequence[HeldBuffers] = ()) -> Updated:
@@ -80,6 +85,7 @@ class Update:
         if step == 0 and self.first is not None:
             self.first()
         drop_frozen_gradients(self.optimizer, step)
+        statistics = self._prepare()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         # where nothing is trained on this rank, what is frozen says in which dtype ranks add up
         parameters = parameters or [p for part in self.parts for p in part.parameters()]
@@ -87,10 +93,7 @@ class Update:
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         if self.clip_norm:
             clip_(parameters, self.clip_norm, norm)
-        lr, statistics = self._set_lr(step), {}
-        for part in self.parts:
-            if (prepare := getattr(part, "before_optimizer_step", None)) is not None:
-                statistics |= prepare(self.mesh.stage.sum_) or {}
+        lr = self._set_lr(step)
         with without_dynamo():
             # where the optimizer runs: on the host, if the weights are there
             step_if_finite(self.optimizer, finite.to(parameters[0].device))
@@ -101,6 +104,16 @@ class Update:
         for buffers in held:
             buffers.restore_unless(finite)
         return Updated(norm, finite, lr, statistics)
+
+    def _prepare(self) -> dict[str, Tensor]:
+        """Let the parts change what they counted for, and scale what they say. Collective."""
+        statistics: dict[str, Tensor] = {}
+        for part in self.parts:
+            if (prepare := getattr(part, "before_optimizer_step", None)) is not None:
+                statistics |= prepare(self.mesh.stage.sum_) or {}
+            for experts, scales in gradient_scales(part):
+                _scale_gradients(experts, scales)
+        return statistics
 
     def _set_lr(self, step: int) -> float:
         factor = self.lr_factor(step)
@@ -113,3 +126,13 @@ class Update:
         """A function of the step, the learning rate is nothing that a checkpoint has to hold."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"]
+
+
+@torch.no_grad()
+def _scale_gradients(experts: nn.Module, scales: Tensor) -> None:
+    """Multiply the gradients of stacked parameters [E, ...] by [E], those of this rank, in place."""
+    for parameter in experts.parameters():
+        if parameter.grad is not None:
+            held, offsets, _ = local_shard(parameter.grad)
+            mine = scales[offsets[0] : offsets[0] + len(held)].to(held)
+            held.mul_(mine.view(-1, *[1] * (held.ndim - 1)))

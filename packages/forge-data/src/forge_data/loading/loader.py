@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ class Loader:
         plan: what the run will read by phase and source, where its steps are known.
         last_step: how many whole steps there are data for; None for any number.
         fingerprint_at: names the stream of so many samples: later phases and skips may still change.
+        earlier_at: the same by the names that streams had in earlier checkpoints; None is all samples.
         sources: what each source is called.
         order: the order of samples, where it goes on; None for a pass over held-out text.
         pins: the versions of streams that have several, by the name that they have in a checkpoint.
@@ -60,6 +63,7 @@ class Loader:
     plan: list[str] = field(default_factory=list[str])
     last_step: int | None = None
     fingerprint_at: Callable[[int], str] = field(default=lambda _: "", repr=False)
+    earlier_at: Callable[[int | None], str] = field(default=lambda _: "", repr=False)
     sources: tuple[str, ...] = ()
     order: Order | None = field(default=None, repr=False)
     pins: dict[str, str] = field(default_factory=dict[str, str], repr=False)
@@ -79,7 +83,8 @@ class Loader:
         Raises:
             DataError: it is another one.
         """
-        if fingerprint not in (None, self.fingerprint, self.fingerprint_at(samples)):
+        earlier = (self.earlier_at(None), self.earlier_at(samples))
+        if fingerprint not in (None, self.fingerprint, self.fingerprint_at(samples), *earlier):
             raise DataError(
                 "the data are not those the run was trained on so far (content, weights, seed or length of "
                 "sequences, or the held-out text differ); bring them back, or start a new run"
@@ -196,11 +201,14 @@ def build_loader(
     for number, stream in streams.items():
         _require_shared(names[number], stream.lanes, world_size)
     packings = dict(sorted((packings | streams).items()))
-    of_streams = [(n, f"stream {n} {stream.lanes} {stream.digest}") for n, stream in streams.items()]
+    of_streams, of_earlier = (
+        [(n, f"stream {n} {stream.lanes} {named(stream)}") for n, stream in streams.items()]
+        for named in (attrgetter("digest"), attrgetter("file_digest"))
+    )
     run = Run(global_batch, steps)
     order = build_order(config, [len(p) for p in packings.values()], run)
 
-    def fingerprint_at(samples: int | None) -> str:
+    def fingerprint_at(samples: int | None, of_streams: list[tuple[int, str]] = of_streams) -> str:
         joined = num_joined(config, run, samples)
         of_joined = structs.replace(config, sources=config.sources[:joined], phases=[])
         known = [[text for number, text in texts if number < joined] for texts in (content, of_streams)]
@@ -216,6 +224,7 @@ def build_loader(
         plan_lines(config, order, run),
         last_step(order, run),
         fingerprint_at,
+        partial(fingerprint_at, of_streams=of_earlier),
         names,
         order,
         {pin_key(number): stream.source.pin for number, stream in streams.items() if stream.source.pin},

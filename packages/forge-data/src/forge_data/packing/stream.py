@@ -190,6 +190,11 @@ class Stream(Packing):
         places: where lanes begin; the start of the stream for those that are not named.
     """
 
+    @property
+    def file_digest(self) -> str:
+        """As `digest`, by the bytes of the file of the tokenizer: what runs were named by earlier."""
+        return self.digest
+
     def __init__(self, source: Streamed, lanes: int, places: Mapping[int, Place] | None = None) -> None:
         self.source, self.lanes = source, lanes
         self._places = dict(places or {})

@@ -157,7 +157,13 @@ class TextStream(Stream, TextPacking):
 
     @property
     def digest(self) -> str:
-        """Names what is read and with which tokenizer."""
+        """Names what is read and with which tokenizer, however its file is saved."""
+        tokenizer = self._tokenizer.build()
+        return f"{self._text.digest(tokenizer)} {tokenizer.digest}"
+
+    @property
+    def file_digest(self) -> str:
+        """See `Stream.file_digest`."""
         tokenizer = self._tokenizer.build()
         return f"{self._text.digest(tokenizer)} {file_digest(tokenizer)}"
 

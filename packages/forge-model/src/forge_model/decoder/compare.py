@@ -13,7 +13,7 @@ from forge_model.decoder.config import DecoderConfig, LayerConfig
 NOT_COMPARED = {
     "preset": "fills in other keys",
     "from": "fills in other keys",
-    "max_tokens": "no weight depends on it",
+    "max_tokens": "no weight depends on it, unless positions are learned",
     "init_std": "how weights start",
     "overrides": "in the parts of each layer",
     "mtp.loss_weight": "how it learns",
@@ -21,6 +21,9 @@ NOT_COMPARED = {
     "ffn.router.batch_balance_weight": "how it learns",
     "ffn.router.sequence_balance_weight": "how it learns",
     "ffn.router.bias_rate": "how it learns",
+    "ffn.router.bias_schedule": "how it learns",
+    "ffn.router.bias_schedule_steps": "how it learns",
+    "ffn.scale_gradients": "how it learns",
 }
 """Keys by which two models may differ and still compute the same with the same weights, and why. Every other
 key counts, also one that only a struct from outside has."""
@@ -35,6 +38,8 @@ def differences(config: DecoderConfig, other: DecoderConfig) -> list[str]:
         One line a key, `key: value of config, there value of other (layers)`; empty if they agree.
     """
     lines = _unlike(_outer(config), _outer(other))
+    if config.learned_positions and config.max_tokens != other.max_tokens:
+        lines.append(f"max_tokens: {config.max_tokens}, there {other.max_tokens}")
     shared = min(config.num_layers, other.num_layers)
     where: dict[str, list[int]] = {}
     for index in range(shared):

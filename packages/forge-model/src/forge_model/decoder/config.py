@@ -98,6 +98,8 @@ class DecoderConfig(ModelConfig):
         norm_order: where a layer has its norms: "pre": x + f(norm(x)); "reordered": x + norm(f(x)), as OLMo 2
             (arXiv:2501.00656); "sandwich": x + norm(f(norm(x))), as Gemma 2 (arXiv:2408.00118).
         embedding_scale: what embeddings are multiplied by; Gemma has sqrt(dim).
+        learned_positions: a learned vector for each of `max_tokens` positions is added to the embeddings when
+            they are scaled (GPT-2); with `rope.type = "none"` there are no others.
         logit_softcap: logits become logit_softcap * tanh(logit / logit_softcap) (arXiv:2408.00118); absent
             means they stay as they are.
         logit_divisor: what logits are divided by, before they are capped (Granite, arXiv:2408.13359).
@@ -120,6 +122,7 @@ class DecoderConfig(ModelConfig):
     norm_order: NormOrder = "pre"
     block: BlockConfig = StandardBlockConfig()
     embedding_scale: Positive = 1.0
+    learned_positions: bool = False
     logit_softcap: Positive | None = None
     logit_divisor: Positive = 1.0
     mtp: MTPConfig = MTPConfig()
@@ -149,6 +152,11 @@ class DecoderConfig(ModelConfig):
             raise ValueError(
                 f"mtp.num_modules = {self.mtp.num_modules} of sequences of max_tokens = {self.max_tokens}: "
                 "no token stands so far ahead; use fewer modules"
+            )
+        if self.mtp.num_modules and self.learned_positions:
+            raise ValueError(
+                f"mtp.num_modules = {self.mtp.num_modules} with learned_positions = true: tokens further on "
+                "have no positions in a module of it; use 0, or a rotary embedding"
             )
         for number, override in enumerate(self.overrides):
             if not override.indices(self.num_layers):
@@ -205,6 +213,8 @@ class DecoderConfig(ModelConfig):
     def tensor_sizes(self) -> dict[str, int]:
         """See `ModelConfig.tensor_sizes`."""
         sizes = {"vocab_size": self.vocab_size}
+        if self.learned_positions:
+            sizes["max_tokens"] = self.max_tokens
         for index in range(self.num_layers):
             layer = self.layer(index)
             for key, size in layer.block.tensor_sizes(layer, self.dim).items():

@@ -26,20 +26,27 @@ from forge_model.model import Model
 class Decoder(Model):
     """A language model. Parameters mean nothing before `forge_model.initialize` or a checkpoint writes them.
 
-    A part of a model (a pipeline stage) has the same names: set `embed`, `norm` and `head` to None and delete
+    A part of a model (a pipeline stage) has the same names: set those outside of blocks to None and delete
     `layers` that another stage holds. A stage without `embed` is given the hidden state instead; one without
     `head` returns it. With `mtp`, the embeddings of tokens further on travel along: [B, T, (1 + depths) D].
 
     Attributes:
         embed: token ids -> hidden state.
+        position_embed: positions -> what is added to it; None without `learned_positions`.
         layers: blocks by index.
         norm: of the last hidden state.
         head: hidden state -> logits, or loss.
         mtp: modules that predict tokens after the next one, used where there are labels.
     """
 
-    tensor_roles: ClassVar[dict[str, str]] = {"embed": "embed", "norm": "norm", "head": "head"}
+    tensor_roles: ClassVar[dict[str, str]] = {
+        "embed": "embed",
+        "position_embed": "embed",
+        "norm": "norm",
+        "head": "head",
+    }
     embed: Embedding | None
+    position_embed: Embedding | None
     norm: nn.Module | None
     head: Head | None
 
@@ -47,6 +54,7 @@ class Decoder(Model):
         super().__init__()
         self.config, self.init_std, self.depth = config, config.init_std, config.num_layers
         self.embed = Embedding(config.vocab_size, config.dim)
+        self.position_embed = Embedding(config.max_tokens, config.dim) if config.learned_positions else None
         self.layers = nn.ModuleDict({str(i): _block(config, i) for i in range(config.num_layers)})
         self.norm = config.norm.build(config.dim)
         self.head = Head(config.dim, config.vocab_size, config.logit_softcap, config.logit_divisor)
@@ -114,6 +122,7 @@ class Decoder(Model):
         else:
             mask = cache.mask(tokens.shape[1], span_ids)
             positions = cache.positions(tokens.shape[1]) if positions is None else positions
+        x = self._placed(x, tokens, positions)
         tables = self._tables(mask, tokens, positions, x.dtype)
         x = self.run(x, self._contexts(tables, cache, sides))
         if self.head is not None and labels is not None and ahead_labels is not None:
@@ -208,7 +217,7 @@ class Decoder(Model):
     def prepared(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, list[Context]]:
         """What `run` is given of tokens [B, T] after those in the cache."""
         mask, positions = cache.mask(tokens.shape[1]), cache.positions(tokens.shape[1])
-        x = self.embedded(tokens)
+        x = self._placed(self.embedded(tokens), tokens, positions)
         return x, self._contexts(
             self._tables(mask, tokens, positions, x.dtype), cache, self._sides({}, cache)
         )
@@ -238,6 +247,20 @@ class Decoder(Model):
             # rounded to the dtype of the model first, as Gemma was trained; made on the device: no copy
             x = x * torch.full((), scale, dtype=x.dtype, device=x.device)
         return x
+
+    def _placed(self, x: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """What the first block is given: [B, T, D] with the learned vectors of positions added, if any.
+
+        Raises:
+            ModelError: positions have several axes.
+        """
+        if self.position_embed is None:
+            return x
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if positions.ndim > 2:
+            raise ModelError(f"positions {list(positions.shape)} of several axes; learned ones have one")
+        return x + self.position_embed(positions.expand(tokens.shape))
 
     def _embedded(
         self, tokens: Tensor, hidden: Tensor | None, ahead: Tensor | None = None

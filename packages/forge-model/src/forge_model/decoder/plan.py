@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 BY_TOKEN = ["tokens", "labels", "doc_ids", "span_ids", "positions", "ahead_tokens", "ahead_labels"]
 """The inputs that every decoder may be given for each token."""
 
+OUTSIDE = ("embed", "position_embed", "norm", "head")
+"""The modules outside of blocks."""
+
 
 def blocks_of(decoder: Decoder) -> dict[str, nn.Module]:
     """The blocks by name, those of multi-token prediction too."""
@@ -30,8 +33,8 @@ def blocks_of(decoder: Decoder) -> dict[str, nn.Module]:
 def plan_of(decoder: Decoder) -> dict[str, Any]:
     """The plan of a decoder, or of a part of one: collected of what its modules say."""
     config, ahead = decoder.config, [f"mtp.{k}" for k in decoder.mtp]
-    outside = [name for name in ("embed", "norm", "head") if getattr(decoder, name) is not None]
-    units = [[name for name in names if name in outside] for names in (["embed"], ["norm", "head"])]
+    outside = [name for name in OUTSIDE if getattr(decoder, name) is not None]
+    units = [[name for name in names if name in outside] for names in (OUTSIDE[:2], OUTSIDE[2:])]
     costs = config.layer_flops(config.max_tokens)
     attention = [name for name, module in decoder.named_modules() if hasattr(module, "attend")]
     if any(attention_of(block) is None for block in blocks_of(decoder).values()):
@@ -42,7 +45,7 @@ def plan_of(decoder: Decoder) -> dict[str, Any]:
         "units": [*([] if config.tie_embeddings else [u for u in units if u]), *([name] for name in ahead)],
         "tensor": roles_by_pattern(decoder, tensor_roles(decoder)),
         "stages": {
-            "first": ["embed"],
+            "first": [*OUTSIDE[: 1 + config.learned_positions]],
             "last": ["norm", "head", *ahead],
             "hidden": "hidden",
             "dim": config.dim * (1 + config.mtp.num_modules),

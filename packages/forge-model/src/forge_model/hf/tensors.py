@@ -257,12 +257,20 @@ def from_hf(tensors: Mapping[str, V], config: DecoderConfig) -> Mapping[str, V]:
     """
     ours, problems = _on_meta(config), dict[str, int]()
     for family, _ in families_of(config):
-        names = Names(family, config, ours)
-        missing, left = names.missing(tensors), names.left(tensors)
+        names, there = Names(family, config, ours), _based(tensors, family)
+        missing, left = names.missing(there), names.left(there)
         if not missing and not left:
-            return names.renamed(tensors)
+            return names.renamed(there)
         problems[names.problem(missing, left)] = len(missing) + len(left)
     raise ModelError(min(problems, key=lambda problem: problems[problem]))
+
+
+def _based(tensors: Mapping[str, V], family: Family) -> Mapping[str, V]:
+    """Their tensors, where none has the beginning of the names of a family with it."""
+    if not family.base or any(key.startswith(family.base) for key in tensors):
+        return tensors
+    head = f"{family.outer_keys['head']}.weight"
+    return Renamed(tensors, {key if key == head else family.base + key: key for key in tensors})
 
 
 class Names:
@@ -296,6 +304,7 @@ class Names:
             key
             for key in {*there} - self._wanted - self._family.empty(self._config).keys()
             if key != head and not (ahead and _is_not_ours(key, self._config))
+            if not re.search(self._family.unused, key)
         )
 
     def problem(self, missing: list[str], left: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from forge_config import Config, Meta
@@ -45,6 +46,9 @@ class MoEConfig(FfnConfig):
         shared_experts: experts beside, each of the width `shared_dim`, that serve every token.
         shared_dim: hidden width of each shared expert; absent means `dim`.
         shared_gate: the shared experts are weighed by a sigmoid for each token (as Qwen2-MoE).
+        scale_gradients: the gradients of the weights of each expert are multiplied by the mean load of the
+            experts over its own, of the whole step, before they are clipped: experts that are chosen rarely
+            learn about as fast as others. What the model computes does not change.
     """
 
     num_experts: Count = 8
@@ -57,25 +61,28 @@ class MoEConfig(FfnConfig):
     shared_experts: Annotated[int, Meta(ge=0)] = 0
     shared_dim: Count | None = None
     shared_gate: bool = False
+    scale_gradients: bool = False
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.top_k > self.num_experts:
-            raise ValueError(
-                f"top_k = {self.top_k} of num_experts = {self.num_experts}; choose no more than there are"
-            )
+            yield (f"top_k = {self.top_k} of num_experts = {self.num_experts}; choose no more than there are")
         if self.capacity_factor is not None and isinstance(self.router, ExpertChoiceConfig):
-            raise ValueError(
+            yield (
                 "capacity_factor with an expert_choice router, whose experts all serve the same number of "
                 "tokens; leave it out"
             )
         if not self.shared_experts and (self.shared_gate or self.shared_dim is not None):
-            raise ValueError("shared_gate or shared_dim without shared_experts; give their number")
+            yield ("shared_gate or shared_dim without shared_experts; give their number")
         if self.clamp is not None and (self.shared_experts or not self.gated or self.activation != "silu"):
-            raise ValueError(
+            yield (
                 "clamp with shared experts, without gates, or with another activation than silu; it stands "
                 "for the gated unit with silu, which shared experts have"
             )
-        self.router.require(self.num_experts, self.top_k)
+        try:
+            self.router.require(self.num_experts, self.top_k)
+        except ValueError as error:
+            yield str(error)
 
     def hidden(self, dim: int) -> int:
         """See `FfnConfig.hidden`: of one expert."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
@@ -93,6 +93,7 @@ class MoE(nn.Module):
         step_tokens: of the global batch; what the losses of this layer are divided by. None means the tokens
             of each call.
         tally: of the calls since the last optimizer step.
+        scale_gradients: see `MoEConfig`; done by who has the gradients, by `gradient_scales`.
     """
 
     holds_experts: ClassVar[bool] = True
@@ -103,7 +104,7 @@ class MoE(nn.Module):
     def __init__(self, config: MoEConfig, dim: int) -> None:
         super().__init__()
         self.num_experts, self.top_k = config.num_experts, config.top_k
-        self.capacity_factor = config.capacity_factor
+        self.capacity_factor, self.scale_gradients = config.capacity_factor, config.scale_gradients
         self.router = config.router.build(dim, config.num_experts, config.top_k)
         hidden = config.hidden(dim)
         self.experts = Experts(
@@ -201,6 +202,17 @@ def expert_layers(model: nn.Module) -> dict[str, ExpertLayer]:
                 "forge_model.moe.layer.ExpertLayer"
             )
     return cast(dict[str, ExpertLayer], found)
+
+
+def gradient_scales(model: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
+    """The experts of each layer that scales their gradients, and by how much: [E] float64.
+
+    Known after `learn_from_load` of the step. The gradient of an expert without load is 0 anyway.
+    """
+    for layer in expert_layers(model).values():
+        if getattr(layer, "scale_gradients", False) and layer.tally.last is not None:
+            counts = layer.tally.last[: layer.num_experts]
+            yield layer.experts, counts.mean() / counts.clamp(min=1)
 
 
 def learn_from_load(layers: dict[str, ExpertLayer], sum_: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -38,10 +38,12 @@ class Router(nn.Module):
     Attributes:
         weight: [E, D].
         bias: [E], or None.
+        step: number of the optimizer step that comes next, from 0.
     """
 
     roles: ClassVar[dict[str, Role]] = {"weight": "router", "bias": "bias"}
     residual_writers: ClassVar[tuple[str, ...]] = ()
+    step: int = 0
 
     def __init__(self, config: RouterConfig, dim: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -169,7 +171,7 @@ class SigmoidRouter(TopKRouter):
 
     def __init__(self, config: SigmoidRouterConfig, dim: int, num_experts: int, top_k: int) -> None:
         super().__init__(config, dim, num_experts, top_k)
-        self.bias_rate = config.bias_rate
+        self.rate = config.rate
         self.register_buffer("selection_bias", torch.empty(num_experts))
 
     def affinities(self, logits: Tensor) -> Tensor:
@@ -188,7 +190,7 @@ class SigmoidRouter(TopKRouter):
     def learn(self, load: Load) -> None:
         """See `Router.learn`. Source: arXiv:2408.15664 algorithm 1, by the sign of the error."""
         error = load.counts.mean() - load.counts
-        self.selection_bias.add_(error.sign().to(self.selection_bias.dtype), alpha=self.bias_rate)
+        self.selection_bias.add_(error.sign().to(self.selection_bias.dtype), alpha=self.rate(self.step))
 
     def statistics(self) -> Mapping[str, Tensor]:
         """See `Router.statistics`."""

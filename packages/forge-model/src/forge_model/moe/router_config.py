@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from math import cos, pi
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from forge_config import Config, Meta, Registry
 
@@ -96,9 +97,31 @@ class SigmoidRouterConfig(TopKConfig):
         bias_rate: after each step, the bias by which experts are selected moves by so much, up for experts
             below the mean load, down for those above it (arXiv:2408.15664 algorithm 1). It selects only: it
             changes no weight. 0 leaves it where it is.
+        bias_schedule: what the rate does: `constant`; `linear_warmup`: it rises from 1/n of `bias_rate` in
+            the first of n = `bias_schedule_steps` steps to `bias_rate` in the last of them, and stays there;
+            `cosine`: it falls from `bias_rate` along half a cosine to 0 after so many steps, and stays there.
+        bias_schedule_steps: of the two that change.
     """
 
     bias_rate: Weight = 1e-3
+    bias_schedule: Literal["constant", "linear_warmup", "cosine"] = "constant"
+    bias_schedule_steps: Annotated[int, Meta(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        if (self.bias_schedule == "constant") != (self.bias_schedule_steps == 0):
+            raise ValueError(
+                f'router.bias_schedule = "{self.bias_schedule}" with router.bias_schedule_steps = '
+                f"{self.bias_schedule_steps}; a rate that changes needs its number of steps, another one none"
+            )
+
+    def rate(self, step: int) -> float:
+        """How far the bias moves after a step, from 0."""
+        steps = self.bias_schedule_steps
+        if self.bias_schedule == "linear_warmup":
+            return self.bias_rate * min(step + 1, steps) / steps
+        if self.bias_schedule == "cosine":
+            return self.bias_rate * (1 + cos(pi * min(step, steps) / steps)) / 2
+        return self.bias_rate
 
     def build(self, dim: int, num_experts: int, top_k: int) -> Router:
         """See `RouterConfig.build`."""

@@ -55,9 +55,9 @@ class StreamedSamples(Streamed):
         how = self.prepares(data.tokenizer, image_reader(items), Held())
         return SampleStream(self, how, data, lanes, seed, places)
 
-    def digest(self, how: Preparation, tokenizer: Tokenizer) -> str:
-        """Names what is read, and what is made of it."""
-        said = how.named(tokenizer), how.reader.digest, file_digest(tokenizer), *self.key_of_parts()
+    def digest(self, how: Preparation, tokenizer: Tokenizer, named: str) -> str:
+        """Names what is read, and what is made of it with a tokenizer that is `named` so."""
+        said = how.named(tokenizer), how.reader.digest, named, *self.key_of_parts()
         return f"{key(self.version, *said):016x}"
 
 
@@ -94,9 +94,15 @@ class SampleStream(Stream):
         self._how, self._seed, self.max_tokens = how, seed, data.max_tokens
         self._tokenizer = data.tokenizer.build()
         self._sequences = SampleSequences(how.reader, data, self._tokenizer.eos_id)
-        self.digest = source.digest(how, self._tokenizer)
+        self.digest = source.digest(how, self._tokenizer, self._tokenizer.digest)
+        self._file_digest = source.digest(how, self._tokenizer, file_digest(self._tokenizer))
         self.ragged, self.host, self.extra = how.reader.ragged, how.reader.host, self._sequences.extra
         self.sequence_bytes = 1  # no more than a batch of a stream is read at once
+
+    @property
+    def file_digest(self) -> str:
+        """See `Stream.file_digest`."""
+        return self._file_digest
 
     def new_lane(self, lane: int) -> SampleLane:
         """See `Stream.new_lane`."""

@@ -12,6 +12,7 @@ from forge_model.hf.families.gemma import GEMMA3 as GEMMA3
 from forge_model.hf.families.gemma1 import GEMMA as GEMMA
 from forge_model.hf.families.glm4 import GLM4 as GLM4
 from forge_model.hf.families.glm4_moe import GLM4_MOE as GLM4_MOE
+from forge_model.hf.families.gpt2 import GPT2 as GPT2
 from forge_model.hf.families.gpt_neox import GPT_NEOX as GPT_NEOX
 from forge_model.hf.families.gpt_oss import GPT_OSS as GPT_OSS
 from forge_model.hf.families.granite import GRANITE as GRANITE
@@ -54,6 +55,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_MOE,
     GPT_NEOX,
     DEEPSEEK_V2,
+    GPT2,
 )
 """Tried in this order when a model is exported; the first that can express it is taken."""
 
@@ -80,6 +82,7 @@ __all__ = [
     "GEMMA3",
     "GLM4",
     "GLM4_MOE",
+    "GPT2",
     "GPT_NEOX",
     "GPT_OSS",
     "GRANITE",

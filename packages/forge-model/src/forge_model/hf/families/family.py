@@ -112,6 +112,8 @@ class Family:
         outer_keys: module names outside of the blocks, ours to theirs.
         layers: their name for all blocks.
         empty: their tensors without elements, with their shapes: of parts that the model does not have.
+        base: begins the names of all tensors but those of the head; a checkpoint may leave it out.
+        unused: a pattern of names of tensors that older checkpoints have and nothing reads.
     """
 
     model_type: str
@@ -131,6 +133,8 @@ class Family:
     outer_keys: dict[str, str] = field(default_factory=lambda: OUTER_KEYS)
     layers: str = "model.layers"
     empty: Callable[[DecoderConfig], dict[str, tuple[int, int]]] = lambda config: {}
+    base: str = ""
+    unused: str = "(?!)"
 
     def hf_key(self, name: str, num_layers: int) -> str:
         """Their name of our parameter, e.g. layers.3.ffn.w_up.weight -> model.layers.3.mlp.up_proj.weight.
