@@ -65,7 +65,7 @@ def prepared(folder: Path, tiny: bool, stack: ExitStack) -> tuple[Any, Any]:
             return loss(*arguments, **options)
 
     run.step.loss_fn = marked
-    return run, iter(run.loader)
+    return run, run.data.batches()
 
 
 def busy_us(events: list[Any]) -> float:

@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import pytest
 from forge_parallel.testing import run_ranks
-from forge_resilience.verdict import Verdict
 from forge_trainer.build import build
+from forge_trainer.guards import Guard
 from forge_trainer.job import load_job
 from runs import losses, state
 
@@ -66,12 +66,12 @@ def started(path: str, flags: list[str], stop: int = 0) -> tuple[str, int]:
     with ExitStack() as stack, patch("forge_trainer.build.process_group", lambda *_, **__: nullcontext()):
         run = build(load_job(path, flags).value, stack)
 
-        def signalled(progress, out):
-            if progress.step == stop and run.env.rank == run.env.world_size - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return Verdict.CONTINUE
+        class Signalled(Guard):
+            def observe(self, progress, out):
+                if progress.step == stop and run.env.rank == run.env.world_size - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
 
-        run.guards.insert(0, signalled)
+        run.guards.insert(0, Signalled())
         return run.train().name, run.progress.step
 
 

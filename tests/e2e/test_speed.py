@@ -16,12 +16,12 @@ class SleepyConfig(HookConfig):
 
     def build(self, run):
         if run.env.rank == self.rank:
-            whole = type(run.loader).__iter__
+            whole = type(run.data.loader).__iter__
             def late(loader):
                 for batch in whole(loader):
                     time.sleep(0.2)
                     yield batch
-            type(run.loader).__iter__ = late
+            type(run.data.loader).__iter__ = late
         return Hook()
 """
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from forge_ckpt.store import Store
 from forge_trainer import build
+from forge_trainer.checkpoints import Checkpoints
 from forge_trainer.clock import Clock
 from forge_trainer.steps import update
-from forge_trainer.weights import SaveRun
 from torch._dynamo import register_backend
 
 PHASES = ("start", "data", "forward", "backward", "step", "save", "write", "evaluation", "compile", "end")
@@ -104,7 +104,7 @@ def watch(send: Sender) -> None:
     before(build, "resume_or_start", lambda *_: send("start", anywhere=True))
     before(update, "step_if_finite", lambda *_: send("step"))
     before(Store, "save", lambda *_: send("write"))
-    before(SaveRun, "finish", lambda *_: send("end"))
+    before(Checkpoints, "finish", lambda *_: send("end"))
     if send.phase in ("forward", "backward"):
         torch.nn.modules.module.register_module_forward_hook(forward)
 

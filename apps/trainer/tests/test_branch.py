@@ -10,8 +10,8 @@ import torch
 from forge_ckpt import CheckpointError, Snapshot, Store
 from forge_config import to_toml
 from forge_trainer.cli import main
+from forge_trainer.incidents import read_rollbacks
 from forge_trainer.job import load_job
-from forge_trainer.rollback import read_rollbacks
 from forge_trainer.run_dir import RunFiles
 
 DEBUG = Path(__file__).parents[3] / "configs" / "runs" / "debug.toml"

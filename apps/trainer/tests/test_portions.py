@@ -41,12 +41,6 @@ def test_ranks_that_cannot_cut_the_batch_hear_what_can():
         job.require_layout(8)
 
 
-def test_job_ends_where_its_data_do():
-    job = load_job(DEBUG, ["--train.steps=100"]).value
-    assert job.ending_at(None) is job and job.ending_at(100) is job
-    assert job.ending_at(40).train.steps == 40
-
-
 def test_run_that_ends_with_its_data_has_no_phase_at_a_part_of_its_length(tmp_path):
     (tmp_path / "r.toml").write_text(
         f'extends = "{DEBUG}"\n[data]\nwhen_exhausted = "stop"\n[[data.sources]]\ntype = "python-stdlib"\n'

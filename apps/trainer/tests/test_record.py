@@ -175,7 +175,7 @@ def test_record_has_nothing_compiled_anew(job):
     compiled = '\n[compile]\nenabled = true\nbackend = "aot_eager"\n'
     with ExitStack() as stack:
         run = build(job(compiled + HOOK + 'sites = ["layers.*.ffn:in"]\n'), stack)
-        batches = iter(run.loader)
+        batches = iter(run.data.loader)
         run.step.train(next(batches), 0)
         graphs, ran = counters["stats"]["unique_graphs"], counters["aot_autograd"].copy()
         assert graphs > 0

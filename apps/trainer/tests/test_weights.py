@@ -18,11 +18,12 @@ from forge_model import ModelError, config_to_hf, initialize, to_hf
 from forge_parallel.mesh import Mesh
 from forge_parallel.testing import run_ranks
 from forge_trainer.build import open_store
+from forge_trainer.checkpoints import plain, restored, resume_or_start
 from forge_trainer.cli import main
 from forge_trainer.job import load_job
 from forge_trainer.progress import Progress
 from forge_trainer.run_dir import read_job
-from forge_trainer.weights import _plain, _state, copy_common, resume_or_start, set_initial_weights
+from forge_trainer.weights import copy_common, set_initial_weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -329,8 +330,8 @@ def _reads_its_part(folder):
 
 def test_state_of_hooks_comes_back_exactly():
     state = {"best": float("inf"), "mean": [float("nan"), -0.0], "seen": {"a": 2**70}, "none": None}
-    back = _state(json.loads(json.dumps(_plain("hook", state), allow_nan=False)))
+    back = restored(json.loads(json.dumps(plain("hook", state), allow_nan=False)))
     assert repr(back) == repr(state)
-    assert _state({"skipped": 3}) == {"skipped": 3}  # as older versions wrote it
+    assert restored({"skipped": 3}) == {"skipped": 3}  # as older versions wrote it
     with pytest.raises(ConfigError, match=r"hook: state\(\) returned what a checkpoint cannot hold"):
-        _plain("hook", {"x": object()})
+        plain("hook", {"x": object()})

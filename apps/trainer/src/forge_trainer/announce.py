@@ -13,8 +13,8 @@ from torch import nn
 from forge_trainer.optim.groups import listed, unfed
 
 if TYPE_CHECKING:
-    from forge_trainer.build import Run
     from forge_trainer.job import Job
+    from forge_trainer.run import Run
 
 SCALES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -35,10 +35,10 @@ def unused_lines(unused: Sequence[str]) -> list[str]:
     return [f"  not used   {one}: of another type than the one that was chosen" for one in unused]
 
 
-def optimizer_line(job: Job) -> str:
+def optimizer_line(job: Job, steps: int) -> str:
     """The optimizer and the schedule with what matters most of them."""
     optimizer, schedule = job.optimizer, job.schedule
-    warmup = schedule.warmup(job.train.steps, job.step_tokens)
+    warmup = schedule.warmup(steps, job.step_tokens)
     return (
         f"  optimizer  {type_name(type(optimizer))}, lr {optimizer.lr:g}, weight_decay "
         f"{optimizer.weight_decay:g}; {type_name(type(schedule))} after {warmup:,} steps of warm-up"
@@ -46,33 +46,33 @@ def optimizer_line(job: Job) -> str:
 
 
 def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
-    job = run.job
+    job, steps = run.job, run.progress.until
     with torch.device("meta"):
         model = job.model.build()
     parameters, active, idle = _parameters(run, model)
     of_which = "" if active == parameters else f", {scaled(active).strip()} active"
-    tokens = job.batch_sizes.samples(job.train.steps) * job.data.max_tokens
+    tokens = job.batch_sizes.samples(steps) * job.data.max_tokens
     batches = " to ".join(map(str, job.batch_sizes.all()))
     flops = job.model.flops_per_token(job.data.max_tokens) * tokens
     yield f"{job.job.name}"
     yield f"  model      {scaled(parameters)} parameters ({parameters:,}){of_which}"
     yield (
-        f"  training   {job.train.steps:,} steps of {batches} x {job.data.max_tokens} tokens: "
+        f"  training   {steps:,} steps of {batches} x {job.data.max_tokens} tokens: "
         f"{scaled(tokens)} tokens, {tokens / parameters:.3g} a parameter"
     )
-    yield f"  compute    {scaled(flops)}FLOPs in all, {scaled(flops / job.train.steps)}FLOPs a step"
+    yield f"  compute    {scaled(flops)}FLOPs in all, {scaled(flops / steps)}FLOPs a step"
     if idle:
         yield f"  frozen     {', '.join(idle)}: no source has what they are given"
-    yield optimizer_line(job)
+    yield optimizer_line(job, steps)
     if job.fp8.recipe != "none" and (layers := layers_in_8_bits(job, model)):
         yield f"  8 bits     {len(layers)} linear layers: {', '.join(listed(layers))}"
     yield f"  layout     {_layout(run)}"
-    for line in run.loader.plan:
+    for line in run.data.loader.plan:
         yield f"  data       {line}"
     yield f"  writes to  {run.directory}"
     for change in changes:
         yield f"  changes    {change}"
-    if run.progress.step >= job.train.steps:
+    if run.progress.complete:
         yield f"  complete   all {run.progress.step} steps are done"
     elif run.progress.step:
         yield f"  goes on    from the checkpoint of step {run.progress.step:,}"

@@ -18,8 +18,8 @@ from forge_ckpt.manifest import step_name
 from forge_ckpt.store import Store
 from forge_config import Change, ConfigError, MayChange, judge, to_toml
 
+from forge_trainer.incidents import ROLLBACK, append_incident, read_rollbacks
 from forge_trainer.job import load_job
-from forge_trainer.rollback import ROLLBACK, append_incident, read_rollbacks
 from forge_trainer.run_dir import RunFiles, append_history, read_job, require_trust
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from forge_resilience.signals import Stopped
 from forge_resilience.verdict import Verdict
 
 from forge_trainer.environment import environment
+from forge_trainer.guards import Guard
 from forge_trainer.hooks.base import Hook
 from forge_trainer.job import Job
 from forge_trainer.ranks import from_first
@@ -148,14 +149,6 @@ class Claim:
             return self._lease.is_held()
         return newest_epoch(self._files.lease) == self._epoch
 
-    def first_step(self) -> Hook:
-        """A hook for the first rank: the run exists, with this configuration, once it took a step."""
-        return _FirstStep(self)
-
-    def verdict(self, progress: Progress, out: StepOutput) -> Verdict:
-        """A guard for the first rank: ABORT when another process took the run over."""
-        return Verdict.CONTINUE if self.is_held() else Verdict.ABORT
-
     def begin(self, step: int) -> None:
         """Make this configuration that of the run. History first: a crash in between repeats, not loses.
 
@@ -173,8 +166,19 @@ class Claim:
             ) from error
 
 
-class _FirstStep(Hook):
-    every = 1
+class Held(Guard):
+    """A guard for the first rank: ABORT when another process took the run over."""
+
+    def __init__(self, claim: Claim) -> None:
+        self._claim = claim
+
+    def verdict(self, progress: Progress, save_due: bool) -> Verdict:
+        """See `Guard.verdict`."""
+        return Verdict.CONTINUE if self._claim.is_held() else Verdict.ABORT
+
+
+class FirstStep(Hook):
+    """A hook for the first rank: the run exists, with this configuration, once it took a step."""
 
     def __init__(self, claim: Claim) -> None:
         self._claim: Claim | None = claim

@@ -117,12 +117,6 @@ class Job(Config):
         if batch != self.train.global_batch:
             structs.force_setattr(self, "train", structs.replace(self.train, global_batch=batch))
 
-    def ending_at(self, last_step: int | None) -> "Job":
-        """The same job, with no more steps than there are data for; None for any number."""
-        if last_step is None or last_step >= self.train.steps:
-            return self
-        return structs.replace(self, train=structs.replace(self.train, steps=last_step))
-
     @property
     def batch_sizes(self) -> BatchSizes:
         """How many sequences each step takes."""
@@ -172,9 +166,13 @@ class Job(Config):
         groups = tuple(group.in_steps(step_of) for group in self.optimizer.groups)
         return structs.replace(self.optimizer, groups=groups)
 
-    def lr_factor(self, step: int) -> float:
-        """What the peak learning rate is multiplied by: the schedule times the phase of the data."""
-        steps = self.train.steps
+    def lr_factor(self, step: int, steps: int) -> float:
+        """What the peak learning rate is multiplied by: the schedule times the phase of the data.
+
+        Args:
+            step: from 0.
+            steps: that the run takes; fewer than `train.steps` where its data end earlier.
+        """
         scale = self.data.lr_scale(step, steps, self.train.global_batch)
         return self.schedule.factor(step, steps=steps, step_tokens=self.step_tokens) * scale
 

@@ -15,11 +15,12 @@ from forge_resilience.verdict import Verdict, agree
 from forge_resilience.watchdog import Watchdog
 
 from forge_trainer.announce import announcement
-from forge_trainer.build import Run, build
+from forge_trainer.build import build
 from forge_trainer.claim import USER_ERRORS, Claim
 from forge_trainer.clock import Clock
+from forge_trainer.incidents import note_incident
 from forge_trainer.job import Job
-from forge_trainer.rollback import note_incident
+from forge_trainer.run import Run
 from forge_trainer.run_dir import RunFiles
 from forge_trainer.say import say
 from forge_trainer.together import FailedElsewhere
@@ -46,14 +47,12 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
             signals = signals or stack.enter_context(Signals())
             watch(loaded.value, claim, clock, stack)
             with clock.span("build"):
-                run = build(loaded.value, stack, signals, clock, claim.hold)
+                run = build(loaded.value, stack, signals, clock, claim)
             claim.progress = run.progress
             signals.started(partial(agree, group=run.mesh.control_group))
             if rank == 0:
-                run.hooks.append(claim.first_step())
-                run.guards.append(claim.verdict)
                 say(announcement(run, claim.changes, loaded.unused), sys.stdout)
-                if claim.changes and run.progress.step >= run.job.train.steps:
+                if claim.changes and run.progress.complete:
                     claim.begin(run.progress.step)  # there is no step to do it
             code, reason = _outcome(run, run.train(), claim)
             claim.ended(code, reason, run.progress.step)
@@ -93,16 +92,16 @@ def watch(job: Job, claim: Claim, clock: Clock, stack: ExitStack) -> None:
 
 def _outcome(run: Run, verdict: Verdict, claim: Claim) -> tuple[ExitCode, str]:
     """What the exit code is, and why."""
-    step, job = run.progress.step, run.job
+    step = run.progress.step
     if verdict == Verdict.ABORT and not claim.is_held():
         return ExitCode.LOCKED, f"stopped at step {step}: another process took {run.directory} over"
-    if verdict == Verdict.ABORT and (trouble := run.ladder.trouble) is not None:
+    if verdict == Verdict.ABORT and (trouble := run.recovery.trouble) is not None:
         if run.env.rank == 0:
             facts = {"step": step, "first": trouble.first, "end": trouble.end, "why": trouble.why}
             note_incident(run.directory, "ended", facts)
         return trouble.code, f"stopped at step {step}: {trouble.why}"
-    if step >= job.train.steps:
+    if run.progress.complete:
         return ExitCode.DONE, "complete"
-    if run.save.failed:  # as an error that a new start may not have; where it has, such starts come to an end
+    if run.checkpoints.failed:  # a new start may not have this error; starts that all have it come to an end
         return ExitCode.FAILED, f"stopped at step {step} WITHOUT a checkpoint, which could not be written"
     return ExitCode.PREEMPTED, f"stopped at step {step} with a checkpoint; the same command continues it"

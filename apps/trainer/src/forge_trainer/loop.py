@@ -1,6 +1,6 @@
 """The training loop. Everything that varies is a step, a hook or a guard."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from forge_resilience.verdict import Verdict
 
@@ -8,34 +8,29 @@ from forge_trainer.clock import Clock
 from forge_trainer.guards import Guard
 from forge_trainer.hooks import Hook
 from forge_trainer.progress import Progress
-from forge_trainer.steps.base import Batch, Step, StepOutput
-
-
-def worst(guards: Iterable[Guard], progress: Progress, out: StepOutput) -> Verdict:
-    """The gravest verdict of all guards on this rank."""
-    return max((guard(progress, out) for guard in guards), default=Verdict.CONTINUE)
+from forge_trainer.steps.base import Batch, Step
 
 
 def train(
     step: Step,
     batches: Iterator[Batch],
     progress: Progress,
-    until: int,
-    hooks: Sequence[Hook],
     guards: Sequence[Guard],
+    hooks: Sequence[Hook],
+    save_due: Callable[[int], bool],
     agree: Callable[[Verdict], Verdict],
-    save: Callable[[Progress], Verdict],
+    save: Callable[[], Verdict],
     clock: Clock,
 ) -> Verdict:
-    """Train until step `until` or until a guard on any rank stops the run. Collective.
+    """Train until step `progress.until` or until a guard on any rank stops the run. Collective.
 
     Args:
         step: trains on one global batch.
         batches: this rank's part of each global batch.
         progress: advanced in place.
-        until: the step to end at.
+        guards: observe and judge every step.
         hooks: observe every `hook.every` steps and at the end.
-        guards: judge every step.
+        save_due: whether a checkpoint is due after so many steps.
         agree: the gravest verdict over all ranks, the only place where ranks decide together.
         save: writes a checkpoint, and returns CONTINUE; or what follows if the state is not worth keeping.
         clock: counts the time of each part.
@@ -45,19 +40,23 @@ def train(
         when it was cut short.
     """
     verdict = Verdict.CONTINUE
-    while progress.step < until and verdict < Verdict.STOP:
+    while not progress.complete and verdict < Verdict.STOP:
         with clock.span("data"):
             batch = next(batches)
         with clock.span("step"):
             out = step.train(batch, progress.step)
         progress.advance(out)
+        with clock.span("log"):
+            for guard in guards:
+                guard.observe(progress, out)
         for hook in hooks:
-            if progress.step % hook.every == 0 or progress.step == until:
+            if progress.step % hook.every == 0 or progress.complete:
                 with clock.span(hook.span):
                     hook.on_step(progress, out)
         with clock.span("agree"):
-            verdict = agree(worst(guards, progress, out))
+            due = save_due(progress.step)
+            verdict = agree(max(guard.verdict(progress, due) for guard in guards))
         if Verdict.SAVE <= verdict < Verdict.ROLLBACK:
             with clock.span("save"):
-                verdict = max(verdict, save(progress))
+                verdict = max(verdict, save())
     return verdict

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -17,11 +17,22 @@ class Progress:
         step: optimizer steps taken, skipped ones (non-finite gradient) included.
         samples: sequences consumed; the position in the data.
         tokens: tokens consumed.
+        until: the step to end at: that of the configuration, or the last one for which there are data.
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    until: int = field(default=0, compare=False)
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is no further step to take."""
+        return self.step >= self.until
+
+    def counts(self) -> dict[str, int]:
+        """What a checkpoint keeps."""
+        return {"step": self.step, "samples": self.samples, "tokens": self.tokens}
 
     def advance(self, out: StepOutput) -> None:
         """Count one step."""
@@ -30,7 +41,7 @@ class Progress:
         self.tokens += out.tokens
 
     def become(self, other: Progress) -> None:
-        """Go on from another place."""
+        """Go on from another place, to the same end."""
         self.step, self.samples, self.tokens = other.step, other.samples, other.tokens
 
 

@@ -1,31 +1,22 @@
 """Where the tensors of a run come from and go to: initial values, weights from elsewhere, checkpoints."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from forge_ckpt.checkpointed import Checkpointed
 from forge_ckpt.error import CheckpointError
-from forge_ckpt.saver import Saver
-from forge_ckpt.state import MODEL, TrainState, model_tensors
-from forge_ckpt.store import Store
-from forge_ckpt.values import from_json, to_json
+from forge_ckpt.state import MODEL, model_tensors
 from forge_ckpt.weights import Weights
-from forge_config import ConfigError
-from forge_data.loading.loader import Loader
 from forge_model.config import DecoderConfig, ModelConfig
 from forge_model.hf.config import config_from_hf
 from forge_model.init import initialize
 from forge_parallel.env import Env
 from forge_parallel.tensor import local_shard
-from forge_resilience.verdict import Verdict
 from torch import Tensor, nn
 
-from forge_trainer.hooks import Hook
 from forge_trainer.job import Job
 from forge_trainer.origin import (
     Origin,
@@ -36,7 +27,6 @@ from forge_trainer.origin import (
     require_origins,
     unlike,
 )
-from forge_trainer.progress import Progress, Stateful
 from forge_trainer.say import say
 
 Shape = tuple[int, ...]
@@ -195,114 +185,3 @@ def copy_common(shape: Shape, read: Read, target: Tensor) -> None:
     size = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
     if min(size, default=1) > 0:
         values[tuple(map(slice, size))].copy_(read(offsets, size))
-
-
-def resume_or_start(
-    store: Store, state: TrainState, parts: Sequence[nn.Module], job: Job, until: int | None = None
-) -> tuple[Progress, str | None, dict[str, Any], Mapping[str, Any]]:
-    """Load the newest intact checkpoint, or set initial weights where there is none. Collective.
-
-    Args:
-        store: the checkpoints.
-        state: into which they are loaded.
-        parts: of the model, those that this rank holds.
-        job: of the run.
-        until: checkpoints of later steps are passed by.
-
-    Returns:
-        How far the run had come, the fingerprint of its data, what its guards and hooks had counted, and the
-        plain values of all ranks, among them the places in data that are read in order.
-    """
-    found = store.resume(state.targets, until)
-    if found is None:
-        set_initial_weights(parts, job)
-        return Progress(), None, {}, {}
-    state.restore(found.values)
-    if until is None:
-        store.tidy()  # `keep` may be lower now because the disk is full
-    meta = found.meta
-    counts = {name: _state(saved) for name, saved in meta.get("counts", {}).items()}
-    return Progress(**meta["progress"]), meta["data"], counts, found.values
-
-
-class SaveRun:
-    """Saves the run; called after a step.
-
-    Args:
-        saver: writes.
-        loader: what is trained on now.
-        counters: what they hold when a save begins is saved with the tensors.
-        rollbacks: those of the run so far; grows.
-        unfit: what follows if the state is not to be saved, the same on all ranks. Collective.
-        saved: told the step of a save, and for how many seconds training has waited. Collective.
-        hooks: look before each save.
-    """
-
-    def __init__(
-        self,
-        saver: Saver,
-        loader: Callable[[], Loader],
-        counters: Mapping[str, Stateful],
-        rollbacks: Sequence[Any],
-        unfit: Callable[[int], Verdict],
-        saved: Callable[[int, float], None],
-        hooks: Callable[[], Sequence[Hook]] = lambda: (),
-    ) -> None:
-        self._saver, self._loader, self._counters = saver, loader, counters
-        self._rollbacks, self._unfit, self._saved, self._hooks = rollbacks, unfit, saved, hooks
-
-    def __call__(self, progress: Progress) -> Verdict:
-        """Save, or begin to; what follows if the state is not worth it, else CONTINUE. Collective.
-
-        Raises:
-            CheckpointError: three saves in a row have failed.
-        """
-        begin = time.monotonic()
-        if (verdict := self._unfit(progress.step)) is not Verdict.CONTINUE:
-            return verdict
-        for hook in self._hooks():
-            hook.on_save(progress)
-        counts = {name: _plain(name, counter.state()) for name, counter in self._counters.items()}
-        named = self._loader().fingerprint_at(progress.samples)
-        meta = {
-            "progress": asdict(progress),
-            "data": named,
-            "counts": counts,
-            "rollbacks": len(self._rollbacks),
-        }
-        places = self._loader().state()
-        self._saver.save(progress.step, meta, places)
-        self._saved(progress.step, time.monotonic() - begin)
-        return Verdict.CONTINUE
-
-    def finish(self, step: int, until: int) -> None:
-        """Wait for the last save as training ends. Collective.
-
-        Raises:
-            CheckpointError: the run is complete, and its last step could not be saved.
-        """
-        self._saver.finish()
-        if step >= until and self._saver.failures:
-            raise CheckpointError(f"the run is complete and its last step, {step}, is not saved (see above)")
-
-    @property
-    def failed(self) -> bool:
-        """Whether the last save failed."""
-        return self._saver.failures > 0
-
-
-def _plain(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a guard or a hook, as JSON that comes back exactly; `_state` is the inverse.
-
-    Raises:
-        ConfigError: JSON cannot hold it.
-    """
-    try:
-        return to_json(dict(state), "it")
-    except (CheckpointError, TypeError) as error:
-        raise ConfigError(f"{name}: state() returned what a checkpoint cannot hold: {error}") from None
-
-
-def _state(saved: dict[str, Any]) -> dict[str, Any]:
-    """What `_plain` was given; or, from an older version, JSON as it is."""
-    return from_json(saved) if saved.keys() == {"dict"} else saved

@@ -44,7 +44,7 @@ class NormWatch(Hook):
 
     def _is_due(self) -> bool:
         step = self._run.progress.step + 1
-        return step % self.every == 0 or step == self._run.job.train.steps
+        return step % self.every == 0 or step == self._run.progress.until
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:

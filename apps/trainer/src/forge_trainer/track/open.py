@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from forge_config import plain
 
 from forge_trainer.job import Job
+from forge_trainer.progress import Progress
 from forge_trainer.run_dir import RunFiles
 from forge_trainer.track.base import Tracker
 from forge_trainer.track.console import Console
@@ -13,9 +14,9 @@ from forge_trainer.track.jsonl import Jsonl
 from forge_trainer.track.steadfast import Steadfast
 
 
-def open_trackers(job: Job, first_step: int, stack: ExitStack) -> list[Tracker]:
+def open_trackers(job: Job, progress: Progress, stack: ExitStack) -> list[Tracker]:
     """Console and `metrics.jsonl`, and what `[track]` adds; `stack` closes them. None of them raises."""
-    directory = job.job.directory
+    directory, first_step = job.job.directory, progress.step
 
     def tensorboard() -> Tracker:
         from forge_trainer.track.tensorboard import TensorBoard
@@ -29,7 +30,7 @@ def open_trackers(job: Job, first_step: int, stack: ExitStack) -> list[Tracker]:
         return Wandb(job.track.wandb, directory, job.job.name, plain(job))
 
     made: dict[str, Callable[[], Tracker]] = {
-        "the console": lambda: Console(job.job.name, first_step, job.train.steps),
+        "the console": lambda: Console(job.job.name, first_step, progress.until),
         "metrics.jsonl": lambda: Jsonl(RunFiles(directory).metrics, first_step),
     }
     if job.track.tensorboard:

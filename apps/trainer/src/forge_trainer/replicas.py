@@ -5,66 +5,83 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-import torch
 from forge_parallel.mesh import Mesh
 from forge_parallel.tensor import local_part
 from forge_resilience.copies import Copy, differing, digests, name_the_odd
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.verdict import Verdict, agree
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from forge_trainer.hooks.base import Hook
-from forge_trainer.ladder import Ladder, Trouble
+from forge_trainer.clock import Clock
+from forge_trainer.guards import Guard
+from forge_trainer.incidents import Trouble
 from forge_trainer.progress import Progress
+from forge_trainer.recovery import Recovery
 from forge_trainer.steps.base import StepOutput
 
 REPLICATE = "dp_replicate"
 """The axis of the mesh along which ranks hold the same."""
 
 
-class CompareCopies(Hook):
-    """Tells the ladder of copies that differ; the run then goes back to when they were the same. Collective.
+class Replicas(Guard):
+    """Trouble where copies of the weights differ; the run then goes back to when they were the same.
 
     Args:
         every: distance in steps.
         parameters: that this rank holds, by name.
         mesh: the grid of ranks.
-        ladder: says what follows.
-        step: steps taken so far; up to then copies were loaded or made the same.
+        recovery: says what follows.
+        progress: up to this step copies were loaded or made the same.
+        clock: counts the time of comparisons as `copies`.
     """
 
-    span = "copies"
-
     def __init__(
-        self, every: int, parameters: Sequence[tuple[str, Tensor]], mesh: Mesh, ladder: Ladder, step: int
+        self,
+        every: int,
+        parameters: Sequence[tuple[str, Tensor]],
+        mesh: Mesh,
+        recovery: Recovery,
+        progress: Progress,
+        clock: Clock,
     ) -> None:
-        self.every = every
+        self._every, self._clock = every, clock
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        self._mesh, self._ladder, self._same = mesh, ladder, step
+        self._mesh, self._recovery, self._same = mesh, recovery, progress.step
+        self._found: Trouble | None = None
 
-    def on_step(self, progress: Progress, out: StepOutput) -> None:
-        """See `Hook.on_step`. Waits for the device. Collective."""
-        self.compare(progress.step)
+    def observe(self, progress: Progress, out: StepOutput) -> None:
+        """See `Guard.observe`. Waits for the device every so many steps, and after the last. Collective."""
+        if progress.step % self._every == 0 or progress.complete:
+            with self._clock.span("copies"):
+                self._compare(progress.step)
+
+    def verdict(self, progress: Progress, save_due: bool) -> Verdict:
+        """See `Guard.verdict`."""
+        found, self._found = self._found, None
+        return Verdict.CONTINUE if found is None else self._recovery.judge(found)
+
+    def before_save(self, progress: Progress) -> Verdict:
+        """See `Guard.before_save`."""
+        self._compare(progress.step)
+        return self.verdict(progress, True)
 
     def rewind(self, progress: Progress) -> None:
-        """See `Hook.rewind`."""
-        self._same = progress.step
+        """See `Guard.rewind`."""
+        self._same, self._found = progress.step, None
 
-    def compare(self, step: int) -> bool:
-        """Whether all copies are the same after so many steps; tells the ladder if not. Collective."""
+    def _compare(self, step: int) -> None:
+        """See whether all copies are the same after so many steps. Collective."""
         group = replicas(self._mesh)
         assert group is not None
         mine = digests([local_part(parameter) for parameter in self._parameters])
-        which = differing(mine, group)
-        bad = which.nonzero().flatten().tolist()
+        bad = differing(mine, group).nonzero().flatten().tolist()
         if agree(Verdict.ROLLBACK if bad else Verdict.CONTINUE, self._mesh.control_group) is Verdict.CONTINUE:
             self._same = step
-            return True
+            return
         why = name_the_odd(self._everyone(mine, bad))
-        self._ladder.reported = Trouble(self._same, step, why, ExitCode.DIVERGED, data=False)
-        return False
+        self._found = Trouble(self._same, step, why, ExitCode.DIVERGED, data=False)
 
     def _everyone(self, mine: Tensor, bad: Sequence[int]) -> list[Copy]:
         """What the ranks hold whose copies differ, on every rank alike. Collective."""
@@ -87,10 +104,16 @@ def replicas(mesh: Mesh) -> ProcessGroup | None:
     return mesh.fsdp.get_group(REPLICATE)
 
 
-def build_copies(
-    every: int, parts: Sequence[torch.nn.Module], mesh: Mesh, ladder: Ladder, step: int
-) -> CompareCopies | None:
-    """The hook; None where nothing is compared, or no rank holds a copy."""
+def compared(
+    every: int,
+    parts: Sequence[nn.Module],
+    mesh: Mesh,
+    recovery: Recovery,
+    progress: Progress,
+    clock: Clock,
+) -> list[Guard]:
+    """The guard; none where nothing is compared, or no rank holds a copy."""
     if not every or replicas(mesh) is None:
-        return None
-    return CompareCopies(every, [named for p in parts for named in p.named_parameters()], mesh, ladder, step)
+        return []
+    named = [named for part in parts for named in part.named_parameters()]
+    return [Replicas(every, named, mesh, recovery, progress, clock)]

@@ -1,0 +1,80 @@
+"""The hooks of a run: the ones that it always has, and those of the user."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from forge_trainer.claim import Claim, FirstStep
+from forge_trainer.clock import BUILD
+from forge_trainer.evaluations import open_evaluations
+from forge_trainer.hooks.base import Hook
+from forge_trainer.hooks.collectives import CheckCollectives, groups_of
+from forge_trainer.hooks.evaluate import Evaluate
+from forge_trainer.hooks.figures import frozen_parts
+from forge_trainer.hooks.ledger import Ledger
+from forge_trainer.hooks.log import Log
+from forge_trainer.hooks.speed import CompareSpeed
+from forge_trainer.hooks.tasks import EvaluateTasks
+from forge_trainer.optim.averaged import evaluation_weights
+from forge_trainer.progress import Progress
+from forge_trainer.say import say
+
+if TYPE_CHECKING:
+    from forge_trainer.run import Run
+
+Told = Callable[[Progress, Mapping[str, float]], None]
+
+
+def build_hooks(
+    run: Run, skipped: Callable[[], int], ledger: Ledger | None, claim: Claim | None
+) -> list[Hook]:
+    """Comparison of ranks, logging (first rank only), evaluation, the hooks of the user. Collective.
+
+    Args:
+        run: what they look at.
+        skipped: how many steps of the run were not finite.
+        ledger: of the first rank.
+        claim: writes down the configuration after the first step.
+    """
+    job = run.job
+    hooks: list[Hook] = []
+
+    def told(progress: Progress, results: Mapping[str, float]) -> None:
+        for hook in hooks:
+            hook.on_eval(progress, results)
+
+    if (every := job.resilience.compare_speed_every_steps) and run.mesh.control_group is not None:
+        hooks.append(CompareSpeed(every, run))
+        hooks += [CheckCollectives(every, run)] if groups_of(run.mesh) else []
+    frozen, every = frozen_parts(run.parts, run.mesh), job.train.log_every_steps
+    if ledger is not None:
+        log = Log(every, run, skipped, run.data.tokens_read, lambda: ledger.ratio, frozen)
+        hooks += [ledger, log]
+    if job.eval.every_steps:
+        hooks += _evaluations(run, partial(evaluation_weights, job.optimizer, run.optimizer), told)
+    for name, config in job.hooks.items():
+        hooks.append(config.build(run))
+        hooks[-1].name = name
+    hooks += [FirstStep(claim)] if claim is not None and run.env.rank == 0 else []
+    for hook in hooks:
+        run.stack.callback(hook.close)
+    return hooks
+
+
+def _evaluations(run: Run, weights: Callable[[], AbstractContextManager[None]], told: Told) -> list[Hook]:
+    """Evaluation on text, if there is some, and on tasks, if any are asked for. Collective."""
+    every, tasks = run.job.eval.every_steps, run.job.eval.tasks
+    sets = open_evaluations(run.job, run.mesh, partial(run.clock.enter, BUILD))
+    hooks: list[Hook] = [Evaluate(every, run, sets, weights, told)] if sets else []
+    if not sets and run.env.rank == 0:
+        say("no source has text for validation: this run is not evaluated\n", sys.stderr)
+    if tasks is not None:
+        # the harness is an extra, and slow to load
+        from forge_trainer.tasks_while_training import Tasks
+
+        hooks.append(EvaluateTasks(tasks.every_steps or every, run, Tasks(tasks, run), weights, told))
+    return hooks
