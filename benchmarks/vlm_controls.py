@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from forge_data.loading.loader import build_loader
 from forge_model.generation.generate import Sampling, generate
-from forge_trainer.job import Job
-from forge_trainer.run_dir import read_job
-from forge_trainer.trained import load_model
-from forge_trainer.write import batch_inputs
+from forge_trainer.commands.evaluate import load_model
+from forge_trainer.commands.generate import batch_inputs
+from forge_trainer.config.job import Job
+from forge_trainer.run_dir.files import read_job
 from forge_vlm.images.marks import MARK
 from msgspec.structs import replace
 from PIL import Image

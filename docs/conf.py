@@ -7,7 +7,7 @@ from pathlib import Path
 
 import forge_interp
 from forge_config.reference import reference_markdown
-from forge_trainer.job import Job
+from forge_trainer.config.job import Job
 
 project = "Forge"
 author = "The Forge authors"

@@ -48,7 +48,7 @@ watchdog = false
 def prepared(folder: Path, tiny: bool, stack: ExitStack) -> tuple[Any, Any]:
     """A run, and its batches."""
     from forge_trainer.build import build
-    from forge_trainer.job import load_job
+    from forge_trainer.config.job import load_job
 
     values = {"model": "debug", "tokens": 64, "rows": 2, "compiled": "false"}
     if not tiny:

@@ -14,7 +14,7 @@ from forge_model import config_from_hf
 from forge_model.config import ModelConfig
 from forge_model.decoder.compare import differences
 from forge_parallel.error import ParallelError
-from forge_trainer.job import Job, load_job
+from forge_trainer.config.job import Job, load_job
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -144,7 +144,7 @@ x = 1
 LOAD = """
 import sys
 from forge_config import ConfigError
-from forge_trainer.job import Job, load_job
+from forge_trainer.config.job import Job, load_job
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 try:

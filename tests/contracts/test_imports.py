@@ -34,7 +34,7 @@ def test_every_public_name_can_be_had(package):
 def test_job_is_loaded_without_torch():
     code = (
         "import sys\n"
-        "from forge_trainer.job import load_job\n"
+        "from forge_trainer.config.job import load_job\n"
         "import forge_trainer.cli\n"
         "load_job('configs/runs/debug.toml')\n"
         "sys.exit('torch' in sys.modules)"

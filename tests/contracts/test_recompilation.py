@@ -17,7 +17,7 @@ from forge_model.loss import cross_entropy
 from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, local_shard, parallelize
 from forge_parallel.apply import materialize
 from forge_parallel.compile_config import COMPILATIONS_OF_A_KIND, CompileConfig
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 from forge_parallel.testing import run_ranks
 from forge_trainer.build import build
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 
 pytestmark = pytest.mark.dist
 

@@ -18,7 +18,7 @@ from forge_parallel.config import (
 )
 from forge_parallel.error import ParallelError
 from forge_parallel.testing import run_ranks
-from forge_trainer.checks import axes_divide_the_model, stages_fit_the_model
+from forge_trainer.config.checks import axes_divide_the_model, stages_fit_the_model
 from parity import TOKENS, VOCAB, trained
 
 STEPS, RANKS = 3, 4

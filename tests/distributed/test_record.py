@@ -13,7 +13,7 @@ from forge_config import ConfigError
 from forge_interp.extraction.store import ActivationStore
 from forge_parallel.testing import run_ranks
 from forge_trainer.build import build
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 
 pytestmark = pytest.mark.dist
 

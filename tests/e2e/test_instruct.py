@@ -11,8 +11,8 @@ from forge_ckpt.error import CheckpointError
 from forge_data.sources.columns import MessagesColumn
 from forge_data.tokenizer.encoding import encoded
 from forge_trainer.cli import main
-from forge_trainer.run_dir import read_job
-from forge_trainer.verify_export import require_tokens
+from forge_trainer.commands.verify_export import require_tokens
+from forge_trainer.run_dir.files import read_job
 from instruct import CORPUS, KINDS, TASKS, conversations, instruct_model, write_rows, write_tasks
 from msgspec.structs import replace
 

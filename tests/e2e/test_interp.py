@@ -14,8 +14,8 @@ import pytest
 import torch
 from forge_interp import capture
 from forge_interp.extraction.store import ActivationStore
-from forge_trainer.run_dir import read_job
-from forge_trainer.trained import load_model
+from forge_trainer.commands.evaluate import load_model
+from forge_trainer.run_dir.files import read_job
 
 OURS = ["layers.*:out", "layers.*.attention:attn.pattern"]
 THEIRS = ["model.layers.*:out", "model.layers.*.self_attn:attn.pattern"]

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 from forge_parallel.testing import run_ranks
 from forge_trainer.build import build
-from forge_trainer.guards import Guard
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
+from forge_trainer.guards.guards import Guard
 from runs import losses, state
 
 OPTIMIZERS = {

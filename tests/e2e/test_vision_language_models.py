@@ -10,8 +10,8 @@ import pytest
 import torch
 from forge_ckpt.weights import Weights
 from forge_data.tokenizer.hf_files import byte_files
-from forge_trainer.run_dir import read_job
-from forge_trainer.trained import load_model
+from forge_trainer.commands.evaluate import load_model
+from forge_trainer.run_dir.files import read_job
 from forge_vlm.hf.models import model_from_hf
 from runs import losses
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from forge_config import ConfigError
-from forge_trainer.run_dir import load_job
+from forge_trainer.run_dir.files import load_job
 from seeing import image
 
 pytest.importorskip("lm_eval")
 datasets = pytest.importorskip("datasets")
-from forge_trainer.tasks import RunModel, SeeingModel  # noqa: E402 - needs the harness
+from forge_trainer.commands.harness import RunModel, SeeingModel  # noqa: E402 - needs the harness
 from lm_eval.api.instance import Instance  # noqa: E402
 from PIL import Image  # noqa: E402
 
@@ -37,7 +37,7 @@ def given(monkeypatch):
     def spy(model, tokens, *args, inputs, **options):
         found.append(inputs["patches"])
 
-    monkeypatch.setattr("forge_trainer.tasks.generate", spy)
+    monkeypatch.setattr("forge_trainer.commands.harness.generate", spy)
     return found
 
 
@@ -109,7 +109,7 @@ def test_likelihood_behind_an_image_names_the_task_that_asks_for_it(asked):
 
 
 def test_images_of_all_questions_are_never_in_memory_at_once(asked, given, monkeypatch):
-    monkeypatch.setattr("forge_trainer.tasks.SORTED", 2)
+    monkeypatch.setattr("forge_trainer.commands.harness.SORTED", 2)
     model, opened = asked(), []
     read = type(model._model.config).prompt
     monkeypatch.setattr(

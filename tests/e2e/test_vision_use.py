@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from forge_data.loading.loader import build_loader
-from forge_trainer.run_dir import read_job
+from forge_trainer.run_dir.files import read_job
 from seeing import FUSIONS, image
 
 EACH = [
@@ -46,8 +46,8 @@ keep = ["image_index"]
 def test_activations_are_recorded_with_the_modality_of_each_row(forge, seeing, tmp_path):
     interp = pytest.importorskip("forge_interp")
     from forge_data import build_loader
-    from forge_trainer.run_dir import read_job
-    from forge_trainer.trained import load_model
+    from forge_trainer.commands.evaluate import load_model
+    from forge_trainer.run_dir.files import read_job
     from msgspec.structs import replace
 
     path = seeing(steps=3)

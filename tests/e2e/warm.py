@@ -3,8 +3,6 @@
 import os
 import sys
 
-import forge_trainer.launch
-import forge_trainer.trained  # noqa: F401
 from forge_trainer.__main__ import main
 
 

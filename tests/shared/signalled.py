@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from forge_ckpt.store import Store
 from forge_trainer import build
-from forge_trainer.checkpoints import Checkpoints
+from forge_trainer.checkpoints.checkpoints import Checkpoints
 from forge_trainer.clock import Clock
 from forge_trainer.steps import update
 from torch._dynamo import register_backend

@@ -8,7 +8,7 @@ from forge_config import ConfigError
 from forge_data.config import DataConfig
 from forge_data.order.batch_sizes import BatchSizes
 from forge_data.order.skips import SkipConfig
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 from msgspec.structs import replace
 
 DEBUG = "configs/runs/debug.toml"

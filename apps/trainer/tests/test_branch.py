@@ -10,9 +10,9 @@ import torch
 from forge_ckpt import CheckpointError, Snapshot, Store
 from forge_config import to_toml
 from forge_trainer.cli import main
-from forge_trainer.incidents import read_rollbacks
-from forge_trainer.job import load_job
-from forge_trainer.run_dir import RunFiles
+from forge_trainer.config.job import load_job
+from forge_trainer.recovery.incidents import read_rollbacks
+from forge_trainer.run_dir.files import RunFiles
 
 DEBUG = Path(__file__).parents[3] / "configs" / "runs" / "debug.toml"
 ROLLBACK = {"to": 3, "first": 5, "end": 7, "why": "a spike", "skip": True, "margin": 1}

@@ -7,9 +7,9 @@ import pytest
 from forge_data.sources.config import FilesConfig
 from forge_model.decoder.config import DecoderConfig
 from forge_resilience.deadline import SAVE, Deadline
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 from forge_trainer.launch import run_job
-from forge_trainer.run_dir import read_history
+from forge_trainer.run_dir.files import read_history
 
 JOB = """
 [job]

@@ -8,8 +8,8 @@ import pytest
 from forge_ckpt.error import CheckpointError
 from forge_ckpt.lease import read_holder
 from forge_resilience.signals import Stopped
-from forge_trainer import claim
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
+from forge_trainer.guards import lease as claim
 from forge_trainer.progress import Progress
 
 CONFIG = """

@@ -12,11 +12,11 @@ from forge_ckpt.store import Store
 from forge_config import to_toml
 from forge_model import initialize
 from forge_trainer.cli import main
+from forge_trainer.commands.evaluate import load_model
+from forge_trainer.commands.generate import Asked, Writer
+from forge_trainer.config.job import load_job
 from forge_trainer.endings import generation_of
-from forge_trainer.job import load_job
-from forge_trainer.run_dir import RunFiles, read_job
-from forge_trainer.trained import load_model
-from forge_trainer.write import Asked, Writer
+from forge_trainer.run_dir.files import RunFiles, read_job
 from kinds import KINDS, MARKED, made_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -97,7 +97,7 @@ metric_list: [{metric: exact_match}]
 @pytest.mark.parametrize("kind", KINDS)
 def test_harness_says_of_the_run_what_it_says_of_the_export(tmp_path: Path, capsys, kind: str) -> None:
     evaluator = pytest.importorskip("lm_eval.evaluator")
-    from forge_trainer.tasks import RunModel
+    from forge_trainer.commands.harness import RunModel
     from lm_eval.api.instance import Instance
     from lm_eval.tasks import TaskManager
 

@@ -16,7 +16,7 @@ from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_parallel.mesh import Mesh
 from forge_parallel.testing import run_ranks
-from forge_trainer.eval_config import EvalConfig, losses_of, prefixed
+from forge_trainer.config.eval import EvalConfig, losses_of, prefixed
 from forge_trainer.hooks.tasks import EvaluateTasks
 from forge_trainer.steps.text import TextStep
 

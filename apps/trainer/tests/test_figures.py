@@ -9,8 +9,8 @@ from forge_model import initialize
 from forge_parallel import Env, Mesh, MeshConfig, build_mesh
 from forge_parallel.activation_checkpointing import checkpoint_activations
 from forge_parallel.testing import run_ranks
+from forge_trainer.config.job import load_job
 from forge_trainer.hooks.figures import PEAK_TFLOPS, Figures, frozen_parts, repeated_flops
-from forge_trainer.job import load_job
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import set_checkpoint_early_stop

@@ -10,7 +10,7 @@ from forge_model import DecoderConfig
 from forge_model.config import GroupedQueryConfig
 from forge_parallel.mesh import Mesh
 from forge_trainer.cli import main
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 from forge_trainer.optim import AdamWConfig, GroupRule, trainable
 from forge_trainer.optim import groups as grouping
 from forge_trainer.optim.groups import freeze, is_frozen, listed

@@ -5,8 +5,8 @@ import json
 import pytest
 from forge_config import ConfigError, to_toml
 from forge_model import config_to_hf
-from forge_trainer.hub import fetch_named
-from forge_trainer.job import load_job
+from forge_trainer.config.hub import fetch_named
+from forge_trainer.config.job import load_job
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RUN = "configs/runs/debug.toml"

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from forge_config import ConfigError
 from forge_parallel.error import ParallelError
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 
 DEBUG = Path(__file__).parents[3] / "configs" / "runs" / "debug.toml"
 NO_BATCH = "--train.global_batch=0"

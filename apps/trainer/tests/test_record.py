@@ -19,9 +19,9 @@ from forge_interp import capture
 from forge_interp.extraction.store import ActivationStore
 from forge_trainer import clock
 from forge_trainer.build import build
+from forge_trainer.config.job import load_job
 from forge_trainer.hooks import RecordConfig, hooks, recorder
 from forge_trainer.hooks.recorder import summary
-from forge_trainer.job import load_job
 from forge_trainer.steps.evaluation import evaluating
 from torch import nn
 

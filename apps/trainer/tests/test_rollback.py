@@ -10,9 +10,9 @@ import pytest
 import torch
 from forge_ckpt.store import Store
 from forge_resilience.exit_codes import ExitCode
-from forge_trainer import recovery
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 from forge_trainer.launch import run_job
+from forge_trainer.recovery import recovery
 from forge_trainer.steps.text import TextStep
 
 JOB = """
@@ -220,7 +220,7 @@ def test_run_killed_on_its_way_back_ends_the_same(start, rows, tmp_path, monkeyp
         elif moment == "removed":
             patch.setattr("forge_trainer.run.reshard", kill)
         elif moment == "loaded":
-            patch.setattr("forge_trainer.data.Data.open", kill)
+            patch.setattr("forge_trainer.data.data.Data.open", kill)
         else:
             train = TextStep.train
             patch.setattr(TextStep, "train", lambda s, b, n: kill() if n == 11 else train(s, b, n))
@@ -322,7 +322,7 @@ def test_checkpoint_from_before_trouble_outlives_newer_ones(start, tmp_path, mon
 def test_forge_data_sample_leaves_out_what_a_rollback_has_left_out(tmp_path):
     from forge_data.loading.sample import with_rollbacks
     from forge_data.order.skips import SkipConfig
-    from forge_trainer.incidents import ROLLBACK, Rollback, append_incident, read_rollbacks
+    from forge_trainer.recovery.incidents import ROLLBACK, Rollback, append_incident, read_rollbacks
 
     config = load_job("configs/runs/debug.toml", ["--data.skip=[{start_step=1,end_step=2}]"]).value.data
     for made in (

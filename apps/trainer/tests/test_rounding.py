@@ -4,7 +4,7 @@ import pytest
 import torch
 from forge_config import ConfigError
 from forge_parallel.capabilities import without_dynamo
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 from forge_trainer.optim import AdamWConfig, NamedParameter, rounding
 from forge_trainer.optim.rounding import Place, stochastic_bfloat16
 

@@ -3,9 +3,9 @@ from argparse import Namespace
 
 import pytest
 from forge_config import Change, ConfigError, to_toml
-from forge_trainer.branch import branch_run
-from forge_trainer.job import load_job
-from forge_trainer.run_dir import RunFiles, append_history, read_history, read_job
+from forge_trainer.commands.branch import branch_run
+from forge_trainer.config.job import load_job
+from forge_trainer.run_dir.files import RunFiles, append_history, read_history, read_job
 
 
 def test_event_after_a_torn_line_is_not_lost(tmp_path):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.verdict import Verdict
-from forge_trainer.checkpoints import Interval
-from forge_trainer.job import load_job
+from forge_trainer.checkpoints.checkpoints import Interval
+from forge_trainer.config.job import load_job
 from forge_trainer.launch import _outcome
 from forge_trainer.progress import Progress
 

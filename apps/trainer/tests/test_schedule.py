@@ -6,7 +6,7 @@ import pytest
 import torch
 from forge_config import ConfigError
 from forge_trainer.cli import main
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 from forge_trainer.schedule import (
     ConstantConfig,
     CosineConfig,

@@ -15,7 +15,7 @@ from forge_ckpt import Snapshot, Store
 from forge_ckpt.lease import Holder
 from forge_config import ConfigError
 from forge_trainer.cli import main
-from forge_trainer.run_dir import RunFiles
+from forge_trainer.run_dir.files import RunFiles
 from forge_trainer.slurm.config import ClusterConfig, load_cluster
 from forge_trainer.slurm.warning import warning_of
 

@@ -7,7 +7,7 @@ import torch
 from forge_model import DecoderConfig
 from forge_model.config import GroupedQueryConfig
 from forge_parallel.mesh import Mesh
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 from forge_trainer.optim import AdamWConfig, GroupRule, trainable
 from forge_trainer.optim.groups import freeze
 from forge_trainer.optim.nothing import NothingToTrain

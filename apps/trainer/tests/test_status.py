@@ -10,10 +10,10 @@ import pytest
 from forge_ckpt.lease import Holder
 from forge_config import Change, ConfigError, plain
 from forge_resilience.exit_codes import ExitCode
-from forge_trainer.announce import scaled
+from forge_trainer.checkpoints.init_from import origin_of
 from forge_trainer.cli import main
-from forge_trainer.origin import origin_of
-from forge_trainer.run_dir import append_history, read_job
+from forge_trainer.report.announce import scaled
+from forge_trainer.run_dir.files import append_history, read_job
 
 CONFIG = """
 [job]

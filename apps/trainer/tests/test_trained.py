@@ -17,10 +17,10 @@ from forge_config import to_toml
 from forge_model import initialize, to_hf
 from forge_model.error import ModelError
 from forge_trainer.cli import main
-from forge_trainer.job import load_job
-from forge_trainer.run_dir import RunFiles, read_job
-from forge_trainer.trained import load_model
-from forge_trainer.write import room_for
+from forge_trainer.commands.evaluate import load_model
+from forge_trainer.commands.generate import room_for
+from forge_trainer.config.job import load_job
+from forge_trainer.run_dir.files import RunFiles, read_job
 
 
 def test_prompt_that_fills_the_model_is_told_by_its_length():
@@ -38,7 +38,8 @@ def test_seed_out_of_range_is_an_error_of_usage(seed, capsys):
 
 CUT_OFF = """
 import os, signal, sys
-from forge_trainer import __main__, cli
+from forge_trainer import __main__
+from forge_trainer import cli
 def command():
     try:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -7,7 +7,7 @@ from forge_parallel import Env, MeshConfig, build_mesh
 from forge_parallel.mesh import Mesh
 from forge_parallel.testing import run_ranks
 from forge_trainer.cli import main
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 from forge_trainer.steps.unreached import tell_unreached, unreached
 from torch import nn
 

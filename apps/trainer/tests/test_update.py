@@ -11,7 +11,7 @@ from forge_model.config import (
     SoftmaxRouterConfig,
 )
 from forge_parallel.mesh import Mesh
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 from forge_trainer.optim import AdamWConfig, trainable
 from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.steps.update import Update

@@ -18,12 +18,12 @@ from forge_model import ModelError, config_to_hf, initialize, to_hf
 from forge_parallel.mesh import Mesh
 from forge_parallel.testing import run_ranks
 from forge_trainer.build import open_store
-from forge_trainer.checkpoints import plain, restored, resume_or_start
+from forge_trainer.checkpoints.checkpoints import plain, restored, resume_or_start
+from forge_trainer.checkpoints.initial_weights import copy_common, set_initial_weights
 from forge_trainer.cli import main
-from forge_trainer.job import load_job
+from forge_trainer.config.job import load_job
 from forge_trainer.progress import Progress
-from forge_trainer.run_dir import read_job
-from forge_trainer.weights import copy_common, set_initial_weights
+from forge_trainer.run_dir.files import read_job
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 

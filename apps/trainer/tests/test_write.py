@@ -11,7 +11,7 @@ from forge_data.tokenizer.tokenizer import Bytes
 from forge_model import DecoderConfig, ModelError, initialize
 from forge_model.config import GroupedQueryConfig
 from forge_trainer.cli import main
-from forge_trainer.write import Asked, Writer, read_prompts
+from forge_trainer.commands.generate import Asked, Writer, read_prompts
 
 OPTIONS = {
     "temperature": 0.0,

@@ -21,27 +21,27 @@ from forge_resilience.signals import Signals
 from torch import nn
 from torch.optim import Optimizer
 
-from forge_trainer.announce import layers_in_8_bits
-from forge_trainer.checkpoints import Checkpoints, Interval, resume_or_start
-from forge_trainer.claim import Claim, Held, code_of
+from forge_trainer.checkpoints.checkpoints import Checkpoints, Interval, resume_or_start
 from forge_trainer.clock import BETWEEN, BUILD, Clock
-from forge_trainer.data import Data
-from forge_trainer.guards import NotFinite, SaveDue, Spikes, Stopping, TimeLimit
+from forge_trainer.config.job import Job
+from forge_trainer.data.data import Data
+from forge_trainer.end_together import EndTogether
+from forge_trainer.guards.guards import NotFinite, SaveDue, Spikes, Stopping, TimeLimit
+from forge_trainer.guards.lease import Claim, Held, code_of
+from forge_trainer.guards.replicas import compared
 from forge_trainer.hooks.build import build_hooks
 from forge_trainer.hooks.ledger import Ledger
-from forge_trainer.job import Job
 from forge_trainer.optim import trainable
 from forge_trainer.optim.groups import freeze
 from forge_trainer.optim.nothing import NothingToTrain
 from forge_trainer.progress import Progress
 from forge_trainer.randomness import attention_kernels, deterministic
-from forge_trainer.recovery import Recovery
-from forge_trainer.replicas import compared
+from forge_trainer.recovery.recovery import Recovery
+from forge_trainer.report.announce import layers_in_8_bits
 from forge_trainer.run import Run
-from forge_trainer.run_dir import RunFiles
+from forge_trainer.run_dir.files import RunFiles
 from forge_trainer.steps.unreached import tell_unreached
 from forge_trainer.steps.update import Update
-from forge_trainer.together import EndTogether
 from forge_trainer.track.open import open_trackers
 
 

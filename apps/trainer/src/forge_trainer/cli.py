@@ -187,9 +187,9 @@ def _bytes(text: str) -> int:
 
 
 def _train(options: argparse.Namespace) -> ExitCode:
-    from forge_trainer.claim import require_free
-    from forge_trainer.job import load_job
-    from forge_trainer.run_dir import recorded_changes
+    from forge_trainer.config.job import load_job
+    from forge_trainer.guards.lease import require_free
+    from forge_trainer.run_dir.files import recorded_changes
 
     loaded = load_job(options.config, options.overrides)
     recorded_changes(loaded.value, options.change)
@@ -206,19 +206,19 @@ def _train(options: argparse.Namespace) -> ExitCode:
 
 
 def _plan(options: argparse.Namespace) -> ExitCode:
-    from forge_trainer.job import load_job
+    from forge_trainer.config.job import load_job
 
     loaded = load_job(options.config, options.overrides)
 
     # torch is loaded here and not before
-    from forge_trainer.plan import plan_lines
+    from forge_trainer.report.plan import plan_lines
 
     sys.stdout.write("\n".join(plan_lines(loaded.value, loaded.unused)) + "\n")
     return ExitCode.DONE
 
 
 def _branch(options: argparse.Namespace) -> ExitCode:
-    from forge_trainer.branch import branch_run
+    from forge_trainer.commands.branch import branch_run
 
     branch_run(options, options.overrides)
     return ExitCode.DONE
@@ -243,8 +243,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _look(options: argparse.Namespace) -> int:
-    from forge_trainer.hub import NAME, TOKENIZER, WEIGHTS, fetched
-    from forge_trainer.run_dir import started_in
+    from forge_trainer.config.hub import NAME, TOKENIZER, WEIGHTS, fetched
+    from forge_trainer.run_dir.files import started_in
 
     if options.command in ("generate", "eval") and NAME.fullmatch(options.directory):
         options.directory = fetched(options.directory, (*WEIGHTS, *TOKENIZER))
@@ -262,17 +262,17 @@ def _look(options: argparse.Namespace) -> int:
 
 
 def _look_here(options: argparse.Namespace) -> int:
-    from forge_trainer.status import show_status
+    from forge_trainer.report.status import show_status
 
     if options.command == "status":
         return show_status(options)
     if options.command == "sample":
-        from forge_trainer.sample import show_sample
+        from forge_trainer.commands.sample import show_sample
 
         return show_sample(options)
-    from forge_trainer.trained import evaluate_run, export_run
-    from forge_trainer.verify_export import verify_export
-    from forge_trainer.write import generate_text
+    from forge_trainer.commands.evaluate import evaluate_run, export_run
+    from forge_trainer.commands.generate import generate_text
+    from forge_trainer.commands.verify_export import verify_export
 
     commands: dict[str, Callable[[argparse.Namespace], None]] = {
         "generate": generate_text,

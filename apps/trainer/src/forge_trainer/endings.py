@@ -11,7 +11,7 @@ from forge_data.tokenizer.chat import ChatTemplate, in_jinja
 from forge_data.tokenizer.hf import HfTokenizer, eos_ids, generation_beside
 from forge_data.tokenizer.tokenizer import Tokenizer, stop_ids
 
-from forge_trainer.job import Job
+from forge_trainer.config.job import Job
 
 PROBE = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "user")]
 """A conversation that shows whether two templates differ."""

@@ -14,16 +14,16 @@ from forge_resilience.signals import Signals
 from forge_resilience.verdict import Verdict, agree
 from forge_resilience.watchdog import Watchdog
 
-from forge_trainer.announce import announcement
 from forge_trainer.build import build
-from forge_trainer.claim import USER_ERRORS, Claim
 from forge_trainer.clock import Clock
-from forge_trainer.incidents import note_incident
-from forge_trainer.job import Job
+from forge_trainer.config.job import Job
+from forge_trainer.end_together import FailedElsewhere
+from forge_trainer.guards.lease import USER_ERRORS, Claim
+from forge_trainer.recovery.incidents import note_incident
+from forge_trainer.report.announce import announcement
 from forge_trainer.run import Run
-from forge_trainer.run_dir import RunFiles
+from forge_trainer.run_dir.files import RunFiles
 from forge_trainer.say import say
-from forge_trainer.together import FailedElsewhere
 
 
 def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, change: bool = False) -> ExitCode:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from forge_resilience.verdict import Verdict
 
 from forge_trainer.clock import Clock
-from forge_trainer.guards import Guard
+from forge_trainer.guards.guards import Guard
 from forge_trainer.hooks import Hook
 from forge_trainer.progress import Progress
 from forge_trainer.steps.base import Batch, Step

@@ -16,17 +16,17 @@ from forge_resilience.verdict import Verdict, agree
 from torch import nn
 from torch.optim import Optimizer
 
-from forge_trainer.checkpoints import Checkpoints
+from forge_trainer.checkpoints.checkpoints import Checkpoints
 from forge_trainer.clock import Clock
-from forge_trainer.data import Data
-from forge_trainer.guards import Guard
+from forge_trainer.config.job import Job
+from forge_trainer.data.data import Data
+from forge_trainer.guards.guards import Guard
 from forge_trainer.hooks import Hook
 from forge_trainer.hooks.log import Log
-from forge_trainer.incidents import note_incident
-from forge_trainer.job import Job
 from forge_trainer.loop import train
 from forge_trainer.progress import Progress, Stateful
-from forge_trainer.recovery import Recovery
+from forge_trainer.recovery.incidents import note_incident
+from forge_trainer.recovery.recovery import Recovery
 from forge_trainer.say import say
 from forge_trainer.steps.base import Step
 from forge_trainer.steps.repeated import Repeated, meaning_of_repetition

@@ -19,7 +19,7 @@ from forge_config.toml import to_toml
 EX_CONFIG = 78
 """The exit code of a configuration that cannot be used (EX_CONFIG of sysexits.h)."""
 
-DEFAULT_STRUCT = "forge_trainer.job:Job"
+DEFAULT_STRUCT = "forge_trainer.config.job:Job"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from forge_trainer.clock import Clock
-    from forge_trainer.job import Job
+    from forge_trainer.config.job import Job
     from forge_trainer.progress import Progress
     from forge_trainer.steps import Step, StepOutput
     from forge_trainer.track import Tracker

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from forge_trainer.claim import Claim, FirstStep
 from forge_trainer.clock import BUILD
-from forge_trainer.evaluations import open_evaluations
+from forge_trainer.data.evaluation_sets import open_evaluations
+from forge_trainer.guards.lease import Claim, FirstStep
 from forge_trainer.hooks.base import Hook
 from forge_trainer.hooks.collectives import CheckCollectives, groups_of
 from forge_trainer.hooks.evaluate import Evaluate
@@ -74,7 +74,7 @@ def _evaluations(run: Run, weights: Callable[[], AbstractContextManager[None]], 
         say("no source has text for validation: this run is not evaluated\n", sys.stderr)
     if tasks is not None:
         # the harness is an extra, and slow to load
-        from forge_trainer.tasks_while_training import Tasks
+        from forge_trainer.hooks.harness import Tasks
 
         hooks.append(EvaluateTasks(tasks.every_steps or every, run, Tasks(tasks, run), weights, told))
     return hooks

@@ -10,8 +10,8 @@ from forge_resilience.collective import Checked, check_sum
 from torch.distributed import ProcessGroup
 
 from forge_trainer.hooks.base import Hook, RunView
-from forge_trainer.incidents import note_incident
 from forge_trainer.progress import Progress
+from forge_trainer.recovery.incidents import note_incident
 from forge_trainer.say import say
 from forge_trainer.steps.base import StepOutput
 

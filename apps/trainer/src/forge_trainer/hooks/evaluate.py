@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
-from forge_trainer.eval_config import prefixed
+from forge_trainer.config.eval import prefixed
 from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.progress import Progress
 from forge_trainer.steps.base import Batch, StepOutput

@@ -18,8 +18,8 @@ from forge_trainer.say import say
 if TYPE_CHECKING:
     from forge_parallel.mesh import Mesh
 
+    from forge_trainer.config.job import Job
     from forge_trainer.hooks.base import RunView
-    from forge_trainer.job import Job
 
 PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,

@@ -16,7 +16,7 @@ from forge_resilience.goodput import Line, add_up, line_of
 from forge_trainer.clock import BUILD, STEP, Clock
 from forge_trainer.hooks.base import Hook
 from forge_trainer.progress import Progress
-from forge_trainer.run_dir import RunFiles, read_lines
+from forge_trainer.run_dir.files import RunFiles, read_lines
 from forge_trainer.steps.base import StepOutput
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from forge_resilience.straggler import PROBE, Stragglers, scores
 from torch import Tensor
 
 from forge_trainer.hooks.base import Hook, RunView
-from forge_trainer.incidents import note_incident
 from forge_trainer.progress import Progress
+from forge_trainer.recovery.incidents import note_incident
 from forge_trainer.say import say
 from forge_trainer.steps.base import StepOutput
 

@@ -16,7 +16,7 @@ from forge_ckpt.lease import read_holder
 from forge_ckpt.store import Store
 from forge_resilience.exit_codes import ExitCode
 
-from forge_trainer.run_dir import RunFiles, now, read_ended, steps_of
+from forge_trainer.run_dir.files import RunFiles, now, read_ended, steps_of
 from forge_trainer.slurm.config import seconds
 from forge_trainer.slurm.futile import FUTILE, futile_starts, locked_starts
 from forge_trainer.slurm.script import LOGS

@@ -8,7 +8,7 @@ from typing import Any
 
 from forge_resilience.exit_codes import ExitCode
 
-from forge_trainer.run_dir import RunFiles, read_lines
+from forge_trainer.run_dir.files import RunFiles, read_lines
 
 FUTILE = 3
 """So many starts in a row that failed without a new checkpoint end the chain."""

@@ -13,8 +13,8 @@ from forge_config import ConfigError
 from forge_parallel.error import ParallelError
 from forge_resilience.exit_codes import ExitCode
 
-from forge_trainer.job import Job, load_job
-from forge_trainer.run_dir import recorded_changes
+from forge_trainer.config.job import Job, load_job
+from forge_trainer.run_dir.files import recorded_changes
 from forge_trainer.slurm.config import ClusterConfig, load_cluster
 from forge_trainer.slurm.script import Launch, batch_script
 

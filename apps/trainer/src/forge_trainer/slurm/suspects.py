@@ -10,7 +10,7 @@ from typing import Any
 
 from forge_resilience.exit_codes import ExitCode
 
-from forge_trainer.run_dir import RunFiles, read_lines
+from forge_trainer.run_dir.files import RunFiles, read_lines
 
 TWICE = 2
 """A node may be named once by chance, or for what it waited for."""

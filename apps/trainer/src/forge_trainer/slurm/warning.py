@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge_trainer.hooks.ledger import read_ledger
-from forge_trainer.run_dir import RunFiles, read_lines
+from forge_trainer.run_dir.files import RunFiles, read_lines
 from forge_trainer.slurm.config import EARLY_S, UNMEASURED_S, ClusterConfig, seconds
 
 SAFETY = 1.5

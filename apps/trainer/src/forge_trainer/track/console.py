@@ -7,7 +7,7 @@ from collections import deque
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from forge_trainer.eval_config import losses_of
+from forge_trainer.config.eval import losses_of
 from forge_trainer.say import say
 from forge_trainer.track.base import Record
 

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from forge_trainer.run_dir import parse_line
+from forge_trainer.run_dir.files import parse_line
 from forge_trainer.track.base import Record
 
 log = logging.getLogger(__name__)

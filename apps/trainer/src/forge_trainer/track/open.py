@@ -5,9 +5,9 @@ from contextlib import ExitStack
 
 from forge_config import plain
 
-from forge_trainer.job import Job
+from forge_trainer.config.job import Job
 from forge_trainer.progress import Progress
-from forge_trainer.run_dir import RunFiles
+from forge_trainer.run_dir.files import RunFiles
 from forge_trainer.track.base import Tracker
 from forge_trainer.track.console import Console
 from forge_trainer.track.jsonl import Jsonl

@@ -5,7 +5,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from forge_trainer.run_dir import write_whole
+from forge_trainer.run_dir.files import write_whole
 from forge_trainer.track.base import Record
 from forge_trainer.track.config import WandbConfig
 

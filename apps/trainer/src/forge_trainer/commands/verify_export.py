@@ -1,0 +1,90 @@
+"""Does an export read and compute what the run does? Asks `transformers`."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import cast
+
+import torch
+from forge_ckpt.error import CheckpointError
+from forge_config import ConfigError
+from forge_data.tokenizer.tokenizer import with_bos
+from torch import nn
+
+from forge_trainer.commands.evaluate import load_model
+from forge_trainer.config.job import Job
+from forge_trainer.run_dir.files import read_job
+
+TOLERANCE = 1e-4
+"""Of the largest logit: float32 on both sides, with sums in another order."""
+TEXTS = (
+    "The end, isn't it? 12345 + 6.7",
+    "  two  spaces\n\n\tand lines\r\n",
+    "na\u00efve cafe\u0301 \u6771\u4eac \U0001f642",
+    "def f(x_1):\n    return [x_1]",
+)
+"""What tokenizers tell apart: digits, apostrophes, spaces, lines, accents in two forms, other letters."""
+TOKENS = (4, 64)
+"""Sequences, and tokens of each at most."""
+
+
+@torch.no_grad()
+def verify_export(options: argparse.Namespace) -> None:
+    """`forge verify-export`: compare tokens and logits of an export in `transformers` with those of the run.
+
+    Of text: images are not given.
+
+    Raises:
+        ConfigError: there is no `transformers`.
+        CheckpointError: it does not load the export, or text becomes other tokens, or logits differ; says
+            by how much.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    except ImportError:
+        raise ConfigError("forge verify-export needs transformers: pip install 'transformers>=5'") from None
+    job, folder = read_job(Path(options.directory)), Path(options.out)
+    model, step = load_model(job)
+    device = next(model.parameters()).device
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"there is no {folder / 'config.json'}; expected what forge export wrote")
+    try:
+        loads = AutoModelForCausalLM if job.model.items() is None else AutoModelForImageTextToText
+        theirs = cast(nn.Module, loads.from_pretrained(folder, dtype=torch.float32))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"transformers does not load {folder}: {error}") from None
+    require_tokens(job, folder)
+    draw = torch.Generator().manual_seed(0)
+    shape = TOKENS[0], min(TOKENS[1], job.model.max_tokens)
+    tokens = torch.randint(job.model.vocab_size, shape, generator=draw).to(device)
+    ours, logits = model.float()(tokens).float(), theirs.to(device).eval()(tokens).logits.float()
+    if ours.shape != logits.shape:
+        raise CheckpointError(f"{folder} has logits {list(logits.shape)}; the run has {list(ours.shape)}")
+    apart = float((ours - logits).abs().max() / ours.abs().max())
+    told = f"{folder} and step {step} of {options.directory}: logits differ by {apart:.2g} of the largest"
+    if not apart <= TOLERANCE:
+        raise CheckpointError(f"{told}; expected at most {TOLERANCE:g}: is it the export of this step?")
+    sys.stdout.write(f"{told}, at most, in {tokens.numel()} tokens\n")
+
+
+def require_tokens(job: Job, folder: Path) -> None:
+    """See that `transformers` reads texts as the run does.
+
+    Raises:
+        CheckpointError: it does not: of some types of models it takes a class of its own for the tokenizer,
+            which reads the vocabulary of `tokenizer.json` and cuts words in its own way.
+    """
+    if not (folder / "tokenizer.json").exists():
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer = job.data.tokenizer.build()
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        mine, its = with_bos(tokenizer, text), theirs(text).input_ids
+        if mine != its:
+            raise CheckpointError(
+                f"{folder}: AutoTokenizer of transformers, here a {type(theirs).__name__}, reads {text!r} as "
+                f"{its}, and the run as {mine}; load the tokenizer by "
+                "PreTrainedTokenizerFast.from_pretrained, which does as tokenizer.json says"
+            )

@@ -1,0 +1,1 @@
+"""What a TOML file may say of a run; nothing here imports torch."""

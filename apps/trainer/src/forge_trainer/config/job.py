@@ -1,0 +1,214 @@
+"""What one run is: the only place that names all sections.
+
+Nothing here imports torch, so that a bad configuration is reported at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from forge_ckpt.config import CheckpointConfig
+from forge_config import Config, Meta, absolute
+from forge_config.load import Loaded, load
+from forge_data.config import DataConfig
+from forge_data.order.batch_sizes import BatchSizes
+from forge_model.config import LossConfig, ModelConfig
+from forge_parallel.compile_config import CompileConfig
+from forge_parallel.config import (
+    ActivationCheckpointingConfig,
+    ContextParallelConfig,
+    FSDPConfig,
+    MeshConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TensorParallelConfig,
+)
+from forge_parallel.dispatch_config import AllToAllConfig, DispatcherConfig
+from forge_parallel.error import ParallelError
+from forge_parallel.fp8_config import FP8Config
+from forge_resilience.config import ResilienceConfig
+from forge_vlm.config import VisionLanguageConfig as VisionLanguageConfig  # registers its type
+from forge_vlm.sources.columns import ImageTextConfig as ImageTextConfig  # registers its type
+from forge_vlm.sources.published import CocoKarpathyConfig as CocoKarpathyConfig  # registers its type
+from forge_vlm.sources.shapes import ShapesConfig as ShapesConfig  # registers its type
+from forge_vlm.sources.tars import WebdatasetConfig as WebdatasetConfig  # registers its type
+from msgspec import structs
+
+from forge_trainer.config.checks import checks, weights_are_of_the_model
+from forge_trainer.config.eval import EvalConfig
+from forge_trainer.config.hub import fetch_named
+from forge_trainer.config.train import TrainConfig, uneven
+from forge_trainer.hooks import HookConfig
+from forge_trainer.hooks.by_path import classes_in
+from forge_trainer.optim import OptimizerConfig
+from forge_trainer.run_dir.environment import recorded_folder
+from forge_trainer.schedule import ScheduleConfig
+from forge_trainer.steps import StepConfig, TextStepConfig
+from forge_trainer.track import TrackConfig
+
+RUN_NAME = "^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$"
+
+
+class JobConfig(Config):
+    """The identity of a run.
+
+    Attributes:
+        name: the run lives in `<root>/<name>`; letters, digits, `.`, `_`, `-`.
+        root: folder of all runs.
+        seed: seed of the initial weights and of every random number drawn while training.
+        deterministic: on a GPU, take only kernels that add in the same order each time: runs are equal bit
+            for bit, and slower; an operation without such a kernel is an error. On a CPU they are so anyway.
+        attention_kernels: the kernels that `scaled_dot_product_attention` may choose from; absent means any.
+            Where none of them can do what a layer needs, its first step is an error. FlexAttention, which
+            masks documents on GPUs, is none of them.
+        numa: bind each rank to cores near its GPU: all of its NUMA `node` or `socket`, a part of the node
+            (`exclusive`), or a `core-complex`; as `torchrun --numa-binding` does. Needs GPUs and numactl.
+    """
+
+    free_keys = ("name", "root", "numa")
+    recorded_keys = ("deterministic", "attention_kernels")
+
+    name: Annotated[str, Meta(pattern=RUN_NAME)]
+    root: str = "runs"
+    seed: Annotated[int, Meta(ge=0)] = 0
+    deterministic: bool = False
+    attention_kernels: tuple[Literal["flash", "cudnn", "efficient", "math"], ...] = ()
+    numa: Literal["none", "node", "socket", "exclusive", "core-complex"] = "none"
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.root) / self.name
+
+
+class Job(Config):
+    """A whole run: what `forge train` reads from TOML."""
+
+    free_keys = ("hooks",)
+
+    job: JobConfig
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    loss: LossConfig = LossConfig()
+    step: StepConfig = TextStepConfig()
+    eval: EvalConfig = EvalConfig()
+    mesh: MeshConfig = MeshConfig()
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    context_parallel: ContextParallelConfig = ContextParallelConfig()
+    expert_parallel: DispatcherConfig = AllToAllConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    fsdp: FSDPConfig = FSDPConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    fp8: FP8Config = FP8Config()
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    compile: CompileConfig = CompileConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
+    track: TrackConfig = TrackConfig()
+    hooks: dict[str, HookConfig] = {}
+
+    def __post_init__(self) -> None:
+        batch = self.train.sequences(self.data.max_tokens)
+        if batch != self.train.global_batch:
+            structs.force_setattr(self, "train", structs.replace(self.train, global_batch=batch))
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """How many sequences each step takes."""
+        stages = [(stage.steps, stage.global_batch) for stage in self.train.batch_warmup]
+        return BatchSizes(stages, self.train.global_batch)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step, after the warm-up of the batch."""
+        return self.train.global_batch * self.data.max_tokens
+
+    def require_layout(self, world_size: int) -> None:
+        """See that the ranks can be laid out and share the global batch.
+
+        Raises:
+            ParallelError: they cannot.
+        """
+        sizes = self.mesh.sizes(world_size)
+        if sizes["cp"] > 1 and getattr(self.step, "answers", False):
+            raise ParallelError(
+                f"step.answers = true counts documents, which mesh.cp = {sizes['cp']} cuts; set it to false, "
+                "or cp = 1"
+            )
+        readers = sizes["dp_replicate"] * sizes["dp_shard"]
+        for batch in self.batch_sizes.all():
+            share, rest = divmod(batch, readers)
+            if rest or share % self.train.micro_batch:
+                raise ParallelError(uneven(batch, self.train.micro_batch, readers))
+            if sizes["pp"] > 1:
+                self.pipeline.require_micro_batches(share // self.train.micro_batch, sizes["pp"])
+            if share == self.train.micro_batch and getattr(self.step, "noise_scale_every_steps", 0):
+                raise ParallelError(
+                    f"step.noise_scale_every_steps with a global batch of {batch} over {readers} readers: "
+                    "each has one micro-batch, and two are needed to compare; use a smaller train.micro_batch"
+                )
+
+    @property
+    def optimizer_by_steps(self) -> OptimizerConfig:
+        """`optimizer`, the stages of whose groups begin at steps."""
+        batches, tokens = self.batch_sizes, self.data.max_tokens
+
+        def step_of(seen: int) -> int:
+            samples = -(-seen // tokens)
+            whole = batches.whole_steps(samples // batches.unit)
+            return whole + (batches.samples(whole) < samples)
+
+        groups = tuple(group.in_steps(step_of) for group in self.optimizer.groups)
+        return structs.replace(self.optimizer, groups=groups)
+
+    def lr_factor(self, step: int, steps: int) -> float:
+        """What the peak learning rate is multiplied by: the schedule times the phase of the data.
+
+        Args:
+            step: from 0.
+            steps: that the run takes; fewer than `train.steps` where its data end earlier.
+        """
+        scale = self.data.lr_scale(step, steps, self.train.global_batch)
+        return self.schedule.factor(step, steps=steps, step_tokens=self.step_tokens) * scale
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The sections that `parallelize` applies."""
+        return ParallelConfig(
+            tensor_parallel=self.tensor_parallel,
+            context_parallel=self.context_parallel,
+            expert_parallel=self.expert_parallel,
+            pipeline=self.pipeline,
+            fsdp=self.fsdp,
+            precision=self.precision,
+            fp8=self.fp8,
+            activation_checkpointing=self.activation_checkpointing,
+            compile=self.compile,
+        )
+
+
+def load_job(path: Path | str, overrides: Sequence[str] = (), branch: bool = False) -> Loaded[Job]:
+    """Read a job from TOML and `--section.key=value` overrides.
+
+    The names of its files are made absolute here: what a run keeps means the same wherever it is opened. The
+    modules that the `config.toml` of a run imports are looked for where they were when it was started, too.
+
+    Args:
+        path: of the file.
+        overrides: of the command line.
+        branch: whether the run begins with a checkpoint: weights of `train.init_from` are not looked for.
+
+    Raises:
+        ConfigError: with every problem found, each with its place.
+    """
+    folders = [recorded_folder(Path(path).parent, key) for key in ("folder", "config_folder")]
+    import_folders = [folder for folder in folders if folder is not None]
+    wanted = (check for check in checks if not (branch and check is weights_are_of_the_model))
+    every = [*wanted, classes_in([Path(path).parent, *import_folders])]
+    loaded = load(Job, path, overrides, every, import_folders, prepare=fetch_named)
+    return replace(loaded, value=absolute(loaded.value, Path.cwd()))

@@ -1,0 +1,47 @@
+"""Opens what a run is evaluated on: its held-out text, and the sets of `[eval.sets]`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from forge_data.loading.loader import Loader, build_loader, build_set_loader
+from forge_parallel.mesh import Mesh
+
+from forge_trainer.config.job import Job
+from forge_trainer.ranks import keep_in_touch
+
+
+def open_evaluations(job: Job, mesh: Mesh, got_on: Callable[[], None] = lambda: None) -> dict[str, Loader]:
+    """Each set by its name; the held-out text, if any, comes first and has an empty one. Collective.
+
+    Args:
+        job: the configuration.
+        mesh: the grid of ranks.
+        got_on: called while text is tokenized.
+
+    Raises:
+        DataError: data are missing.
+    """
+    portion: dict[str, Any] = {
+        "rank": mesh.batch.rank,
+        "world_size": mesh.batch.size,
+        "micro_batch": job.train.micro_batch,
+        "items": job.model.items(),
+    }
+
+    def open_all(count: Callable[[], None]) -> dict[str, Loader]:
+        def told(done: int, total: int) -> None:
+            count()
+
+        found: dict[str, Loader] = {}
+        if job.data.has_validation():
+            found[""] = build_loader(job.data, "validation", on_progress=told, **portion)
+        for name, of_set in job.eval.sets.items():
+            found[name] = build_set_loader(
+                job.data, of_set.sources, of_set.samples, on_progress=told, **portion
+            )
+        for loader in found.values():
+            loader.vocab_size = job.model.vocab_size
+            loader.pinned = mesh.device.type == "cuda"
+        return found
+
+    return keep_in_touch(open_all, mesh.control_group, got_on)

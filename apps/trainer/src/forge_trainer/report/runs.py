@@ -1,0 +1,106 @@
+"""Several runs at a glance, and the pictures and sums that `forge status` prints. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from forge_ckpt.lease import read_holder
+from forge_ckpt.store import Store
+from forge_config import ConfigError
+from forge_resilience.goodput import Goodput
+
+from forge_trainer.run_dir.files import RunFiles, read_ended, read_outline
+from forge_trainer.track.console import duration
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 60
+TAIL_BYTES = 1 << 16
+"""The end of `metrics.jsonl` that the listing looks at, so that it stays fast."""
+
+
+def runs_in(directory: Path) -> list[Path]:
+    """The runs in a folder that is none itself, by name; empty for a run."""
+    if RunFiles(directory).config.exists() or not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if RunFiles(path).config.exists())
+
+
+def listing(runs: Sequence[Path]) -> Iterator[str]:
+    """One line a run: name, steps, loss, what it does or how it ended."""
+    rows = [("run", "step", "loss", "state"), *(_row(run) for run in runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for name, step, loss, state in rows:
+        yield f"{name:<{widths[0]}}  {step:>{widths[1]}}  {loss:>{widths[2]}}  {state}"
+
+
+def _row(run: Path) -> tuple[str, str, str, str]:
+    try:
+        until = read_outline(run).train.steps
+    except ConfigError as error:
+        return run.name, "", "", f"its config.toml cannot be used: {str(error).splitlines()[0]}"
+    record = _last_record(RunFiles(run).metrics)
+    steps = Store(RunFiles(run).checkpoints).steps()
+    step = max(record.get("step", 0), steps[-1] if steps else 0)
+    loss = record.get("loss")
+    told = f"{loss:.4f}" if isinstance(loss, int | float) else "-"
+    return run.name, f"{step}/{until}", told, _state(run, bool(steps) and steps[-1] >= until)
+
+
+def _state(run: Path, complete: bool) -> str:
+    holder, ended = read_holder(RunFiles(run).lease), read_ended(run)
+    if holder is not None and holder.is_alive() is not False:
+        return f"running on {holder.host}"
+    if complete:
+        return "complete"
+    if ended is None:
+        return "killed" if holder is not None else "not running"
+    return f"exit code {ended['code']}: {ended.get('reason')}"
+
+
+def _last_record(metrics: Path) -> dict[str, float]:
+    """The last whole record with a loss."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and "loss" in entry and isinstance(entry.get("step"), int):
+            return entry
+    return {}
+
+
+def curve(points: Sequence[tuple[int, float]]) -> Iterator[str]:
+    """A loss curve of one line: steps from left to right, means of equal numbers of points; none of few."""
+    if len(points) < 8:
+        return
+    columns = min(WIDTH, len(points))
+    cuts = [len(points) * column // columns for column in range(columns + 1)]
+    parts = [points[a:b] for a, b in pairwise(cuts)]
+    means = [sum(loss for _, loss in part) / len(part) for part in parts]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    bars = "".join(BARS[round((mean - low) * scale)] for mean in means)
+    yield f"loss curve    {bars}"
+    yield f"              steps {points[0][0]} to {points[-1][0]}, {low:.4f} to {high:.4f}"
+
+
+def goodput_line(goodput: Goodput) -> str:
+    """The effective training time ratio, and where the rest went."""
+    rest = [
+        f"{name} {seconds / goodput.wall_s:.1%}"
+        for name, seconds in goodput.seconds.items()
+        if name != "productive" and seconds > 0.001 * goodput.wall_s
+    ]
+    starts = "1 start" if goodput.starts == 1 else f"{goodput.starts} starts"
+    wall = duration(goodput.wall_s)
+    return f"{goodput.ratio:.1%} of {wall} in {starts} were steps that lasted; {', '.join(rest)}"
