@@ -1,7 +1,7 @@
 """The commands of a newcomer on this device: train, eval, generate and export of all debug runs at once.
 
-Writes commands.json: of each command the exit code, its seconds and its last line. A command that fails is an
-exit code of 1.
+Writes commands.json: of each command the exit code (124: it took too long), its seconds and its last line.
+Exits with 1 where a command failed.
 
 Run: python benchmarks/gpu/commands.py [--steps 2] [--out FOLDER]
 """
@@ -9,6 +9,8 @@ Run: python benchmarks/gpu/commands.py [--steps 2] [--out FOLDER]
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,11 +30,19 @@ def called(*words: str, limit_s: float) -> dict[str, Any]:
     """Run one command of forge to its end."""
     begun = time.perf_counter()
     line = [sys.executable, "-m", "forge_trainer", *words]
-    try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s, cwd=ROOT)
-        code, said = done.returncode, done.stdout + (done.stderr if done.returncode else "")
-    except subprocess.TimeoutExpired:
-        code, said = 124, ""
+    with tempfile.TemporaryFile("w+") as said_to:
+        # a session of its own: what it has started ends with it
+        done = subprocess.Popen(
+            line, stdout=said_to, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+        )
+        try:
+            code = done.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(done.pid, signal.SIGKILL)
+            done.wait()
+            code = 124
+        said_to.seek(0)
+        said = said_to.read()
     last = said.strip().splitlines()[-1:] or [""]
     print(f"{code} {' '.join(words)}\n{said[-1500:] if code else last[0]}", flush=True)
     return {"code": code, "seconds": round(time.perf_counter() - begun, 1), "last": last[0]}

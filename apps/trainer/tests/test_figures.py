@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 def figures(flags=(), device="cpu", ranks=2) -> Figures:
     job = load_job("configs/runs/debug.toml", flags).value
     mesh, env = SimpleNamespace(device=torch.device(device)), SimpleNamespace(world_size=ranks)
-    return Figures(SimpleNamespace(job=job, mesh=mesh, env=env, parts=[]))
+    return Figures(SimpleNamespace(job=job, mesh=mesh, env=env, parts=[]), frozen=())
 
 
 def test_mfu_is_model_flops_of_a_device_over_its_peak():
@@ -108,6 +108,18 @@ def test_parts_that_are_frozen_are_those_without_a_trained_parameter():
     assert frozen_parts([model], alone) == {"encoder"}
     other = nn.ModuleDict({"encoder": nn.Linear(2, 2)})
     assert frozen_parts([model, other], alone) == set(), "another stage of this rank trains some of it"
+
+
+def test_a_frozen_tower_counts_its_forward_pass_only():
+    """As the FLOPs of the configuration tell, which benchmarks/vlm.py compares with those of torch."""
+    job = load_job("configs/runs/vlm_debug_joint.toml").value
+    mesh, env = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(world_size=1)
+    run = SimpleNamespace(job=job, mesh=mesh, env=env, parts=[])
+    shapes = [{"tokens": (2, 127), "patches": (32, 3 * 8 * 8)}]
+    trained, frozen = (Figures(run, names).of(1.0, shapes)["model_tflops"] for names in ((), {"encoder"}))
+    given = shapes[0]
+    apart = job.model.step_flops(given, True, ()) - job.model.step_flops(given, True, {"encoder"})
+    assert apart > 0 and (trained - frozen) * 1e12 == pytest.approx(apart / (2 * 127))
 
 
 def _frozen_on_stages():

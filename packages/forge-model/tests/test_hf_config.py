@@ -372,3 +372,42 @@ def test_configuration_imports_no_torch(module):
 def test_values_of_the_rope_table_outside_their_bounds_are_refused(table):
     with pytest.raises(ModelError, match="rope"):
         config_from_hf({"model_type": "llama"} | SHAPE | {"rope_scaling": table})
+
+
+PUBLISHED_GPT2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "eos_token_id": 50256,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
+}
+OF_OTHERS = {"n_special": 0, "predict_special_tokens": True, "_num_labels": 1, "pruned_heads": {}}
+
+
+@pytest.mark.parametrize("more", [{}, OF_OTHERS, {"gradient_checkpointing": False, "output_past": True}])
+def test_the_first_published_files_of_gpt2_are_read(more):
+    """Of gpt2, and what files of its sizes and copies hold beside it."""
+    config = config_from_hf(PUBLISHED_GPT2 | more)
+    assert config.max_tokens == 1024 and config.learned_positions and config.num_layers == 12
+
+
+def test_a_context_of_gpt2_that_contradicts_its_positions_is_refused():
+    with pytest.raises(ModelError, match="n_ctx = 512 and n_positions = 1024 mean the same"):
+        config_from_hf(PUBLISHED_GPT2 | {"n_ctx": 512})

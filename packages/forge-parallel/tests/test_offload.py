@@ -157,6 +157,7 @@ def test_tensors_come_back_with_their_strides(freed):
     saved, whole = Saved(torch.device("cpu"), Streams(), None), torch.arange(2.0 * 6 * 4 * 8).view(2, 6, 4, 8)
     given = [whole.transpose(1, 2), whole[..., 3:5], whole[1, 2:3].expand(5, 4, 8), whole[:0], whole.sum()]
     numbers = [saved.add(tensor) for tensor in given]
+    assert [kept.numel() for kept in saved._kept] == [384, 96, 32, 0, 1], "gaps and repeats stay here"
     if freed:
         saved.free()
     for number, tensor in zip(numbers, given, strict=True):

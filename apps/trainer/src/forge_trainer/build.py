@@ -27,9 +27,9 @@ from forge_trainer.config.job import Job
 from forge_trainer.data.data import Data
 from forge_trainer.end_together import EndTogether
 from forge_trainer.guards.guards import NotFinite, SaveDue, Spikes, Stopping, TimeLimit
-from forge_trainer.guards.lease import Claim, Held, code_of
+from forge_trainer.guards.lease import Held
 from forge_trainer.guards.replicas import compared
-from forge_trainer.hooks.build import build_hooks
+from forge_trainer.hooks.build import add_hooks
 from forge_trainer.hooks.ledger import Ledger
 from forge_trainer.optim import trainable
 from forge_trainer.optim.groups import freeze
@@ -39,6 +39,7 @@ from forge_trainer.randomness import attention_kernels, deterministic
 from forge_trainer.recovery.recovery import Recovery
 from forge_trainer.report.announce import layers_in_8_bits
 from forge_trainer.run import Run
+from forge_trainer.run_dir.claim import Claim, code_of
 from forge_trainer.run_dir.files import RunFiles
 from forge_trainer.steps.unreached import tell_unreached
 from forge_trainer.steps.update import Update
@@ -80,15 +81,16 @@ def build(
     interval = Interval(job.checkpoint, progress, mesh.control_group, ledger)
     finite = NotFinite(config, recovery, optimizer, mesh.control_group)
     # of trouble that several find at once, that of the first counts
-    guards = [SaveDue(), Stopping(signals), TimeLimit(deadline), finite, Spikes(config, recovery)]
-    guards += compared(config.compare_copies_every_steps, parts, mesh, recovery, progress, clock)
+    guards = [SaveDue(), Stopping(signals), TimeLimit(deadline)]
+    guards += compared(config.compare_copies_every_steps, parts, mesh, recovery, progress)
+    guards += [finite, Spikes(config, recovery)]
     guards += [Held(claim)] if claim is not None and env.rank == 0 else []
     checkpoints = Checkpoints(store, state, saver, interval)
     run = Run(
         job, env, mesh, parts, optimizer, step, progress, data,
         guards, recovery, checkpoints, trackers, clock, stack,
     )  # fmt: skip
-    run.hooks.extend(build_hooks(run, finite.skipped, ledger, claim))
+    add_hooks(run, finite.skipped, ledger, claim)
     run.load_counts(counts)
     return run
 

@@ -188,7 +188,7 @@ def _bytes(text: str) -> int:
 
 def _train(options: argparse.Namespace) -> ExitCode:
     from forge_trainer.config.job import load_job
-    from forge_trainer.guards.lease import require_free
+    from forge_trainer.run_dir.claim import require_free
     from forge_trainer.run_dir.files import recorded_changes
 
     loaded = load_job(options.config, options.overrides)

@@ -18,10 +18,10 @@ from forge_trainer.build import build
 from forge_trainer.clock import Clock
 from forge_trainer.config.job import Job
 from forge_trainer.end_together import FailedElsewhere
-from forge_trainer.guards.lease import USER_ERRORS, Claim
 from forge_trainer.recovery.incidents import note_incident
 from forge_trainer.report.announce import announcement
 from forge_trainer.run import Run
+from forge_trainer.run_dir.claim import USER_ERRORS, Claim
 from forge_trainer.run_dir.files import RunFiles
 from forge_trainer.say import say
 

@@ -46,16 +46,17 @@ def train(
         with clock.span("step"):
             out = step.train(batch, progress.step)
         progress.advance(out)
-        with clock.span("log"):
-            for guard in guards:
-                guard.observe(progress, out)
+        for guard in guards:
+            if guard.span:
+                with clock.span(guard.span):
+                    guard.observe(progress, out)
         for hook in hooks:
             if progress.step % hook.every == 0 or progress.complete:
                 with clock.span(hook.span):
                     hook.on_step(progress, out)
         with clock.span("agree"):
             due = save_due(progress.step)
-            verdict = agree(max(guard.verdict(progress, due) for guard in guards))
+            verdict = agree(max([guard.verdict(progress, due) for guard in guards], default=Verdict.CONTINUE))
         if Verdict.SAVE <= verdict < Verdict.ROLLBACK:
             with clock.span("save"):
                 verdict = max(verdict, save())

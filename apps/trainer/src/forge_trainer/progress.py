@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -23,7 +24,7 @@ class Progress:
     step: int = 0
     samples: int = 0
     tokens: int = 0
-    until: int = field(default=0, compare=False)
+    until: int = field(default=sys.maxsize, compare=False)
 
     @property
     def complete(self) -> bool:

@@ -73,7 +73,7 @@ class Saved:
         self._sources: dict[int, Tensor] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._layouts: list[tuple[Sequence[int], Sequence[int]]] = []
-        self._kept: list[Tensor] = []  # of each the memory it spans, [elements]
+        self._kept: list[Tensor] = []
         self._uses: list[int] = []
         self._back: dict[int, Tensor] | None = None
         self._left: Any = None
@@ -88,11 +88,11 @@ class Saved:
             return known
         made = self._streams.mark()
         source = tensor.detach()
-        spanned = source.as_strided((_span(source),), (1,))
-        kept = torch.empty(spanned.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        sent = _in_a_line(source)
+        kept = torch.empty(sent.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         with self._streams.beside():
             self._streams.wait(made)
-            kept.copy_(spanned, non_blocking=True)
+            kept.copy_(sent, non_blocking=True)
             self._left = self._streams.mark()
         self._kept.append(kept)
         self._layouts.append((source.shape, source.stride()))
@@ -122,15 +122,16 @@ class Saved:
         if before is not None and not before._sources:
             before._bring()
         # not there in a second backward pass over the same graph
-        return (
-            self._shaped(number, self._kept[number].to(self._device, non_blocking=True))
-            if found is None
-            else found
-        )
+        return self._on_device(number) if found is None else found
 
-    def _shaped(self, number: int, spanned: Tensor) -> Tensor:
-        """With the strides it was saved with: compiled code relies on them."""
-        return spanned.as_strided(*self._layouts[number])
+    def _on_device(self, number: int) -> Tensor:
+        """A tensor with the strides that it was saved with: compiled code relies on them."""
+        kept, (shape, strides) = self._kept[number], self._layouts[number]
+        if kept.shape != shape:
+            line = torch.empty_like(kept, device=self._device)
+            return line.copy_(kept, non_blocking=True).as_strided(shape, strides)
+        found = torch.empty_strided(shape, strides, dtype=kept.dtype, device=self._device)
+        return found.copy_(kept, non_blocking=True)
 
     def _found(self, held: dict[int, Tensor], number: int) -> Tensor | None:
         """A tensor that is on its device, and stays until all have taken it who saved it."""
@@ -142,12 +143,7 @@ class Saved:
         computed = self._streams.mark()
         with self._streams.beside():
             self._streams.wait(computed)
-            self._back = {
-                number: self._shaped(
-                    number, torch.empty_like(kept, device=self._device).copy_(kept, non_blocking=True)
-                )
-                for number, kept in enumerate(self._kept)
-            }
+            self._back = {number: self._on_device(number) for number in range(len(self._kept))}
             self._arrived = self._streams.mark()
 
 
@@ -208,11 +204,11 @@ class Offload:
                 leaving.popleft().free()
 
 
-def _span(tensor: Tensor) -> int:
-    """Elements of memory from the first to the last of a tensor."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def _in_a_line(tensor: Tensor) -> Tensor:
+    """The memory that a tensor spans, to be copied as it lies; the tensor itself where that has gaps."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in sizes) if tensor.numel() else 0
+    return tensor if span > tensor.numel() else tensor.as_strided((span,), (1,))
 
 
 def _memory_of(modules: Sequence[nn.Module]) -> set[int]:

@@ -174,6 +174,8 @@ def take_newest(job: Job, model: nn.Module, take: Callable[[Mapping[str, Tensor]
 
 def evaluate_run(options: argparse.Namespace) -> None:
     """`forge eval`: the loss on held-out text and sets, or on `--text`, or what `--tasks` say."""
+    if options.tasks is not None and options.text:
+        raise ConfigError("--tasks bring their own text: give --text in a command of its own")
     job, model, place, record = open_trained(options)
     if options.tasks is not None:
         from forge_trainer.commands.harness import evaluate_tasks

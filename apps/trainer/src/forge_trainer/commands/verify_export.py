@@ -79,7 +79,10 @@ def require_tokens(job: Job, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = job.data.tokenizer.build()
-    theirs = AutoTokenizer.from_pretrained(folder)
+    try:
+        theirs = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: transformers cannot read the tokenizer: {error}") from error
     for text in TEXTS:
         mine, its = with_bos(tokenizer, text), theirs(text).input_ids
         if mine != its:

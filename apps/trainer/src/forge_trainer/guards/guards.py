@@ -29,9 +29,11 @@ class Guard:
 
     Attributes:
         name: of its counts in a checkpoint; empty for a guard without any.
+        span: the name under which the time of `observe` is counted; empty for a guard that observes nothing.
     """
 
     name: str = ""
+    span: str = ""
 
     def observe(self, progress: Progress, out: StepOutput) -> None:
         """Look at a step, before hooks do. May use collectives; must not wait for the device every step."""
@@ -97,7 +99,7 @@ class NotFinite(Guard):
         group: of all ranks, on the CPU.
     """
 
-    name = "finite"
+    name, span = "finite", "log"
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class Spikes(Guard):
         recovery: says what follows.
     """
 
-    name = "spikes"
+    name, span = "spikes", "log"
 
     def __init__(self, config: ResilienceConfig, recovery: Recovery) -> None:
         self._recovery = recovery

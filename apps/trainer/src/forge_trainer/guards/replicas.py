@@ -13,7 +13,6 @@ from forge_resilience.verdict import Verdict, agree
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from forge_trainer.clock import Clock
 from forge_trainer.guards.guards import Guard
 from forge_trainer.progress import Progress
 from forge_trainer.recovery.incidents import Trouble
@@ -33,8 +32,9 @@ class Replicas(Guard):
         mesh: the grid of ranks.
         recovery: says what follows.
         progress: up to this step copies were loaded or made the same.
-        clock: counts the time of comparisons as `copies`.
     """
+
+    span = "copies"
 
     def __init__(
         self,
@@ -43,9 +43,8 @@ class Replicas(Guard):
         mesh: Mesh,
         recovery: Recovery,
         progress: Progress,
-        clock: Clock,
     ) -> None:
-        self._every, self._clock = every, clock
+        self._every = every
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._mesh, self._recovery, self._same = mesh, recovery, progress.step
@@ -54,8 +53,7 @@ class Replicas(Guard):
     def observe(self, progress: Progress, out: StepOutput) -> None:
         """See `Guard.observe`. Waits for the device every so many steps, and after the last. Collective."""
         if progress.step % self._every == 0 or progress.complete:
-            with self._clock.span("copies"):
-                self._compare(progress.step)
+            self._compare(progress.step)
 
     def verdict(self, progress: Progress, save_due: bool) -> Verdict:
         """See `Guard.verdict`."""
@@ -105,15 +103,10 @@ def replicas(mesh: Mesh) -> ProcessGroup | None:
 
 
 def compared(
-    every: int,
-    parts: Sequence[nn.Module],
-    mesh: Mesh,
-    recovery: Recovery,
-    progress: Progress,
-    clock: Clock,
+    every: int, parts: Sequence[nn.Module], mesh: Mesh, recovery: Recovery, progress: Progress
 ) -> list[Guard]:
     """The guard; none where nothing is compared, or no rank holds a copy."""
     if not every or replicas(mesh) is None:
         return []
     named = [named for part in parts for named in part.named_parameters()]
-    return [Replicas(every, named, mesh, recovery, progress, clock)]
+    return [Replicas(every, named, mesh, recovery, progress)]

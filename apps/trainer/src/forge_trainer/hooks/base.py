@@ -27,7 +27,7 @@ class RunView(Protocol):
     """What a hook may see of a run. It must change none of it, but may log to the trackers.
 
     Attributes:
-        job: the configuration.
+        job: the configuration; where data end earlier than `job.train.steps`, `progress.until` says when.
         directory: where the run writes.
         env: the place of this process among the ranks.
         mesh: the grid of ranks, with `mesh.device`.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from forge_trainer.clock import BUILD
 from forge_trainer.data.evaluation_sets import open_evaluations
-from forge_trainer.guards.lease import Claim, FirstStep
 from forge_trainer.hooks.base import Hook
 from forge_trainer.hooks.collectives import CheckCollectives, groups_of
 from forge_trainer.hooks.evaluate import Evaluate
@@ -21,6 +20,7 @@ from forge_trainer.hooks.speed import CompareSpeed
 from forge_trainer.hooks.tasks import EvaluateTasks
 from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.progress import Progress
+from forge_trainer.run_dir.claim import Claim, FirstStep
 from forge_trainer.say import say
 
 if TYPE_CHECKING:
@@ -29,40 +29,40 @@ if TYPE_CHECKING:
 Told = Callable[[Progress, Mapping[str, float]], None]
 
 
-def build_hooks(
-    run: Run, skipped: Callable[[], int], ledger: Ledger | None, claim: Claim | None
-) -> list[Hook]:
+def add_hooks(run: Run, skipped: Callable[[], int], ledger: Ledger | None, claim: Claim | None) -> None:
     """Comparison of ranks, logging (first rank only), evaluation, the hooks of the user. Collective.
 
     Args:
-        run: what they look at.
+        run: what they look at, without any so far.
         skipped: how many steps of the run were not finite.
         ledger: of the first rank.
         claim: writes down the configuration after the first step.
     """
     job = run.job
-    hooks: list[Hook] = []
 
     def told(progress: Progress, results: Mapping[str, float]) -> None:
-        for hook in hooks:
+        for hook in run.hooks:
             hook.on_eval(progress, results)
 
+    def add(*hooks: Hook) -> None:
+        for hook in hooks:
+            run.hooks.append(hook)
+            run.stack.callback(hook.close)  # at once: the next one may fail to be built
+
     if (every := job.resilience.compare_speed_every_steps) and run.mesh.control_group is not None:
-        hooks.append(CompareSpeed(every, run))
-        hooks += [CheckCollectives(every, run)] if groups_of(run.mesh) else []
+        add(CompareSpeed(every, run))
+        add(*[CheckCollectives(every, run)] if groups_of(run.mesh) else [])
     frozen, every = frozen_parts(run.parts, run.mesh), job.train.log_every_steps
     if ledger is not None:
-        log = Log(every, run, skipped, run.data.tokens_read, lambda: ledger.ratio, frozen)
-        hooks += [ledger, log]
+        log = Log(every, run, skipped, frozen, run.data.tokens_read, lambda: ledger.ratio)
+        add(ledger, log)
     if job.eval.every_steps:
-        hooks += _evaluations(run, partial(evaluation_weights, job.optimizer, run.optimizer), told)
+        add(*_evaluations(run, partial(evaluation_weights, job.optimizer, run.optimizer), told))
     for name, config in job.hooks.items():
-        hooks.append(config.build(run))
-        hooks[-1].name = name
-    hooks += [FirstStep(claim)] if claim is not None and run.env.rank == 0 else []
-    for hook in hooks:
-        run.stack.callback(hook.close)
-    return hooks
+        hook = config.build(run)
+        hook.name = name
+        add(hook)
+    add(*[FirstStep(claim)] if claim is not None and run.env.rank == 0 else [])
 
 
 def _evaluations(run: Run, weights: Callable[[], AbstractContextManager[None]], told: Told) -> list[Hook]:

@@ -46,7 +46,7 @@ class Figures:
         frozen: the parts of the model of which nothing is trained, see `frozen_parts`.
     """
 
-    def __init__(self, run: RunView, frozen: Collection[str] = ()) -> None:
+    def __init__(self, run: RunView, frozen: Collection[str]) -> None:
         job = run.job
         self._device = run.mesh.device
         self._ranks = run.env.world_size

@@ -32,9 +32,9 @@ class Log(Hook):
         every: int,
         run: RunView,
         skipped: Callable[[], int],
+        frozen: Collection[str],
         tokens_read: Callable[[int], dict[str, int]] = lambda _: {},
         goodput: Callable[[], float] = lambda: 0.0,
-        frozen: Collection[str] = (),
     ) -> None:
         self.every = every
         self._run = run

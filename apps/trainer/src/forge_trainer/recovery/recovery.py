@@ -56,7 +56,10 @@ class Recovery:
         self._on_first(self._discard)
 
     def judge(self, trouble: Trouble) -> Verdict:
-        """ROLLBACK; or ABORT, where that has been done too often near here. Trouble found first counts."""
+        """ROLLBACK; or ABORT, where that has been done too often near here.
+
+        Of trouble that several guards find in one step, the first one's counts.
+        """
         if self.trouble is None:
             self.trouble = trouble
         near = sum(abs(one.first - self.trouble.first) < NEAR_STEPS for one in self.taken)

@@ -235,7 +235,7 @@ class Decoder(Model):
         return module(x, hidden, context)
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> [B, T, D]: what the first block is given of tokens. Nothing else scales embeddings.
+        """[B, T] -> [B, T, D]: the vectors of tokens. Nothing else scales them; see `_placed` for positions.
 
         Raises:
             ModelError: this part of the model has no embedding.

@@ -80,6 +80,7 @@ HARMLESS = frozenset(
         "output_router_logits",
         "pad_token_id",
         "problem_type",
+        "pruned_heads",
         "return_dict",
         "router_aux_loss_coef",
         "return_dict_in_generate",
@@ -93,6 +94,7 @@ HARMLESS = frozenset(
         "torchscript",
         "transformers_version",
         "unk_token_id",
+        "use_bfloat16",
         "use_cache",
     ]
 )

@@ -16,6 +16,8 @@ from forge_model.hf.families.gpt_neox import ACTIVATIONS
 from forge_model.norm_config import LayerNormConfig
 
 _SUMMARY = {"summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"}
+_FIRST = {"n_special", "predict_special_tokens", "output_past", "gradient_checkpointing", "_num_labels"}
+"""Keys that the first published files have, and that no version of transformers computes with."""
 _KEYS = {
     "vocab_size": Key(int, 50257),
     "n_positions": Key(int, 1024),
@@ -123,7 +125,7 @@ GPT2 = Family(
     _read,
     _write,
     _problems,
-    {name: Key(object, None, nullable=True) for name in _SUMMARY},
+    {name: Key(object, None, nullable=True) for name in _SUMMARY | _FIRST},
     fixed=dict.fromkeys(
         ("scale_attn_by_inverse_layer_idx", "add_cross_attention", "reorder_and_upcast_attn"), False
     ),
@@ -132,6 +134,7 @@ GPT2 = Family(
         "num_hidden_layers": "n_layer",
         "num_attention_heads": "n_head",
         "max_position_embeddings": "n_positions",
+        "n_ctx": "n_positions",
     },
     outer_keys={
         "embed": "transformer.wte",

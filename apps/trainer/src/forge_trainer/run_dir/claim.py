@@ -1,0 +1,193 @@
+"""One start of a run: it alone writes to the run directory, and it leaves there how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from forge_ckpt.error import CheckpointError, LockedError
+from forge_ckpt.lease import Holder, Lease, locked, newest_epoch, read_holder, take
+from forge_config import Change, ConfigError, Loaded
+from forge_data.error import DataError
+from forge_model.error import ModelError
+from forge_parallel.error import ParallelError
+from forge_resilience.exit_codes import ExitCode
+from forge_resilience.signals import Stopped
+
+from forge_trainer.config.job import Job
+from forge_trainer.end_together import FailedElsewhere
+from forge_trainer.hooks.base import Hook
+from forge_trainer.ranks import from_first
+from forge_trainer.run_dir.environment import environment
+from forge_trainer.run_dir.files import (
+    RunFiles,
+    append_history,
+    now,
+    recorded_changes,
+    write_config,
+    write_whole,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from forge_trainer.progress import Progress
+    from forge_trainer.steps.base import StepOutput
+
+USER_ERRORS = (ConfigError, CheckpointError, DataError, ModelError, ParallelError)
+"""What a person must look at, each with a message that says what to do."""
+
+
+def require_free(job: Job) -> None:
+    """Refuse early if a living process of this machine writes to the run; changes nothing.
+
+    Raises:
+        LockedError: one does.
+    """
+    folder = RunFiles(job.job.directory).lease
+    holder = read_holder(folder)
+    if holder is not None and holder.is_alive():
+        raise LockedError(locked(folder))
+
+
+class Claim:
+    """The run directory in the hands of this start.
+
+    Args:
+        loaded: the job.
+        change: keys that may change as a recorded event may do so.
+
+    Attributes:
+        changes: what this start changes in the run, known while it is held.
+        progress: of the run, once it is built; how far a start came that ends by an error.
+    """
+
+    def __init__(self, loaded: Loaded[Job], change: bool = False) -> None:
+        self.job = loaded.value
+        self.changes: list[Change] = []
+        self.progress: Progress | None = None
+        self._imports = loaded.imports
+        self._beside = loaded.files[-1].resolve().parent
+        self._change = change
+        self._files = RunFiles(self.job.job.directory)
+        self._lease: Lease | None = None
+        self._epoch = 0
+        self._exit: dict[str, Any] = {}
+
+    @contextmanager
+    def hold(self, group: ProcessGroup | None) -> Iterator[int]:
+        """Be the only one who writes to the run directory; gives the number of the lease. Collective.
+
+        The first rank takes the lease; the others hear of it before they touch anything.
+
+        Raises:
+            LockedError: on every rank, when another process holds the lease.
+            ConfigError: on every rank, when the run meanwhile has a configuration that this one does not fit.
+        """
+        try:
+            error, self._epoch, self.changes = from_first(self._take, group)
+            if error is not None:
+                raise error
+            yield self._epoch
+        except BaseException as error:
+            why = str(error) if isinstance(error, FailedElsewhere) else f"{type(error).__name__}: {error}"
+            self.ended(code_of(error), why)
+            raise
+        finally:
+            self._give_back()
+
+    def _take(self) -> tuple[Exception | None, int, list[Change]]:
+        try:
+            self._lease = take(self._files.lease)
+            changes = recorded_changes(self.job, self._change)
+            self._files.exit.unlink(missing_ok=True)
+            return None, self._lease.epoch, changes
+        except OSError as error:
+            failure: Exception = CheckpointError(f"{self.job.job.directory} cannot be written: {error}")
+        except (LockedError, ConfigError) as error:
+            failure = error
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+        return failure, 0, []
+
+    def _give_back(self) -> None:
+        if self._lease is None:
+            return
+        try:
+            if self._exit and self._lease.is_held():
+                write_whole(self._files.exit, json.dumps(self._exit, indent=2) + "\n")
+        except OSError as error:
+            import logging
+
+            logging.getLogger(__name__).warning("%s cannot be written: %s", self._files.exit, error)
+        finally:
+            self._lease.release()
+
+    def ended(self, code: ExitCode, reason: str, step: int | None = None) -> None:
+        """Remember how this start ends, for `exit.json`; the first reason counts."""
+        who = Holder.me()
+        if step is None and self.progress is not None:
+            step = self.progress.step
+        self._exit = self._exit or {
+            "code": int(code),
+            "name": code.name.lower(),
+            "reason": reason,
+            "step": step,
+            "when": now(),
+            "host": who.host,
+            "job": who.job,
+            "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        }
+
+    def end_at_once(self, code: ExitCode, reason: str) -> None:
+        """Write down how this start ends and let the run go: the process is about to end, from any thread."""
+        self.ended(code, reason)
+        self._give_back()
+
+    def is_held(self) -> bool:
+        """Whether no other process took the run over."""
+        if self._lease is not None:
+            return self._lease.is_held()
+        return newest_epoch(self._files.lease) == self._epoch
+
+    def begin(self, step: int) -> None:
+        """Make this configuration that of the run. History first: a crash in between repeats, not loses.
+
+        Raises:
+            CheckpointError: the disk does not take it.
+        """
+        try:
+            found = json.dumps(environment(self._beside), indent=2)
+            write_whole(self._files.environment, found + "\n", mode=0o600)
+            append_history(self.job.job.directory, step, self.changes)
+            write_config(self.job, self._imports)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.job.job.directory} cannot be written: {error}; make room, and start again"
+            ) from error
+
+
+class FirstStep(Hook):
+    """A hook for the first rank: the run exists, with this configuration, once it took a step."""
+
+    def __init__(self, claim: Claim) -> None:
+        self._claim: Claim | None = claim
+
+    def on_step(self, progress: Progress, out: StepOutput) -> None:
+        """See `Hook.on_step`."""
+        if self._claim is not None:
+            self._claim.begin(progress.step - 1)
+            self._claim = None
+
+
+def code_of(error: BaseException) -> ExitCode:
+    """The exit code of a start that ends by an error."""
+    if isinstance(error, FailedElsewhere):
+        return error.code
+    if isinstance(error, Stopped):
+        return ExitCode.PREEMPTED
+    return ExitCode.CONFIG if isinstance(error, USER_ERRORS) else ExitCode.FAILED
