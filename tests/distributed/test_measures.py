@@ -48,13 +48,13 @@ def watched(sizes: dict, experts: bool, by: str) -> list[dict[str, float]]:
         optimizer=MuonConfig(lr=0.01, scale="original", groups=RULES),
     )
     logged: list[dict[str, float]] = []
-    progress = Progress()
+    progress = Progress(until=5)
     view = SimpleNamespace(
         parts=run.parts,
         optimizer=run.optimizer,
         mesh=run.mesh,
         progress=progress,
-        job=SimpleNamespace(train=SimpleNamespace(steps=5, clip_norm=CLIP)),
+        job=SimpleNamespace(train=SimpleNamespace(clip_norm=CLIP)),
         log=logged.append,
     )
     hook = NormsConfig(every_steps=2, by=by).build(view)
