@@ -74,6 +74,29 @@ def test_extract_gives_rows_of_a_decoder_no_ids_of_its_encoder(tmp_path: Path, s
     assert torch.equal(store.token_id, ids.flatten())
 
 
+def test_extract_gives_no_pool_of_a_decoder_the_mask_of_its_encoder():
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {"vocab_size": 11, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1}
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, num_heads=2)).eval()
+    ids, target = torch.randint(2, 11, (2, 4, 5)).unbind()
+    mask = torch.ones_like(target)
+    mask[1, 3:] = 0
+    data = {"input_ids": ids, "decoder_input_ids": target, "decoder_attention_mask": mask}
+
+    def pool(value: Tensor, keep: Tensor) -> Tensor:
+        return (value * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
+
+    site, options = "decoder.block.0", {"pool": pool, "batch_size": 2, "progress": False}
+    with pytest.raises(InterpError, match=r"rows of the decoder.*input_ids.*tokens='decoder_input_ids'"):
+        extract_representations(model, data, site, **options)
+    names = {"tokens": "decoder_input_ids", "mask": "decoder_attention_mask"}
+    found = extract_representations(model, data, site, **names, **options)[site]
+    options["pool"] = "mean"
+    expected = extract_representations(model, data, site, **names, **options)[site]
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("site", [":attn.pattern", ":attn.entropy"])
 def test_every_call_of_attention_is_checked(site: str):
     class Model(nn.Module):

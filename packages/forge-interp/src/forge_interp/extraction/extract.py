@@ -12,7 +12,7 @@ from forge_interp.errors import InterpError, check_kind
 from forge_interp.extraction.export import ENDINGS
 from forge_interp.extraction.feeding import Feeder, Forward, rows_of_others
 from forge_interp.extraction.folder import Parts
-from forge_interp.extraction.identity import machine_of, model_identity, names_of
+from forge_interp.extraction.identity import machine_of, model_identity, names_of, numerics
 from forge_interp.extraction.parts import dtype_name
 from forge_interp.extraction.processes import Processes
 from forge_interp.extraction.rows import Pool, RowMaker
@@ -122,6 +122,7 @@ def _request(share: Share, dtype: torch.dtype | None, batch_size: int) -> dict[s
         "parts": source.num_parts,
         "versions": {"torch": torch.__version__},
         "machine": machine_of(share.model),
+        "numerics": numerics(),
     }
 
 
