@@ -104,7 +104,7 @@ def test_extract_pads_both_sides_of_an_encoder_decoder(side: str):
         options = {"tokens": "decoder_input_ids", "mask": "decoder_attention_mask"}
     stack = "encoder" if side == "encoder" else "decoder"
     if side == "labels":
-        options = {"pool": lambda value, mask: value[:, 0]}
+        options = {"select": lambda value: value[:, 0]}
     found = extract_representations(model, samples, f"{stack}.block.1", batch_size=3, **options)
     expected = list(one_by_one(model, samples, stack))
     if side == "encoder":

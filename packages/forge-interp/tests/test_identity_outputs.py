@@ -219,6 +219,26 @@ def test_extract_compares_bits_on_one_machine_and_numbers_on_two(
         extract(tmp_path / "a", reader(tmp_path))
 
 
+def test_extract_allows_rounding_on_one_machine_where_a_batch_has_other_bits_each_time(tmp_path: Path):
+    """As with atomic additions on a GPU, whose order is that of no two runs."""
+    calls: list[None] = []
+
+    def forward(model: nn.Module, ids: Tensor) -> Tensor:
+        calls.append(None)
+        return model(ids)
+
+    factor = 1.0
+    model = reader(tmp_path)
+    options = {"forward": forward, "batch_size": 2, "progress": False}
+    model.out.register_forward_hook(lambda module, args, output: output * (factor + 1e-6 * (len(calls) % 5)))
+    extract_representations(model, IDS, "out", tmp_path / "a", **options)
+    with pytest.warns(UserWarning, match="was there"):
+        extract_representations(model, IDS, "out", tmp_path / "a", **options)
+    factor = 1.01
+    with pytest.raises(InterpError, match="other rows of batch 0 at out:out"):
+        extract_representations(model, IDS, "out", tmp_path / "a", **options)
+
+
 def test_extract_takes_a_name_for_a_model_that_gives_other_rows_each_time(tmp_path: Path):
     def forward(model: nn.Module, ids: Tensor) -> Tensor:
         return model(torch.randint_like(ids, 9))

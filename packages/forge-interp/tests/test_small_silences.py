@@ -79,7 +79,7 @@ def test_extract_gives_no_pool_of_a_decoder_the_mask_of_its_encoder():
     sizes: dict[str, Any] = {"vocab_size": 11, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1}
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, num_heads=2)).eval()
-    ids, target = torch.randint(2, 11, (2, 4, 5)).unbind()
+    ids, target = torch.randint(2, 11, (4, 6)), torch.randint(2, 11, (4, 5))
     mask = torch.ones_like(target)
     mask[1, 3:] = 0
     data = {"input_ids": ids, "decoder_input_ids": target, "decoder_attention_mask": mask}

@@ -100,7 +100,7 @@ def extract_representations(
         return ActivationStore.of(share.in_memory())
     functions = {"select": names_of(chosen) or None, "pool": names_of(pool), "forward": names_of(forward)}
     request = _request(share, dtype, batch_size) | functions | {"model": model_identity(model)}
-    request |= {"identity": identity, "outputs": share.outputs() if identity is None else None}
+    request |= {"identity": identity} | (share.outputs() if identity is None else {})
     request |= {"keep": kept} if kept else {}
     if share.to_disk(Parts(folder, request), resume):
         text = f"{folder} was there, made by the same call: it is returned, of the batches nothing ran again"
