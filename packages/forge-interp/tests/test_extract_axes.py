@@ -75,7 +75,9 @@ def test_extract_asks_when_a_square_batch_cannot_be_cut(tmp_path: Path):
             return super().forward(input_ids) * scale
 
     batch = {"input_ids": torch.randint(50, (4, 4)), "scale": torch.tensor(2.0)}
-    with pytest.raises(InterpError, match=r"batch 0 has as many samples as tokens \(4\).*another batch_size"):
+    with pytest.raises(
+        InterpError, match=r"batch 0 has as many samples as tokens or features \(4\).*another batch_size"
+    ):
         extract_representations(Told(), iter([batch]), "out", tmp_path / "a")
 
 

@@ -1,12 +1,16 @@
 """What was wrong without a word in small corners, each against the plain computation."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from forge_interp import InterpError, capture, edit, extract_representations
+from forge_interp.errors import fitting
+from forge_interp.extraction.identity import model_identity
 from torch import Tensor, nn
 
 
@@ -160,3 +164,41 @@ def test_an_edit_may_give_a_tensor_that_is_kept_elsewhere(site: str):
         with edit(model, {site: lambda value: cached}):
             assert torch.equal(model(x), before.relu())
         assert torch.equal(cached, before)
+
+
+def test_an_error_of_the_accelerator_is_not_one_of_the_shape():
+    with pytest.raises(torch.AcceleratorError, match="illegal memory"), fitting(torch.ones(2), "steer"):
+        raise torch.AcceleratorError("illegal memory access")
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers(tmp_path: Path):
+    model, ids = nn.Embedding(9, 4), torch.randint(9, (4, 5))
+    options = {"rank": np.int64(0), "world_size": np.int64(1), "progress": False}
+    store = extract_representations(model, ids, "", tmp_path / "a", batch_size=np.int64(2), **options)
+    assert torch.equal(store[""], model(ids).flatten(0, 1))
+    for wrong in (True, 2.0, np.float32(2)):
+        with pytest.raises(InterpError, match=r"batch_size is .*expected a whole number"):
+            extract_representations(model, ids, "", batch_size=wrong, progress=False)
+        with pytest.raises(InterpError, match=r"rank is .*expected a whole number"):
+            extract_representations(model, ids, "", rank=wrong, world_size=1, progress=False)
+
+
+def per_tensor(scale: float) -> Tensor:
+    return torch.quantize_per_tensor(torch.full((4, 4), scale), scale, 0, torch.qint8)
+
+
+def per_channel(scale: float) -> Tensor:
+    scales = torch.full((4,), scale, dtype=torch.float64)
+    return torch.quantize_per_channel(torch.full((4, 4), scale), scales, torch.zeros(4), 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("make", [per_tensor, per_channel])
+def test_model_identity_sees_the_scale_of_quantized_weights(make: Callable[[float], Tensor]):
+    def identity(scale: float) -> dict[str, Any]:
+        model = nn.Module()
+        model.register_buffer("weight", make(scale))
+        return model_identity(model)
+
+    assert torch.equal(make(0.5).int_repr(), make(0.25).int_repr())
+    assert identity(0.5) == identity(0.5) != identity(0.25)

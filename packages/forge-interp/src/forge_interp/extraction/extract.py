@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,13 @@ def extract_representations(
     """
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("sites", sites, Iterable, "texts such as 'layers.*:out'")
-    check_kind("batch_size", batch_size, int, "a whole number")
+    check_kind("batch_size", batch_size, Integral, "a whole number")
     check_kind("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype such as torch.float16")
     check_kind("identity", identity, (str, type(None)), "a text")
     for name, number in (("rank", rank), ("world_size", world_size)):
-        check_kind(name, number, (int, type(None)), "a whole number")
+        check_kind(name, number, (Integral, type(None)), "a whole number")
     names, patterns = Names(tokens, mask, pad_id), [sites] if isinstance(sites, str) else list(sites)
+    batch_size, (rank, world_size) = int(batch_size), (n if n is None else int(n) for n in (rank, world_size))
     chosen, processes = by_pattern(select, patterns), Processes.of(model, rank, world_size, group, writes)
     kept = [keep] if isinstance(keep, str) else list(keep)
     folder, source = _folder(out), open_dataset(dataset, batch_size, names)

@@ -249,8 +249,8 @@ class Share:
             fewer = batch.part(self.names, 0, batch.size - 1)
             if fewer is None or is_distributed(self.model):
                 raise InterpError(
-                    f"batch {batch.number} has as many samples as tokens ({batch.size}), so that it is "
-                    "unknown which come first in the values; expected another number: give another batch_size"
+                    f"batch {batch.number} has as many samples as tokens or features ({batch.size}): it is "
+                    "unknown which come first in a value; expected another number: give another batch_size"
                 )
             self._forward(acts, fewer, _ignore)
         self._axes_checked = True
