@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_interp import InterpError, capture, edit, extract_representations
+from forge_interp import InterpError, ablate, capture, edit, extract_representations, patch, steer
 from forge_interp.errors import fitting
 from forge_interp.extraction.identity import model_identity
 from torch import Tensor, nn
@@ -202,3 +202,12 @@ def test_model_identity_sees_the_scale_of_quantized_weights(make: Callable[[floa
 
     assert torch.equal(make(0.5).int_repr(), make(0.25).int_repr())
     assert identity(0.5) == identity(0.5) != identity(0.25)
+
+
+@pytest.mark.parametrize("change", [patch(0.0), steer(torch.ones(4)), ablate("zero"), lambda old: old * 2])
+def test_edit_copies_a_value_once(monkeypatch: pytest.MonkeyPatch, change: Any):
+    model, found, clone = nn.Linear(4, 4), list[Tensor](), Tensor.clone
+    monkeypatch.setattr(Tensor, "clone", lambda x: found.append(x) or clone(x))
+    with edit(model, {"": change}):
+        model(torch.ones(2, 4))
+    assert len(found) == 1

@@ -63,8 +63,11 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
             new = change(value, at, masks[-1]) if isinstance(change, MeanAblation) else change(value)
             if new is None:
                 raise InterpError(f"edit of {str(at)!r} gave None, expected a tensor like the value")
+            is_new = (
+                new is value or getattr(change, "__module__", None) == __name__
+            )  # patch and its like copy
             is_kept = at.part != "attn" or at.path[0] not in DENSE  # what the model may change in place
-            return new.clone() if is_kept and isinstance(new, Tensor) and new is not value else new
+            return new.clone() if is_kept and isinstance(new, Tensor) and not is_new else new
 
         return Tap(site, modules[site.module], act, Phase.EDIT, reached, edit=edits[pattern])
 
