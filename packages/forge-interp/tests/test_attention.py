@@ -376,36 +376,3 @@ def test_read_works_on_fake_tensors():
         assert call.read("pattern", BUDGET).shape == (2, 4, 7, 7)
         for name in ("entropy", "sink", "previous"):
             assert call.read(name, 0).shape == (2, 4, 7)
-
-
-def test_everything_read_of_one_call_takes_one_pass_over_its_scores(monkeypatch):
-    """Products of queries and keys, and of pattern and values for the check and its scale: three in all.
-
-    Beside them, later calls are checked at two single queries.
-    """
-    from forge_interp import capture
-    from forge_interp.attention import tiles as module
-
-    class Attend(torch.nn.Module):
-        def forward(self, q, k, v):
-            return F.scaled_dot_product_attention(q, k, v)
-
-    products, grouped = [], module.grouped
-    monkeypatch.setattr(module, "grouped", lambda *args: note(args) or grouped(*args))
-
-    def note(args):
-        products.extend([args] if args[0].shape[2] > 1 else [])
-
-    names = ["raw", "scores", "pattern", "entropy", "sink", "previous"]
-    model, qkv = Attend(), random_qkv()
-    with capture(model, [f":attn.{name}" for name in names]) as acts:
-        model(*qkv)
-        assert len(products) == 3
-        model(*qkv)
-        assert len(products) == 4
-    for name in names:
-        with capture(model, f":attn.{name}") as alone:
-            model(*qkv)
-        for call in ("", "#1"):
-            together, single = acts[f":attn.{name}{call}"], alone[f":attn.{name}"]
-            torch.testing.assert_close(together, single, rtol=0, atol=0, equal_nan=True)

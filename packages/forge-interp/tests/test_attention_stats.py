@@ -5,13 +5,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from forge_interp import capture
 from forge_interp.attention import call as attention
+from forge_interp.attention import tiles as module
 from forge_interp.attention.call import AttentionCall
 from forge_interp.attention.statistics import attention_statistics
 from forge_interp.errors import InterpError
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .test_attention import random_qkv
 
 NAMES = ["entropy", "sink", "previous", "lag.0", "lag.3"]
 
@@ -202,3 +206,34 @@ def test_attention_statistics_refuse_unknown_names():
 def test_attention_statistics_stay_float32_for_half_precision():
     call = random_call(dtype=torch.bfloat16)
     assert attention_statistics(call, ["entropy"])["entropy"].dtype == torch.float32
+
+
+def test_everything_read_of_one_call_takes_one_pass_over_its_scores(monkeypatch):
+    """Products of queries and keys, and of pattern and values for the check and its scale: three in all.
+
+    Beside them, later calls are checked at two single queries.
+    """
+
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    products, grouped = [], module.grouped
+    monkeypatch.setattr(module, "grouped", lambda *args: note(args) or grouped(*args))
+
+    def note(args):
+        products.extend([args] if args[0].shape[2] > 1 else [])
+
+    names = ["raw", "scores", "pattern", "entropy", "sink", "previous"]
+    model, qkv = Attend(), random_qkv()
+    with capture(model, [f":attn.{name}" for name in names]) as acts:
+        model(*qkv)
+        assert len(products) == 3
+        model(*qkv)
+        assert len(products) == 4
+    for name in names:
+        with capture(model, f":attn.{name}") as alone:
+            model(*qkv)
+        for call in ("", "#1"):
+            together, single = acts[f":attn.{name}{call}"], alone[f":attn.{name}"]
+            torch.testing.assert_close(together, single, rtol=0, atol=0, equal_nan=True)

@@ -75,7 +75,9 @@ def test_extract_asks_when_a_square_batch_cannot_be_cut(tmp_path: Path):
             return super().forward(input_ids) * scale
 
     batch = {"input_ids": torch.randint(50, (4, 4)), "scale": torch.tensor(2.0)}
-    with pytest.raises(InterpError, match=r"batch 0 has as many samples as tokens \(4\).*another batch_size"):
+    with pytest.raises(
+        InterpError, match=r"batch 0 has as many samples as tokens or features \(4\).*another batch_size"
+    ):
         extract_representations(Told(), iter([batch]), "out", tmp_path / "a")
 
 
@@ -104,7 +106,7 @@ def test_extract_pads_both_sides_of_an_encoder_decoder(side: str):
         options = {"tokens": "decoder_input_ids", "mask": "decoder_attention_mask"}
     stack = "encoder" if side == "encoder" else "decoder"
     if side == "labels":
-        options = {"pool": lambda value, mask: value[:, 0]}
+        options = {"select": lambda value: value[:, 0]}
     found = extract_representations(model, samples, f"{stack}.block.1", batch_size=3, **options)
     expected = list(one_by_one(model, samples, stack))
     if side == "encoder":

@@ -18,25 +18,24 @@ class Flat(nn.Module):
         x = self.embed(input_ids)
         if self.rows is None:
             return self.experts(x.flatten(0, 1)).view_as(x)
-        return self.experts(x.flatten(0, 1)[: self.rows])
+        return self.experts(self.rows(x.flatten(0, 1)))
 
 
 MASK = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]])
 
 
-@pytest.mark.parametrize("how", ["ablate", "site_means", "keep"])
-def test_means_of_values_with_batch_and_positions_in_one_dimension_leave_padding_out(how):
+@pytest.mark.parametrize("how", ["ablate", "site_means"])
+def test_means_of_values_with_batch_and_positions_in_one_dimension_leave_out_what_keep_says(how):
     torch.manual_seed(0)
     model, ids = Flat(), torch.randint(9, (2, 5))
     inputs = {"input_ids": ids, "attention_mask": MASK}
     plain = model(**inputs)
     expected = plain[MASK.bool()].mean(0)
     if how == "ablate":
-        got = run_named(model, inputs, {"experts": ablate("mean")})
+        got = run_named(model, inputs, {"experts": ablate("mean", keep=MASK.flatten())})
         torch.testing.assert_close(got, expected.expand_as(got))
     else:
-        keep = [MASK] if how == "keep" else None
-        means = site_means(model, [inputs], "experts", keep=keep)
+        means = site_means(model, [inputs], "experts", keep=[MASK.flatten()])
         torch.testing.assert_close(means["experts:out"], expected)
     assert not torch.allclose(expected, plain.mean((0, 1)))
 
@@ -46,18 +45,28 @@ def run_named(model, inputs, edits):
         return model(**inputs)
 
 
-@pytest.mark.parametrize("how", ["ablate", "site_means"])
-def test_means_are_refused_where_it_is_unknown_which_rows_are_padding(how):
-    model, ids = Flat(rows=7), torch.randint(9, (2, 5))
+ROWS = {
+    "some": lambda x: x[:7],
+    "as many as tokens, sorted by expert": lambda x: x[x[:, 0].argsort()],
+    "as many as samples": lambda x: x[:2],
+}
+
+
+@pytest.mark.parametrize("how", ["ablate", "site_means", "keep"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_means_are_refused_where_it_is_unknown_which_rows_are_padding(rows, how):
+    model, ids = Flat(ROWS[rows]), torch.randint(9, (2, 5))
     inputs = {"input_ids": ids, "attention_mask": MASK}
-    with pytest.raises(InterpError, match=r"value \[7, 4\].*unknown which rows are padding"):
-        if how == "ablate":
-            run_named(model, inputs, {"experts": ablate("mean")})
-        else:
+    with pytest.raises(InterpError, match=r"value \[\d+, 4\].*unknown which rows are padding"):
+        if how == "site_means":
             site_means(model, [inputs], "experts")
+        else:
+            run_named(model, inputs, {"experts": ablate("mean", keep=MASK if how == "keep" else None)})
     full = inputs | {"attention_mask": torch.ones(2, 5)}
-    rows = model(**full)
-    torch.testing.assert_close(site_means(model, [full], "experts")["experts:out"], rows.mean(0))
+    expected = model(**full).mean(0)
+    torch.testing.assert_close(site_means(model, [full], "experts")["experts:out"], expected)
+    got = run_named(model, full, {"experts": ablate("mean")})
+    torch.testing.assert_close(got, expected.expand_as(got))
 
 
 def test_means_leave_padding_out_of_the_experts_of_a_mixtral():
@@ -79,7 +88,8 @@ def test_means_leave_padding_out_of_the_experts_of_a_mixtral():
     with torch.no_grad():
         model(ids, attention_mask=MASK)
         handle.remove()
-        means = site_means(model, [{"input_ids": ids, "attention_mask": MASK}], "model.layers.0.mlp.experts")
+        inputs, site = {"input_ids": ids, "attention_mask": MASK}, "model.layers.0.mlp.experts"
+        means = site_means(model, [inputs], site, keep=[MASK.flatten()])
     assert seen[0].shape == (10, 8)
     expected = seen[0][MASK.flatten().bool()].mean(0)
     torch.testing.assert_close(means["model.layers.0.mlp.experts:out"], expected)

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -221,6 +224,41 @@ def test_checksum_depends_on_all_inputs():
     assert checksum(a=pixels) == checksum(a=pixels.clone())
     assert checksum(a=pixels, b=pixels + 1) == checksum(b=pixels + 1, a=pixels)
     assert len({checksum(), checksum(a=pixels), checksum(a=pixels + 1), checksum(a=(pixels, pixels))}) == 4
+
+
+def tagged(tags: Any) -> int:
+    return Batch.of({"input_ids": torch.ones(1, 3), "tags": [tags]}, Names(tokens=None), 0, 0).checksum()
+
+
+def test_checksum_of_a_set_of_texts_is_the_same_in_each_process():
+    code = (
+        "import torch\nfrom forge_interp.extraction.samples import Batch, Names\n"
+        "inputs = {'x': torch.ones(1, 3), 'tags': [{'a', 'b', 'c', 'd', 'e', frozenset('fgh')}]}\n"
+        "print(Batch.of(inputs, Names(tokens=None), 0, 0).checksum())"
+    )
+    found = {
+        subprocess.check_output([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed})
+        for seed in ("1", "2", "3")
+    }
+    assert len(found) == 1
+    assert tagged({"a", "b"}) == tagged({"b", "a"}) != tagged({"a", "c"})
+
+
+def test_checksum_tells_texts_bytes_and_numbers_apart():
+    values = ["1", b"1", 1, 1.5, True, None, {"1"}, {1}, np.array(["1", "2"]), np.array(["1", "3"]), ["1", 2]]
+    assert len({tagged(value) for value in values}) == len(values)
+    assert tagged(np.str_("a")) == tagged("a") and tagged(np.array(["a"])) == tagged(["a"])
+
+
+class Unordered:
+    def __init__(self) -> None:
+        self.names = {"a", "b"}
+
+
+@pytest.mark.parametrize("value", [Unordered(), {"a", Unordered()}, np.array([Unordered()], object)])
+def test_checksum_refuses_objects(value: Any):
+    with pytest.raises(InterpError, match=r"a sample holds a Unordered, which cannot be compared"):
+        tagged(value)
 
 
 @pytest.mark.parametrize("place", [0, 7, 8, 63, 64, 299, 599])

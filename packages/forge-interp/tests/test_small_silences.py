@@ -1,12 +1,16 @@
 """What was wrong without a word in small corners, each against the plain computation."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_interp import InterpError, capture, edit, extract_representations
+from forge_interp import InterpError, ablate, capture, edit, extract_representations, patch, steer
+from forge_interp.errors import fitting
+from forge_interp.extraction.identity import model_identity
 from torch import Tensor, nn
 
 
@@ -74,6 +78,29 @@ def test_extract_gives_rows_of_a_decoder_no_ids_of_its_encoder(tmp_path: Path, s
     assert torch.equal(store.token_id, ids.flatten())
 
 
+def test_extract_gives_no_pool_of_a_decoder_the_mask_of_its_encoder():
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {"vocab_size": 11, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1}
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, num_heads=2)).eval()
+    ids, target = torch.randint(2, 11, (4, 6)), torch.randint(2, 11, (4, 5))
+    mask = torch.ones_like(target)
+    mask[1, 3:] = 0
+    data = {"input_ids": ids, "decoder_input_ids": target, "decoder_attention_mask": mask}
+
+    def pool(value: Tensor, keep: Tensor) -> Tensor:
+        return (value * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
+
+    site, options = "decoder.block.0", {"pool": pool, "batch_size": 2, "progress": False}
+    with pytest.raises(InterpError, match=r"rows of the decoder.*input_ids.*tokens='decoder_input_ids'"):
+        extract_representations(model, data, site, **options)
+    names = {"tokens": "decoder_input_ids", "mask": "decoder_attention_mask"}
+    found = extract_representations(model, data, site, **names, **options)[site]
+    options["pool"] = "mean"
+    expected = extract_representations(model, data, site, **names, **options)[site]
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("site", [":attn.pattern", ":attn.entropy"])
 def test_every_call_of_attention_is_checked(site: str):
     class Model(nn.Module):
@@ -137,3 +164,50 @@ def test_an_edit_may_give_a_tensor_that_is_kept_elsewhere(site: str):
         with edit(model, {site: lambda value: cached}):
             assert torch.equal(model(x), before.relu())
         assert torch.equal(cached, before)
+
+
+def test_an_error_of_the_accelerator_is_not_one_of_the_shape():
+    with pytest.raises(torch.AcceleratorError, match="illegal memory"), fitting(torch.ones(2), "steer"):
+        raise torch.AcceleratorError("illegal memory access")
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers(tmp_path: Path):
+    model, ids = nn.Embedding(9, 4), torch.randint(9, (4, 5))
+    options = {"rank": np.int64(0), "world_size": np.int64(1), "progress": False}
+    store = extract_representations(model, ids, "", tmp_path / "a", batch_size=np.int64(2), **options)
+    assert torch.equal(store[""], model(ids).flatten(0, 1))
+    for wrong in (True, 2.0, np.float32(2)):
+        with pytest.raises(InterpError, match=r"batch_size is .*expected a whole number"):
+            extract_representations(model, ids, "", batch_size=wrong, progress=False)
+        with pytest.raises(InterpError, match=r"rank is .*expected a whole number"):
+            extract_representations(model, ids, "", rank=wrong, world_size=1, progress=False)
+
+
+def per_tensor(scale: float) -> Tensor:
+    return torch.quantize_per_tensor(torch.full((4, 4), scale), scale, 0, torch.qint8)
+
+
+def per_channel(scale: float) -> Tensor:
+    scales = torch.full((4,), scale, dtype=torch.float64)
+    return torch.quantize_per_channel(torch.full((4, 4), scale), scales, torch.zeros(4), 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("make", [per_tensor, per_channel])
+def test_model_identity_sees_the_scale_of_quantized_weights(make: Callable[[float], Tensor]):
+    def identity(scale: float) -> dict[str, Any]:
+        model = nn.Module()
+        model.register_buffer("weight", make(scale))
+        return model_identity(model)
+
+    assert torch.equal(make(0.5).int_repr(), make(0.25).int_repr())
+    assert identity(0.5) == identity(0.5) != identity(0.25)
+
+
+@pytest.mark.parametrize("change", [patch(0.0), steer(torch.ones(4)), ablate("zero"), lambda old: old * 2])
+def test_edit_copies_a_value_once(monkeypatch: pytest.MonkeyPatch, change: Any):
+    model, found, clone = nn.Linear(4, 4), list[Tensor](), Tensor.clone
+    monkeypatch.setattr(Tensor, "clone", lambda x: found.append(x) or clone(x))
+    with edit(model, {"": change}):
+        model(torch.ones(2, 4))
+    assert len(found) == 1

@@ -150,7 +150,7 @@ def _neurons(
     why = None
     parts = {f"{block}.{name}.": part for name, part in module.named_modules()}
     if any(_has_experts(part) for name, part in parts.items() if not name.startswith(inside)):
-        why = "- experts, each with an MLP of its own"
+        why = "- several maps of one shape, as experts have, each with an MLP of its own"
     elif middle.startswith("-") and not attention:
         why = "- the block has one part, of which it is unknown whether it is an MLP"
     elif last is None:
@@ -170,7 +170,7 @@ def _neurons(
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """Whether it has several maps of one shape, of which a token takes some: one tensor, or a list."""
+    """Whether it has several maps of one shape, of which a token may take some: one tensor, or a list."""
     if isinstance(module, nn.ModuleList):
         children = [_structure(child) for child in module]
         return len(children) > 1 and len(set(children)) == 1

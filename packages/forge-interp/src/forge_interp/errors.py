@@ -23,8 +23,12 @@ def optional(package: str, caller: str, extra: str) -> Any:
 
 
 def check_kind(name: str, value: Any, kinds: Any, expected: str) -> None:
-    """Raise InterpError that says what was expected where an argument is of another kind."""
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
+    """Raise InterpError that says what was expected where an argument is of another kind.
+
+    For `Integral`, True and False are of another kind.
+    """
+    is_bool = isinstance(value, bool) and bool not in (kinds if isinstance(kinds, tuple) else (kinds,))
+    if not isinstance(value, kinds) or is_bool:
         raise InterpError(f"{name} is {value!r:.80}; expected {expected}")
 
 
@@ -33,7 +37,7 @@ def fitting(value: Tensor, what: str) -> Iterator[None]:
     """Have torch's own errors about shapes and indices in the `with` be an InterpError that names them."""
     try:
         yield
-    except (torch.OutOfMemoryError, InterpError):
+    except (torch.OutOfMemoryError, torch.AcceleratorError, InterpError):
         raise
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise InterpError(f"{what} does not fit a value {list(value.shape)}: {error}") from error

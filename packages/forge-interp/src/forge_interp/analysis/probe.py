@@ -63,8 +63,7 @@ def probe_layers(
     """Cross-validate one linear probe per layer, with a control task; on the CPU, by scikit-learn.
 
     Features are z-scored by the training fold. The penalty is chosen inside each training fold, by its own
-    folds of whole groups (by exact leave-one-out for ridge without groups), so a test sample touches no
-    choice.
+    folds of whole groups (by exact leave-one-out for ridge without groups): without the test samples.
 
     Args:
         layers: {name: [n, d]}.
@@ -79,7 +78,6 @@ def probe_layers(
         seed: of folds and control task.
 
     InterpError where rows or values do not fit, a fit does not converge, or R^2 is undefined.
-
     Source: Alain and Bengio 2016, arXiv:1610.01644 (probes); Hewitt and Liang 2019 (selectivity).
     """
     optional("sklearn", "probe_layers", "probes")

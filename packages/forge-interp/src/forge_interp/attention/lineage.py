@@ -3,12 +3,13 @@
 With fewer key and value heads than query heads, models repeat keys and values for all heads, or, for one new
 token, pack the query heads that share keys as so many queries of one head. Which of these was done cannot be
 told from the shapes of the call; it is told from the operations before it. A product whose left factor comes
-from a softmax [B, N, T, S] over keys is attention, too.
+from a softmax [B, N, T, S] over keys is attention, too. That is one of scores, of each query with each key: a
+softmax over features, as in linear attention, is one of a projection.
 
 Letters: B sequences, N query heads, K key and value heads, G = N / K, T queries, S keys, H head dim.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from forge_interp.attention.placement import is_dtensor, unrepeated
-from forge_interp.errors import InterpError
 
 _RESHAPES = {
     getattr(owner, name)
@@ -35,17 +35,13 @@ _KEEPS = (
     | _RESHAPES
     | _DROPOUT
 )
-_CATENATIONS = {torch.cat, torch.concat, torch.concatenate}
-_ELEMENTWISE = (
-    _KEEPS
-    | {
-        getattr(owner, name)
-        for owner in (torch, Tensor)
-        for name in ("mul", "div", "add", "sub", "clone")
-        if hasattr(owner, name)
-    }
-    | {Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.__add__, Tensor.__radd__, Tensor.__sub__}
-)
+_CONTRACTIONS = _PRODUCTS | {torch.baddbmm, Tensor.baddbmm, torch.cdist, torch.einsum}
+_BROADCASTS = {
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in ("add", "sub", "mul", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__")
+    if hasattr(owner, name)
+}
 
 
 @dataclass(frozen=True)
@@ -68,25 +64,22 @@ class Lineage:
         self._packed = WeakTensorKeyDictionary()
         self._softmax = WeakTensorKeyDictionary()
         self._flattened = WeakTensorKeyDictionary()
-        self._products = WeakTensorKeyDictionary()  # of two tensors of which none is a weight
-        self._outputs = WeakTensorKeyDictionary()  # of attention that was given to taps
+        self._scores = WeakTensorKeyDictionary()  # of queries with keys, and what follows from these
+        self._weights = WeakTensorKeyDictionary()  # what one weight was made into: cast, turned, scaled
 
     def weights(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Softmax | None:
         """Where the left factor of a product comes from, if that is a softmax over keys.
 
-        Not if the right factor is a product, too: as in linear attention, that softmax is over features.
-        Query heads that share keys may be rows of one product: [B, K, G T, S]. Raises InterpError: the right
-        factor is what attention gave, so that this was not all of attention.
+        Not if the right factor is made of scores, too. Query heads that share keys may be rows of one
+        product: [B, K, G T, S].
         """
         if function not in _PRODUCTS or len(args) != 2 or not isinstance(args[0], Tensor):
             return None
         found, values = self._softmax.get(args[0]), args[1]
-        if isinstance(values, Tensor) and values in self._outputs:
-            raise in_pieces("the product of a softmax and values is mixed again over its queries")
         if found is None or not isinstance(values, Tensor) or values.dim() not in (3, 4):
             return None
         batch, heads, queries, keys = found.scores.shape
-        if values in self._products or values.shape[-2] != keys:
+        if values.shape[-2] != keys or values in self._scores:
             return None
         kv_heads = values.shape[1] if values.dim() == 4 else heads
         if args[0].dim() == 4 and args[0].shape == (batch, kv_heads, heads // kv_heads * queries, keys):
@@ -94,20 +87,15 @@ class Lineage:
         fits = args[0].shape[-2:] == (queries, keys)
         return found if fits and values.numel() == batch * heads * keys * values.shape[-1] else None
 
-    def note_output(self, function: Callable[..., Any], output: Tensor) -> None:
-        """This is what a call of attention gave that was shown to taps; products alone can be pieces."""
-        if function in _PRODUCTS:
-            self._outputs[output] = True
-
     def note(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Look at an operation: are these weights, keys repeated for the heads, or query heads packed?"""
-        self._note_product(function, args, kwargs, result)
+        self._note_scores(function, args, kwargs, result)
         if function in _SOFTMAX:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             scores = args[0] if args else kwargs["input"]
-            if dim in (-1, scores.dim() - 1) and not result.is_nested:
+            if dim in (-1, scores.dim() - 1) and scores in self._scores:
                 heads = scores.shape[:2] if scores.dim() == 4 else self._flattened.get(scores)
                 if heads is not None:
                     self._softmax[result] = Softmax(scores.reshape(*heads, *scores.shape[-2:]))
@@ -129,25 +117,48 @@ class Lineage:
             if isinstance(times, int) and x.dim() == 4 and result.shape[1] == x.shape[1] * times > x.shape[1]:
                 self._repeats[result] = times, _version(result)
 
-    def _note_product(
+    def _note_scores(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Follow products and outputs of attention; InterpError: an output is joined with what is none."""
-        if function in _PRODUCTS or function is torch.einsum:
-            factors = args if function in _PRODUCTS else args[1:]
-            if len(factors) == 2 and not any(map(_is_weight, factors)):
-                self._products[result] = True
-        elif function in _ELEMENTWISE and args and isinstance(args[0], Tensor):
-            for known in (self._products, self._outputs):
-                if args[0] in known:
-                    known[result] = True
-        elif function in _CATENATIONS and args and isinstance(result, Tensor):
-            parts, *rest = args
-            dim = kwargs.get("dim", rest[0] if rest else 0)
-            is_output = [isinstance(part, Tensor) and part in self._outputs for part in parts]
-            is_by_query = isinstance(dim, int) and result.dim() // 2 <= dim % result.dim() < result.dim() - 1
-            if any(is_output) and not all(is_output) and is_by_query:
-                raise in_pieces(f"{sum(is_output)} of {len(is_output)} tensors that make its output are seen")
+        """Is the result scores of each query with each key, or made of such, or of one weight?"""
+        given = [x for x in _tensors([*args, *kwargs.values()]) if not x.is_nested]
+        made = _tensors(args[:1] if function is Tensor.__setitem__ else [result])
+        if not given or not made:
+            return
+        weights = [x for x in given if self._is_weight(x)]
+        if len(given) == len(weights) == 1:
+            self._weights.update(dict.fromkeys(made, True))
+        elif self._joins(function, given, weights) or self._goes_on(function, given, weights, made[0]):
+            self._scores.update(dict.fromkeys(made, True))
+
+    def _joins(self, function: Callable[..., Any], given: list[Tensor], weights: list[Tensor]) -> bool:
+        """Whether a function takes each of some queries, perhaps learned, with each of some keys.
+
+        As a product over features, or as sums or products of [.., T, 1, ..] and [.., 1, S, ..].
+        """
+        if function is torch.einsum:
+            return len(given) > 1 and not weights
+        if function in _CONTRACTIONS:
+            return len(given) > 1 and not any(given[-1] is x for x in weights)
+        if function not in _BROADCASTS or len(given) != 2 or weights:
+            return False
+        sizes = list(zip(*(reversed(x.shape) for x in given), strict=False))
+        return any(a == 1 < b for a, b in sizes) and any(b == 1 < a for a, b in sizes)
+
+    def _goes_on(
+        self, function: Callable[..., Any], given: list[Tensor], weights: list[Tensor], made: Tensor
+    ) -> bool:
+        """Whether scores stay scores: not where they are a factor of what is larger, or projected."""
+        if function is Tensor.__setitem__:
+            return given[-1] in self._scores
+        numbers = [x for x in given if x.is_floating_point()]
+        largest = max((x.numel() for x in numbers), default=0)
+        is_projected = bool(weights) and (function in _CONTRACTIONS or made.dim() < 4)
+        return not is_projected and any(x in self._scores for x in numbers if x.numel() == largest)
+
+    def _is_weight(self, x: Tensor) -> bool:
+        """Whether a tensor is a parameter, a view of one, or made of one alone."""
+        return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or x in self._weights
 
     def _note_reshape(self, x: Tensor, result: Tensor) -> None:
         if not isinstance(result, Tensor):
@@ -182,17 +193,10 @@ class Lineage:
         return {"packed": query.shape[1] if is_packed else None, "repeats": repeats}
 
 
-def in_pieces(what: str) -> InterpError:
-    """Of attention of which only a part is softmax(scores) V as it can be seen."""
-    return InterpError(
-        f"attention is computed in pieces: {what}; expected softmax(scores) V: for a Hugging Face model that "
-        "has it choose full attention (BigBird: attention_type='original_full'), or capture the module's :out"
-    )
-
-
-def _is_weight(x: Any) -> bool:
-    """Whether a factor is a parameter, or a view of one."""
-    return isinstance(x, nn.Parameter) or (isinstance(x, Tensor) and isinstance(x._base, nn.Parameter))
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """Those among arguments or results, and in lists and tuples among them."""
+    flat = (x for value in values for x in (value if isinstance(value, list | tuple) else (value,)))
+    return [x for x in flat if isinstance(x, Tensor)]
 
 
 def _version(x: Tensor) -> int | None:

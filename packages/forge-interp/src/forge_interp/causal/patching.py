@@ -112,9 +112,9 @@ def site_means(
 ) -> dict[str, Tensor]:
     """The mean of each site over batch and positions, of each channel and head apart: for `ablate("mean")`.
 
-    `batches` are inputs of one forward pass each; `keep` for each of them [B, T], False or 0 for padding,
-    which does not count; default: the "attention_mask" [B, T] of inputs that have one, else all. Returns by
-    site [D] for values [B, T, D] of modules; [1, N, 1, H] of attention.
+    `batches` are inputs of one forward pass each; `keep` for each of them [B, T], or [R] of values [R, D],
+    False or 0 for padding, which does not count; default: the "attention_mask" [B, T] of inputs that have
+    one, else all. Returns by site [D] for values [B, T, D] of modules; [1, N, 1, H] of attention.
     """
     sums: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}

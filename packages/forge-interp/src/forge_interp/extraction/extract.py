@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from forge_interp.errors import InterpError, check_kind
 from forge_interp.extraction.export import ENDINGS
 from forge_interp.extraction.feeding import Feeder, Forward, rows_of_others
 from forge_interp.extraction.folder import Parts
-from forge_interp.extraction.identity import machine_of, model_identity, names_of
+from forge_interp.extraction.identity import machine_of, model_identity, names_of, numerics
 from forge_interp.extraction.parts import dtype_name
 from forge_interp.extraction.processes import Processes
 from forge_interp.extraction.rows import Pool, RowMaker
@@ -84,12 +85,13 @@ def extract_representations(
     """
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("sites", sites, Iterable, "texts such as 'layers.*:out'")
-    check_kind("batch_size", batch_size, int, "a whole number")
+    check_kind("batch_size", batch_size, Integral, "a whole number")
     check_kind("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype such as torch.float16")
     check_kind("identity", identity, (str, type(None)), "a text")
     for name, number in (("rank", rank), ("world_size", world_size)):
-        check_kind(name, number, (int, type(None)), "a whole number")
+        check_kind(name, number, (Integral, type(None)), "a whole number")
     names, patterns = Names(tokens, mask, pad_id), [sites] if isinstance(sites, str) else list(sites)
+    batch_size, (rank, world_size) = int(batch_size), (n if n is None else int(n) for n in (rank, world_size))
     chosen, processes = by_pattern(select, patterns), Processes.of(model, rank, world_size, group, writes)
     kept = [keep] if isinstance(keep, str) else list(keep)
     folder, source = _folder(out), open_dataset(dataset, batch_size, names)
@@ -100,7 +102,7 @@ def extract_representations(
         return ActivationStore.of(share.in_memory())
     functions = {"select": names_of(chosen) or None, "pool": names_of(pool), "forward": names_of(forward)}
     request = _request(share, dtype, batch_size) | functions | {"model": model_identity(model)}
-    request |= {"identity": identity, "outputs": share.outputs() if identity is None else None}
+    request |= {"identity": identity} | (share.outputs() if identity is None else {})
     request |= {"keep": kept} if kept else {}
     if share.to_disk(Parts(folder, request), resume):
         text = f"{folder} was there, made by the same call: it is returned, of the batches nothing ran again"
@@ -122,6 +124,7 @@ def _request(share: Share, dtype: torch.dtype | None, batch_size: int) -> dict[s
         "parts": source.num_parts,
         "versions": {"torch": torch.__version__},
         "machine": machine_of(share.model),
+        "numerics": numerics(),
     }
 
 

@@ -83,7 +83,8 @@ def rows_of_others(model: nn.Module, patterns: Iterable[str], tokens: str | None
     beginning = "" if side == "decoder" else "decoder_"
     return {
         pattern: f"rows of the {asked} at {pattern} are not those of {tokens!r}; expected its ids: give "
-        f"tokens='{beginning}input_ids', mask='{beginning}attention_mask', or tokens=None"
+        f"tokens='{beginning}input_ids', mask='{beginning}attention_mask', or tokens=None, or make a row a "
+        "sample with select"
         for pattern, sites in find_sites(model, patterns).items()
         if any((modules[site.module] in inside) != (side == "encoder") for site in sites)
     }

@@ -7,6 +7,7 @@ from whatever cause a row is another one, it is seen in the rows, and no cause h
 from __future__ import annotations
 
 import functools
+import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -22,8 +23,8 @@ from forge_interp.hooks.sharding import is_unit
 from forge_interp.hooks.sites import named_modules
 
 _SUM_WIDTH = 1024
-_NUM_SUMS = 8
-_TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
+_NUM_GROUPS = 32
+_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 _NARROW_TOLERANCE = 3e-2  # of 16 bits and fewer, and of numbers that depend on a comparison
 
 
@@ -70,14 +71,39 @@ def is_distributed(model: nn.Module) -> bool:
 
 
 def digest(rows: Tensor) -> dict[str, Any]:
-    """A checksum of all bits of rows, and sums of them and their size, which rounding changes little."""
-    flat = rows.detach().flatten().double().nan_to_num(0, 0, 0)
-    table = torch.cat([flat, flat.new_zeros(-len(flat) % _NUM_SUMS)]).view(-1, _NUM_SUMS)
+    """A checksum of all bits of rows, and of 32 groups of them what rounding changes little.
+
+    Group g has the rows g, g + 32, ...; it has its norm, and its sum with fixed signs of rows and columns, so
+    that their order counts.
+    """
+    flat = rows.detach().reshape(len(rows), math.prod(rows.shape[1:]))
+    of_rows, of_columns = (_signs(size).to(rows.device) for size in flat.shape)
+    norms, sums = [], []
+    for group in range(min(_NUM_GROUPS, len(flat))):
+        part = flat[group::_NUM_GROUPS].double().nan_to_num(0, 0, 0)
+        norms.append(part.norm().item())
+        sums.append((of_rows[group::_NUM_GROUPS] @ part @ of_columns).item())
     return {
         "crc": _crc(as_bytes(rows)),
         "dtype": dtype_name(rows.dtype),
         "shape": list(rows.shape),
-        "sums": [*table.sum(0).tolist(), flat.norm().item()],
+        "not_finite": int((~flat.isfinite()).sum()),
+        "norms": norms,
+        "sums": sums,
+    }
+
+
+def _signs(size: int) -> Tensor:
+    """[size] float64 of 1 and -1, the same in each process."""
+    return torch.randint(2, (size,), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
+
+
+def numerics() -> dict[str, Any]:
+    """Settings of torch that change numbers."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return {
+        "autocast": {kind: str(torch.get_autocast_dtype(kind)) for kind in kinds},
+        "matmul_precision": torch.get_float32_matmul_precision(),
     }
 
 
@@ -95,10 +121,14 @@ def is_same_but_for_rounding(first: Any, second: Any) -> bool:
         return first == second
     if "sums" not in first:
         return all(is_same_but_for_rounding(first[key], second[key]) for key in first)
-    if any(first[key] != second[key] for key in ("dtype", "shape")):
+    if any(first[key] != second[key] for key in ("dtype", "shape", "not_finite")):
         return False
-    allowed = _TOLERANCES.get(first["dtype"], _NARROW_TOLERANCE) * max(first["sums"][-1], second["sums"][-1])
-    return all(abs(a - b) <= allowed for a, b in zip(first["sums"], second["sums"], strict=True))
+    tolerance = _TOLERANCES.get(first["dtype"], _NARROW_TOLERANCE)
+    groups = zip(*(of[key] for key in ("norms", "sums") for of in (first, second)), strict=True)
+    return all(
+        abs(norm - other_norm) <= tolerance / 4 * norm and abs(total - other_total) <= tolerance * norm
+        for norm, other_norm, total, other_total in groups
+    )
 
 
 @functools.cache
@@ -124,7 +154,12 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from _plain(getattr(tensor, name))
     elif tensor.is_quantized:
+        is_whole = tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
         yield tensor.int_repr()
+        if is_whole:
+            yield torch.tensor([tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float64)
+        else:
+            yield from (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
     elif not tensor.is_meta:
         yield tensor if tensor.layout is torch.strided else tensor.to_dense()
 

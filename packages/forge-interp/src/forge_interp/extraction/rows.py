@@ -127,17 +127,15 @@ class RowMaker:
     def _tokens(self, pattern: str, value: Tensor) -> Tensor:
         """Rows of a value [B, T, ...]."""
         batch, layout = self._current, tuple(value.shape[:2])
+        if batch.tokens is not None and pattern in self._foreign and value.ndim >= 3:
+            raise InterpError(self._foreign[pattern])
         if callable(self._pool):
-            is_foreign = pattern in self._foreign
-            keep = torch.ones(layout, dtype=torch.bool) if is_foreign else self._keep(layout)
-            pooled = self._pool(value, keep.to(value.device))
+            pooled = self._pool(value, self._keep(layout).to(value.device))
             if not isinstance(pooled, Tensor) or pooled.shape[:1] != (batch.size,):
                 shape = list(pooled.shape) if isinstance(pooled, Tensor) else type(pooled).__name__
                 raise InterpError(f"pool gave {shape} for {pattern}; expected [{batch.size} samples, ...]")
             self._settle(pattern, (batch.size,))
             return pooled
-        if batch.tokens is not None and pattern in self._foreign:
-            raise InterpError(self._foreign[pattern])
         for name, ids in (("tokens", batch.tokens), ("a mask", batch.mask)):
             if ids is not None and layout != ids.shape:
                 raise InterpError(

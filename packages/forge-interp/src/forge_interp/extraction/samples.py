@@ -7,7 +7,6 @@ processes and wherever a run was interrupted. Letters: B samples, T tokens.
 
 from __future__ import annotations
 
-import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -312,22 +311,27 @@ def _checksum(inputs: Any, crc: int = 0) -> int:
             crc = zlib.crc32(f"{leaf.dtype} {list(leaf.shape)}".encode(), crc)
             crc = zlib.crc32(as_bytes(leaf), crc)
         else:
-            crc = zlib.crc32(_pickled(leaf), crc)
+            crc = zlib.crc32(_plain(leaf), crc)
     return crc
 
 
-def _pickled(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value, 4)
-    except Exception as error:  # whatever an object says that cannot be pickled
-        raise InterpError(
-            f"a sample holds a {type(value).__name__}, which cannot be compared with that of another call; "
-            "expected numbers, texts, or what can be pickled: leave it out of the samples, or out=None"
-        ) from error
+def _plain(value: Any) -> bytes:
+    """The same for the same value in each process; InterpError where that is not known."""
+    if isinstance(value, str | bytes):
+        return b"text" + value.encode() if isinstance(value, str) else b"bytes" + value
+    if isinstance(value, set | frozenset):
+        return b"set" + b",".join(sorted(map(_plain, value)))
+    if value is None or isinstance(value, bool | int | float | complex):
+        return repr(value).encode()
+    raise InterpError(
+        f"a sample holds a {type(value).__name__}, which cannot be compared with that of another call; "
+        "expected texts, numbers, and sets, lists and mappings of them: leave it out, or give out=None"
+    )
 
 
 def _leaves(inputs: Any) -> Iterator[Any]:
-    """Tensors, texts and other things in nested mappings, tuples and lists."""
+    """Tensors, texts and other things in nested mappings, tuples, lists and arrays."""
+    inputs = inputs.tolist() if isinstance(inputs, np.ndarray | np.generic) else inputs
     if isinstance(inputs, Mapping | tuple | list):
         for item in inputs if not isinstance(inputs, Mapping) else (inputs[key] for key in sorted(inputs)):
             yield from _leaves(item)

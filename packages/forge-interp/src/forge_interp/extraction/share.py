@@ -54,17 +54,22 @@ class Share:
     def __post_init__(self) -> None:
         self._per_part = self.source.batches_per_part
 
-    def outputs(self) -> dict[str, dict[str, Any]]:
-        """What rows the first and the last batch have, of ready ones the first.
+    def outputs(self) -> dict[str, Any]:
+        """What rows the first and the last batch have, of ready ones the first, and whether they repeat.
 
-        By batch and site, as `digest` tells it. Collective if the model is shared.
+        As `outputs` by batch and site, as `digest` tells it; `repeats` is whether the first batch has the
+        same bits when it runs twice. Collective if the model is shared.
         """
-        found: dict[str, dict[str, Any]] = {}
+        found: list[dict[str, Any]] = []
+        first, *others = self.source.probes()
+        batches = [first, first, *others]
         with _evaluating(self.model), torch.no_grad(), self._capture(stops=False) as acts:
-            for batch in self.source.probes():
-                of_batch = found.setdefault(f"of batch {batch.number}", {})
+            for batch in batches:
+                of_batch: dict[str, Any] = {}
+                found.append(of_batch)
                 self._forward(acts, batch, lambda key, rows, to=of_batch: to.update({key: digest(rows)}))
-        return found
+        names = [f"of batch {batch.number}" for batch in batches]
+        return {"outputs": dict(zip(names[1:], found[1:], strict=True)), "repeats": found[0] == found[1]}
 
     def in_memory(self) -> dict[str, Tensor]:
         """Extract all batches; returns all columns. Raises InterpError: several processes share them."""
@@ -244,8 +249,8 @@ class Share:
             fewer = batch.part(self.names, 0, batch.size - 1)
             if fewer is None or is_distributed(self.model):
                 raise InterpError(
-                    f"batch {batch.number} has as many samples as tokens ({batch.size}), so that it is "
-                    "unknown which come first in the values; expected another number: give another batch_size"
+                    f"batch {batch.number} has as many samples as tokens or features ({batch.size}): it is "
+                    "unknown which come first in a value; expected another number: give another batch_size"
                 )
             self._forward(acts, fewer, _ignore)
         self._axes_checked = True

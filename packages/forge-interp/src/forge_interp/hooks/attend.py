@@ -87,8 +87,8 @@ def _exchanged(attend: Attend) -> Iterator[None]:
 
 def serve(
     taps: list[Tap], attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any], lineage: Lineage
-) -> Tensor:
-    """Run one attention call through taps; returns what the model goes on with."""
+) -> AttentionCall:
+    """Run one attention call through taps; the model goes on with what it returned."""
     edits, early, late = (
         [tap for tap in taps if tap.phase is phase]
         for phase in (Phase.EDIT, Phase.BEFORE_EDITS, Phase.AFTER_EDITS)
@@ -107,13 +107,13 @@ def serve(
         for tap in early if edits else taps:
             tap.fire(tap.begin(), done)
         if not edits:
-            return done.returned
+            return done
     return _edited(run, call, edits, late)
 
 
 def _edited(
     attention: Callable[..., Tensor], call: AttentionCall, edits: list[Tap], captures: list[Tap]
-) -> Tensor:
+) -> AttentionCall:
     """Edit the tensors of a call in the order in which they arise, and give them to the captures."""
     named = {name: [tap for tap in edits if tap.site.path == (name,)] for name in ATTENTION_TENSORS}
     for name, attribute in (("q", "query"), ("k", "key"), ("v", "value")):
@@ -135,4 +135,4 @@ def _edited(
         call = replace(call, output=tap.replaced(tap.begin(), call.output))
     for tap in of_z:
         tap.fire(tap.begin(), call)
-    return call.returned
+    return call

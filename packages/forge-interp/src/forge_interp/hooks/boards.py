@@ -97,6 +97,7 @@ class _Board:
         return (call["args"], call["kwargs"]) if changed else None
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        _RUNNING.check_complete(self, output)
         value = output
         for tap in self.on_module:
             if tap.site.part == "out":
@@ -128,6 +129,7 @@ class _Call:
     graph: Any = None  # whether it is in a checkpointed part, see `_part_of_graph`
     interception: Interception | None = None  # of attention, for the time of this call
     missed: list[Tap] = field(default_factory=list)  # edits in a checkpointed part inside, which runs again
+    outputs: list[tuple[int, int]] = field(default_factory=list)  # of attention: width of all heads, numbers
 
 
 class _Running(threading.local):
@@ -187,11 +189,27 @@ class _Running(threading.local):
             return attention(*args, **kwargs)
         self._is_busy = True
         try:
-            output = serve(taps, attention, args, kwargs, lineage)
-            lineage.note_output(attention, output)
-            return output
+            call = serve(taps, attention, args, kwargs, lineage)
+            for running in self._calls:
+                if any(tap in taps for tap in running.board.taps):
+                    running.outputs.append((call.grid[1] * call.output.shape[-1], call.output.numel()))
+            return call.returned
         finally:
             self._is_busy = False
+
+    def check_complete(self, board: _Board, output: Any) -> None:
+        """Raise InterpError where attention gave fewer numbers than are in an output as wide as its heads."""
+        at, paths = self.innermost(board), values.tensor_paths(output)
+        outputs = [] if at is None else self._calls[at].outputs
+        if not outputs or not paths:
+            return
+        value, seen = values.read(output, paths[0], Site("")), sum(numel for _, numel in outputs)
+        if value.shape[-1:] == outputs[0][:1] and seen < value.numel():
+            raise InterpError(
+                f"attention is computed in pieces: {seen} of {value.numel()} numbers in the output of the "
+                "module are softmax(scores) V as it can be seen; expected all: for a Hugging Face model that "
+                "has it choose full attention (BigBird: attention_type='original_full'), or capture :out"
+            )
 
     def _listeners(self) -> list[Tap]:
         """The taps of each owner's innermost running module."""

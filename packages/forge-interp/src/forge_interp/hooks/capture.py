@@ -258,35 +258,34 @@ def capture(
     """Copies of what flows through the sites of a model while the `with` is open.
 
     Copies are detached and safe from later in-place operations. Values split by tensor parallelism are
-    gathered (Collective then: all ranks capture the same sites). Compiled models run eagerly inside.
-    InterpError where a site names no module, or at the end has captured nothing.
+    gathered (then Collective, with the same sites on all ranks). Compiled models run eagerly inside. Raises
+    InterpError: a site names no module, or has captured nothing.
 
     Args:
         model: any module.
         sites: `module[:part][#call]` with wildcards, see `forge_interp.hooks.sites`; a module object
             stands for its output.
-        select: applied to a value before it is copied, for all sites or by the pattern as given in `sites`.
-        grad: also keep gradients, in `.gradients`, of whatever backward pass follows. The model goes on with
-            copies of the values: what a module does to its input in place, its caller does not see then.
+        select: applied to a value before it is copied, for all sites or by the pattern as in `sites`.
+        grad: also keep gradients, in `.gradients`. The model goes on with copies of the values: what a module
+            does to its input in place, its caller does not see then.
         before_edits: take values as they were before an `edit` that is active.
         stop: end a forward pass of `model` as soon as each site was seen once in it; it returns None then,
             if there was anything to leave out.
         device: where the copies go; with "cpu" from a GPU through pinned memory, without waiting.
-        sink: given key and value in place of keeping it: on the same device the value itself, inside the
-            forward pass (copy or consume it there), else the copy once it has arrived, all by its end.
-        check_attention: softmax(scores) V must equal what the model computed, before raw, scores, pattern or
-            a statistic is believed: at the first call of each module all of it, then two queries of each.
+        sink: is given key and value: on the same device the value itself, inside the forward pass (copy or
+            consume it there), else the copy once it has arrived, all by its end. Nothing is kept.
+        check_attention: compare softmax(scores) V with what the model computed, before raw, scores, pattern
+            or a statistic is given: all of the first call of each module, then two queries of each.
         attention_bytes: the largest attention matrix to hold at once.
         max_inflight_bytes: how much may be on the way to the CPU before the model waits.
     """
-    found = find_sites(model, sites)
+    found, offload = find_sites(model, sites), Offload(device, max_inflight_bytes)
     if stop and is_sharded(model):
-        raise InterpError(
-            "stop=True on an FSDP model: it would stay gathered, its weights stale; leave it out"
-        )
-    offload, chosen = Offload(device, max_inflight_bytes), by_pattern(select, found)
+        raise InterpError("stop=True on an FSDP model leaves its weights gathered and stale; leave stop out")
     check: Check = "some" if check_attention else "nothing"
-    options = _Options(chosen, grad, before_edits, stop, sink, check, attention_bytes, offload)
+    options = _Options(
+        by_pattern(select, found), grad, before_edits, stop, sink, check, attention_bytes, offload
+    )
     acts = Activations(model, found, options)
     with ExitStack() as stack:
         stack.callback(acts._forget_model)

@@ -63,8 +63,11 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
             new = change(value, at, masks[-1]) if isinstance(change, MeanAblation) else change(value)
             if new is None:
                 raise InterpError(f"edit of {str(at)!r} gave None, expected a tensor like the value")
+            is_new = (
+                new is value or getattr(change, "__module__", None) == __name__
+            )  # patch and its like copy
             is_kept = at.part != "attn" or at.path[0] not in DENSE  # what the model may change in place
-            return new.clone() if is_kept and isinstance(new, Tensor) and new is not value else new
+            return new.clone() if is_kept and isinstance(new, Tensor) and not is_new else new
 
         return Tap(site, modules[site.module], act, Phase.EDIT, reached, edit=edits[pattern])
 
@@ -139,8 +142,9 @@ def ablate(
             sample keeps its own).
         where: as in `patch`.
         mean: for `mean`, broadcast to `old[where]`; or by site, as `site_means` gives it.
-        keep: for `mean`, [B, T] False or 0 for padding, which does not count. Default: the `attention_mask`
-            [B, T] that the model is called with, if it is; with an encoder and a decoder it has to be given.
+        keep: for `mean`, [B, T] False or 0 for padding, which does not count, or [R] of a value [R, D].
+            Default: the `attention_mask` [B, T] that the model is called with, if it is; with an encoder and
+            a decoder, and of a value [R, D] where some is padding, it has to be given.
         over: for `mean`, the dimensions to average over. Default: the first two of a module's value of up to
             three, [B, T, D]; 0 and 2 of attention's [B, N, T, H]. Images and other values have to say it.
         seed: for `resample`, of the order of the samples.
@@ -216,17 +220,18 @@ def mean_dims(value: Tensor, site: Site | None) -> tuple[int, ...]:
 def real_positions(value: Tensor, dims: tuple[int, ...], mask: Tensor, name: str) -> Tensor:
     """A mask [B, T], or of the last T of more, as bool that broadcasts to a value averaged over `dims`.
 
-    Of a value [B T, D] too. Raises InterpError: which places of the value are padding is not known.
+    Rows [R, ...], of tokens or samples in an order that is not known, have a mask [R] of their own. Raises
+    InterpError: which places of the value are padding is not known.
     """
     if value.ndim < 3 or 0 not in dims:
-        rows = len(value) if 0 in dims else None
-        if rows == len(mask) or bool(mask.all()):  # a row a sample
+        if bool(mask.all()):
             return torch.ones((), dtype=torch.bool, device=value.device)
-        if rows == mask.numel():
-            return mask.to(value.device).bool().reshape(-1, 1)
+        if 0 in dims and mask.shape == value.shape[:1]:
+            return mask.to(value.device).bool().reshape(-1, *[1] * (value.ndim - 1))
         raise InterpError(
             f"{name} is {list(mask.shape)}, for a value {list(value.shape)}: it is unknown which rows are "
-            "padding; expected a row for each sample or token: give mean=, or leave padding out of the batch"
+            f"padding; expected a mask of its rows: give keep= [{len(value)}], for tokens in their order "
+            "attention_mask.flatten(), or leave padding out of the batch"
         )
     batch, positions = dims[0], dims[-1] if len(dims) > 1 else 2
     sizes = value.shape[batch], value.shape[positions]
