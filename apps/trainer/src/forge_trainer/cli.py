@@ -84,7 +84,7 @@ def _add_commands_on_jobs(commands: Any) -> None:
     launch.add_argument("--dry-run", action="store_true", help="print the batch script instead")
 
 
-def _add_commands_on_runs(commands: Any) -> None:
+def _add_generate(commands: Any) -> argparse.ArgumentParser:
     generate = _command(commands, "generate", _look, "let a run, or a Hugging Face model, write on")
     given = generate.add_mutually_exclusive_group()
     given.add_argument("--prompt", action="append", help="text to go on from; may be repeated")
@@ -107,6 +107,10 @@ def _add_commands_on_runs(commands: Any) -> None:
         "--compile", action="store_true", help="compile the step of a token; pays off for many tokens"
     )
     generate.add_argument("--seed", type=_seed, default=0)
+    return generate
+
+
+def _add_eval(commands: Any) -> argparse.ArgumentParser:
     evaluate = _command(
         commands,
         "eval",
@@ -125,6 +129,11 @@ def _add_commands_on_runs(commands: Any) -> None:
     evaluate.add_argument("--limit", type=_count, help="questions of a task at most")
     evaluate.add_argument("--batch-size", type=_count, help="train.micro_batch if absent")
     evaluate.add_argument("--json", metavar="FILE", help="write all numbers")
+    return evaluate
+
+
+def _add_commands_on_runs(commands: Any) -> None:
+    generate, evaluate = _add_generate(commands), _add_eval(commands)
     status = _command(commands, "status", _look, "how far a run has come and what its next start will do")
     status.add_argument(
         "--exit-code", action="store_true", help="print nothing; exit as the last start of the run did"
