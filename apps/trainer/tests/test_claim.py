@@ -9,8 +9,8 @@ from forge_ckpt.error import CheckpointError
 from forge_ckpt.lease import read_holder
 from forge_resilience.signals import Stopped
 from forge_trainer.config.job import load_job
-from forge_trainer.guards import lease as claim
 from forge_trainer.progress import Progress
+from forge_trainer.run_dir import claim
 
 CONFIG = """
 [job]

@@ -33,7 +33,7 @@ class Guard:
     """
 
     name: str = ""
-    span: str = ""
+    span: str = "log"
 
     def observe(self, progress: Progress, out: StepOutput) -> None:
         """Look at a step, before hooks do. May use collectives; must not wait for the device every step."""
@@ -62,6 +62,8 @@ class Guard:
 class SaveDue(Guard):
     """Asks for a checkpoint where one is due."""
 
+    span = ""
+
     def verdict(self, progress: Progress, save_due: bool) -> Verdict:
         """See `Guard.verdict`."""
         return Verdict.SAVE if save_due else Verdict.CONTINUE
@@ -69,6 +71,8 @@ class SaveDue(Guard):
 
 class Stopping(Guard):
     """Stops where a signal asks for it."""
+
+    span = ""
 
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
@@ -80,6 +84,8 @@ class Stopping(Guard):
 
 class TimeLimit(Guard):
     """Stops while there is time for a last checkpoint."""
+
+    span = ""
 
     def __init__(self, deadline: Deadline) -> None:
         self._deadline = deadline
@@ -99,7 +105,7 @@ class NotFinite(Guard):
         group: of all ranks, on the CPU.
     """
 
-    name, span = "finite", "log"
+    name = "finite"
 
     def __init__(
         self,
@@ -165,7 +171,7 @@ class Spikes(Guard):
         recovery: says what follows.
     """
 
-    name, span = "spikes", "log"
+    name = "spikes"
 
     def __init__(self, config: ResilienceConfig, recovery: Recovery) -> None:
         self._recovery = recovery

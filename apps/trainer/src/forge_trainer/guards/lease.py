@@ -16,6 +16,8 @@ class Held(Guard):
         claim: this start's hold of the run.
     """
 
+    span = ""
+
     def __init__(self, claim: Claim) -> None:
         self._claim = claim
 
