@@ -72,9 +72,10 @@ class Attention(nn.Module):
         """[B, N, T, H] queries or keys, the part that has a position rotated by it."""
         if rope is None:
             return x
-        part, rest = x.split([self.rope_dim, self.head_dim - self.rope_dim], -1)
+        whole = self.rope_dim == self.head_dim  # a split would copy gradients of nothing
+        part, rest = (x, None) if whole else x.split([self.rope_dim, self.head_dim - self.rope_dim], -1)
         part = rotate(pairs_to_halves(part) if self.rope_pairs else part, *rope)
-        return torch.cat([part, rest], -1) if self.rope_dim < self.head_dim else part
+        return part if rest is None else torch.cat([part, rest], -1)
 
     def _options(self) -> dict[str, Any]:
         """What `attend` must do beside softmax attention."""

@@ -40,19 +40,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        x = x + self._attended(x, context)
-        return x + self._fed(x, context)
-
-    def _attended(self, x: Tensor, context: Context) -> Tensor:
-        """[B, T, D] through attention and its norms."""
+        # in one frame: where a graph breaks inside of a call, the frames around it break as well
         normed = self._normalized(self.attention_norm, x, context)
         attended = self.attention(normed, context.rope, context.mask, context.cache)
-        return self._normalized(self.attention_post_norm, attended, context)
-
-    def _fed(self, x: Tensor, context: Context) -> Tensor:
-        """[B, T, D] through the feed-forward and its norms."""
+        x = x + self._normalized(self.attention_post_norm, attended, context)
         fed = context.call(self.ffn, self._ffn_needs, self._normalized(self.ffn_norm, x, context))
-        return self._normalized(self.ffn_post_norm, fed, context)
+        return x + self._normalized(self.ffn_post_norm, fed, context)
 
     def _normalized(self, norm: nn.Module | None, x: Tensor, context: Context) -> Tensor:
         return x if norm is None else context.call(norm, self._norm_needs, x)
@@ -69,6 +62,17 @@ class ResidualBlock(Block):
         """[B, T, D] -> [B, T, D]."""
         attended = x + self._scaled(self._attended(x, context))
         return attended + self._scaled(self._fed(x if self.parallel else attended, context))
+
+    def _attended(self, x: Tensor, context: Context) -> Tensor:
+        """[B, T, D] through attention and its norms."""
+        normed = self._normalized(self.attention_norm, x, context)
+        attended = self.attention(normed, context.rope, context.mask, context.cache)
+        return self._normalized(self.attention_post_norm, attended, context)
+
+    def _fed(self, x: Tensor, context: Context) -> Tensor:
+        """[B, T, D] through the feed-forward and its norms."""
+        fed = context.call(self.ffn, self._ffn_needs, self._normalized(self.ffn_norm, x, context))
+        return self._normalized(self.ffn_post_norm, fed, context)
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale == 1 else x * self.scale
