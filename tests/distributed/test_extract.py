@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations
-from forge_interp.extraction.identity import model_identity
-from forge_interp.extraction.processes import Processes
+from forge_interp.extraction.run.identity import model_identity
+from forge_interp.extraction.run.processes import Processes
 from forge_interp.extraction.store import ActivationStore
 from forge_model import DecoderConfig, initialize
 from forge_model.config import GroupedQueryConfig

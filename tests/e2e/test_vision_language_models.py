@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forge_ckpt.weights import Weights
+from forge_ckpt.interop.weights import Weights
 from forge_data.tokenizer.hf_files import byte_files
 from forge_trainer.commands.evaluate import load_model
 from forge_trainer.run_dir.files import read_job

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from forge_ckpt.checkpointed import Checkpointed
 from forge_ckpt.error import CheckpointError
+from forge_ckpt.inspect.checkpointed import Checkpointed
+from forge_ckpt.interop.weights import Weights, write_weights
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
-from forge_ckpt.weights import Weights, write_weights
 from forge_config import to_toml
 from forge_model import initialize, to_hf
 from forge_model.error import ModelError

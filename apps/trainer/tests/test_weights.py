@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from forge_ckpt import Snapshot, shards
-from forge_ckpt.checkpointed import Checkpointed
 from forge_ckpt.error import CheckpointError
+from forge_ckpt.inspect.checkpointed import Checkpointed
+from forge_ckpt.interop.weights import write_weights
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
-from forge_ckpt.weights import write_weights
 from forge_config import ConfigError, to_toml
 from forge_model import ModelError, config_to_hf, initialize, to_hf
 from forge_parallel.mesh import Mesh

@@ -261,7 +261,7 @@ def test_what_is_no_size_of_a_file_is_refused_by_the_parser(tmp_path, capsys, te
 
 CUT_OFF = """
 import os, signal, sys
-from forge_ckpt import weights
+from forge_ckpt.interop import weights
 from forge_ckpt.cli import main
 number = signal.Signals[sys.argv.pop()]
 weights.sync = lambda folder: os.kill(os.getpid(), number)

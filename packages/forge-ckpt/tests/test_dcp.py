@@ -15,7 +15,7 @@ import pytest
 import torch
 from forge_ckpt import CheckpointError, DamagedError, UnsupportedError, Weights
 from forge_ckpt.cli import main
-from forge_ckpt.dcp import Chunk, DcpTensors, Described, Values
+from forge_ckpt.interop.dcp import Chunk, DcpTensors, Described, Values
 
 HERE = Path(__file__).parent
 OLD = HERE / "fixtures" / "dcp-torch-2.11"

@@ -18,8 +18,8 @@ from faults import LONG, figure, files, on_ranks, write_files
 from forge_ckpt import CheckpointError, Snapshot, Store
 from forge_ckpt import lease as leases
 from forge_ckpt import manifest as manifests
-from forge_ckpt.checkpointed import Checkpointed
 from forge_ckpt.cli import main
+from forge_ckpt.inspect.checkpointed import Checkpointed
 from forge_ckpt.layout import Entry
 from forge_ckpt.shards import Box
 

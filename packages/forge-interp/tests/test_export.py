@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.errors import InterpError
-from forge_interp.extraction import parts
+from forge_interp.extraction.run import parts
 from forge_interp.extraction.store import ActivationStore
 from safetensors.torch import load_file
 from torch import Tensor

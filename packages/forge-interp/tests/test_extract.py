@@ -9,7 +9,7 @@ from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations, finish_extraction
 from forge_interp.extraction.store import ActivationStore
 from forge_interp.hooks.capture import capture
-from forge_interp.hooks.offload import Offload
+from forge_interp.hooks.engine.offload import Offload
 from torch import Tensor, nn
 from torch.nn import functional as F
 

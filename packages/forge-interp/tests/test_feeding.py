@@ -4,7 +4,7 @@ import pytest
 import torch
 from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations
-from forge_interp.extraction.feeding import Feeder
+from forge_interp.extraction.run.feeding import Feeder
 from forge_interp.extraction.samples import Batch, Names
 from torch import nn
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations
-from forge_interp.extraction.identity import is_distributed, model_identity
+from forge_interp.extraction.run.identity import is_distributed, model_identity
 from forge_interp.hooks.edit import edit, steer
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations
-from forge_interp.extraction.identity import digest, is_same_but_for_rounding
+from forge_interp.extraction.run.identity import digest, is_same_but_for_rounding
 from torch import Tensor, nn
 
 IDS = torch.randint(9, (8, 5), generator=torch.Generator().manual_seed(0))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forge_interp import InterpError, capture, each_attention, edit
-from forge_interp.hooks.attend import Interception, is_intercepted
+from forge_interp.hooks.engine.attend import Interception, is_intercepted
 from torch import nn
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from forge_interp import capture
-from forge_interp.hooks.offload import Offload
+from forge_interp.hooks.engine.offload import Offload
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from forge_interp.errors import InterpError
-from forge_interp.extraction import parts as writing
 from forge_interp.extraction.extract import extract_representations
 from forge_interp.extraction.folder import Parts
-from forge_interp.extraction.parts import Column, Part, PartWriter, as_bytes, replacing
+from forge_interp.extraction.run import parts as writing
+from forge_interp.extraction.run.parts import Column, Part, PartWriter, as_bytes, replacing
 from forge_interp.extraction.samples import Batch, Names
 from forge_interp.extraction.store import ActivationStore
 from safetensors.torch import load_file

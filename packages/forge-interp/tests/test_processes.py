@@ -1,6 +1,6 @@
 import pytest
 from forge_interp.errors import InterpError
-from forge_interp.extraction.processes import Processes
+from forge_interp.extraction.run.processes import Processes
 from torch import nn
 
 MODEL = nn.Linear(2, 2)

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 from forge_interp import InterpError, extract_representations, record
-from forge_interp.extraction.rows import RowMaker, pool_tokens
+from forge_interp.extraction.run.rows import RowMaker, pool_tokens
 from forge_interp.extraction.samples import Batch, Names
 from torch import Tensor, nn
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from forge_interp import InterpError, ablate, capture, edit, extract_representations, patch, steer
 from forge_interp.errors import fitting
-from forge_interp.extraction.identity import model_identity
+from forge_interp.extraction.run.identity import model_identity
 from torch import Tensor, nn
 
 

@@ -5,6 +5,8 @@ from .error import DamagedError as DamagedError
 from .error import LockedError as LockedError
 from .error import UnreadableError as UnreadableError
 from .error import UnsupportedError as UnsupportedError
+from .interop.weights import Weights as Weights
+from .interop.weights import write_weights as write_weights
 from .lease import Lease as Lease
 from .lease import take as take
 from .manifest import Manifest as Manifest
@@ -13,8 +15,6 @@ from .saver import Saver as Saver
 from .state import TrainState as TrainState
 from .state import model_tensors as model_tensors
 from .store import Store as Store
-from .weights import Weights as Weights
-from .weights import write_weights as write_weights
 
 __all__ = [
     "CheckpointConfig",

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from forge_ckpt.checkpointed import Checkpointed
 from forge_ckpt.error import CheckpointError, DamagedError
 from forge_ckpt.folders import marks_around
+from forge_ckpt.inspect.checkpointed import Checkpointed
+from forge_ckpt.inspect.report import CANNOT, FINE, FOUND, Row, code_of, row, rows, say, say_json, say_row
 from forge_ckpt.pins import pin, unpin
-from forge_ckpt.report import CANNOT, FINE, FOUND, Row, code_of, row, rows, say, say_json, say_row
 from forge_ckpt.store import Store
 
 Run = Callable[[argparse.Namespace], int]
@@ -154,7 +154,7 @@ def _say_rows(found: Iterable[Row], options: argparse.Namespace) -> int:
 
 
 def _fsck(options: argparse.Namespace) -> int:
-    from forge_ckpt.fsck import fsck
+    from forge_ckpt.inspect.fsck import fsck
 
     code = FINE
     for told in fsck(_store(options).root):
@@ -193,7 +193,7 @@ def _opened(options: argparse.Namespace) -> Checkpointed:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from forge_ckpt.compare import compare
+    from forge_ckpt.inspect.compare import compare
 
     code = FINE
     for told in compare(options.a.resolve(), options.b.resolve()):
@@ -203,8 +203,8 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    from forge_ckpt.interop.weights import write_weights
     from forge_ckpt.state import MODEL
-    from forge_ckpt.weights import write_weights
 
     tensors = _opened(options)
     step = tensors.manifest.step
@@ -217,9 +217,9 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from forge_ckpt.dcp import DcpTensors
-    from forge_ckpt.dcp_names import LlamaOfTitan, require_config
-    from forge_ckpt.weights import Renamed, read_object, write_weights
+    from forge_ckpt.interop.dcp import DcpTensors
+    from forge_ckpt.interop.dcp_names import LlamaOfTitan, require_config
+    from forge_ckpt.interop.weights import Renamed, read_object, write_weights
 
     config = read_object(options.llama) if options.llama else {}
     source = DcpTensors(options.source)

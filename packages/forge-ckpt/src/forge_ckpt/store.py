@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_ckpt import manifest as manifests
-from forge_ckpt.checkpointed import Checkpointed
 from forge_ckpt.disk import write_durably
 from forge_ckpt.error import CheckpointError, DamagedError
 from forge_ckpt.folders import Folders
+from forge_ckpt.inspect.checkpointed import Checkpointed
 from forge_ckpt.layout import Entry, Part, merge, part_of
 from forge_ckpt.manifest import File, Manifest, Snapshot
 from forge_ckpt.ranks import Ranks

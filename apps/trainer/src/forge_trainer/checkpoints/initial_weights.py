@@ -6,10 +6,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from forge_ckpt.checkpointed import Checkpointed
 from forge_ckpt.error import CheckpointError
+from forge_ckpt.inspect.checkpointed import Checkpointed
+from forge_ckpt.interop.weights import Weights
 from forge_ckpt.state import MODEL, model_tensors
-from forge_ckpt.weights import Weights
 from forge_model.config import DecoderConfig, ModelConfig
 from forge_model.hf.config import config_from_hf
 from forge_model.init import initialize

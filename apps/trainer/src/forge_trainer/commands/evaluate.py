@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError
+from forge_ckpt.interop.weights import write_weights
 from forge_ckpt.state import MODEL, OPTIMIZER, model_tensors
 from forge_ckpt.store import Store
-from forge_ckpt.weights import write_weights
 from forge_config import ConfigError
 from forge_data.sources.config import FilesConfig
 from forge_data.tokenizer.tokenizer import Tokenizer

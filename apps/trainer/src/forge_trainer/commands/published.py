@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from forge_ckpt.error import CheckpointError
+from forge_ckpt.interop.weights import Weights
 from forge_ckpt.state import MODEL, model_tensors
-from forge_ckpt.weights import Weights
 from forge_config import ConfigError
 from forge_data.config import DataConfig, HfTokenizerConfig
 from forge_data.sources.config import FilesConfig

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forge_interp.errors import InterpError, optional
-from forge_interp.extraction.parts import (
+from forge_interp.extraction.run.parts import (
     ROW_COLUMNS,
     Column,
     as_bytes,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.identity import is_same_but_for_rounding
-from forge_interp.extraction.parts import Part, dtype_name, dump, is_site, listed, replacing
+from forge_interp.extraction.run.identity import is_same_but_for_rounding
+from forge_interp.extraction.run.parts import Part, dtype_name, dump, is_site, listed, replacing
 
 INDEX = "index.json"
 _FORMAT = 2

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.parts import as_bytes
+from forge_interp.extraction.run.parts import as_bytes
 
 _PROBES = 256
 _MOST_PARTS = 1024

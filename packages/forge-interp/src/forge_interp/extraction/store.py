@@ -16,7 +16,7 @@ from torch import Tensor
 from forge_interp.errors import InterpError
 from forge_interp.extraction.export import export
 from forge_interp.extraction.folder import INDEX, Parts
-from forge_interp.extraction.parts import ROW_COLUMNS, Column, is_site
+from forge_interp.extraction.run.parts import ROW_COLUMNS, Column, is_site
 from forge_interp.hooks.sites import key_of
 
 

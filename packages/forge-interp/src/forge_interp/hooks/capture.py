@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from forge_interp.attention.call import TENSORS, AttentionCall, Check
 from forge_interp.errors import InterpError, check_kind
-from forge_interp.hooks.attend import not_called
-from forge_interp.hooks.boards import attached
-from forge_interp.hooks.offload import Offload
-from forge_interp.hooks.passes import Stop, passes_of
-from forge_interp.hooks.sharding import Spread, is_sharded
+from forge_interp.hooks.engine.attend import not_called
+from forge_interp.hooks.engine.boards import attached
+from forge_interp.hooks.engine.offload import Offload
+from forge_interp.hooks.engine.passes import Stop, passes_of
+from forge_interp.hooks.engine.sharding import Spread, is_sharded
+from forge_interp.hooks.engine.taps import Phase, Tap
+from forge_interp.hooks.engine.torch_private import is_transformed
 from forge_interp.hooks.sites import BySite, Site, canonical, find_sites, named_modules
-from forge_interp.hooks.taps import Phase, Tap
-from forge_interp.hooks.torch_private import is_transformed
 
 Select = Callable[[Tensor], Tensor]
 Sink = Callable[[str, Tensor], None]

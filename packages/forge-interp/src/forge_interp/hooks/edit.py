@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from forge_interp.attention.call import DENSE
 from forge_interp.errors import InterpError, check_kind, fitting
-from forge_interp.hooks import values
-from forge_interp.hooks.attend import not_called
-from forge_interp.hooks.boards import attached
-from forge_interp.hooks.sharding import Spread
+from forge_interp.hooks.engine import values
+from forge_interp.hooks.engine.attend import not_called
+from forge_interp.hooks.engine.boards import attached
+from forge_interp.hooks.engine.sharding import Spread
+from forge_interp.hooks.engine.taps import Phase, Tap
 from forge_interp.hooks.sites import ATTENTION_TENSORS, Site, find_sites, named_modules
-from forge_interp.hooks.taps import Phase, Tap
 
 Edit = Callable[[Tensor], Tensor]
 

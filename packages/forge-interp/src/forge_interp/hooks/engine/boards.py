@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 from forge_interp.attention.lineage import Lineage
 from forge_interp.errors import InterpError
-from forge_interp.hooks import values
-from forge_interp.hooks.attend import Interception, is_intercepted, serve
-from forge_interp.hooks.sites import Site
-from forge_interp.hooks.taps import Phase, Tap
-from forge_interp.hooks.torch_private import (
+from forge_interp.hooks.engine import values
+from forge_interp.hooks.engine.attend import Interception, is_intercepted, serve
+from forge_interp.hooks.engine.taps import Phase, Tap
+from forge_interp.hooks.engine.torch_private import (
     is_frame_compiled,
     order_hooks,
     order_of_hooks,
     recorders,
     saved_tensors_hooks,
 )
+from forge_interp.hooks.sites import Site
 
 
 class _Board:

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.alone import Alone, unpadded
-from forge_interp.extraction.feeding import Feeder
 from forge_interp.extraction.folder import Parts
-from forge_interp.extraction.identity import digest, is_distributed
-from forge_interp.extraction.parts import Column, Part, PartWriter, is_site
-from forge_interp.extraction.processes import Processes, Written
-from forge_interp.extraction.rows import RowMaker
+from forge_interp.extraction.run.alone import Alone, unpadded
+from forge_interp.extraction.run.feeding import Feeder
+from forge_interp.extraction.run.identity import digest, is_distributed
+from forge_interp.extraction.run.parts import Column, Part, PartWriter, is_site
+from forge_interp.extraction.run.processes import Processes, Written
+from forge_interp.extraction.run.rows import RowMaker
 from forge_interp.extraction.samples import Batch, Names, ReadyBatches, Samples
 from forge_interp.hooks.capture import Activations, capture
-from forge_interp.hooks.sharding import is_sharded
+from forge_interp.hooks.engine.sharding import is_sharded
 from forge_interp.progress import progress as with_progress
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forge_ckpt.folders import PROGRESS, Folders, marks_around
+from forge_ckpt.inspect.report import CANNOT, FINE, FOUND, Row, code_of, rows
 from forge_ckpt.lease import newest_epoch, read_holder
 from forge_ckpt.manifest import step_name
 from forge_ckpt.pins import pins
-from forge_ckpt.report import CANNOT, FINE, FOUND, Row, code_of, rows
 from forge_ckpt.store import Store
 
 LEFTOVERS = {

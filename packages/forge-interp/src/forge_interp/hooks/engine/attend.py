@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from forge_interp.attention.call import AttentionCall
 from forge_interp.attention.lineage import Lineage, product_with_values
+from forge_interp.hooks.engine.taps import Phase, Tap
+from forge_interp.hooks.engine.torch_private import function_modes
 from forge_interp.hooks.sites import ATTENTION_TENSORS
-from forge_interp.hooks.taps import Phase, Tap
-from forge_interp.hooks.torch_private import function_modes
 
 _ADVICE = (
     (

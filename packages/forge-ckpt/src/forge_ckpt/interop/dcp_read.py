@@ -1,8 +1,8 @@
 """Where do the values of a torch DCP checkpoint lie? Reads its pickles in a process of its own.
 
-`python -m forge_ckpt.dcp_read FOLDER` prints JSON, or the reason why not, with exit code 3. A name in a
-pickle stands for a record here and never for what it names, so that nothing of a checkpoint is executed; the
-process takes little memory and cannot write. Imports no torch.
+`python -m forge_ckpt.interop.dcp_read FOLDER` prints JSON, or the reason why not, with exit code 3. A name in
+a pickle stands for a record here and never for what it names, so that nothing of a checkpoint is executed.
+The process takes little memory and cannot write. Imports no torch.
 
 Source of the format: torch/distributed/checkpoint/{metadata,filesystem}.py and torch/serialization.py of
 torch 2.11 to 2.15.

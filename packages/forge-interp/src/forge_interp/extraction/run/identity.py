@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_interp.attention.placement import is_dtensor
-from forge_interp.extraction.parts import as_bytes, dtype_name
-from forge_interp.hooks.sharding import is_unit
+from forge_interp.extraction.run.parts import as_bytes, dtype_name
+from forge_interp.hooks.engine.sharding import is_unit
 from forge_interp.hooks.sites import named_modules
 
 _SUM_WIDTH = 1024

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge_interp.errors import InterpError, check_kind
-from forge_interp.extraction.parts import ROW_COLUMNS, is_site
+from forge_interp.extraction.run.parts import ROW_COLUMNS, is_site
 from forge_interp.extraction.samples import Batch
 from forge_interp.hooks.sites import ATTENTION_TENSORS, Site
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.identity import is_distributed
+from forge_interp.extraction.run.identity import is_distributed
 from forge_interp.extraction.samples import Batch
-from forge_interp.hooks.sharding import Spread
+from forge_interp.hooks.engine.sharding import Spread
 
 Written = dict[int, tuple[int, int]]
 """Of each part: number of batches, and CRC-32 of their inputs."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forge_ckpt.dcp_read import METADATA, REFUSED
 from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError, UnsupportedError
+from forge_ckpt.interop.dcp_read import METADATA, REFUSED
 from forge_ckpt.layout import Layout, require_cover
 from forge_ckpt.manifest import ITEM_BYTES
 
@@ -160,7 +160,7 @@ class DcpTensors(Mapping[str, "Tensor"]):
 
 def _read_apart(folder: Path) -> bytes:
     """What another process finds in the pickles of a checkpoint."""
-    command = [sys.executable, "-I", "-m", "forge_ckpt.dcp_read", os.path.abspath(folder)]
+    command = [sys.executable, "-I", "-m", "forge_ckpt.interop.dcp_read", os.path.abspath(folder)]
     done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode == 0:
         return done.stdout

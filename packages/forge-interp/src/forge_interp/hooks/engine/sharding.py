@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from forge_interp.attention.placement import is_dtensor, joined
 from forge_interp.errors import InterpError
+from forge_interp.hooks.engine.torch_private import fsdp_parameters
 from forge_interp.hooks.sites import ATTENTION_TENSORS, Site, unwrapped
-from forge_interp.hooks.torch_private import fsdp_parameters
 
 _SAMPLE = 4096  # elements of a value that ranks compare
 _TOLERANCE = 1e-2  # of the largest: kernels differ by less, other tokens or features by much more

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
-from forge_interp.hooks import values
+from forge_interp.hooks.engine import values
+from forge_interp.hooks.engine.torch_private import backward_number, is_recomputing
 from forge_interp.hooks.sites import Site, unwrapped
-from forge_interp.hooks.torch_private import backward_number, is_recomputing
 
 
 class Phase(IntEnum):

@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_ckpt.checkpointed import Checkpointed
+from forge_ckpt.inspect.checkpointed import Checkpointed
 
 if TYPE_CHECKING:
     from torch import Tensor

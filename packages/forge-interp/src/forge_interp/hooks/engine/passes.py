@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from forge_interp.hooks.torch_private import call_name
+from forge_interp.hooks.engine.torch_private import call_name
 
 
 class Stop(Exception):

@@ -1,0 +1,1 @@
+"""What the command `forge-ckpt` shows of checkpoints on the disk."""

@@ -1,0 +1,1 @@
+"""How a process extracts its share of a dataset, and what makes the result one whole."""
