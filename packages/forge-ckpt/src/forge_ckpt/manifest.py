@@ -28,8 +28,6 @@ from forge_ckpt.layout import Entry, Layout, Shape, require_cover
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forge_ckpt.version_1 import Manifest1
-
 FORMAT = 2
 NAME = "manifest.json"
 MAX_BYTES = 1 << 26
@@ -228,13 +226,13 @@ def read(folder: Path, sizes: bool = True) -> Manifest:
     path = folder / NAME
     body = _checked(path)
     version = _decode(path, body, _Version).format
-    if version not in (1, FORMAT):
+    if version != FORMAT:
         raise UnsupportedError(
-            f"{path} has format {version}; this version reads formats 1 and {FORMAT}: use the version of "
-            "forge-ckpt that wrote it, or move the folder away"
+            f"{path} has format {version}; this version reads format {FORMAT}: use the version of forge-ckpt "
+            "that wrote it, or move the folder away"
         )
     try:
-        manifest = _decode(path, body, Manifest) if version == FORMAT else _read_1(path, body).translated()
+        manifest = _decode(path, body, Manifest)
         manifest.check()
     except CheckpointError as error:
         raise UnsupportedError(f"{path} is not one that we write: {error}") from None
@@ -242,15 +240,8 @@ def read(folder: Path, sizes: bool = True) -> Manifest:
         raise DamagedError(folder, f"holds step {manifest.step}; somebody copied or renamed it")
     for rank, file in enumerate(manifest.files if sizes else ()):
         require_size(folder / values_name(rank), file.num_bytes)
-        if version == FORMAT:
-            require_size(folder / index_name(rank), file.index_bytes)
+        require_size(folder / index_name(rank), file.index_bytes)
     return manifest
-
-
-def _read_1(path: Path, body: bytes) -> Manifest1:
-    from forge_ckpt.version_1 import Manifest1
-
-    return _decode(path, body, Manifest1)
 
 
 def step_name(step: int) -> str:
@@ -264,11 +255,6 @@ def read_index(folder: Path, manifest: Manifest, rank: int) -> Index:
     Raises:
         DamagedError, UnreadableError, UnsupportedError: as for `read`.
     """
-    if manifest.format != FORMAT:
-        from forge_ckpt.version_1 import index_of
-
-        path = folder / NAME
-        return index_of(_read_1(path, _checked(path)), folder / values_name(rank), rank)
     path, file = folder / index_name(rank), manifest.files[rank]
     data = read_file(path, file.index_bytes, MAX_INDEX_BYTES)
     if digest(data).hex() != file.index_digest:
