@@ -31,9 +31,10 @@ def copy(rank, copies, digest, name="w"):
 
 def test_odd_one_of_three_is_named_and_of_two_both():
     three = [copy(0, (0, 1, 2), 7), copy(1, (0, 1, 2), 9), copy(2, (0, 1, 2), 7)]
-    assert name_the_odd(three) == "rank 1 on host1 has another w than its copies: its hardware is suspect"
+    found = name_the_odd(three)
+    assert found.why == "rank 1 on host1 has another w than its copies: its hardware is suspect"
+    assert found.hosts == ("host1",)
     two = [copy(0, (0, 2), 7), copy(2, (0, 2), 9)]
-    assert (
-        name_the_odd(two)
-        == "copies of w differ between rank 0 on host0, rank 2 on host2: one of them is faulty"
-    )
+    found = name_the_odd(two)
+    assert found.why == "copies of w differ between rank 0 on host0, rank 2 on host2: one of them is faulty"
+    assert found.hosts == (), "nobody knows which"

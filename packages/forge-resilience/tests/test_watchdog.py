@@ -136,14 +136,15 @@ def report(rank: int, **what: object) -> Report:
 
 def test_rank_that_differs_is_named():
     same = [report(rank) for rank in range(4)]
-    assert "all 4 ranks in 'step' after 8 steps" in name_the_one(same, 4)
-    assert "no report from rank 3 " in name_the_one(same[:3], 4)
+    assert "all 4 ranks in 'step' after 8 steps" in name_the_one(same, 4).why
+    assert "no report from rank 3 " in name_the_one(same[:3], 4).why
     behind = [*same[:3], report(3, phase="data", batches=8, steps=7)]
-    assert name_the_one(behind, 4).startswith("hang: rank 3 on n3 (pid 103) in 'data'")
+    assert name_the_one(behind, 4).why.startswith("hang: rank 3 on n3 (pid 103) in 'data'")
+    assert name_the_one(behind, 4).hosts == ("n3",) and name_the_one(same, 4).hosts == ()
     ahead = [*same[:3], report(3, phase="agree")]
-    assert name_the_one(ahead, 4).startswith("hang: rank 3 on n3 (pid 103) in 'agree'")
+    assert name_the_one(ahead, 4).why.startswith("hang: rank 3 on n3 (pid 103) in 'agree'")
     pair = [report(0), report(1, phase="agree")]
-    assert name_the_one(pair, 2).startswith("hang: rank 0 on n0"), "of two the one behind"
+    assert name_the_one(pair, 2).why.startswith("hang: rank 0 on n0"), "of two the one behind"
 
 
 def test_reports_are_json_of_every_field(tmp_path):
@@ -154,9 +155,9 @@ def test_reports_are_json_of_every_field(tmp_path):
 
 
 def test_rank_that_is_still_in_a_hook_is_named_beside_those_that_agree():
-    found = name_the_one([report(0, phase="agree"), report(1, phase="hooks")], 2)
+    found = name_the_one([report(0, phase="agree"), report(1, phase="hooks")], 2).why
     assert "rank 1 on n1" in found and "while others wait in 'agree'" in found
-    found = name_the_one([report(0, phase="log"), report(1, phase="hooks")], 2)
+    found = name_the_one([report(0, phase="log"), report(1, phase="hooks")], 2).why
     assert found.startswith("hang: all 2 ranks in 'hooks' and 'log' after")
 
 

@@ -15,7 +15,7 @@ def wait_for_others() -> None:
 
 def main(folder: Path, rank: int, ranks: int, how: str) -> None:
     """Three steps; then rank 1 does something else, and the others wait for it."""
-    ended = lambda text: (folder.parent / f"ended-{rank}").write_text(text)  # noqa: E731
+    ended = lambda found: (folder.parent / f"ended-{rank}").write_text(found.why)  # noqa: E731
     mutex = ctypes.create_string_buffer(64)
     least_s, first_s = 3.0 if how == "gil" else 1.5, 600.0 if how == "early" else 6.0
     with Watchdog(folder, rank, ranks, least_s, first_s, lambda: b"[]", ended) as dog:

@@ -8,10 +8,8 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
-from forge_ckpt.error import CheckpointError, LockedError
-from forge_config import ConfigError
-from forge_data.error import DataError
-from forge_model.error import ModelError
+from forge_ckpt.error import LockedError
+from forge_config import ForgeError
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.signals import Signals
 
@@ -38,7 +36,7 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
     except LockedError as error:
         sys.stderr.write(f"{error}\n")
         return ExitCode.LOCKED
-    except (ConfigError, CheckpointError, DataError, ModelError) as error:
+    except ForgeError as error:
         sys.stderr.write(f"{error}\n")
         return ExitCode.CONFIG
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from forge_ckpt.error import LockedError
-from forge_config import Loaded
+from forge_config import ForgeError, Loaded
 from forge_parallel.capabilities import flight_record
 from forge_parallel.env import Env
 from forge_resilience.exit_codes import ExitCode
@@ -21,7 +21,7 @@ from forge_trainer.end_together import FailedElsewhere
 from forge_trainer.recovery.incidents import note_incident
 from forge_trainer.report.announce import announcement
 from forge_trainer.run import Run
-from forge_trainer.run_dir.claim import USER_ERRORS, Claim
+from forge_trainer.run_dir.claim import Claim
 from forge_trainer.run_dir.files import RunFiles
 from forge_trainer.say import say
 
@@ -62,7 +62,7 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
     except FailedElsewhere as error:
         say(f"rank {rank} ends, as another rank failed: {error}\n", sys.stderr)
         return error.code
-    except USER_ERRORS as error:
+    except ForgeError as error:
         say(f"rank {rank}: {type(error).__name__}: {error}\n", sys.stderr)
         return ExitCode.CONFIG
     if rank == 0 and code is not ExitCode.DONE:
@@ -83,7 +83,7 @@ def watch(job: Job, claim: Claim, clock: Clock, stack: ExitStack) -> None:
             config.hang_least_s,
             config.hang_first_s,
             flight_record,
-            partial(claim.end_at_once, ExitCode.HUNG),
+            claim.end_at_once,
         )
     )
     clock.watchers.append(watchdog.enter)

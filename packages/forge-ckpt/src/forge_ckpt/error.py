@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from forge_config.error import ForgeError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(ForgeError):
     """A checkpoint cannot be written, or does not fit what it is loaded into."""
 
 

@@ -7,6 +7,7 @@ from forge_config.change import changeable as changeable
 from forge_config.change import judge as judge
 from forge_config.diff import Change as Change
 from forge_config.diff import diff as diff
+from forge_config.error import ForgeError as ForgeError
 from forge_config.fraction import part_of as part_of
 from forge_config.load import Loaded as Loaded
 from forge_config.load import load as load
@@ -27,6 +28,7 @@ __all__ = [
     "Change",
     "Config",
     "ConfigError",
+    "ForgeError",
     "Judged",
     "Loaded",
     "MayChange",

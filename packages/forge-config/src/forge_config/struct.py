@@ -6,11 +6,13 @@ from typing import Any, ClassVar, dataclass_transform
 import msgspec
 from msgspec import Meta as Meta
 
+from forge_config.error import ForgeError
+
 ALL_KEYS = "*"
 """In `free_keys` or `recorded_keys`: every key of the struct, `type` included."""
 
 
-class ConfigError(ValueError):
+class ConfigError(ForgeError):
     """A configuration that cannot be used. The message holds every problem found, not only the first."""
 
 

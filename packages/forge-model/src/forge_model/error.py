@@ -1,5 +1,7 @@
 """The error of this package."""
 
+from forge_config.error import ForgeError
 
-class ModelError(ValueError):
+
+class ModelError(ForgeError):
     """A model cannot do what was asked of it."""

@@ -1,5 +1,7 @@
 """The error of this package."""
 
+from forge_config.error import ForgeError
 
-class ParallelError(ValueError):
+
+class ParallelError(ForgeError):
     """A model cannot be spread over these ranks as asked."""

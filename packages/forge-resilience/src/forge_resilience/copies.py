@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from forge_resilience.finding import Finding, short_names
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -75,7 +77,7 @@ class Copy:
     digest: int
 
 
-def name_the_odd(found: Sequence[Copy]) -> str:
+def name_the_odd(found: Sequence[Copy]) -> Finding:
     """Which ranks on which hosts hold something else than most of those that should hold the same.
 
     Args:
@@ -90,5 +92,6 @@ def name_the_odd(found: Sequence[Copy]) -> str:
     listed = ", ".join(f"rank {one.rank} on {one.host}" for one in odd)
     name = odd[0].name
     if len(odd) == len(found):
-        return f"copies of {name} differ between {listed}: one of them is faulty"
-    return f"{listed} has another {name} than its copies: its hardware is suspect"
+        return Finding(f"copies of {name} differ between {listed}: one of them is faulty")
+    hosts = short_names([one.host for one in odd])
+    return Finding(f"{listed} has another {name} than its copies: its hardware is suspect", hosts)

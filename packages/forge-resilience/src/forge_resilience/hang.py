@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from forge_resilience.finding import Finding, short_names
+
 MARK = "hang"
 """Its presence in the folder of reports tells the other ranks to report as well."""
 
@@ -64,19 +66,19 @@ class Report:
         return self.batches, self.phase != "data", self.steps, self.phase != "step", last
 
 
-def verdict_of(folder: Path, ranks: int, wait_s: float) -> str:
+def verdict_of(folder: Path, ranks: int, wait_s: float) -> Finding:
     """Wait for the reports of all ranks, and say which one hangs; the first that can writes it down."""
     end = time.monotonic() + wait_s
     while len(reports := read_reports(folder)) < ranks and time.monotonic() < end:
         time.sleep(0.1)
-    text = name_the_one(reports, ranks)
+    found = name_the_one(reports, ranks)
     try:
         handle = os.open(folder / VERDICT, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except FileExistsError:
-        return text
+        return found
     with os.fdopen(handle, "w") as file:
-        file.write(f"{text}\n" + "".join(f"  {report}, state {report.state}\n" for report in reports))
-    return text
+        file.write(f"{found.why}\n" + "".join(f"  {report}, state {report.state}\n" for report in reports))
+    return found
 
 
 def read_reports(folder: Path) -> list[Report]:
@@ -85,7 +87,7 @@ def read_reports(folder: Path) -> list[Report]:
     return sorted((Report(**json.loads(path.read_text())) for path in paths), key=lambda one: one.rank)
 
 
-def name_the_one(reports: list[Report], ranks: int) -> str:
+def name_the_one(reports: list[Report], ranks: int) -> Finding:
     """Which rank, host and phase differ from the others.
 
     A rank that does not report, is stopped or holds the GIL is named for that; else those that are at another
@@ -93,20 +95,26 @@ def name_the_one(reports: list[Report], ranks: int) -> str:
     """
     missing = sorted(set(range(ranks)) - {report.rank for report in reports})
     if missing:
-        return f"hang: no report from rank {', '.join(map(str, missing))} (its host is gone or unreachable)"
+        listed = ", ".join(map(str, missing))
+        return Finding(f"hang: no report from rank {listed} (its host is gone or unreachable)")
     stopped = [one for one in reports if one.state in "Tt"]
     silent = [one for one in reports if one.silent_s > SILENT_S]
     for found, why in ((stopped, "the process is stopped"), (silent, "no thread of it runs Python")):
         if found and len(found) < max(len(reports), 2):
-            return f"hang: {'; '.join(map(str, found))}: {why}"
+            return _blaming(found, f": {why}")
     places = Counter(one.place() for one in reports)
     if len(places) == 1:
         first = reports[0]
         phases = " and ".join(sorted({repr(one.phase) for one in reports}))
         where = f"{phases} after {first.steps} steps"
-        return f"hang: all {ranks} ranks in {where} for {first.seconds:.0f} s: see their stacks"
+        return Finding(f"hang: all {ranks} ranks in {where} for {first.seconds:.0f} s: see their stacks")
     fewest = min(places.values())
     rare = min(place for place, count in places.items() if count == fewest)
     odd = [one for one in reports if one.place() == rare]
     others = next(one for one in reports if one.place() != rare)
-    return f"hang: {'; '.join(map(str, odd))}, while others wait in {others.phase!r}"
+    return _blaming(odd, f", while others wait in {others.phase!r}")
+
+
+def _blaming(reports: list[Report], because: str) -> Finding:
+    hosts = short_names([report.host for report in reports])
+    return Finding(f"hang: {'; '.join(map(str, reports))}{because}", hosts)

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,9 @@ def _report(settings: dict[str, Any], folder: Path, beat: Beat) -> None:
     path = folder / REPORT.format(rank)
     path.with_suffix(".tmp").write_text(json.dumps(report.as_dict()))
     path.with_suffix(".tmp").rename(path)
-    text = verdict_of(folder, settings["ranks"], OTHERS_S)
-    last_words(f"rank {rank}: {text}\n" if rank else f"{text}\n")
-    sys.stdout.write(text.replace("\n", " ") + "\n")
+    found = verdict_of(folder, settings["ranks"], OTHERS_S)
+    last_words(f"rank {rank}: {found.why}\n" if rank else f"{found.why}\n")
+    sys.stdout.write(json.dumps(asdict(found)) + "\n")
     sys.stdout.flush()  # a thread of the rank reads it and ends the process with the right code
     if not _is_gone(END_S):
         _signal(pid, signal.SIGKILL)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from forge_resilience.beat import Beat, BeatFile
 from forge_resilience.exit_codes import ExitCode
+from forge_resilience.finding import Finding
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Watchdog:
         least_s: no phase is called hung before.
         first_s: the limit of a phase that comes for the first time.
         record: what of the collectives is kept beside the stacks, if there is anything; called after a hang.
-        ended: told of a hang, before the process ends.
+        ended: called with what hangs, before the process ends.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Watchdog:
         least_s: float,
         first_s: float,
         record: Callable[[], bytes | None] = lambda: None,
-        ended: Callable[[str], None] = lambda text: None,
+        ended: Callable[[Finding], None] = lambda finding: None,
     ) -> None:
         self._folder, self._rank, self._ranks = folder, rank, ranks
         self._least_s, self._first_s = least_s, max(least_s, first_s)
@@ -148,7 +149,8 @@ class Watchdog:
             return
         if record := self._record():
             (self._folder / f"collectives-{self._rank}.json").write_bytes(record)
-        self._ended(said)
+        found = json.loads(said)
+        self._ended(Finding(found["why"], tuple(found["hosts"])))
         os._exit(ExitCode.HUNG)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from forge_config import ConfigError
+from forge_config import ConfigError, ForgeError
 from forge_data.tokenizer.tokenizer import Tokenizer, stop_ids, with_bos
 from forge_model.config import ModelConfig
 from forge_model.error import ModelError
@@ -133,7 +133,7 @@ class Writer:
                 images = [_read_image(path, "--prompts") for path in prompt.images]
                 rows.append(self.prompt(prompt.text, images, some))
                 new.append(min(self._new_tokens, room_for(len(rows[-1].tokens), self._max_tokens)))
-            except (ConfigError, ModelError) as error:
+            except ForgeError as error:
                 raise ConfigError(f"--prompts: line {number}: {error}") from None
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
         batches = [
@@ -235,7 +235,7 @@ def generate_text(options: argparse.Namespace) -> None:
     for prompt in options.prompt or (_typed() if options.interactive else [DEFAULT_PROMPT]):
         try:
             writer.show(prompt, images)
-        except (ConfigError, ModelError) as error:
+        except ForgeError as error:
             if not options.interactive:
                 raise
             sys.stdout.write(f"{error}\n")

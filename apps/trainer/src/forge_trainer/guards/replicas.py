@@ -78,8 +78,8 @@ class Replicas(Guard):
         if agree(Verdict.ROLLBACK if bad else Verdict.CONTINUE, self._mesh.control_group) is Verdict.CONTINUE:
             self._same = step
             return
-        why = name_the_odd(self._everyone(mine, bad))
-        self._found = Trouble(self._same, step, why, ExitCode.DIVERGED, data=False)
+        odd = name_the_odd(self._everyone(mine, bad))
+        self._found = Trouble(self._same, step, odd.why, ExitCode.DIVERGED, data=False, hosts=odd.hosts)
 
     def _everyone(self, mine: Tensor, bad: Sequence[int]) -> list[Copy]:
         """What the ranks hold whose copies differ, on every rank alike. Collective."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Trouble:
         why: in words.
         code: how the run ends if it cannot go back.
         data: whether the data of these steps may be the cause.
+        hosts: whose hardware is suspect.
     """
 
     first: int
@@ -37,6 +38,7 @@ class Trouble:
     why: str
     code: ExitCode
     data: bool = True
+    hosts: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Rollback:
         why: in words.
         skip: whether the data of these steps, and of the margin, are left out from then on.
         margin: steps.
+        hosts: whose hardware is suspect.
     """
 
     to: int
@@ -58,6 +61,7 @@ class Rollback:
     why: str
     skip: bool
     margin: int = 0
+    hosts: Sequence[str] = ()
 
     def skipped(self) -> list[SkipConfig]:
         """The data that are left out."""
@@ -97,6 +101,8 @@ def read_rollbacks(directory: Path) -> list[Rollback]:
     path, fields = RunFiles(directory).incidents, Rollback.__dataclass_fields__
     found = [line for line in read_lines(path, "kind") if line["kind"] == ROLLBACK]
     for line in found:
-        if missing := [name for name in fields if name not in line]:
+        if missing := [
+            name for name, field in fields.items() if field.default is MISSING and name not in line
+        ]:
             raise CheckpointError(f"{path}: a rollback without {', '.join(missing)}: {json.dumps(line)}")
-    return [Rollback(**{name: line[name] for name in fields}) for line in found]
+    return [Rollback(**{name: line[name] for name in fields.keys() & line.keys()}) for line in found]

@@ -93,7 +93,9 @@ class Recovery:
         before = [step for step in self._store.steps() if step <= max(0, trouble.first - margin)]
         if not before:
             return None
-        made = Rollback(before[-1], trouble.first, trouble.end, trouble.why, trouble.data, margin)
+        made = Rollback(
+            before[-1], trouble.first, trouble.end, trouble.why, trouble.data, margin, trouble.hosts
+        )
         append_incident(self._directory, ROLLBACK, asdict(made))
         return made
 

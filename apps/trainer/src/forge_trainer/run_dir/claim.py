@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from forge_ckpt.error import CheckpointError, LockedError
 from forge_ckpt.lease import Holder, Lease, locked, newest_epoch, read_holder, take
-from forge_config import Change, ConfigError, Loaded
-from forge_data.error import DataError
-from forge_model.error import ModelError
-from forge_parallel.error import ParallelError
+from forge_config import Change, ConfigError, ForgeError, Loaded
 from forge_resilience.exit_codes import ExitCode
+from forge_resilience.finding import Finding
 from forge_resilience.signals import Stopped
 
 from forge_trainer.config.job import Job
@@ -36,9 +34,6 @@ if TYPE_CHECKING:
 
     from forge_trainer.progress import Progress
     from forge_trainer.steps.base import StepOutput
-
-USER_ERRORS = (ConfigError, CheckpointError, DataError, ModelError, ParallelError)
-"""What a person must look at, each with a message that says what to do."""
 
 
 def require_free(job: Job) -> None:
@@ -127,8 +122,8 @@ class Claim:
         finally:
             self._lease.release()
 
-    def ended(self, code: ExitCode, reason: str, step: int | None = None) -> None:
-        """Remember how this start ends, for `exit.json`; the first reason counts."""
+    def ended(self, code: ExitCode, reason: str, step: int | None = None, hosts: Sequence[str] = ()) -> None:
+        """Remember how this start ends, and on whom it is blamed, for `exit.json`; the first reason counts."""
         who = Holder.me()
         if step is None and self.progress is not None:
             step = self.progress.step
@@ -136,6 +131,7 @@ class Claim:
             "code": int(code),
             "name": code.name.lower(),
             "reason": reason,
+            "hosts": list(hosts),
             "step": step,
             "when": now(),
             "host": who.host,
@@ -143,9 +139,9 @@ class Claim:
             "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
         }
 
-    def end_at_once(self, code: ExitCode, reason: str) -> None:
-        """Write down how this start ends and let the run go: the process is about to end, from any thread."""
-        self.ended(code, reason)
+    def end_at_once(self, found: Finding) -> None:
+        """Write down that this start hangs and let the run go: the process is about to end, from any thread."""
+        self.ended(ExitCode.HUNG, found.why, hosts=found.hosts)
         self._give_back()
 
     def is_held(self) -> bool:
@@ -190,4 +186,4 @@ def code_of(error: BaseException) -> ExitCode:
         return error.code
     if isinstance(error, Stopped):
         return ExitCode.PREEMPTED
-    return ExitCode.CONFIG if isinstance(error, USER_ERRORS) else ExitCode.FAILED
+    return ExitCode.CONFIG if isinstance(error, ForgeError) else ExitCode.FAILED
