@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,6 @@ def read_rollbacks(directory: Path) -> list[Rollback]:
     path, fields = RunFiles(directory).incidents, Rollback.__dataclass_fields__
     found = [line for line in read_lines(path, "kind") if line["kind"] == ROLLBACK]
     for line in found:
-        if missing := [
-            name for name, field in fields.items() if field.default is MISSING and name not in line
-        ]:
+        if missing := [name for name in fields if name not in {*line, "hosts"}]:
             raise CheckpointError(f"{path}: a rollback without {', '.join(missing)}: {json.dumps(line)}")
     return [Rollback(**{name: line[name] for name in fields.keys() & line.keys()}) for line in found]

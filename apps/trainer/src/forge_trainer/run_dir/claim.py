@@ -123,7 +123,7 @@ class Claim:
             self._lease.release()
 
     def ended(self, code: ExitCode, reason: str, step: int | None = None, hosts: Sequence[str] = ()) -> None:
-        """Remember how this start ends, and on whom it is blamed, for `exit.json`; the first reason counts."""
+        """Remember how this start ends and which hosts are blamed, for `exit.json`; the first reason counts."""
         who = Holder.me()
         if step is None and self.progress is not None:
             step = self.progress.step
@@ -140,7 +140,7 @@ class Claim:
         }
 
     def end_at_once(self, found: Finding) -> None:
-        """Write down that this start hangs and let the run go: the process is about to end, from any thread."""
+        """Write down that this start hangs and let the run go, from any thread: the process will end now."""
         self.ended(ExitCode.HUNG, found.why, hosts=found.hosts)
         self._give_back()
 
