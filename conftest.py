@@ -20,6 +20,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 RUN = "FORGE_TEST_RUN"
 """Variable that all processes of one run of pytest carry; tells them from those of another run."""
+SLOW = "slow; give --slow"
+NO_GPU = "needs a CUDA device"
 GRACE_S = 10.0
 """How long a process that was told to end may take."""
 
@@ -45,9 +47,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip slow tests that nobody asked for, and those of a GPU where there is none."""
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="slow; give --slow"))
+            item.add_marker(pytest.mark.skip(reason=SLOW))
         if item.get_closest_marker("gpu") and not _has_gpu() and "FORGE_GPU_TESTS_ON" not in os.environ:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name no file where a whole kind of tests is skipped: the summary then has one line for all of them."""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason in (SLOW, NO_GPU):
+            report.longrepr = ("tests", None, reason)  # type: ignore[assignment]
 
 
 @cache

@@ -123,7 +123,7 @@ class Claim:
             self._lease.release()
 
     def ended(self, code: ExitCode, reason: str, step: int | None = None, hosts: Sequence[str] = ()) -> None:
-        """Remember how this start ends and which hosts are blamed, for `exit.json`; the first reason counts."""
+        """Remember how this start ends and which hosts are to blame, for `exit.json`; the first counts."""
         who = Holder.me()
         if step is None and self.progress is not None:
             step = self.progress.step
