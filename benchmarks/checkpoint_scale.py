@@ -136,8 +136,8 @@ def main() -> None:
         for rank in range(options.ranks):
             part, index, num_bytes = written(entries, rank, options.ranks, options.replicas)
             data = manifests.encode(index)
-            (folder / manifests.index_name(rank)).write_bytes(data)
-            with (folder / manifests.values_name(rank)).open("wb") as file:
+            (folder / manifests.index_file_name(rank)).write_bytes(data)
+            with (folder / manifests.values_file_name(rank)).open("wb") as file:
                 file.truncate(num_bytes)  # sparse: only its size is looked at
             sent.append(pickle.dumps((File(num_bytes, len(data), manifests.digest(data).hex()), part)))
 

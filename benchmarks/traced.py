@@ -48,7 +48,7 @@ from forge_trainer.optim import (
     MuonConfig,
     OptimizerConfig,
     ScheduleFreeAdamWConfig,
-    held,
+    local_parameters,
     trainable,
 )
 from forge_trainer.steps.text import TextStep
@@ -126,8 +126,8 @@ def as_on_a_gpu() -> Iterator[None]:
             (F, "scaled_dot_product_attention", attention),
             (masks, "attend_flex", attention),
             (masks, "suits_flex", lambda mask: mask.padding is None),
-            (held, "window_elements", lambda device: held.WINDOW_ELEMENTS),
-            (held.HeldOptimizer, "finite", lambda self: self.found_inf == 0),
+            (local_parameters, "window_elements", lambda device: local_parameters.WINDOW_ELEMENTS),
+            (local_parameters.LocalOptimizer, "finite", lambda self: self.found_inf == 0),
             (eight_bits, "_require_device", lambda *_: None),
         ]
         for place, name, change in changes:

@@ -40,7 +40,7 @@ from forge_trainer.optim import (
     ScheduleFreeAdamWConfig,
     trainable,
 )
-from forge_trainer.optim.held import HeldOptimizer
+from forge_trainer.optim.local_parameters import LocalOptimizer
 from forge_trainer.schedule import CosineConfig
 from forge_trainer.steps.text import TextStep
 from forge_trainer.steps.update import Update
@@ -114,7 +114,7 @@ def batch(documents: bool, needs: Iterable[str]) -> list[MicroBatch]:
 @pytest.mark.parametrize("name", MATRIX)
 def test_step_never_waits_for_the_device(name, documents, monkeypatch):
     config, optimizer, parallel = MATRIX[name]
-    monkeypatch.setattr(HeldOptimizer, "finite", lambda self: self.found_inf == 0)  # as on a device
+    monkeypatch.setattr(LocalOptimizer, "finite", lambda self: self.found_inf == 0)  # as on a device
     env = Env(0, 0, 1, CPU, "none")
     with process_group(env, needed=parallel.needs_group("cpu")):
         mesh = build_mesh(MeshConfig(), env)

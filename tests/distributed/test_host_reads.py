@@ -10,7 +10,7 @@ from forge_parallel import ParallelConfig
 from forge_parallel.config import ActivationCheckpointingConfig
 from forge_parallel.dispatch_config import AllToAllConfig, TwoLevelConfig
 from forge_parallel.testing import run_ranks
-from forge_trainer.optim.held import HeldOptimizer
+from forge_trainer.optim.local_parameters import LocalOptimizer
 from host_waits import Reads, Waits
 from parity import TOKENS, VOCAB, batch, made
 
@@ -30,7 +30,7 @@ def reads(sizes: dict, parallel: ParallelConfig) -> int:
     for module in (module for part in parts for module in part.modules()):
         if hasattr(module, "_fused"):
             module._fused = False  # as on a GPU, where all experts are one product
-    with patch.object(HeldOptimizer, "finite", lambda self: self.found_inf == 0):
+    with patch.object(LocalOptimizer, "finite", lambda self: self.found_inf == 0):
         step.train(batch(0, mesh, MICRO_BATCHES), 0)
         with Waits() as waits, Reads() as others:
             step.train(batch(1, mesh, MICRO_BATCHES), 1)

@@ -16,7 +16,7 @@ from forge_trainer.optim import (
     MuonConfig,
     OptimizerConfig,
     ScheduleFreeAdamWConfig,
-    exchange,
+    gather_matrices,
 )
 from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.optim.parameters import NamedParameter
@@ -73,7 +73,7 @@ QUICK = {
 
 def trained(sizes: dict, name: str, experts: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Every weight after 20 steps, put together from what each rank holds, and what was evaluated."""
-    exchange.BUCKET_ELEMENTS = 300
+    gather_matrices.BUCKET_ELEMENTS = 300
     config, losses = OPTIMIZERS[name], []
     run = made(sizes, EXPERTS if experts else MODEL, "float64", optimizer=config)
     for index in range(STEPS):

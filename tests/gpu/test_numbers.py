@@ -3,7 +3,7 @@
 import pytest
 import torch
 from forge_model import Loss
-from forge_trainer.optim.held import _copy_if
+from forge_trainer.optim.local_parameters import _copy_if
 from forge_trainer.optim.rounding import Place, stochastic_bfloat16
 from gpu_device import BACKEND, DEVICE
 

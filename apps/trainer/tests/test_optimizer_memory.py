@@ -11,11 +11,11 @@ from forge_trainer.optim import (
     MuonConfig,
     OptimizerConfig,
     ScheduleFreeAdamWConfig,
-    exchange,
-    held,
+    gather_matrices,
+    local_parameters,
     trainable,
 )
-from forge_trainer.optim.held import HeldOptimizer
+from forge_trainer.optim.local_parameters import LocalOptimizer
 from storages import Storages
 from torch import nn
 
@@ -57,9 +57,9 @@ class Deep(nn.Module):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """The flag stays a tensor, and windows are those of a GPU, small beside this small model."""
-    monkeypatch.setattr(HeldOptimizer, "finite", lambda self: self.found_inf == 0)
-    monkeypatch.setattr(held, "window_elements", lambda device: WINDOW)
-    monkeypatch.setattr(exchange, "BUCKET_ELEMENTS", WINDOW)
+    monkeypatch.setattr(LocalOptimizer, "finite", lambda self: self.found_inf == 0)
+    monkeypatch.setattr(local_parameters, "window_elements", lambda device: WINDOW)
+    monkeypatch.setattr(gather_matrices, "BUCKET_ELEMENTS", WINDOW)
 
 
 def stepped(name: str, finite: bool = True) -> tuple[Storages, int, torch.optim.Optimizer]:
@@ -96,7 +96,7 @@ def test_step_takes_less_than_two_bytes_a_parameter_beyond_its_state(name, as_on
 
 @pytest.mark.parametrize("name", [name for name in OF if name != "adamw"])
 def test_step_starts_few_kernels_a_parameter_where_a_window_has_many(name, as_on_a_gpu, monkeypatch):
-    monkeypatch.setattr(held, "window_elements", lambda device: PARAMETERS)
-    monkeypatch.setattr(exchange, "BUCKET_ELEMENTS", PARAMETERS)
+    monkeypatch.setattr(local_parameters, "window_elements", lambda device: PARAMETERS)
+    monkeypatch.setattr(gather_matrices, "BUCKET_ELEMENTS", PARAMETERS)
     storages, _, _ = stepped(name)
     assert storages.kernels < 100 + MOST_KERNELS.get(name, 9) * (2 * LAYERS + 1), storages.kernels

@@ -20,7 +20,7 @@ from forge_trainer.optim import (
     MuonConfig,
     OptimizerConfig,
     ScheduleFreeAdamWConfig,
-    exchange,
+    gather_matrices,
     optimizers,
     trainable,
 )
@@ -271,7 +271,7 @@ FACTORS = {
 
 @pytest.mark.parametrize("scale", FACTORS)
 def test_muon_equals_its_formulas(scale, monkeypatch):
-    monkeypatch.setattr(exchange, "BUCKET_ELEMENTS", 200)
+    monkeypatch.setattr(gather_matrices, "BUCKET_ELEMENTS", 200)
     model = Matrices(torch.float64)
     reference = copy.deepcopy(model)
     take(model, MuonConfig(lr=0.01, scale=scale).build(trainable([model])), range(20))
@@ -328,7 +328,7 @@ def test_owners_share_the_work_of_each_bucket_evenly():
         [exchange.Holding(exchange.Box((r * n // 4, 0), (n // 4, m)), True) for n, m in shapes]
         for r in range(4)
     ]
-    matrices = [exchange.Matrix(i, exchange.Box((0, 0), shape)) for i, shape in enumerate(shapes)]
+    matrices = [gather_matrices.Matrix(i, exchange.Box((0, 0), shape)) for i, shape in enumerate(shapes)]
     (bucket,) = exchange._buckets(matrices, holdings, 4)
     load = [sum(cost(*m.size) for m in bucket if m.owner == rank) for rank in range(4)]
     assert max(load) <= 1.2 * sum(load) / 4

@@ -8,7 +8,7 @@ import torch
 import torch.optim._muon as torch_muon
 from forge_trainer.optim import AdamWConfig, MuonConfig, ScheduleFreeAdamWConfig, trainable
 from forge_trainer.optim.averaged import evaluation_weights
-from forge_trainer.optim.held import HeldOptimizer
+from forge_trainer.optim.local_parameters import LocalOptimizer
 from torch import nn
 from torchao.optim.adam import single_param_adam
 
@@ -71,7 +71,7 @@ def test_adamw_equals_torch_without_fusion(dtype):
     config = AdamWConfig(lr=0.01)
     fused, ruled, reference = model, copy.deepcopy(model), copy.deepcopy(model)
     take(fused, config.build(trainable([fused])))
-    take(ruled, HeldOptimizer(config.param_groups(trainable([ruled])), {"AdamW": config._step}))
+    take(ruled, LocalOptimizer(config.param_groups(trainable([ruled])), {"AdamW": config._step}))
     take(reference, torch.optim.AdamW(of_torch(reference), betas=(0.9, 0.95), foreach=False))
     compare(fused, reference, dtype)
     compare(ruled, reference, dtype)

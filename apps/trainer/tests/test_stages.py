@@ -11,7 +11,7 @@ from forge_trainer.config.job import load_job
 from forge_trainer.optim import AdamWConfig, GroupRule, trainable
 from forge_trainer.optim.groups import freeze
 from forge_trainer.optim.nothing import NothingToTrain
-from forge_trainer.optim.stages import StageRule, frozen_steps, lr_factor, trained_stages
+from forge_trainer.optim.stages import StageRule, frozen_steps, stage_lr_factor, trained_stages
 from forge_trainer.steps.update import Update
 from torch import nn
 
@@ -29,9 +29,9 @@ def test_learning_rate_of_each_step_is_that_of_its_stage():
     )
     assert frozen_steps(rules) == [(0, 3), (10, None)]
     curve = [list(one) for one in trained_stages(rules)]
-    found = [lr_factor([curve], step) for step in range(3, 10)]
+    found = [stage_lr_factor([curve], step) for step in range(3, 10)]
     assert found == pytest.approx([0.5 / 3, 1 / 3, 0.5, 0.5, 0.5, 0.1, 0.1])
-    twice = [lr_factor([curve, [[4, 0.5, 0]]], step) for step in (3, 4, 9)]
+    twice = [stage_lr_factor([curve, [[4, 0.5, 0]]], step) for step in (3, 4, 9)]
     assert twice == pytest.approx([0.5 / 3, 0.5 / 3, 0.05])
 
 

@@ -206,7 +206,7 @@ def sign(path: Path, body: bytes) -> bytes:
 
 def forge_index(folder: Path, rank: int, body: bytes) -> None:
     """Write an index with a good digest, which the manifest then names."""
-    data = sign(folder / manifests.index_name(rank), body)
+    data = sign(folder / manifests.index_file_name(rank), body)
     told = json.loads((folder / manifests.NAME).read_bytes().partition(b"\n")[2])
     told["files"][rank][1:] = [len(data), manifests.digest(data).hex()]
     sign(folder / manifests.NAME, json.dumps(told).encode())

@@ -55,7 +55,7 @@ def test_checkpoint_that_could_not_be_read_stays_until_its_successor_is_there(tm
 
 def test_checkpoint_that_cannot_be_read_now_is_not_removed(tmp_path, monkeypatch):
     store = saved(tmp_path, 1, 2, 3, 4, keep=9)
-    store.keep, store.sound, read = 1, 2, manifests.read_index
+    store.keep, store.known_good_step, read = 1, 2, manifests.read_index
 
     def unreadable(folder, *rest):
         return fail() if folder.name in ("step-000000002", "step-000000003") else read(folder, *rest)
@@ -92,7 +92,7 @@ def test_what_was_passed_over_does_not_count_when_older_ones_are_removed(tmp_pat
 def test_last_intact_one_before_a_spike_stays_when_a_newer_one_is_damaged(tmp_path):
     store = saved(tmp_path, 1, 2, 3, 4, keep=9)
     (store.folder(2) / "rank-00000.json").write_bytes(b"")
-    store.keep, store.sound = 1, 2
+    store.keep, store.known_good_step = 1, 2
     assert store.prune() == [2, 3]
     assert store.steps() == [1, 4]
 
@@ -175,7 +175,7 @@ def test_pin_that_comes_while_its_checkpoint_is_removed_keeps_it(tmp_path, monke
 
 def test_whoever_prunes_keeps_what_the_run_may_go_back_to(tmp_path, capsys):
     store = saved(tmp_path, 1, 2, 3, keep=9)
-    store.sound = 2
+    store.known_good_step = 2
     store.save(4, Snapshot({"w": torch.tensor(4.0)}))
     store.save(5, Snapshot({"w": torch.tensor(5.0)}))
     assert main(["prune", str(tmp_path), "--keep", "1"]) == 0

@@ -147,7 +147,7 @@ class Model:
 
         def write(rank, ranks):
             stores[rank]._ranks = ranks
-            stores[rank].sound = self.sound
+            stores[rank].known_good_step = self.sound
             if rank == armed:
                 arm()
             stores[rank].save(step, Snapshot(cut(tensors(content), rank, len(stores)), {"content": content}))
@@ -267,7 +267,7 @@ class Model:
 
     def do_prune(self) -> None:
         expected = self.kept(self.looks(verify=True))
-        self.stores[0].sound = self.sound
+        self.stores[0].known_good_step = self.sound
         self.stores[0].prune()
         assert self.disk().keys() == expected
 

@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from forge_resilience.finite import FiniteGuard, HeldBuffers, step_if_finite
+from forge_resilience.finite import BuffersBefore, NonFiniteCounter, step_if_finite
 from forge_resilience.verdict import Verdict
 from torch import nn
 
@@ -55,22 +55,22 @@ def judged(guard, flags, **options):
 
 
 def test_guard_aborts_after_patience_and_only_when_it_reads():
-    guard = FiniteGuard(patience=3, read_every_steps=5)
+    guard = NonFiniteCounter(patience=3, read_every_steps=5)
     assert judged(guard, [False] * 5) == [Verdict.CONTINUE] * 4 + [Verdict.ABORT]
 
 
 def test_guard_remembers_bad_steps_in_a_row_until_it_reads():
-    guard = FiniteGuard(patience=3, read_every_steps=5)
+    guard = NonFiniteCounter(patience=3, read_every_steps=5)
     assert judged(guard, [False, False, False, True, True])[-1] == Verdict.ABORT
 
 
 def test_guard_forgives_bad_steps_that_are_not_in_a_row():
-    guard = FiniteGuard(patience=3, read_every_steps=1)
+    guard = NonFiniteCounter(patience=3, read_every_steps=1)
     assert set(judged(guard, [False, False, True, False, False, True])) == {Verdict.CONTINUE}
 
 
 def test_guard_reads_when_asked_to():
-    guard = FiniteGuard(patience=2, read_every_steps=100)
+    guard = NonFiniteCounter(patience=2, read_every_steps=100)
     for step in (1, 2):
         guard.count(torch.tensor(False))
         assert guard.verdict(step) == Verdict.CONTINUE
@@ -87,15 +87,15 @@ def test_guard_reads_when_asked_to():
     ],
 )
 def test_guard_does_not_let_a_run_end_in_bad_steps(flags, expected):
-    assert judged(FiniteGuard(patience=10, read_every_steps=100), flags, until=4)[-1] == expected
+    assert judged(NonFiniteCounter(patience=10, read_every_steps=100), flags, until=4)[-1] == expected
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_guard_decides_the_same_when_restarted_at_any_step(cut):
     flags = [False, True, False, False, False, False, True, True]
-    whole = FiniteGuard(patience=4, read_every_steps=8)
+    whole = NonFiniteCounter(patience=4, read_every_steps=8)
     expected = judged(whole, flags)
-    first, second = (FiniteGuard(patience=4, read_every_steps=8) for _ in range(2))
+    first, second = (NonFiniteCounter(patience=4, read_every_steps=8) for _ in range(2))
     judged(first, flags[:cut])
     second.load_state(first.state())
     for flag in flags[cut:]:
@@ -105,10 +105,10 @@ def test_guard_decides_the_same_when_restarted_at_any_step(cut):
 
 
 def test_guard_that_has_aborted_aborts_again_after_a_restart_unless_given_more_patience():
-    guard = FiniteGuard(patience=2, read_every_steps=100)
+    guard = NonFiniteCounter(patience=2, read_every_steps=100)
     judged(guard, [False, False, True])
     for patience, expected in ((2, Verdict.ABORT), (3, Verdict.CONTINUE)):
-        again = FiniteGuard(patience, read_every_steps=100)
+        again = NonFiniteCounter(patience, read_every_steps=100)
         again.load_state(guard.state())
         assert judged(again, [True]) == [expected]
 
@@ -130,7 +130,7 @@ def test_held_buffers_keep_what_they_were_when_a_step_is_skipped(bad):
     model = Router()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     before = copy.deepcopy(model.state_dict())
-    held = HeldBuffers(model)
+    held = BuffersBefore(model)
     out = model(torch.tensor([[1.0, 2.0, bad], [3.0, 4.0, 5.0]]))
     out.sum().backward()
     model.bias += bad  # between backward and optimizer
@@ -154,7 +154,7 @@ def test_held_buffers_keep_what_they_were_when_a_step_is_skipped(bad):
     ("flags", "row"), [("gbbg", (1, 3)), ("bbgbbb", (3, 6)), ("bbbgbb", (0, 3)), ("gbg", (1, 2))]
 )
 def test_guard_names_the_steps_of_the_longest_row(flags, row):
-    guard = FiniteGuard(patience=10, read_every_steps=1)
+    guard = NonFiniteCounter(patience=10, read_every_steps=1)
     for step, flag in enumerate(flags, 1):
         guard.count(torch.tensor(flag == "g"), step)
     assert guard.worst_steps() == row

@@ -4,7 +4,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from forge_resilience.spike import SpikeGuard
+from forge_resilience.spike import SpikeCounter
 from forge_resilience.verdict import Verdict
 
 
@@ -15,7 +15,7 @@ def curve(steps=400):
 
 
 def guard(every=1, patience=3, window=32):
-    return SpikeGuard(deviations=8, window=window, patience=patience, read_every_steps=every)
+    return SpikeCounter(deviations=8, window=window, patience=patience, read_every_steps=every)
 
 
 def judged(one, losses, first=0):
@@ -73,7 +73,7 @@ def test_nothing_is_judged_before_the_window_is_full():
 
 
 def test_zero_deviations_look_for_nothing():
-    one = SpikeGuard(0, 8, 1, 1)
+    one = SpikeCounter(0, 8, 1, 1)
     assert judged(one, [1.0] * 20 + [100.0] * 20) is None and not one.state()["window"]
 
 

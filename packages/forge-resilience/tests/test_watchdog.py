@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from forge_resilience.beat import Beat, BeatFile
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.hang import REPORT, Report, name_the_one
+from forge_resilience.heartbeat import Heartbeat, HeartbeatFile
 from forge_resilience.watchdog import Watchdog
 
 SCRIPT = Path(__file__).with_name("watched.py")
@@ -108,7 +108,7 @@ def test_limits_are_learnt(tmp_path):
             if seconds is not None:
                 dog.learn("step", seconds)
             dog.enter("step")
-            beat = BeatFile(dog._file.path).read()
+            beat = HeartbeatFile(dog._file.path).read()
             assert beat is not None and beat.phase == "step"
             limits.append(beat.limit_s)
         assert limits == [60, 5, 20, 20]
@@ -119,12 +119,12 @@ def test_limits_are_learnt(tmp_path):
 
 
 def test_beat_is_read_as_it_was_written():
-    file = BeatFile()
+    file = HeartbeatFile()
     try:
-        assert BeatFile(file.path).read() is None
-        beat = Beat(1.5, 2.5, 3.5, 7, 9, "x" * 32)
+        assert HeartbeatFile(file.path).read() is None
+        beat = Heartbeat(1.5, 2.5, 3.5, 7, 9, "x" * 32)
         file.write(beat)
-        assert BeatFile(file.path).read() == beat
+        assert HeartbeatFile(file.path).read() == beat
     finally:
         file.remove()
 

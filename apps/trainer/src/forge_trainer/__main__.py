@@ -7,8 +7,8 @@ import traceback
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.signals import Signals, Stopped, stopped_by
 
-from forge_trainer.outlet import outlets
-from forge_trainer.say import has_reader, open_closed, say, settle
+from forge_trainer.console import emit, flush_both, has_reader, open_closed
+from forge_trainer.console_queue import queued_console
 
 READER_GONE = 128 + 13
 """What a shell says of a command whose reader went away, as in `forge status runs | head -1`."""
@@ -37,20 +37,20 @@ def _other() -> int:
             raise
         return READER_GONE
     finally:
-        settle()
+        flush_both()
 
 
 def _train() -> int:
     signals = Signals(starting=True)
     try:
         signals.install()
-        with outlets():
+        with queued_console():
             return _train_with(signals)
     except Stopped:
         return ExitCode.PREEMPTED  # of a start that had already said how it ends
     finally:
         signals.ignore()
-        settle()
+        flush_both()
 
 
 def _train_with(signals: Signals) -> int:
@@ -64,7 +64,7 @@ def _train_with(signals: Signals) -> int:
             traceback.print_exc()  # here, where no reader can hold it up
             return ExitCode.FAILED
         cause = signals.received.name if signals.received else "a signal to another rank"
-        say(stopped_by(cause), sys.stderr)
+        emit(stopped_by(cause), sys.stderr)
         return ExitCode.PREEMPTED
 
 

@@ -27,7 +27,7 @@ from forge_trainer.config.job import Job
 from forge_trainer.data.data import Data
 from forge_trainer.end_together import EndTogether
 from forge_trainer.guards.guards import NotFinite, SaveDue, Spikes, Stopping, TimeLimit
-from forge_trainer.guards.lease import Held
+from forge_trainer.guards.lease import LeaseGuard
 from forge_trainer.guards.replicas import compared
 from forge_trainer.hooks.build import add_hooks
 from forge_trainer.hooks.ledger import Ledger
@@ -84,7 +84,7 @@ def build(
     guards = [SaveDue(), Stopping(signals), TimeLimit(deadline)]
     guards += compared(config.compare_copies_every_steps, parts, mesh, recovery, progress)
     guards += [finite, Spikes(config, recovery)]
-    guards += [Held(claim)] if claim is not None and env.rank == 0 else []
+    guards += [LeaseGuard(claim)] if claim is not None and env.rank == 0 else []
     checkpoints = Checkpoints(store, state, saver, interval)
     run = Run(
         job, env, mesh, parts, optimizer, step, progress, data,
@@ -144,8 +144,10 @@ def build_update(
     def lr_factor(step: int) -> float:
         return job.lr_factor(step, progress.until)
 
-    first, norm = partial(tell_unreached, parts, mesh), job.train.clip_norm
-    return Update(parts, optimizer, lr_factor, norm, mesh, job.optimizer.ema_decay, first=first)
+    on_first_step, norm = partial(tell_unreached, parts, mesh), job.train.clip_norm
+    return Update(
+        parts, optimizer, lr_factor, norm, mesh, job.optimizer.ema_decay, on_first_step=on_first_step
+    )
 
 
 def build_loss(job: Job) -> Callable[..., Any]:

@@ -17,13 +17,13 @@ from forge_resilience.watchdog import Watchdog
 from forge_trainer.build import build
 from forge_trainer.clock import Clock
 from forge_trainer.config.job import Job
+from forge_trainer.console import emit
 from forge_trainer.end_together import FailedElsewhere
 from forge_trainer.recovery.incidents import note_incident
 from forge_trainer.report.announce import announcement
 from forge_trainer.run import Run
 from forge_trainer.run_dir.claim import Claim
 from forge_trainer.run_dir.files import RunFiles
-from forge_trainer.say import say
 
 
 def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, change: bool = False) -> ExitCode:
@@ -51,22 +51,22 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
             claim.progress = run.progress
             signals.started(partial(agree, group=run.mesh.control_group))
             if rank == 0:
-                say(announcement(run, claim.changes, loaded.unused), sys.stdout)
+                emit(announcement(run, claim.changes, loaded.unused), sys.stdout)
                 if claim.changes and run.progress.complete:
                     claim.begin(run.progress.step)  # there is no step to do it
             code, reason = _outcome(run, run.train(), claim)
             claim.ended(code, reason, run.progress.step)
     except LockedError as error:
-        say(f"rank {rank}: {error}\n", sys.stderr)
+        emit(f"rank {rank}: {error}\n", sys.stderr)
         return ExitCode.LOCKED
     except FailedElsewhere as error:
-        say(f"rank {rank} ends, as another rank failed: {error}\n", sys.stderr)
+        emit(f"rank {rank} ends, as another rank failed: {error}\n", sys.stderr)
         return error.code
     except ForgeError as error:
-        say(f"rank {rank}: {type(error).__name__}: {error}\n", sys.stderr)
+        emit(f"rank {rank}: {type(error).__name__}: {error}\n", sys.stderr)
         return ExitCode.CONFIG
     if rank == 0 and code is not ExitCode.DONE:
-        say(f"{reason}\n", sys.stderr)
+        emit(f"{reason}\n", sys.stderr)
     return code
 
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from forge_trainer.checkpoints.checkpoints import Checkpoints
 from forge_trainer.clock import Clock
 from forge_trainer.config.job import Job
+from forge_trainer.console import emit
 from forge_trainer.data.data import Data
 from forge_trainer.guards.guards import Guard
 from forge_trainer.hooks import Hook
@@ -27,7 +28,6 @@ from forge_trainer.loop import train
 from forge_trainer.progress import Progress, Stateful
 from forge_trainer.recovery.incidents import note_incident
 from forge_trainer.recovery.recovery import Recovery
-from forge_trainer.say import say
 from forge_trainer.steps.base import Step
 from forge_trainer.steps.repeated import Repeated, meaning_of_repetition
 from forge_trainer.track import Tracker
@@ -107,7 +107,7 @@ class Run:
         """
         begin_s, step = time.monotonic(), self.progress.step
         suspects = max(guard.suspect_steps() for guard in self.guards)
-        self.checkpoints.sound(step - suspects - self.job.resilience.rollback_margin_steps)
+        self.checkpoints.known_good_up_to(step - suspects - self.job.resilience.rollback_margin_steps)
         for guard in self.guards:
             if (verdict := guard.before_save(self.progress)) is not Verdict.CONTINUE:
                 return verdict
@@ -153,7 +153,7 @@ class Run:
             self.trackers[:] = open_trackers(self.job, self.progress, self.stack)
         if self.env.rank == 0:
             left = "".join(f", without the data of {skip}" for skip in made.skipped())
-            say(f"step {at}: {made.why}: back to the checkpoint of step {found.step}{left}\n", sys.stderr)
+            emit(f"step {at}: {made.why}: back to the checkpoint of step {found.step}{left}\n", sys.stderr)
         return True
 
     def _train(self) -> Verdict:
@@ -184,5 +184,5 @@ class Run:
         if self.env.rank == 0:
             exact = self.job.job.deterministic or self.mesh.device.type == "cpu"
             means = meaning_of_repetition(finite, exact)
-            say(f"step {step} was not finite, was repeated from the same inputs and {means}\n", sys.stderr)
+            emit(f"step {step} was not finite, was repeated from the same inputs and {means}\n", sys.stderr)
             note_incident(self.directory, "repeated", {"step": step, "finite": finite, "exact": exact})

@@ -80,15 +80,15 @@ class Folders:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self.sweep()
-        partial = self.root / f".tmp-{self._own_epoch}-{step:09d}-{secrets.token_hex(4)}"
-        partial.mkdir()
-        return partial
+        temporary = self.root / f".tmp-{self._own_epoch}-{step:09d}-{secrets.token_hex(4)}"
+        temporary.mkdir()
+        return temporary
 
-    def publish(self, partial: Path, manifest: Manifest, replaces: bool = False) -> None:
+    def publish(self, temporary: Path, manifest: Manifest, replaces: bool = False) -> None:
         """Make a folder whose files are all written and flushed a checkpoint.
 
         Args:
-            partial: the folder.
+            temporary: the folder.
             manifest: what is in it.
             replaces: whether it takes the place of a checkpoint of its step, which becomes `.old-...`.
 
@@ -97,14 +97,14 @@ class Folders:
             OSError: it could not be published; nothing is there.
         """
         data = manifests.encode(manifest)
-        write_durably(partial / manifests.NAME, data)
-        sync(partial)
+        write_durably(temporary / manifests.NAME, data)
+        sync(temporary)
         self.require_lease()
         target = self.of(manifest.step)
         if replaces and target.exists():
             os.rename(target, self.root / f".swap-{manifest.step:09d}-{secrets.token_hex(4)}")
         try:
-            os.rename(partial, target)
+            os.rename(temporary, target)
         except FileNotFoundError:
             # NFS may repeat a request that had succeeded.
             if manifests.read_file(target / manifests.NAME) != data:
@@ -168,12 +168,12 @@ class Folders:
         highest = str(max(step, self.progress())).encode()
         for path in self._marks:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+            temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
             try:
-                write_durably(partial, highest)
-                os.replace(partial, path)
+                write_durably(temporary, highest)
+                os.replace(temporary, path)
             finally:
-                partial.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
 
     def remember(self, step: int) -> None:
         """Note that a step was published, if a crash came between that and the note; never raises."""
@@ -239,7 +239,7 @@ class Folders:
         keep: int,
         stays: Callable[[int], bool],
         verify: bool,
-        sound: int | None = None,
+        known_good_step: int | None = None,
         doubtful: Collection[int] = (),
     ) -> list[int]:
         """Remove what is no longer kept; the newest that is intact, milestones and pins always stay.
@@ -248,8 +248,8 @@ class Folders:
             keep: newest checkpoints that stay, not counting milestones.
             stays: whether a step is a milestone; those that were saved as such are, too.
             verify: whether intact means that every byte was read and compared, or only manifests and sizes.
-            sound: the newest intact checkpoint of this step or an earlier one stays, too; if None, what the
-                newest checkpoint says of that.
+            known_good_step: the newest intact checkpoint of this step or an earlier one stays, too; if None,
+                the step that the newest checkpoint names.
             doubtful: checkpoints that stay, and do not count.
 
         Returns:
@@ -262,13 +262,15 @@ class Folders:
         intact, needed = self._down_to_intact(steps[::-1], verify)
         if not intact:
             return []
-        sound = self._sound(steps) if sound is None else sound
-        if sound is not None and needed[-1] > sound:
-            needed += self._down_to_intact([step for step in steps[::-1] if step <= sound], verify)[1]
+        known_good_step = self._known_good_step(steps) if known_good_step is None else known_good_step
+        if known_good_step is not None and needed[-1] > known_good_step:
+            needed += self._down_to_intact([step for step in steps[::-1] if step <= known_good_step], verify)[
+                1
+            ]
         needed += pins(self.root)
         return [step for step in passing[:-keep] if step not in needed and self._remove_unpinned(step)]
 
-    def _sound(self, steps: Sequence[int]) -> int | None:
+    def _known_good_step(self, steps: Sequence[int]) -> int | None:
         """What the newest checkpoint says that the run may go back to."""
         for step in steps[::-1]:
             with suppress(CheckpointError):

@@ -172,12 +172,12 @@ class Manifest(msgspec.Struct, frozen=True):
                 require_cover(name, entry.shape, self.layouts[entry.layout])
 
 
-def values_name(rank: int) -> str:
+def values_file_name(rank: int) -> str:
     """The file of the values that a rank wrote."""
     return f"rank-{rank:05d}.bin"
 
 
-def index_name(rank: int) -> str:
+def index_file_name(rank: int) -> str:
     """The file that says what is in them."""
     return f"rank-{rank:05d}.json"
 
@@ -239,8 +239,8 @@ def read(folder: Path, sizes: bool = True) -> Manifest:
     if folder.name != step_name(manifest.step):
         raise DamagedError(folder, f"holds step {manifest.step}; somebody copied or renamed it")
     for rank, file in enumerate(manifest.files if sizes else ()):
-        require_size(folder / values_name(rank), file.num_bytes)
-        require_size(folder / index_name(rank), file.index_bytes)
+        require_size(folder / values_file_name(rank), file.num_bytes)
+        require_size(folder / index_file_name(rank), file.index_bytes)
     return manifest
 
 
@@ -255,7 +255,7 @@ def read_index(folder: Path, manifest: Manifest, rank: int) -> Index:
     Raises:
         DamagedError, UnreadableError, UnsupportedError: as for `read`.
     """
-    path, file = folder / index_name(rank), manifest.files[rank]
+    path, file = folder / index_file_name(rank), manifest.files[rank]
     data = read_file(path, file.index_bytes, MAX_INDEX_BYTES)
     if digest(data).hex() != file.index_digest:
         raise DamagedError(path, "is not the one that belongs to this checkpoint")

@@ -109,7 +109,7 @@ class Saver:
         try:
             if not self._fits(snapshot.tensors):
                 return False
-            copy = self._store.staged(snapshot, self._buffers)
+            copy = self._store.copied_to_host(snapshot, self._buffers)
             self._ended.clear()
             thread = threading.Thread(
                 target=self._write, args=(step, copy, start), name="checkpoint", daemon=True

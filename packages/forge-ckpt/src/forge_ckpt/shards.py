@@ -24,7 +24,7 @@ from forge_ckpt.manifest import (
     encode_digests,
     read_index,
     require_size,
-    values_name,
+    values_file_name,
 )
 
 ALIGNMENT = 64
@@ -282,7 +282,7 @@ def _strides(size: Shape) -> Shape:
     return tuple(accumulate(size[:0:-1], lambda a, b: a * b, initial=1))[::-1] if size else ()
 
 
-def stage(
+def read_verified(
     folder: Path,
     manifest: Manifest,
     boxes: Mapping[str, Box],
@@ -298,7 +298,7 @@ def stage(
     staged = {key: torch.empty(box.values.shape, dtype=box.values.dtype) for key, box in boxes.items()}
     wanted = {key: (box.offsets, tuple(box.values.shape)) for key, box in boxes.items()}
     for rank, (index, pieces) in plan(folder, manifest, wanted, index_of).items():
-        path, num_bytes = folder / values_name(rank), manifest.files[rank].num_bytes
+        path, num_bytes = folder / values_file_name(rank), manifest.files[rank].num_bytes
         for pieces_read, run in read_runs(path, index, num_bytes, pieces):
             for piece in pieces_read:
                 _place(piece, run, staged[piece.key], wanted[piece.key][0])
@@ -378,7 +378,7 @@ def verify_file(folder: Path, manifest: Manifest, rank: int) -> None:
     """
     index, size = read_index(folder, manifest, rank), manifest.files[rank].num_bytes
     steps = [Piece("", (), (), (), (), a, min(a + READ_BYTES, size)) for a in range(0, size, READ_BYTES)]
-    for _ in read_runs(folder / values_name(rank), index, size, steps):
+    for _ in read_runs(folder / values_file_name(rank), index, size, steps):
         pass
 
 

@@ -19,7 +19,7 @@ from forge_ckpt.inspect.checkpointed import Checkpointed
 from forge_ckpt.layout import Entry, Part, merge, part_of
 from forge_ckpt.manifest import File, Manifest, Snapshot
 from forge_ckpt.ranks import Ranks
-from forge_ckpt.staged import Replicas, Staged, attempt, misfits, require_fit, unwritable
+from forge_ckpt.reading import Attempt, Replicas, attempt, misfits, require_fit, unwritable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +70,7 @@ class Store:
         self._folders = Folders(self.root, lease, marks, epoch)
         self._ranks = Ranks(group)
         self._local_shard = local_shard
-        self.sound: int | None = None
+        self.known_good_step: int | None = None
         """Pruning keeps the newest checkpoint that is not of a later step than this: a run may go back to it.
         Saved with each checkpoint, so that others who prune know it too."""
         self._passed_over: set[int] = set()
@@ -113,16 +113,16 @@ class Store:
             self._save(step, snapshot)
 
     def _save(self, step: int, snapshot: Snapshot | CheckpointError) -> None:
-        ranks, partial = self._ranks, None
+        ranks, temporary = self._ranks, None
         try:
-            begun, partial = ranks.from_first(lambda: (step, self._begin(step)))
+            begun, temporary = ranks.from_first(lambda: (step, self._begin(step)))
             ranks.each(lambda: _require_same(step, begun))
-            if partial is None:
+            if temporary is None:
                 return
-            self._write_all(step, partial, snapshot)
+            self._write_all(step, temporary, snapshot)
         except CheckpointError as error:
-            if ranks.rank == 0 and partial is not None:
-                shutil.rmtree(partial, ignore_errors=True)
+            if ranks.rank == 0 and temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"step {step} could not be saved: {error}") from None
         self._passed_over.discard(step)
         self.tidy()  # the newest was written just now
@@ -143,14 +143,14 @@ class Store:
                 self._folders.put_aside(step, "bad", error)
         return self._folders.begin(step)
 
-    def _write_all(self, step: int, partial: Path, snapshot: Snapshot | CheckpointError) -> None:
+    def _write_all(self, step: int, temporary: Path, snapshot: Snapshot | CheckpointError) -> None:
         ranks = self._ranks
         boxes = ranks.each(lambda: self._boxes(_captured(snapshot).tensors))
         snapshot = _captured(snapshot)
         held, held_of = ranks.held({key: box.entry for key, box in boxes.items()})
         values = ranks.values_to_first(snapshot.values)
         boxes = ranks.share(boxes, held, held_of)
-        written = ranks.each(lambda: self._write(partial, boxes))
+        written = ranks.each(lambda: self._write(temporary, boxes))
         everyone = ranks.to_first(written)
 
         def publish() -> None:
@@ -168,9 +168,9 @@ class Store:
                 files=[file for file, _ in everyone],
                 layouts=layouts,
                 tensors=entries,
-                sound=self.sound,
+                sound=self.known_good_step,
             )
-            self._folders.publish(partial, made, replaces=step in self._passed_over)
+            self._folders.publish(temporary, made, replaces=step in self._passed_over)
 
         ranks.from_first(publish)
 
@@ -180,7 +180,7 @@ class Store:
         return {key: box_of(key, tensor, self._local_shard) for key, tensor in tensors.items()}
 
     def staging_bytes(self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> int:
-        """Host memory that `staged` takes beyond these buffers."""
+        """Host memory that `copied_to_host` takes beyond these buffers."""
         from forge_ckpt.shards import staging_bytes
 
         return staging_bytes(self._boxes(tensors), buffers)
@@ -193,7 +193,7 @@ class Store:
         """End what a crash may have left in the middle; by the first rank only."""
         self._folders.settle()
 
-    def staged(self, snapshot: Snapshot, buffers: dict[str, Tensor]) -> Snapshot:
+    def copied_to_host(self, snapshot: Snapshot, buffers: dict[str, Tensor]) -> Snapshot:
         """A copy in host memory of what this rank holds, so that training may go on; waits for a GPU.
 
         Args:
@@ -212,17 +212,17 @@ class Store:
             raise
         return replace(snapshot, tensors=boxes)
 
-    def _write(self, partial: Path, boxes: Mapping[str, Box]) -> tuple[File, Part]:
+    def _write(self, temporary: Path, boxes: Mapping[str, Box]) -> tuple[File, Part]:
         """Write this rank's values and their index; returns what they are and what is in them."""
         from forge_ckpt.shards import write_boxes
 
         rank = self._ranks.rank
-        with (partial / manifests.values_name(rank)).open("wb") as file:
+        with (temporary / manifests.values_file_name(rank)).open("wb") as file:
             index, num_bytes, written = write_boxes(file, boxes)
             file.flush()
             os.fsync(file.fileno())
         data = manifests.encode(index)
-        write_durably(partial / manifests.index_name(rank), data)
+        write_durably(temporary / manifests.index_file_name(rank), data)
         digest = manifests.digest(data).hex()
         return File(num_bytes, len(data), digest), part_of(sorted(boxes), written)
 
@@ -252,7 +252,7 @@ class Store:
         steps = self._ranks.from_first(self._found)
         self._passed_over |= {step for step in steps if until is not None and step > until}
         for step in (step for step in steps if until is None or step <= until):
-            found, replicas = self._stage(step, targets)
+            found, replicas = self._read_verified(step, targets)
             everyone = self._ranks.gather(found.told())
             if not any(one.damaged or one.unreadable for one in everyone):
                 require_fit(step, everyone, sorted(found.opened.tensors) if found.opened else [])
@@ -279,22 +279,22 @@ class Store:
             self._folders.remember(steps[0])
         return steps
 
-    def _stage(self, step: int, targets: Targets) -> tuple[Staged, Replicas]:
+    def _read_verified(self, step: int, targets: Targets) -> tuple[Attempt, Replicas]:
         """Read what this rank needs of a checkpoint, verified, or its share of that. Collective."""
         wanted = attempt(lambda: self._wanted(step, targets))
         replicas = Replicas(self._ranks, wanted)
         return attempt(lambda: replicas.read(self.folder(step), wanted)), replicas
 
-    def _wanted(self, step: int, targets: Targets) -> Staged:
+    def _wanted(self, step: int, targets: Targets) -> Attempt:
         """What this rank needs of a checkpoint."""
         # the first rank looks at the files of all ranks, the others see those that they read
         opened = manifests.read(self.folder(step), sizes=self._ranks.rank == 0)
         boxes = self._boxes(targets(opened.tensors))
         wrong = [*misfits(opened, boxes), *unwritable(boxes)]
         unwanted = bytes(key not in boxes for key in sorted(opened.tensors))
-        return Staged(opened, {}, {} if wrong else boxes, wrong=wrong, unwanted=unwanted)
+        return Attempt(opened, {}, {} if wrong else boxes, wrong=wrong, unwanted=unwanted)
 
-    def _pass_over(self, step: int, everyone: Sequence[Staged]) -> None:
+    def _pass_over(self, step: int, everyone: Sequence[Attempt]) -> None:
         names = [one.file for one in everyone if one.file]
         proof = self._folders.confirm(step, names) if names else None
         if proof is not None:
@@ -326,17 +326,17 @@ class Store:
             CheckpointError: one is missing or has another shape or dtype.
             DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.
         """
-        from forge_ckpt.shards import commit, stage
+        from forge_ckpt.shards import commit, read_verified
 
         opened, boxes = self.require_fit(step, targets), self._boxes(targets)
-        require_fit(step, [Staged(wrong=unwritable(boxes))], [])
-        commit(stage(self.folder(step), opened, boxes), boxes)
+        require_fit(step, [Attempt(wrong=unwritable(boxes))], [])
+        commit(read_verified(self.folder(step), opened, boxes), boxes)
         return opened
 
     def require_fit(self, step: int, targets: Mapping[str, Tensor]) -> Manifest:
         """See that a checkpoint holds some tensors; raises as `load` does."""
         opened = manifests.read(self.folder(step))
-        require_fit(step, [Staged(wrong=misfits(opened, self._boxes(targets)))], [])
+        require_fit(step, [Attempt(wrong=misfits(opened, self._boxes(targets)))], [])
         return opened
 
     def tensors(self, step: int) -> Checkpointed:
@@ -376,7 +376,7 @@ class Store:
         Returns:
             The steps removed.
         """
-        return self._folders.prune(self.keep, self._stays, verify, self.sound, self._passed_over)
+        return self._folders.prune(self.keep, self._stays, verify, self.known_good_step, self._passed_over)
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint; by the first rank only."""

@@ -16,7 +16,7 @@ LAST_STEPS = 2
 _COUNTS = ("in_a_row", "worst", "skipped", "worst_end")
 
 
-class HeldBuffers:
+class BuffersBefore:
     """The persistent buffers of a model as they were before a step, so that a skipped step can leave them so.
 
     What a forward pass or an update between backward and optimizer writes (running statistics, the bias of a
@@ -52,7 +52,7 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def step_if_finite(optimizer: Optimizer, finite: Tensor, held: HeldBuffers | None = None) -> None:
+def step_if_finite(optimizer: Optimizer, finite: Tensor, held: BuffersBefore | None = None) -> None:
     """Take the optimizer step, or leave parameters, moments and step counters bit for bit as they are.
 
     Uses the `found_inf` protocol of torch.amp for optimizers that know it (fused Adam, AdamW, SGD): no host
@@ -79,7 +79,7 @@ def step_if_finite(optimizer: Optimizer, finite: Tensor, held: HeldBuffers | Non
         held.restore_unless(finite)
 
 
-class FiniteGuard:
+class NonFiniteCounter:
     """Counts steps that were not finite, on the device, and reads the counts every few steps.
 
     Args:

@@ -17,8 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from forge_resilience.beat import Beat, BeatFile
 from forge_resilience.hang import MARK, REPORT, Report, verdict_of
+from forge_resilience.heartbeat import Heartbeat, HeartbeatFile
 from forge_resilience.last_words import last_words
 
 POLL_S = 0.5
@@ -35,7 +35,7 @@ def main(settings: dict[str, Any]) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    file, folder = BeatFile(settings["path"]), Path(settings["folder"])
+    file, folder = HeartbeatFile(settings["path"]), Path(settings["folder"])
     awake_s = time.monotonic()
     pardon_s = 0.0
     while not _is_gone(POLL_S):
@@ -62,7 +62,7 @@ def _is_gone(seconds: float) -> bool:
     return bool(ready) and not os.read(sys.stdin.fileno(), 1)
 
 
-def _report(settings: dict[str, Any], folder: Path, beat: Beat) -> None:
+def _report(settings: dict[str, Any], folder: Path, beat: Heartbeat) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()
     pid, rank, now = settings["pid"], settings["rank"], time.monotonic()

@@ -20,13 +20,13 @@ LEAST = 1e-3
 """A spread below this part of the median is taken for this, so that a loss that hardly varies may move."""
 
 
-class SpikeGuard:
+class SpikeCounter:
     """Calls a loss a spike that is far above the median of the last ones that were none.
 
     Far is `deviations` times the standard deviation as the median absolute deviation estimates it, which
     single outliers do not move (Leys et al. 2013, doi:10.1016/j.jesp.2013.03.013). Nothing is judged before
     there are `window` losses. Losses stay on the device until they are read, all in one copy; what is decided
-    does not depend on when that is. Losses that are not finite are left to `FiniteGuard`.
+    does not depend on when that is. Losses that are not finite are left to `NonFiniteCounter`.
 
     Args:
         deviations: 0 finds no spikes.

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from forge_resilience.beat import Beat, BeatFile
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.finding import Finding
+from forge_resilience.heartbeat import Heartbeat, HeartbeatFile
 
 log = logging.getLogger(__name__)
 
@@ -65,14 +65,14 @@ class Watchdog:
         self._least_s, self._first_s = least_s, max(least_s, first_s)
         self._record, self._ended = record, ended
         self._recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=LAST))
-        self._beat = Beat(time.monotonic(), 0.0, time.monotonic(), 0, 0, "")
+        self._beat = Heartbeat(time.monotonic(), 0.0, time.monotonic(), 0, 0, "")
         self._lock = threading.Lock()
         self._done = threading.Event()
 
     def __enter__(self) -> Watchdog:
         if self._rank == 0:
             _keep_last(self._folder)
-        self._file = BeatFile()
+        self._file = HeartbeatFile()
         self._stacks = tempfile.NamedTemporaryFile("w", prefix="forge-stacks-")
         faulthandler.register(signal.SIGQUIT, self._stacks.file, all_threads=True)
         self._monitor = self._start_monitor()

@@ -101,9 +101,9 @@ class Checkpoints:
         """Whether one is due after so many steps."""
         return self._interval.due(step)
 
-    def sound(self, step: int) -> None:
+    def known_good_up_to(self, step: int) -> None:
         """Tell that so many steps are known to be good: an older checkpoint may be needed until then."""
-        self._store.sound = step
+        self._store.known_good_step = step
 
     def save(
         self, progress: Progress, data: Data, counters: Mapping[str, Stateful], rollbacks: int, begin_s: float

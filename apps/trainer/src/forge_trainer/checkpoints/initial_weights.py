@@ -27,7 +27,7 @@ from forge_trainer.checkpoints.init_from import (
     unlike,
 )
 from forge_trainer.config.job import Job
-from forge_trainer.say import say
+from forge_trainer.console import emit
 
 Shape = tuple[int, ...]
 
@@ -69,7 +69,7 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
             mine = job.model if of_whole else part_of(job.model, origin.prefix)
             differs = unlike(mine, origin.model())
             lines += [f"  differs    {line}" for line in differs]
-        say("".join(f"{line}\n" for line in lines), sys.stdout)
+        emit("".join(f"{line}\n" for line in lines), sys.stdout)
 
 
 class _There(NamedTuple):

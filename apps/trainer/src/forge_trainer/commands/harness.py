@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from forge_trainer.commands.evaluate import write_json
 from forge_trainer.commands.generate import batch_inputs
-from forge_trainer.say import say
+from forge_trainer.console import emit
 
 try:
     from datasets.exceptions import DatasetsError
@@ -292,7 +292,7 @@ class KeptTasks(TaskManager):
         """
         if self._kept is None:
             asked = ", ".join(map(str, spec)) if isinstance(spec, list) else str(spec)
-            say(f"reading the data of {asked}, from the Hugging Face cache or the hub\n", sys.stderr)
+            emit(f"reading the data of {asked}, from the Hugging Face cache or the hub\n", sys.stderr)
             try:
                 self._kept = super().load(spec)
             except (OSError, DatasetsError) as error:

@@ -7,9 +7,9 @@ from forge_parallel.tensor import local_part
 from forge_resilience.config import ResilienceConfig
 from forge_resilience.deadline import Deadline
 from forge_resilience.exit_codes import ExitCode
-from forge_resilience.finite import LAST_STEPS, FiniteGuard
+from forge_resilience.finite import LAST_STEPS, NonFiniteCounter
 from forge_resilience.signals import Signals
-from forge_resilience.spike import SpikeGuard
+from forge_resilience.spike import SpikeCounter
 from forge_resilience.verdict import Verdict, agree
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -116,7 +116,7 @@ class NotFinite(Guard):
     ) -> None:
         self._limit, self._recovery, self._group = config.max_bad_steps, recovery, group
         self._optimizer = optimizer
-        self._counts = FiniteGuard(config.max_bad_steps, config.check_every_steps)
+        self._counts = NonFiniteCounter(config.max_bad_steps, config.check_every_steps)
 
     def observe(self, progress: Progress, out: StepOutput) -> None:
         """See `Guard.observe`."""
@@ -175,7 +175,7 @@ class Spikes(Guard):
 
     def __init__(self, config: ResilienceConfig, recovery: Recovery) -> None:
         self._recovery = recovery
-        self._losses = SpikeGuard(
+        self._losses = SpikeCounter(
             config.spike_deviations, config.spike_window, config.spike_steps, config.check_every_steps
         )
 

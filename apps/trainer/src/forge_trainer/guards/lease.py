@@ -9,7 +9,7 @@ from forge_trainer.progress import Progress
 from forge_trainer.run_dir.claim import Claim
 
 
-class Held(Guard):
+class LeaseGuard(Guard):
     """A guard for the first rank: ABORT when another process took the run over.
 
     Args:

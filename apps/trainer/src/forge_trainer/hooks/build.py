@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forge_trainer.clock import BUILD
+from forge_trainer.console import emit
 from forge_trainer.data.evaluation_sets import open_evaluations
 from forge_trainer.hooks.base import Hook
 from forge_trainer.hooks.collectives import CheckCollectives, groups_of
@@ -21,12 +22,11 @@ from forge_trainer.hooks.tasks import EvaluateTasks
 from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.progress import Progress
 from forge_trainer.run_dir.claim import Claim, FirstStep
-from forge_trainer.say import say
 
 if TYPE_CHECKING:
     from forge_trainer.run import Run
 
-Told = Callable[[Progress, Mapping[str, float]], None]
+OnResults = Callable[[Progress, Mapping[str, float]], None]
 
 
 def add_hooks(run: Run, skipped: Callable[[], int], ledger: Ledger | None, claim: Claim | None) -> None:
@@ -40,7 +40,7 @@ def add_hooks(run: Run, skipped: Callable[[], int], ledger: Ledger | None, claim
     """
     job = run.job
 
-    def told(progress: Progress, results: Mapping[str, float]) -> None:
+    def on_results(progress: Progress, results: Mapping[str, float]) -> None:
         for hook in run.hooks:
             hook.on_eval(progress, results)
 
@@ -57,7 +57,7 @@ def add_hooks(run: Run, skipped: Callable[[], int], ledger: Ledger | None, claim
         log = Log(every, run, skipped, frozen, run.data.tokens_read, lambda: ledger.ratio)
         add(ledger, log)
     if job.eval.every_steps:
-        add(*_evaluations(run, partial(evaluation_weights, job.optimizer, run.optimizer), told))
+        add(*_evaluations(run, partial(evaluation_weights, job.optimizer, run.optimizer), on_results))
     for name, config in job.hooks.items():
         hook = config.build(run)
         hook.name = name
@@ -65,16 +65,18 @@ def add_hooks(run: Run, skipped: Callable[[], int], ledger: Ledger | None, claim
     add(*[FirstStep(claim)] if claim is not None and run.env.rank == 0 else [])
 
 
-def _evaluations(run: Run, weights: Callable[[], AbstractContextManager[None]], told: Told) -> list[Hook]:
+def _evaluations(
+    run: Run, weights: Callable[[], AbstractContextManager[None]], on_results: OnResults
+) -> list[Hook]:
     """Evaluation on text, if there is some, and on tasks, if any are asked for. Collective."""
     every, tasks = run.job.eval.every_steps, run.job.eval.tasks
     sets = open_evaluations(run.job, run.mesh, partial(run.clock.enter, BUILD))
-    hooks: list[Hook] = [Evaluate(every, run, sets, weights, told)] if sets else []
+    hooks: list[Hook] = [Evaluate(every, run, sets, weights, on_results)] if sets else []
     if not sets and run.env.rank == 0:
-        say("no source has text for validation: this run is not evaluated\n", sys.stderr)
+        emit("no source has text for validation: this run is not evaluated\n", sys.stderr)
     if tasks is not None:
         # the harness is an extra, and slow to load
         from forge_trainer.hooks.harness import Tasks
 
-        hooks.append(EvaluateTasks(tasks.every_steps or every, run, Tasks(tasks, run), weights, told))
+        hooks.append(EvaluateTasks(tasks.every_steps or every, run, Tasks(tasks, run), weights, on_results))
     return hooks

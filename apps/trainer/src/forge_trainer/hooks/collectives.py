@@ -9,10 +9,10 @@ from forge_parallel.mesh import Mesh
 from forge_resilience.collective import Checked, check_sum
 from torch.distributed import ProcessGroup
 
+from forge_trainer.console import emit
 from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.progress import Progress
 from forge_trainer.recovery.incidents import note_incident
-from forge_trainer.say import say
 from forge_trainer.steps.base import StepOutput
 
 
@@ -57,7 +57,7 @@ class CheckCollectives(Hook):
         if not wrong:
             return
         why = f"rank {rank} on {host} gets {wrong} wrong numbers in sums over the ranks of its {name}"
-        say(f"{why}\n", sys.stderr)
+        emit(f"{why}\n", sys.stderr)
         note_incident(self._run.directory, "hardware", {"step": step, "why": why})
 
 

@@ -17,7 +17,7 @@ class Evaluate(Hook):
         run: what is looked at.
         sets: a finite pass, each time, by name; that of the held-out text is empty.
         weights: parameters hold the weights to evaluate inside of it.
-        told: hears of the results.
+        on_results: hears of the results.
     """
 
     span = "evaluate"
@@ -28,10 +28,10 @@ class Evaluate(Hook):
         run: RunView,
         sets: Mapping[str, Iterable[Batch]],
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
-        told: Callable[[Progress, Mapping[str, float]], None] = lambda progress, results: None,
+        on_results: Callable[[Progress, Mapping[str, float]], None] = lambda progress, results: None,
     ) -> None:
         self.every = every
-        self._weights, self._told = weights, told
+        self._weights, self._on_results = weights, on_results
         self._run = run
         self._sets = sets
 
@@ -42,4 +42,4 @@ class Evaluate(Hook):
             for name, batches in self._sets.items():
                 results |= prefixed(name, self._run.step.evaluate(batches))
         self._run.log(results)
-        self._told(progress, results)
+        self._on_results(progress, results)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from forge_trainer.say import say
+from forge_trainer.console import emit
 
 if TYPE_CHECKING:
     from forge_parallel.mesh import Mesh
@@ -126,7 +126,7 @@ def _peak(device: torch.device, compute: str) -> float | None:
     name = torch.cuda.get_device_name(device)
     if name in PEAK_TFLOPS and compute == "bfloat16":
         return PEAK_TFLOPS[name]
-    say(
+    emit(
         f"no MFU is logged: the peak of {name!r} in {compute} is not known; give track.peak_tflops\n",
         sys.stderr,
     )

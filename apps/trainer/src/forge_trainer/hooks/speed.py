@@ -14,10 +14,10 @@ from forge_resilience.gpu_health import gpu_problems
 from forge_resilience.straggler import PROBE, Stragglers, scores
 from torch import Tensor
 
+from forge_trainer.console import emit
 from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.progress import Progress
 from forge_trainer.recovery.incidents import note_incident
-from forge_trainer.say import say
 from forge_trainer.steps.base import StepOutput
 
 PHASES = ("data", "step")
@@ -79,7 +79,7 @@ class CompareSpeed(Hook):
             self._tell(f"{problem} (host {socket.gethostname()})")
 
     def _tell(self, why: str) -> None:
-        say(f"{why}\n", sys.stderr)
+        emit(f"{why}\n", sys.stderr)
         note_incident(self._run.directory, "hardware", {"step": self._run.progress.step, "why": why})
 
 

@@ -17,7 +17,7 @@ class EvaluateTasks(Hook):
         run: what is looked at.
         tasks: numbers by name; called by all ranks, and those of the first one count.
         weights: parameters hold the weights to evaluate inside of it.
-        told: hears of the results.
+        on_results: hears of the results.
     """
 
     span = "evaluate"
@@ -28,10 +28,10 @@ class EvaluateTasks(Hook):
         run: RunView,
         tasks: Callable[[], dict[str, float]],
         weights: Callable[[], AbstractContextManager[None]],
-        told: Callable[[Progress, Mapping[str, float]], None] = lambda progress, results: None,
+        on_results: Callable[[Progress, Mapping[str, float]], None] = lambda progress, results: None,
     ) -> None:
         self.every = every
-        self._run, self._tasks, self._weights, self._told = run, tasks, weights, told
+        self._run, self._tasks, self._weights, self._on_results = run, tasks, weights, on_results
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """See `Hook.on_step`. Collective."""
@@ -40,4 +40,4 @@ class EvaluateTasks(Hook):
         found = {f"eval/tasks/{name}": value for name, value in numbers.items()}
         found = from_first(lambda: found, self._run.mesh.control_group)
         self._run.log(found)
-        self._told(progress, found)
+        self._on_results(progress, found)

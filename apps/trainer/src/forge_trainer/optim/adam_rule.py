@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_trainer.optim.held import Held, foreach
+from forge_trainer.optim.local_parameters import LocalParameters, foreach
 
 
 def adamw_step(
-    held: Held,
+    held: LocalParameters,
     group: Mapping[str, Any],
     betas: tuple[float, float],
     eps: float,
@@ -27,7 +27,7 @@ def adamw_step(
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         moments: the dtype both are kept in; None for that of the parameters, at least float32.
-        rounded: see `Held.put_values`.
+        rounded: see `LocalParameters.put_values`.
     """
     lr, (beta1, beta2) = group["lr"], betas
     first = held.update("lerp", held.state("exp_avg", moments), held.grads, 1 - beta1)

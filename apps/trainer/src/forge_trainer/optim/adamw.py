@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forge_parallel.mesh import Mesh
     from torch.optim import Optimizer
 
-    from forge_trainer.optim.held import Held
+    from forge_trainer.optim.local_parameters import LocalParameters
     from forge_trainer.optim.parameters import NamedParameter
     from forge_trainer.optim.rounding import StochasticRounding
 
@@ -53,13 +53,15 @@ class AdamWConfig(OptimizerConfig):
         groups = self.param_groups(parameters)
         if self.moments == "float32" and self.rounding == "nearest":
             return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
-        from forge_trainer.optim.held import HeldOptimizer
+        from forge_trainer.optim.local_parameters import LocalOptimizer
         from forge_trainer.optim.rounding import StochasticRounding
 
         rounding = StochasticRounding() if self.rounding == "stochastic" else None
-        return HeldOptimizer(groups, {"AdamW": partial(self._step, rounding=rounding)}, ["AdamW"])
+        return LocalOptimizer(groups, {"AdamW": partial(self._step, rounding=rounding)}, ["AdamW"])
 
-    def _step(self, held: Held, group: Mapping[str, Any], rounding: StochasticRounding | None = None) -> None:
+    def _step(
+        self, held: LocalParameters, group: Mapping[str, Any], rounding: StochasticRounding | None = None
+    ) -> None:
         import torch
 
         from forge_trainer.optim.adam_rule import adamw_step

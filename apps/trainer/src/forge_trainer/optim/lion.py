@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from forge_parallel.mesh import Mesh
     from torch.optim import Optimizer
 
-    from forge_trainer.optim.held import Held
+    from forge_trainer.optim.local_parameters import LocalParameters
     from forge_trainer.optim.parameters import NamedParameter
 
 
@@ -32,12 +32,12 @@ class LionConfig(OptimizerConfig):
 
     def build(self, parameters: Sequence[NamedParameter], mesh: Mesh | None = None) -> Optimizer:
         """See `OptimizerConfig.build`."""
-        from forge_trainer.optim.held import HeldOptimizer
+        from forge_trainer.optim.local_parameters import LocalOptimizer
 
-        return HeldOptimizer(self.param_groups(parameters), {"Lion": self._step}, elementwise=["Lion"])
+        return LocalOptimizer(self.param_groups(parameters), {"Lion": self._step}, elementwise=["Lion"])
 
-    def _step(self, held: Held, group: Mapping[str, Any]) -> None:
-        from forge_trainer.optim.held import foreach
+    def _step(self, held: LocalParameters, group: Mapping[str, Any]) -> None:
+        from forge_trainer.optim.local_parameters import foreach
 
         lr, (beta1, beta2) = group["lr"], self.betas
         average = held.state("exp_avg")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forge_parallel.mesh import Mesh
     from torch.optim import Optimizer
 
-    from forge_trainer.optim.held import Held
+    from forge_trainer.optim.local_parameters import LocalParameters
     from forge_trainer.optim.parameters import NamedParameter
 
 Scale = Literal["original", "match-rms-adamw", "spectral"]
@@ -73,13 +73,13 @@ class MuonConfig(OptimizerConfig):
 
     def build(self, parameters: Sequence[NamedParameter], mesh: Mesh | None = None) -> Optimizer:
         """See `OptimizerConfig.build`."""
-        from forge_trainer.optim.held import HeldOptimizer
+        from forge_trainer.optim.local_parameters import LocalOptimizer
         from forge_trainer.optim.muon_rule import MuonRule
 
         groups = self.param_groups(parameters)
-        return HeldOptimizer(groups, {"AdamW": self._adamw}, ["AdamW"], {"Muon": MuonRule(self, mesh)})
+        return LocalOptimizer(groups, {"AdamW": self._adamw}, ["AdamW"], {"Muon": MuonRule(self, mesh)})
 
-    def _adamw(self, held: Held, group: Mapping[str, Any]) -> None:
+    def _adamw(self, held: LocalParameters, group: Mapping[str, Any]) -> None:
         from forge_trainer.optim.adam_rule import adamw_step
 
         adamw_step(held, group, self.betas, self.eps)

@@ -12,8 +12,8 @@ import torch
 from forge_parallel.mesh import Mesh
 from torch import Tensor
 
-from forge_trainer.optim.exchange import Exchange, Pending, portions_of
-from forge_trainer.optim.held import Held, foreach
+from forge_trainer.optim.gather_matrices import MatrixExchange, Pending, portions_of
+from forge_trainer.optim.local_parameters import LocalParameters, foreach
 from forge_trainer.optim.newton_schulz import orthogonalize_all
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class Portion:
         updates: the orthogonal factors.
     """
 
-    held: Held
-    exchange: Exchange
+    held: LocalParameters
+    exchange: MatrixExchange
     ahead: list[Tensor]
     updates: list[Tensor]
 
@@ -70,14 +70,14 @@ class MuonRule:
 
     def __init__(self, config: MuonConfig, mesh: Mesh | None = None) -> None:
         self._config, self._mesh = config, mesh
-        self._exchanges: dict[tuple[int, ...], Exchange] = {}
+        self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
         self._load = [0] * (1 if mesh is None else mesh.stage.size)
 
     def portions(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """See `SharedRule.portions`."""
         return portions_of(parameters, len(self._load))
 
-    def take(self, portions: Iterator[Held], group: Mapping[str, Any]) -> None:
+    def take(self, portions: Iterator[LocalParameters], group: Mapping[str, Any]) -> None:
         """See `SharedRule.take`. Collective over `mesh.stage`."""
         arriving: Bucket | None = None
         leaving: Bucket | None = None
@@ -94,7 +94,7 @@ class MuonRule:
                     self._end(portion, group)
             leaving, arriving = arriving, coming
 
-    def _buckets(self, portions: Iterator[Held]) -> Iterator[Bucket]:
+    def _buckets(self, portions: Iterator[LocalParameters]) -> Iterator[Bucket]:
         """All buckets, each sent to the owners of its matrices when it is asked for."""
         config = self._config
         for held in portions:
@@ -126,17 +126,17 @@ class MuonRule:
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(rows / columns if self._config.scale == "spectral" else max(1.0, rows / columns))
 
-    def _exchange(self, held: Held) -> Exchange:
+    def _exchange(self, held: LocalParameters) -> MatrixExchange:
         """Made once for each set of parameters that take a step together."""
         key = tuple(map(id, held.parameters))
         if key not in self._exchanges:
             mesh = self._mesh or Mesh(held.parameters[0].device)
             splits = [(1, 0)] * len(held.parameters)
-            made = Exchange(held.parameters, mesh, splits, self._dtype(held), self._load)
+            made = MatrixExchange(held.parameters, mesh, splits, self._dtype(held), self._load)
             self._exchanges[key] = made
         return self._exchanges[key]
 
-    def _dtype(self, held: Held) -> torch.dtype:
+    def _dtype(self, held: LocalParameters) -> torch.dtype:
         wide = held.wide[0]
         if wide == torch.float64:
             return wide

@@ -11,7 +11,7 @@ import torch
 from forge_parallel.tensor import local_shard
 from torch import Tensor
 
-from forge_trainer.optim.held import Held
+from forge_trainer.optim.local_parameters import LocalParameters
 
 BLOCK_ELEMENTS = 1 << 22
 """Random numbers are made for so many elements at a time."""
@@ -57,8 +57,8 @@ class StochasticRounding:
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, Place]] = {}  # by parameter; layouts never change
 
-    def of(self, held: Held, group: Mapping[str, Any]) -> Callable[[int, Tensor], Tensor]:
-        """How `Held.put_values` rounds: to the dtype of a parameter; a wider one as it is."""
+    def of(self, held: LocalParameters, group: Mapping[str, Any]) -> Callable[[int, Tensor], Tensor]:
+        """How `LocalParameters.put_values` rounds: to the dtype of a parameter; a wider one as it is."""
         if id(held.parameters[0]) not in self._known:
             for parameter, name in zip(group["params"], group["param_names"], strict=True):
                 shard = local_shard(parameter)

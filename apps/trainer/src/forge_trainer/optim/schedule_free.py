@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from forge_trainer.optim.held import Held
+    from forge_trainer.optim.local_parameters import LocalParameters
     from forge_trainer.optim.parameters import NamedParameter
 
 
@@ -56,16 +56,16 @@ class ScheduleFreeAdamWConfig(OptimizerConfig):
 
     def build(self, parameters: Sequence[NamedParameter], mesh: Mesh | None = None) -> Optimizer:
         """See `OptimizerConfig.build`."""
-        from forge_trainer.optim.held import HeldOptimizer
+        from forge_trainer.optim.local_parameters import LocalOptimizer
 
-        return HeldOptimizer(
+        return LocalOptimizer(
             self.param_groups(parameters), {"ScheduleFreeAdamW": self._step}, ["ScheduleFreeAdamW"]
         )
 
-    def _step(self, held: Held, group: Mapping[str, Any]) -> None:
+    def _step(self, held: LocalParameters, group: Mapping[str, Any]) -> None:
         import torch
 
-        from forge_trainer.optim.held import foreach
+        from forge_trainer.optim.local_parameters import foreach
 
         lr, (beta1, beta2) = group["lr"], self.betas
         fast = held.state("z", start=held.values)

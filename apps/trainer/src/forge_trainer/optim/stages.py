@@ -102,7 +102,7 @@ def trained_stages(rules: Sequence[StageRule]) -> tuple[Stage, ...]:
     return tuple(Stage(rule.from_step or 0, rule.lr, rule.warmup_steps) for rule in rules if not rule.frozen)
 
 
-def lr_factor(curves: Sequence[Sequence[Sequence[float]]], step: int) -> float:
+def stage_lr_factor(curves: Sequence[Sequence[Sequence[float]]], step: int) -> float:
     """What stages multiply the learning rate of a step by.
 
     Args:

@@ -41,9 +41,9 @@ def after_job(options: argparse.Namespace) -> int:
     directory = Path(options.directory)
     ended = _ended(directory)
     # without a number, scontrol shows all jobs of the cluster
-    told = _scontrol("show", "job", _job()).stdout if _job() else ""
-    state = _field("JobState", told)
-    if ended is None and _is_replaced(state, told):
+    job_info = _scontrol("show", "job", _job()).stdout if _job() else ""
+    state = _field("JobState", job_info)
+    if ended is None and _is_replaced(state, job_info):
         return _say(
             LOST,
             f"this start was lost with a node or preempted; SLURM runs the job again by itself ({state})",
@@ -53,7 +53,7 @@ def after_job(options: argparse.Namespace) -> int:
         failures = _remember(directory, code, ended)
     except OSError as error:  # without memory, a job that fails at once would run again for ever
         return _stop(options, code, f"{directory} cannot be written: {error}")
-    if state == "CANCELLED" or _is_cancelled(state, told):
+    if state == "CANCELLED" or _is_cancelled(state, job_info):
         return _stop(options, code, "cancelled")
     if state not in ("", "RUNNING"):
         return _say(code, f"exit code {code}: SLURM ends this job by itself ({state})")
@@ -66,7 +66,7 @@ def after_job(options: argparse.Namespace) -> int:
         if without:
             _scontrol("update", f"JobId={options.chained}", f"ExcNodeList={','.join(without)}")
         return _say(ExitCode.DONE, f"exit code {code}; job {options.chained} goes on{_without(without)}")
-    return _requeue(code, directory, told)
+    return _requeue(code, directory, job_info)
 
 
 def _code(ended: dict[str, Any] | None, code: int, directory: Path) -> int:
@@ -116,14 +116,14 @@ def _never_free(directory: Path) -> str | None:
     return None
 
 
-def _is_cancelled(state: str, told: str) -> bool:
+def _is_cancelled(state: str, job_info: str) -> bool:
     """Whether a job that is about to end was cancelled: not preempted, nor at its time limit.
 
     While its script lives, SLURM calls it COMPLETING and no more (22.05).
     """
-    run_s, limit_s = (seconds(_field(name, told, r"[\d:-]+")) for name in ("RunTime", "TimeLimit"))
+    run_s, limit_s = (seconds(_field(name, job_info, r"[\d:-]+")) for name in ("RunTime", "TimeLimit"))
     in_time = run_s is not None and (limit_s is None or run_s < limit_s)
-    return state == "COMPLETING" and in_time and _field("PreemptTime", told) == "None"
+    return state == "COMPLETING" and in_time and _field("PreemptTime", job_info) == "None"
 
 
 def _job() -> str:
@@ -132,12 +132,12 @@ def _job() -> str:
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
 
 
-def _is_replaced(state: str, told: str) -> bool:
+def _is_replaced(state: str, job_info: str) -> bool:
     """Whether SLURM has put the job back or started it again, while this script of an old start lives on.
 
     The srun of a lost node may end with code 0.
     """
-    restarts = _field("Restarts", told) or "0"
+    restarts = _field("Restarts", job_info) or "0"
     return state in ("PENDING", "REQUEUED") or int(restarts) > int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
@@ -175,16 +175,16 @@ def _remember(directory: Path, code: int, ended: dict[str, Any] | None) -> int:
     return futile
 
 
-def _field(name: str, told: str, form: str = r"\w+") -> str:
+def _field(name: str, job_info: str, form: str = r"\w+") -> str:
     """What SLURM says of this job, such as JobState: RUNNING, CANCELLED, COMPLETING; empty without SLURM."""
-    found = re.search(rf"\b{name}=({form})", told)
+    found = re.search(rf"\b{name}=({form})", job_info)
     return found[1] if found else ""
 
 
-def _requeue(code: int, directory: Path, told: str) -> int:
-    if "BatchFlag=1" not in told:
+def _requeue(code: int, directory: Path, job_info: str) -> int:
+    if "BatchFlag=1" not in job_info:
         return _say(code, f"exit code {code}; this is no batch job: start it again by hand")
-    known = re.search(r"ExcNodeList=(\S+)", told)
+    known = re.search(r"ExcNodeList=(\S+)", job_info)
     without = suspects(directory)
     if set(without) - set(known[1].split(",") if known else []) and (new := _submit(directory, without)):
         return _say(ExitCode.DONE, f"exit code {code}; job {new} takes its place{_without(without)}")
@@ -205,10 +205,10 @@ def _submit(directory: Path, without: Sequence[str]) -> str | None:
         return None
     line = ["sbatch", "--parsable", f"--exclude={','.join(without)}", str(script)]
     try:
-        told = subprocess.run(line, capture_output=True, text=True, check=False)
+        job_info = subprocess.run(line, capture_output=True, text=True, check=False)
     except OSError:
         return None
-    return told.stdout.strip().partition(";")[0] if told.returncode == 0 else None
+    return job_info.stdout.strip().partition(";")[0] if job_info.returncode == 0 else None
 
 
 def _without(nodes: Sequence[str]) -> str:

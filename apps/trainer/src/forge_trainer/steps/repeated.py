@@ -20,12 +20,12 @@ class Repeated:
     Attributes:
         step: what is trained.
         every: distance of the looks (each waits for the device).
-        told: the number of a step that was repeated, and whether it was finite then.
+        on_repeated: the number of a step that was repeated, and whether it was finite then.
     """
 
     step: Step
     every: int
-    told: Callable[[int, bool], None]
+    on_repeated: Callable[[int, bool], None]
     _lasts: bool = field(default=False, init=False)  # the trouble, which one attempt has explained
 
     def train(self, batch: Batch, step: int) -> StepOutput:
@@ -38,7 +38,7 @@ class Repeated:
             return out
         again = self.step.train(batch, step)
         self._lasts = not again.finite.item()
-        self.told(step, not self._lasts)
+        self.on_repeated(step, not self._lasts)
         return again
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:

@@ -11,8 +11,8 @@ from forge_parallel.mesh import Mesh
 from forge_parallel.tensor import local_part
 from torch import nn
 
+from forge_trainer.console import emit
 from forge_trainer.optim.groups import listed
-from forge_trainer.say import say
 
 
 def unreached(parts: Sequence[nn.Module], mesh: Mesh) -> list[str]:
@@ -39,7 +39,7 @@ def tell_unreached(parts: Sequence[nn.Module], mesh: Mesh) -> None:
     """Let the first rank name them. Collective."""
     names = unreached(parts, mesh)
     if names and (mesh.control_group is None or dist.get_rank(mesh.control_group) == 0):
-        say(
+        emit(
             f"no gradient reaches {', '.join(listed(names))} in the first step: they stand behind what is "
             "still 0, serve no token yet, or have no path to the loss\n",
             sys.stderr,

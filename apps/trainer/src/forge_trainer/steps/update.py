@@ -10,12 +10,12 @@ from forge_parallel.capabilities import without_dynamo
 from forge_parallel.grads import clip_, global_norm
 from forge_parallel.mesh import Mesh
 from forge_parallel.tensor import local_shard
-from forge_resilience.finite import HeldBuffers, step_if_finite
+from forge_resilience.finite import BuffersBefore, step_if_finite
 from torch import Tensor, nn
 
 from forge_trainer.optim.averaged import average_weights
 from forge_trainer.optim.groups import drop_frozen_gradients
-from forge_trainer.optim.stages import lr_factor as stage_factor
+from forge_trainer.optim.stages import stage_lr_factor
 
 
 class Updated(NamedTuple):
@@ -54,7 +54,7 @@ class Update:
         clip_norm: the gradient norm is at most this; 0 never clips.
         mesh: the grid of ranks.
         ema_decay: of the moving average of the weights; 0 keeps none.
-        first: called in the first step of a run, when there are gradients. Collective.
+        on_first_step: called in the first step of a run, when there are gradients. Collective.
     """
 
     parts: Sequence[nn.Module]
@@ -63,18 +63,18 @@ class Update:
     clip_norm: float
     mesh: Mesh
     ema_decay: float = 0.0
-    first: Callable[[], None] | None = None
+    on_first_step: Callable[[], None] | None = None
 
-    def begin(self, tokens: int, step: int = 0) -> list[HeldBuffers]:
+    def begin(self, tokens: int, step: int = 0) -> list[BuffersBefore]:
         """Before the first forward pass of a step: tell the parts of it, remember their buffers."""
         for part in self.parts:
             if (begin := getattr(part, "before_micro_batches", None)) is not None:
                 begin(tokens)
             if (number := getattr(part, "before_step", None)) is not None:
                 number(step)
-        return [HeldBuffers(part) for part in self.parts]
+        return [BuffersBefore(part) for part in self.parts]
 
-    def __call__(self, step: int, loss: Tensor, held: Sequence[HeldBuffers] = ()) -> Updated:
+    def __call__(self, step: int, loss: Tensor, held: Sequence[BuffersBefore] = ()) -> Updated:
         """Take step number `step`; without effect when the loss or any gradient is not finite. Collective.
 
         Args:
@@ -82,8 +82,8 @@ class Update:
             loss: [] of the global batch.
             held: from `begin`.
         """
-        if step == 0 and self.first is not None:
-            self.first()
+        if step == 0 and self.on_first_step is not None:
+            self.on_first_step()
         drop_frozen_gradients(self.optimizer, step)
         statistics = self._prepare()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -118,7 +118,7 @@ class Update:
     def _set_lr(self, step: int) -> float:
         factor = self.lr_factor(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor * stage_factor(group.get("curves", ()), step)
+            group["lr"] = group["initial_lr"] * factor * stage_lr_factor(group.get("curves", ()), step)
         first = next(iter(self.optimizer.param_groups), None)
         return self.optimizer.defaults["lr"] * factor if first is None else first["lr"]
 

@@ -8,7 +8,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from forge_trainer.config.eval import losses_of
-from forge_trainer.say import say
+from forge_trainer.console import emit
 from forge_trainer.track.base import Record
 
 WINDOW = 20
@@ -24,7 +24,7 @@ class _Terminal(RichConsole):
     def on_broken_pipe(self) -> None:
         """See `rich.console.Console`, which ends the process here."""
         self.quiet = True
-        say("", sys.stdout)
+        emit("", sys.stdout)
 
 
 class Console:

@@ -47,12 +47,12 @@ class Checkpointed(Mapping[str, "Tensor"]):
             start: index of its first element.
             size: its extents.
         """
-        from forge_ckpt.shards import Box, empty, stage
+        from forge_ckpt.shards import Box, empty, read_verified
 
         name = self._prefix + name
         entry = self.manifest.tensors[name]
         box = Box(empty(Entry(entry.dtype, size)), start, None, entry)
-        return stage(self._folder, self.manifest, {name: box}, self._index)[name]
+        return read_verified(self._folder, self.manifest, {name: box}, self._index)[name]
 
     def on_meta(self) -> dict[str, Tensor]:
         """Their dtypes and shapes, as tensors without values."""

@@ -12,10 +12,10 @@ from forge_trainer.optim import (
     MuonConfig,
     OptimizerConfig,
     ScheduleFreeAdamWConfig,
-    held,
+    local_parameters,
     trainable,
 )
-from forge_trainer.optim.held import HeldOptimizer
+from forge_trainer.optim.local_parameters import LocalOptimizer
 from torch import nn
 
 CPU = Mesh(torch.device("cpu"))
@@ -68,7 +68,7 @@ def compare(found: tuple, expected: tuple) -> None:
 def test_pieces_of_parameters_change_no_bit(name, dtype, monkeypatch):
     whole = taken(name, dtype)
     for elements in (1, 4, 17):
-        monkeypatch.setattr(held, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(local_parameters, "CHUNK_ELEMENTS", elements)
         compare(taken(name, dtype), whole)
 
 
@@ -81,5 +81,5 @@ def test_steps_in_place_have_the_bits_of_those_that_ask_the_device(name, dtype, 
         found = getattr(self, "found_inf", None)
         return None if found is None else found == 0
 
-    monkeypatch.setattr(HeldOptimizer, "finite", asked)
+    monkeypatch.setattr(LocalOptimizer, "finite", asked)
     compare(in_place, taken(name, dtype))

@@ -24,7 +24,7 @@ MOST_TOLD = 20
 
 
 @dataclass(frozen=True)
-class Staged:
+class Attempt:
     """What a rank has read of a checkpoint, or why it could not.
 
     Attributes:
@@ -49,9 +49,9 @@ class Staged:
     failed: str = ""
     unwanted: bytes = b""
 
-    def told(self) -> Staged:
+    def told(self) -> Attempt:
         """What the other ranks need to hear."""
-        return Staged(
+        return Attempt(
             damaged=self.damaged,
             file=self.file,
             unreadable=self.unreadable,
@@ -61,18 +61,18 @@ class Staged:
         )
 
 
-def attempt(work: Callable[[], Staged]) -> Staged:
+def attempt(work: Callable[[], Attempt]) -> Attempt:
     """What a rank has read, or why it could not: the other ranks must hear of it, not wait for this one."""
     try:
         return work()
     except DamagedError as error:
-        return Staged(damaged=str(error), file=error.path.name)
+        return Attempt(damaged=str(error), file=error.path.name)
     except UnreadableError as error:
-        return Staged(unreadable=str(error))
+        return Attempt(unreadable=str(error))
     except CheckpointError as error:
-        return Staged(wrong=[str(error)])
+        return Attempt(wrong=[str(error)])
     except Exception as error:  # the other ranks must hear of it, not wait for this one
-        return Staged(failed=": ".join(filter(None, [type(error).__name__, str(error)])))
+        return Attempt(failed=": ".join(filter(None, [type(error).__name__, str(error)])))
 
 
 class Replicas:
@@ -83,7 +83,7 @@ class Replicas:
         wanted: what this one wants.
     """
 
-    def __init__(self, ranks: Ranks, wanted: Staged) -> None:
+    def __init__(self, ranks: Ranks, wanted: Attempt) -> None:
         self._ranks, self._boxes = ranks, wanted.boxes
         names = sorted(self._boxes)
         places = [(name, self._boxes[name].offsets, tuple(self._boxes[name].values.shape)) for name in names]
@@ -102,20 +102,20 @@ class Replicas:
             before += num_bytes
         return reader
 
-    def read(self, folder: Path, wanted: Staged) -> Staged:
+    def read(self, folder: Path, wanted: Attempt) -> Attempt:
         """Read what this rank shall, verified; the rest of what it wants is memory without values.
 
         Raises:
-            DamagedError, UnreadableError, UnsupportedError: as for `shards.stage`.
+            DamagedError, UnreadableError, UnsupportedError: as for `shards.read_verified`.
         """
         import torch
 
-        from forge_ckpt.shards import stage
+        from forge_ckpt.shards import read_verified
 
         if wanted.opened is None or wanted.wrong:
             return wanted
         mine = {name: box for name, box in self._boxes.items() if self._reader[name] == self._ranks.rank}
-        tensors = stage(folder, wanted.opened, mine)
+        tensors = read_verified(folder, wanted.opened, mine)
         for name in self._boxes.keys() - mine.keys():
             values = self._boxes[name].values
             tensors[name] = torch.empty(values.shape, dtype=values.dtype)
@@ -135,7 +135,7 @@ class Replicas:
             self._ranks.swap(read_by[self._ranks.rank], to, read_by[source], source)
 
 
-def require_fit(step: int, everyone: Sequence[Staged], names: Sequence[str]) -> None:
+def require_fit(step: int, everyone: Sequence[Attempt], names: Sequence[str]) -> None:
     """Raises CheckpointError if some rank could not read, something does not fit it, or is wanted by none."""
     for rank, one in enumerate(everyone):
         if one.failed:

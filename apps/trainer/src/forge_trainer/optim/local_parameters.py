@@ -35,7 +35,7 @@ class Window(NamedTuple):
     last: bool
 
 
-class Held:
+class LocalParameters:
     """What a rank holds of parameters of one group that have a gradient, for one step.
 
     Everything is plain local tensors, in float32 (float64 if the parameter is). New values are written with
@@ -56,7 +56,7 @@ class Held:
 
     def __init__(
         self,
-        optimizer: HeldOptimizer,
+        optimizer: LocalOptimizer,
         finite: Tensor | None,
         parameters: Sequence[Tensor],
         window: Window | None = None,
@@ -186,7 +186,7 @@ def _copy_if(wanted: Tensor, targets: list[Tensor], new: list[Tensor]) -> None:
         foreach("add_", kept, change)
 
 
-Rule = Callable[[Held, Mapping[str, Any]], None]
+Rule = Callable[[LocalParameters, Mapping[str, Any]], None]
 """Takes a step of one group, whose entries it is given."""
 
 
@@ -197,12 +197,12 @@ class SharedRule(Protocol):
         """Which parameters are taken at a time; the same on all ranks."""
         ...
 
-    def take(self, portions: Iterator[Held], group: Mapping[str, Any]) -> None:
+    def take(self, portions: Iterator[LocalParameters], group: Mapping[str, Any]) -> None:
         """Take a step of one group; `portions` come one after the other. Collective."""
         ...
 
 
-class HeldOptimizer(torch.optim.Optimizer):
+class LocalOptimizer(torch.optim.Optimizer):
     """Takes each group by the rule of its kind; all state belongs to parameters and is laid out like them.
 
     Knows the `found_inf` protocol: a step that is not finite changes nothing, without waiting for the device.
@@ -255,15 +255,17 @@ class HeldOptimizer(torch.optim.Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             if shared is not None:
                 portions = shared.portions(parameters)
-                shared.take((Held(self, finite, portion) for portion in portions), group)
+                shared.take((LocalParameters(self, finite, portion) for portion in portions), group)
                 continue
             for held in self._portions(group["kind"], parameters, finite):
                 self._rules[group["kind"]](held, group)
 
-    def _portions(self, kind: str, parameters: Sequence[Tensor], finite: Tensor | None) -> Iterator[Held]:
+    def _portions(
+        self, kind: str, parameters: Sequence[Tensor], finite: Tensor | None
+    ) -> Iterator[LocalParameters]:
         """A few elements at a time, where that is the same; all parameters together elsewhere."""
         if kind not in self._elementwise:
-            yield Held(self, finite, parameters)
+            yield LocalParameters(self, finite, parameters)
             return
         most = window_elements(parameters[0].device)
         small: list[Tensor] = []
@@ -273,14 +275,14 @@ class HeldOptimizer(torch.optim.Optimizer):
             if size > most and _is_flat(parameter):
                 for first in range(0, size, most):
                     window = Window(slice(first, first + most), first + most >= size)
-                    yield Held(self, finite, [parameter], window)
+                    yield LocalParameters(self, finite, [parameter], window)
                 continue
             if small and count + size > most:
-                yield Held(self, finite, small)
+                yield LocalParameters(self, finite, small)
                 small, count = [], 0
             small, count = [*small, parameter], count + size
         if small:
-            yield Held(self, finite, small)
+            yield LocalParameters(self, finite, small)
 
 
 def _is_flat(parameter: Tensor) -> bool:

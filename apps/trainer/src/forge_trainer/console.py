@@ -20,7 +20,7 @@ def open_closed() -> None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
-def say(text: str, stream: TextIO) -> None:
+def emit(text: str, stream: TextIO) -> None:
     """Write and flush; where that fails, this and what follows goes nowhere."""
     try:
         stream.write(text)
@@ -36,10 +36,10 @@ def has_reader(stream: TextIO) -> bool:
     return not poll.poll(0)
 
 
-def settle() -> None:
+def flush_both() -> None:
     """Flush both streams, so that the interpreter does not fail to and replace the exit code with 120."""
     for stream in (sys.stdout, sys.stderr):
-        say("", stream)
+        emit("", stream)
 
 
 def silence(fd: int) -> None:

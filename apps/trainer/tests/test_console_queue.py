@@ -7,8 +7,8 @@ import sys
 import threading
 
 import pytest
-from forge_trainer import outlet
-from forge_trainer.outlet import Outlet, outlets
+from forge_trainer import console_queue
+from forge_trainer.console_queue import ConsoleQueue, queued_console
 
 
 @pytest.fixture
@@ -19,9 +19,9 @@ def pipe():
 
 
 def test_lines_beyond_what_may_wait_are_dropped_and_counted(pipe, monkeypatch):
-    monkeypatch.setattr(outlet, "MOST_BYTES", 200_000)
+    monkeypatch.setattr(console_queue, "MOST_BYTES", 200_000)
     reader, writer = pipe
-    out, line = Outlet(writer), b"x" * 99 + b"\n"
+    out, line = ConsoleQueue(writer), b"x" * 99 + b"\n"
     for _ in range(5000):
         out.write(line)
     lines: list[bytes] = []
@@ -40,7 +40,7 @@ def test_lines_beyond_what_may_wait_are_dropped_and_counted(pipe, monkeypatch):
 def test_all_that_is_printed_arrives_in_order(pipe, monkeypatch):
     reader, writer = pipe
     monkeypatch.setattr(sys, "stdout", writer)
-    with outlets():
+    with queued_console():
         assert sys.stdout is not writer
         for number in range(100):
             print(number)
@@ -51,9 +51,9 @@ def test_all_that_is_printed_arrives_in_order(pipe, monkeypatch):
 
 STANDS_STILL = """
 import sys
-from forge_trainer import outlet
-outlet.PATIENCE_S = 0.2
-with outlet.outlets():
+from forge_trainer import console_queue
+console_queue.PATIENCE_S = 0.2
+with console_queue.queued_console():
     print("x" * 200_000)
 print("y" * 200_000)
 sys.exit(7)
@@ -69,7 +69,7 @@ def test_reader_that_stands_still_is_given_up_at_the_end(pipe):
 def test_forked_process_writes_by_itself(pipe, monkeypatch):
     reader, writer = pipe
     monkeypatch.setattr(sys, "stderr", writer)
-    with outlets():
+    with queued_console():
         if (child := os.fork()) == 0:
             sys.stderr.write("from a child")
             os._exit(0)

@@ -70,7 +70,7 @@ class Matrix:
         return rows, columns
 
 
-class Exchange:
+class MatrixExchange:
     """Who holds what, who works on what, and in which order it travels. Collective to make.
 
     Args:

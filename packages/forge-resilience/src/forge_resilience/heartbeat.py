@@ -15,7 +15,7 @@ _ODD = "<Q"
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A look at a rank.
 
     Attributes:
@@ -35,7 +35,7 @@ class Beat:
     phase: str
 
 
-class BeatFile:
+class HeartbeatFile:
     """The bytes, shared with the process that watches.
 
     Args:
@@ -54,13 +54,13 @@ class BeatFile:
         os.close(handle)
         self._count = 0
 
-    def write(self, beat: Beat) -> None:
+    def write(self, beat: Heartbeat) -> None:
         """Take the place of what was there; by one thread at a time."""
         self._count += 1
         self._bytes[8:] = _LAYOUT.pack(0, *_values(beat))[8:]
         self._bytes[:8] = struct.pack(_ODD, self._count)
 
-    def read(self) -> Beat | None:
+    def read(self) -> Heartbeat | None:
         """What is there; None while nothing is. A look during a write is repeated."""
         for _ in range(100):
             raw = bytes(self._bytes)
@@ -68,7 +68,7 @@ class BeatFile:
                 break
             time.sleep(0.0001)
         count, since, limit, alive, batches, steps, phase = _LAYOUT.unpack(raw)
-        return Beat(since, limit, alive, batches, steps, phase.rstrip(b"\0").decode()) if count else None
+        return Heartbeat(since, limit, alive, batches, steps, phase.rstrip(b"\0").decode()) if count else None
 
     def remove(self) -> None:
         """Of the disk, if it is still there: the rank and its monitor both do."""
@@ -76,6 +76,6 @@ class BeatFile:
             os.unlink(self.path)
 
 
-def _values(beat: Beat) -> tuple[float | int | bytes, ...]:
+def _values(beat: Heartbeat) -> tuple[float | int | bytes, ...]:
     name = beat.phase.encode()[:32]
     return beat.since_s, beat.limit_s, beat.alive_s, beat.batches, beat.steps, name

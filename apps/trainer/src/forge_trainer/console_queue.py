@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from forge_trainer.say import say, silence
+from forge_trainer.console import emit, silence
 
 MOST_BYTES = 1 << 20
 """So much may wait for a reader; lines beyond it are dropped and counted."""
@@ -23,7 +23,7 @@ PATIENCE_S = 5.0
 """At the end of a run, a reader that takes nothing for so long is given up."""
 
 
-class Outlet(io.RawIOBase):
+class ConsoleQueue(io.RawIOBase):
     """Bytes on their way to a stream; a thread writes them there.
 
     Only the thread ever waits for the reader. A process that was forked from this one has no such thread:
@@ -38,7 +38,7 @@ class Outlet(io.RawIOBase):
         self._waiting: deque[bytes] = deque()
         self._bytes = self._dropped = self._moved = 0
         self._changed = threading.Condition()
-        threading.Thread(target=self._pass_on, name="outlet", daemon=True).start()
+        threading.Thread(target=self._pass_on, name="queue", daemon=True).start()
 
     def writable(self) -> bool:
         """See `io.RawIOBase`."""
@@ -117,25 +117,25 @@ class Outlet(io.RawIOBase):
 
 
 @contextmanager
-def outlets() -> Iterator[None]:
-    """Let `sys.stdout` and `sys.stderr` be outlets; at the end they are the plain streams again.
+def queued_console() -> Iterator[None]:
+    """Let `sys.stdout` and `sys.stderr` be queues; at the end they are the plain streams again.
 
     A plain stream whose reader stands still even then goes nowhere, so that nothing can wait for it.
     """
-    plain, made = (sys.stdout, sys.stderr), list[Outlet]()
+    plain, made = (sys.stdout, sys.stderr), list[ConsoleQueue]()
     for stream in plain:
-        say("", stream)
-        made.append(Outlet(stream))
+        emit("", stream)
+        made.append(ConsoleQueue(stream))
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(outlet, stream.encoding, _errors(stream), write_through=True)  # type: ignore[arg-type]
-        for outlet, stream in zip(made, plain, strict=True)
+        io.TextIOWrapper(queue, stream.encoding, _errors(stream), write_through=True)  # type: ignore[arg-type]
+        for queue, stream in zip(made, plain, strict=True)
     )
     try:
         yield
     finally:
-        for outlet in made:
-            if not outlet.drain():
-                silence(outlet.fileno())
+        for queue in made:
+            if not queue.drain():
+                silence(queue.fileno())
         sys.stdout, sys.stderr = plain
 
 
