@@ -325,11 +325,11 @@ def test_matrix_without_gradient_keeps_its_direction_at_zero():
 def test_owners_share_the_work_of_each_bucket_evenly():
     shapes = [(16, 16)] * 6 + [(8, 16)] * 4
     holdings = [
-        [exchange.Holding(exchange.Box((r * n // 4, 0), (n // 4, m)), True) for n, m in shapes]
+        [gather_matrices.Holding(gather_matrices.Box((r * n // 4, 0), (n // 4, m)), True) for n, m in shapes]
         for r in range(4)
     ]
-    matrices = [gather_matrices.Matrix(i, exchange.Box((0, 0), shape)) for i, shape in enumerate(shapes)]
-    (bucket,) = exchange._buckets(matrices, holdings, 4)
+    matrices = [gather_matrices.Matrix(i, gather_matrices.Box((0, 0), shape)) for i, shape in enumerate(shapes)]
+    (bucket,) = gather_matrices._buckets(matrices, holdings, 4)
     load = [sum(cost(*m.size) for m in bucket if m.owner == rank) for rank in range(4)]
     assert max(load) <= 1.2 * sum(load) / 4
 
