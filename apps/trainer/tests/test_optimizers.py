@@ -328,7 +328,8 @@ def test_owners_share_the_work_of_each_bucket_evenly():
         [gather_matrices.Holding(gather_matrices.Box((r * n // 4, 0), (n // 4, m)), True) for n, m in shapes]
         for r in range(4)
     ]
-    matrices = [gather_matrices.Matrix(i, gather_matrices.Box((0, 0), shape)) for i, shape in enumerate(shapes)]
+    whole = [gather_matrices.Box((0, 0), shape) for shape in shapes]
+    matrices = [gather_matrices.Matrix(i, box) for i, box in enumerate(whole)]
     (bucket,) = gather_matrices._buckets(matrices, holdings, 4)
     load = [sum(cost(*m.size) for m in bucket if m.owner == rank) for rank in range(4)]
     assert max(load) <= 1.2 * sum(load) / 4

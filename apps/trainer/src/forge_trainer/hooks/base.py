@@ -1,4 +1,4 @@
-"""What a hook is: it observes a run every so many steps and cannot stop it."""
+"""What a hook is: it observes a run every so many steps and decides nothing."""
 
 from __future__ import annotations
 

@@ -210,8 +210,8 @@ class LocalOptimizer(torch.optim.Optimizer):
     Args:
         groups: from `OptimizerConfig.param_groups`.
         rules: by kind.
-        shared: further rules, of other kinds. Where a group is frozen, they take what has gradients.
         elementwise: kinds whose rules work on each element for itself.
+        shared: further rules, of other kinds. Where a group is frozen, they take what has gradients.
     """
 
     _step_supports_amp_scaling = True
