@@ -4,13 +4,15 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from forks import load
+from forks import Forks
 from seeing import write_job
 
 TINY = """
@@ -132,13 +134,26 @@ def stream():
     return stream_from
 
 
+def places(ranks):
+    """The variables by which each rank finds the others, as torchrun sets them."""
+    if ranks == 1:
+        return [{}]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return [
+        {key: str(value) for key, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        for rank in range(ranks)
+    ]
+
+
 class Cli:
     """The real command `forge`, in processes of its own."""
 
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    warm = str(Path(__file__).with_name("warm.py")), "command"
 
     def __init__(self, forks, folder):
-        self.warm = load(str(Path(__file__).with_name("warm.py"))).command
         self.forks = forks
         self.folder = folder
         self.count = 0
@@ -156,31 +171,33 @@ class Cli:
         ]
         return [*torchrun, "-m", "forge_trainer", *map(str, arguments)]
 
-    def __call__(self, *arguments, ranks=1, check=True, timeout=240, cwd=None):
-        """Run it and return what it printed; one rank starts warm."""
-        if ranks == 1:
-            done = self._start_warm(list(map(str, arguments)), str(cwd or os.getcwd()))
-        else:
-            line = self.command(*arguments, ranks=ranks)
-            done = subprocess.run(
-                line, capture_output=True, text=True, env=self.environment, timeout=timeout, cwd=cwd
-            )
+    def __call__(self, *arguments, ranks=1, check=True, cwd=None):
+        """Run it and return what it printed; every rank starts warm."""
+        started = [self.start(*arguments, cwd=cwd, environment=place) for place in places(ranks)]
+        codes = [rank.wait()[0] for rank in started]
+        out, err = ("".join(getattr(rank, name).read_text() for rank in started) for name in ("out", "err"))
+        code = next((code for code in codes if code), 0)
         if check:
-            assert done.returncode == 0, done.stdout + done.stderr
-        return done
+            assert code == 0, out + err
+        return subprocess.CompletedProcess(arguments, code, out, err)
 
     def start(self, *arguments, cwd=None, environment=None):
         """Start it warm, beside others; gives what waits for it."""
         return Warm(self, list(map(str, arguments)), str(cwd or os.getcwd()), environment or {})
 
-    def _start_warm(self, arguments, cwd):
-        warm = Warm(self, arguments, cwd, {})
-        code, _ = warm.wait()
-        return subprocess.CompletedProcess(arguments, code, warm.out.read_text(), warm.err.read_text())
-
     def stop_at(self, path, step, how, ranks, *extra):
-        """Start a run, signal all its processes once it has logged `step`, and return its exit code."""
+        """Start a run, signal all its processes once it has logged `step`, and return its exit code.
+
+        One rank starts warm, several are started by torchrun.
+        """
         metrics = path.parent / "runs" / "tiny" / "metrics.jsonl"
+        if ranks == 1:
+            warm = self.start("train", path, *extra)
+            self.wait_for_step(metrics, step, warm)
+            for pid in (warm.pid, *children(warm.pid)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, how)
+            return warm.wait()[0]
         process = subprocess.Popen(
             self.command("train", path, *extra, ranks=ranks),
             env=self.environment,
@@ -223,7 +240,15 @@ class Warm:
         self._forks = cli.forks
         self.out, self.err = cli.folder / f"out-{cli.count}", cli.folder / f"err-{cli.count}"
         said = str(self.out), str(self.err)
-        self.pid = cli.forks.start(cli.warm, arguments, cli.environment | environment, cwd, *said)
+        self.pid = cli.forks.start_in(*cli.warm, arguments, cli.environment | environment, cwd, *said)
+
+    def poll(self):
+        """None as long as it runs, like `subprocess.Popen.poll`."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return 0
+        return 0 if state == "Z" else None
 
     def wait(self):
         """The exit code, and all that it printed and said."""
@@ -231,7 +256,9 @@ class Warm:
         return code, self.out.read_text() + self.err.read_text()
 
 
-@pytest.fixture(scope="module")
-def forge(forks, tmp_path_factory):
-    """Runs the real command."""
-    return Cli(forks, tmp_path_factory.mktemp("forge"))
+@pytest.fixture(scope="session")
+def forge(tmp_path_factory):
+    """Runs the real command; one interpreter that has imported it serves all tests of a worker."""
+    forks = Forks()
+    yield Cli(forks, tmp_path_factory.mktemp("forge"))
+    forks.close()

@@ -70,7 +70,7 @@ class Job:
             place = more | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self._ranks > 1 else {}
             files = [str(self.out / f"{kind}{rank}") for kind in ("out", "err")]
             environment = dict(self._forge.environment) | place
-            pids.append(self._forks.start(self._forge.warm, self._line, environment, os.getcwd(), *files))
+            pids.append(self._forks.start_in(*self._forge.warm, self._line, environment, os.getcwd(), *files))
         return pids
 
     def wait(self, pids: list[int]) -> list[int]:

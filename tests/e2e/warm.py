@@ -2,8 +2,22 @@
 
 import os
 import sys
+from importlib import import_module
 
 from forge_trainer.__main__ import main
+
+for name in (
+    "torch._dynamo",
+    "datasets",
+    "transformers",
+    "forge_trainer.launch",
+    "forge_trainer.commands.evaluate",
+    "forge_trainer.commands.generate",
+    "forge_trainer.commands.verify_export",
+    "forge_trainer.report.plan",
+    "forge_vlm.fusion",
+):
+    import_module(name)  # what most commands import, once for all of them
 
 
 def command(arguments: list[str], environment: dict[str, str], folder: str, out: str, err: str) -> None:

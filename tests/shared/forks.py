@@ -40,8 +40,11 @@ class Forks:
         Returns:
             The id of the process.
         """
-        code = function.__code__
-        return self._ask("start", code.co_filename, function.__name__, arguments)
+        return self.start_in(function.__code__.co_filename, function.__name__, *arguments)
+
+    def start_in(self, file: str, name: str, *arguments: Any) -> int:
+        """As `start`, for a function that this process does not import."""
+        return self._ask("start", file, name, arguments)
 
     def wait(self, pid: int) -> int:
         """The exit code of a process, once it has ended; -9 when it was killed."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -119,10 +122,31 @@ class EndTogether:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """The first rank, which may hold the store, stays until the others have read it."""
+        """The first rank, which may hold the store, stays until the others have read it.
+
+        They read it once their connections to this rank fail. Those of gloo live as long as anything refers
+        to a group, which frames of the error do: they are dropped by hand.
+        """
         if self._store is None or kind is None or not issubclass(kind, Exception | Stopped) or self._env.rank:
             return
+        drop_connections(int(os.environ.get("MASTER_PORT", 0)))
         end = time.monotonic() + LINGER_S
         with suppress(RuntimeError):
             while self._store.add(GONE, 0) < self._env.world_size and time.monotonic() < end:
                 time.sleep(0.02)
+
+
+def drop_connections(but: int) -> None:
+    """Shut down the TCP connections of this process, on Linux, except those from or to one port."""
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    _shut_down(connection, but)
+
+
+def _shut_down(connection: socket.socket, but: int) -> None:
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        ports = connection.getsockname()[1], connection.getpeername()[1]
+        if but not in ports:
+            connection.shutdown(socket.SHUT_RDWR)
