@@ -48,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_commands_on_jobs(commands)
     _add_commands_on_runs(commands)
+    convert = _command(commands, "convert", _convert, "write a configuration of another stack in our keys")
+    convert.add_argument("config", help="its TOML file")
+    convert.add_argument("--from", dest="stack", choices=("kempnerforge", "torchtitan"), required=True)
+    convert.add_argument("--ranks", type=_count, help="of the run, where its batch follows from them")
+    convert.add_argument("--out", help="the file to write; must not exist (default: the console)")
     doctor = _command(commands, "doctor", _doctor, "whether this machine can do what training needs")
     doctor.add_argument("folder", nargs="?", default="runs", help="where runs are to be kept")
     doctor.add_argument("--json", action="store_true", help="for programs")
@@ -229,6 +234,12 @@ def _branch(options: argparse.Namespace) -> ExitCode:
 
     branch_run(options, options.overrides)
     return ExitCode.DONE
+
+
+def _convert(options: argparse.Namespace) -> ExitCode:
+    from forge_trainer.migrate.command import convert_file
+
+    return convert_file(options)
 
 
 def _launch(options: argparse.Namespace) -> int:

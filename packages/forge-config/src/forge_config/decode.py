@@ -156,7 +156,7 @@ class Decoder:
         known = [*fields, "type"] if type_name(struct) is not None else fields
         for name in given:
             if name not in fields:
-                self._problems.add(join(key, name), unknown("key", name, known))
+                self._problems.add_unknown(join(key, name), known)
                 values[name] = FAILED
         for name, field in fields.items():
             if name in given:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -52,6 +52,7 @@ def load(
     checks: Sequence[Check] = (),
     import_folders: Sequence[Path] = (),
     prepare: Callable[[Tree], None] = lambda tree: None,
+    hints: Mapping[str, str] | None = None,
 ) -> Loaded[T]:
     """Read a configuration.
 
@@ -62,12 +63,13 @@ def load(
         checks: each runs when all the sections that its parameters name are valid.
         import_folders: where modules are looked for last, after the working directory and beside the file.
         prepare: changes what all layers say together, in place, before it is decoded.
+        hints: what unknown keys, by dotted key or by name, are called here.
 
     Raises:
         ConfigError: with every problem found.
     """
     origins: dict[str, str] = {}
-    problems = Problems(origins, str(path))
+    problems = Problems(origins, str(path), hints)
     chain = _Chain(problems)
     chain.add(Path(path), ())
     chain.report()

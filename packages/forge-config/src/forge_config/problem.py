@@ -32,10 +32,17 @@ class Problem:
 
 
 class Problems:
-    """Collects problems; finds the place of a key from where it or its nearest table was set."""
+    """Collects problems; finds the place of a key from where it or its nearest table was set.
 
-    def __init__(self, origins: Mapping[str, str], file: str) -> None:
+    Args:
+        origins: where each key was set.
+        file: that was read.
+        hints: what keys of other tools are called here, by dotted key or by name.
+    """
+
+    def __init__(self, origins: Mapping[str, str], file: str, hints: Mapping[str, str] | None = None) -> None:
         self.origins = origins
+        self._hints = hints or {}
         self._file = file
         self._found: list[Problem] = []
 
@@ -53,6 +60,12 @@ class Problems:
     def add(self, key: str, text: str, place: str | None = None) -> None:
         """Note one problem."""
         self._found.append(Problem(place or self.place(key), key, text))
+
+    def add_unknown(self, key: str, known: Iterable[str]) -> None:
+        """Note a key that does not exist: with what a hint says of it, or the nearest that does."""
+        name = key.rpartition(".")[2]
+        hint = self._hints.get(key) or self._hints.get(name)
+        self.add(key, f"unknown key {name!r}; {f'here it is {hint}' if hint else nearest(name, known)}")
 
     def add_sentence(self, key: str, text: str, names: Iterable[str] = ()) -> None:
         """Note what a check over several keys says, with the places of the given keys that it names.

@@ -39,6 +39,7 @@ from msgspec import structs
 from forge_trainer.config.checks import checks, weights_are_of_the_model
 from forge_trainer.config.eval import EvalConfig
 from forge_trainer.config.hub import fetch_named
+from forge_trainer.config.other_names import HINTS
 from forge_trainer.config.train import TrainConfig, uneven
 from forge_trainer.hooks import HookConfig
 from forge_trainer.hooks.by_path import classes_in
@@ -210,5 +211,5 @@ def load_job(path: Path | str, overrides: Sequence[str] = (), branch: bool = Fal
     import_folders = [folder for folder in folders if folder is not None]
     wanted = (check for check in checks if not (branch and check is weights_are_of_the_model))
     every = [*wanted, classes_in([Path(path).parent, *import_folders])]
-    loaded = load(Job, path, overrides, every, import_folders, prepare=fetch_named)
+    loaded = load(Job, path, overrides, every, import_folders, fetch_named, HINTS)
     return replace(loaded, value=absolute(loaded.value, Path.cwd()))

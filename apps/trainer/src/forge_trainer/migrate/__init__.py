@@ -1,0 +1,1 @@
+"""Configurations of other training stacks in the keys of this one."""

@@ -1,0 +1,74 @@
+"""`forge convert`: writes a configuration of another stack in our keys, and says what it left out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from forge_config import ConfigError, load
+from forge_resilience.exit_codes import ExitCode
+
+from forge_trainer.config.checks import checks, vocabulary_covers_the_tokenizer
+from forge_trainer.config.job import Job
+from forge_trainer.migrate.convert import Converted, Drop, Move, convert
+from forge_trainer.migrate.kempnerforge import KEMPNERFORGE
+from forge_trainer.migrate.torchtitan import TORCHTITAN
+
+STACKS = {"kempnerforge": KEMPNERFORGE, "torchtitan": TORCHTITAN}
+
+
+def convert_file(options: argparse.Namespace) -> ExitCode:
+    """Write the TOML to `--out` or the console; notes and problems go to stderr.
+
+    Raises:
+        ConfigError: the file cannot be converted as it is, or the result is no job.
+    """
+    made = convert(Path(options.config), STACKS[options.stack], options.ranks)
+    for note in made.notes:
+        sys.stderr.write(f"left out: {note}\n")
+    if made.problems:
+        listed = "\n".join(f"  {problem}" for problem in made.problems)
+        raise ConfigError(f"{options.config} cannot be converted as it is:\n{listed}")
+    require_job(made)
+    if options.out is None:
+        sys.stdout.write(made.toml())
+    else:
+        try:
+            with Path(options.out).open("x") as file:
+                file.write(made.toml())
+        except OSError as error:
+            raise ConfigError(f"{options.out} cannot be written: {error}") from None
+    return ExitCode.DONE
+
+
+def require_job(made: Converted) -> None:
+    """See that what was made is a job, as `forge train` reads it; its tokenizer may lie on another machine.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    here = [check for check in checks if check is not vocabulary_covers_the_tokenizer]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "converted.toml"
+        path.write_text(made.toml())
+        try:
+            load(Job, path, (), here)
+        except ConfigError as error:
+            raise ConfigError(f"what was converted is no valid job: {error}\n\n{made.toml()}") from None
+
+
+def keys_markdown() -> str:
+    """The keys of all stacks as tables, for docs/migrate.md."""
+    lines: list[str] = []
+    for stack in STACKS.values():
+        lines += [f"### {stack.name}", "", "| key | here |", "|---|---|"]
+        for key, rule in stack.keys.items():
+            if isinstance(rule, Move):
+                lines.append(f"| `{key}` | `{rule.to}` |")
+            elif isinstance(rule, Drop):
+                lines.append(f"| `{key}` | left out: {rule.why} |")
+        read = ", ".join(f"`{key}`" for key, rule in stack.keys.items() if rule is None)
+        lines += ["", f"Read together with others: {read}.", ""]
+    return "\n".join(lines)

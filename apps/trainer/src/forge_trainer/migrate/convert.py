@@ -1,0 +1,137 @@
+"""How does a configuration of another stack become one of ours, and what has no counterpart?"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge_config import ConfigError
+from forge_config.problem import nearest
+from forge_config.toml import dumps
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A key that has a counterpart.
+
+    Attributes:
+        to: the dotted key here.
+        values: what values of there are called here; absent means that they are the same.
+    """
+
+    to: str
+    values: Mapping[Any, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A key that has no counterpart.
+
+    Attributes:
+        why: what Forge does instead.
+        default: its value there; a key with this value is left out in silence.
+    """
+
+    why: str
+    default: Any = None
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Another stack.
+
+    Attributes:
+        name: of the stack.
+        keys: the rule of each dotted key that it knows; None for keys that `finish` reads.
+        finish: makes what depends on several keys, from the given tree and the number of ranks.
+    """
+
+    name: str
+    keys: Mapping[str, Move | Drop | None]
+    finish: Callable[[Converted, Mapping[str, Any], int | None], None]
+
+
+@dataclass
+class Converted:
+    """A configuration in our keys.
+
+    Attributes:
+        tree: it, as nested tables.
+        notes: keys that were left out, and why.
+        problems: what must be decided by a person before it can be used.
+    """
+
+    tree: Tree = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def put(self, key: str, value: Any) -> None:
+        """Set a dotted key."""
+        *tables, name = key.split(".")
+        table = self.tree
+        for one in tables:
+            table = table.setdefault(one, {})
+        table[name] = value
+
+    def toml(self) -> str:
+        """The file, with what was left out as comments at its top."""
+        lines = [f"# not converted: {note}" for note in self.notes]
+        return "\n".join([*lines, dumps(self.tree)])
+
+
+def convert(path: Path, stack: Stack, ranks: int | None = None) -> Converted:
+    """Translate a TOML file.
+
+    Args:
+        path: of the file.
+        stack: whose keys it has.
+        ranks: how many processes the run is meant for; needed where a size follows from it.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is none that the stack knows.
+    """
+    try:
+        given = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    flat = flatten(given, stack.keys)
+    if unknown := sorted(flat.keys() - stack.keys.keys()):
+        hints = "; ".join(f"{key} ({nearest(key, stack.keys)})" for key in unknown)
+        raise ConfigError(f"{path} has keys that {stack.name} does not know: {hints:.2000}")
+    made = Converted()
+    for key, value in flat.items():
+        rule = stack.keys[key]
+        if isinstance(rule, Drop):
+            if value != rule.default:
+                made.notes.append(f"{key} = {value!r}: {rule.why}")
+        elif isinstance(rule, Move):
+            _move(made, key, value, rule)
+    stack.finish(made, flat, ranks)
+    return made
+
+
+def _move(made: Converted, key: str, value: Any, rule: Move) -> None:
+    if rule.values is None:
+        made.put(rule.to, value)
+    elif value in rule.values:
+        made.put(rule.to, rule.values[value])
+    else:
+        known = ", ".join(map(str, rule.values))
+        made.problems.append(f"{key} = {value!r} has no counterpart; known: {known}")
+
+
+def flatten(tree: Mapping[str, Any], keys: Mapping[str, Any], above: str = "") -> Tree:
+    """Dotted keys and their values; a table that `keys` names is one value."""
+    found: Tree = {}
+    for name, value in tree.items():
+        key = f"{above}.{name}" if above else name
+        if isinstance(value, Mapping) and key not in keys:
+            found |= flatten(value, keys, key)
+        else:
+            found[key] = value
+    return found

@@ -1,0 +1,222 @@
+"""The keys of torchtitan's TOML files (0.1 to 0.2) and what they are called here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forge_trainer.migrate.convert import Converted, Drop, Move, Stack
+
+AUTOMATIC = "Forge decides it by itself"
+IN_RUN = "it lies in the run directory"
+
+FLAVORS = {("llama3", "8B"): "llama-8b", ("llama3", "70B"): "llama-70b"}
+"""Models that have a preset here."""
+
+KEYS: dict[str, Move | Drop | None] = {
+    "job.dump_folder": Move("job.root"),
+    "job.description": Drop("job.name is the name of the run"),
+    "job.print_args": Drop("config.toml in the run directory has them"),
+    "job.use_for_integration_test": Drop("nothing here"),
+    "profiling.enable_profiling": None,
+    "profiling.save_traces_folder": Drop(IN_RUN),
+    "profiling.profile_freq": None,
+    "profiling.enable_memory_snapshot": Drop("memory_snapshot of the hook `profile`", False),
+    "profiling.save_memory_snapshot_folder": Drop(IN_RUN),
+    "metrics.log_freq": Move("train.log_every_steps"),
+    "metrics.disable_color_printing": Drop(AUTOMATIC),
+    "metrics.enable_tensorboard": Move("track.tensorboard"),
+    "metrics.save_tb_folder": Drop(IN_RUN),
+    "metrics.enable_wandb": None,
+    "model.name": None,
+    "model.flavor": None,
+    "model.norm_type": Drop("model.norm.type", "rmsnorm"),
+    "model.tokenizer_path": None,
+    "model.hf_assets_path": None,
+    "model.converters": None,
+    "optimizer.name": Move("optimizer.type", {"AdamW": "adamw"}),
+    "optimizer.lr": Move("optimizer.lr"),
+    "optimizer.eps": Move("optimizer.eps"),
+    "optimizer.beta1": None,
+    "optimizer.beta2": None,
+    "optimizer.weight_decay": Move("optimizer.weight_decay"),
+    "optimizer.implementation": Drop(AUTOMATIC),
+    "optimizer.early_step_in_backward": Drop("nothing here", False),
+    "lr_scheduler.warmup_steps": Move("schedule.warmup_steps"),
+    "lr_scheduler.decay_ratio": None,
+    "lr_scheduler.decay_type": None,
+    "lr_scheduler.min_lr_factor": None,
+    "lr_scheduler.lr_min": None,
+    "training.batch_size": Move("train.micro_batch"),
+    "training.local_batch_size": Move("train.micro_batch"),
+    "training.global_batch_size": None,
+    "training.seq_len": Move("data.max_tokens"),
+    "training.max_norm": Move("train.clip_norm"),
+    "training.steps": Move("train.steps"),
+    "training.dataset": None,
+    "training.dataset_path": None,
+    "training.seed": Move("job.seed"),
+    "training.deterministic": Move("job.deterministic"),
+    "training.compile": Move("compile.enabled"),
+    "training.gc_freq": Drop(AUTOMATIC),
+    "training.mixed_precision_param": Move(
+        "precision.compute", {"bfloat16": "bfloat16", "float32": "float32"}
+    ),
+    "training.mixed_precision_reduce": Drop("gradients are summed in float32", "float32"),
+    "training.enable_cpu_offload": Move("fsdp.offload"),
+    "parallelism.data_parallel_replicate_degree": Move("mesh.dp_replicate"),
+    "parallelism.data_parallel_shard_degree": Move("mesh.dp_shard"),
+    "parallelism.fsdp_reshard_after_forward": Move(
+        "fsdp.reshard", {"default": "after_forward", "always": "after_forward", "never": "after_backward"}
+    ),
+    "parallelism.tensor_parallel_degree": Move("mesh.tp"),
+    "parallelism.disable_loss_parallel": Drop(
+        "the loss is always computed on the parts of the vocabulary", False
+    ),
+    "parallelism.enable_async_tensor_parallel": Move("tensor_parallel.async"),
+    "parallelism.pipeline_parallel_degree": Move("mesh.pp"),
+    "parallelism.pipeline_parallel_schedule": Move(
+        "pipeline.schedule",
+        {
+            "1F1B": "1f1b",
+            "GPipe": "gpipe",
+            "Interleaved1F1B": "interleaved_1f1b",
+            "InterleavedZeroBubble": "interleaved_zero_bubble",
+            "ZBVZeroBubble": "zbv_zero_bubble",
+            "DualPipeV": "dualpipe_v",
+        },
+    ),
+    "parallelism.pipeline_parallel_microbatch_size": Drop(
+        "train.micro_batch is one micro-batch of the pipeline"
+    ),
+    "parallelism.context_parallel_degree": Move("mesh.cp"),
+    "parallelism.context_parallel_rotate_method": Drop("context_parallel.method"),
+    "parallelism.expert_parallel_degree": Move("mesh.ep"),
+    "parallelism.expert_tensor_parallel_degree": Drop("experts are not cut by tp", 1),
+    "checkpoint.enable_checkpoint": Drop("a run always has checkpoints", True),
+    "checkpoint.enable": Drop("a run always has checkpoints", True),
+    "checkpoint.folder": Drop(IN_RUN, "checkpoint"),
+    "checkpoint.interval": Move("checkpoint.every_steps"),
+    "checkpoint.last_save_model_only": Drop("forge export writes the weights alone"),
+    "checkpoint.last_save_model_weights_only": Drop("forge export writes the weights alone"),
+    "checkpoint.export_dtype": Drop("forge export writes them"),
+    "checkpoint.async_mode": Move(
+        "checkpoint.asynchronous", {"disabled": False, "async": True, "async_with_pinned_mem": True}
+    ),
+    "checkpoint.keep_latest_k": None,
+    "checkpoint.load_step": Drop("a run goes on from its newest checkpoint; forge branch takes another", -1),
+    "activation_checkpoint.mode": Move(
+        "activation_checkpointing.mode", {"none": "none", "full": "full", "selective": "selective"}
+    ),
+    "activation_checkpoint.selective_ac_option": None,
+    "compile.enable": Move("compile.enabled"),
+    "compile.components": Drop("blocks and chunks of the loss are compiled"),
+    "float8.enable_fsdp_float8_all_gather": Move("fp8.gather"),
+    "float8.precompute_float8_dynamic_scale_for_fsdp": Drop(AUTOMATIC),
+    "float8.filter_fqns": Drop("fp8.exclude takes patterns of names"),
+    "float8.recipe_name": None,
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": Move("fp8.gather"),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Drop(AUTOMATIC),
+    "quantize.linear.float8.filter_fqns": Drop("fp8.exclude takes patterns of names"),
+    "quantize.linear.float8.recipe_name": None,
+    "validation.enable": None,
+    "validation.enabled": None,
+    "validation.dataset": None,
+    "validation.freq": None,
+    "validation.steps": None,
+    "comm.init_timeout_seconds": Drop("resilience.collective_timeout_s"),
+    "comm.train_timeout_seconds": Move("resilience.collective_timeout_s"),
+    "comm.trace_buf_size": Drop(AUTOMATIC),
+}
+
+
+def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None:
+    """What depends on several keys."""
+    made.tree.setdefault("job", {}).setdefault("name", "converted")
+    _model(made, given)
+    _batch(made, given, ranks)
+    _schedule(made, given)
+    betas = [given.get("optimizer.beta1", 0.9), given.get("optimizer.beta2", 0.95)]
+    made.put("optimizer.betas", betas)
+    made.tree["optimizer"].setdefault("lr", 8e-4)
+    if given.get("activation_checkpoint.selective_ac_option", "op") not in ("op",):
+        made.put("activation_checkpointing.mode", "every")
+        made.put("activation_checkpointing.every", int(given["activation_checkpoint.selective_ac_option"]))
+    recipe = given.get("float8.recipe_name", given.get("quantize.linear.float8.recipe_name"))
+    if any("float8" in one for one in given.get("model.converters", [])):
+        made.put("fp8.recipe", recipe or "tensorwise")
+    else:
+        made.tree.pop("fp8", None)
+    if (keep := given.get("checkpoint.keep_latest_k", 10)) >= 2:
+        made.put("checkpoint.keep", keep)
+    if given.get("metrics.enable_wandb"):
+        made.put("track.wandb", {"project": "torchtitan"})
+    if given.get("profiling.enable_profiling"):
+        every = given.get("profiling.profile_freq", 10)
+        made.put("hooks.profile", {"type": "profile", "first": every, "steps": 1, "every": every})
+    made.put("eval.every_steps", given.get("validation.freq", 10) if _validates(given) else 0)
+    _data(made, given)
+
+
+def _validates(given: Mapping[str, Any]) -> bool:
+    return bool(given.get("validation.enable", given.get("validation.enabled", False)))
+
+
+def _model(made: Converted, given: Mapping[str, Any]) -> None:
+    named = given.get("model.name", "llama3"), given.get("model.flavor", "debugmodel")
+    if named in FLAVORS:
+        made.put("model.preset", FLAVORS[named])
+    else:
+        made.problems.append(
+            f"model {named[0]} {named[1]}: sizes are in their code; write [model] (docs/families.md)"
+        )
+    if path := given.get("model.hf_assets_path", given.get("model.tokenizer_path")):
+        made.put(
+            "data.tokenizer", {"type": "hf", "path": f"{path.removesuffix('/tokenizer.json')}/tokenizer.json"}
+        )
+
+
+def _batch(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None:
+    micro = made.tree.setdefault("train", {}).setdefault("micro_batch", 8)
+    made.tree["train"].setdefault("steps", 10_000)
+    made.put("data.max_tokens", given.get("training.seq_len", 2048))
+    whole = given.get("training.global_batch_size", -1)
+    if whole > 0:
+        made.put("train.global_batch", whole)
+        return
+    mesh = made.tree.get("mesh", {})
+    if (shard := mesh.get("dp_shard", -1)) == -1:
+        if ranks is None:
+            made.problems.append("the global batch follows from the number of ranks: give --ranks")
+            return
+        copies = mesh.get("dp_replicate", 1)
+        shard = ranks // (mesh.get("tp", 1) * mesh.get("pp", 1) * mesh.get("cp", 1) * copies)
+    made.put("train.global_batch", micro * shard * mesh.get("dp_replicate", 1))
+
+
+def _schedule(made: Converted, given: Mapping[str, Any]) -> None:
+    schedule = made.tree.setdefault("schedule", {})
+    schedule.setdefault("warmup_steps", 200)
+    kinds = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
+    kind = kinds[given.get("lr_scheduler.decay_type", "linear")]
+    schedule["floor"] = given.get("lr_scheduler.min_lr_factor", given.get("lr_scheduler.lr_min", 0.0))
+    ratio = given.get("lr_scheduler.decay_ratio")
+    if ratio is None and kind != "1-sqrt":
+        schedule["type"] = kind
+    else:
+        schedule |= {"type": "wsd", "shape": kind, "decay_fraction": 1.0 if ratio is None else ratio}
+
+
+def _data(made: Converted, given: Mapping[str, Any]) -> None:
+    path, name = given.get("training.dataset_path"), given.get("training.dataset", "c4_test")
+    if path is None and name == "c4":
+        made.put("data.sources", [{"type": "hf", "path": "allenai/c4", "subset": "en", "streaming": True}])
+    elif path is None:
+        made.problems.append(
+            f"training.dataset = {name!r} is a name of their code: write [[data.sources]] (docs/data.md)"
+        )
+    else:
+        made.put("data.sources", [{"type": "hf", "path": path, "streaming": True}])
+
+
+TORCHTITAN = Stack("torchtitan", KEYS, finish)

@@ -1,0 +1,234 @@
+"""Configurations of KempnerForge and torchtitan, and what becomes of them."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from forge_config import ConfigError, load
+from forge_trainer.cli import main
+from forge_trainer.config.checks import checks, vocabulary_covers_the_tokenizer
+from forge_trainer.config.job import Job, load_job
+from forge_trainer.migrate.command import STACKS
+
+KF = {
+    "train": {"batch_size": 2, "seq_len": 1024, "max_steps": 500, "grad_accum_steps": 4},
+    "model": {
+        "dim": 512,
+        "n_layers": 4,
+        "n_heads": 8,
+        "n_kv_heads": 2,
+        "vocab_size": 50304,
+        "max_seq_len": 1024,
+    },
+    "data": {"dataset_path": "tokens"},
+    "scheduler": {"warmup_steps": 50},
+    "distributed": {"dp_shard": 4},
+}
+
+
+def text(tree):
+    from forge_config.toml import dumps
+
+    return dumps(tree)
+
+
+def merged(base, changes):
+    out = {name: dict(table) for name, table in base.items()}
+    for name, table in changes.items():
+        out.setdefault(name, {}).update(table)
+    return out
+
+
+def converted(tmp_path, tree, stack="kempnerforge", *flags):
+    source, out = tmp_path / "theirs.toml", tmp_path / "ours.toml"
+    source.write_text(text(tree))
+    code = main(["convert", str(source), "--from", stack, "--out", str(out), *flags])
+    if code:
+        assert code == 78 and not out.exists()
+        return None
+    here = [check for check in checks if check is not vocabulary_covers_the_tokenizer]
+    return load(Job, out, (), here).value
+
+
+def test_sizes_batch_and_schedule_are_what_they_were(tmp_path, capsys):
+    job = converted(tmp_path, KF)
+    assert (job.model.dim, job.model.num_layers, job.model.attention.num_kv_heads) == (512, 4, 2)
+    assert job.model.ffn.dim == 1536, "256 * ceil(4 * 512 * 2 / 3 / 256)"
+    assert (job.train.global_batch, job.train.micro_batch, job.train.steps) == (32, 2, 500)
+    assert job.data.max_tokens == 1024 and job.job.seed == 42 and job.schedule.warmup_steps == 50
+    assert job.schedule.floor == 0.1 and job.optimizer.lr == 3e-4 and job.eval.every_steps == 0
+    assert "forge-data import" in capsys.readouterr().err
+
+
+CASES = {
+    "muon": (
+        {"optimizer": {"name": "muon", "lr": 0.02, "muon_adam_lr": 1e-3}},
+        lambda job: (job.optimizer.adamw_lr, job.optimizer.scale) == (1e-3, "original"),
+    ),
+    "lion": ({"optimizer": {"name": "lion", "lr": 1e-4}}, lambda job: job.optimizer.lr == 1e-4),
+    "schedule-free": (
+        {"optimizer": {"name": "schedule_free_adamw", "schedule_free_warmup_steps": 7}},
+        lambda job: job.schedule.warmup_steps == 7,
+    ),
+    "wsd": (
+        {"scheduler": {"name": "wsd", "stable_steps": 300, "wsd_decay_type": "sqrt"}},
+        lambda job: (job.schedule.decay_steps, job.schedule.shape) == (150, "1-sqrt"),
+    ),
+    "rex": ({"scheduler": {"name": "rex", "min_lr_ratio": 0.0}}, lambda job: job.schedule.floor == 0),
+    "tp": ({"distributed": {"tp": 2}}, lambda job: (job.mesh.tp, job.train.global_batch) == (2, 32)),
+    "hsdp": ({"distributed": {"dp_replicate": 2}}, lambda job: job.train.global_batch == 64),
+    "pp": ({"distributed": {"pp": 2, "pp_schedule": "gpipe"}}, lambda job: job.pipeline.schedule == "gpipe"),
+    "gelu": ({"model": {"activation": "gelu"}}, lambda job: job.model.ffn.activation == "gelu"),
+    "moe": (
+        {"model": {"num_experts": 8, "moe_aux_loss_weight": 0.02}},
+        lambda job: (job.model.ffn.num_experts, job.model.ffn.router.batch_balance_weight) == (8, 0.02),
+    ),
+    "moe-every-second": (
+        {"model": {"num_experts": 8, "moe_frequency": 2, "moe_router": "sigmoid_topk"}},
+        lambda job: job.model.overrides[0].indices(4) == [1, 3],
+    ),
+    "experts-on-ranks": (
+        {"model": {"num_experts": 8}, "distributed": {"ep": 2}},
+        lambda job: (job.mesh.ep, job.mesh.dp_shard) == (2, 8),
+    ),
+    "fp8": ({"train": {"mixed_precision": "fp8"}}, lambda job: job.fp8.recipe == "tensorwise"),
+    "float32": ({"train": {"mixed_precision": "fp32"}}, lambda job: job.precision.compute == "float32"),
+    "mixture": (
+        {"data": {"datasets": [{"path": "a", "name": "a"}, {"path": "b", "name": "b", "weight": 3.0}]}},
+        lambda job: [source.weight for source in job.data.sources] == [1.0, 3.0],
+    ),
+    "phases": (
+        {
+            "data": {
+                "datasets": [{"path": "a", "name": "a"}, {"path": "b", "name": "b"}],
+                "anneal_start_step": 400,
+                "anneal_weights": {"a": 0.0, "b": 1.0},
+            }
+        },
+        lambda job: job.data.phases[0].start_step == 400,
+    ),
+    "hub": (
+        {"data": {"hf_dataset_name": "allenai/c4", "hf_dataset_config": "en", "hf_streaming": True}},
+        lambda job: (job.data.sources[0].subset, job.data.sources[0].streaming) == ("en", True),
+    ),
+    "evaluated": (
+        {"eval": {"enabled": True, "interval": 100, "dataset_path": "held"}},
+        lambda job: job.eval.sets["validation"].samples == 100,
+    ),
+    "dense-checkpoints": (
+        {"checkpoint": {"dyn_ckpt_window": {"start": 0, "stop": 64, "strategy": "power2"}, "keep_last_n": 5}},
+        lambda job: (job.checkpoint.dense[0].to_step, job.checkpoint.keep) == (64, 5),
+    ),
+    "wandb": (
+        {"metrics": {"enable_wandb": True, "wandb_project": "p"}},
+        lambda job: job.track.wandb.project == "p",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_configuration_of_kempnerforge_becomes_one_of_ours(tmp_path, case):
+    changes, holds = CASES[case]
+    assert holds(converted(tmp_path, merged(KF, changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"vlm": {"arch": "joint_decoder"}, "vision_encoder": {"type": "clip"}},
+            "[vlm] has another structure here",
+        ),
+        ({"distributed": {"dp_shard": -1}}, "give --ranks"),
+        ({"train": {"mixed_precision": "fp16"}}, "bfloat16 or float32"),
+        ({"data": {"dataset_path": ""}}, "no data is configured"),
+        ({"scheduler": {"decay_steps": 100}}, "a decay ends with the run"),
+        ({"train": {"max_stepz": 3}}, "train.max_stepz (did you mean 'train.max_steps'?)"),
+        ({"model": {"n_kv_heads": 3}}, "model.attention"),
+        ({"optimizer": {"name": "sgd"}}, "optimizer.name = 'sgd' has no counterpart; known: adamw"),
+    ],
+)
+def test_what_cannot_be_converted_is_said_and_nothing_is_written(tmp_path, capsys, changes, said):
+    assert converted(tmp_path, merged(KF, changes)) is None
+    assert said in capsys.readouterr().err
+
+
+def test_automatic_sharding_takes_the_ranks_that_are_given(tmp_path):
+    automatic = merged(KF, {"distributed": {"dp_shard": -1, "tp": 2}})
+    assert converted(tmp_path, automatic, "kempnerforge", "--ranks=16").train.global_batch == 64
+
+
+def test_configuration_of_torchtitan_becomes_one_of_ours(tmp_path, capsys):
+    theirs = {
+        "job": {"dump_folder": "out"},
+        "model": {
+            "name": "llama3",
+            "flavor": "8B",
+            "hf_assets_path": "assets/llama",
+            "converters": ["float8"],
+        },
+        "optimizer": {"name": "AdamW", "lr": 3e-4, "eps": 1e-8},
+        "lr_scheduler": {
+            "warmup_steps": 20,
+            "decay_ratio": 0.8,
+            "decay_type": "linear",
+            "min_lr_factor": 0.1,
+        },
+        "training": {"local_batch_size": 1, "seq_len": 4096, "steps": 100, "dataset": "c4"},
+        "parallelism": {"data_parallel_shard_degree": -1, "tensor_parallel_degree": 2},
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"},
+        "float8": {"recipe_name": "rowwise"},
+    }
+    job = converted(tmp_path, theirs, "torchtitan", "--ranks=8")
+    assert (job.model.dim, job.mesh.tp, job.train.global_batch) == (4096, 2, 4)
+    assert (job.schedule.decay_fraction, job.schedule.floor) == (0.8, 0.1)
+    assert (job.activation_checkpointing.mode, job.activation_checkpointing.every) == ("every", 2)
+    assert job.fp8.recipe == "rowwise" and job.optimizer.betas == (0.9, 0.95)
+    theirs["model"]["flavor"] = "debugmodel"
+    (tmp_path / "ours.toml").unlink()
+    assert converted(tmp_path, theirs, "torchtitan", "--ranks=8") is None
+    assert "sizes are in their code" in capsys.readouterr().err
+
+
+def test_file_that_exists_is_not_overwritten(tmp_path, capsys):
+    assert converted(tmp_path, KF)
+    source = tmp_path / "theirs.toml"
+    assert (
+        main(["convert", str(source), "--from", "kempnerforge", "--out", str(tmp_path / "ours.toml")]) == 78
+    )
+    assert "cannot be written" in capsys.readouterr().err
+    assert tomllib.loads((tmp_path / "ours.toml").read_text())["train"]["steps"] == 500
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_key_moves_to_a_key_that_exists_here(stack):
+    from forge_config import schema
+    from forge_trainer.migrate.convert import Move
+
+    known = str(schema(Job))
+    for rule in STACKS[stack].keys.values():
+        if isinstance(rule, Move):
+            assert f"'{rule.to.rpartition('.')[2]}'" in known, rule
+
+
+@pytest.mark.parametrize(
+    ("flag", "here"),
+    [
+        ("--model.n_heads=4", "here it is model.attention.num_heads"),
+        ("--train.batch_size=4", "here it is train.micro_batch"),
+        ("--train.max_steps=4", "here it is train.steps"),
+        ("--distributed.tp=2", "here it is [mesh]"),
+        ("--train.stepz=2", "did you mean 'steps'?"),
+    ],
+)
+def test_unknown_keys_of_other_stacks_are_translated(flag, here):
+    with pytest.raises(ConfigError, match=here.replace("[", r"\[").replace("?", r"\?")):
+        load_job("configs/runs/debug.toml", [flag])
+
+
+def test_docs_page_has_the_tables_of_keys():
+    from forge_trainer.migrate.command import keys_markdown
+
+    page = Path("docs/migrate.md").read_text()
+    shown = page.partition("<!-- keys: begin -->\n")[2].partition("<!-- keys: end -->")[0]
+    assert shown == keys_markdown(), "write forge_trainer.migrate.command.keys_markdown() between the marks"
