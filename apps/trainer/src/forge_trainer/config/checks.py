@@ -80,7 +80,7 @@ def warmup_fits(schedule: ScheduleConfig, train: TrainConfig, data: DataConfig) 
     if warmup >= train.steps:
         raise ValueError(
             f"the warm-up of {warmup} steps (schedule.warmup_*) is not below train.steps = {train.steps}; "
-            "shorten the warm-up or train longer"
+            f"shorten the warm-up, as with --schedule.warmup_steps={train.steps // 10}, or train longer"
         )
 
 

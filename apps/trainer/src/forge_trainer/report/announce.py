@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from forge_config import Change
+from forge_config import Change, plain
 from forge_config.registry import type_name
 from torch import nn
 
@@ -61,6 +61,8 @@ def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
         f"{scaled(tokens)} tokens, {tokens / parameters:.3g} a parameter"
     )
     yield f"  compute    {scaled(flops)}FLOPs in all, {scaled(flops / steps)}FLOPs a step"
+    if unbalanced(plain(job.model)):
+        yield "  experts    have no balance loss, and a few may take all tokens: router.batch_balance_weight"
     if idle:
         yield f"  frozen     {', '.join(idle)}: no source has what they are given"
     yield optimizer_line(job, steps)
@@ -80,6 +82,20 @@ def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
         origins = " and ".join(job.train.origins.values())
         weights = f"the weights of {origins}" if origins else f"seed {job.job.seed}"
         yield f"  begins     at step 0, with {weights}"
+
+
+def unbalanced(tree: Any) -> bool:
+    """Whether a router of softmax scores somewhere in the keys of a model has no balance loss."""
+    if isinstance(tree, list):
+        return any(map(unbalanced, tree))
+    if not isinstance(tree, dict):
+        return False
+    router = tree.get("router")
+    if isinstance(router, dict) and router.get("type", "softmax") == "softmax":
+        return tree.get("num_experts", 0) > 1 and not (
+            router.get("batch_balance_weight") or router.get("sequence_balance_weight")
+        )
+    return any(map(unbalanced, tree.values()))
 
 
 def _parameters(run: Run, model: nn.Module) -> tuple[int, int, list[str]]:
