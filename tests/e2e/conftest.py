@@ -185,19 +185,17 @@ class Cli:
         """Start it warm, beside others; gives what waits for it."""
         return Warm(self, list(map(str, arguments)), str(cwd or os.getcwd()), environment or {})
 
-    def stop_at(self, path, step, how, ranks, *extra):
-        """Start a run, signal all its processes once it has logged `step`, and return its exit code.
-
-        One rank starts warm, several are started by torchrun.
-        """
+    def stop_at(self, path, step, how, ranks, *extra, torchrun=False):
+        """Start a run, signal all its processes once it has logged `step`, and return its exit code."""
         metrics = path.parent / "runs" / "tiny" / "metrics.jsonl"
-        if ranks == 1:
-            warm = self.start("train", path, *extra)
-            self.wait_for_step(metrics, step, warm)
-            for pid in (warm.pid, *children(warm.pid)):
+        if not torchrun:
+            started = [self.start("train", path, *extra, environment=place) for place in places(ranks)]
+            self.wait_for_step(metrics, step, started[0])
+            for pid in [pid for rank in started for pid in (rank.pid, *children(rank.pid))]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, how)
-            return warm.wait()[0]
+            codes = [rank.wait()[0] for rank in started]
+            return codes[0]
         process = subprocess.Popen(
             self.command("train", path, *extra, ranks=ranks),
             env=self.environment,

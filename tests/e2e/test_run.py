@@ -48,7 +48,7 @@ def test_killed_run_ends_bit_identical_to_an_uninterrupted_one(forge, tiny, tmp_
     whole = tiny(steps=12, name="whole.toml", root=tmp_path / "whole")
     forge("train", whole, *extra, ranks=ranks)
     cut = tiny(steps=12)
-    code = forge.stop_at(cut, 5, how, ranks, *extra)
+    code = forge.stop_at(cut, 5, how, ranks, *extra, torchrun=ranks > 1)
     assert code != 0
     forge("train", cut, *extra, ranks=ranks)
     assert state(tmp_path / "runs" / "tiny") == state(tmp_path / "whole" / "tiny")
@@ -62,7 +62,7 @@ def test_run_goes_on_with_another_number_of_ranks(forge, tiny, tmp_path, first, 
     whole = tiny(steps=12, name="whole.toml", root=tmp_path / "whole")
     forge("train", whole, ranks=1)
     cut = tiny(steps=12)
-    assert forge.stop_at(cut, 5, signal.SIGTERM, first) != 0
+    assert forge.stop_at(cut, 5, signal.SIGTERM, first, torchrun=first > 1) != 0
     forge("train", cut, ranks=second)
     assert losses(tmp_path / "runs" / "tiny") == pytest.approx(losses(tmp_path / "whole" / "tiny"), rel=1e-6)
 
