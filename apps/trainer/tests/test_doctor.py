@@ -1,14 +1,17 @@
 import errno
 import fcntl
+import http.server
 import json
 import os
 import resource
 import socket
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from forge_trainer.cli import main
-from forge_trainer.doctor import folder, machine, slurm
+from forge_trainer.doctor import accounts, folder, machine, network, slurm
 from forge_trainer.doctor.finding import Finding
 
 
@@ -93,3 +96,81 @@ def test_settings_of_slurm(tmp_path, monkeypatch, settings, states):
     found = by_name(slurm.slurm_findings())
     assert [found["requeue"].state, found["KillWait"].state] == states
     assert found["SLURM"].found.startswith("22.05.8")
+
+
+def test_what_is_asked_for_is_looked_at_and_nothing_else(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert main(["doctor", str(tmp_path), "--for", "wandb", "--json"]) == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == ["wandb"]
+    with pytest.raises(SystemExit):
+        main(["doctor", str(tmp_path), "--for", "wandb,magic"])
+    assert "given magic; expected some of train, slurm, gpu, wandb, hf" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="this machine has a GPU")
+def test_gpu_that_is_asked_for_and_is_not_there_is_wrong(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path), "--for", "gpu", "--json"]) == 1
+    assert {one["state"] for one in json.loads(capsys.readouterr().out)} == {"wrong"}
+    assert main(["doctor", str(tmp_path), "--for", "train", "--json"]) == 0
+    assert {"GPUs"} <= {one["name"] for one in json.loads(capsys.readouterr().out)}
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_response(401)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server():
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{made.server_port}"
+        made.shutdown()
+
+
+def test_credentials_are_found_where_the_libraries_look_for_them(tmp_path, server):
+    nothing = {
+        "WANDB_BASE_URL": server,
+        "NETRC": str(tmp_path / "netrc"),
+        "HF_HOME": str(tmp_path),
+        "HF_ENDPOINT": server,
+    }
+    found = by_name(accounts.wandb_findings(nothing) + accounts.hub_findings(nothing))
+    assert {name: one.state for name, one in found.items()} == {
+        "wandb key": "wrong",
+        "wandb server": "fine",
+        "hub cache": "fine",
+        "hub token": "warning",
+        "hub": "fine",
+    }
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password key\n")
+    (tmp_path / "token").write_text("hf_x")
+    (tmp_path / "hub" / "models--a--b").mkdir(parents=True)
+    found = by_name(accounts.wandb_findings(nothing) + accounts.hub_findings(nothing))
+    assert found["wandb key"].state == found["hub token"].state == "fine"
+    assert found["hub cache"].found.startswith("1 models")
+    assert (
+        by_name(accounts.wandb_findings(nothing | {"NETRC": "/no", "WANDB_API_KEY": "k"}))["wandb key"].state
+        == "fine"
+    )
+
+
+def test_server_that_does_not_answer_is_a_warning_with_a_remedy(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    found = by_name(
+        accounts.hub_findings({"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{port}"})
+    )["hub"]
+    assert found.state == "warning" and "does not answer" in found.found and "HF_HUB_OFFLINE" in found.remedy
+    offline = by_name(accounts.hub_findings({"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}))
+    assert offline["hub"].state == "fine"
+
+
+def test_interface_that_does_not_exist_is_wrong():
+    found = by_name(network.network_findings({"GLOO_SOCKET_IFNAME": "nowhere0"}))
+    assert found["GLOO_SOCKET_IFNAME"].state == "wrong" and "lo 127.0.0.1" in found["interfaces"].found
+    assert "NCCL_SOCKET_IFNAME" not in by_name(network.network_findings({"NCCL_SOCKET_IFNAME": "^docker,lo"}))

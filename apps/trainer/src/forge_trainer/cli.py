@@ -56,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor = _command(commands, "doctor", _doctor, "whether this machine can do what training needs")
     doctor.add_argument("folder", nargs="?", default="runs", help="where runs are to be kept")
     doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.add_argument(
+        "--for",
+        dest="purposes",
+        type=_purposes,
+        help="what to look at, with commas between: train, slurm, gpu, wandb, hf (default: train,slurm)",
+    )
     return parser
 
 
@@ -182,6 +188,14 @@ def _count(text: str, least: int = 1) -> int:
 
 def _count_or_none(text: str) -> int:
     return _count(text, least=0)
+
+
+def _purposes(text: str) -> list[str]:
+    """What a doctor is asked about."""
+    known = ("train", "slurm", "gpu", "wandb", "hf")
+    if unknown := [one for one in text.split(",") if one not in known]:
+        raise argparse.ArgumentTypeError(f"given {', '.join(unknown)}; expected some of {', '.join(known)}")
+    return text.split(",")
 
 
 def _seed(text: str) -> int:

@@ -24,7 +24,8 @@ SHARED = 2**30
 
 def machine_findings() -> list[Finding]:
     """All checks of the machine."""
-    return [_python(), _torch(), *_gpus(), _files(), _shared_memory(), _cores(), _name(), _port(), *_caches()]
+    here = [_files(), _shared_memory(), _cores(), _name(), _port(), *_caches()]
+    return [_python(), _torch(), *gpu_findings(), *here]
 
 
 def _python() -> Finding:
@@ -40,7 +41,8 @@ def _torch() -> Finding:
     return fine("torch", found)
 
 
-def _gpus() -> list[Finding]:
+def gpu_findings() -> list[Finding]:
+    """The GPUs, their links, their library and their health; skipped where there is none."""
     import torch
     from torch.cuda import nccl
 

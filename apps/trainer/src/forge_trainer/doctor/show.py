@@ -1,15 +1,41 @@
-"""Run all checks and tell what they found."""
+"""Run the checks that are asked for and tell what they found."""
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from forge_resilience.exit_codes import ExitCode
 
+from forge_trainer.doctor.accounts import hub_findings, wandb_findings
+from forge_trainer.doctor.finding import Finding
 from forge_trainer.doctor.folder import folder_findings
-from forge_trainer.doctor.machine import machine_findings
+from forge_trainer.doctor.machine import gpu_findings, machine_findings
+from forge_trainer.doctor.network import network_findings
 from forge_trainer.doctor.slurm import slurm_findings
+
+CHECKS: dict[str, Callable[[Path], list[Finding]]] = {
+    "train": lambda folder: [*machine_findings(), *folder_findings(folder)],
+    "slurm": lambda folder: [*slurm_findings(), *network_findings()],
+    "gpu": lambda folder: required(gpu_findings()),
+    "wandb": lambda folder: wandb_findings(),
+    "hf": lambda folder: hub_findings(),
+}
+"""What may be asked for: the folder of runs -> what was found."""
+
+USUAL = ("train", "slurm")
+
+
+def required(findings: list[Finding]) -> list[Finding]:
+    """The same where a thing that is not there is wrong."""
+    why = "it was asked for"
+    return [
+        Finding(one.name, "wrong", one.found, why, "ask for a node that has it")
+        if one.state == "skipped"
+        else one
+        for one in findings
+    ]
 
 
 def examine(options: argparse.Namespace) -> int:
@@ -18,7 +44,8 @@ def examine(options: argparse.Namespace) -> int:
     Returns:
         0, or 1 if something is wrong; warnings do not count.
     """
-    findings = [*machine_findings(), *folder_findings(Path(options.folder)), *slurm_findings()]
+    asked = dict.fromkeys(options.purposes or USUAL)
+    findings = [found for purpose in asked for found in CHECKS[purpose](Path(options.folder))]
     if options.json:
         lines = [json.dumps([finding.as_dict() for finding in findings], indent=2)]
     else:
