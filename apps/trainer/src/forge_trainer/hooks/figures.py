@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from forge_trainer.hooks.memory import GIB
 from forge_trainer.say import say
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ PEAK_TFLOPS = {
 """Dense bfloat16 with float32 sums, by the name that torch gives a device; from NVIDIA's data sheets."""
 
 KIB = 1 << 10
-GIB = 1 << 30
 
 
 class Figures:

@@ -1,0 +1,213 @@
+"""What a profile says: classes of work, exclusive times, the window, and what is written or not."""
+
+import json
+import random
+from itertools import pairwise
+
+import pytest
+from forge_trainer.hooks import ProfileConfig
+from forge_trainer.profile.classes import CLASSES, class_of_kernel, class_of_operator, short
+from forge_trainer.profile.summary import _give, markdown, summarize
+from forge_trainer.profile.trace import SPAN_MARK, WINDOW_MARK, Piece, Timeline, read
+
+H100 = {
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NTT": "matmul",
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_splitK_NNT": "matmul",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_0": (
+        "attention"
+    ),
+    "void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(void const*, void const*)": "attention",
+    "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128>>(flash::Flash_fwd_params)": "attention",
+    "triton_tem_fused_flex_attention_0": "attention",
+    "triton_tem_fused_mm_3": "matmul",
+    "triton_poi_fused__unsafe_view_mul_silu_silu_backward_view_0": "other",
+    "triton_per_fused__fused_rms_norm__fused_rms_norm_backward__unsafe_view_add_view_6": "other",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
+    "FusedOptimizerTensorListMetadata<4>, at::native::FusedAdamMathFunctor<float, 4>>": "optimizer",
+    "Memcpy DtoD (Device -> Device)": "memory",
+    "Memset (Device)": "memory",
+    "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda()>": "memory",
+    "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>(c10::BFloat16**, float*)": "memory",
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+    "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": "communication",
+    "void at::native::elementwise_kernel<128, 4, BUnaryFunctor<float>>(int)": "other",
+}
+"""Names of kernels as an H100 has told them (benchmarks/results/gpu/profiled_h100.json), and of NCCL."""
+
+
+@pytest.mark.parametrize(("name", "kind"), H100.items())
+def test_kernels_of_a_gpu_have_their_class(name, kind):
+    assert class_of_kernel(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        (("aten::linear", "aten::addmm"), "matmul"),
+        (
+            ("aten::scaled_dot_product_attention", "aten::_scaled_dot_product_attention_math", "aten::bmm"),
+            "attention",
+        ),
+        (("autograd::engine::evaluate_function: MmBackward0", "MmBackward0", "aten::mm"), "matmul"),
+        (("Optimizer.step#AdamW.step", "aten::_fused_adamw_"), "optimizer"),
+        (("Optimizer.step#Muon.step", "aten::mm"), "optimizer"),
+        (("Optimizer.step#Muon.step", "c10d::allgather_"), "communication"),
+        (("aten::to", "aten::_to_copy", "aten::copy_"), "memory"),
+        (("aten::silu",), "other"),
+    ],
+)
+def test_operators_of_a_cpu_have_their_class(path, kind):
+    assert class_of_operator(path) == kind
+
+
+def test_kernels_started_by_the_optimizer_are_its_own_but_for_communication():
+    assert class_of_kernel("nvjet_sm90_tst_256x128", in_optimizer=True) == "optimizer"
+    assert class_of_kernel("ncclDevKernel_AllGather_RING_LL", in_optimizer=True) == "communication"
+
+
+def test_names_are_short():
+    assert short("void at::native::elementwise_kernel<128, 4, BUnaryFunctor<float>>(int)") == (
+        "at::native::elementwise_kernel<BUnaryFunctor>"
+    )
+    assert short("Memcpy DtoH (Device -> Pageable)") == "Memcpy DtoH"
+
+
+def by_brute_force(work, communication, spans, length):
+    """Who has each whole moment: the work that began first, else such communication, else the span."""
+    found = {}
+    for moment in range(length):
+        owner = None
+        for level in (work, communication, spans):
+            running = [p for p in level if p[0] <= moment < p[1]]
+            if running and owner is None:
+                # of two, the one whose turn it still is: the earliest that began
+                owner = min(running, key=lambda p: (p[0], level.index(p)))[2]
+        found[owner or "between"] = found.get(owner or "between", 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_moment_has_one_owner_as_by_brute_force(seed):
+    draw, length = random.Random(seed), 300
+
+    def pieces(count, name):
+        starts = [draw.randrange(length - 1) for _ in range(count)]
+        return sorted(
+            [(a, min(length, a + draw.randrange(1, 40)), f"{name}{n}") for n, a in enumerate(starts)]
+        )
+
+    work, talk = pieces(12, "w"), pieces(6, "c")
+    cuts = [0, *sorted(draw.sample(range(1, length), 3))]
+    spans = [(a, b, f"s{n}") for n, (a, b) in enumerate(pairwise(cuts))]
+    line = Timeline(0.0, float(length), False)
+    line.work = [Piece(a, b, "matmul", name) for a, b, name in work]
+    line.communication = [Piece(a, b, "communication", name, "tp") for a, b, name in talk]
+    line.spans = [Piece(a, b, "idle", name) for a, b, name in spans]
+    summary = summarize(line, 2)
+    assert sum(summary["classes_s"].values()) == pytest.approx(length * 1e-6 / 2, rel=1e-12)
+    expected = by_brute_force(work, talk, spans, length)
+    levels = {"w": 0, "c": 0, "s": 0, "b": 0}
+    for name, moments in expected.items():
+        levels[name[0]] += moments
+    got = summary["classes_s"]
+    assert got["matmul"] == pytest.approx(levels["w"] * 1e-6 / 2)
+    assert got["communication"] == pytest.approx(levels["c"] * 1e-6 / 2)
+    assert got["idle"] == pytest.approx((levels["s"] + levels["b"]) * 1e-6 / 2)
+    assert summary["communication"]["tp"]["total_s"] == pytest.approx(
+        sum(b - a for a, b, _ in talk) * 1e-6 / 2
+    )
+
+
+def test_free_times_stay_free_where_nothing_goes_on():
+    pieces = [Piece(2, 4, "other", "x"), Piece(3, 6, "other", "y"), Piece(9, 20, "other", "z")]
+    assert _give(pieces, [(0, 5), (7, 10)]) == [(0, 2), (7, 9)]
+    assert [piece.alone_us for piece in pieces] == [2, 1, 1]
+    assert _give([], [(0, 5)]) == [(0, 5)]
+    assert _give([Piece(0, 1, "other", "x")], []) == []
+
+
+def event(cat, name, ts, dur, tid=1, **args):
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "pid": 1, "args": args}
+
+
+def gpu_trace(path):
+    """Matmul 30, optimizer 20, a copy 10, all-gather 40 of which 25 run beside the matmul, 25 idle."""
+    nccl = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+    gathered = {"Collective name": "_allgather_base", "Process Group Name": "7", "Out msg nelems": 1024}
+    events = [
+        event("user_annotation", WINDOW_MARK, 100, 100),
+        event("gpu_user_annotation", WINDOW_MARK, 110, 80, tid=7),
+        event("user_annotation", SPAN_MARK + "data", 100, 10),
+        event("user_annotation", SPAN_MARK + "step", 110, 90),
+        event("cpu_op", "aten::mm", 112, 3, **{"External id": 5, "Input Dims": [[64, 32], [32, 16], []]}),
+        event("cuda_runtime", "cudaLaunchKernel", 113, 1, correlation=11),
+        event("kernel", "nvjet_sm90_tst_256x128", 110, 30, tid=7, correlation=11, **{"External id": 5}),
+        event("kernel", nccl, 115, 40, tid=8, dtype="BFloat16", **gathered),
+        event("user_annotation", "Optimizer.step#AdamW.step", 130, 5),
+        event("cuda_runtime", "cudaLaunchKernel", 131, 1, correlation=12),
+        event(
+            "kernel",
+            "void at::native::vectorized_elementwise_kernel<4, AddFunctor>()",
+            160,
+            20,
+            7,
+            correlation=12,
+        ),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 180, 10, tid=7),
+        event("kernel", "nvjet_outside", 210, 30, tid=7),
+        {"ph": "M", "name": "process_name", "pid": 1, "ts": 0, "args": {"name": "x"}},
+    ]
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+def test_trace_of_a_gpu_is_summed_up_as_by_hand(tmp_path):
+    line = read(gpu_trace(tmp_path / "t.json"), lambda group, span: f"group {group}")
+    summary = summarize(line, 2)
+    assert summary["on"] == "gpu" and summary["step_s"] == pytest.approx(50e-6)
+    us = {kind: round(s * 2e6, 6) for kind, s in summary["classes_s"].items()}
+    assert us == {
+        "matmul": 30, "attention": 0, "communication": 15, "optimizer": 20, "memory": 10,
+        "other": 0, "idle": 25,
+    }  # fmt: skip
+    gathered = summary["communication"]["group 7"]
+    assert gathered["total_s"] == pytest.approx(20e-6) and gathered["exposed_s"] == pytest.approx(7.5e-6)
+    assert gathered["bytes"] == 1024 * 2 / 2 and gathered["calls"] == 0.5
+    assert {name: round(s * 2e6, 6) for name, s in summary["idle_s"].items()} == {"data": 10, "step": 15}
+    first = summary["longest"][0]
+    assert (
+        first["what"] == "nvjet_sm90_tst_256x128 from aten::mm [64, 32] x [32, 16]" and first["calls"] == 0.5
+    )
+    page = markdown(summary | {"rank": 0, "device": "H100", "first_step": 10, "steps": 2})
+    assert page.index("| matmul |") < page.index("| idle |") < page.index("| optimizer |")
+    assert "the GPU waits, the host is in 'step'" in page
+
+
+@pytest.mark.parametrize("text", ["", '{"traceEvents": [', '{"traceEvents": []}', "[]"])
+def test_trace_that_is_cut_off_or_has_no_window_is_an_error(tmp_path, text):
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(ValueError):
+        read(tmp_path / "t.json", lambda group, span: "")
+
+
+@pytest.mark.parametrize(
+    ("keys", "step", "found"),
+    [
+        ({}, 9, None), ({}, 10, range(10, 13)), ({}, 12, range(10, 13)), ({}, 13, None), ({}, 110, None),
+        ({"every_steps": 100}, 110, range(110, 113)), ({"every_steps": 100}, 113, None),
+        ({"every_steps": 3}, 13, range(13, 16)), ({"first_step": 1, "steps": 1}, 1, range(1, 2)),
+    ],
+)  # fmt: skip
+def test_windows_begin_where_they_are_due(keys, step, found):
+    assert ProfileConfig(**keys).window(step) == found
+
+
+def test_windows_that_overlap_are_refused():
+    with pytest.raises(ValueError, match="every_steps = 3 or more"):
+        ProfileConfig(every_steps=2, steps=3)
+
+
+def test_classes_of_a_summary_are_all_there():
+    summary = summarize(Timeline(0.0, 10.0, False), 1)
+    assert tuple(summary["classes_s"]) == CLASSES
+    assert summary["classes_s"]["idle"] == pytest.approx(10e-6) == summary["step_s"]
