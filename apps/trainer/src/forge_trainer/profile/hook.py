@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -25,6 +26,9 @@ from forge_trainer.steps.base import StepOutput
 
 if TYPE_CHECKING:
     from forge_trainer.hooks.profile import ProfileConfig
+
+QUIET = "KINETO_LOG_LEVEL"
+"""Without a GPU the profiler writes to stderr that it finds none."""
 
 TRACE, SUMMARY, PAGE = "trace.json.gz", "summary.json", "summary.md"
 
@@ -173,6 +177,8 @@ class Window:
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
+        else:
+            os.environ.setdefault(QUIET, "99")
         self._wait()
         self._profile = profile(
             activities=activities,

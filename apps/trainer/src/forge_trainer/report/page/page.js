@@ -9,6 +9,7 @@ let over = "step", zooming = false;
 window.addEventListener("error", (event) => { root.dataset.error = event.message; });
 
 const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+const dashes = [[], [7, 3], [2, 3], [9, 3, 2, 3], [4, 6]];
 const color = (number) => css(`--c${number % 10}`);
 
 function element(tag, text, className) {
@@ -27,7 +28,7 @@ function table(head, rows, where) {
       if (cell instanceof Node) box.append(cell);
       else {
         box.textContent = cell ?? "";
-        if (typeof cell === "number") { box.textContent = number(cell); box.className = "number"; }
+        if (typeof cell === "number") box.textContent = number(cell);
         else if (String(cell ?? "").length > 44) box.className = "long";
       }
       row.append(box);
@@ -83,17 +84,18 @@ function place(run, step) {
 function labels(chart) {
   const names = chart.curves.map((one) => one.name);
   const alone = new Set(names).size === 1;
+  if (alone) return chart.curves.map((one) => (many ? data.runs[one.run].name : one.name));
   let shared = names[0].lastIndexOf("/") + 1;
   while (shared > 0 && !names.every((name) => name.startsWith(names[0].slice(0, shared)))) {
     shared = names[0].lastIndexOf("/", shared - 2) + 1;
   }
   let tail = 0;
   const last = (name) => name.slice(name.lastIndexOf("/"));
-  if (!alone && names.every((name) => name.includes("/") && last(name) === last(names[0]))) tail = last(names[0]).length;
+  if (names.every((name) => name.includes("/") && last(name) === last(names[0]))) tail = last(names[0]).length;
   return chart.curves.map((one) => {
     const short = one.name.slice(shared, one.name.length - tail) || one.name;
     const run = data.runs[one.run].name;
-    return many ? (alone ? run : `${run} · ${short}`) : short;
+    return many ? `${run} · ${short}` : short;
   });
 }
 
@@ -196,7 +198,8 @@ function draw(chart, where) {
   if (positive) top.append(toggle);
   card.append(top);
   where.append(card);
-  const names = labels(chart), muted = () => css("--muted"), grid = { stroke: () => css("--line"), width: 1 };
+  const names = labels(chart), kinds = [...new Set(chart.curves.map((one) => one.name))];
+  const muted = () => css("--muted"), grid = { stroke: () => css("--line"), width: 1 };
   const axis = { stroke: muted, grid, ticks: grid, font: "11px system-ui, sans-serif" };
   const options = () => ({
     width: Math.max(200, card.clientWidth - 20),
@@ -212,7 +215,8 @@ function draw(chart, where) {
       { label: over, value: (_, value) => number(value) },
       ...chart.curves.map((one, at) => ({
         label: names[at],
-        stroke: () => color(many && new Set(chart.curves.map((c) => c.name)).size === 1 ? one.run : at),
+        stroke: () => color(many ? one.run : at),
+        dash: many ? dashes[kinds.indexOf(one.name) % dashes.length] : [],
         width: 1.5,
         points: { show: one.x.length < 60, size: 4 },
         value: (_, value) => number(value),
@@ -255,7 +259,7 @@ function showRuns() {
     if (many) name.append(dot);
     name.append(run.name);
     name.title = run.path;
-    return [name, run.state, `${number(run.step)} of ${run.until === null ? "?" : number(run.until)}`, ...known.map((fact) => run.last[fact]?.[1])];
+    return [name, run.state, number(run.step) + (run.until === null ? "" : ` of ${number(run.until)}`), ...known.map((fact) => run.last[fact]?.[1])];
   });
   table(head, rows, section("runs"));
   for (const run of data.runs) {
