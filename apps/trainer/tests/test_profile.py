@@ -3,6 +3,7 @@
 import json
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from forge_trainer.hooks import ProfileConfig
@@ -10,6 +11,7 @@ from forge_trainer.profile.classes import CLASSES, class_of_kernel, class_of_ope
 from forge_trainer.profile.summary import _give, markdown, summarize
 from forge_trainer.profile.trace import SPAN_MARK, WINDOW_MARK, Piece, Timeline, read
 
+ROOT = Path(__file__).parents[3]
 H100 = {
     "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NTT": "matmul",
     "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_splitK_NNT": "matmul",
@@ -21,6 +23,7 @@ H100 = {
     "triton_tem_fused_flex_attention_0": "attention",
     "triton_tem_fused_mm_3": "matmul",
     "triton_poi_fused__unsafe_view_mul_silu_silu_backward_view_0": "other",
+    "triton_red_fused__to_copy_add_arange_copy_copy__div_eq_exp_log_mul_prepare_softmax_online": "other",
     "triton_per_fused__fused_rms_norm__fused_rms_norm_backward__unsafe_view_add_view_6": "other",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
     "FusedOptimizerTensorListMetadata<4>, at::native::FusedAdamMathFunctor<float, 4>>": "optimizer",
@@ -58,6 +61,18 @@ def test_kernels_of_a_gpu_have_their_class(name, kind):
 )
 def test_operators_of_a_cpu_have_their_class(path, kind):
     assert class_of_operator(path) == kind
+
+
+def test_kernels_of_a_step_on_an_h100_add_up_to_what_the_page_of_its_speed_tells():
+    found = json.loads((ROOT / "benchmarks" / "results" / "gpu" / "profiled_h100.json").read_text())
+    ms = dict.fromkeys(CLASSES, 0.0)
+    for row in found["results"]["longest"]:
+        if row["kernel"] not in ("the loss", "Optimizer.step#AdamW.step"):  # marks over kernels
+            ms[class_of_kernel(row["kernel"])] += row["ms"]
+    assert ms["matmul"] == pytest.approx(340, rel=0.02)
+    assert ms["attention"] == pytest.approx(89, rel=0.02)
+    assert ms["optimizer"] == pytest.approx(13, rel=0.02)
+    assert ms["communication"] == 0
 
 
 def test_kernels_started_by_the_optimizer_are_its_own_but_for_communication():

@@ -35,6 +35,9 @@ _OPERATORS = {
 }
 """Of a CPU: the same of the names of operators."""
 
+_FUSED = re.compile(r"^triton_(poi|red|per)_")
+"""Elementwise operations and reductions that the compiler has fused; the name lists all that is in them."""
+
 _COMPILED = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _KERNELS.items()}
 _COMPILED_OPERATORS = {kind: re.compile(pattern) for kind, pattern in _OPERATORS.items()}
 
@@ -48,6 +51,8 @@ def class_of_kernel(name: str, in_optimizer: bool = False) -> str:
     """
     if in_optimizer:
         return COMMUNICATION if _COMPILED[COMMUNICATION].search(name) else OPTIMIZER
+    if _FUSED.match(name):
+        return OTHER
     return next((kind for kind, pattern in _COMPILED.items() if pattern.search(name)), OTHER)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,9 +151,10 @@ class Profile(Hook):
         )
 
     def _drop(self) -> None:
-        if self._window is not None:
-            self._window.stop()
-            self._window = None
+        window, self._window = self._window, None
+        if window is not None:
+            with suppress(RuntimeError):  # of a device that has failed
+                window.stop()
 
     def _watch(self, name: str) -> None:
         if self._window is not None:

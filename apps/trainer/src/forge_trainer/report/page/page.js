@@ -4,7 +4,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement;
 const many = data.runs.length > 1;
 const plots = [];
-let over = "step", zooming = false;
+let over = "step", view = null;
 
 window.addEventListener("error", (event) => { root.dataset.error = event.message; });
 
@@ -144,15 +144,30 @@ function drawMarks(plot) {
   context.restore();
 }
 
-function zoom(min, max, except) {
-  if (zooming) return;
-  zooming = true;
-  for (const plot of plots) {
-    if (plot === except) continue;
-    if (min === null) plot.setData(plot.data, true);
-    else plot.setScale("x", { min, max });
+// from the first to the last point of any curve
+function everything() {
+  let min = Infinity, max = -Infinity;
+  for (const chart of data.charts) {
+    for (const one of chart.curves) {
+      min = Math.min(min, place(one.run, one.x[0]));
+      max = Math.max(max, place(one.run, one.x[one.x.length - 1]));
+    }
   }
-  zooming = false;
+  return max > min ? { min, max } : { min: (min || 0) - 1, max: (max || 0) + 1 };
+}
+
+// all charts show the same part of the runs; null is all of it
+function zoom(range) {
+  view = range;
+  for (const plot of plots) plot.setScale("x", view ?? everything());
+}
+
+function selected(plot) {
+  const { left, width } = plot.select;
+  if (width < 4) return;
+  const range = { min: plot.posToVal(left, "x"), max: plot.posToVal(left + width, "x") };
+  plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+  zoom(range);
 }
 
 function touches(plot) {
@@ -174,9 +189,7 @@ function touches(plot) {
   over.addEventListener("touchmove", (event) => {
     if (pinch && event.touches.length === 2) {
       const [a, b] = points(event), by = pinch.wide / Math.max(8, Math.abs(a - b));
-      plot.setScale("x", {
-        min: pinch.middle - (pinch.middle - pinch.min) * by, max: pinch.middle + (pinch.max - pinch.middle) * by,
-      });
+      zoom({ min: pinch.middle - (pinch.middle - pinch.min) * by, max: pinch.middle + (pinch.max - pinch.middle) * by });
       event.preventDefault();
     } else if (!pinch) show(event);
   }, { passive: false });
@@ -205,7 +218,13 @@ function draw(chart, where) {
     width: Math.max(200, card.clientWidth - 20),
     height: innerWidth < 600 ? 200 : 230,
     scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
-    cursor: { sync: { key: "forge" }, dataIdx: nearest, drag: { x: true, y: false }, points: { size: 6 } },
+    cursor: {
+      sync: { key: "forge", filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+      dataIdx: nearest,
+      drag: { x: true, y: false, setScale: false },
+      points: { size: 6 },
+      bind: { dblclick: () => () => zoom(null) },
+    },
     legend: { live: true },
     axes: [
       { ...axis, size: 34, values: (_, values, at, space, step) => brief(values, step) },
@@ -224,7 +243,7 @@ function draw(chart, where) {
     ],
     hooks: {
       draw: [drawMarks],
-      setScale: [(made, key) => { if (key === "x" && plot) zoom(made.scales.x.min, made.scales.x.max, made); }],
+      setSelect: [selected],
     },
   });
   const build = () => {
@@ -232,6 +251,7 @@ function draw(chart, where) {
     const made = new uPlot(options(), columns(chart), card);
     plot = made;
     plots.push(made);
+    made.setScale("x", view ?? everything());
     touches(made);
     toggle.textContent = log ? "linear" : "log";
   };
@@ -289,7 +309,7 @@ function showEvents() {
       if (kind === "change") what.classList.add("change"); else if (kind !== "start") what.classList.add("bad");
       go.addEventListener("click", () => {
         const index = data.runs.indexOf(run), wide = Math.max(20, run.step / 20);
-        zoom(place(index, Math.max(0, step - wide)), place(index, step + wide));
+        zoom({ min: place(index, Math.max(0, step - wide)), max: place(index, step + wide) });
         section("curves").scrollIntoView();
       });
       rows.push([...(many ? [run.name] : []), go, what, text]);
@@ -348,7 +368,7 @@ function start() {
   for (const option of document.getElementById("over").options) {
     option.disabled = option.value !== "step" && !data.runs.every((run) => run.axes[option.value]);
   }
-  document.getElementById("over").addEventListener("change", (event) => { over = event.target.value; rebuild(); });
+  document.getElementById("over").addEventListener("change", (event) => { over = event.target.value; view = null; rebuild(); });
   document.getElementById("marks").addEventListener("change", () => plots.forEach((plot) => plot.redraw(false)));
   document.getElementById("whole").addEventListener("click", () => zoom(null));
   document.getElementById("scheme").addEventListener("click", () => {
