@@ -109,7 +109,9 @@ def summaries(tmp_path, name):
     return [json.loads((folder / f"rank-{rank}" / "summary.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("layout", EXTRAS)
+@pytest.mark.parametrize(
+    "layout", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "pp", "compiled"))]
+)
 def test_training_computes_the_same_bits_when_it_is_profiled(job, tmp_path, layout):
     plain = run_ranks(trained, 2, job("plain", EXTRAS[layout]))
     seen = run_ranks(trained, 2, job("seen", EXTRAS[layout] + HOOK))
@@ -122,7 +124,7 @@ def test_training_computes_the_same_bits_when_it_is_profiled(job, tmp_path, layo
         assert summary["communication"]["decisions (CPU)"]["calls"] > 0
 
 
-@pytest.mark.parametrize("what", ["all-reduce", "matmul"])
+@pytest.mark.parametrize("what", ["all-reduce", pytest.param("matmul", marks=pytest.mark.slow)])
 def test_what_is_slow_on_purpose_is_named_first(job, tmp_path, what):
     run_ranks(trained, 2, job("seen", HOOK), what)
     for rank, summary in enumerate(summaries(tmp_path, "seen")):

@@ -49,6 +49,7 @@ def test_killed_run_is_profiled_where_it_goes_on_with_the_same_bits(forge, tiny,
     assert found[5]["classes_s"]["optimizer"] > 0 and found[5]["idle_s"]["step"] > 0
 
 
+@pytest.mark.slow
 def test_windows_come_again_and_the_last_one_ends_with_the_run(forge, tiny, tmp_path):
     said = forge("train", tiny(steps=8, extra=look(first=2, steps=2, every=3))).stdout
     found = profiles(tmp_path / "runs" / "tiny")
@@ -56,6 +57,7 @@ def test_windows_come_again_and_the_last_one_ends_with_the_run(forge, tiny, tmp_
     assert said.count("profiled 2 steps of") == 2 and "profiled 1 steps of" in said
 
 
+@pytest.mark.slow
 def test_profile_that_cannot_be_written_ends_nothing(forge, tiny, tmp_path):
     run = tmp_path / "runs" / "tiny"
     run.mkdir(parents=True)
@@ -65,23 +67,13 @@ def test_profile_that_cannot_be_written_ends_nothing(forge, tiny, tmp_path):
     assert "the profile of step 3 could not be written" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--hooks.look.first_step=9"], "first_step = 9 in a run of 8 steps would write nothing"),
-        (["--hooks.look.ranks=[0,2]"], "ranks = [2] of 1"),
-        (["--hooks.look.snapshot_step=3"], "a snapshot of memory needs a GPU"),
-        (["--hooks.more.type=profile"], "two hooks of type profile"),
-        (["--hooks.look.every_steps=1"], "windows would overlap"),
-        (['--hooks.look.details=["colour"]'], "details"),
-    ],
-)
-def test_profile_that_could_show_nothing_is_refused(forge, tiny, tmp_path, flags, said):
-    done = forge("train", tiny(steps=8, extra=look()), *flags, check=False)
-    assert done.returncode == 78 and said in done.stderr
+def test_profile_that_could_show_nothing_is_refused(forge, tiny, tmp_path):
+    done = forge("train", tiny(steps=8, extra=look(first=9)), check=False)
+    assert done.returncode == 78 and "first_step = 9 in a run of 8 steps would write nothing" in done.stderr
     assert not (tmp_path / "runs" / "tiny" / "config.toml").exists()
 
 
+@pytest.mark.slow
 def test_stacks_and_memory_are_in_the_trace_where_they_are_asked_for(forge, tiny, tmp_path):
     forge("train", tiny(steps=3, extra=look(2, 1)), '--hooks.look.details=["stacks","memory"]')
     folder = tmp_path / "runs" / "tiny" / "profile" / "step-00000002" / "rank-0"

@@ -4,8 +4,10 @@ import json
 import random
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from forge_config import ConfigError
 from forge_trainer.hooks import ProfileConfig
 from forge_trainer.profile.classes import CLASSES, class_of_kernel, class_of_operator, short
 from forge_trainer.profile.summary import _give, markdown, summarize
@@ -220,6 +222,35 @@ def test_windows_begin_where_they_are_due(keys, step, found):
 def test_windows_that_overlap_are_refused():
     with pytest.raises(ValueError, match="every_steps = 3 or more"):
         ProfileConfig(every_steps=2, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "device", "said"),
+    [
+        ({"first_step": 9}, "cpu", "first_step = 9 in a run of 8 steps"),
+        ({"first_step": 2, "ranks": (0, 2)}, "cpu", "ranks = [2] of 2"),
+        ({"first_step": 2, "snapshot_step": 3}, "cpu", "a snapshot of memory needs a GPU"),
+        ({"first_step": 2, "snapshot_on_oom": True}, "cpu", "a snapshot of memory needs a GPU"),
+        ({"first_step": 2, "snapshot_step": 9}, "cuda", "snapshot_step = 9 in a run of 8 steps"),
+    ],
+)
+def test_hook_that_could_show_nothing_is_refused(keys, device, said):
+    with pytest.raises(ConfigError) as caught:
+        ProfileConfig(**keys).build(run_of(device, {}))
+    assert said in str(caught.value)
+
+
+def test_two_such_hooks_are_refused():
+    two = {"a": ProfileConfig(first_step=1), "b": ProfileConfig(first_step=2)}
+    with pytest.raises(ConfigError, match="two hooks of type profile"):
+        two["a"].build(run_of("cpu", two))
+
+
+def run_of(device, hooks):
+    """What is asked of a run before a hook is built."""
+    job = SimpleNamespace(train=SimpleNamespace(steps=8), hooks=hooks)
+    mesh = SimpleNamespace(device=SimpleNamespace(type=device))
+    return SimpleNamespace(job=job, mesh=mesh, env=SimpleNamespace(world_size=2, rank=0))
 
 
 def test_classes_of_a_summary_are_all_there():

@@ -7,13 +7,14 @@ import random
 import statistics
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from forge_config import ConfigError
 from forge_resilience.goodput import Line
 from forge_trainer.cli import main
 from forge_trainer.report.charts import charts_of
-from forge_trainer.report.facts import config_of, differing, marks_of, names_of
+from forge_trainer.report.facts import config_of, differing, find_runs, marks_of, names_of
 from forge_trainer.report.page import page
 from forge_trainer.report.series import read_metrics, thinned
 
@@ -175,6 +176,18 @@ def test_numbers_that_are_not_finite_are_gaps(tmp_path):
     records = [{"step": s, "loss": None if s == 3 else 1.0 / s} for s in range(1, 6)]
     facts = facts_of(page([make(tmp_path / "a", records)], tmp_path))
     assert facts["charts"][0]["curves"][0]["y"] == [1, 0.5, None, 0.25, 0.2]
+
+
+def test_counts_that_are_not_finite_do_not_spoil_the_page(tmp_path):
+    records = [{"step": s, "tokens": None, "time": None, "loss": 1.0} for s in range(1, 6)]
+    facts = facts_of(page([make(tmp_path / "a", records)], tmp_path))
+    assert facts["runs"][0]["axes"] == {"step": [], "tokens": []}
+
+
+def test_run_that_is_named_twice_counts_once(tmp_path, monkeypatch):
+    run = make(tmp_path / "a", trained(1.0))
+    monkeypatch.chdir(tmp_path)
+    assert find_runs([run, tmp_path, Path("a")]) == [run]
 
 
 def test_run_without_metrics_has_a_page(tmp_path):

@@ -55,7 +55,7 @@ def summarize(line: Timeline, steps: int) -> dict[str, Any]:
         rest = _give(level, rest)
     left = Piece(line.start, line.end, IDLE, "between", alone_us=sum(end - start for start, end in rest))
     pieces = [*line.work, *line.communication, *line.spans, left]
-    classes = dict.fromkeys(CLASSES, 0.0)
+    classes: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     for piece in pieces:
         classes[piece.kind] += piece.alone_us * scale
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +161,12 @@ def _of_gpu(events: list[Event], axis_of: Callable[[str, str], str]) -> Iterator
         if kind == COMMUNICATION:
             collective = str(event.args.get("Collective name") or short(event.name))
             axis = axis_of(str(event.args.get("Process Group Name", "")), "")
-            size = int(event.args.get("Out msg nelems") or 0) * _BYTES.get(_dtype(event), 0)
+            size = int(event.args.get("Out msg nelems") or 0) * _bytes_of(event.args.get("dtype"))
             yield Piece(event.ts, event.end, kind, f"{collective} over {axis}", axis, size)
             continue
         operator = operators.get(event.args.get("External id"))
         by = f" from {_named(operator)}" if operator is not None and kind != OPTIMIZER else ""
         yield Piece(event.ts, event.end, kind, short(event.name) + by)
-
-
-def _dtype(event: Event) -> str:
-    return str(event.args.get("dtype", "")).lower()
 
 
 def _of_cpu(
@@ -221,13 +218,18 @@ def _named(event: Event) -> str:
 
 
 def _size(event: Event) -> int:
-    """Bytes of the inputs of a collective on a CPU."""
-    total = 0
-    for dims, kind in zip(
-        event.args.get("Input Dims") or (), event.args.get("Input type") or (), strict=False
-    ):
-        count = 1
-        for size in dims:
-            count *= size if isinstance(size, int) else 0
-        total += count * _BYTES.get(str(kind).removesuffix(" int").removeprefix("c10::").lower(), 0)
-    return total
+    """Bytes of the inputs of a collective on a CPU, as far as the trace has their shapes."""
+    shapes: list[Any] = event.args.get("Input Dims") or []
+    kinds: list[Any] = event.args.get("Input type") or []
+    return sum(_elements(dims) * _bytes_of(kind) for dims, kind in zip(shapes, kinds, strict=False))
+
+
+def _elements(dims: list[Any]) -> int:
+    """Of a tensor, or of all tensors of a list."""
+    if any(isinstance(one, list) for one in dims):
+        return sum(_elements(one) for one in dims)
+    return prod(dims)
+
+
+def _bytes_of(kind: object) -> int:
+    return _BYTES.get(str(kind).lower().removeprefix("c10::").removesuffix(" int"), 0)

@@ -11,7 +11,7 @@ from forge_config.registry import type_name
 from torch import nn
 
 from forge_trainer.optim.groups import listed, unfed
-from forge_trainer.report.scaled import scaled
+from forge_trainer.report.scaled import scaled as scaled
 
 if TYPE_CHECKING:
     from forge_trainer.config.job import Job

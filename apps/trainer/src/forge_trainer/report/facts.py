@@ -46,7 +46,7 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
     Raises:
         ConfigError: one is neither.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     for folder in folders:
         runs = [folder] if RunFiles(folder).config.exists() else runs_in(folder)
         if not runs:
@@ -54,8 +54,9 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
                 f"{folder} is no run and no folder of runs: there is no config.toml, which the first step of "
                 "a run writes, in it or right below it"
             )
-        found |= dict.fromkeys(runs)
-    return list(found)
+        for run in runs:
+            found.setdefault(run.resolve(), run)
+    return list(found.values())
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:

@@ -155,11 +155,12 @@ def _axes(metrics: Mapping[str, Series]) -> dict[str, list[float]]:
         return {}
     count = len(tokens.steps)
     places = sorted({*range(0, count, max(1, count // AXIS_POINTS)), count - 1})
+    places = [at for at in places if math.isfinite(tokens.values[at])]
     found: dict[str, list[float]] = {
         "step": [tokens.steps[at] for at in places],
         "tokens": [tokens.values[at] for at in places],
     }
-    if times is not None and times.steps == tokens.steps:
+    if times is not None and times.steps == tokens.steps and math.isfinite(sum(times.values)):
         begin = times.values[0]
         found["hours"] = [round((times.values[at] - begin) / 3600, 5) for at in places]
     return found

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -86,8 +87,8 @@ def read_metrics(path: Path, names: set[str] | None = None) -> dict[str, Series]
     return {name: series for name, series in found.items() if len(series.steps)}
 
 
-def _records(path: Path) -> Iterator[dict[str, object]]:
-    decode = msgspec.json.Decoder(dict[str, object]).decode
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
     try:
         with path.open("rb") as file:
             for line in file:

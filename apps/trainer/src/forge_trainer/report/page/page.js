@@ -337,7 +337,7 @@ function showRest() {
       const line = element("p", many ? `${run.name}: ` : "");
       for (const [step, path] of run.checkpoints) {
         const link = element("a", `step ${number(step)}`);
-        link.href = encodeURI(path);
+        link.href = path.split("/").map(encodeURIComponent).join("/");
         link.title = path;
         line.append(link, "  ");
       }
@@ -366,7 +366,7 @@ function start() {
     } else one.remove();
   }
   for (const option of document.getElementById("over").options) {
-    option.disabled = option.value !== "step" && !data.runs.every((run) => run.axes[option.value]);
+    option.disabled = option.value !== "step" && !data.runs.every((run) => run.axes[option.value]?.length > 1);
   }
   document.getElementById("over").addEventListener("change", (event) => { over = event.target.value; view = null; rebuild(); });
   document.getElementById("marks").addEventListener("change", () => plots.forEach((plot) => plot.redraw(false)));
