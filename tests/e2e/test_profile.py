@@ -35,6 +35,7 @@ def profiles(run):
     return found
 
 
+@pytest.mark.slow
 def test_killed_run_is_profiled_where_it_goes_on_with_the_same_bits(forge, tiny, tmp_path):
     forge("train", tiny(steps=9, name="plain.toml", root=tmp_path / "plain"))
     cut = tiny(steps=9, extra=look(first=5, steps=3))
@@ -81,6 +82,7 @@ def test_stacks_and_memory_are_in_the_trace_where_they_are_asked_for(forge, tiny
     assert "python_function" in text and '"[memory]"' in text and "Input Dims" not in text
 
 
+@pytest.mark.slow
 def test_times_of_the_device_are_those_of_the_host_on_a_cpu(forge, tiny, tmp_path):
     extra = '[hooks.times]\ntype = "device-time"\nevery_steps = 4\n'
     forge("train", tiny(steps=8, name="plain.toml", root=tmp_path / "plain"))

@@ -10,7 +10,7 @@ import pytest
 from forge_config import ConfigError
 from forge_trainer.hooks import ProfileConfig
 from forge_trainer.profile.classes import CLASSES, class_of_kernel, class_of_operator, short
-from forge_trainer.profile.summary import _give, markdown, summarize
+from forge_trainer.profile.summary import _give, line_of, markdown, summarize
 from forge_trainer.profile.trace import SPAN_MARK, WINDOW_MARK, Piece, Timeline, read
 
 ROOT = Path(__file__).parents[3]
@@ -90,49 +90,53 @@ def test_names_are_short():
 
 
 def by_brute_force(work, communication, spans, length):
-    """Who has each whole moment: the work that began first, else such communication, else the span."""
-    found = {}
+    """How many moments of steps each kind has: work, else communication in flight, else the span or none."""
+    found = dict.fromkeys(("matmul", "communication", "idle"), 0)
     for moment in range(length):
-        owner = None
-        for level in (work, communication, spans):
-            running = [p for p in level if p[0] <= moment < p[1]]
-            if running and owner is None:
-                # of two, the one whose turn it still is: the earliest that began
-                owner = min(running, key=lambda p: (p[0], level.index(p)))[2]
-        found[owner or "between"] = found.get(owner or "between", 0) + 1
+        span = next((name for a, b, name in spans if a <= moment < b), "between")
+        if span == "evaluate":
+            continue
+        running = [level for level in (work, communication) if any(a <= moment < b for a, b, _ in level)]
+        kind = "idle" if not running else "matmul" if running[0] is work else "communication"
+        found[kind] += 1
     return found
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_moment_has_one_owner_as_by_brute_force(seed):
     draw, length = random.Random(seed), 300
+    cuts = [0, *sorted(draw.sample(range(1, length), 4))]
+    spans = [
+        (a, b, n) for (a, b), n in zip(pairwise(cuts), ("data", "step", "evaluate", "agree"), strict=True)
+    ]
+    inner, outer = spans[2][:2]
 
     def pieces(count, name):
-        starts = [draw.randrange(length - 1) for _ in range(count)]
-        return sorted(
-            [(a, min(length, a + draw.randrange(1, 40)), f"{name}{n}") for n, a in enumerate(starts)]
-        )
+        """None goes over a border of the evaluation: the device is waited for there."""
+        found = []
+        for number in range(count):
+            start = draw.randrange(length - 1)
+            end = min(length, start + draw.randrange(1, 40))
+            border = next((one for one in (inner, outer) if start < one < end), end)
+            found.append((start, border, f"{name}{number}"))
+        return found
 
     work, talk = pieces(12, "w"), pieces(6, "c")
-    cuts = [0, *sorted(draw.sample(range(1, length), 3))]
-    spans = [(a, b, f"s{n}") for n, (a, b) in enumerate(pairwise(cuts))]
     line = Timeline(0.0, float(length), False)
     line.work = [Piece(a, b, "matmul", name) for a, b, name in work]
     line.communication = [Piece(a, b, "communication", name, "tp") for a, b, name in talk]
     line.spans = [Piece(a, b, "idle", name) for a, b, name in spans]
     summary = summarize(line, 2)
-    assert sum(summary["classes_s"].values()) == pytest.approx(length * 1e-6 / 2, rel=1e-12)
     expected = by_brute_force(work, talk, spans, length)
-    levels = {"w": 0, "c": 0, "s": 0, "b": 0}
-    for name, moments in expected.items():
-        levels[name[0]] += moments
-    got = summary["classes_s"]
-    assert got["matmul"] == pytest.approx(levels["w"] * 1e-6 / 2)
-    assert got["communication"] == pytest.approx(levels["c"] * 1e-6 / 2)
-    assert got["idle"] == pytest.approx((levels["s"] + levels["b"]) * 1e-6 / 2)
-    assert summary["communication"]["tp"]["total_s"] == pytest.approx(
-        sum(b - a for a, b, _ in talk) * 1e-6 / 2
-    )
+    assert summary["step_s"] == pytest.approx(sum(expected.values()) * 1e-6 / 2, rel=1e-12)
+    assert sum(summary["classes_s"].values()) == pytest.approx(summary["step_s"], rel=1e-12)
+    for kind, moments in expected.items():
+        assert summary["classes_s"][kind] == pytest.approx(moments * 1e-6 / 2), kind
+    assert summary["beside_s"] == {"evaluate": pytest.approx((outer - inner) * 1e-6)}
+    seen = [(a, b) for a, b, _ in talk if not inner <= (a + b) / 2 <= outer]
+    row = summary["communication"].get("tp", {"total_s": 0, "calls": 0})
+    assert row["total_s"] == pytest.approx(sum(b - a for a, b in seen) * 1e-6 / 2)
+    assert row["calls"] == len(seen) / 2
 
 
 def test_free_times_stay_free_where_nothing_goes_on():
@@ -194,6 +198,11 @@ def test_trace_of_a_gpu_is_summed_up_as_by_hand(tmp_path):
     first = summary["longest"][0]
     assert (
         first["what"] == "nvjet_sm90_tst_256x128 from aten::mm [64, 32] x [32, 16]" and first["calls"] == 0.5
+    )
+    told = summary | {"rank": 0, "device": "H100", "first_step": 10, "steps": 2}
+    assert line_of(told) == (
+        "profiled 2 steps of 0.1 ms: matmul 30%, idle 25%, optimizer 20%; "
+        "longest: nvjet_sm90_tst_256x128 from aten::mm [64, 32] x [32, 16] 30%"
     )
     page = markdown(summary | {"rank": 0, "device": "H100", "first_step": 10, "steps": 2})
     assert page.index("| matmul |") < page.index("| idle |") < page.index("| optimizer |")

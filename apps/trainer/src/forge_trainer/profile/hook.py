@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.profile.axes import axis_of
 from forge_trainer.profile.snapshots import Snapshots
-from forge_trainer.profile.summary import markdown, summarize
+from forge_trainer.profile.summary import STEPS, line_of, markdown, summarize
 from forge_trainer.profile.trace import SPAN_MARK, WINDOW_MARK, read
 from forge_trainer.progress import Progress
 from forge_trainer.run_dir.files import RunFiles
@@ -142,13 +142,7 @@ class Profile(Hook):
         plain.unlink()
         (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
         (folder / PAGE).write_text(markdown(summary))
-        first = summary["longest"][0] if summary["longest"] else {"what": "nothing", "class": "", "s": 0.0}
-        say(
-            f"step {window.first + steps - 1:>6}  profiled {steps} steps of "
-            f"{summary['step_s'] * 1e3:,.1f} ms: {first['s'] / summary['step_s']:.0%} in "
-            f"{first['what']} ({first['class']})\n",
-            sys.stdout,
-        )
+        say(f"step {window.first + steps - 1:>6}  {line_of(summary)}\n", sys.stdout)
 
     def _drop(self) -> None:
         window, self._window = self._window, None
@@ -199,6 +193,8 @@ class Window:
             if self._mark[0] == span:
                 return
             self._mark[1].__exit__(None, None, None)
+        if span not in STEPS:
+            self._wait()  # what steps have begun is theirs
         mark = record_function(SPAN_MARK + span)
         mark.__enter__()
         self._mark = span, mark

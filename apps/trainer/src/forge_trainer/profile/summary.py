@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from forge_trainer.clock import BETWEEN, TRAINING
 from forge_trainer.profile.classes import (
     ATTENTION,
     CLASSES,
@@ -16,6 +18,9 @@ from forge_trainer.profile.classes import (
     OTHER,
 )
 from forge_trainer.profile.trace import Piece, Timeline
+
+STEPS = TRAINING | {BETWEEN}
+"""Spans that are part of a step."""
 
 LONGEST = 25
 """So many rows of what took longest."""
@@ -37,7 +42,8 @@ def summarize(line: Timeline, steps: int) -> dict[str, Any]:
 
     A moment belongs to the work that runs in it, of several to the one that began first; else to a collective
     in flight; else to a wait for one; else it is idle, and is told by the span of the clock in which the host
-    was. The classes therefore add up to the step.
+    was. The classes therefore add up to the step. Spans that are no part of training, such as evaluations and
+    checkpoints, are left out of the steps.
 
     Args:
         line: what went on.
@@ -45,27 +51,44 @@ def summarize(line: Timeline, steps: int) -> dict[str, Any]:
 
     Returns:
         `step_s`; `classes_s` by class; `communication` by axis with `total_s`, `exposed_s`, `calls` and
-        `bytes`; `idle_s` by span; `longest`, with the largest first.
+        `bytes`; `idle_s` by span; `longest`, with the largest first; and `beside_s`, what was left out of all
+        steps together.
     """
     scale = 1e-6 / steps
-    rest = [(line.start, line.end)]
-    collectives = [piece for piece in line.communication if piece.axis]
-    waits = [piece for piece in line.communication if not piece.axis]
-    for level in (line.work, collectives, waits, line.spans):
+    beside = [span for span in line.spans if span.label not in STEPS]
+    rest = _give(beside, [(line.start, line.end)])
+    step_us = sum(end - start for start, end in rest)
+    starts = [span.start for span in beside]
+
+    def of_steps(pieces: Iterable[Piece]) -> list[Piece]:
+        return [one for one in pieces if not _within(one, beside, starts)]
+
+    work, spans = of_steps(line.work), [span for span in line.spans if span.label in STEPS]
+    collectives = of_steps(piece for piece in line.communication if piece.axis)
+    waits = of_steps(piece for piece in line.communication if not piece.axis)
+    for level in (work, collectives, waits, spans):
         rest = _give(level, rest)
-    left = Piece(line.start, line.end, IDLE, "between", alone_us=sum(end - start for start, end in rest))
-    pieces = [*line.work, *line.communication, *line.spans, left]
+    left = Piece(line.start, line.end, IDLE, BETWEEN, alone_us=sum(end - start for start, end in rest))
+    pieces = [*work, *collectives, *waits, *spans, left]
     classes: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     for piece in pieces:
         classes[piece.kind] += piece.alone_us * scale
     return {
-        "step_s": (line.end - line.start) * scale,
+        "step_s": step_us * scale,
         "on": "gpu" if line.on_gpu else "cpu",
         "classes_s": classes,
         "communication": _by_axis(collectives, steps),
-        "idle_s": _added([*line.spans, left], scale),
+        "idle_s": _added([*spans, left], scale),
+        "beside_s": _added(beside, 1e-6),
         "longest": _longest(pieces, steps, line.on_gpu),
     }
+
+
+def _within(piece: Piece, spans: Sequence[Piece], starts: Sequence[float]) -> bool:
+    """Whether the middle of a piece lies in one of the spans, which begin at `starts`."""
+    middle = (piece.start + piece.end) / 2
+    index = bisect_right(starts, middle) - 1
+    return index >= 0 and middle <= spans[index].end
 
 
 def _give(pieces: list[Piece], free: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -131,6 +154,16 @@ def _longest(pieces: Iterable[Piece], steps: int, on_gpu: bool) -> list[dict[str
     ]
 
 
+def line_of(summary: dict[str, Any]) -> str:
+    """The three largest classes, and what took longest, in a line."""
+    step_s = summary["step_s"] or 1.0
+    largest = sorted(summary["classes_s"].items(), key=lambda item: -item[1])[:3]
+    told = ", ".join(f"{kind} {s / step_s:.0%}" for kind, s in largest)
+    first = next(iter(summary["longest"]), None)
+    longest = f"; longest: {first['what']} {first['s'] / step_s:.0%}" if first else ""
+    return f"profiled {summary['steps']} steps of {_ms(summary['step_s'])}: {told}{longest}"
+
+
 def markdown(summary: dict[str, Any]) -> str:
     """The summary as a page: the largest first.
 
@@ -139,10 +172,13 @@ def markdown(summary: dict[str, Any]) -> str:
     """
     step_s = summary["step_s"] or 1.0
     last = summary["first_step"] + summary["steps"] - 1
+    told = ", ".join(f"{name} {_ms(s)}" for name, s in summary["beside_s"].items())
+    beside = f" Beside the steps: {told}." if told else ""
     lines = [
         f"# Where the time of a step goes: steps {summary['first_step']} to {last}, rank {summary['rank']}",
         "",
-        f"A step took {_ms(summary['step_s'])} on {summary['device']}. Every moment belongs to one row.",
+        f"A step took {_ms(summary['step_s'])} on {summary['device']}. Every moment belongs to one row."
+        f"{beside}",
         "",
         "| class | ms a step | share | |",
         "|---|---:|---:|---|",
