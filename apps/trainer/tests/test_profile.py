@@ -201,7 +201,7 @@ def test_trace_of_a_gpu_is_summed_up_as_by_hand(tmp_path):
     )
     told = summary | {"rank": 0, "device": "H100", "first_step": 10, "steps": 2}
     assert line_of(told) == (
-        "profiled 2 steps of 0.1 ms: matmul 30%, idle 25%, optimizer 20%; "
+        "profiled 2 steps of 0.05 ms: matmul 30%, idle 25%, optimizer 20%; "
         "longest: nvjet_sm90_tst_256x128 from aten::mm [64, 32] x [32, 16] 30%"
     )
     page = markdown(summary | {"rank": 0, "device": "H100", "first_step": 10, "steps": 2})

@@ -204,4 +204,4 @@ def markdown(summary: dict[str, Any]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms"
+    return f"{seconds * 1e3:,.1f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.3g} ms"
