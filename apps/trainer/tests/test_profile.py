@@ -10,6 +10,7 @@ import pytest
 from forge_config import ConfigError
 from forge_trainer.hooks import ProfileConfig
 from forge_trainer.profile.classes import CLASSES, class_of_kernel, class_of_operator, short
+from forge_trainer.profile.hook import Window
 from forge_trainer.profile.summary import _give, line_of, markdown, summarize
 from forge_trainer.profile.trace import SPAN_MARK, WINDOW_MARK, Piece, Timeline, read
 
@@ -247,6 +248,13 @@ def test_hook_that_could_show_nothing_is_refused(keys, device, said):
     with pytest.raises(ConfigError) as caught:
         ProfileConfig(**keys).build(run_of(device, {}))
     assert said in str(caught.value)
+
+
+def test_trace_that_torch_has_not_written_is_an_error(tmp_path):
+    window = object.__new__(Window)
+    window._profile = SimpleNamespace(export_chrome_trace=lambda path: None)  # as on a full disk
+    with pytest.raises(OSError, match="is the disk full"):
+        window.export(tmp_path / "trace.json")
 
 
 def test_two_such_hooks_are_refused():

@@ -209,8 +209,14 @@ class Window:
         self._profile.stop()
 
     def export(self, path: Path) -> None:
-        """Write the trace as JSON."""
+        """Write the trace as JSON.
+
+        Raises:
+            OSError: it is not there afterwards; torch does not say why.
+        """
         self._profile.export_chrome_trace(str(path))
+        if not path.is_file():
+            raise OSError(f"torch has written no trace to {path.parent}; is the disk full?")
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
