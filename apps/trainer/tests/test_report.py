@@ -152,6 +152,7 @@ def test_page_holds_curves_events_differences_and_needs_no_network(tmp_path, cap
         place = text.replace("http://www.w3.org", "").find(address)
         assert place < 0 or 'src="' not in text[place - 10 : place], text[place - 50 : place + 80]
     assert 'src="' not in text and "@import" not in text and "@@" not in text and "url(" not in text
+    assert "The MIT License" in text and "Leon Sorokin" in text, "it goes with every copy of uPlot"
     facts = facts_of(text)
     assert [run["name"] for run in facts["runs"]] == ["one", "two"]
     assert facts["differences"] == [["optimizer.lr", "0.001", "0.003"]]

@@ -98,6 +98,7 @@ def page(runs: Sequence[Path], folder: Path) -> str:
         "TITLE": html.escape(facts["title"]),
         "LIBRARY_STYLE": asset("uPlot.min.css"),
         "STYLE": asset("page.css"),
+        "LICENCE": asset("uPlot.LICENSE"),
         "LIBRARY": asset("uPlot.iife.min.js"),
         "SCRIPT": asset("page.js"),
         # `</script>` in a text must not end the script
