@@ -375,9 +375,9 @@ function start() {
     const dark = root.classList.contains("dark") || (!root.classList.contains("light") && matchMedia("(prefers-color-scheme: dark)").matches);
     root.classList.toggle("dark", !dark);
     root.classList.toggle("light", dark);
-    plots.forEach((plot) => plot.redraw(false));
+    rebuild();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plots.forEach((plot) => plot.redraw(false)));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", rebuild);
   root.dataset.charts = plots.length;
 }
 
