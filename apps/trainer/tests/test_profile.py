@@ -205,7 +205,8 @@ def test_trace_of_a_gpu_is_summed_up_as_by_hand(tmp_path):
         "profiled 2 steps of 0.05 ms: matmul 30%, idle 25%, optimizer 20%; "
         "longest: nvjet_sm90_tst_256x128 from aten::mm [64, 32] x [32, 16] 30%"
     )
-    page = markdown(summary | {"rank": 0, "device": "H100", "first_step": 10, "steps": 2})
+    page = markdown(told | {"beside_s": {"evaluate": 2.5, "hooks": 1e-5}})
+    assert "Beside all these steps there were evaluate 2,500.0 ms.\n" in page
     assert page.index("| matmul |") < page.index("| idle |") < page.index("| optimizer |")
     assert "the GPU waits, the host is in 'step'" in page
 

@@ -22,6 +22,9 @@ from forge_trainer.profile.trace import Piece, Timeline
 STEPS = TRAINING | {BETWEEN}
 """Spans that are part of a step."""
 
+LEAST_S = 1e-3
+"""What took less beside the steps is not told."""
+
 LONGEST = 25
 """So many rows of what took longest."""
 
@@ -172,13 +175,12 @@ def markdown(summary: dict[str, Any]) -> str:
     """
     step_s = summary["step_s"] or 1.0
     last = summary["first_step"] + summary["steps"] - 1
-    told = ", ".join(f"{name} {_ms(s)}" for name, s in summary["beside_s"].items())
-    beside = f" Beside the steps: {told}." if told else ""
+    told = ", ".join(f"{name} {_ms(s)}" for name, s in summary["beside_s"].items() if s >= LEAST_S)
     lines = [
         f"# Where the time of a step goes: steps {summary['first_step']} to {last}, rank {summary['rank']}",
         "",
-        f"A step took {_ms(summary['step_s'])} on {summary['device']}. Every moment belongs to one row."
-        f"{beside}",
+        f"A step took {_ms(summary['step_s'])} on {summary['device']}. Every moment belongs to one row.",
+        *([f"Beside all these steps there were {told}."] if told else []),
         "",
         "| class | ms a step | share | |",
         "|---|---:|---:|---|",
