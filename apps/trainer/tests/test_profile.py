@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 from forge_config import ConfigError
+from forge_trainer.clock import Clock
 from forge_trainer.hooks import ProfileConfig
 from forge_trainer.profile.classes import CLASSES, class_of_kernel, class_of_operator, short
-from forge_trainer.profile.hook import Window
+from forge_trainer.profile.hook import Profile, Window
 from forge_trainer.profile.summary import _give, line_of, markdown, summarize
 from forge_trainer.profile.trace import SPAN_MARK, WINDOW_MARK, Piece, Timeline, read
+from forge_trainer.progress import Progress
 
 ROOT = Path(__file__).parents[3]
 H100 = {
@@ -275,3 +277,48 @@ def test_classes_of_a_summary_are_all_there():
     summary = summarize(Timeline(0.0, 10.0, False), 1)
     assert tuple(summary["classes_s"]) == CLASSES
     assert summary["classes_s"]["idle"] == pytest.approx(10e-6) == summary["step_s"]
+
+
+class Played:
+    """A window that is told what happens, instead of torch."""
+
+    all: list = []
+
+    def __init__(self, first, last, details, device):
+        self.first, self.last, self.stopped, self.spans = first, last, False, []
+        Played.all.append(self)
+
+    def enter(self, span):
+        self.spans.append(span)
+
+    def stop(self):
+        self.stopped = True
+
+
+def test_run_that_goes_back_is_profiled_again_and_nothing_stays_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("forge_trainer.profile.hook.Window", Played)
+    Played.all.clear()
+    clock, progress = Clock(), Progress(step=0, until=20)
+    run = run_of("cpu", {})
+    run.clock, run.directory = clock, tmp_path
+    hook = Profile(ProfileConfig(first_step=3, steps=4), run)
+    written = []
+    monkeypatch.setattr(hook, "_write", lambda window, steps, folder: written.append((window.first, steps)))
+    hook.on_start(progress)
+    for progress.step in (1, 2, 3, 4):  # the window began after step 2
+        with clock.span("step"):
+            pass
+        hook.on_step(progress, None)
+    assert [one.first for one in Played.all] == [3] and "step" in Played.all[0].spans
+    progress.step = 1
+    hook.rewind(progress)
+    assert Played.all[0].stopped and not written
+    for progress.step in (2, 3, 4, 5, 6, 7):
+        hook.on_step(progress, None)
+    assert written == [(3, 4)] and [one.last for one in Played.all] == [6, 6]
+    progress.step = 4  # and once more, into the middle of the window
+    hook.rewind(progress)
+    assert [one.first for one in Played.all] == [3, 3, 5]
+    hook.close()
+    assert all(one.stopped for one in Played.all) and not clock.watchers
+    assert [one.name for one in (tmp_path / "profile" / "step-00000003").iterdir()] == ["rank-0"]
