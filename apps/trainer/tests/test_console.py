@@ -43,3 +43,16 @@ def test_log_passes_over_what_a_hook_measured():
     console.log({"step": 3, "loss": 1.25, "grad_norm": 2.0, "lr": 1e-3, "tokens_per_s": 1000.0})
     console.close()
     assert "step      3/4  loss 1.2500" in text.getvalue()
+
+
+def test_log_tells_of_the_device_where_it_is_known():
+    text = StringIO()
+    console = Console("a_run", first_step=0, steps=4, console=RichConsole(file=text, width=200))
+    record = {"step": 3, "loss": 1.25, "grad_norm": 2.0, "lr": 1e-3, "tokens_per_s": 1000.0}
+    of_device = {"mfu": 0.4987, "memory/utilization": 0.571, "memory/peak_reserved_gib": 45.04}
+    console.log(record | of_device)
+    console.log(record | {"step": 4})
+    console.close()
+    first, second = text.getvalue().splitlines()
+    assert "1,000 tokens/s  MFU 49.9%  45.0 GiB (57%)  " in first
+    assert "MFU" not in second and "GiB" not in second

@@ -119,6 +119,10 @@ CASES = {
         {"checkpoint": {"dyn_ckpt_window": {"start": 0, "stop": 64, "strategy": "power2"}, "keep_last_n": 5}},
         lambda job: (job.checkpoint.dense[0].to_step, job.checkpoint.keep) == (64, 5),
     ),
+    "profiled": (
+        {"profiling": {"enable": True, "start_step": 4, "end_step": 9}},
+        lambda job: (job.hooks["profile"].first_step, job.hooks["profile"].steps) == (4, 5),
+    ),
     "wandb": (
         {"metrics": {"enable_wandb": True, "wandb_project": "p"}},
         lambda job: job.track.wandb.project == "p",
@@ -178,11 +182,13 @@ def test_configuration_of_torchtitan_becomes_one_of_ours(tmp_path, capsys):
         "parallelism": {"data_parallel_shard_degree": -1, "tensor_parallel_degree": 2},
         "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"},
         "float8": {"recipe_name": "rowwise"},
+        "profiling": {"enable_profiling": True, "profile_freq": 20},
     }
     job = converted(tmp_path, theirs, "torchtitan", "--ranks=8")
     assert (job.model.dim, job.mesh.tp, job.train.global_batch) == (4096, 2, 4)
     assert (job.schedule.decay_fraction, job.schedule.floor) == (0.8, 0.1)
     assert (job.activation_checkpointing.mode, job.activation_checkpointing.every) == ("every", 2)
+    assert job.hooks["profile"].every_steps == 20
     assert job.fp8.recipe == "rowwise" and job.optimizer.betas == (0.9, 0.95)
     theirs["model"]["flavor"] = "debugmodel"
     (tmp_path / "ours.toml").unlink()

@@ -129,8 +129,18 @@ def test_status_of_a_folder_lists_its_runs(run, tmp_path, capsys):
     lines = text.splitlines()
     assert code == 0 and len(lines) == 3
     assert lines[1].split()[:4] == ["a", '"run"', "of", "mine"]
-    assert "25/40  1.2346  exit code 85: stopped at step 20" in lines[1]
+    assert "25/40  1.2346           -  exit code 85: stopped at step 20" in lines[1]
     assert lines[2].startswith("broken") and "cannot be used" in lines[2]
+
+
+@pytest.mark.parametrize("since", [0, 10, 2000])
+def test_list_of_runs_tells_the_last_validation_loss_however_long_ago(run, tmp_path, capsys, since):
+    records = [{"step": 3, "eval/loss": 9.0}, {"step": 5, "eval/loss": 3.21098, "eval/news/loss": 1.0}]
+    records += [{"step": 6 + n, "loss": 2.5, "tokens_per_s": 1.0, "long": "x" * 50} for n in range(since)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records) + '{"step": 99')
+    lines = said(capsys, tmp_path)[1].splitlines()
+    assert lines[0].split() == ["run", "step", "loss", "validation", "state"]
+    assert f"  {'2.5000' if since else '-'}      3.2110  " in lines[1]
 
 
 @pytest.mark.parametrize(("code", "same"), [(85, False), (87, True), (88, True), (78, True)])

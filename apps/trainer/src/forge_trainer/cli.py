@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--from", dest="stack", choices=("kempnerforge", "torchtitan"), required=True)
     convert.add_argument("--ranks", type=_count, help="of the run, where its batch follows from them")
     convert.add_argument("--out", help="the file to write; must not exist (default: the console)")
+    _add_commands_on_several_runs(commands)
     doctor = _command(commands, "doctor", _doctor, "whether this machine can do what training needs")
     doctor.add_argument("folder", nargs="?", default="runs", help="where runs are to be kept")
     doctor.add_argument("--json", action="store_true", help="for programs")
@@ -180,6 +181,22 @@ def _add_commands_on_runs(commands: Any) -> None:
     after.add_argument("--never", action="store_true", help="do not put the job back into the queue")
 
 
+def _add_commands_on_several_runs(commands: Any) -> None:
+    report = _command(commands, "report", _report, "curves, events and tables of runs as one HTML page")
+    report.add_argument(
+        "--out", metavar="FILE", help="report.html in the folder if one is given, else in this one, if absent"
+    )
+    compare = _command(commands, "compare", _compare, "runs as a table, the least validation loss first")
+    compare.add_argument("--csv", metavar="FILE", help="write the table for programs, too")
+    compare.add_argument(
+        "--by",
+        metavar="KEY,...",
+        help="runs that are alike in these keys are one row; all that differ but for seeds if absent",
+    )
+    for command in (report, compare):
+        command.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, or a folder of runs")
+
+
 def _count(text: str, least: int = 1) -> int:
     if int(text) < least:
         raise argparse.ArgumentTypeError(f"given {text}; expected at least {least}")
@@ -266,6 +283,18 @@ def _after(options: argparse.Namespace) -> int:
     from forge_trainer.slurm.after import after_job
 
     return after_job(options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from forge_trainer.report.page import write_report
+
+    return write_report(options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from forge_trainer.report.compare import compare_runs
+
+    return compare_runs(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from forge_trainer.console import emit
+from forge_trainer.hooks.memory import GIB
 
 if TYPE_CHECKING:
     from forge_parallel.mesh import Mesh
@@ -35,7 +36,6 @@ PEAK_TFLOPS = {
 """Dense bfloat16 with float32 sums, by the name that torch gives a device; from NVIDIA's data sheets."""
 
 KIB = 1 << 10
-GIB = 1 << 30
 
 
 class Figures:

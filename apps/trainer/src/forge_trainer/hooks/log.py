@@ -8,6 +8,7 @@ from torch import Tensor
 
 from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.hooks.figures import Figures
+from forge_trainer.hooks.memory import memory_figures
 from forge_trainer.progress import Progress
 from forge_trainer.steps.base import StepOutput
 from forge_trainer.track.numbers import numbers
@@ -58,6 +59,7 @@ class Log(Hook):
             "grad_norm": norm,
             "lr": out.lr,
             **self._figures.of(speed, out.shapes),
+            **memory_figures(self._run.mesh.device),
             **cache_counts(),
             "skipped": self._skipped_before - before,
             "goodput": self._goodput(),

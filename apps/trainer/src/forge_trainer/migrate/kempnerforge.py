@@ -276,7 +276,7 @@ def _rest(made: Converted, given: Mapping[str, Any]) -> None:
         made.put("track.wandb", {"project": given.get("metrics.wandb_project", "kempnerforge"), **name})
     if given.get("profiling.enable"):
         first, end = given.get("profiling.start_step", 5), given.get("profiling.end_step", 8)
-        made.put("hooks.profile", {"type": "profile", "first": first, "steps": end - first})
+        made.put("hooks.profile", {"type": "profile", "first_step": first, "steps": end - first})
 
 
 KEMPNERFORGE = Stack("KempnerForge", KEYS, finish)

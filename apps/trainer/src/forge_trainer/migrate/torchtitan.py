@@ -153,7 +153,7 @@ def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None
         made.put("track.wandb", {"project": "torchtitan"})
     if given.get("profiling.enable_profiling"):
         every = given.get("profiling.profile_freq", 10)
-        made.put("hooks.profile", {"type": "profile", "first": every, "steps": 1, "every": every})
+        made.put("hooks.profile", {"type": "profile", "first_step": every, "every_steps": every})
     made.put("eval.every_steps", given.get("validation.freq", 10) if _validates(given) else 0)
     _data(made, given)
 

@@ -11,12 +11,11 @@ from forge_config.registry import type_name
 from torch import nn
 
 from forge_trainer.optim.groups import listed, unfed
+from forge_trainer.report.scaled import scaled as scaled
 
 if TYPE_CHECKING:
     from forge_trainer.config.job import Job
     from forge_trainer.run import Run
-
-SCALES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def announcement(run: Run, changes: Sequence[Change], unused: Sequence[str] = ()) -> str:
@@ -127,11 +126,3 @@ def _layout(run: Run) -> str:
     compute = job.precision.compute_dtype(env.device.type)
     batches = f"{micro} x {job.train.micro_batch} sequences a rank"
     return f"{ranks} on {env.device.type} ({axes}), {batches}, {compute}"
-
-
-def scaled(number: float) -> str:
-    """A number with three digits and a unit prefix, such as `1.05 M`."""
-    for scale, prefix in SCALES:
-        if number >= scale:
-            return f"{number / scale:.3g} {prefix}"
-    return f"{number:.3g} "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -13,13 +12,16 @@ from forge_ckpt.store import Store
 from forge_config import ConfigError
 from forge_resilience.goodput import Goodput
 
-from forge_trainer.run_dir.files import RunFiles, read_ended, read_outline
+from forge_trainer.config.eval import losses_of
+from forge_trainer.run_dir.files import RunFiles, parse_line, read_ended, read_outline, steps_of
 from forge_trainer.track.console import duration
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
 TAIL_BYTES = 1 << 16
-"""The end of `metrics.jsonl` that the listing looks at, so that it stays fast."""
+MORE_BYTES = 1 << 23
+"""The end of `metrics.jsonl` that the listing looks at, so that it stays fast; the second where that has no
+evaluation."""
 
 
 def runs_in(directory: Path) -> list[Path]:
@@ -30,24 +32,34 @@ def runs_in(directory: Path) -> list[Path]:
 
 
 def listing(runs: Sequence[Path]) -> Iterator[str]:
-    """One line a run: name, steps, loss, what it does or how it ended."""
-    rows = [("run", "step", "loss", "state"), *(_row(run) for run in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for name, step, loss, state in rows:
-        yield f"{name:<{widths[0]}}  {step:>{widths[1]}}  {loss:>{widths[2]}}  {state}"
+    """One line a run: name, steps, loss, that of the last evaluation, what it does or how it ended."""
+    rows = [("run", "step", "loss", "validation", "state"), *(_row(run) for run in runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for name, step, loss, validation, state in rows:
+        numbers = f"{step:>{widths[1]}}  {loss:>{widths[2]}}  {validation:>{widths[3]}}"
+        yield f"{name:<{widths[0]}}  {numbers}  {state}"
 
 
-def _row(run: Path) -> tuple[str, str, str, str]:
+def _row(run: Path) -> tuple[str, str, str, str, str]:
     try:
         until = read_outline(run).train.steps
     except ConfigError as error:
-        return run.name, "", "", f"its config.toml cannot be used: {str(error).splitlines()[0]}"
-    record = _last_record(RunFiles(run).metrics)
+        return run.name, "", "", "", f"its config.toml cannot be used: {str(error).splitlines()[0]}"
+    trained, evaluated = _last_records(RunFiles(run).metrics)
     steps = Store(RunFiles(run).checkpoints).steps()
-    step = max(record.get("step", 0), steps[-1] if steps else 0)
-    loss = record.get("loss")
-    told = f"{loss:.4f}" if isinstance(loss, int | float) else "-"
-    return run.name, f"{step}/{until}", told, _state(run, bool(steps) and steps[-1] >= until)
+    step = max(trained.get("step", 0), steps[-1] if steps else 0)
+    loss, validation = _told(trained.get("loss")), _told(losses_of(evaluated).get("validation"))
+    return run.name, f"{step}/{until}", loss, validation, _state(run, bool(steps) and steps[-1] >= until)
+
+
+def _told(loss: object) -> str:
+    return f"{loss:.4f}" if isinstance(loss, int | float) else "-"
+
+
+def state_of(run: Path) -> str:
+    """What a run does, or how it ended."""
+    steps, until = Store(RunFiles(run).checkpoints).steps(), steps_of(run)
+    return _state(run, until is not None and bool(steps) and steps[-1] >= until)
 
 
 def _state(run: Path, complete: bool) -> str:
@@ -61,22 +73,36 @@ def _state(run: Path, complete: bool) -> str:
     return f"exit code {ended['code']}: {ended.get('reason')}"
 
 
-def _last_record(metrics: Path) -> dict[str, float]:
-    """The last whole record with a loss."""
+def _last_records(metrics: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """The last whole records of training and of an evaluation, from the end of the file."""
+    trained: dict[str, float] = {}
+    evaluated: dict[str, float] = {}
+    for most in (TAIL_BYTES, MORE_BYTES):
+        lines, is_all = _tail(metrics, most)
+        for line in reversed(lines):
+            entry = parse_line(line)
+            if entry is None or not isinstance(entry.get("step"), int):
+                continue
+            if not trained and "loss" in entry:
+                trained = entry
+            if not evaluated and "validation" in losses_of(entry):
+                evaluated = entry
+            if trained and evaluated:
+                return trained, evaluated
+        if is_all:
+            break
+    return trained, evaluated
+
+
+def _tail(metrics: Path, most: int) -> tuple[list[bytes], bool]:
+    """The last lines of a file, and whether these are all."""
     try:
         with metrics.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read().split(b"\n")
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - most))
+            return file.read().splitlines(keepends=True), size <= most
     except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and "loss" in entry and isinstance(entry.get("step"), int):
-            return entry
-    return {}
+        return [], True
 
 
 def curve(points: Sequence[tuple[int, float]]) -> Iterator[str]:

@@ -10,6 +10,9 @@ experts.jsonl     tokens of each expert, by the hook expert-load
 checkpoints/      see forge_ckpt.store
 lease/            who writes here, see forge_ckpt.lease
 exit.json         how the last start ended
+profile/          traces, summaries and snapshots of memory, by the hook profile
+report.html       what `forge report` made of it
+plan.json         what `forge plan` foresaw, if it was written here
 hang/             which rank hung in the last start, stacks and collectives of all ranks
 hang-before/      what lay in hang/ when it started
 starts.jsonl      how each start in a job of SLURM ended, by its batch script
@@ -49,6 +52,9 @@ class RunFiles:
         self.exit = directory / "exit.json"
         self.starts = directory / "starts.jsonl"
         self.hang = directory / "hang"
+        self.profile = directory / "profile"
+        self.report = directory / "report.html"
+        self.plan = directory / "plan.json"
         self.progress_marks = [directory / "PROGRESS", directory.parent / ".progress" / directory.name]
 
 

@@ -64,7 +64,7 @@ class Console:
             return
         numbers = (
             f"loss {record['loss']:.4f}  |g| {record['grad_norm']:.2f}  lr {record['lr']:.2e}  "
-            f"{record['tokens_per_s']:,.0f} tokens/s  {self._left(step)}"
+            f"{record['tokens_per_s']:,.0f} tokens/s  {_of_device(record)}{self._left(step)}"
         )
         if record.get("skipped"):
             numbers += f"  ({record['skipped']:.0f} steps not finite: skipped)"
@@ -83,6 +83,14 @@ class Console:
     def close(self) -> None:
         """See `Tracker.close`."""
         self._bar.stop()
+
+
+def _of_device(record: Record) -> str:
+    """How well a device is used, and the most of its memory that was taken; nothing where it is not known."""
+    told = [f"MFU {record['mfu']:.1%}"] if "mfu" in record else []
+    if "memory/utilization" in record:
+        told.append(f"{record['memory/peak_reserved_gib']:.1f} GiB ({record['memory/utilization']:.0%})")
+    return "".join(f"{one}  " for one in told)
 
 
 def duration(seconds: float) -> str:

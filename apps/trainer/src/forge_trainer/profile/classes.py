@@ -1,0 +1,87 @@
+"""What kind of work an operation does, by the name that the profiler gives it. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+
+MATMUL, ATTENTION, COMMUNICATION = "matmul", "attention", "communication"
+OPTIMIZER, MEMORY, OTHER, IDLE = "optimizer", "memory", "other", "idle"
+
+CLASSES = (MATMUL, ATTENTION, COMMUNICATION, OPTIMIZER, MEMORY, OTHER, IDLE)
+"""Every moment of a step belongs to exactly one of them; of communication what nothing else overlaps."""
+
+OPTIMIZER_MARK = "Optimizer.step#"
+"""What torch calls the step of an optimizer in a profile."""
+
+_KERNELS = {
+    COMMUNICATION: r"nccl|nvshmem|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast_kernel",
+    ATTENTION: r"flash|fmha|sdpa|attention|compute_dot_do_o|flex_",
+    MATMUL: r"gemm|nvjet|cutlass|xmma|cublas|wgmma|_mm_|_mm$|triton_tem_fused_(\w*_)?(mm|bmm|addmm)"
+    r"|GroupProblem|splitKreduce|gemv|dot_kernel|scaled_mm",
+    OPTIMIZER: r"Fused(Adam|SGD|Optimizer)|FusedOptimizer",
+    MEMORY: r"^Mem(cpy|set)|copy|CatArray|chunk_cat|split_with_sizes|FillFunctor|fill_kernel|memcpy",
+}
+"""Of a GPU: a pattern that is found anywhere in the name, in the order in which they are tried."""
+
+_OPERATORS = {
+    COMMUNICATION: r"^(c10d|_c10d_functional|_dtensor|symm_mem)::|^(gloo|nccl|mpi|ucc):",
+    ATTENTION: r"attention|flex_|ScaledDotProduct|FlashAttn",
+    MATMUL: r"^aten::_?(mm|bmm|addmm|baddbmm|matmul|linear|dot|mv|addmv|addr|scaled_mm|grouped_mm|int_mm"
+    r"|scaled_grouped_mm|einsum|convolution|conv\w*|mkldnn_\w+|thnn_conv\w*|convolution_\w+|slow_conv\w*)$"
+    r"|^mkl::|^onednn::|^(extern_kernels|torch_ipex)",
+    MEMORY: r"^aten::_?(copy_|clone|contiguous|cat|stack|to|to_copy|fill_|zero_|zeros\w*|ones\w*|full\w*"
+    r"|empty\w*|resize_\w*|pin_memory|split_with_sizes_copy|foreach_copy_|foreach_zero_|new_\w+|chunk_cat|detach"
+    r"|local_scalar_dense|item|repeat|set_\w*)$|^fsdp::|^inductor::_alloc",
+}
+"""Of a CPU: the same of the names of operators."""
+
+_FUSED = re.compile(r"^triton_(poi|red|per)_")
+"""Elementwise operations and reductions that the compiler has fused; the name lists all that is in them."""
+
+_COMPILED = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _KERNELS.items()}
+_COMPILED_OPERATORS = {kind: re.compile(pattern) for kind, pattern in _OPERATORS.items()}
+
+
+def class_of_kernel(name: str, in_optimizer: bool = False) -> str:
+    """The class of what ran on a GPU.
+
+    Args:
+        name: of the kernel, copy or fill.
+        in_optimizer: whether the step of an optimizer started it.
+    """
+    if in_optimizer:
+        return COMMUNICATION if _COMPILED[COMMUNICATION].search(name) else OPTIMIZER
+    if _FUSED.match(name):
+        return OTHER
+    return next((kind for kind, pattern in _COMPILED.items() if pattern.search(name)), OTHER)
+
+
+def class_of_operator(path: tuple[str, ...]) -> str:
+    """The class of what ran on a CPU.
+
+    Args:
+        path: the names of the operator and of those that called it, the outermost first.
+    """
+    kinds = [_class_of_name(name) for name in path]
+    if COMMUNICATION in kinds:
+        return COMMUNICATION
+    if any(name.startswith(OPTIMIZER_MARK) for name in path):
+        return OPTIMIZER
+    if ATTENTION in kinds:
+        return ATTENTION
+    return next((kind for kind in reversed(kinds) if kind != OTHER), OTHER)
+
+
+def _class_of_name(name: str) -> str:
+    return next((kind for kind, pattern in _COMPILED_OPERATORS.items() if pattern.search(name)), OTHER)
+
+
+def short(name: str) -> str:
+    """The name of a kernel without types and arguments, or the last name of what it applies."""
+    bare = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    head, _, rest = bare.partition("<")
+    if inner := re.search(
+        r"\b(\w*(?:Functor|_kernel_cuda|_kernel_impl|FusedOptimizer\w*|FusedAdam\w*))\b", rest
+    ):
+        return f"{head.partition('(')[0]}<{inner.group(1)}>"
+    return head.partition("(")[0].strip() or name[:80]
