@@ -224,9 +224,10 @@ def test_optimizer_of_the_docs_page_works():
     exec(page.split("```python\n")[1].partition("```")[0], made := {})
     model = Model()
     before = weights(model)
-    take(model, made["SignSGDConfig"](lr=0.01).build(trainable([model])), range(1))
+    take(model, made["SignSGDConfig"](lr=0.01, weight_decay=0.2).build(trainable([model])), range(1))
     for name, p in model.named_parameters():
-        torch.testing.assert_close(p, before[name] - 0.01 * p.grad.sign())
+        decay = 0.2 if p.ndim > 1 else 0.0
+        torch.testing.assert_close(p, before[name] * (1 - 0.01 * decay) - 0.01 * p.grad.sign())
 
 
 class Matrices(nn.Module):
