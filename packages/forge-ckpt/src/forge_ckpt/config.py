@@ -1,5 +1,6 @@
 """What `[checkpoint]` holds. Imports no torch."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from forge_config import ALL_KEYS, Config, Meta
@@ -20,11 +21,12 @@ class DenseConfig(Config):
     from_step: Annotated[int, Meta(ge=1)] = 1
     every: Annotated[int, Meta(ge=1)] | Literal["powers_of_two"] = "powers_of_two"
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.to_step < self.from_step:
-            raise ValueError(f"to_step = {self.to_step} is before from_step = {self.from_step}")
+            yield f"to_step = {self.to_step} is before from_step = {self.from_step}"
         if self.every == "powers_of_two" and self.to_step.bit_length() == (self.from_step - 1).bit_length():
-            raise ValueError(f"there is no power of two from {self.from_step} to {self.to_step}")
+            yield f"there is no power of two from {self.from_step} to {self.to_step}"
 
     def holds(self, step: int) -> bool:
         """Whether a step is one of the window."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from forge_config import Config, Meta, Registry
@@ -92,16 +93,17 @@ class GroupedQueryConfig(AttentionConfig):
     rope_dim: Count | None = None
     rope_pairs: bool = False
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.num_heads % self.kv_heads:
-            raise ValueError(
+            yield (
                 f"num_kv_heads = {self.kv_heads} does not divide num_heads = {self.num_heads}; "
                 "every key-value head serves the same number of query heads"
             )
         if self.head_dim is not None and self.head_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim} is odd; rotary embeddings rotate pairs")
+            yield f"head_dim = {self.head_dim} is odd; rotary embeddings rotate pairs"
         if self.rope_dim is not None and self.rope_dim % 2:
-            raise ValueError(f"rope_dim = {self.rope_dim} is odd; rotary embeddings rotate pairs")
+            yield f"rope_dim = {self.rope_dim} is odd; rotary embeddings rotate pairs"
 
     @property
     def window(self) -> int | None:
@@ -190,9 +192,10 @@ class LatentConfig(AttentionConfig):
     scale: Positive | None = None
     latent_eps: Positive = 1e-6
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.rope_dim % 2:
-            raise ValueError(f"rope_dim = {self.rope_dim} is odd; rotary embeddings rotate pairs")
+            yield f"rope_dim = {self.rope_dim} is odd; rotary embeddings rotate pairs"
 
     @property
     def head_dim(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar
 
 from forge_config import Config, Meta, Registry
@@ -46,11 +46,10 @@ class NoRopeConfig(RopeConfig):
 
     rotates: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.theta != THETA:
-            raise ValueError(
-                f'rope.theta = {self.theta} with type = "none", which rotates nothing; leave it out'
-            )
+            yield (f'rope.theta = {self.theta} with type = "none", which rotates nothing; leave it out')
 
 
 @ropes.register("mrope")
@@ -110,9 +109,10 @@ class Llama3RopeConfig(RopeConfig):
     high_freq_factor: Positive = 4.0
     original_max_tokens: Annotated[int, Meta(ge=1)] = 8192
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
+            yield (
                 f"high_freq_factor = {self.high_freq_factor} must be above "
                 f"low_freq_factor = {self.low_freq_factor}"
             )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_config import Config, Meta
+from forge_config import Config, Meta, sentences_from
 from msgspec import field
 
 from forge_model.attention.config import AttentionConfig, Count, GroupedQueryConfig, Positive
@@ -147,39 +147,43 @@ class DecoderConfig(ModelConfig):
 
         return over(preset(tree["preset"]), tree)
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.mtp.num_modules >= self.max_tokens:
-            raise ValueError(
+            yield (
                 f"mtp.num_modules = {self.mtp.num_modules} of sequences of max_tokens = {self.max_tokens}: "
                 "no token stands so far ahead; use fewer modules"
             )
         if self.mtp.num_modules and self.learned_positions:
-            raise ValueError(
+            yield (
                 f"mtp.num_modules = {self.mtp.num_modules} with learned_positions = true: tokens further on "
                 "have no positions in a module of it; use 0, or a rotary embedding"
             )
         for number, override in enumerate(self.overrides):
             if not override.indices(self.num_layers):
-                raise ValueError(
+                yield (
                     f"overrides[{number}].layers = {override.layers!r} names no layer; "
                     f"num_layers = {self.num_layers}, the first layer is 0"
                 )
         if self.mtp.num_modules and (needed := self.layer(-1).needs()):
-            raise ValueError(
+            yield (
                 f"mtp.num_modules = {self.mtp.num_modules}: blocks as in the last layer need "
                 f"{', '.join(needed)}, which nobody makes for tokens further on; use 0"
             )
-        self.side_inputs()
+        yield from sentences_from(self.side_inputs)
+        kinds: dict[str, int] = {}
         for index in range(self.num_layers):
             layer = self.layer(index)
+            if kinds.setdefault(repr(layer), index) != index:
+                continue
             attention = layer.attention
             heads = getattr(attention, "num_heads", None)
             if heads and getattr(attention, "head_dim", None) is None and self.dim % (2 * heads):
-                raise ValueError(
+                yield (
                     f"dim = {self.dim} is no even multiple of attention.num_heads = {heads} (layer {index}); "
                     "change one of them or give attention.head_dim"
                 )
-            layer.rope.axes(attention.rotary_dim(self.dim))
+            yield from sentences_from(layer.rope.axes, attention.rotary_dim(self.dim))
 
     def layer(self, index: int) -> LayerConfig:
         """The parts of one layer, the overrides applied; -1 is the last."""
