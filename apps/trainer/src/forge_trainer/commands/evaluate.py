@@ -186,11 +186,12 @@ def evaluate_run(options: argparse.Namespace) -> None:
         return evaluate_tasks(model, tokenizer, job.model, job.train.micro_batch, options, stops)
     mesh = Mesh(next(model.parameters()).device)
     job = _with_text(job, options)
-    sets = open_evaluations(job, mesh)
+    sets, lacks = open_evaluations(job, mesh)
     if not sets:
+        why = "; ".join(lacks) or "no source holds any out"
         raise ConfigError(
-            f"{options.directory} has no text to evaluate on: no source holds any out, and there is no "
-            "[eval.sets]; name files by --text, or --tasks"
+            f"{options.directory} has no text to evaluate on: {why}, and there is no [eval.sets]; name files "
+            "by --text, or --tasks"
         )
     evaluate = job.step.build([model], job.loss.build(), mesh).evaluate
     results = {name: evaluate(batches) for name, batches in sets.items()}
