@@ -228,12 +228,28 @@ class DecoderConfig(ModelConfig):
 
     def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
         """See `ModelConfig.require_axes`."""
+        if cp > 1 and (borders := [n for n in self.length_borders() if n < self.max_tokens]):
+            raise ValueError(
+                f"longrope turns sequences of more than {borders[0]} tokens otherwise than shorter ones, and "
+                "ranks that share a sequence do not know its length; set mesh.cp = 1, or model.max_tokens = "
+                f"{borders[0]}"
+            )
         for index in range(self.num_layers):
             layer = self.layer(index)
             try:
                 layer.block.require_axes(layer, tp, cp, sequence)
             except ValueError as error:
                 raise ValueError(f"layer {index}: {error}") from None
+
+    def length_borders(self) -> list[int]:
+        """See `ModelConfig.length_borders`."""
+        found: set[int] = set()
+        for index in range(self.num_layers):
+            layer = self.layer(index)
+            if layer.rope.rotates:
+                long = layer.rope.long_frequencies(layer.attention.rotary_dim(self.dim))
+                found |= set() if long is None else {long[0]}
+        return sorted(found)
 
     def expert_counts(self) -> dict[str, int]:
         """See `ModelConfig.expert_counts`."""
