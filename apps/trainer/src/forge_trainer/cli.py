@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_commands_on_jobs(commands)
     _add_commands_on_runs(commands)
+    _add_study(commands)
     doctor = _command(commands, "doctor", _doctor, "whether this machine can do what training needs")
     doctor.add_argument("folder", nargs="?", default="runs", help="where runs are to be kept")
     doctor.add_argument("--json", action="store_true", help="for programs")
@@ -82,6 +83,16 @@ def _add_commands_on_jobs(commands: Any) -> None:
     )
     launch.add_argument("--change", action="store_true", help="see forge train")
     launch.add_argument("--dry-run", action="store_true", help="print the batch script instead")
+
+
+def _add_study(commands: Any) -> None:
+    study = _command(commands, "study", _study, "many runs that answer one question")
+    study.add_argument("study", help="a TOML file like those in configs/studies")
+    study.add_argument("--jobs", type=_count, default=1, help="runs at a time on this machine")
+    study.add_argument("--cluster", help="submit the runs that are left as one SLURM array; see launch")
+    study.add_argument("--nodes", type=_count, help="of each run, with --cluster")
+    study.add_argument("--dry-run", action="store_true", help="list the runs, or print the batch script")
+    study.add_argument("--analyse", action="store_true", help="fit what the complete runs say, and draw it")
 
 
 def _add_generate(commands: Any) -> argparse.ArgumentParser:
@@ -224,6 +235,12 @@ def _plan(options: argparse.Namespace) -> ExitCode:
 
     sys.stdout.write("\n".join(plan_lines(loaded.value, loaded.unused)) + "\n")
     return ExitCode.DONE
+
+
+def _study(options: argparse.Namespace) -> int:
+    from forge_trainer.study.command import run_study
+
+    return run_study(options)
 
 
 def _branch(options: argparse.Namespace) -> ExitCode:
