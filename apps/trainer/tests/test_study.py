@@ -17,6 +17,7 @@ import torch
 from forge_ckpt import Snapshot, Store
 from forge_config import ConfigError
 from forge_trainer.cli import main
+from forge_trainer.optim import trainable
 from forge_trainer.study import local
 from forge_trainer.study.config import load_study
 from forge_trainer.study.points import name_of, points_of
@@ -263,3 +264,43 @@ def test_array_has_a_task_for_each_run_that_is_left(write, tmp_path, capsys):
             ["bash"], input=script, env=environment, capture_output=True, text=True, check=False
         )
         assert f"train {root}/configs/{point.name}.toml\n" in said.stdout
+
+
+WIDTHS = """
+name = "widths"
+base = "base.toml"
+[axes.width.a]
+model.dim = 16
+[axes.width.b]
+model.dim = 32
+[axes.width.c]
+model.dim = 128
+"""
+
+
+def test_coordinates_change_alike_with_scaling_and_grow_without(write, tmp_path, capsys):
+    file = str(tmp_path / "study.toml")
+    write(WIDTHS)
+    assert main(["study", file, "--coordinates", "3"]) == 1
+    assert "grows with the width" in capsys.readouterr().out
+    write(WIDTHS + "[grid]\nmodel.scaling.base_dim = [16]\n")
+    assert main(["study", file, "--coordinates", "3"]) == 0
+    assert "grows" not in capsys.readouterr().out
+    write(STUDY)
+    assert main(["study", file, "--coordinates", "3"]) == 78
+    assert "a check needs three" in capsys.readouterr().err
+
+
+def test_learning_rates_of_the_model_reach_the_optimizer(write):
+    (point,) = write(
+        'name = "w"\nbase = "base.toml"\n[[points]]\nmodel.dim = 128\nmodel.scaling.base_dim = 32\n'
+    )
+    groups = point.job.optimizer.build(trainable([point.job.model.build()])).param_groups
+    found = {(group["lr"], group["weight_decay"]) for group in groups}
+    assert found == {(1e-2, 0.1), (1e-2, 0.0), (2.5e-3, 0.4)}
+
+
+def test_scaling_with_an_optimizer_of_another_kind_is_refused(write):
+    text = 'name = "w"\nbase = "base.toml"\n[[points]]\nmodel.scaling.base_dim = 32\n'
+    with pytest.raises(ConfigError, match=r"muon.* with model\.scaling"):
+        write(f'{text}optimizer.type = "muon"\noptimizer.scale = "original"\n')

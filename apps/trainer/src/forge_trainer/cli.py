@@ -92,6 +92,9 @@ def _add_study(commands: Any) -> None:
     study.add_argument("--cluster", help="submit the runs that are left as one SLURM array; see launch")
     study.add_argument("--nodes", type=_count, help="of each run, with --cluster")
     study.add_argument("--dry-run", action="store_true", help="list the runs, or print the batch script")
+    study.add_argument(
+        "--coordinates", type=_count, metavar="STEPS", help="do activations change alike at every width?"
+    )
     study.add_argument("--analyse", action="store_true", help="fit what the complete runs say, and draw it")
 
 

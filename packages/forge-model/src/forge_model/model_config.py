@@ -140,6 +140,10 @@ class ModelConfig(Config):
             ValueError: they do not.
         """
 
+    def scales_learning(self) -> bool:
+        """Whether learning rates of its parameters follow from its width."""
+        return False
+
     def length_borders(self) -> list[int]:
         """The numbers of tokens above which all positions of a sequence turn otherwise, rising."""
         return []
@@ -222,6 +226,10 @@ class ComposedConfig(ModelConfig):
                 "decoder looks ahead; use mesh.cp = 1, or no such modules"
             )
         model.require_axes(tp, cp, sequence, method)
+
+    def scales_learning(self) -> bool:
+        """See `ModelConfig.scales_learning`."""
+        return self.language_model()[1].scales_learning()
 
     def length_borders(self) -> list[int]:
         """See `ModelConfig.length_borders`."""

@@ -147,6 +147,7 @@ def group(
     found: dict[tuple[str, Treatment], list[NamedParameter]] = {}
     for parameter in parameters:
         treated = treatment(parameter.name, parameter.role, rules, no_decay)
+        treated = treated._replace(lr=treated.lr * parameter.lr, decay=treated.decay * parameter.decay)
         found.setdefault((kind(parameter), treated), []).append(parameter)
     groups = [Group(of, treated, members) for (of, treated), members in found.items()]
     return sorted(

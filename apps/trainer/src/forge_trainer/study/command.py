@@ -32,6 +32,10 @@ def run_study(options: argparse.Namespace) -> int:
         from forge_trainer.study.analyse import analyse
 
         return analyse(study, points, root)
+    if options.coordinates:
+        from forge_trainer.study.coordinates import check_coordinates
+
+        return check_coordinates(points, options.coordinates)
     states = [state_of(point, root) for point in points]
     left = [
         point

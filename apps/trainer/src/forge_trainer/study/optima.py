@@ -96,7 +96,7 @@ def _interval(
 
 
 def _student(level: float, free: int) -> float:
-    """How much wider an interval is where so few residuals tell the noise: quantiles of t against normal ones.
+    """How much wider an interval is where few residuals tell the noise: quantiles of t against normal ones.
 
     Source: Abramowitz & Stegun 26.7.5, its first term.
     """

@@ -15,6 +15,7 @@ from forge_model.decoder.mtp_config import MTPConfig
 from forge_model.ffn.config import FfnConfig, SwiGLUConfig
 from forge_model.model_config import ModelConfig, models
 from forge_model.norm_config import NormConfig, RMSNormConfig
+from forge_model.scaling import Scaling, ScalingConfig
 from forge_model.side_inputs import SideKind, together
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class DecoderConfig(ModelConfig):
         logit_softcap: logits become logit_softcap * tanh(logit / logit_softcap) (arXiv:2408.00118); absent
             means they stay as they are.
         logit_divisor: what logits are divided by, before they are capped (Granite, arXiv:2408.13359).
+        scaling: learning rates and initial values that were found for a narrower model; see there.
         mtp: modules that predict tokens after the next one.
         overrides: layers that differ; where two name a layer, the later one counts.
     """
@@ -125,6 +127,7 @@ class DecoderConfig(ModelConfig):
     learned_positions: bool = False
     logit_softcap: Positive | None = None
     logit_divisor: Positive = 1.0
+    scaling: ScalingConfig | None = None
     mtp: MTPConfig = MTPConfig()
     overrides: list[LayerOverride] = []
 
@@ -170,6 +173,11 @@ class DecoderConfig(ModelConfig):
                 f"mtp.num_modules = {self.mtp.num_modules}: blocks as in the last layer need "
                 f"{', '.join(needed)}, which nobody makes for tokens further on; use 0"
             )
+        if self.scaling is not None and self.scaling.base_layers is not None and self.norm_order != "pre":
+            yield (
+                f"scaling.base_layers = {self.scaling.base_layers} with norm_order = "
+                f'"{self.norm_order}", whose norms undo the size of residual branches; leave it out'
+            )
         yield from sentences_from(self.side_inputs)
         kinds: dict[str, int] = {}
         for index in range(self.num_layers):
@@ -185,6 +193,20 @@ class DecoderConfig(ModelConfig):
                 )
             yield from sentences_from(layer.rope.axes, attention.rotary_dim(self.dim))
 
+    @property
+    def scaled(self) -> Scaling:
+        """This model against its base."""
+        return Scaling() if self.scaling is None else self.scaling.of(self.dim, self.num_layers)
+
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by: of a tied matrix, which learns as an embedding, by the width, too."""
+        return self.logit_divisor * (self.scaled.width if self.tie_embeddings else 1.0)
+
+    def scales_learning(self) -> bool:
+        """See `ModelConfig.scales_learning`."""
+        return self.scaling is not None
+
     def layer(self, index: int) -> LayerConfig:
         """The parts of one layer, the overrides applied; -1 is the last."""
         index %= self.num_layers
@@ -192,6 +214,8 @@ class DecoderConfig(ModelConfig):
         for override in self.overrides:
             if index in override.indices(self.num_layers):
                 parts |= {name: part for name in parts if (part := getattr(override, name, None)) is not None}
+        if self.scaling is not None and self.scaling.base_head_dim is not None:
+            parts["attention"] = parts["attention"].scaled(self.dim, self.scaling.base_head_dim)
         return LayerConfig(**parts)
 
     def side_inputs(self) -> dict[str, SideKind]:
