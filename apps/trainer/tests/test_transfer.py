@@ -1,4 +1,4 @@
-"""The best learning rate of a narrow model is that of a wide one with `[model.scaling]`, and is not without."""
+"""The best learning rate of a narrow model is that of a wide one with `[model.scaling]`, not without."""
 
 import json
 import math

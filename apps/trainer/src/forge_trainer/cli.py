@@ -169,6 +169,14 @@ def _add_commands_on_runs(commands: Any) -> None:
     for command in (generate, evaluate, status, sample, export, verify, branch, after):
         others = or_root if command is status else or_model if command in (generate, evaluate) else ""
         command.add_argument("directory", help=f"the run directory{others}")
+    for command in (generate, evaluate, export, verify):
+        command.add_argument(
+            "--step", type=_steps, metavar="N|all|A-B", help="of the checkpoints; the newest if absent"
+        )
+    evaluate.add_argument(
+        "--table", metavar="FILE", help="write a row a step as CSV, and a picture beside it"
+    )
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), help="as they are kept if absent")
     branch.add_argument("out", help="the directory of the new run; keys are overridden as in train")
     branch.add_argument("--step", type=int, help="of the checkpoint; the newest if absent")
     branch.set_defaults(takes_keys=True)
@@ -193,6 +201,12 @@ def _count(text: str, least: int = 1) -> int:
 
 def _count_or_none(text: str) -> int:
     return _count(text, least=0)
+
+
+def _steps(text: str) -> str:
+    if text != "all" and not all(part.isdigit() for part in text.split("-", 1)):
+        raise argparse.ArgumentTypeError(f"given {text!r}; expected a step, all, or a range such as 100-500")
+    return text
 
 
 def _seed(text: str) -> int:
@@ -280,7 +294,7 @@ def _look(options: argparse.Namespace) -> int:
     folder = started_in(Path(options.directory))
     if folder.samefile("."):
         return _look_here(options)
-    for name in {"directory", "out", "tasks_from", "json", "prompts"} & vars(options).keys():
+    for name in {"directory", "out", "tasks_from", "json", "prompts", "table"} & vars(options).keys():
         if getattr(options, name) is not None:
             setattr(options, name, os.path.abspath(getattr(options, name)))
     for name in {"image", "text"} & vars(options).keys():

@@ -139,8 +139,8 @@ def isoflops(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
         sizes, losses = [row["parameters"] for row in best], [row[how.loss] for row in best]
         place = optimum(sizes, losses, how.bootstrap, how.level, how.seed)
         order = np.argsort(sizes)
-        logs = [np.log([best[k][key] for k in order]) for key in ("parameters", "tokens")]
-        tokens = float(np.exp(np.interp(math.log(place.x), *logs)))
+        sizes_log, tokens_log = (np.log([best[k][key] for k in order]) for key in ("parameters", "tokens"))
+        tokens = float(np.exp(np.interp(math.log(place.x), sizes_log, tokens_log)))
         _tell(made, f"{budget:.3g} FLOPs", f"{place.x:.3g} parameters, {tokens:.3g} tokens", place)
         series.append(
             Series(f"{budget:.2g} FLOPs", [*zip(sizes, losses, strict=True)], _parabola(sizes, losses))

@@ -81,7 +81,9 @@ def name_of(called: Tree) -> str:
 
 
 def _spelled(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
+    return str(value)
 
 
 def _point(rules: RulesConfig, base: Path, root: Path, name: str, called: Tree, keys: Tree) -> Point:

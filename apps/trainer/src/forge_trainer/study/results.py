@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from forge_config.registry import type_name
 
@@ -70,7 +70,7 @@ def curve_of(point: Point, root: Path) -> list[tuple[float, float, float]]:
     return found
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
