@@ -75,7 +75,7 @@ def test_one_command_says_of_each_step_what_a_command_a_step_says(forge, tiny, t
 def test_an_initial_checkpoint_changes_nothing_and_a_run_goes_on_from_it(forge, tiny, tmp_path):
     plain, kept = tmp_path / "plain", tmp_path / "kept"
     forge("train", tiny(steps=4, root=plain))
-    job, found = tiny(steps=4, root=kept), kept / "tiny" / "checkpoints" / "step-00000000"
+    job, found = tiny(steps=4, root=kept), kept / "tiny" / "checkpoints" / "step-000000000"
     running = forge.start("train", job, "--checkpoint.keep_initial=true")
     end = time.monotonic() + 120
     while not found.exists() and time.monotonic() < end:
@@ -83,5 +83,6 @@ def test_an_initial_checkpoint_changes_nothing_and_a_run_goes_on_from_it(forge, 
     os.kill(running.pid, signal.SIGKILL)
     running.wait()
     begun = sorted(path.name for path in found.parent.glob("step-*"))
+    assert begun and begun[-1] != "step-000000004", "it was killed before its end"
     forge("train", job, "--checkpoint.keep_initial=true")
     assert state(plain / "tiny") == state(kept / "tiny"), begun
