@@ -55,7 +55,7 @@ def test_commands_of_the_slurm_page_do_what_it_shows(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", ["study.md", "mup.md"])
+@pytest.mark.parametrize("page", [pytest.param("study.md", marks=pytest.mark.slow), "mup.md"])
 def test_commands_of_the_study_pages_do_what_they_show(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")

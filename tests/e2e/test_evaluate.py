@@ -70,7 +70,10 @@ messages = "messages"
 """
 
 
-@pytest.mark.parametrize("conversations", [1, 5, 30])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("conversations", [pytest.param(1, marks=SLOW), 5, pytest.param(30, marks=SLOW)])
 def test_a_small_chat_file_trains_and_says_why_it_is_not_evaluated(forge, tiny, tmp_path, conversations):
     path = tmp_path / f"chat{conversations}.jsonl"
     rows = [

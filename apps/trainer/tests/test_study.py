@@ -304,3 +304,18 @@ def test_scaling_with_an_optimizer_of_another_kind_is_refused(write):
     text = 'name = "w"\nbase = "base.toml"\n[[points]]\nmodel.scaling.base_dim = 32\n'
     with pytest.raises(ConfigError, match=r"muon.* with model\.scaling"):
         write(f'{text}optimizer.type = "muon"\noptimizer.scale = "original"\n')
+
+
+def test_a_study_trains_its_runs_with_the_real_command(write, tmp_path, capsys, monkeypatch):
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 50)
+    write('name = "one"\nbase = "base.toml"\nroot = "{root}"\n[[points]]\nname = "a"\ntrain.steps = 2\n')
+    base = (tmp_path / "base.toml").read_text()
+    text = f'type = "files"\npaths = ["{tmp_path / "text.txt"}"]'
+    (tmp_path / "base.toml").write_text(base.replace('type = "python-stdlib"', text))
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
+    assert main(["study", str(tmp_path / "study.toml")]) == 0, (tmp_path / "runs/logs/a.log").read_text()
+    assert "a: complete after" in capsys.readouterr().out
+    (row,) = csv.DictReader((tmp_path / "runs" / "results.csv").read_text().splitlines())
+    assert row["state"] == "complete" and 3 < float(row["train_loss"]) < 8
+    assert main(["study", str(tmp_path / "study.toml")]) == 0, "nothing is left"
+    assert "0 to run" in capsys.readouterr().out
