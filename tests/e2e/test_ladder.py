@@ -15,7 +15,12 @@ root = "{root}"
 name = "s6"
 rules.tokens = 524288.0
 schedule.warmup_steps = 20
-model = {{ dim = 288, num_layers = 3, attention.num_heads = 9, ffn.dim = 784, init_std = 0.1, scaling.base_dim = 64 }}
+model.dim = 288
+model.num_layers = 3
+model.init_std = 0.1
+model.ffn.dim = 784
+model.attention.num_heads = 9
+model.scaling.base_dim = 64
 """
 
 

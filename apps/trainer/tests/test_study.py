@@ -17,6 +17,7 @@ import torch
 from forge_ckpt import Snapshot, Store
 from forge_config import ConfigError
 from forge_trainer.cli import main
+from forge_trainer.config.job import load_job
 from forge_trainer.optim import trainable
 from forge_trainer.study import local
 from forge_trainer.study.config import load_study
@@ -319,3 +320,27 @@ def test_a_study_trains_its_runs_with_the_real_command(write, tmp_path, capsys, 
     assert row["state"] == "complete" and 3 < float(row["train_loss"]) < 8
     assert main(["study", str(tmp_path / "study.toml")]) == 0, "nothing is left"
     assert "0 to run" in capsys.readouterr().out
+
+
+ODD = """
+name = "odd"
+base = "base.toml"
+root = "{root}"
+[axes.data.a]
+data.sources = [{ type = "python-stdlib", name = "x y" }]
+[axes.data.b]
+data.sources = [{ type = "installed-docs", weight = 2.0 }, { type = "python-stdlib" }]
+[grid]
+optimizer.betas = [[0.9, 0.95], [0.8, 0.9]]
+job.deterministic = [true]
+"""
+
+
+def test_any_key_may_differ_and_a_run_is_the_same_from_its_own_file(write, tmp_path):
+    points = write(ODD)
+    assert points[0].name == "data-a-betas-0.9_0.95-deterministic-true"
+    assert [len(p.job.data.sources) for p in points] == [1, 1, 2, 2]
+    assert [p.job.optimizer.betas[0] for p in points] == [0.9, 0.8, 0.9, 0.8]
+    for point in points:
+        (tmp_path / "own.toml").write_text(point.toml(tmp_path / "base.toml"))
+        assert load_job(tmp_path / "own.toml").value == point.job

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_config import ConfigError
-from forge_config.toml import dumps
+from forge_config.toml import dumps, inline
 from forge_model.config import ModelConfig
 from msgspec import convert, to_builtins
 
@@ -83,7 +83,9 @@ def name_of(called: Tree) -> str:
 def _spelled(value: Any) -> str:
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
-    return str(value)
+    if isinstance(value, list):
+        return "_".join(map(_spelled, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _point(rules: RulesConfig, base: Path, root: Path, name: str, called: Tree, keys: Tree) -> Point:
@@ -109,7 +111,7 @@ def _changed(rules: RulesConfig, keys: Tree) -> RulesConfig:
 
 def overrides_of(keys: Tree) -> list[str]:
     """The flags of a command line that set these keys."""
-    return [f"--{key}={dumps({'x': value}).strip().partition(' = ')[2]}" for key, value in keys.items()]
+    return [f"--{key}={inline(value)}" for key, value in keys.items()]
 
 
 def measures_of(job: Job, rules: RulesConfig) -> dict[str, float]:
