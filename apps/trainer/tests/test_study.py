@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from forge_ckpt import Snapshot, Store
-from forge_config import ConfigError
+from forge_config import ConfigError, to_toml
 from forge_trainer.cli import main
 from forge_trainer.config.job import load_job
 from forge_trainer.optim import trainable
@@ -344,3 +344,18 @@ def test_any_key_may_differ_and_a_run_is_the_same_from_its_own_file(write, tmp_p
     for point in points:
         (tmp_path / "own.toml").write_text(point.toml(tmp_path / "base.toml"))
         assert load_job(tmp_path / "own.toml").value == point.job
+
+
+def test_a_run_that_was_trained_otherwise_is_not_taken_for_one_of_the_study(write, tmp_path, capsys):
+    point, root = write(STUDY)[0], tmp_path / "runs"
+    run = root / point.name
+    run.mkdir(parents=True)
+    Store(run / "checkpoints").save(100, Snapshot({"w": torch.zeros(1)}))
+    (run / "config.toml").write_text(to_toml(point.job))
+    assert state_of(point, root).kind == "complete"
+    other = write(STUDY.replace("model.dim = 32", "model.dim = 48"))[0]
+    assert other.name == point.name
+    found = state_of(other, root)
+    assert found.kind == "failed" and "model.dim: the run has 32, now given 48" in found.reason
+    shorter = write(STUDY + "[rules]\ntokens = 12800.0\n")[0]
+    assert shorter.name == point.name and state_of(shorter, root).kind == "failed"

@@ -9,9 +9,10 @@ from typing import Literal, NamedTuple
 
 from forge_ckpt.lease import read_holder
 from forge_ckpt.store import Store
+from forge_config import ConfigError
 from forge_resilience.exit_codes import ExitCode
 
-from forge_trainer.run_dir.files import RunFiles, read_ended
+from forge_trainer.run_dir.files import RunFiles, read_ended, recorded_changes
 from forge_trainer.study.points import Point
 
 TAIL_BYTES = 1 << 14
@@ -49,6 +50,10 @@ def state_of(point: Point, root: Path) -> State:
     holder = read_holder(RunFiles(run).lease)
     if holder is not None and holder.is_alive() is not False:
         return State("running", step, None, f"on {holder.host}")
+    try:
+        recorded_changes(point.job, allowed=False)
+    except ConfigError as error:
+        return State("failed", step, None, " ".join(str(error).split()))
     if step >= point.job.train.steps:
         return State("complete", step, 0)
     code = _code_of(log)
