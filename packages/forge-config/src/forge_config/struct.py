@@ -14,7 +14,7 @@ class ConfigError(ValueError):
     """A configuration that cannot be used. The message holds every problem found, not only the first."""
 
 
-class ContradictionError(ValueError):
+class ContradictionError(ConfigError):
     """Keys of one section that do not go together.
 
     Attributes:

@@ -70,6 +70,8 @@ def law(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
     ]  # fmt: skip
     made.numbers = {**found._asdict(), "runs": len(best), "error": error, "intervals": between}
     made.doubts = _law_doubts(n, d, between)
+    if found.e < 1e-3 * min(y):
+        made.doubts.append("the loss that no size reaches is fitted as 0: all runs are far from it")
     made.numbers["predictions"] = [_predicted(made, found, laws, how, n, d, *size) for size in how.predict]
     made.svg = _law_picture(found, n, d, y, how.loss)
     return made

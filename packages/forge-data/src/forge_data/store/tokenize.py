@@ -76,7 +76,9 @@ class Held:
                 f"held_out = {most:g}, or give validation text of its own"
             )
         if number == 1:
-            return NothingHeldOutError(f"there is a single {what}; give validation text of its own")
+            return NothingHeldOutError(
+                f"there is a single {what}, and {held_out} holds none out; give validation text of its own"
+            )
         return NothingHeldOutError(
             f"{held_out} chooses none of {number} {what}s for validation; set held_out = "
             f"{_above(min(places)):g} to choose one, or give validation text of its own"
