@@ -105,7 +105,14 @@ class _Axis:
             return [10.0**n for n in range(math.ceil(self._low), math.floor(self._high) + 1)]
         if self._is_log:
             low, high = 10**self._low, 10**self._high
-            return [n * 10.0**e for e in range(-30, 31) for n in (1, 2, 5) if low <= n * 10.0**e <= high]
-        step = 10.0 ** math.floor(math.log10(span / 4))
-        step *= next(n for n in (1, 2, 5, 10) if span / (n * step) <= 6)
-        return [n * step for n in range(math.ceil(self._low / step), math.floor(self._high / step) + 1)]
+            found = [n * 10.0**e for e in range(-30, 31) for n in (1, 2, 5) if low <= n * 10.0**e <= high]
+            return found if len(found) > 2 else _even(low, high)
+        return _even(self._low, self._high)
+
+
+def _even(low: float, high: float) -> list[float]:
+    """Round numbers at equal distances."""
+    span = high - low
+    step = 10.0 ** math.floor(math.log10(span / 4))
+    step *= next(n for n in (1, 2, 5, 10) if span / (n * step) <= 6)
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
