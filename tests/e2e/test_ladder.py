@@ -44,4 +44,3 @@ def test_a_ladder_of_five_sizes_predicts_the_sixth_within_three_percent(forge, t
     (predicted,) = found["predictions"]
     assert predicted["parameters"] == pytest.approx(float(reached["parameters"]), rel=0.01)
     assert predicted["loss"] == pytest.approx(float(reached["eval/loss"]), rel=0.03)
-    assert all(float(row["eval/loss"]) > float(reached["eval/loss"]) for row in rows(tmp_path / "ladder"))
