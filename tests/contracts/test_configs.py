@@ -1,6 +1,7 @@
 """Every file in configs/ loads, alone or as part of a run."""
 
 import math
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,6 +16,10 @@ from forge_model.config import ModelConfig
 from forge_model.decoder.compare import differences
 from forge_parallel.error import ParallelError
 from forge_trainer.config.job import Job, load_job
+from forge_trainer.slurm.config import load_cluster
+from forge_trainer.study.array import layout_of
+from forge_trainer.study.config import load_study
+from forge_trainer.study.points import points_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -145,6 +150,10 @@ LOAD = """
 import sys
 from forge_config import ConfigError
 from forge_trainer.config.job import Job, load_job
+from forge_trainer.slurm.config import load_cluster
+from forge_trainer.study.array import layout_of
+from forge_trainer.study.config import load_study
+from forge_trainer.study.points import points_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 try:
@@ -309,3 +318,26 @@ def test_shipped_decoder_can_be_exported(name, tmp_path):
     assert differences(config_from_hf(keys), model) == []
     families = {"moe_debug": "glm4_moe", "moe_1b_a400m": "dots1", "mla_moe_16b": "deepseek_v3"}
     assert keys["model_type"] == families.get(name, "llama")
+
+
+STUDIES = {
+    "mfu_scaling": 14,
+    "config_validation": 7,
+    "moe_packing": 3,
+    "moe_expert_parallel": 4,
+    "profile": 1,
+    "ladder": 15,
+}
+"""Each study, and how many runs it has."""
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/studies/*.toml")), ids=lambda path: path.stem)
+def test_study_has_runs_that_can_be_laid_out(path, tmp_path):
+    study, root = load_study(path)
+    points = points_of(study, path, root)
+    assert len(points) == STUDIES[path.stem]
+    cluster = load_cluster(ROOT / "configs/clusters/preemptible-4gpu.toml")
+    for point in points if path.stem != "ladder" else ():
+        nodes, ranks = layout_of(point, cluster, None)
+        stated = re.search(r"(?:^|-)(\d+)(?:-|$)", point.name)
+        assert path.stem not in ("mfu_scaling", "profile") or nodes * ranks == int(stated[1])

@@ -54,6 +54,21 @@ def test_commands_of_the_slurm_page_do_what_it_shows(tmp_path, monkeypatch, caps
     assert (tmp_path / "runs" / "slurm" / "debug.sh").is_file()
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", [pytest.param("study.md", marks=pytest.mark.slow), "mup.md"])
+def test_commands_of_the_study_pages_do_what_they_show(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    text = (ROOT / "docs" / page).read_text()
+    for name, study in re.findall(r"^```toml\n# (\w+\.toml)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(study)
+    for words, shown in typed(page):
+        assert words[0] == "forge"
+        assert main(words[1:]) == 0
+        said = capsys.readouterr().out
+        assert re.search(pattern(shown), said), f"{shlex.join(words)}\nshows\n{shown}\nbut says\n{said}"
+
+
 @pytest.mark.parametrize(
     ("said", "fits"),
     [("a 1 b\nx\ny\nend\n", True), ("a 1 b\nend\n", True), ("a 1 c\nend\n", False), ("end\na 1 b\n", False)],

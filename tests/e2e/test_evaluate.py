@@ -60,3 +60,42 @@ def test_results_that_cannot_be_written_are_an_error_with_the_name(forge, tiny, 
     forge("train", tiny(steps=3))
     refused = forge("eval", tmp_path / "runs" / "tiny", "--json", tmp_path / "no" / "x.json", check=False)
     assert refused.returncode == 78 and "x.json" in refused.stderr
+
+
+SMALL = """
+[[data.sources]]
+type = "hf"
+path = "{path}"
+messages = "messages"
+"""
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("conversations", [pytest.param(1, marks=SLOW), 5, pytest.param(30, marks=SLOW)])
+def test_a_small_chat_file_trains_and_says_why_it_is_not_evaluated(forge, tiny, tmp_path, conversations):
+    path = tmp_path / f"chat{conversations}.jsonl"
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n} + {n}?"},
+                {"role": "assistant", "content": f"{2 * n}"},
+            ]
+        }
+        for n in range(conversations)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    job = tiny(steps=3)
+    before, _, after = job.read_text().partition("[[data.sources]]")
+    job.write_text(f"{before}{SMALL.format(path=path)}{after[after.index(chr(10) + '[') :]}")
+    said = forge("train", job, "--eval.every_steps=1").stderr
+    assert records(tmp_path / "runs" / "tiny")[-1]["step"] == 3
+    assert ("this run is not evaluated" in said) == (conversations < 30)
+    assert bool(evaluations(tmp_path / "runs" / "tiny")) == (conversations == 30)
+    if conversations == 30:
+        return
+    expected = "there is a single document, and" if conversations == 1 else "chooses none of 5 documents"
+    assert expected in said
+    refused = forge("eval", tmp_path / "runs" / "tiny", check=False)
+    assert refused.returncode == 78 and expected in refused.stderr

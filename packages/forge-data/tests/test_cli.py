@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,6 @@ global_batch = 2
         ("plan --data.skip=[{samples=[9223372036854775807]}]", "samples[0]: given 9223372036854775807"),
         ('plan --data.sources=[{type="files",paths=[]}]', "expected at least one path"),
         ('plan --data.sources=[{type="hf",path=""}]', "given path = ''"),
-        ("plan --data.max_tokens=99", "source 0: "),
         ("sample --step 0 --world-size 0", "given step 0, rank 0 of 0"),
         ("sample --step 4", "expected a step from 0 below 4"),
     ],
@@ -128,14 +128,37 @@ def test_error_of_the_system_is_a_line(
     assert capsys.readouterr().err == "[Errno 5] Input/output error: 'some/file'\n"
 
 
-def test_plan_refuses_what_holds_nothing_out_as_a_run_does(tmp_path: Path, capsys) -> None:
+def test_plan_says_why_nothing_is_held_out_and_what_to_set(tmp_path: Path, capsys) -> None:
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_text("one document of some words")
-    (tmp_path / "run.toml").write_text(
-        RUN.format(folder=tmp_path).replace("held_out = 0.0", "held_out = 0.02")
+    for name in ("a", "b"):
+        (tmp_path / "in" / f"{name}.txt").write_text("one document of some words")
+    file, told = tmp_path / "run.toml", RUN.format(folder=tmp_path)
+    file.write_text(told.replace("held_out = 0.0", "held_out = 0.02"))
+    assert main(["plan", str(file)]) == 0
+    said = re.search(
+        r"not evaluated: .* chooses none of 2 documents .* set held_out = ([\d.]+) to choose one",
+        capsys.readouterr().out,
     )
-    assert main(["plan", str(tmp_path / "run.toml")]) == 1
-    assert "in the validation split with held_out = 0.02" in capsys.readouterr().err
+    assert said is not None
+    file.write_text(told.replace("held_out = 0.0", f"held_out = {said[1]}"))
+    assert main(["plan", str(file)]) == 0
+    assert "not evaluated" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("documents", "expected"), [(1, 0), (3, None)])
+def test_plan_refuses_what_holds_everything_out_and_says_what_to_set(
+    documents: int, expected: float | None, tmp_path: Path, capsys
+) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(documents):
+        (tmp_path / "in" / f"{number}.txt").write_text("one document of some words")
+    file, told = tmp_path / "run.toml", RUN.format(folder=tmp_path)
+    file.write_text(told.replace("held_out = 0.0", "held_out = 0.99999"))
+    assert main(["plan", str(file)]) == 1
+    said = re.search(r"leaves none to train on; set held_out = ([\d.]+),", capsys.readouterr().err)
+    assert said is not None and (expected is None or float(said[1]) == expected)
+    file.write_text(told.replace("held_out = 0.0", f"held_out = {said[1]}"))
+    assert main(["plan", str(file)]) == 0
 
 
 def test_plan_says_that_temperature_does_not_hold_in_phases(tmp_path: Path, capsys) -> None:

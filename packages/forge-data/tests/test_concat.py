@@ -2,9 +2,12 @@ import pickle
 
 import numpy as np
 import pytest
+from forge_data.config import DataConfig
 from forge_data.error import DataError
 from forge_data.packing.concat import Concat
 from forge_data.packing.packing import IGNORE
+from forge_data.packing.text import pack
+from forge_data.sources.config import PythonStdlibConfig
 from forge_data.store.tokens import TokenStore
 
 
@@ -58,3 +61,15 @@ def test_concat_pickles_small(make_store) -> None:
 def test_concat_refuses_a_store_shorter_than_a_sequence(make_store) -> None:
     with pytest.raises(DataError, match="8 tokens; a sequence needs 9"):
         Concat(TokenStore(make_store("s", [8])), max_tokens=8)
+
+
+@pytest.mark.parametrize("lengths", [[2], [8], [3, 2], [1, 3, 4], [2, 6]])
+def test_text_shorter_than_a_sequence_is_one_sequence_with_padding(make_store, tmp_path, lengths) -> None:
+    store = TokenStore(make_store("s", lengths))
+    packing = pack(store, DataConfig(max_tokens=8, sources=[PythonStdlibConfig()]), tmp_path)
+    read = packing.read(np.arange(len(packing)))
+    labels = read.tokens[:, 1:].astype(np.int64)
+    labels[read.ignored] = IGNORE
+    size = sum(lengths)
+    assert read.tokens[:, :size].tolist() == [list(range(size))]
+    assert labels.tolist() == [[*range(1, size), *[IGNORE] * (9 - size)]]

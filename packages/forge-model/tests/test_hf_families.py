@@ -29,6 +29,10 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
+LONG: dict[str, object] = {
+    "rope_type": "longrope", "rope_theta": 100.0,
+    "short_factor": [1.0, 1.3, 2.0], "long_factor": [1.2, 3.0, 9.0],
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
 FINE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
@@ -89,6 +93,18 @@ CASES = {
     },
     "phi3-sliding": {"partial_rotary_factor": 0.5, "sliding_window": 7, "tie_word_embeddings": True},
     "phi3-mha": {"num_attention_heads": 3, "num_key_value_heads": 3, "partial_rotary_factor": 0.25},
+    "phi3-longrope": {
+        "rope_parameters": LONG | {"partial_rotary_factor": 0.5}, "original_max_position_embeddings": 14,
+    },
+    "phi3-longrope-whole": {
+        "rope_parameters": LONG
+        | {"short_factor": [1.0, 1.1, 1.3, 1.4, 1.7, 2.0], "long_factor": [1.2, 1.9, 2.5, 3.0, 6.0, 9.0]},
+        "original_max_position_embeddings": 10, "sliding_window": 11, "num_key_value_heads": 1,
+    },
+    "phi3-longrope-factor": {
+        "rope_parameters": LONG | {"partial_rotary_factor": 0.75, "factor": 3.0, "attention_factor": 1.3},
+        "original_max_position_embeddings": 39, "tie_word_embeddings": True, "num_attention_heads": 6,
+    },
     "granite": MULTIPLIED,
     "granite-biased": MULTIPLIED
     | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "residual_multiplier": 1.0},
@@ -163,6 +179,9 @@ def test_saved_model_of_transformers_gives_its_logits(case, tmp_path):
     loaded = ours.load_state_dict(from_hf(tensors, config), strict=False)
     assert loaded.missing_keys == (["head.weight"] if config.tie_embeddings else [])
     expected = logits_of(model, tokens)
+    for length in config.length_borders():
+        for near in (tokens[:, :length], tokens[:, : length + 1]):
+            assert (ours(near) - logits_of(model, near)).abs().max() <= 1e-9
     assert (ours(tokens) - expected).abs().max() <= 1e-9
     assert (ours.float()(tokens) - expected).abs().max() <= 1e-4
 
@@ -239,7 +258,7 @@ def test_tensors_choose_among_the_families_that_can_hold_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("change", "needle"),
     [
-        ({"model_type": "phi3", "rope_parameters": YARN}, "rope_type = 'yarn', only 'default'"),
+        ({"model_type": "phi3", "rope_parameters": YARN}, "rope_type = 'yarn', only default, longrope"),
         ({"model_type": "glm4", "partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
         ({"model_type": "glm4", "partial_rotary_factor": 0.001}, "rotates 0 dims"),
         ({"model_type": "gpt_neox", "rope_theta": 5.0}, "rope_theta = 5.0 outside of rope_parameters"),

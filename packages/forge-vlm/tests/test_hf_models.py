@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from forge_config import plain
+from forge_config import ConfigError, plain
 from forge_model import ModelError
 from forge_model.generation.generate import Sampling, generate
 from forge_vlm import VisionLanguageConfig
@@ -416,7 +416,7 @@ def test_a_model_that_no_class_computes_says_why():
     capped = replace(gemma, decoder=replace(gemma.decoder, logit_softcap=30.0))
     with pytest.raises(ModelError, match=r"llava: decoder\.logit_softcap: 30\.0, there 'absent'"):
         capped.hugging_face().config()
-    with pytest.raises(ModelError, match=r"image_token_id = 50; .*from 0 to 49"):
+    with pytest.raises(ConfigError, match=r"image_token_id = 50; .*from 0 to 49"):
         replace(config, image_token_id=50).hugging_face().config()
     gated = model_from_hf(json.loads(json.dumps(theirs_of("mllama").config.to_dict())))
     assert gated.image_token_id is not None

@@ -100,11 +100,13 @@ def test_lines_of_json_beside_image_files_are_captions(tmp_path):
 
 def test_too_few_samples_to_hold_some_out_say_what_to_set(tmp_path):
     write_images(tmp_path / "d", 1)
-    path = lines(tmp_path / "d", [{"image": "0.png", "text": "one"}])
-    with pytest.raises(
-        DataError, match=r"no sample of 1 files is in the validation split with held_out = 0\.02"
-    ):
+    path = lines(tmp_path / "d", [{"image": "0.png", "text": text} for text in ("one", "two", "three")])
+    with pytest.raises(DataError, match=r"held_out = 0\.02 chooses none of 3 samples") as raised:
         packing(ImageTextConfig(path=path), tmp_path, split="validation")
+    said = re.search(r"set held_out = ([\d.]+) to choose one", str(raised.value))
+    assert said is not None
+    chosen = packing(ImageTextConfig(path=path, held_out=float(said[1])), tmp_path, split="validation")
+    assert len(samples_of(chosen)) == 1
 
 
 def test_prompt_is_no_target_and_marks_say_where_images_stand(tmp_path):

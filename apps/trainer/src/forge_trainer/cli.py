@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--ranks", type=_count, help="of the run, where its batch follows from them")
     convert.add_argument("--out", help="the file to write; must not exist (default: the console)")
     _add_commands_on_several_runs(commands)
+    _add_study(commands)
     doctor = _command(commands, "doctor", _doctor, "whether this machine can do what training needs")
     doctor.add_argument("folder", nargs="?", default="runs", help="where runs are to be kept")
     doctor.add_argument("--json", action="store_true", help="for programs")
@@ -92,6 +93,19 @@ def _add_commands_on_jobs(commands: Any) -> None:
     )
     launch.add_argument("--change", action="store_true", help="see forge train")
     launch.add_argument("--dry-run", action="store_true", help="print the batch script instead")
+
+
+def _add_study(commands: Any) -> None:
+    study = _command(commands, "study", _study, "many runs that answer one question")
+    study.add_argument("study", help="a TOML file like those in configs/studies")
+    study.add_argument("--jobs", type=_count, default=1, help="runs at a time on this machine")
+    study.add_argument("--cluster", help="submit the runs that are left as one SLURM array; see launch")
+    study.add_argument("--nodes", type=_count, help="of each run, with --cluster")
+    study.add_argument("--dry-run", action="store_true", help="list the runs, or print the batch script")
+    study.add_argument(
+        "--coordinates", type=_count, metavar="STEPS", help="do activations change alike at every width?"
+    )
+    study.add_argument("--analyse", action="store_true", help="fit what the complete runs say, and draw it")
 
 
 def _add_generate(commands: Any) -> argparse.ArgumentParser:
@@ -165,6 +179,14 @@ def _add_commands_on_runs(commands: Any) -> None:
     for command in (generate, evaluate, status, sample, export, verify, branch, after):
         others = or_root if command is status else or_model if command in (generate, evaluate) else ""
         command.add_argument("directory", help=f"the run directory{others}")
+    for command in (generate, evaluate, export, verify):
+        command.add_argument(
+            "--step", type=_steps, metavar="N|all|A-B", help="of the checkpoints; the newest if absent"
+        )
+    evaluate.add_argument(
+        "--table", metavar="FILE", help="write a row a step as CSV, and a picture beside it"
+    )
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), help="as they are kept if absent")
     branch.add_argument("out", help="the directory of the new run; keys are overridden as in train")
     branch.add_argument("--step", type=int, help="of the checkpoint; the newest if absent")
     branch.set_defaults(takes_keys=True)
@@ -215,6 +237,12 @@ def _purposes(text: str) -> list[str]:
     return text.split(",")
 
 
+def _steps(text: str) -> str:
+    if text != "all" and not all(part.isdigit() for part in text.split("-", 1)):
+        raise argparse.ArgumentTypeError(f"given {text!r}; expected a step, all, or a range such as 100-500")
+    return text
+
+
 def _seed(text: str) -> int:
     """A seed that random generators take."""
     if not 0 <= int(text) < 2**63:
@@ -258,6 +286,12 @@ def _plan(options: argparse.Namespace) -> ExitCode:
 
     sys.stdout.write("\n".join(plan_lines(loaded.value, loaded.unused)) + "\n")
     return ExitCode.DONE
+
+
+def _study(options: argparse.Namespace) -> int:
+    from forge_trainer.study.command import run_study
+
+    return run_study(options)
 
 
 def _branch(options: argparse.Namespace) -> ExitCode:
@@ -312,7 +346,7 @@ def _look(options: argparse.Namespace) -> int:
     folder = started_in(Path(options.directory))
     if folder.samefile("."):
         return _look_here(options)
-    for name in {"directory", "out", "tasks_from", "json", "prompts"} & vars(options).keys():
+    for name in {"directory", "out", "tasks_from", "json", "prompts", "table"} & vars(options).keys():
         if getattr(options, name) is not None:
             setattr(options, name, os.path.abspath(getattr(options, name)))
     for name in {"image", "text"} & vars(options).keys():

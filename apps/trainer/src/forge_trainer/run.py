@@ -81,6 +81,9 @@ class Run:
     def train(self) -> Verdict:
         """Train to the end, or until a guard stops the run; go back where there is trouble. Collective."""
         self._tell(lambda hook: hook.on_start(self.progress))
+        if self.progress.step == 0 and self.job.checkpoint.keep_initial:
+            with self.clock.span("save"):
+                self.save()
         while (verdict := self._train()) is Verdict.ROLLBACK:
             with self.clock.span("rollback"):
                 if not self.go_back():

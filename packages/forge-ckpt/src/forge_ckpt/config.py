@@ -1,5 +1,7 @@
 """What `[checkpoint]` holds. Imports no torch."""
 
+from collections.abc import Iterator
+from math import ceil
 from typing import Annotated, Literal
 
 from forge_config import ALL_KEYS, Config, Meta
@@ -20,11 +22,12 @@ class DenseConfig(Config):
     from_step: Annotated[int, Meta(ge=1)] = 1
     every: Annotated[int, Meta(ge=1)] | Literal["powers_of_two"] = "powers_of_two"
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.to_step < self.from_step:
-            raise ValueError(f"to_step = {self.to_step} is before from_step = {self.from_step}")
+            yield f"to_step = {self.to_step} is before from_step = {self.from_step}"
         if self.every == "powers_of_two" and self.to_step.bit_length() == (self.from_step - 1).bit_length():
-            raise ValueError(f"there is no power of two from {self.from_step} to {self.to_step}")
+            yield f"there is no power of two from {self.from_step} to {self.to_step}"
 
     def holds(self, step: int) -> bool:
         """Whether a step is one of the window."""
@@ -46,6 +49,8 @@ class CheckpointConfig(Config):
         keep: newest checkpoints that stay, beside those that stay for good; at least 2, so that there is one
             to fall back to.
         keep_every_steps: checkpoints at multiples of this are saved as well, and stay for good; 0 keeps none.
+        keep_initial: what the run begins with is saved as step 0, and stays for good.
+        keep_growing: steps that grow by this factor (1, 2, 4, ... for 2) are saved as well, and stay.
         dense: windows of steps that are saved as well, and stay for good.
     """
 
@@ -55,8 +60,20 @@ class CheckpointConfig(Config):
     asynchronous: bool = True
     keep: Annotated[int, Meta(ge=2)] = 3
     keep_every_steps: Annotated[int, Meta(ge=0)] = 0
+    keep_initial: bool = False
+    keep_growing: Annotated[float, Meta(ge=1.01, le=1e6)] | None = None
     dense: tuple[DenseConfig, ...] = ()
 
     def is_dense(self, step: int) -> bool:
-        """Whether a step is in one of the windows."""
-        return any(window.holds(step) for window in self.dense)
+        """Whether a step stays for good though it is no multiple of `keep_every_steps`."""
+        if step == 0:
+            return self.keep_initial
+        return any(window.holds(step) for window in self.dense) or self._grows_to(step)
+
+    def _grows_to(self, step: int) -> bool:
+        if self.keep_growing is None:
+            return False
+        reached = 1
+        while reached < step:
+            reached = max(reached + 1, ceil(reached * self.keep_growing))
+        return reached == step

@@ -21,6 +21,7 @@ from forge_config.struct import ALL_KEYS as ALL_KEYS
 from forge_config.struct import Config as Config
 from forge_config.struct import ConfigError as ConfigError
 from forge_config.struct import Meta as Meta
+from forge_config.struct import sentences_from as sentences_from
 from forge_config.toml import to_toml as to_toml
 
 __all__ = [
@@ -45,5 +46,6 @@ __all__ = [
     "reference_markdown",
     "registry_of",
     "schema",
+    "sentences_from",
     "to_toml",
 ]

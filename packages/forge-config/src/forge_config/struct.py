@@ -1,6 +1,6 @@
 """What a section of a configuration is: a frozen, strict struct."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, dataclass_transform
 
 import msgspec
@@ -16,7 +16,7 @@ class ConfigError(ForgeError):
     """A configuration that cannot be used. The message holds every problem found, not only the first."""
 
 
-class ContradictionError(ValueError):
+class ContradictionError(ConfigError):
     """Keys of one section that do not go together.
 
     Attributes:
@@ -46,8 +46,8 @@ class Config(msgspec.Struct, metaclass=_ConfigMeta):
     """Base of every section: frozen, keyword-only, unknown keys rejected.
 
     One-field bounds are `Annotated[int, Meta(ge=1)]` (checked when decoded from TOML, not by `__init__`);
-    checks over several fields of one section are told by `contradictions`, all of them, or go into
-    `__post_init__` and raise `ValueError`, which tells the first.
+    checks over several fields of one section go into `contradictions`, which reports all that it finds. A
+    `__post_init__` that raises would report the first only.
 
     `free_keys` and `recorded_keys` name the keys that may change when something goes on with another
     configuration: freely, or as an event that is written down. All others may not; see `judge`.
@@ -65,13 +65,22 @@ class Config(msgspec.Struct, metaclass=_ConfigMeta):
     def contradictions(self) -> Iterable[str]:
         """A sentence for each pair of keys, or group of them, that do not go together.
 
-        A check must bear what those before it found.
+        A check must bear what those before it found. For one that raises, see `sentences_from`.
         """
         return ()
 
     def __post_init__(self) -> None:
         if found := [*self.contradictions()]:
             raise ContradictionError(found)
+
+
+def sentences_from(check: Callable[..., object], *arguments: Any) -> tuple[str, ...]:
+    """What a check that raises `ValueError` says of its arguments, for `Config.contradictions`."""
+    try:
+        check(*arguments)
+    except ValueError as error:
+        return sentences_of(error)
+    return ()
 
 
 def sentences_of(error: ValueError) -> tuple[str, ...]:

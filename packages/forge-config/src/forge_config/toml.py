@@ -54,6 +54,11 @@ def _table(tree: Mapping[str, Any], key: str, header: str, origins: Mapping[str,
                 yield from _table(one, item(inner, index), title, origins)
 
 
+def inline(value: Any) -> str:
+    """One value as TOML, as it may stand behind a key or `--key=`; tables are in braces."""
+    return _inline(cast(dict[str, Any], value)) if isinstance(value, dict) else _value(value)
+
+
 def _is_table(value: Any) -> bool:
     return isinstance(value, dict) or is_table_array(value)
 

@@ -270,9 +270,11 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     packings = train_packings(data, run.global_batch)
     order = build_order(data, [len(packing) for packing in packings.values()], run)
-    held_out_digests(data)  # a run needs the text that it holds out, too
+    lacks: list[str] = []
+    held_out_digests(data, lacks=lacks)  # a run needs the text that it holds out, too
     cuts = [f"source {data.source_names()[n]}: {packing.describe()}" for n, packing in packings.items()]
-    sys.stdout.write("\n".join(cuts + plan_lines(data, order, run)) + "\n")
+    lacks = [f"not evaluated: {why}" for why in lacks]
+    sys.stdout.write("\n".join(cuts + lacks + plan_lines(data, order, run)) + "\n")
     return 0
 
 

@@ -10,6 +10,7 @@ from forge_model.declared import initial_values, joined, residual_writers
 from forge_model.init import Init
 from forge_model.moe.layer import expert_layers, learn_from_load
 from forge_model.roles import Role, parameter_roles
+from forge_model.scaling import Factors, Scaling
 
 
 class Model(nn.Module):
@@ -19,10 +20,12 @@ class Model(nn.Module):
         init_std: standard deviation of the initial matrices, but for those of parts that say their own.
         depth: blocks of the whole model; weights of `blocks` that write into the residual stream start
             smaller by 1/sqrt(2 depth).
+        scaling: of this model against its base.
     """
 
     init_std: float = 0.02
     depth: int = 1
+    scaling: Scaling = Scaling()
 
     def blocks(self) -> Mapping[str, nn.Module]:
         """The blocks that are here and share a residual stream, by name."""
@@ -54,7 +57,24 @@ class Model(nn.Module):
     def _initial_value(self, role: Role, writes_residual: bool) -> Init:
         if role in ("norm", "bias"):
             return Init("constant", float(role == "norm"))
-        return Init("normal", self.init_std / (2 * self.depth) ** 0.5 if writes_residual else self.init_std)
+        base_depth = self.depth / self.scaling.depth
+        std = self.init_std / (2 * base_depth) ** 0.5 if writes_residual else self.init_std
+        return Init("normal", std * self.scaling.factors(role, writes_residual).init)
+
+    def learning_factors(self) -> dict[str, Factors]:
+        """What is special about the learning of parameters, by name, for those of which something is."""
+        found: dict[str, Factors] = {}
+        for name, part in self.named_children():
+            if isinstance(part, Model):
+                found |= {joined(name, inner): each for inner, each in part.learning_factors().items()}
+        if self.scaling == Scaling():
+            return found
+        writers = residual_writers(self, self.blocks())
+        for name, role in self.parameter_roles().items():
+            writes = name in writers or (role == "bias" and f"{name.removesuffix('bias')}weight" in writers)
+            if (factors := self.scaling.factors(role, writes)).lr != 1:
+                found.setdefault(name, factors)
+        return found
 
     def before_micro_batches(self, tokens: int) -> None:
         """Be told of how many tokens the next global batch is: what auxiliary losses are divided by."""

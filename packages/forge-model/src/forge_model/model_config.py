@@ -140,6 +140,14 @@ class ModelConfig(Config):
             ValueError: they do not.
         """
 
+    def scales_learning(self) -> bool:
+        """Whether learning rates of its parameters follow from its width."""
+        return False
+
+    def length_borders(self) -> list[int]:
+        """The numbers of tokens above which all positions of a sequence turn otherwise, rising."""
+        return []
+
     def expert_counts(self) -> dict[str, int]:
         """The number of experts of each layer that has some, by name."""
         return {}
@@ -218,6 +226,14 @@ class ComposedConfig(ModelConfig):
                 "decoder looks ahead; use mesh.cp = 1, or no such modules"
             )
         model.require_axes(tp, cp, sequence, method)
+
+    def scales_learning(self) -> bool:
+        """See `ModelConfig.scales_learning`."""
+        return self.language_model()[1].scales_learning()
+
+    def length_borders(self) -> list[int]:
+        """See `ModelConfig.length_borders`."""
+        return self.language_model()[1].length_borders()
 
     def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, float]:
         """Matmul FLOPs of a forward pass over a batch of each other part, in the order of computation.

@@ -40,9 +40,10 @@ class MeshConfig(Config):
     tp: Annotated[int, Meta(ge=1)] = 1
     ep: Annotated[int, Meta(ge=1)] = 1
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.dp_shard == 0:
-            raise ValueError("dp_shard = 0; give -1 for all the ranks that are left, or at least 1")
+            yield "dp_shard = 0; give -1 for all the ranks that are left, or at least 1"
 
     def sizes(self, world_size: int) -> dict[str, int]:
         """The size of each axis for a number of ranks, the outermost first.
@@ -111,9 +112,10 @@ class PrecisionConfig(Config):
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     pure_bf16: bool = False
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.pure_bf16 and self.compute == "float32":
-            raise ValueError(
+            yield (
                 'compute = "float32" with pure_bf16 = true, which computes in bfloat16; '
                 'give compute = "auto" or pure_bf16 = false'
             )
@@ -146,9 +148,10 @@ class TensorParallelConfig(Config):
     sequence: bool = True
     async_: bool = field(default=False, name="async")
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.async_ and not self.sequence:
-            raise ValueError("async = true needs sequence = true: sums for all ranks are not overlapped")
+            yield "async = true needs sequence = true: sums for all ranks are not overlapped"
 
 
 class ContextParallelConfig(Config):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_config import Meta
+from forge_config import Meta, sentences_from
 from forge_model.config import ComposedConfig, DecoderConfig, ModelConfig, models
 from forge_model.decoder.config import over
-from forge_model.error import ModelError
 from forge_model.model_config import Prompt
 from msgspec import field
 
@@ -76,16 +75,18 @@ class VisionLanguageConfig(ComposedConfig):
         found = model_tree(tree["from"], with_images="images" not in tree)
         return over(found, {key: tree[key] for key in tree if key != "from"})
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if not isinstance(self.decoder, DecoderConfig):
-            raise ValueError(f'model.decoder is a {type(self.decoder).__name__}; expected type = "decoder"')
+            yield f'model.decoder is a {type(self.decoder).__name__}; expected type = "decoder"'
+            return
         if self.fusion.places(self.image_tokens) >= self.max_tokens:
-            raise ValueError(
+            yield (
                 f"an image has {self.image_tokens} visual tokens, and model.decoder.max_tokens = "
                 f"{self.max_tokens} leaves no room for text; use a larger patch_size, or longer sequences"
             )
         if self.video is not None and (most := self._video_tokens(self.video)) >= self.max_tokens:
-            raise ValueError(
+            yield (
                 f"a video has up to {most} visual tokens ({self.video.max_frames} frames), and "
                 f"model.decoder.max_tokens = {self.max_tokens} leaves no room for text; use fewer frames, a "
                 "larger video.merge, or longer sequences"
@@ -95,52 +96,54 @@ class VisionLanguageConfig(ComposedConfig):
             isinstance(self.connector, ResamplerConfig)
             and self.encoder.extras(side, 2 * side) > self.encoder.extra
         ):
-            raise ValueError(
+            yield (
                 f"a resampler after a {type(self.encoder).__name__}, which has a class token for each tile; "
                 'use connector.type = "linear" or "mlp"'
             )
         most = self.vocab_size + self.fusion.ids_behind
         if self.image_token_id is not None and self.image_token_id >= most:
-            raise ModelError(
+            yield (
                 f"model.image_token_id = {self.image_token_id}; expected an id from "
                 f"{self.vocab_size * bool(self.fusion.ids_behind)} to {most - 1}, where "
                 f"model.decoder.vocab_size = {self.vocab_size}"
             )
-        self._require_beside(self.fusion.tokens_beside)
+        yield from self._beside(self.fusion.tokens_beside)
         if self.positions == "grid":
-            self._require_axes_of_positions(self.decoder)
+            yield from self._axes_of_positions(self.decoder)
 
     def _video_tokens(self, video: VideoConfig) -> int:
         return -(-video.max_frames // video.merge) * self.image_tokens
 
-    def _require_beside(self, most: int) -> None:
-        """See that visual tokens fit beside a sequence that has room for so many; 0 where they are in it."""
+    def _beside(self, most: int) -> Iterator[str]:
+        """Contradictions of visual tokens beside a sequence with room for so many; 0 where they are in it."""
         if most and self.image_tokens > most:
-            raise ValueError(
+            yield (
                 f"an image has {self.image_tokens} visual tokens, and model.fusion.max_visual_tokens = "
                 f"{most}; use a larger patch_size, or a larger max_visual_tokens"
             )
         if most and self.positions != "sequential":
-            raise ValueError(
+            yield (
                 f'positions = "{self.positions}" with visual tokens that stand beside the sequence, and have '
                 'no positions; use positions = "sequential"'
             )
 
-    def _require_axes_of_positions(self, decoder: DecoderConfig) -> None:
+    def _axes_of_positions(self, decoder: DecoderConfig) -> Iterator[str]:
         if self.encoder.extra:
-            raise ValueError(
+            yield (
                 'positions = "grid", and encoder.class_token = true makes a visual token without a place; '
                 "leave one of them out"
             )
-        grid_of(self.connector, self.encoder.side, self.encoder.side)
+        else:
+            yield from sentences_from(grid_of, self.connector, self.encoder.side, self.encoder.side)
         for number in range(decoder.num_layers):
             rope = decoder.layer(number).rope
             axes = len(getattr(rope, "sections", ()))
             if rope.rotates and axes != AXES["grid"]:
-                raise ValueError(
+                yield (
                     f'positions = "grid" has {AXES["grid"]} axes, and the rotation of layer {number} has '
                     f'{axes or 1}; set rope = {{ type = "mrope", sections = [...] }} with 3 sections'
                 )
+                break
 
     @property
     def item_tokens(self) -> int:

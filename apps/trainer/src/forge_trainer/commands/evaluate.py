@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from forge_trainer.checkpoints.init_from import form_of
+from forge_trainer.commands.steps import chosen_steps, flat, folder_of, is_series, write_table
 from forge_trainer.config.eval import EvalSetConfig, prefixed
 from forge_trainer.config.job import Job
 from forge_trainer.data.evaluation_sets import open_evaluations
@@ -85,8 +87,8 @@ class Trained(NamedTuple):
     record: dict[str, Any]
 
 
-def open_trained(options: argparse.Namespace) -> Trained:
-    """The model of a run, or of a folder of Hugging Face, that `options.directory` names.
+def open_trained(options: argparse.Namespace, step: int | None = None) -> Trained:
+    """The model of a run at a step, or of a folder of Hugging Face, that `options.directory` names.
 
     Raises:
         CheckpointError, ConfigError, ModelError: there is none, or it cannot be followed.
@@ -96,7 +98,7 @@ def open_trained(options: argparse.Namespace) -> Trained:
     folder = Path(options.directory)
     if not is_published(folder):
         job = read_job(folder)
-        model, step = load_model(job, computing=True)
+        model, step = load_model(job, computing=True, step=step)
         return Trained(job, model, f"{options.directory} at step {step}", {"step": step})
     job, device = job_of(options), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model_on_meta(job)
@@ -105,16 +107,17 @@ def open_trained(options: argparse.Namespace) -> Trained:
     return Trained(job, model.eval(), str(options.directory), {})
 
 
-def load_model(job: Job, computing: bool = False) -> tuple[nn.Module, int]:
+def load_model(job: Job, computing: bool = False, step: int | None = None) -> tuple[nn.Module, int]:
     """The model of a run on one device, whole, and the step of its newest checkpoint that is intact.
 
-    A damaged checkpoint is passed over with a warning.
+    A damaged checkpoint is passed over with a warning, unless its step is asked for.
 
     Args:
         job: the configuration.
         computing: weights are in the format in which training computes (`precision.compute`), as in its own
             evaluations; otherwise in that in which they are kept: float32, or bfloat16 with
             `precision.pure_bf16`.
+        step: of the checkpoint; the newest that is intact if absent.
 
     Raises:
         CheckpointError: there is no intact checkpoint.
@@ -128,7 +131,7 @@ def load_model(job: Job, computing: bool = False) -> tuple[nn.Module, int]:
         for name, tensor in model_tensors(model).items():
             tensor.copy_(weights[name.removeprefix(MODEL)])
 
-    step = take_newest(job, model, load)
+    step = take_step(job, model, load, step)
     if computing:
         _in_compute_format(model, job, device)
     return model.eval(), step
@@ -152,15 +155,24 @@ def model_on_meta(job: Job) -> nn.Module:
     return model
 
 
-def take_newest(job: Job, model: nn.Module, take: Callable[[Mapping[str, Tensor]], None]) -> int:
-    """Call a function with the weights of the newest checkpoint of a run that is intact; returns its step.
+def take_step(
+    job: Job, model: nn.Module, take: Callable[[Mapping[str, Tensor]], None], step: int | None = None
+) -> int:
+    """Call a function with the weights of a checkpoint of a run, by default of the newest that is intact.
 
     It is called again with another one where weights turn out to be damaged, or were removed by a run that
     went on meanwhile.
 
+    Returns:
+        The step of the checkpoint.
+
     Raises:
-        CheckpointError: there is no intact checkpoint.
+        CheckpointError: there is no intact checkpoint, or that of the step is not.
     """
+    if step is not None:
+        store = Store(RunFiles(job.job.directory).checkpoints)
+        take(Evaluated(store, step, model, job.optimizer))
+        return step
     store, tried = Store(RunFiles(job.job.directory).checkpoints), set[int]()
     while left := {*store.steps()} - tried:
         tried.add(step := max(left))
@@ -176,31 +188,41 @@ def evaluate_run(options: argparse.Namespace) -> None:
     """`forge eval`: the loss on held-out text and sets, or on `--text`, or what `--tasks` say."""
     if options.tasks is not None and options.text:
         raise ConfigError("--tasks bring their own text: give --text in a command of its own")
-    job, model, place, record = open_trained(options)
+    found = [_evaluate_step(options, step) for step in chosen_steps(options)]
+    if options.json is not None:
+        write_json(Path(options.json), found if is_series(options) else found[0])
+    if is_series(options) or options.table is not None:
+        write_table([flat(one) for one in found], None if options.table is None else Path(options.table))
+
+
+def _evaluate_step(options: argparse.Namespace, step: int | None) -> dict[str, Any]:
+    """What one checkpoint reaches, told."""
+    job, model, place, record = open_trained(options, step)
     if options.tasks is not None:
         from forge_trainer.commands.harness import evaluate_tasks
 
         sys.stdout.write(f"{place}\n")
         tokenizer = job.data.tokenizer.build()
         stops = stops_of(job, tokenizer)
-        return evaluate_tasks(model, tokenizer, job.model, job.train.micro_batch, options, stops)
+        found = evaluate_tasks(model, tokenizer, job.model, job.train.micro_batch, options, stops)
+        return record | found if is_series(options) else found
     mesh = Mesh(next(model.parameters()).device)
     job = _with_text(job, options)
-    sets = open_evaluations(job, mesh)
+    sets, lacks = open_evaluations(job, mesh)
     if not sets:
+        why = "; ".join(lacks) or "no source holds any out"
         raise ConfigError(
-            f"{options.directory} has no text to evaluate on: no source holds any out, and there is no "
-            "[eval.sets]; name files by --text, or --tasks"
+            f"{options.directory} has no text to evaluate on: {why}, and there is no [eval.sets]; name files "
+            "by --text, or --tasks"
         )
     evaluate = job.step.build([model], job.loss.build(), mesh).evaluate
     results = {name: evaluate(batches) for name, batches in sets.items()}
     for name, numbers in results.items():
         told = ", ".join(f"{key} {value:.4f}" for key, value in numbers.items())
         sys.stdout.write(f"{place}{name and f', {name}'}: {told}\n")
-    if options.json is not None:
-        for name, numbers in results.items():
-            record |= prefixed(name, numbers)
-        write_json(Path(options.json), record)
+    for name, numbers in results.items():
+        record |= prefixed(name, numbers)
+    return record
 
 
 def _with_text(job: Job, options: argparse.Namespace) -> Job:
@@ -224,6 +246,28 @@ def write_json(path: Path, found: Any) -> None:
         path.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error}") from None
+
+
+class Cast(Mapping[str, Tensor]):
+    """Tensors whose floating-point numbers are of one dtype; each is read when it is taken.
+
+    Args:
+        tensors: by name.
+        dtype: None leaves them as they are.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+        self._tensors, self._dtype = tensors, dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._tensors[name]
+        return value.to(self._dtype) if self._dtype is not None and value.is_floating_point() else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 class _Export(NamedTuple):
@@ -272,14 +316,23 @@ def _export_of(job: Job, run: Path, tokenizer: Tokenizer) -> _Export:
 def export_run(options: argparse.Namespace) -> None:
     """`forge export`: weights as Hugging Face safetensors, configs and tokenizer; all of it or nothing.
 
-    Tensors are read, named and written one by one: the model never lies in memory.
+    Tensors are read, named and written one by one: the model never lies in memory. Of several steps, each has
+    a folder of its own in `out`.
     """
+    for step in chosen_steps(options):
+        out = Path(options.out)
+        _export_step(options, step, folder_of(out, step) if is_series(options) and step is not None else out)
+
+
+def _export_step(options: argparse.Namespace, asked: int | None, folder: Path) -> None:
     job = read_job(Path(options.directory))
     model, tokenizer = model_on_meta(job), job.data.tokenizer.build()
     export = _export_of(job, Path(options.directory), tokenizer)
-    like = export.theirs({name.removeprefix(MODEL): tensor for name, tensor in model_tensors(model).items()})
+    as_dtype = partial(Cast, dtype=getattr(torch, options.dtype) if options.dtype else None)
+    empty = {name.removeprefix(MODEL): tensor for name, tensor in model_tensors(model).items()}
+    like = as_dtype(export.theirs(empty))
     generation, template = generation_of(job, tokenizer), trained_template(job, tokenizer)
-    folder, files = Path(options.out), job.data.tokenizer.hf_files(job.model.max_tokens)
+    files = job.data.tokenizer.hf_files(job.model.max_tokens)
     more = {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
     if files and template is not None:
         more["chat_template.jinja"] = template
@@ -290,10 +343,12 @@ def export_run(options: argparse.Namespace) -> None:
         if name in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
     hf, size, texts = {**export.config, **ids}, options.shard_bytes, {**files, **more, **export.files}
+    hf |= {"dtype": options.dtype} if options.dtype else {}
+    folder.parent.mkdir(parents=True, exist_ok=True)
 
     def write(weights: Mapping[str, Tensor]) -> None:
-        write_weights(folder, export.theirs(weights), hf, size, texts, like)
+        write_weights(folder, as_dtype(export.theirs(weights)), hf, size, texts, like)
 
-    step = take_newest(job, model, write)
+    step = take_step(job, model, write, asked)
     with_tokenizer = "and the tokenizer" if files else "(this type of tokenizer has no Hugging Face form)"
     sys.stdout.write(f"wrote {len(like)} tensors of step {step} to {folder} {with_tokenizer}\n{export.why}\n")

@@ -18,6 +18,7 @@ from forge_model.model_config import Prompt
 from torch import nn
 
 from forge_trainer.commands.evaluate import open_trained
+from forge_trainer.commands.steps import chosen_steps, is_series
 from forge_trainer.endings import stops_of
 
 DEFAULT_PROMPT = "def "
@@ -219,8 +220,15 @@ def _asked(line: str, path: Path, number: int) -> Asked:
 
 def generate_text(options: argparse.Namespace) -> None:
     """`forge generate`: each prompt and what follows it; of a file of prompts, JSON lines."""
+    for step in chosen_steps(options):
+        if is_series(options) and options.prompts is None:
+            sys.stdout.write(f"step {step}:\n")
+        _generate_at(options, step)
+
+
+def _generate_at(options: argparse.Namespace, step: int | None) -> None:
     prompts = None if options.prompts is None else read_prompts(Path(options.prompts))
-    job, model, *_ = open_trained(options)
+    job, model, *_ = open_trained(options, step)
     tokenizer = job.data.tokenizer.build()
     writer = Writer(model, tokenizer, job.model, options, stops_of(job, tokenizer))
     images = [_read_image(Path(path), "--image") for path in options.image or ()]
@@ -230,6 +238,7 @@ def generate_text(options: argparse.Namespace) -> None:
         texts = dict(writer.continued(prompts, options.batch_size or job.train.micro_batch))
         for index, prompt in enumerate(prompts):
             said = {"prompt": prompt.text, "text": texts[index]}
+            said |= {"step": step} if is_series(options) else {}
             sys.stdout.write(json.dumps(said, ensure_ascii=False) + "\n")
         return
     for prompt in options.prompt or (_typed() if options.interactive else [DEFAULT_PROMPT]):

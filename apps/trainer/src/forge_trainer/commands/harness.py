@@ -19,7 +19,6 @@ from forge_model.generation.generate import Sampling, generate
 from forge_model.model_config import Prompt
 from torch import Tensor, nn
 
-from forge_trainer.commands.evaluate import write_json
 from forge_trainer.commands.generate import batch_inputs
 from forge_trainer.console import emit
 
@@ -342,8 +341,8 @@ def evaluate_tasks(
     micro_batch: int,
     options: argparse.Namespace,
     stops: Sequence[int] = (),
-) -> None:
-    """Print what each task says of the model; all of it as JSON to `--json`.
+) -> dict[str, Any]:
+    """Print what each task says of the model; returns all of it.
 
     Raises:
         ConfigError: a task is not known, or asks about what the model does not take.
@@ -363,6 +362,5 @@ def evaluate_tasks(
         log_samples=False,
     )
     results: dict[str, Any] = dict(found or {})
-    if options.json is not None:
-        write_json(Path(options.json), results["results"])
     sys.stdout.write(utils.make_table(results) + "\n")
+    return results["results"]

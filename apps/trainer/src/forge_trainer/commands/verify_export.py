@@ -1,9 +1,10 @@
 """Does an export read and compute what the run does? Asks `transformers`."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from forge_ckpt.error import CheckpointError
@@ -12,6 +13,7 @@ from forge_data.tokenizer.tokenizer import with_bos
 from torch import nn
 
 from forge_trainer.commands.evaluate import load_model
+from forge_trainer.commands.steps import chosen_steps, folder_of, is_series
 from forge_trainer.config.job import Job
 from forge_trainer.run_dir.files import read_job
 
@@ -43,17 +45,28 @@ def verify_export(options: argparse.Namespace) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError:
         raise ConfigError("forge verify-export needs transformers: pip install 'transformers>=5'") from None
-    job, folder = read_job(Path(options.directory)), Path(options.out)
-    model, step = load_model(job)
+    for step in chosen_steps(options):
+        out = Path(options.out)
+        folder = folder_of(out, step) if is_series(options) and step is not None else out
+        _verify_step(options, step, folder, (AutoModelForCausalLM, AutoModelForImageTextToText))
+
+
+def _verify_step(
+    options: argparse.Namespace, asked: int | None, folder: Path, classes: tuple[Any, Any]
+) -> None:
+    job = read_job(Path(options.directory))
+    model, step = load_model(job, step=asked)
     device = next(model.parameters()).device
     if not (folder / "config.json").exists():
         raise CheckpointError(f"there is no {folder / 'config.json'}; expected what forge export wrote")
     try:
-        loads = AutoModelForCausalLM if job.model.items() is None else AutoModelForImageTextToText
+        loads = classes[job.model.items() is not None]
         theirs = cast(nn.Module, loads.from_pretrained(folder, dtype=torch.float32))
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"transformers does not load {folder}: {error}") from None
     require_tokens(job, folder)
+    if json.loads((folder / "config.json").read_text()).get("dtype") == "bfloat16":
+        model.to(torch.bfloat16)  # the numbers that the export holds
     draw = torch.Generator().manual_seed(0)
     shape = TOKENS[0], min(TOKENS[1], job.model.max_tokens)
     tokens = torch.randint(job.model.vocab_size, shape, generator=draw).to(device)

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from forge_trainer.config.job import JobConfig
 
 
+SCALED = ("adamw", "lion", "schedule-free-adamw")
+"""Optimizers whose updates have the same size whatever that of the gradients."""
+
+
 def sequences_fit_the_model(model: ModelConfig, data: DataConfig) -> None:
     """A sequence must not be longer than the positions that the model knows."""
     if data.max_tokens > model.max_tokens:
@@ -103,6 +107,16 @@ def noise_is_measured_without_stages(step: StepConfig, mesh: MeshConfig) -> None
         raise ValueError(
             f"step.noise_scale_every_steps with mesh.pp = {mesh.pp}: half of the micro-batches may be too "
             "few for the schedule of the pipeline; measure without a pipeline, or set it to 0"
+        )
+
+
+def widths_scale_what_the_optimizer_does(model: ModelConfig, optimizer: OptimizerConfig) -> None:
+    """The factors of `[model.scaling]` are those of updates whose size does not follow from gradients."""
+    kind = type_name(type(optimizer))
+    if model.scales_learning() and kind not in SCALED:
+        raise ValueError(
+            f'optimizer.type = "{kind}" with model.scaling, whose learning rates are those of '
+            f"{', '.join(SCALED)}; use one of them, or leave scaling out"
         )
 
 
@@ -294,6 +308,7 @@ checks: list[Callable[..., None]] = [
     data_end_at_a_known_step,
     warmup_fits,
     something_is_rounded,
+    widths_scale_what_the_optimizer_does,
     noise_is_measured_without_stages,
     weights_are_of_the_model,
     axes_divide_the_model,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 from forge_config import ALL_KEYS, Config, Meta
@@ -26,10 +26,11 @@ class EvalSetConfig(Config):
     sources: list[SourceConfig]
     samples: Annotated[int, Meta(ge=0)] = 256
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         names = [source.name or str(number) for number, source in enumerate(self.sources)]
         if not names or len(set(names)) < len(names):
-            raise ValueError(
+            yield (
                 f"the sources are named {', '.join(names) or 'not at all'}; give at least one, each a name "
                 "of its own"
             )
@@ -56,9 +57,10 @@ class TasksConfig(Config):
     limit: Annotated[int, Meta(ge=1)] | None = None
     batch_size: Annotated[int, Meta(ge=1)] | None = None
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if not self.names:
-            raise ValueError('names is empty; name at least one task, e.g. ["arc_easy"]')
+            yield 'names is empty; name at least one task, e.g. ["arc_easy"]'
 
 
 class EvalConfig(Config):
@@ -76,10 +78,11 @@ class EvalConfig(Config):
     sets: dict[str, EvalSetConfig] = {}
     tasks: TasksConfig | None = None
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         for name in self.sets:
             if name in TAKEN or not name or "/" in name:
-                raise ValueError(
+                yield (
                     f"a set is named {name!r}; expected a name without / that is none of "
                     f"{', '.join(TAKEN)}, e.g. [eval.sets.news]"
                 )

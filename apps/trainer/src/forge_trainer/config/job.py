@@ -114,6 +114,7 @@ class Job(Config):
     hooks: dict[str, HookConfig] = {}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         batch = self.train.sequences(self.data.max_tokens)
         if batch != self.train.global_batch:
             structs.force_setattr(self, "train", structs.replace(self.train, global_batch=batch))

@@ -1,8 +1,9 @@
 """Opens what a run is evaluated on: its held-out text, and the sets of `[eval.sets]`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from forge_data.error import NothingHeldOutError
 from forge_data.loading.loader import Loader, build_loader, build_set_loader
 from forge_parallel.mesh import Mesh
 
@@ -10,8 +11,20 @@ from forge_trainer.config.job import Job
 from forge_trainer.ranks import keep_in_touch
 
 
-def open_evaluations(job: Job, mesh: Mesh, got_on: Callable[[], None] = lambda: None) -> dict[str, Loader]:
-    """Each set by its name; the held-out text, if any, comes first and has an empty one. Collective.
+class Evaluations(NamedTuple):
+    """What a run is evaluated on.
+
+    Attributes:
+        sets: each by its name; the held-out text, if any, comes first and has an empty one.
+        lacks: why sources have no held-out text, having too few documents.
+    """
+
+    sets: dict[str, Loader]
+    lacks: tuple[str, ...]
+
+
+def open_evaluations(job: Job, mesh: Mesh, got_on: Callable[[], None] = lambda: None) -> Evaluations:
+    """Open the held-out text, and the sets. Collective.
 
     Args:
         job: the configuration.
@@ -28,13 +41,17 @@ def open_evaluations(job: Job, mesh: Mesh, got_on: Callable[[], None] = lambda: 
         "items": job.model.items(),
     }
 
-    def open_all(count: Callable[[], None]) -> dict[str, Loader]:
+    def open_all(count: Callable[[], None]) -> Evaluations:
         def told(done: int, total: int) -> None:
             count()
 
-        found: dict[str, Loader] = {}
+        found, lacks = dict[str, Loader](), tuple[str, ...]()
         if job.data.has_validation():
-            found[""] = build_loader(job.data, "validation", on_progress=told, **portion)
+            try:
+                found[""] = build_loader(job.data, "validation", on_progress=told, **portion)
+                lacks = found[""].lacks
+            except NothingHeldOutError as error:
+                lacks = (str(error),)
         for name, of_set in job.eval.sets.items():
             found[name] = build_set_loader(
                 job.data, of_set.sources, of_set.samples, on_progress=told, **portion
@@ -42,6 +59,6 @@ def open_evaluations(job: Job, mesh: Mesh, got_on: Callable[[], None] = lambda: 
         for loader in found.values():
             loader.vocab_size = job.model.vocab_size
             loader.pinned = mesh.device.type == "cuda"
-        return found
+        return Evaluations(found, lacks)
 
     return keep_in_touch(open_all, mesh.control_group, got_on)

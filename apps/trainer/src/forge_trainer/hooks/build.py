@@ -70,10 +70,11 @@ def _evaluations(
 ) -> list[Hook]:
     """Evaluation on text, if there is some, and on tasks, if any are asked for. Collective."""
     every, tasks = run.job.eval.every_steps, run.job.eval.tasks
-    sets = open_evaluations(run.job, run.mesh, partial(run.clock.enter, BUILD))
+    sets, lacks = open_evaluations(run.job, run.mesh, partial(run.clock.enter, BUILD))
     hooks: list[Hook] = [Evaluate(every, run, sets, weights, on_results)] if sets else []
-    if not sets and run.env.rank == 0:
-        emit("no source has text for validation: this run is not evaluated\n", sys.stderr)
+    if run.env.rank == 0 and (lacks or not sets):
+        why = "; ".join(lacks) or "no source has text for validation"
+        emit(f"{why}\nthis run is {'evaluated without it' if sets else 'not evaluated'}\n", sys.stderr)
     if tasks is not None:
         # the harness is an extra, and slow to load
         from forge_trainer.hooks.harness import Tasks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -39,9 +39,10 @@ class AdamWConfig(OptimizerConfig):
     moments: Literal["float32", "bfloat16"] = "float32"
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.moments == "bfloat16" and max(self.betas) > 0.99:
-            raise ValueError(
+            yield (
                 f'betas = {list(self.betas)} with moments = "bfloat16": of a moment that changes by less '
                 "than 1 % a step, bfloat16 would round changes away; use decay rates up to 0.99, or float32"
             )

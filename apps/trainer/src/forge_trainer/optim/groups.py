@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from forge_config import Config, ConfigError, Meta
+from forge_config import Config, ConfigError, Meta, sentences_from
 from msgspec import structs
 
 from forge_trainer.optim.stages import Stage, StageRule, frozen_steps, require_rising, trained_stages
@@ -51,17 +51,18 @@ class GroupRule(Config):
     freeze_until: Annotated[int, Meta(ge=1)] | None = None
     stages: tuple[StageRule, ...] = ()
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if not self.match and not self.roles:
-            raise ValueError("a group names nothing; give match, roles, or both")
-        require_rising(self.stages)
+            yield "a group names nothing; give match, roles, or both"
+        yield from sentences_from(require_rising, self.stages)
         if self.stages and (self.freeze_from is not None or self.freeze_until is not None):
-            raise ValueError(
+            yield (
                 f"given freeze_from = {self.freeze_from} and freeze_until = {self.freeze_until} beside "
                 "stages; say it in stages"
             )
         if self.freeze_until is not None and self.freeze_until <= (self.freeze_from or 0):
-            raise ValueError(
+            yield (
                 f"freeze_until = {self.freeze_until} is not after freeze_from = {self.freeze_from or 0}; "
                 "leave out freeze_until to freeze to the end"
             )
@@ -146,6 +147,7 @@ def group(
     found: dict[tuple[str, Treatment], list[NamedParameter]] = {}
     for parameter in parameters:
         treated = treatment(parameter.name, parameter.role, rules, no_decay)
+        treated = treated._replace(lr=treated.lr * parameter.lr, decay=treated.decay * parameter.decay)
         found.setdefault((kind(parameter), treated), []).append(parameter)
     groups = [Group(of, treated, members) for (of, treated), members in found.items()]
     return sorted(

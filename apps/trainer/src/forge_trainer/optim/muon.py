@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_config import Meta
@@ -56,9 +56,10 @@ class MuonConfig(OptimizerConfig):
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: Annotated[float, Meta(gt=0)] = 1e-8
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if not {*self.roles} - {"norm", "bias"}:
-            raise ValueError(
+            yield (
                 f"roles = {list(self.roles)} are none of matrices, and muon would be AdamW; name one of "
                 "matrix, expert, router, embedding, head, or use adamw"
             )

@@ -18,11 +18,15 @@ class NamedParameter(NamedTuple):
         name: in the whole model, also where this rank holds only a part of it.
         parameter: plain or sharded; perhaps a small part of the whole, so shapes say little.
         role: `embedding head norm matrix bias`, from the model.
+        lr: factor on its learning rate, from the model.
+        decay: factor on its weight decay, from the model.
     """
 
     name: str
     parameter: nn.Parameter
     role: str
+    lr: float = 1.0
+    decay: float = 1.0
 
 
 def trainable(parts: Iterable[nn.Module]) -> list[NamedParameter]:
@@ -36,9 +40,11 @@ def trainable(parts: Iterable[nn.Module]) -> list[NamedParameter]:
     found: list[NamedParameter] = []
     for part in parts:
         roles: dict[str, str] = part.parameter_roles()  # type: ignore[operator]
+        factors: dict[str, tuple[float, float, float]] = getattr(part, "learning_factors", dict)()
         for name, parameter in part.named_parameters():
             if name not in roles:
                 raise ConfigError(f"{type(part).__name__}.parameter_roles() says nothing of {name}; add it")
             if parameter.requires_grad:
-                found.append(NamedParameter(name, parameter, roles[name]))
+                _, lr, decay = factors.get(name, (1.0, 1.0, 1.0))
+                found.append(NamedParameter(name, parameter, roles[name], lr, decay))
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forge_config import Meta
@@ -42,9 +42,10 @@ class ScheduleFreeAdamWConfig(OptimizerConfig):
     weight_power: Annotated[float, Meta(ge=0)] = 2.0
     step_power: Annotated[float, Meta(ge=0)] = 0.0
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.ema_decay:
-            raise ValueError(
+            yield (
                 f"ema_decay = {self.ema_decay} with schedule-free-adamw, which averages the weights itself; "
                 "leave it out"
             )

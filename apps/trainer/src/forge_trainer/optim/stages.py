@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, NamedTuple
 
 from forge_config import Config, Meta
@@ -29,13 +29,14 @@ class StageRule(Config):
     lr: Annotated[float, Meta(ge=0)] = 1.0
     warmup_steps: Count = 0
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.from_step is not None and self.from_tokens is not None:
-            raise ValueError(
+            yield (
                 f"from_step = {self.from_step} and from_tokens = {self.from_tokens} say the same; keep one"
             )
         if self.frozen and (self.lr != 1 or self.warmup_steps):
-            raise ValueError(
+            yield (
                 f"given lr = {self.lr:g} and warmup_steps = {self.warmup_steps} with frozen = true; leave "
                 "them out"
             )

@@ -1,6 +1,7 @@
 """What a schedule plug is: a pure function of the step, so that there is nothing to save and restore."""
 
 import math
+from collections.abc import Iterator
 from typing import Annotated
 
 from forge_config import ALL_KEYS, Config, Meta, Registry, part_of
@@ -26,11 +27,12 @@ class ScheduleConfig(Config):
     warmup_tokens: Annotated[int, Meta(ge=0)] = 0
     warmup_fraction: Annotated[float, Meta(ge=0, lt=1)] = 0.0
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         keys = ("warmup_steps", "warmup_tokens", "warmup_fraction")
         given = [f"{key} = {getattr(self, key)}" for key in keys if getattr(self, key)]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} say the same thing; keep one of them")
+            yield f"{' and '.join(given)} say the same thing; keep one of them"
 
     def warmup(self, steps: int, step_tokens: int) -> int:
         """Steps of the warm-up.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated
 
 from forge_config import Meta
@@ -21,12 +22,13 @@ class InverseSqrtConfig(ScheduleConfig):
 
     timescale_steps: Annotated[int, Meta(ge=1)] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
+        yield from super().contradictions()
         if self.timescale_steps is None and not (
             self.warmup_steps or self.warmup_tokens or self.warmup_fraction
         ):
-            raise ValueError("there is neither a warm-up nor timescale_steps to scale the decay; give one")
+            yield "there is neither a warm-up nor timescale_steps to scale the decay; give one"
 
     def after(self, step: int, steps: int, warmup: int) -> float:
         """See `ScheduleConfig.after`."""

@@ -1,5 +1,7 @@
 """No schedule at all."""
 
+from collections.abc import Iterator
+
 from forge_trainer.schedule.base import ScheduleConfig, schedules
 
 
@@ -7,10 +9,11 @@ from forge_trainer.schedule.base import ScheduleConfig, schedules
 class NoneConfig(ScheduleConfig):
     """The peak learning rate in every step; takes no warm-up (see `constant`)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
+        yield from super().contradictions()
         if self.warmup_steps or self.warmup_tokens or self.warmup_fraction:
-            raise ValueError('type = "none" has no warm-up; use type = "constant"')
+            yield 'type = "none" has no warm-up; use type = "constant"'
 
     def decay(self, progress: float) -> float:
         """See `ScheduleConfig.decay`."""

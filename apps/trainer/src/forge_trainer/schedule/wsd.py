@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from forge_config import Meta, part_of
@@ -35,10 +36,11 @@ class WSDConfig(ScheduleConfig):
     shape: Literal["cosine", "linear", "1-sqrt"] = "1-sqrt"
     floor: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
+        yield from super().contradictions()
         if self.decay_steps == 1:
-            raise ValueError(
+            yield (
                 "decay_steps = 1 would be the peak once more, at which a decay begins; use 0, or 2 and more"
             )
 

@@ -1,5 +1,6 @@
 """What a cluster file holds. Imports no torch."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -56,20 +57,21 @@ class ClusterConfig(Config):
     again: Literal["requeue", "chain", "never"] = "requeue"
     warning_s: Annotated[int, Meta(ge=1)] | None = None
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         for name in ("memory", "time", "partition", "account", "qos", "constraint", "reservation"):
             if any(letter.isspace() for letter in getattr(self, name)):
-                raise ValueError(f"{name} = {getattr(self, name)!r} has white space in it")
+                yield f"{name} = {getattr(self, name)!r} has white space in it"
         warning_s = self.warning_s or UNMEASURED_S
         if (limit_s := seconds(self.time)) is not None and limit_s < warning_s + EARLY_S:
-            raise ValueError(
+            yield (
                 f"time = {self.time!r} with warning_s = {warning_s}: SLURM may send the warning up to "
                 f"{EARLY_S} s earlier, before the run begins; expected at least {warning_s + EARLY_S} "
                 "s, or a shorter warning"
             )
         for option in [*self.options, *self.step_options]:
             if not option.startswith("-") or "\n" in option:
-                raise ValueError(f"{option!r} is no option; each is one word that begins with -")
+                yield f"{option!r} is no option; each is one word that begins with -"
 
     @property
     def ranks(self) -> int:

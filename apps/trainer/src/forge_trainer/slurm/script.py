@@ -30,6 +30,8 @@ class Launch:
         nodes: how many.
         sweep: the axes of a grid of runs, each the overrides of one key; a job array has one run for each
             combination, in which the last axis changes fastest. Empty for a single run.
+        names: of the runs of a job array in place of `sweep`, each with a configuration `configs/<name>.toml`
+            in `root`.
     """
 
     name: str
@@ -40,6 +42,13 @@ class Launch:
     cluster: ClusterConfig
     nodes: int
     sweep: Sequence[Sequence[str]] = field(default=())
+    names: Sequence[str] = field(default=())
+
+    @property
+    def runs(self) -> list[str]:
+        """The names of the runs of a job array; empty for a single run."""
+        count = prod(map(len, self.sweep)) if self.sweep else 0
+        return [*self.names] or [f"{self.name}-{index}" for index in range(count)]
 
     @property
     def script(self) -> Path:
@@ -49,8 +58,7 @@ class Launch:
     @cached_property
     def warning(self) -> WarningTime:
         """When SLURM warns the run, as its earlier starts say."""
-        runs = [f"-{index}" for index in range(prod(map(len, self.sweep)))] if self.sweep else [""]
-        return warning_of(self.cluster, [self.root / f"{self.name}{run}" for run in runs])
+        return warning_of(self.cluster, [self.root / run for run in self.runs or [self.name]])
 
 
 def batch_script(launch: Launch) -> str:
@@ -96,8 +104,8 @@ def _options(launch: Launch) -> Iterator[str]:
         "signal": f"B:USR1@{launch.warning.seconds}",
         "open-mode": "append",
         "output": str(launch.root / LOGS / launch.name).replace("%", "%%")
-        + ("-%A_%a.log" if launch.sweep else "-%j.log"),
-        "array": f"0-{prod(map(len, launch.sweep)) - 1}" if launch.sweep else "",
+        + ("-%A_%a.log" if launch.runs else "-%j.log"),
+        "array": f"0-{len(launch.runs) - 1}" if launch.runs else "",
     }
     yield "#!/bin/bash"
     yield from (f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in named.items() if value != "")
@@ -128,6 +136,9 @@ def _before(launch: Launch) -> Iterator[str]:
             yield f"values=({shlex.join(values)})"
             yield f'overrides+=("${{values[SLURM_ARRAY_TASK_ID / {stride} % {len(values)}]}}")'
         yield "run=$run-$SLURM_ARRAY_TASK_ID"
+    if launch.names:
+        yield f"names=({shlex.join(launch.names)})"
+        yield f'run={shlex.quote(str(launch.root))}/"${{names[SLURM_ARRAY_TASK_ID]}}"'
     if launch.cluster.again == "chain":
         yield from _link(launch)
 
@@ -162,8 +173,9 @@ def _variables(cluster: ClusterConfig) -> Iterator[str]:
 
 def _run(launch: Launch) -> Iterator[str]:
     overrides = ' --job.name="${run##*/}" "${overrides[@]}"' if launch.sweep else ""
+    overrides = ' "${run%/*}/configs/${run##*/}.toml"' if launch.names else overrides
     step = shlex.join(["srun", "--kill-on-bad-exit=1", *launch.cluster.step_options, *launch.command])
-    job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if launch.sweep else "$SLURM_JOB_ID"
+    job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if launch.runs else "$SLURM_JOB_ID"
     yield "# A run stops in time by itself; this is for SLURM versions that do not say when the job ends."
     yield f"end=$(squeue -h -j {job} -o %e 2>/dev/null)"
     yield 'end=${end:+$(date -d "$end" +%s 2>/dev/null)}  # of no text, date would make the last midnight'

@@ -28,7 +28,7 @@ def launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     cluster = load_cluster(options.cluster)
     job = load_job(options.config, overrides).value
-    nodes = options.nodes or _fewest_nodes(job, cluster)
+    nodes = options.nodes or fewest_nodes(job, cluster)
     sweep = axes_of(options.sweep or [])
     if sweep and cluster.again == "chain":
         raise ConfigError(
@@ -37,7 +37,7 @@ def launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     for each in product(*sweep):
         one = load_job(options.config, [*overrides, *each]).value
-        _require_layout(one, nodes * cluster.ranks)
+        require_layout(one, nodes * cluster.ranks)
         if not sweep:
             recorded_changes(one, options.change)
     made = Launch(
@@ -54,7 +54,7 @@ def launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.dry_run:
         sys.stdout.write(text)
         return ExitCode.DONE
-    return _submit(made, text)
+    return submit_script(made, text)
 
 
 def _command(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
@@ -62,14 +62,19 @@ def _command(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]
     return [sys.executable, "-m", "forge_trainer", "train", str(options.config), *change, *overrides]
 
 
-def _fewest_nodes(job: Job, cluster: ClusterConfig) -> int:
-    """So many that the axes of the mesh whose sizes are given fit."""
+def fewest_nodes(job: Job, cluster: ClusterConfig) -> int:
+    """So few nodes that the axes of the mesh whose sizes are given fit."""
     # ep takes no ranks of its own
     axes = (getattr(job.mesh, name) for name in job.mesh.__struct_fields__ if name != "ep")
     return -(-prod(size for size in axes if size > 0) // cluster.ranks)
 
 
-def _require_layout(job: Job, ranks: int) -> None:
+def require_layout(job: Job, ranks: int) -> None:
+    """See that a job can be laid out over so many ranks.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     try:
         job.require_layout(ranks)
     except ParallelError as error:
@@ -100,7 +105,12 @@ def _values(text: str) -> list[str]:
     return [f"--{key.lstrip('-')}={value}" for value in values.split(",")]
 
 
-def _submit(made: Launch, text: str) -> int:
+def submit_script(made: Launch, text: str) -> int:
+    """Write a batch script and submit it.
+
+    Raises:
+        ConfigError: SLURM refuses it.
+    """
     made.script.parent.mkdir(parents=True, exist_ok=True)
     partial = made.script.with_suffix(f".{os.getpid()}")
     partial.write_text(text)
@@ -115,7 +125,8 @@ def _submit(made: Launch, text: str) -> int:
         raise ConfigError(f"SLURM refuses {made.script}: {told.stderr.strip()}")
     job = told.stdout.strip().partition(";")[0]
     sys.stdout.write(f"job {job}: {made.nodes} nodes of {made.cluster.ranks} ranks, {made.script}\n")
-    sys.stdout.write(f"  log     {made.script.parent / made.name}-{job}{'_*' if made.sweep else ''}.log\n")
+    sys.stdout.write(f"  log     {made.script.parent / made.name}-{job}{'_*' if made.runs else ''}.log\n")
     sys.stdout.write(f"  warned  {made.warning}\n")
-    sys.stdout.write(f"  watch   forge status {made.root / made.name}{'-N' if made.sweep else ''}\n")
+    watched = made.root if made.names else f"{made.root / made.name}{'-N' if made.sweep else ''}"
+    sys.stdout.write(f"  watch   forge status {watched}\n")
     return ExitCode.DONE

@@ -53,6 +53,7 @@ class Loader:
         pins: the versions of streams that have several, by the name that they have in a checkpoint.
         token_bytes: [vocab_size] of each token, for a pass over held-out text; None tells no `bytes`.
         vocab_size: token ids that a model has embeddings for; None for any.
+        lacks: why sources have nothing held out, having too few documents; for a pass over held-out text.
         pinned: whether micro-batches are in memory that a GPU reads without the host; see `micro_batches`.
     """
 
@@ -70,6 +71,7 @@ class Loader:
     token_bytes: np.ndarray | None = field(default=None, repr=False)
     vocab_size: int | None = None
     pinned: bool = False
+    lacks: tuple[str, ...] = ()
     _open: list[Workers] = field(default_factory=list[Workers], init=False, repr=False)
     _state: dict[str, Place] = field(default_factory=dict[str, Place], init=False, repr=False)
 
@@ -185,14 +187,15 @@ def build_loader(
             "a rank from 0 below world_size, a micro_batch from 1 and a first_sample from 0"
         )
     contents: dict[Path, str] = {}  # each file is read once, for what is trained on and what is held out
-    packings = build_packings(config, split, on_progress, items, contents)
+    lacks: list[str] = []
+    packings = build_packings(config, split, on_progress, items, contents, lacks)
     names = tuple(config.source_names())
     content = [(number, f"{number} {_content(packing, items)}") for number, packing in packings.items()]
     cuts = packing_parts(config)
     if split == "validation":
         evenly = ValidationBatches(packings, micro_batch, config.validation_samples, rank, world_size, names)
         named, lengths = fingerprint(config, [text for _, text in content], cuts), _token_bytes(config)
-        return Loader(evenly, 0, packings, named, sources=names, token_bytes=lengths)
+        return Loader(evenly, 0, packings, named, sources=names, token_bytes=lengths, lacks=tuple(lacks))
     # The held-out text belongs to what a run is: its evaluations are to be compared.
     held_out = held_out_digests(config, on_progress, items, contents)
     content += [(number, f"{number} {digest}") for number, digest in held_out.items()]

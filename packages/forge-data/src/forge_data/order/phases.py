@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from forge_config import Config, Meta, part_of
@@ -25,16 +25,17 @@ class PhaseConfig(Config):
     start_fraction: Annotated[float, Meta(gt=0, lt=1)] | None = None
     lr_scale: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         starts = (self.start_step, self.start_tokens, self.start_fraction)
         if sum(start is not None for start in starts) != 1:
-            raise ValueError(
+            yield (
                 "expected exactly one of start_step, start_tokens and start_fraction; "
                 f"given {sum(start is not None for start in starts)}"
             )
         wrong = {name: w for name, w in self.weights.items() if not (0 <= w <= 1e12)}
         if wrong or not any(self.weights.values()):
-            raise ValueError(f"given weights {self.weights}; expected numbers from 0, one of them above 0")
+            yield f"given weights {self.weights}; expected numbers from 0, one of them above 0"
 
     def first_step(self, steps: int, step_tokens: int) -> int:
         """The step at which the phase begins.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -22,10 +22,11 @@ class SkipConfig(Config):
     end_step: Annotated[int, Meta(ge=1, le=1 << 40)] | None = None
     samples: list[Annotated[int, Meta(ge=0, le=1 << 60)]] = []
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         steps = self.start_step is not None and self.end_step is not None and self.start_step < self.end_step
         if bool(self.samples) == steps or (self.start_step is None) != (self.end_step is None):
-            raise ValueError(
+            yield (
                 f"given start_step = {self.start_step}, end_step = {self.end_step}, samples = "
                 f"{self.samples}; expected a start_step below an end_step, or samples"
             )

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from forge_data.config import DataConfig
-from forge_data.error import DataError
+from forge_data.error import DataError, NothingHeldOutError
 from forge_data.order.order import key
 from forge_data.packing.packing import Packing
 from forge_data.packing.row_index import VERSION
 from forge_data.packing.stream import Place, Stream
-from forge_data.sources.config import Opening, Split
+from forge_data.sources.config import Opening, SourceConfig, Split
 from forge_data.sources.items import ItemReader
 from forge_data.store.tokenize import Making, Progress
 
@@ -31,6 +31,7 @@ def build_packings(
     on_progress: Progress | None = None,
     items: ItemReader | None = None,
     contents: dict[Path, str] | None = None,
+    lacks: list[str] | None = None,
 ) -> dict[int, Packing]:
     """The sequences of each source that has some for the split and is not streamed, by its place in `config`.
 
@@ -40,15 +41,23 @@ def build_packings(
         on_progress: told how far it is while text is tokenized.
         items: what the model makes of items that are no text.
         contents: see `Making`.
+        lacks: takes why sources have nothing held out, having too few documents.
 
     Raises:
         DataError: data are missing or damaged or cannot be cut as asked, or no source has validation data.
+        NothingHeldOutError: no source has any, because they have too few documents.
     """
     opening, found = _opening(config, split, on_progress, items, contents), dict[int, Packing]()
+    lacks = [] if lacks is None else lacks
     for number in _taken(config, split):
-        with named_source(config, number):
-            found[number] = config.sources[number].packing(opening)
-            _require_packing(config, found[number])
+        try:
+            with named_source(config, number):
+                found[number] = config.sources[number].packing(opening)
+                _require_packing(config, found[number])
+        except NothingHeldOutError as error:
+            lacks.append(str(error))
+    if lacks and not found:
+        raise NothingHeldOutError("; ".join(lacks))
     return found
 
 
@@ -57,28 +66,36 @@ def held_out_digests(
     on_progress: Progress | None = None,
     items: ItemReader | None = None,
     contents: dict[Path, str] | None = None,
+    lacks: list[str] | None = None,
 ) -> dict[int, str]:
     """The digest of what each source holds out for validation, by its place in `config`.
 
-    Tokens are not cut for it: a run that is not evaluated may hold out less than a sequence.
+    Tokens are not cut for it. `lacks` takes why sources have nothing held out, having too few documents.
 
     Raises:
         DataError: data are missing or damaged.
     """
     if not config.has_validation():
         return {}
+    lacks = [] if lacks is None else lacks
     opening, found = _opening(config, "validation", on_progress, items, contents), dict[int, str]()
     for number in _taken(config, "validation"):
         source = config.sources[number]
-        with named_source(config, number):
-            if source.has_tokens_only():
-                store = source.open(opening.split, opening.tokenizer, opening.cache, opening.making)
-                found[number] = store.manifest.digest
-            else:
-                packing = source.packing(opening)
-                _require_packing(config, packing)
-                found[number] = packing.digest
+        try:
+            with named_source(config, number):
+                found[number] = _digest(config, source, opening)
+        except NothingHeldOutError as error:
+            lacks.append(str(error))
     return found
+
+
+def _digest(config: DataConfig, source: SourceConfig, opening: Opening) -> str:
+    if source.has_tokens_only():
+        store = source.open(opening.split, opening.tokenizer, opening.cache, opening.making)
+        return store.manifest.digest
+    packing = source.packing(opening)
+    _require_packing(config, packing)
+    return packing.digest
 
 
 def _opening(
@@ -134,7 +151,7 @@ def named_source(config: DataConfig, number: int) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(f"source {config.source_names()[number]}: {error}") from None
+        raise type(error)(f"source {config.source_names()[number]}: {error}") from None
 
 
 def build_streams(

@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 def pack(store: TokenStore, data: DataConfig, cache: Path) -> Packing:
     """The sequences of a store; their plan is made first when need be.
 
+    A store that is shorter than a sequence is one sequence with padding, whatever the packing.
+
     Raises:
-        DataError: the store is shorter than a sequence or has no targets, or the plan cannot be kept.
+        DataError: the store has no targets, or the plan cannot be kept.
     """
     store.require_targets()
     flags = data.mask_documents, data.mask_boundaries
-    if data.packing == "concat":
+    is_short = len(store) <= data.max_tokens
+    if data.packing == "concat" and not is_short:
         return Concat(store, data.max_tokens, *flags)
-    index = open_row_index(store, data.packing, data.max_tokens, cache)
-    return Packed(store, index, data.packing, data.max_tokens, *flags)
+    name = "crop" if data.packing == "concat" else data.packing  # one sequence, in order
+    index = open_row_index(store, name, data.max_tokens, cache)
+    return Packed(store, index, name, data.max_tokens, *flags)

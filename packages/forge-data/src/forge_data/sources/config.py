@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -301,9 +302,10 @@ class FilesConfig(TextSourceConfig):
     field: str = "text"
     as_text: list[str] = []
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if not self.paths or self.validation == []:
-            raise ValueError(
+            yield (
                 f"given paths = {self.paths} and validation = {self.validation}; expected at least one path "
                 "each, or no validation"
             )
@@ -344,9 +346,10 @@ class TokensConfig(SourceConfig):
     validation: str | None = None
     held_out: Annotated[float, Meta(ge=0, lt=1)] = 0.0
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.validation is not None and self.held_out:
-            raise ValueError(
+            yield (
                 f"given validation = {self.validation!r} and held_out = {self.held_out}; expected one of them"
             )
 

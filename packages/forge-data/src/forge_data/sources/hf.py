@@ -7,6 +7,7 @@ Streaming: rows are read while training, see `forge_data.packing.text_stream`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,34 +85,33 @@ class HfConfig(TextSourceConfig):
     lanes: Annotated[int, Meta(ge=0)] = 0
     shuffle_parts: Annotated[int, Meta(ge=0)] = 2
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if not self.path or self.validation == "":
-            raise ValueError(
+            yield (
                 f"given path = {self.path!r} and validation = {self.validation!r}; expected a name on the "
                 "hub, or a path or pattern of this machine"
             )
         kinds = [self.text, self.messages, self.prompt or self.completion]
         if sum(kind is not None for kind in kinds) > 1 or (self.prompt is None) != (self.completion is None):
-            raise ValueError(
+            yield (
                 f"{self.path}: given text = {self.text!r}, messages = {self.messages!r}, prompt = "
                 f"{self.prompt!r}, completion = {self.completion!r}; expected one of text, messages, or "
                 "prompt with completion"
             )
         if self.streaming and self.max_epochs is not None:
-            raise ValueError(
+            yield (
                 f"{self.path}: given streaming = true and max_epochs = {self.max_epochs:g}; how "
                 "long a stream is, is not known: leave max_epochs out and bound train.steps, or set "
                 "streaming = false"
             )
         if "{content}" not in self.template and self.template != OF_TOKENIZER:
-            raise ValueError(
+            yield (
                 f"template = {self.template!r} has no {{content}}; put it where the text goes, or name "
                 f"{OF_TOKENIZER!r}"
             )
         if self.tools is not None and (self.messages is None or self.template != OF_TOKENIZER):
-            raise ValueError(
-                f"given tools = {self.tools!r}; only messages with template = {OF_TOKENIZER!r} list tools"
-            )
+            yield (f"given tools = {self.tools!r}; only messages with template = {OF_TOKENIZER!r} list tools")
 
     def columns(self) -> Columns:
         """See `TextSourceConfig.columns`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import pickle
@@ -22,11 +23,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from forge_data.error import DataError
+from forge_data.error import DataError, NothingHeldOutError
 from forge_data.job_signals import blocked
 from forge_data.order.order import key
 from forge_data.sources.columns import Columns, TextColumn, named
 from forge_data.sources.documents import Task, documents, portions, tasks_of
+from forge_data.sources.remote import HubFile
 from forge_data.store.restart import RestartableWriter
 from forge_data.store.tokens import TokenStore, Writer, store_dtype
 from forge_data.tokenizer.encoding import encoded
@@ -57,15 +59,45 @@ class Held:
 
     def takes(self, name: str) -> bool:
         """Whether a document belongs to the split."""
-        held_out = key("held-out", name) / 2**64 < self.fraction
-        return held_out == (self.split == "validation")
+        return (place(name) < self.fraction) == (self.split == "validation")
 
-    def none_of(self, files: int, what: str = "document") -> str:
-        """What to say where the split takes nothing of so many files that are not empty."""
-        return (
-            f"no {what} of {files} files is in the {self.split} split with held_out = {self.fraction:g}; "
-            "change it, or give validation text of its own"
+    def takes_none_of(self, places: Sequence[float], what: str = "document") -> DataError:
+        """What to raise where the split takes none of the documents.
+
+        Args:
+            places: of the documents that there are.
+            what: they are called.
+        """
+        held_out, number = f"held_out = {self.fraction:g}", len(places)
+        if self.split == "train":
+            most = 0 if number == 1 else _below(max(places))
+            return DataError(
+                f"{held_out} keeps all documents ({number}) for validation, and leaves none to train on; set "
+                f"held_out = {most:g}, or give validation text of its own"
+            )
+        if number == 1:
+            return NothingHeldOutError(
+                f"there is a single {what}, and {held_out} holds none out; give validation text of its own"
+            )
+        return NothingHeldOutError(
+            f"{held_out} chooses none of {number} {what}s for validation; set held_out = "
+            f"{_above(min(places)):g} to choose one, or give validation text of its own"
         )
+
+
+def place(name: str) -> float:
+    """Where a document lies in [0, 1), by its name: below `held_out`, it is for validation."""
+    return key("held-out", name) / 2**64
+
+
+def _above(place: float) -> float:
+    """A number above it with few digits."""
+    return (math.floor(place * 1000) + 1) / 1000
+
+
+def _below(place: float) -> float:
+    """A number up to it with few digits."""
+    return math.floor(place * 1000) / 1000
 
 
 Progress = Callable[[int, int], None]
@@ -179,7 +211,7 @@ def tokenize_files(
                 if on_progress is not None:
                     on_progress(done, total)
             if not writer.num_docs:
-                raise DataError(_nothing(len(files), held or Held()))
+                raise _nothing(portions(tasks, as_text), columns, built, held or Held())
         finally:
             _require_unchanged(files, seen, writer)
     sys.stderr.write(f"{what}: {_read(files, writer.num_docs, empty)}\n")
@@ -225,10 +257,13 @@ def _read(files: Sequence[Path], num_docs: int, empty: int) -> str:
     return f"{num_docs:,} documents of {len(files):,} files ({listed}){passed}"
 
 
-def _nothing(num_files: int, held: Held) -> str:
-    if not held.fraction:
-        return f"there is no text in {num_files} files"
-    return held.none_of(num_files)
+def _nothing(tasks: Iterable[Task], columns: Columns, tokenizer: Tokenizer, held: Held) -> DataError:
+    """Why no document of these files is in the split."""
+    places, files = list[float](), set[Path | HubFile]()
+    for task in tasks:
+        files.add(task.path)
+        places += [place(name) for name, text in documents(task, columns, tokenizer) if text.text]
+    return held.takes_none_of(places) if places else DataError(f"there is no text in {len(files)} files")
 
 
 def in_order(

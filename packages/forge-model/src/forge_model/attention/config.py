@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from forge_config import Config, Meta, Registry
@@ -39,6 +40,16 @@ class AttentionConfig(Config):
     def resolved(self, dim: int) -> AttentionConfig:
         """The same with the defaults that depend on the width of the model written out."""
         return self
+
+    def scaled(self, dim: int, base_head_dim: int) -> AttentionConfig:
+        """The same with scores that are those of heads of `base_head_dim`, and shrink as heads become wider.
+
+        Source: Yang et al. 2022, arXiv:2203.03466 definition 4.1: 1/d in place of 1/sqrt(d).
+        """
+        raise ValueError(
+            f"scaling.base_head_dim = {base_head_dim} with a {type(self).__name__}, whose scores have no "
+            "scale; leave it out"
+        )
 
     def forward_flops(self, dim: int, tokens: int, causal: bool) -> float:
         """Matmul FLOPs a token of a forward pass over sequences of `tokens`."""
@@ -92,16 +103,17 @@ class GroupedQueryConfig(AttentionConfig):
     rope_dim: Count | None = None
     rope_pairs: bool = False
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.num_heads % self.kv_heads:
-            raise ValueError(
+            yield (
                 f"num_kv_heads = {self.kv_heads} does not divide num_heads = {self.num_heads}; "
                 "every key-value head serves the same number of query heads"
             )
         if self.head_dim is not None and self.head_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim} is odd; rotary embeddings rotate pairs")
+            yield f"head_dim = {self.head_dim} is odd; rotary embeddings rotate pairs"
         if self.rope_dim is not None and self.rope_dim % 2:
-            raise ValueError(f"rope_dim = {self.rope_dim} is odd; rotary embeddings rotate pairs")
+            yield f"rope_dim = {self.rope_dim} is odd; rotary embeddings rotate pairs"
 
     @property
     def window(self) -> int | None:
@@ -148,6 +160,13 @@ class GroupedQueryConfig(AttentionConfig):
         rope_dim = None if self.rotary_dim(dim) == width else self.rope_dim
         return replace(self, num_kv_heads=self.kv_heads, head_dim=width, scale=scale, rope_dim=rope_dim)
 
+    def scaled(self, dim: int, base_head_dim: int) -> AttentionConfig:
+        """See `AttentionConfig.scaled`."""
+        width = self.head_width(dim)
+        if width == base_head_dim:
+            return self
+        return replace(self, scale=(self.scale or width**-0.5) * (base_head_dim / width) ** 0.5)
+
     def build(self, dim: int, norm: NormConfig) -> nn.Module:
         """See `AttentionConfig.build`."""
         from forge_model.attention.grouped_query import Attention
@@ -190,9 +209,10 @@ class LatentConfig(AttentionConfig):
     scale: Positive | None = None
     latent_eps: Positive = 1e-6
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.rope_dim % 2:
-            raise ValueError(f"rope_dim = {self.rope_dim} is odd; rotary embeddings rotate pairs")
+            yield f"rope_dim = {self.rope_dim} is odd; rotary embeddings rotate pairs"
 
     @property
     def head_dim(self) -> int:
@@ -214,6 +234,13 @@ class LatentConfig(AttentionConfig):
     def resolved(self, dim: int) -> AttentionConfig:
         """See `AttentionConfig.resolved`."""
         return replace(self, scale=None) if self.scale == self.head_dim**-0.5 else self
+
+    def scaled(self, dim: int, base_head_dim: int) -> AttentionConfig:
+        """See `AttentionConfig.scaled`."""
+        width = self.head_dim
+        if width == base_head_dim:
+            return self
+        return replace(self, scale=(self.scale or width**-0.5) * (base_head_dim / width) ** 0.5)
 
     def build(self, dim: int, norm: NormConfig) -> nn.Module:
         """See `AttentionConfig.build`."""

@@ -27,8 +27,10 @@ def rope_table(
     Returns:
         Two tensors, [T, H/2] or [B, 1, T, H/2].
     """
-    frequencies = torch.tensor(config.frequencies(head_dim), dtype=dtype, device=positions.device)
-    return _table(frequencies, config.attention_factor(), _of_pairs(config, head_dim, positions))
+    made = _frequencies(config, head_dim, dtype, positions.device)
+    return _table(
+        _of_length(*made, positions), config.attention_factor(), _of_pairs(config, head_dim, positions)
+    )
 
 
 def _of_pairs(config: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
@@ -50,8 +52,44 @@ def _of_pairs(config: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
     return torch.cat(parts, -1)
 
 
+Frequencies = tuple[Tensor, tuple[int, Tensor] | None]
+"""Those of short sequences [H/2], and the number of tokens above which a sequence has others, with those."""
+
+
+def _frequencies(config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> Frequencies:
+    short = torch.tensor(config.frequencies(head_dim), dtype=dtype, device=device)
+    if (others := config.long_frequencies(head_dim)) is None:
+        return short, None
+    return short, (others[0], torch.tensor(others[1], dtype=dtype, device=device))
+
+
+def _of_length(short: Tensor, long: tuple[int, Tensor] | None, positions: Tensor) -> Tensor:
+    """[H/2] or [..., T, H/2]: the frequencies of each token, which follow from the length of its sequence."""
+    if long is None:
+        return short
+    return torch.where(sequence_lengths(positions)[..., None] > long[0], long[1], short)
+
+
+def sequence_lengths(positions: Tensor) -> Tensor:
+    """How many tokens the sequence of each token has, without a copy to the host.
+
+    Args:
+        positions: [..., T] integer; a sequence goes on as long as they rise by one. That before the first of
+            them, in a cache, belongs to it.
+
+    Returns:
+        [..., T] integer.
+    """
+    index = torch.arange(positions.shape[-1], device=positions.device)
+    goes_on = torch.zeros_like(positions, dtype=torch.bool)
+    goes_on[..., :-1] = positions[..., 1:] == positions[..., :-1] + 1
+    ends = torch.where(goes_on, len(index) - 1, index)
+    last = ends.flip(-1).cummin(-1).values.flip(-1)
+    return positions.gather(-1, last) + 1
+
+
 def _table(frequencies: Tensor, factor: float, positions: Tensor) -> Rope:
-    """Of positions [..., T, 1 or H/2]."""
+    """Of positions [..., T, 1 or H/2], by frequencies [H/2] or [..., T, H/2]."""
     angles = positions.to(frequencies.dtype) * frequencies
     if angles.ndim == 3:
         angles = angles[:, None]
@@ -66,7 +104,7 @@ class RopeTables:
 
     def __init__(self) -> None:
         self._kept: list[tuple[tuple[Any, ...], Rope]] = []
-        self._frequencies: dict[tuple[Any, ...], Tensor] = {}
+        self._frequencies: dict[tuple[Any, ...], Frequencies] = {}
 
     def __call__(
         self, config: RopeConfig, head_dim: int, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype
@@ -74,7 +112,8 @@ class RopeTables:
         """The table for `tokens` [B, T] at `positions` as of `rope_table`; None counts from 0."""
         frequencies = self._frequencies_of(config, head_dim, dtype, tokens.device)
         if positions is not None:
-            return _table(frequencies, config.attention_factor(), _of_pairs(config, head_dim, positions))
+            turning = _of_length(*frequencies, positions)
+            return _table(turning, config.attention_factor(), _of_pairs(config, head_dim, positions))
         length, device = tokens.shape[1], tokens.device
         shared = (length, device, dtype)
         key = (*shared, head_dim, config)
@@ -83,21 +122,22 @@ class RopeTables:
                 return table
         # Made under inference mode, a kept table could not be used in training later.
         with torch.inference_mode(False):
-            counted = torch.arange(length, device=device)[:, None]
-            table = _table(frequencies, config.attention_factor(), counted)
+            counted, (short, long) = torch.arange(length, device=device)[:, None], frequencies
+            turning = short if long is None or length <= long[0] else long[1]
+            table = _table(turning, config.attention_factor(), counted)
         if type(table[0]) is Tensor:  # no fake tensor of a dry run
             self._kept = [one for one in self._kept if one[0][:3] == shared] + [(key, table)]
         return table
 
     def _frequencies_of(
         self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    ) -> Frequencies:
         key = (config, head_dim, dtype, device)
         if key in self._frequencies:
             return self._frequencies[key]
         with torch.inference_mode(False):
-            made = torch.tensor(config.frequencies(head_dim), dtype=dtype, device=device)
-        if type(made) is Tensor:
+            made = _frequencies(config, head_dim, dtype, device)
+        if type(made[0]) is Tensor:
             self._frequencies[key] = made
         return made
 

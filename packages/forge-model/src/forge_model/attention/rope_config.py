@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar
 
 from forge_config import Config, Meta, Registry
@@ -31,6 +31,10 @@ class RopeConfig(Config):
         """Radians a position, for each of dim/2 pairs."""
         return [self.theta ** (-2 * i / dim) for i in range(dim // 2)]
 
+    def long_frequencies(self, dim: int) -> tuple[int, list[float]] | None:
+        """A number of tokens, and the frequencies of sequences that are longer; None where all turn alike."""
+        return None
+
     def attention_factor(self) -> float:
         """What the tables of cosines and sines are multiplied by."""
         return 1.0
@@ -46,11 +50,10 @@ class NoRopeConfig(RopeConfig):
 
     rotates: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.theta != THETA:
-            raise ValueError(
-                f'rope.theta = {self.theta} with type = "none", which rotates nothing; leave it out'
-            )
+            yield (f'rope.theta = {self.theta} with type = "none", which rotates nothing; leave it out')
 
 
 @ropes.register("mrope")
@@ -110,9 +113,10 @@ class Llama3RopeConfig(RopeConfig):
     high_freq_factor: Positive = 4.0
     original_max_tokens: Annotated[int, Meta(ge=1)] = 8192
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
+            yield (
                 f"high_freq_factor = {self.high_freq_factor} must be above "
                 f"low_freq_factor = {self.low_freq_factor}"
             )
@@ -172,3 +176,54 @@ class YarnRopeConfig(RopeConfig):
     def attention_factor(self) -> float:
         """See `RopeConfig.attention_factor`; arXiv:2309.00071 eq. 22."""
         return 0.1 * math.log(self.factor) + 1.0 if self.scale is None else self.scale
+
+
+@ropes.register("longrope")
+class LongRopeConfig(RopeConfig):
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor for each pair, others in long sequences.
+
+    A sequence longer than `original_max_tokens` turns by `long_factors` from its first token on. Packed
+    documents are sequences of their own where `data.mask_documents` counts their positions anew.
+
+    Attributes:
+        short_factors: what the wavelength of each pair is multiplied by.
+        long_factors: the same in sequences of more than `original_max_tokens`.
+        factor: how much longer the context becomes.
+        original_max_tokens: context of the model before it was stretched.
+        scale: what cosines and sines are multiplied by; absent means
+            sqrt(1 + ln(factor) / ln(original_max_tokens)).
+    """
+
+    short_factors: tuple[Positive, ...]
+    long_factors: tuple[Positive, ...]
+    factor: Annotated[float, Meta(ge=1)]
+    original_max_tokens: Annotated[int, Meta(ge=2)] = 4096
+    scale: Positive | None = None
+
+    def axes(self, dim: int) -> None:
+        """See `RopeConfig.axes`.
+
+        Raises:
+            ValueError: there are not as many factors as pairs of a head.
+        """
+        for name in ("short_factors", "long_factors"):
+            if (given := len(getattr(self, name))) != dim // 2:
+                raise ValueError(
+                    f"rope.{name} has {given} numbers; a head that is rotated in {dim} dims has "
+                    f"{dim // 2} pairs"
+                )
+
+    def frequencies(self, dim: int) -> list[float]:
+        """See `RopeConfig.frequencies`."""
+        return [f / by for f, by in zip(super().frequencies(dim), self.short_factors, strict=True)]
+
+    def long_frequencies(self, dim: int) -> tuple[int, list[float]]:
+        """See `RopeConfig.long_frequencies`."""
+        plain = super().frequencies(dim)
+        return self.original_max_tokens, [f / by for f, by in zip(plain, self.long_factors, strict=True)]
+
+    def attention_factor(self) -> float:
+        """See `RopeConfig.attention_factor`."""
+        if self.scale is not None:
+            return self.scale
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_tokens))

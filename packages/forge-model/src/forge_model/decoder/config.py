@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_config import Config, Meta
+from forge_config import Config, Meta, sentences_from
 from msgspec import field
 
 from forge_model.attention.config import AttentionConfig, Count, GroupedQueryConfig, Positive
@@ -15,6 +15,7 @@ from forge_model.decoder.mtp_config import MTPConfig
 from forge_model.ffn.config import FfnConfig, SwiGLUConfig
 from forge_model.model_config import ModelConfig, models
 from forge_model.norm_config import NormConfig, RMSNormConfig
+from forge_model.scaling import Scaling, ScalingConfig
 from forge_model.side_inputs import SideKind, together
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class DecoderConfig(ModelConfig):
         logit_softcap: logits become logit_softcap * tanh(logit / logit_softcap) (arXiv:2408.00118); absent
             means they stay as they are.
         logit_divisor: what logits are divided by, before they are capped (Granite, arXiv:2408.13359).
+        scaling: learning rates and initial values that were found for a narrower model; see there.
         mtp: modules that predict tokens after the next one.
         overrides: layers that differ; where two name a layer, the later one counts.
     """
@@ -125,6 +127,7 @@ class DecoderConfig(ModelConfig):
     learned_positions: bool = False
     logit_softcap: Positive | None = None
     logit_divisor: Positive = 1.0
+    scaling: ScalingConfig | None = None
     mtp: MTPConfig = MTPConfig()
     overrides: list[LayerOverride] = []
 
@@ -147,39 +150,62 @@ class DecoderConfig(ModelConfig):
 
         return over(preset(tree["preset"]), tree)
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.mtp.num_modules >= self.max_tokens:
-            raise ValueError(
+            yield (
                 f"mtp.num_modules = {self.mtp.num_modules} of sequences of max_tokens = {self.max_tokens}: "
                 "no token stands so far ahead; use fewer modules"
             )
         if self.mtp.num_modules and self.learned_positions:
-            raise ValueError(
+            yield (
                 f"mtp.num_modules = {self.mtp.num_modules} with learned_positions = true: tokens further on "
                 "have no positions in a module of it; use 0, or a rotary embedding"
             )
         for number, override in enumerate(self.overrides):
             if not override.indices(self.num_layers):
-                raise ValueError(
+                yield (
                     f"overrides[{number}].layers = {override.layers!r} names no layer; "
                     f"num_layers = {self.num_layers}, the first layer is 0"
                 )
         if self.mtp.num_modules and (needed := self.layer(-1).needs()):
-            raise ValueError(
+            yield (
                 f"mtp.num_modules = {self.mtp.num_modules}: blocks as in the last layer need "
                 f"{', '.join(needed)}, which nobody makes for tokens further on; use 0"
             )
-        self.side_inputs()
+        if self.scaling is not None and self.scaling.base_layers is not None and self.norm_order != "pre":
+            yield (
+                f"scaling.base_layers = {self.scaling.base_layers} with norm_order = "
+                f'"{self.norm_order}", whose norms undo the size of residual branches; leave it out'
+            )
+        yield from sentences_from(self.side_inputs)
+        kinds: dict[str, int] = {}
         for index in range(self.num_layers):
             layer = self.layer(index)
+            if kinds.setdefault(repr(layer), index) != index:
+                continue
             attention = layer.attention
             heads = getattr(attention, "num_heads", None)
             if heads and getattr(attention, "head_dim", None) is None and self.dim % (2 * heads):
-                raise ValueError(
+                yield (
                     f"dim = {self.dim} is no even multiple of attention.num_heads = {heads} (layer {index}); "
                     "change one of them or give attention.head_dim"
                 )
-            layer.rope.axes(attention.rotary_dim(self.dim))
+            yield from sentences_from(layer.rope.axes, attention.rotary_dim(self.dim))
+
+    @property
+    def scaled(self) -> Scaling:
+        """This model against its base."""
+        return Scaling() if self.scaling is None else self.scaling.of(self.dim, self.num_layers)
+
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by: of a tied matrix, which learns as an embedding, by the width, too."""
+        return self.logit_divisor * (self.scaled.width if self.tie_embeddings else 1.0)
+
+    def scales_learning(self) -> bool:
+        """See `ModelConfig.scales_learning`."""
+        return self.scaling is not None
 
     def layer(self, index: int) -> LayerConfig:
         """The parts of one layer, the overrides applied; -1 is the last."""
@@ -188,6 +214,8 @@ class DecoderConfig(ModelConfig):
         for override in self.overrides:
             if index in override.indices(self.num_layers):
                 parts |= {name: part for name in parts if (part := getattr(override, name, None)) is not None}
+        if self.scaling is not None and self.scaling.base_head_dim is not None:
+            parts["attention"] = parts["attention"].scaled(self.dim, self.scaling.base_head_dim)
         return LayerConfig(**parts)
 
     def side_inputs(self) -> dict[str, SideKind]:
@@ -224,12 +252,28 @@ class DecoderConfig(ModelConfig):
 
     def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
         """See `ModelConfig.require_axes`."""
+        if cp > 1 and (borders := [n for n in self.length_borders() if n < self.max_tokens]):
+            raise ValueError(
+                f"longrope turns sequences of more than {borders[0]} tokens otherwise than shorter ones, and "
+                "ranks that share a sequence do not know its length; set mesh.cp = 1, or model.max_tokens = "
+                f"{borders[0]}"
+            )
         for index in range(self.num_layers):
             layer = self.layer(index)
             try:
                 layer.block.require_axes(layer, tp, cp, sequence)
             except ValueError as error:
                 raise ValueError(f"layer {index}: {error}") from None
+
+    def length_borders(self) -> list[int]:
+        """See `ModelConfig.length_borders`."""
+        found: set[int] = set()
+        for index in range(self.num_layers):
+            layer = self.layer(index)
+            if layer.rope.rotates:
+                long = layer.rope.long_frequencies(layer.attention.rotary_dim(self.dim))
+                found |= set() if long is None else {long[0]}
+        return sorted(found)
 
     def expert_counts(self) -> dict[str, int]:
         """See `ModelConfig.expert_counts`."""

@@ -53,11 +53,12 @@ class Decoder(Model):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config, self.init_std, self.depth = config, config.init_std, config.num_layers
+        self.scaling = config.scaled
         self.embed = Embedding(config.vocab_size, config.dim)
         self.position_embed = Embedding(config.max_tokens, config.dim) if config.learned_positions else None
         self.layers = nn.ModuleDict({str(i): _block(config, i) for i in range(config.num_layers)})
         self.norm = config.norm.build(config.dim)
-        self.head = Head(config.dim, config.vocab_size, config.logit_softcap, config.logit_divisor)
+        self.head = Head(config.dim, config.vocab_size, config.logit_softcap, config.divisor)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight  # type: ignore[assignment]
         self.mtp = nn.ModuleDict(

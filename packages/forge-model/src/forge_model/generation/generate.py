@@ -110,6 +110,13 @@ def generate(
     padding = torch.tensor([longest - len(p) for p in prompts], device=device)
     tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
     written = _Written(len(prompts), stop_tokens, on_tokens)
+    borders = _borders(prompts, max_new_tokens, model.config)  # type: ignore[arg-type]
+    if borders and (speculative or inputs):
+        raise ModelError(
+            f"an answer of {max_new_tokens} tokens would cross {borders[0]} tokens, where longrope turns all "
+            "tokens anew, which speculative generation and inputs beside tokens do not allow; write fewer "
+            "tokens"
+        )
     if speculative:
         _require_speculation(model, sampling, compiled, inputs)
         return _speculated(Speculation(model, tokens, padding, max_new_tokens), max_new_tokens, written)
@@ -118,20 +125,27 @@ def generate(
     capacity = longest + max_new_tokens
     if compiled:
         capacity = shared_capacity(capacity, model.config.max_tokens)  # type: ignore[arg-type, union-attr]
-    cache: Cache = maker.new_cache(capacity, some, device)
-    logits: Tensor = maker.begin(tokens, cache, **(inputs or {}))
     writer = maker.writer
 
-    def logits_after(tokens: Tensor) -> Tensor:
-        return writer(tokens, cache=cache, last_logits=1)[:, -1]
+    def begin() -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        cache: Cache = maker.new_cache(capacity, some, device)
+        logits: Tensor = maker.begin(tokens, cache, **(inputs or {}))
+        if compiled:
+            return logits, CompiledDecoding(writer, cache)
+        return logits, lambda tokens: writer(tokens, cache=cache, last_logits=1)[:, -1]
 
-    decode = CompiledDecoding(writer, cache) if compiled else logits_after
+    crossings = {border + 1 + longest - len(prompt) for border in borders for prompt in prompts}
+    logits, decode = begin()
     while True:
         chosen = sampling.choose(logits, generator)
         written.add(chosen)
         if written.steps == max_new_tokens or all(written.done):
             return written.rows
-        logits = decode(chosen[:, None])
+        tokens = torch.cat([tokens, chosen[:, None]], 1)
+        if tokens.shape[1] in crossings:
+            logits, decode = begin()
+        else:
+            logits = decode(chosen[:, None])
 
 
 class _Written:
@@ -187,6 +201,15 @@ def _require_speculation(
             "this model has no modules for multi-token prediction to propose tokens; generate without "
             "`speculative`, or train with model.mtp.num_modules above 0"
         )
+
+
+def _borders(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: ModelConfig) -> list[int]:
+    """The lengths above which positions turn otherwise, that a prompt is below and its answer may cross."""
+    return [
+        border
+        for border in config.length_borders()
+        if any(len(prompt) <= border < len(prompt) + max_new_tokens - 1 for prompt in prompts)
+    ]
 
 
 def _longest_prompt(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: ModelConfig) -> int:

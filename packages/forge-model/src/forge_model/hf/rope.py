@@ -11,7 +11,13 @@ from typing import Any
 
 import msgspec
 
-from forge_model.attention.rope_config import LinearRopeConfig, Llama3RopeConfig, RopeConfig, YarnRopeConfig
+from forge_model.attention.rope_config import (
+    LinearRopeConfig,
+    Llama3RopeConfig,
+    LongRopeConfig,
+    RopeConfig,
+    YarnRopeConfig,
+)
 
 ORIGINAL = "original_max_position_embeddings"
 ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", ORIGINAL})
@@ -23,17 +29,25 @@ NEEDED: dict[str, set[str]] = {
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": {"factor"},
+    "longrope": {"short_factor", "long_factor"},
 }
+SHARED_KINDS = ("default", "linear", "llama3", "yarn")
+"""Those that every family may have."""
+
 STRUCTS: dict[str, type[RopeConfig]] = {
     "default": RopeConfig,
     "linear": LinearRopeConfig,
     "llama3": Llama3RopeConfig,
     "yarn": YarnRopeConfig,
+    "longrope": LongRopeConfig,
 }
 OPTIONAL: dict[str, set[str]] = {
     "llama3": {ORIGINAL},
     "yarn": {ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "longrope": {ORIGINAL, "attention_factor", "factor"},
 }
+LISTS = ("short_factor", "long_factor")
+"""The keys with a number for each pair."""
 
 
 def _parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,16 +78,26 @@ def rotary_dim(hf: Mapping[str, Any], width: int) -> int | None:
     return None if part == width else part
 
 
-def rope_problems(hf: Mapping[str, Any], partial: bool = False) -> Iterator[str]:
-    """What of the rotary keys cannot be followed; `partial` if a part of each head may be rotated."""
+def rope_problems(
+    hf: Mapping[str, Any],
+    partial: bool = False,
+    kinds: tuple[str, ...] = SHARED_KINDS,
+) -> Iterator[str]:
+    """What of the rotary keys cannot be followed.
+
+    Args:
+        hf: the `config.json`.
+        partial: whether a part of each head may be rotated.
+        kinds: that the family has here.
+    """
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(hf.get(name) or {}, dict):
             yield f"{name} = {hf[name]!r}, expected a table"
             return
     given = _parameters(hf)
     kind = _kind(given)
-    if not isinstance(kind, str) or kind not in NEEDED:
-        yield f"rope_type = {kind!r}, only {', '.join(NEEDED)} can be read"
+    if kind not in kinds:
+        yield f"rope_type = {kind!r}, only {', '.join(kinds)} can be read of this family"
         return
     part = given["partial_rotary_factor"]
     if partial and _is_number(part) and not 0 < (1 if part is None else part) <= 1:
@@ -87,8 +111,16 @@ def rope_problems(hf: Mapping[str, Any], partial: bool = False) -> Iterator[str]
     for name, value in given.items():
         if name not in known and value is not None:
             yield f"{name} = {value!r} is not known of a {kind} rope"
-        elif name in known - {"rope_type", "type", "truncate"} and not _is_number(value):
-            yield f"{name} = {value!r} of the rope, expected a number"
+        elif name in known and (expected := _mismatch(name, value)):
+            yield f"{name} = {value!r} of the rope, expected {expected}"
+
+
+def _mismatch(name: str, value: Any) -> str:
+    """What a key of the rope is expected to be, where it is something else."""
+    if name in LISTS:
+        fits = isinstance(value, list) and value and all(_is_number(one) for one in value)
+        return "" if fits else "a list of numbers"
+    return "" if name in ("rope_type", "type", "truncate") or _is_number(value) else "a number"
 
 
 def _is_number(value: Any) -> bool:
@@ -105,7 +137,8 @@ def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
     """
     given = _parameters(hf)
     kind = _kind(given)
-    values = {"theta": given["rope_theta"]} | {name: given[name] for name in NEEDED[kind]}
+    values = {"theta": given["rope_theta"]}
+    values |= {f"{name}s" if name in LISTS else name: given[name] for name in NEEDED[kind]}
     longest = hf["max_position_embeddings"]
     original = hf.get(ORIGINAL) or given.get(ORIGINAL) or longest
     if kind == "llama3":
@@ -119,6 +152,10 @@ def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
             "truncate": given.get("truncate", True),
             "scale": _yarn_scale(given, factor),
         }
+    if kind == "longrope":
+        factor, scale = given.get("factor"), given.get("attention_factor")
+        factor = max(1.0, longest / original if factor is None else factor)
+        values |= {"factor": factor, "original_max_tokens": original, "scale": scale}
     try:
         return msgspec.convert(values, STRUCTS[kind])
     except msgspec.ValidationError as error:
@@ -161,5 +198,14 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
             "truncate": rope.truncate,
             ORIGINAL: rope.original_max_tokens,
             **scale,
+        }
+    if isinstance(rope, LongRopeConfig):
+        return given | {
+            "rope_type": "longrope",
+            "factor": rope.factor,
+            "short_factor": list(rope.short_factors),
+            "long_factor": list(rope.long_factors),
+            ORIGINAL: rope.original_max_tokens,
+            **({} if rope.scale is None else {"attention_factor": rope.scale}),
         }
     return given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from math import cos, pi
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -107,9 +108,10 @@ class SigmoidRouterConfig(TopKConfig):
     bias_schedule: Literal["constant", "linear_warmup", "cosine"] = "constant"
     bias_schedule_steps: Annotated[int, Meta(ge=0)] = 0
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if (self.bias_schedule == "constant") != (self.bias_schedule_steps == 0):
-            raise ValueError(
+            yield (
                 f'router.bias_schedule = "{self.bias_schedule}" with router.bias_schedule_steps = '
                 f"{self.bias_schedule_steps}; a rate that changes needs its number of steps, another one none"
             )

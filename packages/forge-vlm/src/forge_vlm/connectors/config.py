@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -210,9 +211,10 @@ class ResamplerConfig(ConnectorConfig):
     hidden: Count | None = None
     eps: Annotated[float, Meta(gt=0)] = 1e-6
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            yield (
                 f"connector.num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}"
             )
 

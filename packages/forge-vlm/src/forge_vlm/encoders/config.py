@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from forge_config import Config, Meta, Registry
@@ -132,14 +132,13 @@ class TowerConfig(EncoderConfig):
             key: value for key, value in tower_tree(cls, tree["from"]).items() if key not in tree
         }
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.dim % self.num_heads:
-            raise ValueError(
-                f"encoder.dim = {self.dim} is no multiple of encoder.num_heads = {self.num_heads}"
-            )
+            yield (f"encoder.dim = {self.dim} is no multiple of encoder.num_heads = {self.num_heads}")
         chosen = self.layers if isinstance(self.layers, list) else [self.layers]
         if not chosen or any(not -self.num_layers - 1 <= layer <= self.num_layers for layer in chosen):
-            raise ValueError(
+            yield (
                 f"encoder.layers = {self.layers} of num_layers = {self.num_layers}; expected one or several "
                 f"from {-self.num_layers - 1} to {self.num_layers}"
             )
@@ -214,12 +213,11 @@ class FixedConfig(TowerConfig):
     image_size: Count = 32
     positions: Count | None = None
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.image_size < self.patch_size:
-            raise ValueError(
-                f"encoder.image_size = {self.image_size} is less than patch_size = {self.patch_size}"
-            )
-        super().__post_init__()
+            yield (f"encoder.image_size = {self.image_size} is less than patch_size = {self.patch_size}")
+        yield from super().contradictions()
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """See `EncoderConfig.resized`."""
@@ -240,9 +238,8 @@ class FixedConfig(TowerConfig):
 class ViTConfig(FixedConfig):
     """A small vision transformer for tests and training from scratch (arXiv:2010.11929)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
+        yield from super().contradictions()
         if self.image_size % self.patch_size:
-            raise ValueError(
-                f"encoder.image_size = {self.image_size} is no multiple of patch_size = {self.patch_size}"
-            )
+            yield (f"encoder.image_size = {self.image_size} is no multiple of patch_size = {self.patch_size}")

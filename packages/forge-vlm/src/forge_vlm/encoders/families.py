@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil, isqrt
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -216,10 +217,11 @@ class MllamaTowerConfig(FixedConfig):
     post_norm: bool | None = True
     max_tiles: Count = 4
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
+        yield from super().contradictions()
         if self.image_size % self.patch_size or self.position_side != self.side or not self.post_norm:
-            raise ValueError(
+            yield (
                 f"encoder.image_size = {self.image_size}, patch_size = {self.patch_size}, positions = "
                 f"{self.positions}, post_norm = {self.post_norm}; expected a multiple of the patch size, no "
                 "positions, and post_norm = true: the norm stands before the last blocks"

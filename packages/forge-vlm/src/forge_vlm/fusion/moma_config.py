@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -63,15 +63,16 @@ class MomaConfig(ModalitiesConfig):
     aux_weight: Annotated[float, Meta(ge=0)] = 1.0
     threshold_decay: Annotated[float, Meta(ge=0, lt=1)] = 0.99
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         for name in MODALITIES:
             if self.capacity_factor > (count := getattr(self.experts, name)):
-                raise ValueError(
+                yield (
                     f"capacity_factor = {self.capacity_factor} experts a token, of experts.{name} = {count}; "
                     "use more experts, or a smaller factor"
                 )
         if self.gumbel_noise and self.routing != "choice":
-            raise ValueError('gumbel_noise = true is noise on what experts choose; use routing = "choice"')
+            yield 'gumbel_noise = true is noise on what experts choose; use routing = "choice"'
 
     def decoder(self, config: DecoderConfig) -> DecoderConfig:
         """See `FusionConfig.decoder`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple
 
 from forge_config import Config, Meta
@@ -54,11 +55,10 @@ class ImagesConfig(Config):
     before: str = ""
     after: str = ""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.shorter_side is not None and self.fit != "crop":
-            raise ValueError(
-                f'images.shorter_side = {self.shorter_side} with fit = "{self.fit}"; it belongs to "crop"'
-            )
+            yield (f'images.shorter_side = {self.shorter_side} with fit = "{self.fit}"; it belongs to "crop"')
 
     def cuts(self, height: int, width: int, target: tuple[int, int], tile: int = 0) -> list[Cut]:
         """The pictures that an image becomes, tiles row by row and all of it behind them.

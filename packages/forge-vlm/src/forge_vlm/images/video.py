@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import numpy as np
@@ -31,11 +32,10 @@ class VideoConfig(Config):
     max_frames: Count = 8
     merge: Count = 1
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if self.min_frames > self.max_frames:
-            raise ValueError(
-                f"video.min_frames = {self.min_frames} is above video.max_frames = {self.max_frames}"
-            )
+            yield (f"video.min_frames = {self.min_frames} is above video.max_frames = {self.max_frames}")
 
     def count(self, duration_s: float) -> int:
         """Frames that are taken of a video."""

@@ -12,7 +12,7 @@ from forge_data.error import DataError
 from forge_data.sources.columns import named
 from forge_data.sources.documents import Task, portions, rows
 from forge_data.sources.items import ItemReader, Size
-from forge_data.store.tokenize import Held, Making, cores, in_order
+from forge_data.store.tokenize import Held, Making, cores, in_order, place
 from forge_data.tokenizer.encoding import encoded
 from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
 
@@ -87,7 +87,8 @@ def make_samples(tasks: Sequence[Task], folder: Path, how: Preparation, making: 
             damaged, empty, done = damaged + made.damaged, empty + made.empty, done + task.bytes
             say(done, total)
         if not (writer.samples or damaged or empty) and how.held.fraction:
-            raise DataError(how.held.none_of(files, "sample"))
+            rows = (row for task in portions(tasks, (".csv",)) for row in how.rows(task, how.layout.names))
+            raise how.held.takes_none_of([place(name) for name, _ in rows], "sample")
         if not writer.samples:
             raise DataError(
                 f"there is no sample in {files} files ({len(damaged)} damaged, {empty} without text)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,15 +58,16 @@ class ImageTextConfig(HfConfig):
     check: Literal["header", "decode"] = "header"
     damaged: Literal["error", "skip"] = "error"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
+        yield from super().contradictions()
         if self.texts is not None and (self.text or self.messages or self.prompt):
-            raise ValueError(
+            yield (
                 f"{self.path}: given texts = {self.texts!r} beside text, messages or prompt; expected "
                 "one of them"
             )
         if self.damaged == "skip" and self.check != "decode":
-            raise ValueError(
+            yield (
                 'damaged = "skip" with check = "header", which does not see all damage, so that ranks would '
                 'differ while training; set check = "decode"'
             )

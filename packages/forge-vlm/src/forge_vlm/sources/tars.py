@@ -33,10 +33,11 @@ class WebdatasetConfig(ImageTextConfig):
         path: a tar, a folder or a pattern such as `shards/train-*.tar`; no name of the hub.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
+        yield from super().contradictions()
         if given := [key for key in ("subset", "revision") if getattr(self, key) is not None]:
-            raise ValueError(f"{self.path}: given {given[0]}, which tars have not; leave it out")
+            yield f"{self.path}: given {given[0]}, which tars have not; leave it out"
 
     def rows(self) -> Rows:
         """See `ImageTextConfig.rows`."""

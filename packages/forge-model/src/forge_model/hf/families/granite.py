@@ -57,7 +57,7 @@ def _multipliers(config: DecoderConfig) -> dict[str, float]:
         raise ModelError("a block other than standard or residual")
     return {
         "embedding_multiplier": config.embedding_scale,
-        "logits_scaling": config.logit_divisor,
+        "logits_scaling": config.divisor,
         "residual_multiplier": getattr(layer.block, "scale", 1.0),
         "attention_multiplier": width**-0.5 if scale is None else scale,
     }

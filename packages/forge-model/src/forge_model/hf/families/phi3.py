@@ -9,7 +9,7 @@ from forge_model.decoder.config import DecoderConfig
 from forge_model.hf.families.dense import Full, attention, decoder, values
 from forge_model.hf.families.family import LAYER_KEYS, SHARED_KEYS, Family, Key, Packed
 from forge_model.hf.families.glm4 import GATES
-from forge_model.hf.rope import rope_problems, rotary_dim
+from forge_model.hf.rope import ORIGINAL, rope_from_hf, rope_problems, rotary_dim
 
 _KEYS = {name: key for name, key in SHARED_KEYS.items() if name != "attention_bias"} | {
     "vocab_size": Key(int, 32064),
@@ -25,15 +25,19 @@ _KEYS = {name: key for name, key in SHARED_KEYS.items() if name != "attention_bi
 def _read(full: Full) -> DecoderConfig:
     width = full["head_dim"] or full["hidden_size"] // full["num_attention_heads"]
     part = rotary_dim(full, width)
-    return decoder(full, attention(full, sliding_window=full["sliding_window"], rope_dim=part))
+    rope = rope_from_hf({**full, ORIGINAL: full.get(ORIGINAL) or 4096})
+    return decoder(full, attention(full, sliding_window=full["sliding_window"], rope_dim=part), rope=rope)
 
 
 def _problems(full: Full) -> Iterator[str]:
-    yield from rope_problems(full, partial=True)
-    table = full.get("rope_scaling") or full.get("rope_parameters") or {}
-    kind = table.get("rope_type", table.get("type", "default")) if isinstance(table, dict) else "default"
-    if kind != "default":
-        yield f"rope_type = {kind!r}, only 'default' can be read of this family"
+    yield from rope_problems(full, partial=True, kinds=("default", "longrope"))
+    if (original := full.get(ORIGINAL)) is not None and (type(original) is not int or original < 2):
+        yield f"{ORIGINAL} = {original!r}, expected an integer from 2"
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    original = getattr(config.rope, "original_max_tokens", None)
+    return values(config) | ({} if original is None else {ORIGINAL: original})
 
 
 _4_MINI: dict[str, Any] = {
@@ -45,7 +49,7 @@ _4_MINI: dict[str, Any] = {
     "attention": {"num_heads": 24, "num_kv_heads": 8, "head_dim": 128, "rope_dim": 96},
     "ffn": {"dim": 8192},
 }
-"""Before its context was made longer, by a kind of rotary embedding that cannot be read (`longrope`)."""
+"""Before its context was made longer by `longrope`, whose factors the published `config.json` has."""
 
 PHI3 = Family(
     "phi3",
@@ -58,9 +62,9 @@ PHI3 = Family(
         **{f"attention.w{name}": Packed("self_attn.qkv_proj", part, 3) for part, name in enumerate("qkv")},
     },
     _read,
-    values,
+    _write,
     _problems,
     {"head_dim": Key(int, None, nullable=True)},
     fixed={"hidden_act": "silu", "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 )
-"""A model all of whose heads are rotated is exported as a Llama or a Mistral, which compute the same."""
+"""Without `longrope`, a model all of whose heads are rotated is exported as a Llama or a Mistral."""

@@ -1,0 +1,100 @@
+"""Which checkpoints of a run a command looks at, and one table of what it found of each."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from forge_ckpt.store import Store
+from forge_config import ConfigError
+
+from forge_trainer.run_dir.files import RunFiles, write_whole
+from forge_trainer.study.picture import Series, picture
+
+Numbers = dict[str, Any]
+
+
+def chosen_steps(options: argparse.Namespace) -> list[int | None]:
+    """The steps that `--step` names, oldest first; None stands for the newest that is intact.
+
+    Raises:
+        ConfigError: there is no run, or no such checkpoint; says which there are.
+    """
+    if (text := getattr(options, "step", None)) is None:
+        return [None]
+    files = RunFiles(Path(options.directory))
+    if not files.config.exists():
+        raise ConfigError(f"--step {text}: {options.directory} is no run, and has no steps; leave it out")
+    there = Store(files.checkpoints).steps()
+    low, _, high = text.partition("-")
+    found = [step for step in there if text == "all" or int(low) <= step <= int(high or low)]
+    if not found:
+        listed = ", ".join(map(str, there)) or "none"
+        raise ConfigError(f"--step {text}: {files.checkpoints} has no such checkpoint; there are {listed}")
+    return list(found)
+
+
+def is_series(options: argparse.Namespace) -> bool:
+    """Whether a command is asked about several steps."""
+    text = getattr(options, "step", None)
+    return text is not None and not text.isdigit()
+
+
+def folder_of(out: Path, step: int) -> Path:
+    """Where what is made of one of several steps goes."""
+    return out / f"step-{step:08d}"
+
+
+def flat(found: Numbers, prefix: str = "") -> dict[str, float]:
+    """The numbers of nested tables, by names with slashes."""
+    made: dict[str, float] = {}
+    for key, value in found.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            made |= flat(value, f"{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            made[name] = value
+    return made
+
+
+def write_table(rows: Sequence[Numbers], path: Path | None) -> None:
+    """Print one row a step; to a file as CSV, with a picture of the losses beside it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    columns = ["step", *dict.fromkeys(key for row in rows for key in row if key != "step")]
+    shown = [[_shown(row.get(column)) for column in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *shown, strict=True)]
+    for line in (columns, *shown):
+        sys.stdout.write("  ".join(f"{cell:>{w}}" for cell, w in zip(line, widths, strict=True)) + "\n")
+    if path is None:
+        return
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns, lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    lines = [column for column in columns if column.split("/")[-1] in ("loss", "acc,none")]
+    series = [_series(rows, column) for column in lines or columns[1:2]]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text.getvalue())
+        write_whole(path.with_suffix(".svg"), picture("By step", "step", "value", series, log_x=False))
+    except OSError as error:
+        raise ConfigError(f"--table {path} cannot be written: {error}") from None
+
+
+def _series(rows: Sequence[Numbers], column: str) -> Series:
+    points = [(float(row["step"]), float(row[column])) for row in rows if column in row]
+    return Series(column, points, points)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

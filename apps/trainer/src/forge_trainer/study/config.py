@@ -1,0 +1,194 @@
+"""What a study file holds: which runs there are, and how their sizes follow from rules. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from forge_config import Config, ConfigError, Meta, load
+
+Tree = dict[str, Any]
+Positive = Annotated[float, Meta(gt=0)]
+Measure = Literal["parameters", "flops", "tokens", "batch_tokens", "width"]
+RULES = "rules."
+"""What the keys of a point begin with that change a rule, and not the job."""
+
+
+class PowerRule(Config):
+    """value * (x / at) ** power, where x is a measure of the run.
+
+    Attributes:
+        value: where the measure is `at`.
+        of: the measure.
+        at: see there.
+        power: 0 is a constant.
+    """
+
+    value: Positive
+    of: Measure = "parameters"
+    at: Positive = 1.0
+    power: float = 0.0
+
+    def __call__(self, measures: dict[str, float]) -> float:
+        """The value for a run."""
+        return self.value * (measures[self.of] / self.at) ** self.power
+
+
+class RulesConfig(Config):
+    """How the length of a run, its batch and its learning rate follow from its size.
+
+    At most one of `tokens`, `tokens_per_parameter` and `flops` says how long a run is; without any, its
+    `train.steps` do. Steps are rounded to whole ones.
+
+    Attributes:
+        tokens: that a run trains on.
+        tokens_per_parameter: the same as a multiple of its parameters.
+        flops: the same as a budget of training FLOPs, as the model counts them; equal budgets make an IsoFLOP
+            curve.
+        parameters: which parameters are counted: `all`, or those that are neither embedding nor head.
+        batch_tokens: tokens a step; rounded to whole micro-batches.
+        lr: peak learning rate.
+    """
+
+    tokens: Positive | None = None
+    tokens_per_parameter: Positive | None = None
+    flops: Positive | None = None
+    parameters: Literal["all", "without_embeddings"] = "without_embeddings"
+    batch_tokens: PowerRule | None = None
+    lr: PowerRule | None = None
+
+    @property
+    def lengths(self) -> list[str]:
+        """What is said of the length of a run."""
+        keys = ("tokens", "tokens_per_parameter", "flops")
+        return [f"{key} = {getattr(self, key):g}" for key in keys if getattr(self, key) is not None]
+
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
+        if len(self.lengths) > 1:
+            yield f"{' and '.join(self.lengths)} say the same thing; keep one of them"
+        if self.batch_tokens is not None and self.batch_tokens.of == "batch_tokens":
+            yield "batch_tokens of batch_tokens: a rule cannot follow from itself; name another measure"
+
+
+class AnalysisConfig(Config):
+    """How runs are analysed.
+
+    Attributes:
+        loss: the name of the metric that runs are compared by.
+        bootstrap: samples of runs for the intervals.
+        level: of the intervals.
+        seed: of the samples.
+        predict: parameters and tokens to predict the loss of, each a pair.
+    """
+
+    loss: str = "eval/loss"
+    bootstrap: Annotated[int, Meta(ge=10, le=100_000)] = 200
+    level: Annotated[float, Meta(gt=0, lt=1)] = 0.9
+    seed: Annotated[int, Meta(ge=0)] = 0
+    predict: list[tuple[Positive, Positive]] = []
+
+
+class StudyConfig(Config):
+    """A study: one base configuration, and what its runs change in it.
+
+    The runs are all combinations of `axes` and `grid`, and after them `points`. Keys are those of the job;
+    `rules.KEY` changes a rule for a run.
+
+    Attributes:
+        name: of the study.
+        base: the job that all build on, relative to the study file.
+        root: folder of the runs, results and pictures; absent means `runs/<name>`.
+        axes: by name, variants with several keys each, by name.
+        grid: keys with a list of values each.
+        points: further runs, each a table of keys, and perhaps a `name`.
+        rules: see there.
+        analysis: see there.
+    """
+
+    path_keys = ("base",)
+
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_][A-Za-z0-9._-]{0,40}$")]
+    base: str
+    root: str | None = None
+    axes: dict[str, dict[str, Tree]] = {}
+    grid: Tree = {}
+    points: list[Tree] = []
+    rules: RulesConfig = RulesConfig()
+    analysis: AnalysisConfig = AnalysisConfig()
+
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
+        for axis, variants in self.axes.items():
+            if not variants:
+                yield f"axes.{axis} has no variants; give at least one table, e.g. [axes.{axis}.small]"
+        for key, values in flattened(self.grid).items():
+            if not isinstance(values, list) or not values:
+                yield f"grid.{key} = {values!r}; expected a list of values, one run for each"
+            elif len({repr(value) for value in values}) < len(values):
+                yield f"grid.{key} = {values!r} has a value twice; each value makes a run of its own"
+
+
+def flattened(tree: Tree, prefix: str = "") -> Tree:
+    """Dotted keys and their values; a table is never a value."""
+    found: Tree = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        found |= flattened(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return found
+
+
+def nested(flat: Tree) -> Tree:
+    """Dotted keys as tables."""
+    tree: Tree = {}
+    for key, value in flat.items():
+        *tables, last = key.split(".")
+        inner = tree
+        for table in tables:
+            inner = inner.setdefault(table, {})
+        inner[last] = value
+    return tree
+
+
+def load_study(path: Path | str) -> tuple[StudyConfig, Path]:
+    """A study and the folder of its runs.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    study = load(StudyConfig, path).value
+    base = Path(path).parent / study.base
+    if not base.is_file():
+        raise ConfigError(f"{path}: base = {study.base!r}; there is no file {base}")
+    root = Path(study.root) if study.root else Path("runs") / study.name
+    return study, root.absolute()
+
+
+def choices(study: StudyConfig) -> Iterator[tuple[Tree, Tree]]:
+    """Of each run: what it is called by, as axis and variant, or key and value; and the keys that it sets.
+
+    Raises:
+        ConfigError: two say different things of one key.
+    """
+    axes = [
+        [({axis: name}, flattened(keys)) for name, keys in variants.items()]
+        for axis, variants in study.axes.items()
+    ]
+    axes += [
+        [({key: value}, {key: value}) for value in values] for key, values in flattened(study.grid).items()
+    ]
+    for combination in product(*axes) if axes else ():
+        called: Tree = {}
+        keys: Tree = {}
+        for name, changed in combination:
+            if twice := keys.keys() & changed.keys():
+                raise ConfigError(f"{study.name}: two axes set {', '.join(sorted(twice))}; leave it in one")
+            called |= name
+            keys |= changed
+        yield called, keys
+    for point in study.points:
+        keys = flattened(point)
+        named = keys.pop("name", None)
+        yield keys if named is None else {"name": named}, keys

@@ -1,0 +1,119 @@
+"""Do activations change by the same amount at every width? The check of learning rates that are to transfer.
+
+Source: Yang et al. 2022, arXiv:2203.03466 appendix D.1. S sites.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from forge_config import ConfigError
+from forge_data.loading.loader import build_loader
+from forge_model.init import initialize
+from forge_resilience.exit_codes import ExitCode
+from torch import Tensor, nn
+
+from forge_trainer.config.job import Job
+from forge_trainer.optim import trainable
+from forge_trainer.study.points import Point
+
+STEEP = 0.35
+"""A change that grows with a power of the width above this is told."""
+
+
+class Width(NamedTuple):
+    """One model.
+
+    Attributes:
+        dim: its width.
+        changes: root mean square of what training has changed in the output of each site, by its name.
+    """
+
+    dim: int
+    changes: dict[str, float]
+
+
+def check_coordinates(points: Sequence[Point], steps: int) -> int:
+    """Train each model of a study for a few steps on one batch, and print how its activations change.
+
+    Returns:
+        0, or 1 where a change grows with the width.
+
+    Raises:
+        ConfigError: the study has fewer than three widths.
+    """
+    found = [changes_of(point.job, steps) for point in points]
+    if len({one.dim for one in found}) < 3:
+        raise ConfigError(
+            f"the runs have the widths {sorted({one.dim for one in found})}; a check needs three: make "
+            "model.dim an axis of the study"
+        )
+    slopes = slopes_of(found)
+    sys.stdout.write("\n".join(_lines(found, slopes, steps)) + "\n")
+    return ExitCode.FAILED if max(slopes.values()) > STEEP else ExitCode.DONE
+
+
+def slopes_of(found: Sequence[Width]) -> dict[str, float]:
+    """The power of the width that the change of each site grows with."""
+    widths = np.log([one.dim for one in found])
+    return {
+        site: float(np.polyfit(widths, np.log([max(one.changes[site], 1e-30) for one in found]), 1)[0])
+        for site in found[0].changes
+    }
+
+
+def _lines(found: Sequence[Width], slopes: dict[str, float], steps: int) -> Iterator[str]:
+    width = max(map(len, slopes))
+    yield (
+        f"change after {steps} steps".ljust(width)
+        + "".join(f"{one.dim:>10}" for one in found)
+        + "   power of width"
+    )
+    for site, slope in slopes.items():
+        values = "".join(f"{one.changes[site]:10.3g}" for one in found)
+        yield f"{site:<{width}}{values}   {slope:+.2f}{'  grows with the width' if slope > STEEP else ''}"
+
+
+def changes_of(job: Job, steps: int) -> Width:
+    """What a few steps of training on the first batch change in a model, in one process on the CPU."""
+    model = job.model.build()
+    initialize(model, job.job.seed)
+    optimizer, loss = job.optimizer.build(trainable([model])), job.loss.build()
+    loader = build_loader(
+        job.data, "train", micro_batch=job.train.micro_batch, global_batch=job.train.micro_batch
+    )
+    micro = next(iter(loader))[0]
+    loader.close()
+    first = activations(model, micro.inputs)
+    for _ in range(steps):
+        terms: Any = model(**micro.inputs, loss_fn=loss)
+        optimizer.zero_grad()
+        (terms.total / micro.statistics["targets"].sum()).backward()
+        optimizer.step()
+    last = activations(model, micro.inputs)
+    changes = {site: float((last[site] - first[site]).square().mean().sqrt()) for site in first}
+    return Width(int(getattr(job.model, "dim", 0)), changes)
+
+
+@torch.no_grad()
+def activations(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the embedding, the parts of each block, each block and the head return."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        return lambda module, args, out: found.update({name: out.double()})
+
+    inner = [name for name, _ in model.named_modules() if name.startswith("layers.") and name.count(".") <= 2]
+    sites = ["embed", *(name for name in inner if not name.endswith("norm")), "head"]
+    modules = dict(model.named_modules())
+    handles = [modules[name].register_forward_hook(keep(name)) for name in sites]
+    try:
+        model(**{name: value for name, value in inputs.items() if name != "labels"})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

@@ -1,0 +1,88 @@
+"""A series of checkpoints is evaluated, generated from, exported and verified by one command each."""
+
+import csv
+import json
+import os
+import signal
+import time
+
+import torch
+from forge_ckpt.config import CheckpointConfig
+from forge_model.init import initialize
+from forge_trainer.commands.evaluate import load_model
+from forge_trainer.run_dir.files import read_job
+from runs import state
+from safetensors.torch import load_file
+
+
+def test_steps_that_grow_stay_for_good():
+    config = CheckpointConfig(keep_growing=1.5, keep_initial=True)
+    assert [n for n in range(40) if config.is_dense(n)] == [0, 1, 2, 3, 5, 8, 12, 18, 27]
+    assert [n for n in range(70) if CheckpointConfig(keep_growing=2).is_dense(n)] == [1, 2, 4, 8, 16, 32, 64]
+    assert not any(CheckpointConfig().is_dense(n) for n in range(10))
+
+
+def weights(run, step):
+    return load_model(read_job(run), step=step)[0].state_dict()
+
+
+def test_one_command_says_of_each_step_what_a_command_a_step_says(forge, tiny, tmp_path):
+    job, run = tiny(steps=6), tmp_path / "runs" / "tiny"
+    forge("train", job, "--checkpoint.keep_initial=true", "--checkpoint.keep_growing=2")
+    steps = sorted(int(path.name.rpartition("-")[2]) for path in (run / "checkpoints").glob("step-*"))
+    assert steps == [0, 1, 2, 3, 4, 6]
+
+    # the weights of step 0 are those of a run that has not begun
+    fresh = read_job(run).model.build()
+    initialize(fresh, 0)
+    for name, value in weights(run, 0).items():
+        assert torch.equal(value, fresh.state_dict()[name]), name
+
+    table, out = tmp_path / "table.csv", tmp_path / "all.json"
+    said = forge("eval", run, "--step", "all", "--table", table, "--json", out).stdout
+    found = json.loads(out.read_text())
+    assert [row["step"] for row in found] == steps
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert [float(row["eval/loss"]) for row in rows] == [row["eval/loss"] for row in found]
+    assert (tmp_path / "table.svg").read_text().startswith("<svg") and f"{found[0]['eval/loss']:.4f}" in said
+    assert found[0]["eval/loss"] > found[-1]["eval/loss"]
+    forge("eval", run, "--step", "2", "--json", out)
+    assert json.loads(out.read_text()) == found[2]
+
+    forge("export", run, tmp_path / "hf", "--step", "1-3", "--dtype", "bfloat16")
+    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == [f"step-0000000{n}" for n in (1, 2, 3)]
+    for step in (1, 3):
+        (file,) = (tmp_path / "hf" / f"step-0000000{step}").glob("*.safetensors")
+        written = load_file(file)
+        assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+        ours = weights(run, step)["embed.weight"]
+        assert torch.equal(written["model.embed_tokens.weight"], ours.to(torch.bfloat16))
+    assert forge("verify-export", run, tmp_path / "hf", "--step", "1-3").stdout.count("logits differ by") == 3
+
+    said = forge("generate", run, "--step", "0-2", "--max-new-tokens", "3", "--temperature", "0").stdout
+    assert [line for line in said.splitlines() if line.startswith("step ")] == [
+        f"step {n}:" for n in range(3)
+    ]
+
+    there = "there are 0, 1, 2, 3, 4, 6"
+    for wrong, needle in (("9", there), ("7-9", "no such checkpoint"), ("x", "expected a step")):
+        refused = forge("eval", run, "--step", wrong, check=False)
+        assert refused.returncode != 0 and needle in refused.stderr
+    refused = forge("eval", tmp_path / "hf" / "step-00000001", "--step", "1", check=False)
+    assert refused.returncode == 78 and "is no run" in refused.stderr
+
+
+def test_an_initial_checkpoint_changes_nothing_and_a_run_goes_on_from_it(forge, tiny, tmp_path):
+    plain, kept = tmp_path / "plain", tmp_path / "kept"
+    forge("train", tiny(steps=4, root=plain))
+    job, found = tiny(steps=4, root=kept), kept / "tiny" / "checkpoints" / "step-000000000"
+    running = forge.start("train", job, "--checkpoint.keep_initial=true")
+    end = time.monotonic() + 120
+    while not found.exists() and time.monotonic() < end:
+        time.sleep(0.002)
+    os.kill(running.pid, signal.SIGKILL)
+    running.wait()
+    begun = sorted(path.name for path in found.parent.glob("step-*"))
+    assert begun and begun[-1] != "step-000000004", "it was killed before its end"
+    forge("train", job, "--checkpoint.keep_initial=true")
+    assert state(plain / "tiny") == state(kept / "tiny"), begun
