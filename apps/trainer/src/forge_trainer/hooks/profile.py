@@ -40,9 +40,10 @@ class ProfileConfig(HookConfig):
     snapshot_step: Annotated[int, Meta(ge=1)] | None = None
     snapshot_on_oom: bool = False
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
         if 0 < self.every_steps < self.steps:
-            raise ValueError(
+            yield (
                 f"every_steps = {self.every_steps} and steps = {self.steps}: windows would overlap; give "
                 f"every_steps = {self.steps} or more, or 0 for a single window"
             )
