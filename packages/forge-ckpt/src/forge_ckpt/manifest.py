@@ -269,6 +269,23 @@ def read_index(folder: Path, manifest: Manifest, rank: int) -> Index:
     return index
 
 
+def merge_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The plain values of all ranks together.
+
+    Raises:
+        CheckpointError: two of one name differ.
+    """
+    merged: dict[str, Any] = {}
+    for one in values:
+        for key, value in one.items():
+            if merged.setdefault(key, value) != value:
+                raise CheckpointError(
+                    f"{key} is {value!r} on one rank, and {merged[key]!r} on another; one name is one "
+                    "value on all ranks"
+                )
+    return merged
+
+
 def require_json(values: Mapping[str, Any]) -> None:
     """See that values come back as what they are, but for tuples, which come back as lists.
 

@@ -164,7 +164,7 @@ class Store:
                 torch=str(torch.__version__),
                 milestone=self._stays(step),
                 meta=dict(snapshot.meta),
-                values=_merged(values),
+                values=manifests.merge_values(values),
                 files=[file for file, _ in everyone],
                 layouts=layouts,
                 tensors=entries,
@@ -392,16 +392,3 @@ def _captured(snapshot: Snapshot | CheckpointError) -> Snapshot:
     if isinstance(snapshot, CheckpointError):
         raise snapshot
     return snapshot
-
-
-def _merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Values of all ranks together. Raises CheckpointError if two of one name differ."""
-    merged: dict[str, Any] = {}
-    for one in values:
-        for key, value in one.items():
-            if merged.setdefault(key, value) != value:
-                raise CheckpointError(
-                    f"{key} is {value!r} on one rank, and {merged[key]!r} on another; one name is one "
-                    "value on all ranks"
-                )
-    return merged

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -204,34 +203,62 @@ def build_loader(
     for number, stream in streams.items():
         _require_shared(names[number], stream.lanes, world_size)
     packings = dict(sorted((packings | streams).items()))
-    of_streams, of_earlier = (
-        [(n, f"stream {n} {stream.lanes} {named(stream)}") for n, stream in streams.items()]
-        for named in (attrgetter("digest"), attrgetter("file_digest"))
-    )
     run = Run(global_batch, steps)
     order = build_order(config, [len(p) for p in packings.values()], run)
-
-    def fingerprint_at(samples: int | None, of_streams: list[tuple[int, str]] = of_streams) -> str:
-        joined = num_joined(config, run, samples)
-        of_joined = structs.replace(config, sources=config.sources[:joined], phases=[])
-        known = [[text for number, text in texts if number < joined] for texts in (content, of_streams)]
-        parts = fingerprint_parts(config, order, run, samples)
-        return fingerprint(of_joined, known[0], cuts + known[1] + parts)
-
+    of_streams, of_earlier = (
+        Trained(
+            config,
+            order,
+            run,
+            content,
+            cuts,
+            [(n, f"stream {n} {s.lanes} {named(s)}") for n, s in streams.items()],
+        )
+        for named in (attrgetter("digest"), attrgetter("file_digest"))
+    )
     cut = packings, micro_batch, order, first_sample, global_batch, rank, world_size, names
     return Loader(
         StreamedBatches(streams, *cut) if streams else TrainBatches(*cut),
         config.workers,
         packings,
-        fingerprint_at(None),
+        of_streams.fingerprint(None),
         plan_lines(config, order, run),
         last_step(order, run),
-        fingerprint_at,
-        partial(fingerprint_at, of_streams=of_earlier),
+        of_streams.fingerprint,
+        of_earlier.fingerprint,
         names,
         order,
         {pin_key(number): stream.source.pin for number, stream in streams.items() if stream.source.pin},
     )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run is trained on, by the names of which a fingerprint is made.
+
+    Attributes:
+        config: the section `[data]`.
+        order: of the samples.
+        run: its steps and its global batch.
+        content: the number of each source and the digest of its text, held-out text included.
+        cuts: how texts are cut into sequences.
+        streams: the number of each source that is streamed, and its name.
+    """
+
+    config: DataConfig
+    order: Order
+    run: Run
+    content: Sequence[tuple[int, str]]
+    cuts: list[str]
+    streams: Sequence[tuple[int, str]]
+
+    def fingerprint(self, samples: int | None) -> str:
+        """Of the sources that have joined after so many samples; of all where that is None."""
+        joined = num_joined(self.config, self.run, samples)
+        of_joined = structs.replace(self.config, sources=self.config.sources[:joined], phases=[])
+        texts, streams = ([name for n, name in names if n < joined] for names in (self.content, self.streams))
+        parts = fingerprint_parts(self.config, self.order, self.run, samples)
+        return fingerprint(of_joined, texts, self.cuts + streams + parts)
 
 
 def build_set_loader(
