@@ -1,0 +1,221 @@
+"""A training step of one rank on paper: the code of the job, run on fake tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from forge_parallel.apply import materialize
+from forge_parallel.compile_config import CompileConfig
+from forge_parallel.mesh import Mesh, build_mesh
+from forge_parallel.plan import Plan
+from forge_resilience.finite import HeldBuffers
+from msgspec import structs
+from torch import Tensor, nn
+
+from forge_trainer.build import build_optimizer, parallel_parts
+from forge_trainer.config.job import Job
+from forge_trainer.plan import kinds
+from forge_trainer.plan.as_on_a_gpu import as_on_a_cpu, as_on_a_gpu, use_kernels_of_a_gpu
+from forge_trainer.plan.batches import batch_on_paper
+from forge_trainer.plan.collectives import Collectives, Said, Traffic, names_of_axes
+from forge_trainer.plan.compiled import keep_as_compiled, loss_as_compiled
+from forge_trainer.plan.depth import Depth
+from forge_trainer.plan.places import Place, Places
+from forge_trainer.plan.watch import Watch
+from forge_trainer.plan.world import fake_tensors, group_of, nothing_changed
+from forge_trainer.steps.update import Updated, Update
+
+ROUNDING = 512
+"""CUDA's allocator takes memory in multiples of so many bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """What a job is planned for.
+
+    Attributes:
+        ranks: of the job.
+        node_ranks: ranks of a node.
+        on_gpu: whether a rank computes on a GPU, or on a CPU.
+    """
+
+    ranks: int = 1
+    node_ranks: int = 8
+    on_gpu: bool = True
+
+
+@dataclasses.dataclass
+class Traced:
+    """What a step of one rank takes.
+
+    Attributes:
+        peaks: by place, bytes of each kind when most was held there.
+        held: bytes of weights, buffers and moments between steps.
+        said: collectives.
+        flops: that this rank computes, by kind; what is recomputed counts again.
+        moved: bytes that operations without FLOPs read and write, by phase.
+        kernels: operations that compute or copy.
+        names: of the sums of a step.
+    """
+
+    peaks: dict[Place, dict[str, float]]
+    held: dict[str, float]
+    said: dict[Said, Traffic]
+    flops: dict[str, float]
+    moved: dict[str, float]
+    kernels: float
+    names: dict[str, torch.dtype] = dataclasses.field(default_factory=dict)
+
+
+def traced(
+    job: Job,
+    site: Site,
+    rank: int,
+    micro_batches: int,
+    depth: Depth | None = None,
+    skew: float = 1.0,
+    names: Mapping[str, torch.dtype] | None = None,
+) -> Traced:
+    """The second training step of a rank; the first one makes the state of the optimizer.
+
+    Args:
+        job: what is trained.
+        site: where.
+        rank: of `site.ranks`.
+        micro_batches: of the step.
+        depth: leaves out some of the blocks that repeat; None leaves all.
+        skew: the rank serves so many times the rows of experts that even routing gives it.
+        names: of the sums of a step, which the last stage of a pipeline knows: see `Traced.names`.
+
+    Raises:
+        ParallelError: the job cannot be laid out so.
+    """
+    paper = on_paper(job, site.on_gpu)
+    places = Places()
+    watch = Watch(places, ROUNDING if site.on_gpu else 1)
+    with ExitStack() as stack:
+        stack.enter_context(nothing_changed())
+        stack.enter_context(as_on_a_gpu(watch.add_flops) if site.on_gpu else as_on_a_cpu())
+        needed = paper.parallel.needs_group("cpu")
+        mesh = build_mesh(paper.mesh, stack.enter_context(group_of(site.ranks, rank, needed)))
+        noted = Collectives(names_of_axes(mesh), site.node_ranks)
+        parts = parallel_parts(paper, mesh, partial(_prepared, job, site.on_gpu, depth))
+        for number, part in enumerate(parts):
+            prefix = f"stage part {number}: " if len(parts) > 1 else ""
+            places.follow(part, _blocks(part), prefix)
+        stack.enter_context(fake_tensors(skew, names))
+        stack.enter_context(watch)
+        return _run(paper, job, mesh, parts, micro_batches, watch, noted)
+
+
+def _run(
+    paper: Job,
+    job: Job,
+    mesh: Mesh,
+    parts: list[nn.Module],
+    micro_batches: int,
+    watch: Watch,
+    noted: Collectives,
+) -> Traced:
+    for part in parts:
+        materialize(part, mesh.device)
+    watch.known(kinds.WEIGHTS, (p for part in parts for p in part.parameters()))
+    watch.known(kinds.BUFFERS, (b for part in parts for b in part.buffers()))
+    optimizer, places = build_optimizer(paper, parts, mesh), watch.places
+    if mesh.pipeline.size == 1:
+        _number_micro_batches(parts[0], places, micro_batches)
+    loss = places.around(loss_as_compiled(job) if job.compile.enabled else paper.loss.build())
+    update = Followed(
+        parts, optimizer, lambda step: 1.0, paper.train.clip_norm, mesh, paper.optimizer.ema_decay
+    )
+    update.watch = watch
+    step = paper.step.build(parts, loss, mesh, seed=paper.job.seed, update=update)
+    batch = batch_on_paper(paper, micro_batches)
+    watch.known(kinds.INPUTS, (x for micro in batch for x in micro.inputs.values()))
+    step.train(batch if mesh.pipeline.size > 1 else batch[:1], 0)
+    watch.known(kinds.MOMENTS, _state(optimizer))
+    places.begin("forward", "first")
+    held = {kind: 0.0 for kind in kinds.KINDS}
+    watch.start()
+    for size, made in watch.begun:
+        held[made.kind or kinds.WORKSPACE] += size
+    watch.said = lambda name, arguments, out: noted.note(name, arguments, out, places.now.phase)
+    step.train(batch, 1)
+    watch.said = None
+    kinds.resolve(watch)
+    return Traced(
+        kinds.peaks(watch),
+        held,
+        dict(noted.found),
+        dict(watch.flops),
+        dict(watch.moved),
+        watch.kernels,
+        getattr(step, "_names", None) or {},
+    )
+
+
+class Followed(Update):
+    """Says when it begins, and what gradients are."""
+
+    watch: Watch
+
+    def __call__(self, step: int, loss: Tensor, held: Sequence[HeldBuffers] = ()) -> Updated:
+        """See `Update.__call__`."""
+        self.watch.places.begin("update")
+        self.watch.known(kinds.GRADIENTS, (p.grad for part in self.parts for p in part.parameters()))
+        return super().__call__(step, loss, held)
+
+
+def _number_micro_batches(model: nn.Module, places: Places, count: int) -> None:
+    """Say which micro-batch begins; the backward pass of one ends before the next one begins."""
+    number = [-1]  # the step before has one
+
+    def begin(*_: Any) -> None:
+        index = max(number[0], 0)
+        places.begin("forward", "last" if index == count - 1 else "middle" if index else "first")
+        number[0] += 1
+
+    model.register_forward_pre_hook(begin)
+
+
+def _prepared(job: Job, on_gpu: bool, depth: Depth | None, number: int, model: nn.Module) -> None:
+    """What is done to a part before it is made parallel."""
+    if depth is not None:
+        depth.cut(model, number)
+    if on_gpu:
+        use_kernels_of_a_gpu(model)
+        if job.compile.enabled:
+            keep_as_compiled(model, job.activation_checkpointing)
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    from forge_parallel.match import find
+
+    return [name for pattern in Plan.of(model).flat().block_patterns for name in find(model, pattern)]
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """All tensors of the state."""
+    return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+
+
+def on_paper(job: Job, on_gpu: bool) -> Job:
+    """The job as it is traced: number formats of its device, blocks uncompiled."""
+    changes: dict[str, Any] = {"compile": CompileConfig()}
+    if on_gpu and not job.precision.pure_bf16:
+        compute = job.precision.compute_dtype("cuda")
+        changes["precision"] = structs.replace(job.precision, compute=compute)
+    recompute = job.activation_checkpointing
+    if recompute.mode in ("budget", "offload"):
+        # the compiler keeps what it may; on the host nothing counts but the inputs of blocks
+        mode = "selective" if recompute.mode == "budget" else "full"
+        changes["activation_checkpointing"] = structs.replace(recompute, mode=mode)
+    if job.fp8.recipe != "none":
+        # the kernels that round for experts are Triton's, which fake tensors do not know
+        changes["fp8"] = structs.replace(job.fp8, experts=False)
+    return structs.replace(job, **changes)
