@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from forge_trainer.plan.places import Place
+
 KINDS = {
     "allgather": "all-gather",
     "all_gather": "all-gather",
@@ -73,6 +75,9 @@ def kind_of(name: str) -> str | None:
 class Collectives:
     """Notes the collectives of a step.
 
+    Attributes:
+        found: by micro-batch and kind.
+
     Args:
         axes: of each process group by its name, the axes that it serves.
         node_ranks: ranks of a node, which are next to each other.
@@ -80,9 +85,9 @@ class Collectives:
 
     def __init__(self, axes: dict[str, list[str]], node_ranks: int) -> None:
         self._axes, self._node_ranks = axes, node_ranks
-        self.found: defaultdict[Said, Traffic] = defaultdict(lambda: Traffic(0, 0))
+        self.found: defaultdict[tuple[str, Said], Traffic] = defaultdict(lambda: Traffic(0, 0))
 
-    def note(self, name: str, arguments: Any, out: Any, phase: str) -> None:
+    def note(self, name: str, arguments: Any, out: Any, place: Place) -> None:
         """Note one."""
         import torch.distributed as dist
 
@@ -95,10 +100,10 @@ class Collectives:
             kind,
             len(ranks),
             len({rank // self._node_ranks for rank in ranks}),
-            phase,
+            place.phase,
         )
-        before = self.found[said]
-        self.found[said] = Traffic(before.count + 1, before.bytes + size_of(kind, arguments, out))
+        before = self.found[place.micro, said]
+        self.found[place.micro, said] = Traffic(before.count + 1, before.bytes + size_of(kind, arguments, out))
 
 
     def _axis(self, group: str, functional: bool) -> str:

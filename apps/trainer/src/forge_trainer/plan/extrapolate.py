@@ -72,7 +72,7 @@ def combined(traces: Sequence[tuple[float, Traced]]) -> Traced:
         _sum([(share, trace.flops) for share, trace in traces]),
         _sum([(share, trace.moved) for share, trace in traces]),
         sum(share * trace.kernels for share, trace in traces),
-        traces[0][1].names,
+        traces[0][1].told,
     )
 
 

@@ -105,7 +105,7 @@ def plan_of(
     device_name: str,
     table: Table,
     *,
-    all_blocks: bool = False,
+    whole: bool = False,
     skew: float | None = None,
 ) -> Plan:
     """Run a job on paper.
@@ -116,7 +116,7 @@ def plan_of(
         node_ranks: ranks of a node; None for those of the table.
         device_name: what a rank computes on.
         table: of devices.
-        all_blocks: run all blocks, also those that repeat.
+        whole: run all blocks and micro-batches, also those that repeat.
         skew: trace a rank that serves so many times the rows of experts, too; None does not.
 
     Raises:
@@ -129,8 +129,8 @@ def plan_of(
     sizes, count = job.mesh.sizes(ranks), micro_batches_of(job, ranks)
     stages: list[Stage] = []
     for number in reversed(_numbers(sizes["pp"])):
-        names = stages[0].step.names if stages else None
-        stages.insert(0, stage_on_paper(job, site, number, all_blocks=all_blocks, names=names))
+        told = stages[0].step.told if stages else None
+        stages.insert(0, stage_on_paper(job, site, number, whole=whole, told=told))
     worst = [kinds.highest(stage.step.peaks) for stage in stages]
     peaks, host = _on_the_device(job, device, worst)
     shapes = {"tokens": (job.train.global_batch, job.data.max_tokens)}
@@ -140,7 +140,7 @@ def plan_of(
         time = max(times, key=lambda one: one.likely)
     skewed = None
     if skew is not None and sizes["pp"] == 1 and job.mesh.ep > 1:
-        skewed = stage_on_paper(job, site, 0, all_blocks=all_blocks, skew=skew)
+        skewed = stage_on_paper(job, site, 0, whole=whole, skew=skew)
     return Plan(
         job, site, device_name, device, counted(job), sizes, count, stages, peaks, host,
         _flops(job, shapes, True), _flops(job, shapes, False), time, skewed,

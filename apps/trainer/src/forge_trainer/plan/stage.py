@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from forge_trainer.config.job import Job
 from forge_trainer.optim.groups import freeze
 from forge_trainer.plan.depth import Depth, Repeat, repeats_of
 from forge_trainer.plan.extrapolate import combined, points
-from forge_trainer.plan.trace import Site, Traced, traced
+from forge_trainer.plan.trace import Site, Told, Traced, traced
 
 KEPT_BLOCKS, KEPT_IN_PIPELINE = 4, 2
 """Blocks that are kept of those that repeat: FSDP2 treats the first and the last ones in ways of their own."""
@@ -48,9 +47,9 @@ def stage_on_paper(
     site: Site,
     number: int = 0,
     *,
-    all_blocks: bool = False,
+    whole: bool = False,
     skew: float = 1.0,
-    names: Mapping[str, torch.dtype] | None = None,
+    told: Told | None = None,
 ) -> Stage:
     """The step of the ranks of a stage.
 
@@ -58,9 +57,9 @@ def stage_on_paper(
         job: what is trained.
         site: where.
         number: of the rank along the pipeline.
-        all_blocks: run everything, also what repeats.
+        whole: run everything, also what repeats.
         skew: see `traced`.
-        names: see `traced`.
+        told: see `traced`.
 
     Raises:
         ParallelError: the job cannot be laid out so.
@@ -72,13 +71,13 @@ def stage_on_paper(
     few = {one: _few(one, least) for one in repeats}
     dropped = {one: one.turns - turns for one, turns in few.items() if one.turns - turns > 1}
     counts = _counts(job, micro_batches, sizes["pp"])
-    if all_blocks:
+    if whole:
         dropped, counts = {}, [micro_batches]
     found = []
     for point in points(dropped, micro_batches, counts):
         left_out = {one: turns - (one == point.more) for one, turns in dropped.items()}
         depth = Depth(left_out) if left_out else None
-        found.append((point.share, traced(job, site, rank, point.micro_batches, depth, skew, names)))
+        found.append((point.share, traced(job, site, rank, point.micro_batches, depth, skew, told, whole)))
     gone = sum(turns * one.period for one, turns in dropped.items())
     periods = max((one.period for one in dropped), default=0)
     return Stage(rank, number, combined(found), blocks, blocks - gone + periods)
@@ -91,10 +90,10 @@ def _few(repeat: Repeat, least: int) -> int:
 
 
 def _counts(job: Job, micro_batches: int, stages: int) -> list[int]:
-    """How many micro-batches to trace with; the number of the job, if it is small."""
+    """How many micro-batches to trace with; the number of the job, if it is small, or without a pipeline."""
     if stages == 1:
-        few, many = 2, 3
-    elif job.pipeline.schedule in ("gpipe", "1f1b"):
+        return [micro_batches]
+    if job.pipeline.schedule in ("gpipe", "1f1b"):
         few, many = stages, stages + 1
     else:
         few, many = 2 * stages, 3 * stages

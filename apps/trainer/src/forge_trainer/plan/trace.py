@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from forge_model.moe.layer import expert_layers
 from forge_parallel.apply import materialize
 from forge_parallel.compile_config import CompileConfig
 from forge_parallel.mesh import Mesh, build_mesh
@@ -16,6 +17,7 @@ from forge_parallel.plan import Plan
 from forge_resilience.finite import HeldBuffers
 from msgspec import structs
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from forge_trainer.build import build_optimizer, parallel_parts
 from forge_trainer.config.job import Job
@@ -29,6 +31,9 @@ from forge_trainer.plan.places import Place, Places
 from forge_trainer.plan.watch import Watch
 from forge_trainer.plan.world import fake_tensors, group_of, nothing_changed
 from forge_trainer.steps.update import Updated, Update
+
+MICRO_BATCHES = 3
+"""So many are run, without a pipeline: the first, the last, and one that stands for all others."""
 
 ROUNDING = 512
 """CUDA's allocator takes memory in multiples of so many bytes."""
@@ -49,6 +54,18 @@ class Site:
     on_gpu: bool = True
 
 
+class Told(NamedTuple):
+    """What the stages of a pipeline tell each other at their first step.
+
+    Attributes:
+        names: of the sums of a step, which the last stage knows, and their formats.
+        statistics: what each layer of experts tells, and its format.
+    """
+
+    names: dict[str, torch.dtype]
+    statistics: dict[str, torch.dtype]
+
+
 @dataclasses.dataclass
 class Traced:
     """What a step of one rank takes.
@@ -60,7 +77,7 @@ class Traced:
         flops: that this rank computes, by kind; what is recomputed counts again.
         moved: bytes that operations without FLOPs read and write, by phase.
         kernels: operations that compute or copy.
-        names: of the sums of a step.
+        told: what other stages of a pipeline are told.
     """
 
     peaks: dict[Place, dict[str, float]]
@@ -69,7 +86,7 @@ class Traced:
     flops: dict[str, float]
     moved: dict[str, float]
     kernels: float
-    names: dict[str, torch.dtype] = dataclasses.field(default_factory=dict)
+    told: Told
 
 
 def traced(
@@ -79,7 +96,8 @@ def traced(
     micro_batches: int,
     depth: Depth | None = None,
     skew: float = 1.0,
-    names: Mapping[str, torch.dtype] | None = None,
+    told: Told | None = None,
+    whole: bool = False,
 ) -> Traced:
     """The second training step of a rank; the first one makes the state of the optimizer.
 
@@ -90,7 +108,8 @@ def traced(
         micro_batches: of the step.
         depth: leaves out some of the blocks that repeat; None leaves all.
         skew: the rank serves so many times the rows of experts that even routing gives it.
-        names: of the sums of a step, which the last stage of a pipeline knows: see `Traced.names`.
+        told: by the last stage of the pipeline; None for itself.
+        whole: run every micro-batch.
 
     Raises:
         ParallelError: the job cannot be laid out so.
@@ -108,9 +127,10 @@ def traced(
         for number, part in enumerate(parts):
             prefix = f"stage part {number}: " if len(parts) > 1 else ""
             places.follow(part, _blocks(part), prefix)
-        stack.enter_context(fake_tensors(skew, names))
+        stack.enter_context(fake_tensors(skew))
         stack.enter_context(watch)
-        return _run(paper, job, mesh, parts, micro_batches, watch, noted)
+        run = micro_batches if whole or mesh.pipeline.size > 1 else min(micro_batches, MICRO_BATCHES)
+        return _run(paper, job, mesh, parts, micro_batches, run, watch, noted, told)
 
 
 def _run(
@@ -119,8 +139,10 @@ def _run(
     mesh: Mesh,
     parts: list[nn.Module],
     micro_batches: int,
+    run: int,
     watch: Watch,
     noted: Collectives,
+    told: Told | None,
 ) -> Traced:
     for part in parts:
         materialize(part, mesh.device)
@@ -128,35 +150,74 @@ def _run(
     watch.known(kinds.BUFFERS, (b for part in parts for b in part.buffers()))
     optimizer, places = build_optimizer(paper, parts, mesh), watch.places
     if mesh.pipeline.size == 1:
-        _number_micro_batches(parts[0], places, micro_batches)
+        _number_micro_batches(parts[0], places, run)
     loss = places.around(loss_as_compiled(job) if job.compile.enabled else paper.loss.build())
     update = Followed(
         parts, optimizer, lambda step: 1.0, paper.train.clip_norm, mesh, paper.optimizer.ema_decay
     )
     update.watch = watch
     step = paper.step.build(parts, loss, mesh, seed=paper.job.seed, update=update)
-    batch = batch_on_paper(paper, micro_batches)
+    if told is not None:
+        step._names = told.names  # type: ignore[attr-defined]
+    batch = batch_on_paper(paper, run)
     watch.known(kinds.INPUTS, (x for micro in batch for x in micro.inputs.values()))
     step.train(batch if mesh.pipeline.size > 1 else batch[:1], 0)
     watch.known(kinds.MOMENTS, _state(optimizer))
+    now = _tell(step, paper, parts, told)
     places.begin("forward", "first")
     held = {kind: 0.0 for kind in kinds.KINDS}
     watch.start()
     for size, made in watch.begun:
         held[made.kind or kinds.WORKSPACE] += size
-    watch.said = lambda name, arguments, out: noted.note(name, arguments, out, places.now.phase)
+    watch.said = lambda name, arguments, out: noted.note(name, arguments, out, places.now)
     step.train(batch, 1)
     watch.said = None
     kinds.resolve(watch)
+    peaks = kinds.peaks(watch)
+    for one in (held, *peaks.values()):
+        one[kinds.INPUTS] *= micro_batches / run
     return Traced(
-        kinds.peaks(watch),
+        peaks,
         held,
-        dict(noted.found),
-        dict(watch.flops),
-        dict(watch.moved),
-        watch.kernels,
-        getattr(step, "_names", None) or {},
+        _traffic(noted, micro_batches - run),
+        _total(watch.flops, micro_batches - run),
+        _total(watch.moved, micro_batches - run),
+        sum(number * (1 + _more(micro, micro_batches - run)) for micro, number in watch.kernels.items()),
+        now,
     )
+
+
+def _tell(step: Any, job: Job, parts: list[nn.Module], told: Told | None) -> Told:
+    """Let a step know what all stages of a pipeline tell, and tell it: after its first step."""
+    own = {f"{name}/": layer for part in parts for name, layer in expert_layers(part).items()}
+    known: dict[str, torch.dtype] = getattr(step, "_statistics", None) or {}
+    kinds_of = {key[len(name) :]: dtype for key, dtype in known.items() for name in own if key.startswith(name)}
+    kinds_of = kinds_of or (told.statistics if told is not None else {})
+    if job.mesh.pp > 1 and kinds_of:
+        with torch.device("meta"), unset_fake_temporarily():
+            everywhere = expert_layers(job.model.build())
+        step._statistics = {f"{layer}/{kind}": dtype for layer in everywhere for kind, dtype in kinds_of.items()}
+    return Told(getattr(step, "_names", None) or {}, kinds_of)
+
+
+def _more(micro: str, left_out: int) -> int:
+    """How often what a micro-batch does is done beside: the one in the middle stands for all left out."""
+    return left_out if micro == "middle" else 0
+
+
+def _total(counts: Mapping[tuple[str, str], float], left_out: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for (micro, key), number in counts.items():
+        found[key] = found.get(key, 0.0) + number * (1 + _more(micro, left_out))
+    return found
+
+
+def _traffic(noted: Collectives, left_out: int) -> dict[Said, Traffic]:
+    found: dict[Said, Traffic] = {}
+    for (micro, said), traffic in noted.found.items():
+        times, before = 1 + _more(micro, left_out), found.get(said, Traffic(0, 0))
+        found[said] = Traffic(before.count + times * traffic.count, before.bytes + times * traffic.bytes)
+    return found
 
 
 class Followed(Update):

@@ -51,9 +51,9 @@ class Watch(TorchDispatchMode):
     Attributes:
         places: where the step is.
         live: bytes of what lives.
-        flops: of what was computed, by kind.
-        moved: bytes that operations without FLOPs read and wrote, by phase.
-        kernels: operations that compute or copy.
+        flops: of what was computed, by micro-batch and kind.
+        moved: bytes that operations without FLOPs read and wrote, by micro-batch and phase.
+        kernels: operations that compute or copy, by micro-batch.
         said: told of each collective: (operation, arguments, results).
 
     Args:
@@ -72,13 +72,13 @@ class Watch(TorchDispatchMode):
         """Forget what was counted, not what lives."""
         self.begun, self.begun_live = [entry[1:] for entry in self._seen.values()], self.live
         self.events: list[tuple[Storage, int, Place]] = []
-        self.flops: defaultdict[str, float] = defaultdict(float)
-        self.moved: defaultdict[str, float] = defaultdict(float)
-        self.kernels = 0
+        self.flops: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.moved: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.kernels: defaultdict[str, int] = defaultdict(int)
 
     def add_flops(self, kind: str, number: float) -> None:
         """Count what no operation stands for."""
-        self.flops[kind] += number
+        self.flops[self.places.now.micro, kind] += number
 
     def known(self, kind: str, tensors: Iterable[Any]) -> None:
         """Say what tensors are for; count those that are not followed yet as living."""
@@ -140,6 +140,8 @@ class Watch(TorchDispatchMode):
         """Run an operation and look at what it takes and gives."""
         if any(hasattr(one, "__tensor_flatten__") for one in types):
             return NotImplemented  # it is made of plain tensors, whose operations come here
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # as real ones do: fake ones would take memory
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
@@ -154,13 +156,14 @@ class Watch(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        self.kernels += 1
+        place = self.places.now
+        self.kernels[place.micro] += 1
         if found := flops_of(func, args, kwargs, out):
-            self.flops["attention" if "attention" in name else "matmul"] += found
+            self.flops[place.micro, "attention" if "attention" in name else "matmul"] += found
             return
         leaves = tree_leaves((args, kwargs, out))
         size = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
-        self.moved[self.places.now.phase] += size
+        self.moved[place.micro, place.phase] += size
 
 
 def plain_parts(tensor: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,7 @@ from forge_parallel.env import Env
 from forge_parallel.error import ParallelError
 from forge_parallel.mesh import Mesh
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from forge_trainer.optim import exchange, held
 from forge_trainer.steps.sums import Sums
@@ -70,12 +70,11 @@ def nothing_changed() -> Iterator[None]:
 
 
 @contextmanager
-def fake_tensors(skew: float = 1.0, names: Mapping[str, torch.dtype] | None = None) -> Iterator[None]:
+def fake_tensors(skew: float = 1.0) -> Iterator[None]:
     """Tensors that have shapes and no memory; what the host, or another rank, says of them is made up.
 
     Args:
         skew: the rank that is traced serves so many times as many rows as with even routing.
-        names: of the sums of a training step, where this stage of a pipeline has no loss.
     """
     routing = _EvenRouting(skew)
     with ExitStack() as stack:
@@ -85,20 +84,22 @@ def fake_tensors(skew: float = 1.0, names: Mapping[str, torch.dtype] | None = No
             (dispatch.AllToAll, "__call__", routing.noting(dispatch.AllToAll.__call__)),
             (experts.Experts, "forward", routing.telling(experts.Experts.forward)),
             (exchange.Exchange, "__init__", _holdings_told(exchange.Exchange.__init__)),
-            (Sums, "names", _names_told(names or {})),
+            (Sums, "names", _own_names),
+            (FakeTensor, "data_ptr", _place_in_memory),
         ]:
-            stack.enter_context(patch.object(place, name, change))
+            stack.enter_context(patch.object(place, name, change, create=name == "data_ptr"))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
 
 
-def _names_told(names: Mapping[str, torch.dtype]) -> Callable[..., dict[str, torch.dtype]]:
+def _place_in_memory(tensor: Tensor) -> int:
+    """Tells whether two fake tensors would begin at the same place."""
+    return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+
+def _own_names(sums: Sums, _: Any) -> dict[str, torch.dtype]:
     """In the place of `Sums.names`, which asks all ranks."""
-
-    def run(sums: Sums, _: Any) -> dict[str, torch.dtype]:
-        return {**names, **{name: pair.dtype for name, pair in sums._pairs.items()}}
-
-    return run
+    return {name: pair.dtype for name, pair in sums._pairs.items()}
 
 
 def _holdings_told(init: Callable[..., None]) -> Callable[..., None]:
