@@ -8,13 +8,19 @@ places at both ends is between them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from forge_trainer.plan.collectives import Traffic
+from forge_trainer.plan import kinds
+from forge_trainer.plan.collectives import Said, Traffic
 from forge_trainer.plan.depth import Repeat
 from forge_trainer.plan.trace import Traced
 
 Key = TypeVar("Key")
+
+
+ONCE = ("fsdp", "dp_replicate", "efsdp")
+"""Axes over which a pipeline communicates once a step, not once a micro-batch."""
 
 
 class Point(NamedTuple):
@@ -22,32 +28,48 @@ class Point(NamedTuple):
 
     Attributes:
         more: the repeat of which one turn more is kept than of the base; None for the base.
-        micro_batches: of the step.
         share: how often it counts.
     """
 
     more: Repeat | None
-    micro_batches: int
     share: float
 
 
-def points(turns: Mapping[Repeat, int], micro_batches: int, traced: Sequence[int]) -> list[Point]:
+def points(turns: Mapping[Repeat, int]) -> list[Point]:
     """What to trace.
 
     Args:
         turns: of each repeat, how many more the job has than the base.
-        micro_batches: of the job.
-        traced: one or two numbers of micro-batches to trace with.
     """
-    few, many = traced[0], traced[-1]
-    beyond = (micro_batches - few) / (many - few) if many > few else 0.0
-    base = 1.0 - sum(turns.values())
-    found = []
-    for number, share in ((few, 1.0 - beyond), (many, beyond)):
-        if share:
-            found.append(Point(None, number, base * share))
-            found += [Point(repeat, number, more * share) for repeat, more in turns.items()]
-    return found
+    return [Point(None, 1.0 - sum(turns.values())), *(Point(one, more) for one, more in turns.items())]
+
+
+def with_micro_batches(step: Traced, traced: int, number: int) -> Traced:
+    """The step of a stage of a pipeline that works on `number` micro-batches, of which `traced` were run.
+
+    As many are in flight, gradients are summed over ranks once, and all else is done so many times more.
+    """
+    if traced == number:
+        return step
+    times = number / traced
+
+    def often(said: Said) -> float:
+        by_step = said.axis in ONCE or said.phase == "update" or (said.kind, said.axis) == ("all-reduce", "pp")
+        return 1.0 if by_step else times
+
+    peaks = {place: dict(held) for place, held in step.peaks.items()}
+    held = dict(step.held)
+    for one in (held, *peaks.values()):
+        one[kinds.INPUTS] *= times
+    return replace(
+        step,
+        peaks=peaks,
+        held=held,
+        said={s: Traffic(often(s) * t.count, often(s) * t.bytes) for s, t in step.said.items()},
+        flops={kind: times * number for kind, number in step.flops.items()},
+        moved={p: size * (1.0 if p in ("gather", "update") else times) for p, size in step.moved.items()},
+        kernels=times * step.kernels,
+    )
 
 
 def combined(traces: Sequence[tuple[float, Traced]]) -> Traced:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from forge_trainer.plan.collectives import kind_of
 from forge_trainer.plan.places import Place
-from forge_trainer.plan.watch import Storage, Watch
+from forge_trainer.plan.watch import COPIES, Storage, Watch
 
 WEIGHTS, BUFFERS, GRADIENTS, MOMENTS = "weights", "buffers", "gradients", "moments"
 ACTIVATIONS, RECOMPUTED, GATHERED, LOGITS = "activations", "recomputed", "gathered units", "logits"
@@ -15,10 +15,6 @@ KINDS = (
     WEIGHTS, BUFFERS, GRADIENTS, MOMENTS, ACTIVATIONS, RECOMPUTED, GATHERED, LOGITS, INPUTS, WORKSPACE,
 )  # fmt: skip
 """All of them, in the order in which they are told."""
-
-COPIES = ("all_gather_copy_in", "chunk_cat", "_chunk_cat")
-"""Operations of FSDP2 that fill what is sent."""
-
 
 def resolve(watch: Watch) -> None:
     """Give every storage of a step that is over its kind."""
@@ -41,26 +37,32 @@ def _kind(made: Storage) -> str:
     return WORKSPACE
 
 
+def held(watch: Watch) -> dict[str, float]:
+    """Bytes of each kind between steps. The first step makes moments, which are there before all others."""
+    found = dict.fromkeys(KINDS, 0.0)
+    for size, made in watch.begun:
+        found[made.kind or WORKSPACE] += size
+    for made, change, _ in watch.events:
+        if made.kind == MOMENTS:
+            found[MOMENTS] += change
+    return found
+
+
 def peaks(watch: Watch) -> dict[Place, dict[str, float]]:
     """By place, bytes of each kind when most of all was held there since `start`; call `resolve` first."""
-    held = dict.fromkeys(KINDS, 0)
-    for size, made in watch.begun:
-        held[made.kind or WORKSPACE] += size
-    total, most = sum(held.values()), dict[Place, int]()
+    now = held(watch)
+    total, most = sum(now.values()), dict[Place, float]()
     found: dict[Place, dict[str, float]] = {}
     for made, change, place in watch.events:
-        held[made.kind or WORKSPACE] += change
+        if made.kind == MOMENTS:
+            continue
+        now[made.kind or WORKSPACE] += change
         total += change
         if change > 0 and total > most.get(place, 0):
-            most[place], found[place] = total, dict(held)
+            most[place], found[place] = total, dict(now)
     return found
 
 
 def highest(found: Mapping[Place, Mapping[str, float]]) -> tuple[Place, Mapping[str, float]]:
     """The place where most is held, and what it is."""
     return max(found.items(), key=lambda item: sum(item[1].values()))
-
-
-def total(kinds: Iterable[float]) -> float:
-    """Bytes of all kinds."""
-    return sum(kinds)

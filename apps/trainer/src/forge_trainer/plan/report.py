@@ -148,8 +148,8 @@ def plan_of(
 
 
 def _numbers(stages: int) -> list[int]:
-    """The ranks of a pipeline that are traced: the first and the last two, between which the others lie."""
-    return sorted({0, 1, stages - 2, stages - 1} & set(range(stages)))
+    """The ranks of a pipeline that are traced: the first two and the last, between which the others lie."""
+    return sorted({0, 1, stages - 1} & set(range(stages)))
 
 
 def _on_the_device(

@@ -11,7 +11,7 @@ from forge_parallel.stages import keep_stage, stages_of
 from forge_trainer.config.job import Job
 from forge_trainer.optim.groups import freeze
 from forge_trainer.plan.depth import Depth, Repeat, repeats_of
-from forge_trainer.plan.extrapolate import combined, points
+from forge_trainer.plan.extrapolate import combined, points, with_micro_batches
 from forge_trainer.plan.trace import Site, Told, Traced, traced
 
 KEPT_BLOCKS, KEPT_IN_PIPELINE = 4, 2
@@ -70,17 +70,18 @@ def stage_on_paper(
     least = (KEPT_IN_PIPELINE if sizes["pp"] > 1 else KEPT_BLOCKS) + job.fsdp.prefetch
     few = {one: _few(one, least) for one in repeats}
     dropped = {one: one.turns - turns for one, turns in few.items() if one.turns - turns > 1}
-    counts = _counts(job, micro_batches, sizes["pp"])
+    run = micro_batches if sizes["pp"] == 1 else min(micro_batches, _in_flight(job, sizes["pp"]))
     if whole:
-        dropped, counts = {}, [micro_batches]
+        dropped, run = {}, micro_batches
     found = []
-    for point in points(dropped, micro_batches, counts):
+    for point in points(dropped):
         left_out = {one: turns - (one == point.more) for one, turns in dropped.items()}
         depth = Depth(left_out) if left_out else None
-        found.append((point.share, traced(job, site, rank, point.micro_batches, depth, skew, told, whole)))
+        found.append((point.share, traced(job, site, rank, run, depth, skew, told, whole)))
     gone = sum(turns * one.period for one, turns in dropped.items())
     periods = max((one.period for one in dropped), default=0)
-    return Stage(rank, number, combined(found), blocks, blocks - gone + periods)
+    step = with_micro_batches(combined(found), run, micro_batches)
+    return Stage(rank, number, step, blocks, blocks - gone + periods)
 
 
 def _few(repeat: Repeat, least: int) -> int:
@@ -89,15 +90,12 @@ def _few(repeat: Repeat, least: int) -> int:
     return max(1, -(-(least - others) // repeat.period))
 
 
-def _counts(job: Job, micro_batches: int, stages: int) -> list[int]:
-    """How many micro-batches to trace with; the number of the job, if it is small, or without a pipeline."""
-    if stages == 1:
-        return [micro_batches]
-    if job.pipeline.schedule in ("gpipe", "1f1b"):
-        few, many = stages, stages + 1
-    else:
-        few, many = 2 * stages, 3 * stages
-    return [micro_batches] if micro_batches <= many else [few, many]
+def _in_flight(job: Job, stages: int) -> int:
+    """So many micro-batches that more of them would not be held at once.
+
+    `gpipe` holds all of them; more than twice the stages are not run for it, and its activations are too few.
+    """
+    return stages if job.pipeline.schedule == "1f1b" else 2 * stages
 
 
 def _repeats(job: Job, number: int, stages: int) -> tuple[list[Repeat], int]:

@@ -99,7 +99,7 @@ def traced(
     told: Told | None = None,
     whole: bool = False,
 ) -> Traced:
-    """The second training step of a rank; the first one makes the state of the optimizer.
+    """A training step of a rank that is not its first: the state of the optimizer is there.
 
     Args:
         job: what is trained.
@@ -127,7 +127,7 @@ def traced(
         for number, part in enumerate(parts):
             prefix = f"stage part {number}: " if len(parts) > 1 else ""
             places.follow(part, _blocks(part), prefix)
-        stack.enter_context(fake_tensors(skew))
+        watch.fakes = stack.enter_context(fake_tensors(skew))
         stack.enter_context(watch)
         run = micro_batches if whole or mesh.pipeline.size > 1 else min(micro_batches, MICRO_BATCHES)
         return _run(paper, job, mesh, parts, micro_batches, run, watch, noted, told)
@@ -161,19 +161,18 @@ def _run(
         step._names = told.names  # type: ignore[attr-defined]
     batch = batch_on_paper(paper, run)
     watch.known(kinds.INPUTS, (x for micro in batch for x in micro.inputs.values()))
-    step.train(batch if mesh.pipeline.size > 1 else batch[:1], 0)
-    watch.known(kinds.MOMENTS, _state(optimizer))
+    if mesh.pipeline.size > 1 and any(expert_layers(part) for part in parts):
+        step.train(batch, 0)  # stages tell each other what their experts count
     now = _tell(step, paper, parts, told)
     places.begin("forward", "first")
-    held = {kind: 0.0 for kind in kinds.KINDS}
     watch.start()
-    for size, made in watch.begun:
-        held[made.kind or kinds.WORKSPACE] += size
     watch.said = lambda name, arguments, out: noted.note(name, arguments, out, places.now)
     step.train(batch, 1)
     watch.said = None
+    watch.known(kinds.MOMENTS, _state(optimizer))
+    now = now if now.names else _tell(step, paper, parts, told)
     kinds.resolve(watch)
-    peaks = kinds.peaks(watch)
+    peaks, held = kinds.peaks(watch), kinds.held(watch)
     for one in (held, *peaks.values()):
         one[kinds.INPUTS] *= micro_batches / run
     return Traced(
@@ -234,10 +233,10 @@ class Followed(Update):
 
 def _number_micro_batches(model: nn.Module, places: Places, count: int) -> None:
     """Say which micro-batch begins; the backward pass of one ends before the next one begins."""
-    number = [-1]  # the step before has one
+    number = [0]
 
     def begin(*_: Any) -> None:
-        index = max(number[0], 0)
+        index = number[0] % count
         places.begin("forward", "last" if index == count - 1 else "middle" if index else "first")
         number[0] += 1
 

@@ -20,6 +20,10 @@ NO_KERNELS = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "pr
 """Operations that compute nothing."""
 
 
+COPIES = {"split_with_sizes_copy", "chunk_cat", "_chunk_cat", "all_gather_copy_in"}
+"""Operations of FSDP2 before and after it communicates."""
+
+
 class Storage:
     """Memory that was taken once.
 
@@ -52,9 +56,10 @@ class Watch(TorchDispatchMode):
         places: where the step is.
         live: bytes of what lives.
         flops: of what was computed, by micro-batch and kind.
-        moved: bytes that operations without FLOPs read and wrote, by micro-batch and phase.
+        moved: bytes that operations without FLOPs read and wrote, by micro-batch and phase; `gather` is FSDP2's.
         kernels: operations that compute or copy, by micro-batch.
         said: told of each collective: (operation, arguments, results).
+        fakes: whose tensors count; those that DTensor tries an operation with are others. None: any count.
 
     Args:
         rounding: memory is taken in multiples of so many bytes.
@@ -64,6 +69,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.places, self.live = places, 0
         self.said: Callable[[str, Any, Any], None] | None = None
+        self.fakes: Any = None
         self._rounding = rounding
         self._seen: dict[int, tuple[Any, int, Storage]] = {}
         self.start()
@@ -91,7 +97,7 @@ class Watch(TorchDispatchMode):
     def _note(self, tensor: Tensor, op: str) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._seen or tensor.device.type == "meta":
+        if key in self._seen or tensor.device.type == "meta" or self._is_foreign(tensor):
             return
 
         def gone(_: Any) -> None:
@@ -103,6 +109,9 @@ class Watch(TorchDispatchMode):
         made = Storage(self.places.now, op, self.places.loss, width)
         self._seen[key] = (weakref.ref(storage, gone), 0, made)
         self._resized(storage)
+
+    def _is_foreign(self, tensor: Any) -> bool:
+        return self.fakes is not None and getattr(tensor, "fake_mode", self.fakes) is not self.fakes
 
     def _resized(self, storage: Any) -> None:
         """The size of a storage that is followed is known; FSDP2 frees what it gathers by a size of 0."""
@@ -156,14 +165,17 @@ class Watch(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        leaves = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        if any(map(self._is_foreign, leaves)):
+            return
         place = self.places.now
         self.kernels[place.micro] += 1
         if found := flops_of(func, args, kwargs, out):
             self.flops[place.micro, "attention" if "attention" in name else "matmul"] += found
             return
-        leaves = tree_leaves((args, kwargs, out))
-        size = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
-        self.moved[place.micro, place.phase] += size
+        size = sum(x.numel() * x.element_size() for x in leaves)
+        own = func.namespace == "fsdp" or name in COPIES
+        self.moved[place.micro, "gather" if own else place.phase] += size
 
 
 def plain_parts(tensor: Any) -> list[Tensor]:

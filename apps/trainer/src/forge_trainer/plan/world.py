@@ -17,6 +17,7 @@ from forge_parallel.env import Env
 from forge_parallel.error import ParallelError
 from forge_parallel.mesh import Mesh
 from torch import Tensor
+from torch.distributed.tensor import _sharding_prop
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from forge_trainer.optim import exchange, held
@@ -70,7 +71,7 @@ def nothing_changed() -> Iterator[None]:
 
 
 @contextmanager
-def fake_tensors(skew: float = 1.0) -> Iterator[None]:
+def fake_tensors(skew: float = 1.0) -> Iterator[FakeTensorMode]:
     """Tensors that have shapes and no memory; what the host, or another rank, says of them is made up.
 
     Args:
@@ -86,10 +87,11 @@ def fake_tensors(skew: float = 1.0) -> Iterator[None]:
             (exchange.Exchange, "__init__", _holdings_told(exchange.Exchange.__init__)),
             (Sums, "names", _own_names),
             (FakeTensor, "data_ptr", _place_in_memory),
+            # DTensor tries operations with tensors of full size first: they must not be taken for ours
+            (_sharding_prop, "detect_fake_mode", lambda *_: None),
         ]:
-            stack.enter_context(patch.object(place, name, change, create=name == "data_ptr"))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        yield
+            stack.enter_context(patch.object(place, name, change, create=True))
+        yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
 
 def _place_in_memory(tensor: Tensor) -> int:
