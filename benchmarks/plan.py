@@ -298,7 +298,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "mfu_within_20_percent": sum(abs(row["mfu_ratio"] - 1) <= 0.2 for row in predicted),
         "predicted_rows": len(predicted),
         "rank_correlation_mfu": rank_correlation([r["mfu"] for r in rows], [r["mfu_measured"] for r in rows]),
-        "rank_correlation_memory": rank_correlation([r["gb"] for r in rows], [r["gb_measured"] for r in rows]),
+        "rank_correlation_memory": rank_correlation(
+            [r["gb"] for r in rows], [r["gb_measured"] for r in rows]
+        ),
     }
 
 
@@ -338,7 +340,8 @@ def main() -> None:
     shown = [
         {
             "#": row["row"], "GPUs": row["ranks"], "model": row["model"], "layout": row["layout"],
-            "GB": f"{row['gb']:.1f}", "measured": f"{row['gb_measured']:.1f}", "ratio": f"{row['gb_ratio']:.2f}",
+            "GB": f"{row['gb']:.1f}", "measured": f"{row['gb_measured']:.1f}",
+            "ratio": f"{row['gb_ratio']:.2f}",
             "MFU %": f"{row['mfu']:.1f}", "MFU measured": f"{row['mfu_measured']:.1f}",
             "MFU ratio": f"{row['mfu_ratio']:.2f}",
         }
@@ -348,7 +351,14 @@ def main() -> None:
     found = {"efficiency": structs.asdict(reached), "summary": summary(rows), "campaign": rows}
     print(json.dumps({name: found[name] for name in ("efficiency", "summary")}, indent=1))
     found["measured_here"] = measured_here(reached)
-    print(table([{k: f"{v:.3g}" if isinstance(v, float) else v for k, v in r.items()} for r in found["measured_here"]]))
+    print(
+        table(
+            [
+                {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in r.items()}
+                for r in found["measured_here"]
+            ]
+        )
+    )
     write("plan", kept | found)
 
 

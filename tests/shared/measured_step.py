@@ -1,4 +1,4 @@
-"""What a real training step of a job takes on CPU ranks: memory, collectives and FLOPs, counted by torch's tools."""
+"""What a real training step of a job takes on CPU ranks: memory, collectives and FLOPs."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ def measured(path: str, overrides: list[str]) -> dict[str, Any]:
         for part in parts:
             initialize(part, 0, local_shard)
         optimizer = build_optimizer(job, parts, mesh)
-        update = Update(parts, optimizer, lambda step: 1.0, job.train.clip_norm, mesh, job.optimizer.ema_decay)
+        update = Update(
+            parts, optimizer, lambda step: 1.0, job.train.clip_norm, mesh, job.optimizer.ema_decay
+        )
         step = job.step.build(parts, job.loss.build(), mesh, update=update)
         batch = batch_of(job, micro_batches_of(job, env.world_size))
         step.train(batch, 0)

@@ -103,8 +103,9 @@ class Collectives:
             place.phase,
         )
         before = self.found[place.micro, said]
-        self.found[place.micro, said] = Traffic(before.count + 1, before.bytes + size_of(kind, arguments, out))
-
+        self.found[place.micro, said] = Traffic(
+            before.count + 1, before.bytes + size_of(kind, arguments, out)
+        )
 
     def _axis(self, group: str, functional: bool) -> str:
         """Where one group serves several axes, FSDP2 and sums of losses do not use functional collectives."""

@@ -13,7 +13,7 @@ from forge_parallel.error import ParallelError
 from forge_resilience.exit_codes import ExitCode
 
 from forge_trainer.config.job import Job, load_job
-from forge_trainer.plan.devices import Device, Table, device_of, load_table
+from forge_trainer.plan.devices import Device, device_of, load_table
 
 
 def plan_job(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -35,15 +35,12 @@ def plan_job(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     try:
         plan = plan_of(job, ranks, node_ranks, device_name, table, skew=SKEW)
-        better = None
     except ParallelError as error:
         raise ConfigError(f"{ranks} ranks: {error}") from None
     if options.json:
-        data = as_data(plan) | ({} if better is None else {"search": better.as_data()})
-        sys.stdout.write(json.dumps(data, indent=2) + "\n")
+        sys.stdout.write(json.dumps(as_data(plan), indent=2) + "\n")
     else:
-        text = [*plan_lines_of(plan), *([] if better is None else better.lines())]
-        sys.stdout.write("\n".join([*text, "", *plan_lines(job, loaded.unused)]) + "\n")
+        sys.stdout.write("\n".join([*plan_lines_of(plan), "", *plan_lines(job, loaded.unused)]) + "\n")
     return ExitCode.CONFIG if options.strict and plan.fits is False else ExitCode.DONE
 
 

@@ -54,7 +54,9 @@ def with_micro_batches(step: Traced, traced: int, number: int) -> Traced:
     times = number / traced
 
     def often(said: Said) -> float:
-        by_step = said.axis in ONCE or said.phase == "update" or (said.kind, said.axis) == ("all-reduce", "pp")
+        by_step = (
+            said.axis in ONCE or said.phase == "update" or (said.kind, said.axis) == ("all-reduce", "pp")
+        )
         return 1.0 if by_step else times
 
     peaks = {place: dict(held) for place, held in step.peaks.items()}

@@ -16,6 +16,7 @@ KINDS = (
 )  # fmt: skip
 """All of them, in the order in which they are told."""
 
+
 def resolve(watch: Watch) -> None:
     """Give every storage of a step that is over its kind."""
     for made, _, _ in watch.events:

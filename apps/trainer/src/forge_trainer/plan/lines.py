@@ -15,39 +15,23 @@ from forge_trainer.report.announce import scaled
 DAY_S = 86400
 
 
-def short_lines(plan: Plan) -> Iterator[str]:
-    """What the announcement of a start and `forge launch --dry-run` show: memory, and speed where known."""
-    room = "" if plan.device is None else f" of {plan.device.memory_gib:.1f}"
-    place, _ = max(plan.peaks, key=lambda peak: sum(peak[1].values()))
-    yield f"  memory     {_gib(plan.memory_bytes)}{room} GiB a rank of {plan.device_name}, at {where(place)}"
-    if plan.fits is False:
-        assert plan.device is not None
-        over = plan.memory_bytes / GIB - plan.device.memory_gib
-        yield f"  WARNING    the plan needs {over:.1f} GiB more than a rank has; see forge plan --search"
-    if plan.time is not None:
-        yield (
-            f"  speed      {plan.time.low:.3g} to {plan.time.high:.3g} s a step, {scaled(plan.tokens_per_s or 0)}"
-            f"tokens/s, MFU {100 * (plan.mfu() or 0):.0f} %, {_days(plan)}; estimated"
-        )
-
-
 def plan_lines_of(plan: Plan) -> Iterator[str]:
     """The plan in full."""
     job, counted = plan.job, plan.parameters
     axes = " x ".join(f"{name} {size}" for name, size in plan.sizes.items())
     axes += f", of which ep {job.mesh.ep}" if job.mesh.ep > 1 else ""
     nodes = -(-plan.site.ranks // plan.site.node_ranks)
-    yield f"{job.job.name} on {plan.site.ranks} ranks of {plan.device_name}, {nodes} nodes: {axes}"
-    yield f"  parameters {scaled(counted.total)}({counted.total:,}), {scaled(counted.active)}active, " + (
-        f"{scaled(counted.trained)}trained"
+    yield f"{job.job.name} on {plan.site.ranks} ranks of {plan.device_name}, {nodes} node{'s' * (nodes > 1)}: {axes}"
+    yield f"  parameters {_number(counted.total)} ({counted.total:,}), {_number(counted.active)} active, " + (
+        f"{_number(counted.trained)} trained"
     )
     for role, number in counted.by_role.items():
-        yield f"    {role:<12} {scaled(number):>9}  {100 * number / counted.total:5.1f} %"
+        yield f"    {role:<12} {_number(number):>9}  {100 * number / counted.total:5.1f} %"
     tokens = job.train.micro_batch * job.data.max_tokens
     yield (
         f"  step       {job.train.global_batch:,} sequences of {job.data.max_tokens:,} tokens: "
-        f"{plan.micro_batches} micro-batches of {tokens:,} tokens a rank; "
-        f"{scaled(plan.flops)}FLOPs, {scaled(plan.flops_full)}with all pairs of tokens"
+        f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)} of {tokens:,} tokens a rank; "
+        f"{_number(plan.flops)}FLOPs, {_number(plan.flops_full)}FLOPs with all pairs of tokens"
     )
     for stage, (place, held), host in zip(plan.stages, plan.peaks, plan.host, strict=True):
         yield from _memory_lines(plan, stage, place, held, host)
@@ -57,7 +41,9 @@ def plan_lines_of(plan: Plan) -> Iterator[str]:
     yield from _time_lines(plan)
     yield from source_lines(job)
     size = checkpoint_bytes(plan)
-    took = "" if plan.device is None else f", {size / 1e9 / (plan.device.storage_gbs * nodes):,.0f} s to write"
+    took = (
+        "" if plan.device is None else f", {size / 1e9 / (plan.device.storage_gbs * nodes):,.0f} s to write"
+    )
     yield f"  checkpoint {_gib(size)} GiB{took}"
     yield from _start_lines(plan)
 
@@ -121,7 +107,7 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         + (f", the host starts kernels for {time.launch:.3g}" if time.launch > time.compute else "")
     )
     yield (
-        f"    {scaled(plan.tokens_per_s or 0)}tokens/s, MFU {100 * (plan.mfu() or 0):.1f} % "
+        f"    {_number(plan.tokens_per_s or 0)} tokens/s, MFU {100 * (plan.mfu() or 0):.1f} % "
         f"({100 * (plan.mfu(full=True) or 0):.1f} % with all pairs of tokens), {_days(plan)}"
     )
 
@@ -144,8 +130,15 @@ def _start_lines(plan: Plan) -> Iterator[str]:
 def where(place: Place) -> str:
     """A place in words."""
     of = f" of the {place.micro} micro-batch" if place.micro else ""
-    return f"{place.module or 'the model'} in the {place.phase}{' pass' if place.phase != 'update' else ''}{of}"
+    return (
+        f"{place.module or 'the model'} in the {place.phase}{' pass' if place.phase != 'update' else ''}{of}"
+    )
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:,.2f}"
+    """With three decimals where two would say nothing."""
+    return f"{size / GIB:,.{3 if size < GIB / 10 else 2}f}"
+
+
+def _number(value: float) -> str:
+    return scaled(value).strip()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from forge_trainer.plan.compiled import MatmulInputs
 
 
 class Place(NamedTuple):
@@ -32,9 +35,11 @@ class Places:
     Attributes:
         now: the place.
         loss: whether the loss is being computed, or the logits made.
+        compiled: told where the passes are; None where no block is compiled.
     """
 
     def __init__(self) -> None:
+        self.compiled: MatmulInputs | None = None
         self._module, self._stack = "", list[str]()
         self._phase, self._micro, self.loss = "forward", "", False
 
@@ -46,21 +51,27 @@ class Places:
 
     def begin(self, phase: str, micro: str = "") -> None:
         """Enter a phase or a micro-batch."""
+        if self.compiled is not None:
+            self.compiled.over()
         self._phase, self._micro, self._module = phase, micro, ""
         self._stack.clear()
 
-    def follow(self, model: nn.Module, blocks: Iterable[str], prefix: str = "") -> None:
+    def follow(self, model: nn.Module, blocks: Iterable[str], prefix: str = "") -> dict[str, str]:
         """Hook the blocks of a model, what lies right inside of them, and what lies beside them.
 
         Args:
             model: made parallel.
             blocks: their names, in order.
             prefix: of the names of places.
+
+        Returns:
+            What each block is called there, without the prefix.
         """
         short = shortened(list(blocks))
         for name, module in model.named_modules():
             if name and (label := label_of(name, short)) is not None:
                 self._hook(module, prefix + label)
+        return short
 
     def around(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """A loss that says when it is computed."""
@@ -78,6 +89,8 @@ class Places:
         def enter(*_: Any) -> None:
             self._stack.append(self._module)
             self._module = label
+            if self.compiled is not None and not in_backward():
+                self.compiled.entered(label)
 
         def leave(_: nn.Module, __: Any, out: Any) -> None:
             if self._stack:
@@ -88,6 +101,8 @@ class Places:
 
         def back(_: Tensor) -> None:
             self._module = label
+            if self.compiled is not None:
+                self.compiled.came_back(label)
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)

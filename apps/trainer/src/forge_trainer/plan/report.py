@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from math import prod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from forge_model.roles import parameter_roles
-from torch import nn
 
 from forge_trainer.config.job import Job
 from forge_trainer.optim.groups import freeze
@@ -226,8 +224,3 @@ def _stage(stage: Stage, peak: tuple[Place, dict[str, float]], host: float) -> d
         "kernels": stage.step.kernels,
         "collectives": [said._asdict() | traffic._asdict() for said, traffic in stage.step.said.items()],
     }
-
-
-def size_of(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Elements of all of them."""
-    return sum(prod(shape) for shape in shapes)

@@ -25,12 +25,12 @@ from forge_trainer.plan import kinds
 from forge_trainer.plan.as_on_a_gpu import as_on_a_cpu, as_on_a_gpu, use_kernels_of_a_gpu
 from forge_trainer.plan.batches import batch_on_paper
 from forge_trainer.plan.collectives import Collectives, Said, Traffic, names_of_axes
-from forge_trainer.plan.compiled import keep_as_compiled, loss_as_compiled
+from forge_trainer.plan.compiled import MatmulInputs, keep_as_compiled, loss_as_compiled
 from forge_trainer.plan.depth import Depth
 from forge_trainer.plan.places import Place, Places
 from forge_trainer.plan.watch import Watch
 from forge_trainer.plan.world import fake_tensors, group_of, nothing_changed
-from forge_trainer.steps.update import Updated, Update
+from forge_trainer.steps.update import Update, Updated
 
 MICRO_BATCHES = 3
 """So many are run, without a pipeline: the first, the last, and one that stands for all others."""
@@ -123,10 +123,14 @@ def traced(
         needed = paper.parallel.needs_group("cpu")
         mesh = build_mesh(paper.mesh, stack.enter_context(group_of(site.ranks, rank, needed)))
         noted = Collectives(names_of_axes(mesh), site.node_ranks)
-        parts = parallel_parts(paper, mesh, partial(_prepared, job, site.on_gpu, depth))
+        compiled: list[str] = []
+        parts = parallel_parts(paper, mesh, partial(_prepared, job, site.on_gpu, depth, compiled))
+        called: list[str] = []
         for number, part in enumerate(parts):
             prefix = f"stage part {number}: " if len(parts) > 1 else ""
-            places.follow(part, _blocks(part), prefix)
+            short = places.follow(part, _blocks(part), prefix)
+            called += [prefix + short[name] for name in compiled if name in short]
+        places.compiled = MatmulInputs(called) if called else None
         watch.fakes = stack.enter_context(fake_tensors(skew))
         stack.enter_context(watch)
         run = micro_batches if whole or mesh.pipeline.size > 1 else min(micro_batches, MICRO_BATCHES)
@@ -190,12 +194,16 @@ def _tell(step: Any, job: Job, parts: list[nn.Module], told: Told | None) -> Tol
     """Let a step know what all stages of a pipeline tell, and tell it: after its first step."""
     own = {f"{name}/": layer for part in parts for name, layer in expert_layers(part).items()}
     known: dict[str, torch.dtype] = getattr(step, "_statistics", None) or {}
-    kinds_of = {key[len(name) :]: dtype for key, dtype in known.items() for name in own if key.startswith(name)}
+    kinds_of = {
+        key[len(name) :]: dtype for key, dtype in known.items() for name in own if key.startswith(name)
+    }
     kinds_of = kinds_of or (told.statistics if told is not None else {})
     if job.mesh.pp > 1 and kinds_of:
         with torch.device("meta"), unset_fake_temporarily():
             everywhere = expert_layers(job.model.build())
-        step._statistics = {f"{layer}/{kind}": dtype for layer in everywhere for kind, dtype in kinds_of.items()}
+        step._statistics = {
+            f"{layer}/{kind}": dtype for layer in everywhere for kind, dtype in kinds_of.items()
+        }
     return Told(getattr(step, "_names", None) or {}, kinds_of)
 
 
@@ -243,14 +251,16 @@ def _number_micro_batches(model: nn.Module, places: Places, count: int) -> None:
     model.register_forward_pre_hook(begin)
 
 
-def _prepared(job: Job, on_gpu: bool, depth: Depth | None, number: int, model: nn.Module) -> None:
+def _prepared(
+    job: Job, on_gpu: bool, depth: Depth | None, compiled: list[str], number: int, model: nn.Module
+) -> None:
     """What is done to a part before it is made parallel."""
     if depth is not None:
         depth.cut(model, number)
     if on_gpu:
         use_kernels_of_a_gpu(model)
         if job.compile.enabled:
-            keep_as_compiled(model, job.activation_checkpointing)
+            compiled += keep_as_compiled(model, job.activation_checkpointing)
 
 
 def _blocks(model: nn.Module) -> list[str]:

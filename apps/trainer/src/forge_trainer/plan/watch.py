@@ -24,6 +24,10 @@ COPIES = {"split_with_sizes_copy", "chunk_cat", "_chunk_cat", "all_gather_copy_i
 """Operations of FSDP2 before and after it communicates."""
 
 
+MATMULS = {"mm": 0, "addmm": 1, "_grouped_mm": 0, "_scaled_mm": 0}
+"""Products with a weight, and which argument is the rows."""
+
+
 class Storage:
     """Memory that was taken once.
 
@@ -172,6 +176,8 @@ class Watch(TorchDispatchMode):
         self.kernels[place.micro] += 1
         if found := flops_of(func, args, kwargs, out):
             self.flops[place.micro, "attention" if "attention" in name else "matmul"] += found
+            if self.places.compiled is not None and place.phase == "forward" and name in MATMULS:
+                self.places.compiled.took(place.module, args[MATMULS[name]])
             return
         size = sum(x.numel() * x.element_size() for x in leaves)
         own = func.namespace == "fsdp" or name in COPIES

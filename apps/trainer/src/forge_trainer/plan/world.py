@@ -17,10 +17,10 @@ from forge_parallel.env import Env
 from forge_parallel.error import ParallelError
 from forge_parallel.mesh import Mesh
 from torch import Tensor
-from torch.distributed.tensor import _sharding_prop
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import _sharding_prop
 
-from forge_trainer.optim import exchange, held
+from forge_trainer.optim import exchange
 from forge_trainer.steps.sums import Sums
 
 CPU = torch.device("cpu")
