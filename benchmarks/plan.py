@@ -1,11 +1,12 @@
 """What `forge plan` predicts against what was measured: a published campaign, and `benchmarks/gpu/mfu.py`.
 
-The campaign is KempnerForge's (April 2026, its commit 01b461a): 14 layouts of 7B to 70B on 1 to 32 H200, four a
-node. Its numerics are planned: everything in bfloat16, also what is summed over ranks, full recomputation, whole
-logits with a softmax in float32 on every rank. Two constants of the time estimate are calibrated on two rows.
+The campaign is KempnerForge's (April 2026, its commit 01b461a): 14 layouts of 7B to 70B on 1 to 32 H200, four
+a node. Its numerics are planned: everything in bfloat16, also what is summed over ranks, full recomputation,
+whole logits with a softmax in float32 on every rank. Two constants of the time estimate are calibrated on two
+rows.
 
 Run: python benchmarks/plan.py            plans all, and writes benchmarks/results/plan.json
-     python benchmarks/plan.py --large    plans 70B on 1,024 ranks and 16B of experts on 64, with time and memory
+     python benchmarks/plan.py --large    plans 70B on 1,024 ranks and 16B of experts on 64
 """
 
 from __future__ import annotations
@@ -37,9 +38,12 @@ from forge_trainer.plan.devices import Efficiency, load_table
 from forge_trainer.plan.estimate import Seconds, seconds
 from forge_trainer.plan.report import Plan, plan_of
 from msgspec import structs
-from report import RESULTS, table, write
+from report import RESULTS, ROOT, table, write
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 GB = 1e9
+END = "<!-- end of it -->"
+PAGE = ROOT / "docs" / "plan.md"
 NODE_RANKS = 4
 RUN = """
 [job]
@@ -161,7 +165,7 @@ def job_of(**values: Any) -> Job:
 
 def summed_in_bfloat16(**options: Any) -> Any:
     """The policy of FSDP2 of the campaign."""
-    return torch.distributed.fsdp.MixedPrecisionPolicy(**options | {"reduce_dtype": None})
+    return MixedPrecisionPolicy(**options | {"reduce_dtype": None})
 
 
 def plan_of_row(row: Row) -> Plan:
@@ -322,14 +326,64 @@ def large() -> dict[str, Any]:
     return found
 
 
+def shown_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the table of the campaign."""
+    return {
+        "#": row["row"],
+        "GPUs": row["ranks"],
+        "model": row["model"],
+        "layout": row["layout"],
+        "GB": f"{row['gb']:.1f}",
+        "measured": f"{row['gb_measured']:.1f}",
+        "ratio": f"{row['gb_ratio']:.2f}",
+        "MFU %": f"{row['mfu']:.1f}",
+        "MFU measured": f"{row['mfu_measured']:.1f}",
+        "MFU ratio": f"{row['mfu_ratio']:.2f}",
+    }
+
+
+def shown_case(case: dict[str, Any]) -> dict[str, Any]:
+    """A row of the table of what was measured here."""
+    return {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in case.items()}
+
+
+def put_into_docs(found: dict[str, Any]) -> None:
+    """Replace the tables of docs/plan.md."""
+    told, reached = found["summary"], found["efficiency"]
+    large_rows = [{"job": name} | shown_case(one) for name, one in found["large"].items()]
+    parts = {
+        "table of measured": table([shown_case(case) for case in found["measured_here"]]),
+        "table of campaign": table([shown_row(row) for row in found["campaign"]]),
+        "table of large": table(large_rows),
+        "summary": (
+            f"Memory is within 10 % in {told['memory_within_10_percent']} of 14 rows (12 were hoped for), MFU "
+            f"within 20 % in {told['mfu_within_20_percent']} of the {told['predicted_rows']} rows that are not "
+            f"calibrated on; rank correlations are {told['rank_correlation_memory']:.2f} and "
+            f"{told['rank_correlation_mfu']:.2f}. Calibrated: matmul {reached['matmul']:.2f}, network "
+            f"{reached['network']:.2f}."
+        ),
+    }
+    text = PAGE.read_text()
+    for name, part in parts.items():
+        before, rest = text.split(f"<!-- {name} -->")
+        after = rest.split(END, 1)[1]
+        text = f"{before}<!-- {name} -->\n{part}\n{END}{after}"
+    PAGE.write_text(text)
+
+
 def main() -> None:
     """Plan, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--large", action="store_true", help="only the two large jobs")
+    parser.add_argument("--docs", action="store_true", help="only put the tables into docs/plan.md")
     path = RESULTS / "plan.json"
     kept = json.loads(path.read_text())["results"] if path.exists() else {}
-    if parser.parse_args().large:
+    chosen = parser.parse_args()
+    if chosen.large:
         write("plan", kept | {"large": large()})
+        return
+    if chosen.docs:
+        put_into_docs(kept)
         return
     plans = {}
     for row in ROWS:
@@ -337,28 +391,11 @@ def main() -> None:
         print(row.number, f"{plans[row.number].memory_bytes / GB:.1f} GB", flush=True)
     reached = calibrated(plans)
     rows = [compared(row, plans[row.number], reached) for row in ROWS]
-    shown = [
-        {
-            "#": row["row"], "GPUs": row["ranks"], "model": row["model"], "layout": row["layout"],
-            "GB": f"{row['gb']:.1f}", "measured": f"{row['gb_measured']:.1f}",
-            "ratio": f"{row['gb_ratio']:.2f}",
-            "MFU %": f"{row['mfu']:.1f}", "MFU measured": f"{row['mfu_measured']:.1f}",
-            "MFU ratio": f"{row['mfu_ratio']:.2f}",
-        }
-        for row in rows
-    ]  # fmt: skip
-    print(table(shown))
+    print(table([shown_row(row) for row in rows]))
     found = {"efficiency": structs.asdict(reached), "summary": summary(rows), "campaign": rows}
     print(json.dumps({name: found[name] for name in ("efficiency", "summary")}, indent=1))
-    found["measured_here"] = measured_here(reached)
-    print(
-        table(
-            [
-                {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in r.items()}
-                for r in found["measured_here"]
-            ]
-        )
-    )
+    found["measured_here"] = measured_here(load_table().efficiency)
+    print(table([shown_case(case) for case in found["measured_here"]]))
     write("plan", kept | found)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,3 +176,21 @@ def test_tokens_of_sources_follow_the_phases():
     total = job.batch_sizes.samples(job.train.steps) * job.data.max_tokens
     assert sum(found.values()) == pytest.approx(total)
     assert found["docs"] == pytest.approx(total * (0.2 + 0.7) / 2)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
+
+
+@pytest.mark.slow
+def test_command_of_the_docs_runs(capsys):
+    (line,) = [one for one in PAGE.read_text().splitlines() if one.startswith("$ forge ")]
+    assert main(line.split()[2:]) == 0
+    said = capsys.readouterr().out
+    assert "llama-8b on 256 ranks of h100, 32 nodes" in said and "over 32 nodes" in said
+
+
+def test_table_in_the_docs_is_one(tmp_path):
+    text = PAGE.read_text().split("    [devices.h100]")[1].split("\n\n")[0]
+    table = tmp_path / "devices.toml"
+    table.write_text("[devices.h100]" + text.replace("\n    ", "\n"))
+    assert load_table(table).devices["h100"].between_gbs == 25.0

@@ -1,4 +1,4 @@
-"""What a rank says over the network: each collective by axis of the mesh, inside of a node or between nodes."""
+"""What a rank says over the network: each collective by axis, inside of a node or between nodes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Collectives:
 def group_of_call(arguments: Any) -> Any:
     """The process group among the arguments of a collective."""
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch._C._distributed_c10d import _resolve_process_group
 
     for one in arguments:
         if isinstance(one, torch.ScriptObject):
@@ -128,7 +128,7 @@ def group_of_call(arguments: Any) -> Any:
         if isinstance(one, dist.ProcessGroup):
             return one
     name = [one for one in arguments if isinstance(one, str)][-1]
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def size_of(kind: str, arguments: Any, out: Any) -> int:
@@ -154,8 +154,8 @@ def names_of_axes(mesh: Any) -> dict[str, list[str]]:
     """
     named: list[tuple[Any, str]] = []
     for grid in (mesh.fsdp, mesh.tp, mesh.ep, mesh.efsdp, mesh.experts):
-        names = () if grid is None else grid.mesh_dim_names or ()
-        named += [(grid.get_group(name), name) for name in names]
+        if grid is not None:
+            named += [(grid.get_group(name), name) for name in grid.mesh_dim_names or ()]
     views = {"pp": mesh.pipeline, "cp": mesh.context, "data": mesh.loss, "stage": mesh.stage}
     named += [(view.group, name) for name, view in {**views, "readers": mesh.batch}.items()]
     found: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
 """From steps of few blocks and few micro-batches to the step of the job: everything grows by equal portions.
 
-Memory at a place, collectives, FLOPs and bytes are sums over blocks and micro-batches, and places count blocks
-from both ends. So a step of n more blocks takes n times what one more takes, exactly; what lies between the
-places at both ends is between them.
+Memory at a place, collectives, FLOPs and bytes are sums over blocks and micro-batches, and places count
+blocks from both ends. So a step of n more blocks takes n times what one more takes, exactly; what lies
+between the places at both ends is between them.
 """
 
 from __future__ import annotations

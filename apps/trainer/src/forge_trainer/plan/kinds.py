@@ -9,10 +9,10 @@ from forge_trainer.plan.places import Place
 from forge_trainer.plan.watch import COPIES, Storage, Watch
 
 WEIGHTS, BUFFERS, GRADIENTS, MOMENTS = "weights", "buffers", "gradients", "moments"
-ACTIVATIONS, RECOMPUTED, GATHERED, LOGITS = "activations", "recomputed", "gathered units", "logits"
+ACTIVATIONS, GATHERED, LOGITS = "activations", "gathered units", "logits"
 INPUTS, WORKSPACE = "inputs", "workspace"
-KINDS = (
-    WEIGHTS, BUFFERS, GRADIENTS, MOMENTS, ACTIVATIONS, RECOMPUTED, GATHERED, LOGITS, INPUTS, WORKSPACE,
+KINDS: tuple[str, ...] = (
+    WEIGHTS, BUFFERS, GRADIENTS, MOMENTS, ACTIVATIONS, GATHERED, LOGITS, INPUTS, WORKSPACE,
 )  # fmt: skip
 """All of them, in the order in which they are told."""
 
@@ -40,7 +40,7 @@ def _kind(made: Storage) -> str:
 
 def held(watch: Watch) -> dict[str, float]:
     """Bytes of each kind between steps. The first step makes moments, which are there before all others."""
-    found = dict.fromkeys(KINDS, 0.0)
+    found: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     for size, made in watch.begun:
         found[made.kind or WORKSPACE] += size
     for made, change, _ in watch.events:

@@ -21,7 +21,8 @@ def plan_lines_of(plan: Plan) -> Iterator[str]:
     axes = " x ".join(f"{name} {size}" for name, size in plan.sizes.items())
     axes += f", of which ep {job.mesh.ep}" if job.mesh.ep > 1 else ""
     nodes = -(-plan.site.ranks // plan.site.node_ranks)
-    yield f"{job.job.name} on {plan.site.ranks} ranks of {plan.device_name}, {nodes} node{'s' * (nodes > 1)}: {axes}"
+    many = "s" * (nodes > 1)
+    yield f"{job.job.name} on {plan.site.ranks} ranks of {plan.device_name}, {nodes} node{many}: {axes}"
     yield f"  parameters {_number(counted.total)} ({counted.total:,}), {_number(counted.active)} active, " + (
         f"{_number(counted.trained)} trained"
     )

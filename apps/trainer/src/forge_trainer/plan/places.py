@@ -18,7 +18,7 @@ class Place(NamedTuple):
     Attributes:
         phase: `forward`, `backward` or `update`.
         micro: of the micro-batch: `first`, `middle` or `last`; empty outside.
-        module: by name; the number of a block counts from the end of the nearer half: `layers.0`, `layers.-1`.
+        module: by name; a block of the second half counts from the end: `layers.0`, `layers.-1`.
     """
 
     phase: str
@@ -114,7 +114,7 @@ def in_backward() -> bool:
 
 
 def shortened(blocks: list[str]) -> dict[str, str]:
-    """A name of each block that does not depend on how many there are: the second half counts from the end."""
+    """A name of each block that does not depend on their number: the second half counts from the end."""
     families: dict[str, list[str]] = {}
     for name in blocks:
         families.setdefault(name.rpartition(".")[0], []).append(name)

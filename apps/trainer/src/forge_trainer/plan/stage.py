@@ -15,7 +15,7 @@ from forge_trainer.plan.extrapolate import combined, points, with_micro_batches
 from forge_trainer.plan.trace import Site, Told, Traced, traced
 
 KEPT_BLOCKS, KEPT_IN_PIPELINE = 4, 2
-"""Blocks that are kept of those that repeat: FSDP2 treats the first and the last ones in ways of their own."""
+"""Blocks that are kept of those that repeat: FSDP2 treats the first and the last ones differently."""
 
 
 class Stage(NamedTuple):

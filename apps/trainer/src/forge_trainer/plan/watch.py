@@ -60,7 +60,8 @@ class Watch(TorchDispatchMode):
         places: where the step is.
         live: bytes of what lives.
         flops: of what was computed, by micro-batch and kind.
-        moved: bytes that operations without FLOPs read and wrote, by micro-batch and phase; `gather` is FSDP2's.
+        moved: bytes that operations without FLOPs read and wrote, by micro-batch and phase, FSDP2's
+            apart as `gather`.
         kernels: operations that compute or copy, by micro-batch.
         said: told of each collective: (operation, arguments, results).
         fakes: whose tensors count; those that DTensor tries an operation with are others. None: any count.
