@@ -356,9 +356,9 @@ def put_into_docs(found: dict[str, Any]) -> None:
         "table of campaign": table([shown_row(row) for row in found["campaign"]]),
         "table of large": table(large_rows),
         "summary": (
-            f"Memory is within 10 % in {told['memory_within_10_percent']} of 14 rows (12 were hoped for), MFU "
-            f"within 20 % in {told['mfu_within_20_percent']} of the {told['predicted_rows']} rows that are not "
-            f"calibrated on; rank correlations are {told['rank_correlation_memory']:.2f} and "
+            f"Memory is within 10 % in {told['memory_within_10_percent']} of 14 rows (12 were hoped for), "
+            f"MFU within 20 % in {told['mfu_within_20_percent']} of the {told['predicted_rows']} rows that "
+            f"are not calibrated on; rank correlations are {told['rank_correlation_memory']:.2f} and "
             f"{told['rank_correlation_mfu']:.2f}. Calibrated: matmul {reached['matmul']:.2f}, network "
             f"{reached['network']:.2f}."
         ),

@@ -15,6 +15,8 @@ from forge_model.config import ModelConfig
 from forge_model.decoder.compare import differences
 from forge_parallel.error import ParallelError
 from forge_trainer.config.job import Job, load_job
+from forge_trainer.plan.devices import load_table
+from forge_trainer.plan.report import plan_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -112,6 +114,28 @@ def test_run_loads_and_is_laid_out(name, tmp_path, monkeypatch):
     with torch.device("meta"):
         model = job.model.build()
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(parameters, rel=0.03)
+
+
+NEEDS_MORE_MEMORY = {"mla_moe_16b": "h200"}
+"""Runs that are meant for other devices than an H100."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if "debug" in name or name == "llama-1b" else pytest.param(name, marks=pytest.mark.slow)
+        for name in RUNS
+    ],
+)
+def test_run_is_planned_and_fits_without_data_tokenizer_or_gpu(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ranks, parameters = RUNS[name]
+    job = load_job(ROOT / "configs" / "runs" / f"{name}.toml", on_paper=True).value
+    plan = plan_of(job, ranks, None, NEEDS_MORE_MEMORY.get(name, "h100"), load_table())
+    assert plan.parameters.total == pytest.approx(parameters, rel=0.03)
+    assert plan.fits
+    assert plan.time is not None and math.isfinite(plan.time.likely)
+    assert 0 < plan.mfu() < 0.8
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/sweeps/*.toml")), ids=lambda path: path.stem)
