@@ -217,8 +217,8 @@ def load_job(
     import_folders = [folder for folder in folders if folder is not None]
     left_out = [weights_are_of_the_model] if branch or on_paper else []
     left_out += [vocabulary_covers_the_tokenizer] if on_paper else []
-    every = [*(check for check in checks if check not in left_out)]
-    every.append(classes_in([Path(path).parent, *import_folders]))
+    wanted = (check for check in checks if check not in left_out)
+    every = [*wanted, classes_in([Path(path).parent, *import_folders])]
     prepare = fetch_shapes if on_paper else fetch_named
     loaded = load(Job, path, overrides, every, import_folders, prepare=prepare)
     return replace(loaded, value=absolute(loaded.value, Path.cwd()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -60,10 +61,11 @@ def group_of(ranks: int, rank: int, needed: bool) -> Iterator[Env]:
 
 @contextmanager
 def nothing_changed() -> Iterator[None]:
-    """Random numbers go on afterwards as if nothing had been drawn."""
+    """Random numbers go on afterwards as if nothing had been drawn. Of what torch warns a real run is told."""
     python, legacy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng([]):
+        with torch.random.fork_rng([]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
             yield
     finally:
         random.setstate(python)
