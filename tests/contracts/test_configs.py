@@ -1,8 +1,10 @@
 """Every file in configs/ loads, alone or as part of a run."""
 
 import math
+import resource
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -116,10 +118,6 @@ def test_run_loads_and_is_laid_out(name, tmp_path, monkeypatch):
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(parameters, rel=0.03)
 
 
-NEEDS_MORE_MEMORY = {"mla_moe_16b": "h200"}
-"""Runs that are meant for other devices than an H100."""
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -131,11 +129,27 @@ def test_run_is_planned_and_fits_without_data_tokenizer_or_gpu(name, tmp_path, m
     monkeypatch.chdir(tmp_path)
     ranks, parameters = RUNS[name]
     job = load_job(ROOT / "configs" / "runs" / f"{name}.toml", on_paper=True).value
-    plan = plan_of(job, ranks, None, NEEDS_MORE_MEMORY.get(name, "h100"), load_table())
+    plan = plan_of(job, ranks, None, "h100", load_table())
     assert plan.parameters.total == pytest.approx(parameters, rel=0.03)
     assert plan.fits
     assert plan.time is not None and math.isfinite(plan.time.likely)
     assert 0 < plan.mfu() < 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "flags"),
+    [
+        ("llama-70b", 1024, []),
+        ("mla_moe_16b", 64, ["--mesh.dp_replicate=1", "--mesh.dp_shard=-1", "--mesh.ep=8"]),
+    ],
+)
+def test_large_jobs_are_planned_in_a_minute_and_little_memory(name, ranks, flags):
+    job = load_job(ROOT / "configs" / "runs" / f"{name}.toml", flags, on_paper=True).value
+    begun = time.process_time()
+    plan_of(job, ranks, 8, "h100", load_table())
+    assert time.process_time() - begun < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/sweeps/*.toml")), ids=lambda path: path.stem)

@@ -61,7 +61,7 @@ def group_of(ranks: int, rank: int, needed: bool) -> Iterator[Env]:
 
 @contextmanager
 def nothing_changed() -> Iterator[None]:
-    """Random numbers go on afterwards as if nothing had been drawn. Of what torch warns a real run is told."""
+    """Random numbers go on as if nothing had been drawn; of what torch warns, a real run is told."""
     python, legacy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([]), warnings.catch_warnings():
