@@ -16,6 +16,7 @@ from forge_trainer.plan.devices import load_table
 from forge_trainer.plan.estimate import bubble_share, collective_s, seconds
 from forge_trainer.plan.places import shortened
 from forge_trainer.plan.report import plan_of
+from forge_trainer.plan.search import _changed, search
 from forge_trainer.plan.sources import tokens_by_source
 from forge_trainer.plan.stage import stage_on_paper
 from forge_trainer.plan.trace import Site
@@ -96,6 +97,27 @@ def test_job_that_does_not_fit_is_refused_only_when_strict(tmp_path, capsys):
     assert main([*line, "--strict"]) == 78
 
 
+def test_search_finds_what_fits_and_the_change_that_makes_it_fit(tmp_path):
+    flags = [*SMALL, "--model.num_layers=2", "--train.global_batch=4", "--data.max_tokens=256"]
+    job = load_job(DEBUG, flags).value
+    whole, full = (
+        plan_of(_changed(job, keys), 1, None, "h100", load_table())
+        for keys in ({}, {"activation_checkpointing.mode": "full"})
+    )
+    assert full.memory_bytes < whole.memory_bytes
+    between = (full.memory_bytes + whole.memory_bytes) / 2 / (1 << 30)
+    table = tmp_path / "devices.toml"
+    table.write_text(f"[devices.h100]\nmemory_gib = {between}\n")
+    plan = plan_of(job, 1, None, "h100", load_table(table))
+    assert plan.fits is False
+    found = search(plan, load_table(table))
+    assert {"activation_checkpointing.mode": "full"} in [one.keys for one in found.changes]
+    assert found.best and all(one.plan.fits for one in (*found.best, *found.changes))
+    times = [one.plan.time.likely for one in found.best]
+    assert times == sorted(times)
+    assert any("saves" in line for line in found.lines())
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -168,6 +190,20 @@ def test_a_slower_device_takes_longer_and_uncompiled_code_waits_for_the_host():
     )
     assert slow.compute > fast.compute and fast.launch == pytest.approx(step.kernels * 6e-6)
     assert fast.low == pytest.approx(max(fast.launch, fast.compute))
+
+
+def test_rank_that_serves_more_rows_says_and_holds_more():
+    flags = [*SMALL, "--model.num_layers=1", "--mesh.ep=2", "--train.global_batch=4"]
+    job = load_job("configs/runs/moe_debug.toml", flags).value
+    even, more = (stage_on_paper(job, Site(2, 8), skew=skew).step for skew in (1.0, 2.0))
+
+    def sent(step):
+        return sum(traffic.bytes for said, traffic in step.said.items() if said.axis == "ep")
+
+    # of four all-to-alls of rows two begin where rows are served: half of what is sent doubles
+    assert sent(more) / sent(even) == pytest.approx(1.5, rel=0.01)
+    peaks = [sum(kinds.highest(step.peaks)[1].values()) for step in (even, more)]
+    assert peaks[1] > peaks[0]
 
 
 def test_tokens_of_sources_follow_the_phases():

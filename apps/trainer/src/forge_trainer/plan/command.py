@@ -31,17 +31,29 @@ def plan_job(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # torch is loaded here and not before
     from forge_trainer.plan.lines import plan_lines_of
     from forge_trainer.plan.report import as_data, plan_of
+    from forge_trainer.plan.search import search
     from forge_trainer.report.plan import plan_lines
 
     try:
         plan = plan_of(job, ranks, node_ranks, device_name, table, skew=SKEW)
     except ParallelError as error:
         raise ConfigError(f"{ranks} ranks: {error}") from None
+    found = search(plan, table, lambda line: _say(f"{line}\n")) if options.search else None
     if options.json:
-        sys.stdout.write(json.dumps(as_data(plan), indent=2) + "\n")
+        data = as_data(plan) | ({} if found is None else {"search": found.as_data()})
+        sys.stdout.write(json.dumps(data, indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join([*plan_lines_of(plan), "", *plan_lines(job, loaded.unused)]) + "\n")
+        sys.stdout.write(
+            "\n".join(
+                [*plan_lines_of(plan), *(found.lines() if found else ()), "", *plan_lines(job, loaded.unused)]
+            )
+            + "\n"
+        )
     return ExitCode.CONFIG if options.strict and plan.fits is False else ExitCode.DONE
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text)
 
 
 SKEW = 2.0
