@@ -97,6 +97,17 @@ def test_job_that_does_not_fit_is_refused_only_when_strict(tmp_path, capsys):
     assert main([*line, "--strict"]) == 78
 
 
+def test_dry_run_of_a_launch_says_what_the_job_needs(capsys):
+    line = ["launch", DEBUG, *SMALL, "--cluster=configs/clusters/generic.toml", "--dry-run"]
+    assert main(line) == 0
+    assert capsys.readouterr().err == ""
+    assert main([*line, "--device=h999"]) == 78
+    assert "expected one of h100" in capsys.readouterr().err
+    assert main([*line, "--device=h100"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("#!") and "of 77.7 GiB a rank of h100" in said.err and "tokens/s" in said.err
+
+
 def test_search_finds_what_fits_and_the_change_that_makes_it_fit(tmp_path):
     flags = [*SMALL, "--model.num_layers=2", "--train.global_batch=4", "--data.max_tokens=256"]
     job = load_job(DEBUG, flags).value

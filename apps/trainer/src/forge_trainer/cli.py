@@ -83,6 +83,7 @@ def _add_commands_on_jobs(commands: Any) -> None:
     )
     launch.add_argument("--change", action="store_true", help="see forge train")
     launch.add_argument("--dry-run", action="store_true", help="print the batch script instead")
+    launch.add_argument("--device", help="with --dry-run, say what the job needs on it: see forge plan")
 
 
 def _add_plan(plan: Parser) -> None:

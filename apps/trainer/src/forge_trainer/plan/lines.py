@@ -15,6 +15,20 @@ from forge_trainer.report.announce import scaled
 DAY_S = 86400
 
 
+def short_lines(plan: Plan) -> Iterator[str]:
+    """What `forge launch --dry-run --device NAME` says: memory, and speed where it is known."""
+    room = "" if plan.device is None else f" of {plan.device.memory_gib:.1f}"
+    place, _ = max(plan.peaks, key=lambda peak: sum(peak[1].values()))
+    yield f"  memory  {_gib(plan.memory_bytes)}{room} GiB a rank of {plan.device_name}, at {where(place)}"
+    if plan.fits is False:
+        yield "  WARNING the job does not fit; forge plan --search looks for what does"
+    if plan.time is not None:
+        yield (
+            f"  speed   {plan.time.low:.3g} to {plan.time.high:.3g} s a step, "
+            f"{_number(plan.tokens_per_s or 0)} tokens/s, MFU {100 * (plan.mfu() or 0):.0f} %, {_days(plan)}"
+        )
+
+
 def plan_lines_of(plan: Plan) -> Iterator[str]:
     """The plan in full."""
     job, counted = plan.job, plan.parameters
