@@ -2,8 +2,10 @@
 
 import math
 import re
+import resource
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from forge_model.config import ModelConfig
 from forge_model.decoder.compare import differences
 from forge_parallel.error import ParallelError
 from forge_trainer.config.job import Job, load_job
+from forge_trainer.plan.devices import load_table
+from forge_trainer.plan.report import plan_of
 from forge_trainer.slurm.config import load_cluster
 from forge_trainer.study.array import layout_of
 from forge_trainer.study.config import load_study
@@ -117,6 +121,40 @@ def test_run_loads_and_is_laid_out(name, tmp_path, monkeypatch):
     with torch.device("meta"):
         model = job.model.build()
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(parameters, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if "debug" in name or name == "llama-1b" else pytest.param(name, marks=pytest.mark.slow)
+        for name in RUNS
+    ],
+)
+def test_run_is_planned_and_fits_without_data_tokenizer_or_gpu(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ranks, parameters = RUNS[name]
+    job = load_job(ROOT / "configs" / "runs" / f"{name}.toml", on_paper=True).value
+    plan = plan_of(job, ranks, None, "h100", load_table())
+    assert plan.parameters.total == pytest.approx(parameters, rel=0.03)
+    assert plan.fits
+    assert plan.time is not None and math.isfinite(plan.time.likely)
+    assert 0 < plan.mfu() < 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "flags"),
+    [
+        ("llama-70b", 1024, []),
+        ("mla_moe_16b", 64, ["--mesh.dp_replicate=1", "--mesh.dp_shard=-1", "--mesh.ep=8"]),
+    ],
+)
+def test_large_jobs_are_planned_in_a_minute_and_little_memory(name, ranks, flags):
+    job = load_job(ROOT / "configs" / "runs" / f"{name}.toml", flags, on_paper=True).value
+    begun = time.process_time()
+    plan_of(job, ranks, 8, "h100", load_table())
+    assert time.process_time() - begun < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/sweeps/*.toml")), ids=lambda path: path.stem)

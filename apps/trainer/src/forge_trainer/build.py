@@ -118,14 +118,28 @@ def open_mesh(
 
 def build_parts(job: Job, mesh: Mesh) -> list[nn.Module]:
     """This rank's parts of the model, parallel and on its device, still without values. Collective."""
+    return [materialize(part, mesh.device) for part in parallel_parts(job, mesh)]
+
+
+def parallel_parts(
+    job: Job, mesh: Mesh, prepare: Callable[[int, nn.Module], None] | None = None
+) -> list[nn.Module]:
+    """This rank's parts of the model, parallel, on the meta device. Collective.
+
+    Args:
+        job: the configuration.
+        mesh: the grid of ranks.
+        prepare: called with the number of each part and the part, before it is made parallel.
+    """
     parts: list[nn.Module] = []
-    for stage in stages_of(mesh.pipeline.rank, mesh.pipeline.size, job.pipeline):
+    for number, stage in enumerate(stages_of(mesh.pipeline.rank, mesh.pipeline.size, job.pipeline)):
         with torch.device("meta"):
             model = job.model.build()
         freeze(model, job.optimizer_by_steps.groups, job.data.sources)
         keep_stage(model, Plan.of(model), stage, mesh.pipeline.size, job.pipeline)
-        parallelize(model, mesh, Plan.of(model), job.parallel)
-        parts.append(materialize(model, mesh.device))
+        if prepare is not None:
+            prepare(number, model)
+        parts.append(parallelize(model, mesh, Plan.of(model), job.parallel))
     return parts
 
 

@@ -83,6 +83,7 @@ def _add_commands_on_jobs(commands: Any) -> None:
     for command in (train, plan, launch):
         command.add_argument("config", help="a TOML file; keys are overridden with --section.key=value")
         command.set_defaults(takes_keys=True)
+    _add_plan(plan)
     launch.add_argument("--cluster", required=True, help="a file like those in configs/clusters")
     launch.add_argument("--nodes", type=int, help="as few as the mesh fits if absent")
     launch.add_argument(
@@ -93,6 +94,18 @@ def _add_commands_on_jobs(commands: Any) -> None:
     )
     launch.add_argument("--change", action="store_true", help="see forge train")
     launch.add_argument("--dry-run", action="store_true", help="print the batch script instead")
+    launch.add_argument("--device", help="with --dry-run, say what the job needs on it: see forge plan")
+
+
+def _add_plan(plan: Parser) -> None:
+    plan.add_argument("--nodes", type=_count, help="of the cluster")
+    plan.add_argument("--gpus-per-node", type=_count, help="that of the table of devices if absent")
+    plan.add_argument("--ranks", type=_count, help="in place of --nodes; as few as the mesh fits if absent")
+    plan.add_argument("--device", help="h100, h200, a100, b200 or cpu; that of this machine if absent")
+    plan.add_argument("--device-table", metavar="FILE", help="a TOML file with further devices")
+    plan.add_argument("--json", action="store_true", help="for programs")
+    plan.add_argument("--search", action="store_true", help="plan what lies around it, for what fits")
+    plan.add_argument("--strict", action="store_true", help="exit with 78 if the job does not fit")
 
 
 def _add_study(commands: Any) -> None:
@@ -276,16 +289,10 @@ def _train(options: argparse.Namespace) -> ExitCode:
     return run_job(loaded, rank, options.signals, options.change)
 
 
-def _plan(options: argparse.Namespace) -> ExitCode:
-    from forge_trainer.config.job import load_job
+def _plan(options: argparse.Namespace) -> int:
+    from forge_trainer.plan.command import plan_job
 
-    loaded = load_job(options.config, options.overrides)
-
-    # torch is loaded here and not before
-    from forge_trainer.report.plan import plan_lines
-
-    sys.stdout.write("\n".join(plan_lines(loaded.value, loaded.unused)) + "\n")
-    return ExitCode.DONE
+    return plan_job(options, options.overrides)
 
 
 def _study(options: argparse.Namespace) -> int:

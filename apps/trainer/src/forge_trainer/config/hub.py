@@ -27,7 +27,7 @@ def fetch_named(tree: dict[str, Any]) -> None:
     Raises:
         ConfigError: one is neither in the cache nor can it be fetched.
     """
-    _in_models(tree.get("model"))
+    fetch_shapes(tree)
     train, data = tree.get("train"), tree.get("data")
     if isinstance(train, dict):
         _replace(train, "init_from", WEIGHTS)
@@ -37,6 +37,11 @@ def fetch_named(tree: dict[str, Any]) -> None:
     tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
     if isinstance(tokenizer, dict) and tokenizer.get("type") == "hf":
         _replace(tokenizer, "path", TOKENIZER)
+
+
+def fetch_shapes(tree: dict[str, Any]) -> None:
+    """The same for the shapes of the model alone: neither its weights nor a tokenizer are fetched."""
+    _in_models(tree.get("model"))
 
 
 def _in_models(tree: Any) -> None:

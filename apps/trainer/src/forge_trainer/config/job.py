@@ -36,9 +36,13 @@ from forge_vlm.sources.shapes import ShapesConfig as ShapesConfig  # registers i
 from forge_vlm.sources.tars import WebdatasetConfig as WebdatasetConfig  # registers its type
 from msgspec import structs
 
-from forge_trainer.config.checks import checks, weights_are_of_the_model
+from forge_trainer.config.checks import (
+    checks,
+    vocabulary_covers_the_tokenizer,
+    weights_are_of_the_model,
+)
 from forge_trainer.config.eval import EvalConfig
-from forge_trainer.config.hub import fetch_named
+from forge_trainer.config.hub import fetch_named, fetch_shapes
 from forge_trainer.config.other_names import HINTS
 from forge_trainer.config.train import TrainConfig, uneven
 from forge_trainer.hooks import HookConfig
@@ -194,7 +198,9 @@ class Job(Config):
         )
 
 
-def load_job(path: Path | str, overrides: Sequence[str] = (), branch: bool = False) -> Loaded[Job]:
+def load_job(
+    path: Path | str, overrides: Sequence[str] = (), branch: bool = False, on_paper: bool = False
+) -> Loaded[Job]:
     """Read a job from TOML and `--section.key=value` overrides.
 
     The names of its files are made absolute here: what a run keeps means the same wherever it is opened. The
@@ -204,13 +210,17 @@ def load_job(path: Path | str, overrides: Sequence[str] = (), branch: bool = Fal
         path: of the file.
         overrides: of the command line.
         branch: whether the run begins with a checkpoint: weights of `train.init_from` are not looked for.
+        on_paper: whether the job is only planned: neither weights nor the tokenizer are looked for.
 
     Raises:
         ConfigError: with every problem found, each with its place.
     """
     folders = [recorded_folder(Path(path).parent, key) for key in ("folder", "config_folder")]
     import_folders = [folder for folder in folders if folder is not None]
-    wanted = (check for check in checks if not (branch and check is weights_are_of_the_model))
+    left_out = [weights_are_of_the_model] if branch or on_paper else []
+    left_out += [vocabulary_covers_the_tokenizer] if on_paper else []
+    wanted = (check for check in checks if check not in left_out)
     every = [*wanted, classes_in([Path(path).parent, *import_folders])]
-    loaded = load(Job, path, overrides, every, import_folders, fetch_named, HINTS)
+    prepare = fetch_shapes if on_paper else fetch_named
+    loaded = load(Job, path, overrides, every, import_folders, prepare, HINTS)
     return replace(loaded, value=absolute(loaded.value, Path.cwd()))

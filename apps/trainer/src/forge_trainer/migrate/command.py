@@ -7,11 +7,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from forge_config import ConfigError, load
+from forge_config import ConfigError
 from forge_resilience.exit_codes import ExitCode
 
-from forge_trainer.config.checks import checks, vocabulary_covers_the_tokenizer
-from forge_trainer.config.job import Job
+from forge_trainer.config.job import load_job
 from forge_trainer.migrate.convert import Converted, Drop, Move, convert
 from forge_trainer.migrate.kempnerforge import KEMPNERFORGE
 from forge_trainer.migrate.torchtitan import TORCHTITAN
@@ -49,12 +48,11 @@ def require_job(made: Converted) -> None:
     Raises:
         ConfigError: with every problem.
     """
-    here = [check for check in checks if check is not vocabulary_covers_the_tokenizer]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "converted.toml"
         path.write_text(made.toml())
         try:
-            load(Job, path, (), here)
+            load_job(path, on_paper=True)
         except ConfigError as error:
             raise ConfigError(f"what was converted is no valid job: {error}\n\n{made.toml()}") from None
 

@@ -53,8 +53,30 @@ def launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     text = batch_script(made)
     if options.dry_run:
         sys.stdout.write(text)
+        if options.device:
+            _tell_plan(options, overrides, nodes, cluster.ranks)
         return ExitCode.DONE
     return submit_script(made, text)
+
+
+def _tell_plan(options: argparse.Namespace, overrides: Sequence[str], nodes: int, node_ranks: int) -> None:
+    """Say what the job would need and how fast it would be, beside the script.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    from forge_trainer.plan.devices import device_of, load_table
+
+    table = load_table()
+    device_of(table, options.device)
+    job = load_job(options.config, overrides, on_paper=True).value
+
+    # torch is loaded here and not before
+    from forge_trainer.plan.lines import short_lines
+    from forge_trainer.plan.report import plan_of
+
+    plan = plan_of(job, nodes * node_ranks, node_ranks, options.device, table)
+    sys.stderr.write("\n".join([f"{job.job.name} on paper", *short_lines(plan)]) + "\n")
 
 
 def _command(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:

@@ -1,0 +1,165 @@
+"""What a rank says over the network: each collective by axis, inside of a node or between nodes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from forge_trainer.plan.places import Place
+
+KINDS = {
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+}
+"""What names of operations contain, and what each is called."""
+
+
+INNER_AXES = ("tp", "cp", "ep")
+"""Axes along which the ranks of a model talk inside of its blocks."""
+
+
+class Said(NamedTuple):
+    """A kind of collective.
+
+    Attributes:
+        axis: of the mesh, or several joined by `+`; the ranks of it take part.
+        kind: see `KINDS`.
+        ranks: that take part.
+        nodes: on how many nodes they are.
+        phase: `forward`, `backward` or `update`.
+    """
+
+    axis: str
+    kind: str
+    ranks: int
+    nodes: int
+    phase: str
+
+
+class Traffic(NamedTuple):
+    """How much of it there is in a step.
+
+    Attributes:
+        count: calls.
+        bytes: of what all ranks have together, in an all-gather and a reduce-scatter; of what this rank
+            sends, in others.
+    """
+
+    count: float
+    bytes: float
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an operation communicates."""
+    space, _, name = func._schema.name.partition("::")
+    return space in ("c10d", "_c10d_functional") and kind_of(name) is not None
+
+
+def kind_of(name: str) -> str | None:
+    """The kind of an operation by its name; None for what only waits."""
+    return next((kind for part, kind in KINDS.items() if part in name), None)
+
+
+class Collectives:
+    """Notes the collectives of a step.
+
+    Attributes:
+        found: by micro-batch and kind.
+
+    Args:
+        axes: of each process group by its name, the axes that it serves.
+        node_ranks: ranks of a node, which are next to each other.
+    """
+
+    def __init__(self, axes: dict[str, list[str]], node_ranks: int) -> None:
+        self._axes, self._node_ranks = axes, node_ranks
+        self.found: defaultdict[tuple[str, Said], Traffic] = defaultdict(lambda: Traffic(0, 0))
+
+    def note(self, name: str, arguments: Any, out: Any, place: Place) -> None:
+        """Note one."""
+        import torch.distributed as dist
+
+        group = group_of_call(arguments)
+        ranks = dist.get_process_group_ranks(group)
+        kind = kind_of(name.partition("::")[2])
+        assert kind is not None
+        said = Said(
+            self._axis(group.group_name, name.startswith("_")),
+            kind,
+            len(ranks),
+            len({rank // self._node_ranks for rank in ranks}),
+            place.phase,
+        )
+        before = self.found[place.micro, said]
+        self.found[place.micro, said] = Traffic(
+            before.count + 1, before.bytes + size_of(kind, arguments, out)
+        )
+
+    def _axis(self, group: str, functional: bool) -> str:
+        """Where one group serves several axes, FSDP2 and sums of losses do not use functional collectives."""
+        names = self._axes.get(group, ["all ranks"])
+        inner = [name for name in names if (name in INNER_AXES) == functional]
+        return (inner or names)[0]
+
+
+def group_of_call(arguments: Any) -> Any:
+    """The process group among the arguments of a collective."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    for one in arguments:
+        if isinstance(one, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(one)
+            except (RuntimeError, TypeError):
+                continue  # a reduce operation is such an object, too
+        if isinstance(one, dist.ProcessGroup):
+            return one
+    name = [one for one in arguments if isinstance(one, str)][-1]
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def size_of(kind: str, arguments: Any, out: Any) -> int:
+    """Bytes of a collective: see `Traffic`."""
+    given = [_bytes(x) for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+    made = [_bytes(x) for x in tree_leaves(out) if isinstance(x, Tensor)]
+    if kind in ("all-gather", "reduce-scatter"):
+        return max([*given, *made])
+    if kind == "all-to-all" and len(given) == 2:
+        return given[1]  # (output, input, ...)
+    return given[0]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def names_of_axes(mesh: Any) -> dict[str, list[str]]:
+    """The axes that each process group of a mesh serves, by its name; those of parameters first.
+
+    Args:
+        mesh: a `forge_parallel.mesh.Mesh`.
+    """
+    named: list[tuple[Any, str]] = []
+    for grid in (mesh.fsdp, mesh.tp, mesh.ep, mesh.efsdp, mesh.experts):
+        if grid is not None:
+            named += [(grid.get_group(name), name) for name in grid.mesh_dim_names or ()]
+    views = {"pp": mesh.pipeline, "cp": mesh.context, "data": mesh.loss, "stage": mesh.stage}
+    named += [(view.group, name) for name, view in {**views, "readers": mesh.batch}.items()]
+    found: dict[str, list[str]] = {}
+    for group, name in named:
+        if group is not None and name not in found.setdefault(group.group_name, []):
+            found[group.group_name].append(name)
+    return found

@@ -1,0 +1,93 @@
+"""`forge plan`: a job on paper, its parameters and its schedule."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from math import prod
+
+from forge_config import ConfigError
+from forge_parallel.error import ParallelError
+from forge_resilience.exit_codes import ExitCode
+
+from forge_trainer.config.job import Job, load_job
+from forge_trainer.plan.devices import Device, device_of, load_table
+
+
+def plan_job(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the plan of a job.
+
+    Raises:
+        ConfigError: the job, or the table of devices, cannot be used; or the job cannot be laid out.
+    """
+    loaded = load_job(options.config, overrides, on_paper=True)
+    job, table = loaded.value, load_table(options.device_table)
+    device_name = options.device or device_here()
+    device = device_of(table, device_name)
+    ranks, node_ranks = ranks_of(options, job, device)
+
+    # torch is loaded here and not before
+    from forge_trainer.plan.lines import plan_lines_of
+    from forge_trainer.plan.report import as_data, plan_of
+    from forge_trainer.plan.search import search
+    from forge_trainer.report.plan import plan_lines
+
+    try:
+        plan = plan_of(job, ranks, node_ranks, device_name, table, skew=SKEW)
+    except ParallelError as error:
+        raise ConfigError(f"{ranks} ranks: {error}") from None
+    found = search(plan, table, lambda line: _say(f"{line}\n")) if options.search else None
+    if options.json:
+        data = as_data(plan) | ({} if found is None else {"search": found.as_data()})
+        sys.stdout.write(json.dumps(data, indent=2) + "\n")
+    else:
+        sys.stdout.write(
+            "\n".join(
+                [*plan_lines_of(plan), *(found.lines() if found else ()), "", *plan_lines(job, loaded.unused)]
+            )
+            + "\n"
+        )
+    return ExitCode.CONFIG if options.strict and plan.fits is False else ExitCode.DONE
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text)
+
+
+SKEW = 2.0
+"""How many times the rows of even routing the most loaded rank is told to serve."""
+
+
+def device_here() -> str:
+    """The name of the GPU of this machine, if it is in the table; else that of an H100."""
+    import torch
+
+    from forge_trainer.plan.devices import name_of_gpu
+
+    if torch.cuda.is_available() and (name := name_of_gpu(torch.cuda.get_device_name(0))) is not None:
+        return name
+    return "h100"
+
+
+def ranks_of(options: argparse.Namespace, job: Job, device: Device | None) -> tuple[int, int | None]:
+    """How many ranks, and how many of them on a node: as few as the mesh fits where nothing is said.
+
+    Raises:
+        ConfigError: what is said does not go together.
+    """
+    given = options.gpus_per_node
+    if options.ranks is not None and options.nodes is not None:
+        raise ConfigError("--ranks and --nodes are given; say one of them")
+    each = given or (device.node_ranks if device else 1)
+    if options.nodes is not None:
+        return options.nodes * each, each
+    return options.ranks or fewest_ranks(job), given
+
+
+def fewest_ranks(job: Job) -> int:
+    """The product of the axes of the mesh whose sizes are given; ep takes no ranks of its own."""
+    axes = (getattr(job.mesh, name) for name in job.mesh.__struct_fields__ if name != "ep")
+    least = prod(size for size in axes if size > 0)
+    return least if job.mesh.ep == 1 or job.mesh.dp_shard > 0 else least * job.mesh.ep

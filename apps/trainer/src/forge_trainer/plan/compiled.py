@@ -1,0 +1,89 @@
+"""What compiled code keeps and computes, done by uncompiled code, for the compiler does not run on paper."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from forge_parallel.activation_checkpointing import checkpoint_activations
+from forge_parallel.config import ActivationCheckpointingConfig
+from forge_parallel.match import find
+from forge_parallel.plan import Plan
+from torch import Tensor, nn
+
+from forge_trainer.config.job import Job
+
+
+def keep_as_compiled(model: nn.Module, config: ActivationCheckpointingConfig) -> list[str]:
+    """Let blocks that are not recomputed keep what compiled ones do: what matmuls make, and what they take.
+
+    The first is what `selective` recomputation keeps; the second `MatmulInputs` does. So the compiler does by
+    default: three cases measured on GPUs (docs/plan.md) lie within 4 %.
+
+    Returns:
+        The names of these blocks.
+    """
+    if config.mode not in ("none", "every"):
+        return []
+    patterns = Plan.of(model).flat().block_patterns
+    named = [item for pattern in patterns for item in find(model, pattern).items()]
+    kept = dict(item for i, item in enumerate(named) if config.mode == "none" or i % config.every)
+    checkpoint_activations(kept.values(), ActivationCheckpointingConfig(mode="selective"))
+    return list(kept)
+
+
+class MatmulInputs:
+    """Holds what matmuls of compiled blocks take, from their forward pass to the end of their backward pass.
+
+    Args:
+        blocks: as they are called in places.
+    """
+
+    def __init__(self, blocks: Iterable[str]) -> None:
+        self._held: dict[str, deque[list[Tensor]]] = {block: deque() for block in blocks}
+        self._now = ""
+
+    def entered(self, module: str) -> None:
+        """A forward pass of a block begins, of one micro-batch of those that are in flight."""
+        if module in self._held:
+            self._held[module].append([])
+
+    def took(self, module: str, tensor: Tensor) -> None:
+        """A matmul inside of a module was given rows."""
+        held = self._held.get(_block_of(module, self._held))
+        if held:
+            held[-1].append(tensor)
+
+    def came_back(self, module: str) -> None:
+        """The backward pass has come to a module: that of the block before is over."""
+        block = _block_of(module, self._held)
+        if block != self._now:
+            self.over()
+            self._now = block
+
+    def over(self) -> None:
+        """The backward pass of the block of now is over."""
+        if held := self._held.get(self._now):
+            held.popleft()
+        self._now = ""
+
+
+def _block_of(module: str, blocks: Iterable[str]) -> str:
+    return next((one for one in blocks if module == one or module.startswith(f"{one}.")), "")
+
+
+def loss_as_compiled(job: Job) -> Callable[..., Any]:
+    """The loss of a job, whose compiled chunks hold nothing of the size of logits but the logits."""
+    loss = job.loss.build()
+    if hasattr(loss, "_treat"):
+        loss._treat = _treated  # type: ignore[attr-defined]
+    return loss
+
+
+def _treated(logits: Tensor, wide: Tensor | None, target: Tensor, counts: Tensor, options: Any) -> Any:
+    """See `forge_model.loss.cross_entropy._treat`: one pass over the logits."""
+    logits.mul_(1.0)
+    picked = counts.new_empty(counts.shape)
+    hits = None if options.training else target == 0
+    return counts.new_empty(counts.shape), picked, 0.0, hits

@@ -1,0 +1,106 @@
+"""What devices and their networks can do: a table in TOML. Imports no torch."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from forge_config import ConfigError
+from msgspec import Meta
+
+TABLE = Path(__file__).with_name("devices.toml")
+CPU = "cpu"
+"""The one device that is not in the table: nothing is known of its speed or memory."""
+
+Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a device can do; see `devices.toml` for units."""
+
+    memory_gib: Positive
+    tflops: dict[str, Positive]
+    memory_gbs: Positive
+    inside_gbs: Positive
+    between_gbs: Positive
+    node_ranks: Annotated[int, Meta(ge=1)] = 8
+    watts: Annotated[float, Meta(ge=0)] = 0.0
+    storage_gbs: Positive = 2.0
+    latency_us: tuple[Positive, Positive] = (10.0, 25.0)
+    launch_us: Positive = 6.0
+
+
+class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which fractions of it a step reaches; see `devices.toml`."""
+
+    matmul: Share
+    attention: Share
+    memory: Share
+    network: Share
+    fused: Share
+    overlap: Share
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Devices by name."""
+
+    devices: dict[str, Device]
+    efficiency: Efficiency
+
+
+def load_table(extra: Path | str | None = None) -> Table:
+    """The table that comes with Forge, and what a file says more, or otherwise.
+
+    Args:
+        extra: a file of the same form; of a device that is known, keys that it does not name stay.
+
+    Raises:
+        ConfigError: it cannot be read, or a device lacks a key, or has one that is not known.
+    """
+    found = tomllib.loads(TABLE.read_text())
+    if extra is not None:
+        try:
+            found = _over(found, tomllib.loads(Path(extra).read_text()))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"the device table {extra} cannot be read: {error}") from None
+    try:
+        return msgspec.convert(found, Table)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{extra}: {error}; see {TABLE} for what a device needs") from None
+
+
+def device_of(table: Table, name: str) -> Device | None:
+    """A device by its name; None for `cpu`.
+
+    Raises:
+        ConfigError: the table has no such device.
+    """
+    if name == CPU:
+        return None
+    if name not in table.devices:
+        raise ConfigError(
+            f"--device={name}: expected one of {', '.join([*table.devices, CPU])}; another one is described "
+            "by --device-table FILE"
+        )
+    return table.devices[name]
+
+
+def name_of_gpu(told: str) -> str | None:
+    """The device of the table that torch calls so, such as `NVIDIA H100 80GB HBM3`; None if it is none."""
+    words = told.lower()
+    if "a100" in words:
+        return "a100-40gb" if "40gb" in words else "a100"
+    return next((name for name in ("b200", "h200", "h100") if name in words), None)
+
+
+def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """One tree laid over another."""
+    merged = dict(lower)
+    for key, value in upper.items():
+        below = merged.get(key)
+        merged[key] = _over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged

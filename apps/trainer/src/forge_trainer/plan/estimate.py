@@ -1,0 +1,99 @@
+"""How long a step would take: computing, what is said over the network, and the bubble of a pipeline."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from forge_trainer.config.job import Job
+from forge_trainer.plan.collectives import Said, Traffic
+from forge_trainer.plan.devices import Device, Efficiency
+from forge_trainer.plan.trace import Traced
+
+SHARDED = ("fsdp", "dp_replicate", "efsdp")
+"""Axes whose collectives run beside computing."""
+
+
+class Seconds(NamedTuple):
+    """Of a step.
+
+    Attributes:
+        compute: matmuls, attention, and what moves memory.
+        exposed: collectives that nothing can be computed beside: those inside of blocks.
+        hidden: collectives of FSDP2, which may hide behind computing.
+        launch: that the host needs to start all kernels, where blocks are not compiled.
+        bubble: that a rank of a pipeline waits.
+        low: the step, if all hides that can.
+        high: the step, if nothing does.
+        likely: in between, as far as steps were measured.
+    """
+
+    compute: float
+    exposed: float
+    hidden: float
+    launch: float
+    bubble: float
+    low: float
+    high: float
+    likely: float
+
+
+def seconds(
+    step: Traced, job: Job, device: Device, reached: Efficiency, stages: int, micro_batches: int
+) -> Seconds:
+    """How long the step of a rank takes.
+
+    Args:
+        step: that was traced.
+        job: what is trained.
+        device: what computes.
+        reached: which fractions of its figures.
+        stages: ranks of the pipeline.
+        micro_batches: of a step.
+    """
+    peak = device.tflops[job.precision.compute_dtype("cuda")] * 1e12
+    matmul = step.flops.get("matmul", 0.0) / (peak * reached.matmul)
+    attention = step.flops.get("attention", 0.0) / (peak * reached.attention)
+    fused = reached.fused if job.compile.enabled else 1.0
+    moved = sum(size * (1.0 if phase == "update" else fused) for phase, size in step.moved.items())
+    compute = matmul + attention + moved / (device.memory_gbs * 1e9 * reached.memory)
+    launch = 0.0 if job.compile.enabled else step.kernels * device.launch_us * 1e-6
+    times = {said: collective_s(said, traffic, device, reached) for said, traffic in step.said.items()}
+    hidden = sum(time for said, time in times.items() if said.axis in SHARDED)
+    exposed = sum(times.values()) - hidden
+    busy = max(compute + exposed, launch)
+    waits = bubble_share(job.pipeline.schedule, job.pipeline.held(), stages, micro_batches)
+    low = max(busy, hidden) * (1 + waits)
+    high = (busy + hidden) * (1 + waits)
+    beside = min(reached.overlap * hidden, compute)
+    likely = (busy + hidden - beside) * (1 + waits)
+    return Seconds(compute, exposed, hidden, launch, busy * waits, low, high, max(low, likely))
+
+
+def collective_s(said: Said, traffic: Traffic, device: Device, reached: Efficiency) -> float:
+    """Seconds of all collectives of a kind: by rings, whose every node is entered and left once."""
+    inside = said.nodes == 1
+    local = said.ranks / said.nodes
+    speed = device.inside_gbs if inside else min(device.inside_gbs, device.between_gbs * local)
+    sent = traffic.bytes * (1 - 1 / said.ranks)
+    if said.kind == "all-reduce":
+        sent *= 2
+    elif said.kind in ("send", "receive"):
+        sent = traffic.bytes
+    elif said.kind == "all-to-all" and not inside:
+        speed = device.between_gbs / (1 - local / said.ranks)
+    return sent / (speed * 1e9 * reached.network) + traffic.count * device.latency_us[not inside] * 1e-6
+
+
+def bubble_share(schedule: str, held: int, stages: int, micro_batches: int) -> float:
+    """How long a rank waits, of the time that it works.
+
+    Of `gpipe` and `1f1b` Narayanan et al. 2021, arXiv:2104.04473 section 2.2, (p - 1) / m; interleaved ones
+    have a fraction 1/v of that. Schedules that take the backward pass in two wait a third as long at most
+    (Qi et al. 2023, arXiv:2401.10241 section 2.3).
+    """
+    share = (stages - 1) / max(1, micro_batches)
+    if schedule.startswith("interleaved"):
+        share /= held
+    if "zero_bubble" in schedule or schedule == "dualpipe_v":
+        share /= 3
+    return share

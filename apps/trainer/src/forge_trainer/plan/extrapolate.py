@@ -1,0 +1,105 @@
+"""From steps of few blocks and few micro-batches to the step of the job: everything grows by equal portions.
+
+Memory at a place, collectives, FLOPs and bytes are sums over blocks and micro-batches, and places count
+blocks from both ends. So a step of n more blocks takes n times what one more takes, exactly; what lies
+between the places at both ends is between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+from forge_trainer.plan import kinds
+from forge_trainer.plan.collectives import Said, Traffic
+from forge_trainer.plan.depth import Repeat
+from forge_trainer.plan.trace import Traced
+
+Key = TypeVar("Key")
+
+
+ONCE = ("fsdp", "dp_replicate", "efsdp")
+"""Axes over which a pipeline communicates once a step, not once a micro-batch."""
+
+
+class Point(NamedTuple):
+    """A step that is traced.
+
+    Attributes:
+        more: the repeat of which one turn more is kept than of the base; None for the base.
+        share: how often it counts.
+    """
+
+    more: Repeat | None
+    share: float
+
+
+def points(turns: Mapping[Repeat, int]) -> list[Point]:
+    """What to trace.
+
+    Args:
+        turns: of each repeat, how many more the job has than the base.
+    """
+    return [Point(None, 1.0 - sum(turns.values())), *(Point(one, more) for one, more in turns.items())]
+
+
+def with_micro_batches(step: Traced, traced: int, number: int) -> Traced:
+    """The step of a stage of a pipeline that works on `number` micro-batches, of which `traced` were run.
+
+    As many are in flight, gradients are summed over ranks once, and all else is done so many times more.
+    """
+    if traced == number:
+        return step
+    times = number / traced
+
+    def often(said: Said) -> float:
+        by_step = (
+            said.axis in ONCE or said.phase == "update" or (said.kind, said.axis) == ("all-reduce", "pp")
+        )
+        return 1.0 if by_step else times
+
+    peaks = {place: dict(held) for place, held in step.peaks.items()}
+    held = dict(step.held)
+    for one in (held, *peaks.values()):
+        one[kinds.INPUTS] *= times
+    return replace(
+        step,
+        peaks=peaks,
+        held=held,
+        said={s: Traffic(often(s) * t.count, often(s) * t.bytes) for s, t in step.said.items()},
+        flops={kind: times * number for kind, number in step.flops.items()},
+        moved={p: size * (1.0 if p in ("gather", "update") else times) for p, size in step.moved.items()},
+        kernels=times * step.kernels,
+    )
+
+
+def combined(traces: Sequence[tuple[float, Traced]]) -> Traced:
+    """The sum of steps, each so many times."""
+    places = set.intersection(*({*trace.peaks} for _, trace in traces))
+    peaks = {
+        place: _sum([(share, trace.peaks[place]) for share, trace in traces])
+        for place in traces[0][1].peaks
+        if place in places
+    }
+    said = {key for _, trace in traces for key in trace.said}
+    return Traced(
+        peaks,
+        _sum([(share, trace.held) for share, trace in traces]),
+        {
+            key: Traffic(
+                sum(share * trace.said[key].count for share, trace in traces if key in trace.said),
+                sum(share * trace.said[key].bytes for share, trace in traces if key in trace.said),
+            )
+            for key in sorted(said)
+        },
+        _sum([(share, trace.flops) for share, trace in traces]),
+        _sum([(share, trace.moved) for share, trace in traces]),
+        sum(share * trace.kernels for share, trace in traces),
+        traces[0][1].told,
+    )
+
+
+def _sum(parts: Sequence[tuple[float, Mapping[Key, float]]]) -> dict[Key, float]:
+    keys = dict.fromkeys(key for _, part in parts for key in part)
+    return {key: sum(share * part.get(key, 0.0) for share, part in parts) for key in keys}

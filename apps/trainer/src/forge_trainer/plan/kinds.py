@@ -1,0 +1,69 @@
+"""What memory was for, told by when it was taken and freed; and the most of it, place by place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from forge_trainer.plan.collectives import kind_of
+from forge_trainer.plan.places import Place
+from forge_trainer.plan.watch import COPIES, Storage, Watch
+
+WEIGHTS, BUFFERS, GRADIENTS, MOMENTS = "weights", "buffers", "gradients", "moments"
+ACTIVATIONS, GATHERED, LOGITS = "activations", "gathered units", "logits"
+INPUTS, WORKSPACE = "inputs", "workspace"
+KINDS: tuple[str, ...] = (
+    WEIGHTS, BUFFERS, GRADIENTS, MOMENTS, ACTIVATIONS, GATHERED, LOGITS, INPUTS, WORKSPACE,
+)  # fmt: skip
+"""All of them, in the order in which they are told."""
+
+
+def resolve(watch: Watch) -> None:
+    """Give every storage of a step that is over its kind."""
+    for made, _, _ in watch.events:
+        if made.kind is None:
+            made.kind = _kind(made)
+
+
+def _kind(made: Storage) -> str:
+    taken, freed = made.place, made.ended
+    if made.resized or made.op in COPIES or kind_of(made.op) is not None:
+        return GATHERED
+    if made.in_loss:
+        return LOGITS
+    if taken.phase == "forward":
+        return WORKSPACE if freed is not None and freed.phase == "forward" else ACTIVATIONS
+    if taken.phase == "backward":
+        later = freed is None or freed.phase != "backward" or freed.micro != taken.micro
+        return GRADIENTS if later else WORKSPACE
+    return WORKSPACE
+
+
+def held(watch: Watch) -> dict[str, float]:
+    """Bytes of each kind between steps. The first step makes moments, which are there before all others."""
+    found: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+    for size, made in watch.begun:
+        found[made.kind or WORKSPACE] += size
+    for made, change, _ in watch.events:
+        if made.kind == MOMENTS:
+            found[MOMENTS] += change
+    return found
+
+
+def peaks(watch: Watch) -> dict[Place, dict[str, float]]:
+    """By place, bytes of each kind when most of all was held there since `start`; call `resolve` first."""
+    now = held(watch)
+    total, most = sum(now.values()), dict[Place, float]()
+    found: dict[Place, dict[str, float]] = {}
+    for made, change, place in watch.events:
+        if made.kind == MOMENTS:
+            continue
+        now[made.kind or WORKSPACE] += change
+        total += change
+        if change > 0 and total > most.get(place, 0):
+            most[place], found[place] = total, dict(now)
+    return found
+
+
+def highest(found: Mapping[Place, Mapping[str, float]]) -> tuple[Place, Mapping[str, float]]:
+    """The place where most is held, and what it is."""
+    return max(found.items(), key=lambda item: sum(item[1].values()))

@@ -1,0 +1,159 @@
+"""The plan of a job as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from forge_trainer.plan import kinds
+from forge_trainer.plan.collectives import Said, Traffic
+from forge_trainer.plan.places import Place
+from forge_trainer.plan.report import GIB, Plan, checkpoint_bytes
+from forge_trainer.plan.sources import source_lines
+from forge_trainer.plan.stage import Stage
+from forge_trainer.report.announce import scaled
+
+DAY_S = 86400
+
+
+def short_lines(plan: Plan) -> Iterator[str]:
+    """What `forge launch --dry-run --device NAME` says: memory, and speed where it is known."""
+    room = "" if plan.device is None else f" of {plan.device.memory_gib:.1f}"
+    place, _ = max(plan.peaks, key=lambda peak: sum(peak[1].values()))
+    yield f"  memory  {_gib(plan.memory_bytes)}{room} GiB a rank of {plan.device_name}, at {where(place)}"
+    if plan.fits is False:
+        yield "  WARNING the job does not fit; forge plan --search looks for what does"
+    if plan.time is not None:
+        yield (
+            f"  speed   {plan.time.low:.3g} to {plan.time.high:.3g} s a step, "
+            f"{_number(plan.tokens_per_s or 0)} tokens/s, MFU {100 * (plan.mfu() or 0):.0f} %, {_days(plan)}"
+        )
+
+
+def plan_lines_of(plan: Plan) -> Iterator[str]:
+    """The plan in full."""
+    job, counted = plan.job, plan.parameters
+    axes = " x ".join(f"{name} {size}" for name, size in plan.sizes.items())
+    axes += f", of which ep {job.mesh.ep}" if job.mesh.ep > 1 else ""
+    nodes = -(-plan.site.ranks // plan.site.node_ranks)
+    many = "s" * (nodes > 1)
+    yield f"{job.job.name} on {plan.site.ranks} ranks of {plan.device_name}, {nodes} node{many}: {axes}"
+    yield f"  parameters {_number(counted.total)} ({counted.total:,}), {_number(counted.active)} active, " + (
+        f"{_number(counted.trained)} trained"
+    )
+    for role, number in counted.by_role.items():
+        yield f"    {role:<12} {_number(number):>9}  {100 * number / counted.total:5.1f} %"
+    tokens = job.train.micro_batch * job.data.max_tokens
+    yield (
+        f"  step       {job.train.global_batch:,} sequences of {job.data.max_tokens:,} tokens: "
+        f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)} of {tokens:,} tokens a rank; "
+        f"{_number(plan.flops)}FLOPs, {_number(plan.flops_full)}FLOPs with all pairs of tokens"
+    )
+    for stage, (place, held), host in zip(plan.stages, plan.peaks, plan.host, strict=True):
+        yield from _memory_lines(plan, stage, place, held, host)
+    yield from _collective_lines(plan.stages[0])
+    if plan.skewed is not None:
+        yield from _skew_lines(plan)
+    yield from _time_lines(plan)
+    yield from source_lines(job)
+    size = checkpoint_bytes(plan)
+    took = (
+        "" if plan.device is None else f", {size / 1e9 / (plan.device.storage_gbs * nodes):,.0f} s to write"
+    )
+    yield f"  checkpoint {_gib(size)} GiB{took}"
+    yield from _start_lines(plan)
+
+
+def _memory_lines(
+    plan: Plan, stage: Stage, place: Place, held: Mapping[str, float], host: float
+) -> Iterator[str]:
+    total = sum(held.values())
+    name = "a rank" if plan.sizes["pp"] == 1 else f"stage rank {stage.number} of {plan.sizes['pp']}"
+    room = ""
+    if plan.device is not None:
+        room = f" of {plan.device.memory_gib:.1f}: {'fits' if plan.fits else 'DOES NOT FIT'}"
+    ran = "all run" if stage.ran >= stage.blocks else f"{stage.ran} run, the others extrapolated"
+    yield f"  memory     {name}: {_gib(total)} GiB{room}, at {where(place)}; {stage.blocks} blocks, {ran}"
+    for kind in kinds.KINDS:
+        if size := held.get(kind, 0.0):
+            yield f"    {kind:<14} {_gib(size):>8} GiB  {100 * size / total:5.1f} %"
+    if host:
+        yield f"    on the host    {_gib(host):>8} GiB"
+
+
+def _collective_lines(stage: Stage) -> Iterator[str]:
+    merged: dict[Said, Traffic] = {}
+    for said, traffic in stage.step.said.items():
+        key = said._replace(phase="")
+        before = merged.get(key, Traffic(0, 0))
+        merged[key] = Traffic(before.count + traffic.count, before.bytes + traffic.bytes)
+    if not merged:
+        return
+    yield f"  network    of rank {stage.rank}, in a step"
+    for said, traffic in sorted(merged.items(), key=lambda item: -item[1].bytes):
+        nodes = "inside a node" if said.nodes == 1 else f"over {said.nodes} nodes"
+        yield (
+            f"    {said.axis:<12} {said.kind:<14} {traffic.count:>8,.0f} x  {_gib(traffic.bytes):>8} GiB  "
+            f"{said.ranks} ranks {nodes}"
+        )
+
+
+def _skew_lines(plan: Plan) -> Iterator[str]:
+    assert plan.skewed is not None
+    _, held = kinds.highest(plan.skewed.step.peaks)
+    more = sum(held.values()) - plan.memory_bytes
+    sent = [
+        sum(t.bytes for s, t in stage.step.said.items() if s.axis == "ep" and s.kind == "all-to-all")
+        for stage in (plan.stages[0], plan.skewed)
+    ]
+    yield (
+        f"  experts    a rank sends {_gib(sent[0])} GiB a step under even routing; one that serves twice as "
+        f"many rows {_gib(sent[1])} GiB, and holds {_gib(more)} GiB more"
+    )
+
+
+def _time_lines(plan: Plan) -> Iterator[str]:
+    time = plan.time
+    if time is None or plan.device is None:
+        return
+    yield (
+        f"  time       {time.low:.3g} to {time.high:.3g} s a step, likely {time.likely:.3g}: computes "
+        f"{time.compute:.3g}, waits for the network {time.exposed:.3g}, FSDP2's {time.hidden:.3g} may hide"
+        + (f", the bubble {time.bubble:.3g}" if time.bubble else "")
+        + (f", the host starts kernels for {time.launch:.3g}" if time.launch > time.compute else "")
+    )
+    yield (
+        f"    {_number(plan.tokens_per_s or 0)} tokens/s, MFU {100 * (plan.mfu() or 0):.1f} % "
+        f"({100 * (plan.mfu(full=True) or 0):.1f} % with all pairs of tokens), {_days(plan)}"
+    )
+
+
+def _days(plan: Plan) -> str:
+    assert plan.time is not None and plan.device is not None
+    days = plan.time.likely * plan.job.train.steps / DAY_S
+    energy = days * 24 * plan.site.ranks * plan.device.watts / 1e6
+    return f"{days:.3g} days" + (f" and {energy:.3g} MWh of devices" if energy else "") + " to the end"
+
+
+def _start_lines(plan: Plan) -> Iterator[str]:
+    job = plan.job
+    weights = " and ".join(job.train.origins.values())
+    begins = f"the weights of {weights}" if weights else f"weights of seed {job.job.seed}"
+    compiles = f", compiles {job.model.block_kinds()} kinds of blocks" if job.compile.enabled else ""
+    yield f"  start      writes to {job.job.directory}, begins with {begins}{compiles}"
+
+
+def where(place: Place) -> str:
+    """A place in words."""
+    of = f" of the {place.micro} micro-batch" if place.micro else ""
+    return (
+        f"{place.module or 'the model'} in the {place.phase}{' pass' if place.phase != 'update' else ''}{of}"
+    )
+
+
+def _gib(size: float) -> str:
+    """With three decimals where two would say nothing."""
+    return f"{size / GIB:,.{3 if size < GIB / 10 else 2}f}"
+
+
+def _number(value: float) -> str:
+    return scaled(value).strip()

@@ -1,0 +1,226 @@
+"""The plan of a job: what it needs and how fast it would be, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from forge_model.roles import parameter_roles
+
+from forge_trainer.config.job import Job
+from forge_trainer.optim.groups import freeze
+from forge_trainer.plan import kinds
+from forge_trainer.plan.devices import Device, Table, device_of
+from forge_trainer.plan.estimate import Seconds, seconds
+from forge_trainer.plan.places import Place
+from forge_trainer.plan.stage import Stage, micro_batches_of, stage_on_paper
+from forge_trainer.plan.trace import Site
+
+GIB = 1 << 30
+HOST_KINDS = (kinds.WEIGHTS, kinds.GRADIENTS, kinds.MOMENTS)
+"""What `fsdp.offload` keeps in the memory of the host."""
+
+
+class Counted(NamedTuple):
+    """Parameters of the whole model.
+
+    Attributes:
+        total: shared ones once.
+        active: that a token uses.
+        trained: that are trained at some time.
+        by_role: of each role, how many.
+    """
+
+    total: int
+    active: int
+    trained: int
+    by_role: dict[str, int]
+
+
+class Plan(NamedTuple):
+    """What a job takes.
+
+    Attributes:
+        job: what is trained.
+        site: where.
+        device_name: of the table, or `cpu`.
+        device: None for a CPU.
+        parameters: of the model.
+        sizes: of the axes of the mesh.
+        micro_batches: of a rank in a step.
+        stages: of the pipeline; of each, a rank was traced.
+        peaks: of each stage, where most memory is held and what it is; on the device.
+        host: bytes of each stage on the host, with `fsdp.offload`.
+        flops: of a step of the whole run, counting the pairs of tokens that causal attention sees.
+        flops_full: the same with all pairs.
+        time: of the slowest stage; None for a CPU.
+        skewed: the stage with most experts, where its rank serves twice as many rows; None without `ep`.
+    """
+
+    job: Job
+    site: Site
+    device_name: str
+    device: Device | None
+    parameters: Counted
+    sizes: dict[str, int]
+    micro_batches: int
+    stages: list[Stage]
+    peaks: list[tuple[Place, dict[str, float]]]
+    host: list[float]
+    flops: float
+    flops_full: float
+    time: Seconds | None
+    skewed: Stage | None = None
+
+    @property
+    def memory_bytes(self) -> float:
+        """The most that a rank holds."""
+        return max(sum(held.values()) for _, held in self.peaks)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a rank has that much memory; None where that is not known."""
+        return None if self.device is None else self.memory_bytes <= self.device.memory_gib * GIB
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of the whole run."""
+        return None if self.time is None else self.job.step_tokens / self.time.likely
+
+    def mfu(self, full: bool = False) -> float | None:
+        """Model FLOPs over the peak of all devices, in bfloat16."""
+        if self.time is None or self.device is None:
+            return None
+        flops = self.flops_full if full else self.flops
+        return flops / self.time.likely / (self.site.ranks * self.device.tflops["bfloat16"] * 1e12)
+
+
+def plan_of(
+    job: Job,
+    ranks: int,
+    node_ranks: int | None,
+    device_name: str,
+    table: Table,
+    *,
+    whole: bool = False,
+    skew: float | None = None,
+) -> Plan:
+    """Run a job on paper.
+
+    Args:
+        job: what is trained.
+        ranks: of the job.
+        node_ranks: ranks of a node; None for those of the table.
+        device_name: what a rank computes on.
+        table: of devices.
+        whole: run all blocks and micro-batches, also those that repeat.
+        skew: trace a rank that serves so many times the rows of experts, too; None does not.
+
+    Raises:
+        ConfigError: there is no such device.
+        ParallelError: the job cannot be laid out so.
+    """
+    job.require_layout(ranks)
+    device = device_of(table, device_name)
+    site = Site(ranks, node_ranks or (device.node_ranks if device else 8), device is not None)
+    sizes, count = job.mesh.sizes(ranks), micro_batches_of(job, ranks)
+    stages: list[Stage] = []
+    for number in reversed(_numbers(sizes["pp"])):
+        told = stages[0].step.told if stages else None
+        stages.insert(0, stage_on_paper(job, site, number, whole=whole, told=told))
+    worst = [kinds.highest(stage.step.peaks) for stage in stages]
+    peaks, host = _on_the_device(job, device, worst)
+    shapes = {"tokens": (job.train.global_batch, job.data.max_tokens)}
+    time = None
+    if device is not None:
+        times = [seconds(s.step, job, device, table.efficiency, sizes["pp"], count) for s in stages]
+        time = max(times, key=lambda one: one.likely)
+    skewed = None
+    if skew is not None and sizes["pp"] == 1 and job.mesh.ep > 1:
+        skewed = stage_on_paper(job, site, 0, whole=whole, skew=skew)
+    return Plan(
+        job, site, device_name, device, counted(job), sizes, count, stages, peaks, host,
+        _flops(job, shapes, True), _flops(job, shapes, False), time, skewed,
+    )  # fmt: skip
+
+
+def _numbers(stages: int) -> list[int]:
+    """The ranks of a pipeline that are traced: the first two and the last, between which the others lie."""
+    return sorted({0, 1, stages - 1} & set(range(stages)))
+
+
+def _on_the_device(
+    job: Job, device: Device | None, worst: Sequence[tuple[Place, Any]]
+) -> tuple[list[tuple[Place, dict[str, float]]], list[float]]:
+    """What is held there, and the bytes that are on the host instead."""
+    if not job.fsdp.offload or device is None:
+        return [(place, dict(held)) for place, held in worst], [0.0 for _ in worst]
+    peaks = [(place, {k: v for k, v in held.items() if k not in HOST_KINDS}) for place, held in worst]
+    return peaks, [sum(held[kind] for kind in HOST_KINDS) for _, held in worst]
+
+
+def _flops(job: Job, shapes: Any, causal: bool) -> float:
+    return job.model.step_flops(shapes, causal)
+
+
+def counted(job: Job) -> Counted:
+    """The parameters of a job."""
+    with torch.device("meta"):
+        model = job.model.build()
+    freeze(model, job.optimizer_by_steps.groups, job.data.sources)
+    shapes = {name: p.numel() for name, p in model.named_parameters()}
+    total = sum(shapes.values())
+    active = getattr(model, "active_parameters", lambda: total)()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    by_role: dict[str, int] = {}
+    for name, role in parameter_roles(model).items():
+        by_role[role] = by_role.get(role, 0) + shapes[name]
+    return Counted(total, active, trained, by_role)
+
+
+def checkpoint_bytes(plan: Plan) -> float:
+    """Of a checkpoint: weights and the state of the optimizer, each once."""
+    step = plan.stages[0].step.held
+    weights = plan.parameters.total * (2 if plan.job.precision.pure_bf16 else 4)
+    return weights * (1 + step[kinds.MOMENTS] / max(1.0, step[kinds.WEIGHTS]))
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """The plan for programs."""
+    return {
+        "job": plan.job.job.name,
+        "ranks": plan.site.ranks,
+        "node_ranks": plan.site.node_ranks,
+        "device": plan.device_name,
+        "layout": plan.sizes | {"ep": plan.job.mesh.ep},
+        "micro_batches": plan.micro_batches,
+        "parameters": plan.parameters._asdict(),
+        "memory_bytes": plan.memory_bytes,
+        "device_bytes": None if plan.device is None else plan.device.memory_gib * GIB,
+        "fits": plan.fits,
+        "stages": [_stage(*one) for one in zip(plan.stages, plan.peaks, plan.host, strict=True)],
+        "flops": {"step": plan.flops, "step_full_attention": plan.flops_full},
+        "time": None if plan.time is None else plan.time._asdict(),
+        "tokens_per_s": plan.tokens_per_s,
+        "mfu": plan.mfu(),
+        "mfu_full_attention": plan.mfu(full=True),
+        "checkpoint_bytes": checkpoint_bytes(plan),
+    }
+
+
+def _stage(stage: Stage, peak: tuple[Place, dict[str, float]], host: float) -> dict[str, Any]:
+    place, held = peak
+    return {
+        "rank": stage.rank,
+        "stage": stage.number,
+        "blocks": stage.blocks,
+        "blocks_run": stage.ran,
+        "peak": {"place": place._asdict(), "bytes": held, "total": sum(held.values())},
+        "held_bytes": stage.step.held,
+        "host_bytes": host,
+        "flops": stage.step.flops,
+        "moved_bytes": stage.step.moved,
+        "kernels": stage.step.kernels,
+        "collectives": [said._asdict() | traffic._asdict() for said, traffic in stage.step.said.items()],
+    }

@@ -1,0 +1,119 @@
+"""The step of one stage of a pipeline, or of the whole model: traced as it is, or extrapolated."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from forge_parallel.plan import Plan
+from forge_parallel.stages import keep_stage, stages_of
+
+from forge_trainer.config.job import Job
+from forge_trainer.optim.groups import freeze
+from forge_trainer.plan.depth import Depth, Repeat, repeats_of
+from forge_trainer.plan.extrapolate import combined, points, with_micro_batches
+from forge_trainer.plan.trace import Site, Told, Traced, traced
+
+KEPT_BLOCKS, KEPT_IN_PIPELINE = 4, 2
+"""Blocks that are kept of those that repeat: FSDP2 treats the first and the last ones differently."""
+
+
+class Stage(NamedTuple):
+    """What the ranks of one stage take.
+
+    Attributes:
+        rank: that was traced.
+        number: of the rank along the pipeline.
+        step: what it takes.
+        blocks: how many it has.
+        ran: how many of them were run at most.
+    """
+
+    rank: int
+    number: int
+    step: Traced
+    blocks: int
+    ran: int
+
+
+def micro_batches_of(job: Job, ranks: int) -> int:
+    """Of a rank in a step, after the warm-up of the batch."""
+    sizes = job.mesh.sizes(ranks)
+    return job.train.global_batch // (sizes["dp_replicate"] * sizes["dp_shard"] * job.train.micro_batch)
+
+
+def stage_on_paper(
+    job: Job,
+    site: Site,
+    number: int = 0,
+    *,
+    whole: bool = False,
+    skew: float = 1.0,
+    told: Told | None = None,
+) -> Stage:
+    """The step of the ranks of a stage.
+
+    Args:
+        job: what is trained.
+        site: where.
+        number: of the rank along the pipeline.
+        whole: run everything, also what repeats.
+        skew: see `traced`.
+        told: see `traced`.
+
+    Raises:
+        ParallelError: the job cannot be laid out so.
+    """
+    sizes, micro_batches = job.mesh.sizes(site.ranks), micro_batches_of(job, site.ranks)
+    rank = number * (site.ranks // sizes["pp"])
+    repeats, blocks = _repeats(job, number, sizes["pp"])
+    least = (KEPT_IN_PIPELINE if sizes["pp"] > 1 else KEPT_BLOCKS) + job.fsdp.prefetch
+    few = {one: _few(one, least) for one in repeats}
+    dropped = {one: one.turns - turns for one, turns in few.items() if one.turns - turns > 1}
+    run = micro_batches if sizes["pp"] == 1 else min(micro_batches, _in_flight(job, sizes["pp"]))
+    if whole:
+        dropped, run = {}, micro_batches
+    found = []
+    for point in points(dropped):
+        left_out = {one: turns - (one == point.more) for one, turns in dropped.items()}
+        depth = Depth(left_out) if left_out else None
+        found.append((point.share, traced(job, site, rank, run, depth, skew, told, whole)))
+    gone = sum(turns * one.period for one, turns in dropped.items())
+    periods = max((one.period for one in dropped), default=0)
+    step = with_micro_batches(combined(found), run, micro_batches)
+    return Stage(rank, number, step, blocks, blocks - gone + periods)
+
+
+def _few(repeat: Repeat, least: int) -> int:
+    """Turns of a repeat that are kept."""
+    others = len(repeat.names) - repeat.turns * repeat.period
+    return max(1, -(-(least - others) // repeat.period))
+
+
+def _in_flight(job: Job, stages: int) -> int:
+    """So many micro-batches that more of them would not be held at once.
+
+    `gpipe` holds all of them; more than twice the stages are not run for it, and its activations are too few.
+    """
+    return stages if job.pipeline.schedule == "1f1b" else 2 * stages
+
+
+def _repeats(job: Job, number: int, stages: int) -> tuple[list[Repeat], int]:
+    """What repeats in the parts of a rank, and how many blocks these have."""
+    config = job.activation_checkpointing
+    multiple = config.every if config.mode == "every" else 1
+    found, blocks = [], 0
+    for part, stage in enumerate(stages_of(number, stages, job.pipeline)):
+        with torch.device("meta"):
+            model = job.model.build()
+        freeze(model, job.optimizer_by_steps.groups, job.data.sources)
+        keep_stage(model, Plan.of(model), stage, stages, job.pipeline)
+        found += repeats_of(model, part, multiple)
+        blocks += _number_of_blocks(model)
+    return found, blocks
+
+
+def _number_of_blocks(model: torch.nn.Module) -> int:
+    from forge_parallel.match import find
+
+    return sum(len(find(model, pattern)) for pattern in Plan.of(model).flat().block_patterns)

@@ -1,0 +1,291 @@
+"""A training step of one rank on paper: the code of the job, run on fake tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from forge_model.moe.layer import expert_layers
+from forge_parallel.apply import materialize
+from forge_parallel.compile_config import CompileConfig
+from forge_parallel.mesh import Mesh, build_mesh
+from forge_parallel.plan import Plan
+from forge_resilience.finite import BuffersBefore
+from msgspec import structs
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from forge_trainer.build import build_optimizer, parallel_parts
+from forge_trainer.config.job import Job
+from forge_trainer.plan import kinds
+from forge_trainer.plan.as_on_a_gpu import as_on_a_cpu, as_on_a_gpu, use_kernels_of_a_gpu
+from forge_trainer.plan.batches import batch_on_paper
+from forge_trainer.plan.collectives import Collectives, Said, Traffic, names_of_axes
+from forge_trainer.plan.compiled import MatmulInputs, keep_as_compiled, loss_as_compiled
+from forge_trainer.plan.depth import Depth
+from forge_trainer.plan.places import Place, Places
+from forge_trainer.plan.watch import Watch
+from forge_trainer.plan.world import fake_tensors, group_of, nothing_changed
+from forge_trainer.steps.update import Update, Updated
+
+MICRO_BATCHES = 3
+"""So many are run, without a pipeline: the first, the last, and one that stands for all others."""
+
+ROUNDING = 512
+"""CUDA's allocator takes memory in multiples of so many bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """What a job is planned for.
+
+    Attributes:
+        ranks: of the job.
+        node_ranks: ranks of a node.
+        on_gpu: whether a rank computes on a GPU, or on a CPU.
+    """
+
+    ranks: int = 1
+    node_ranks: int = 8
+    on_gpu: bool = True
+
+
+class Told(NamedTuple):
+    """What the stages of a pipeline tell each other at their first step.
+
+    Attributes:
+        names: of the sums of a step, which the last stage knows, and their formats.
+        statistics: what each layer of experts tells, and its format.
+    """
+
+    names: dict[str, torch.dtype]
+    statistics: dict[str, torch.dtype]
+
+
+@dataclasses.dataclass
+class Traced:
+    """What a step of one rank takes.
+
+    Attributes:
+        peaks: by place, bytes of each kind when most was held there.
+        held: bytes of weights, buffers and moments between steps.
+        said: collectives.
+        flops: that this rank computes, by kind; what is recomputed counts again.
+        moved: bytes that operations without FLOPs read and write, by phase.
+        kernels: operations that compute or copy.
+        told: what other stages of a pipeline are told.
+    """
+
+    peaks: dict[Place, dict[str, float]]
+    held: dict[str, float]
+    said: dict[Said, Traffic]
+    flops: dict[str, float]
+    moved: dict[str, float]
+    kernels: float
+    told: Told
+
+
+def traced(
+    job: Job,
+    site: Site,
+    rank: int,
+    micro_batches: int,
+    depth: Depth | None = None,
+    skew: float = 1.0,
+    told: Told | None = None,
+    whole: bool = False,
+) -> Traced:
+    """A training step of a rank that is not its first: the state of the optimizer is there.
+
+    Args:
+        job: what is trained.
+        site: where.
+        rank: of `site.ranks`.
+        micro_batches: of the step.
+        depth: leaves out some of the blocks that repeat; None leaves all.
+        skew: the rank serves so many times the rows of experts that even routing gives it.
+        told: by the last stage of the pipeline; None for itself.
+        whole: run every micro-batch.
+
+    Raises:
+        ParallelError: the job cannot be laid out so.
+    """
+    paper = on_paper(job, site.on_gpu)
+    places = Places()
+    watch = Watch(places, ROUNDING if site.on_gpu else 1)
+    with ExitStack() as stack:
+        stack.enter_context(nothing_changed())
+        stack.enter_context(as_on_a_gpu(watch.add_flops) if site.on_gpu else as_on_a_cpu())
+        needed = paper.parallel.needs_group("cpu")
+        mesh = build_mesh(paper.mesh, stack.enter_context(group_of(site.ranks, rank, needed)))
+        noted = Collectives(names_of_axes(mesh), site.node_ranks)
+        compiled: list[str] = []
+        parts = parallel_parts(paper, mesh, partial(_prepared, job, site.on_gpu, depth, compiled))
+        called: list[str] = []
+        for number, part in enumerate(parts):
+            prefix = f"stage part {number}: " if len(parts) > 1 else ""
+            short = places.follow(part, _blocks(part), prefix)
+            called += [prefix + short[name] for name in compiled if name in short]
+        places.compiled = MatmulInputs(called) if called else None
+        watch.fakes = stack.enter_context(fake_tensors(skew))
+        stack.enter_context(watch)
+        run = micro_batches if whole or mesh.pipeline.size > 1 else min(micro_batches, MICRO_BATCHES)
+        return _run(paper, job, mesh, parts, micro_batches, run, watch, noted, told)
+
+
+def _run(
+    paper: Job,
+    job: Job,
+    mesh: Mesh,
+    parts: list[nn.Module],
+    micro_batches: int,
+    run: int,
+    watch: Watch,
+    noted: Collectives,
+    told: Told | None,
+) -> Traced:
+    for part in parts:
+        materialize(part, mesh.device)
+    watch.known(kinds.WEIGHTS, (p for part in parts for p in part.parameters()))
+    watch.known(kinds.BUFFERS, (b for part in parts for b in part.buffers()))
+    optimizer, places = build_optimizer(paper, parts, mesh), watch.places
+    if mesh.pipeline.size == 1:
+        _number_micro_batches(parts[0], places, run)
+    loss = places.around(loss_as_compiled(job) if job.compile.enabled else paper.loss.build())
+    update = Followed(
+        parts, optimizer, lambda step: 1.0, paper.train.clip_norm, mesh, paper.optimizer.ema_decay
+    )
+    update.watch = watch
+    step = paper.step.build(parts, loss, mesh, seed=paper.job.seed, update=update)
+    if told is not None:
+        step._names = told.names  # type: ignore[attr-defined]
+    batch = batch_on_paper(paper, run)
+    watch.known(kinds.INPUTS, (x for micro in batch for x in micro.inputs.values()))
+    if mesh.pipeline.size > 1 and any(expert_layers(part) for part in parts):
+        step.train(batch, 0)  # stages tell each other what their experts count
+    now = _tell(step, paper, parts, told)
+    places.begin("forward", "first")
+    watch.start()
+    watch.said = lambda name, arguments, out: noted.note(name, arguments, out, places.now)
+    step.train(batch, 1)
+    watch.said = None
+    watch.known(kinds.MOMENTS, _state(optimizer))
+    now = now if now.names else _tell(step, paper, parts, told)
+    kinds.resolve(watch)
+    peaks, held = kinds.peaks(watch), kinds.held(watch)
+    for one in (held, *peaks.values()):
+        one[kinds.INPUTS] *= micro_batches / run
+    return Traced(
+        peaks,
+        held,
+        _traffic(noted, micro_batches - run),
+        _total(watch.flops, micro_batches - run),
+        _total(watch.moved, micro_batches - run),
+        sum(number * (1 + _more(micro, micro_batches - run)) for micro, number in watch.kernels.items()),
+        now,
+    )
+
+
+def _tell(step: Any, job: Job, parts: list[nn.Module], told: Told | None) -> Told:
+    """Let a step know what all stages of a pipeline tell, and tell it: after its first step."""
+    own = {f"{name}/": layer for part in parts for name, layer in expert_layers(part).items()}
+    known: dict[str, torch.dtype] = getattr(step, "_statistics", None) or {}
+    kinds_of = {
+        key[len(name) :]: dtype for key, dtype in known.items() for name in own if key.startswith(name)
+    }
+    kinds_of = kinds_of or (told.statistics if told is not None else {})
+    if job.mesh.pp > 1 and kinds_of:
+        with torch.device("meta"), unset_fake_temporarily():
+            everywhere = expert_layers(job.model.build())
+        step._statistics = {
+            f"{layer}/{kind}": dtype for layer in everywhere for kind, dtype in kinds_of.items()
+        }
+    return Told(getattr(step, "_names", None) or {}, kinds_of)
+
+
+def _more(micro: str, left_out: int) -> int:
+    """How often what a micro-batch does is done beside: the one in the middle stands for all left out."""
+    return left_out if micro == "middle" else 0
+
+
+def _total(counts: Mapping[tuple[str, str], float], left_out: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for (micro, key), number in counts.items():
+        found[key] = found.get(key, 0.0) + number * (1 + _more(micro, left_out))
+    return found
+
+
+def _traffic(noted: Collectives, left_out: int) -> dict[Said, Traffic]:
+    found: dict[Said, Traffic] = {}
+    for (micro, said), traffic in noted.found.items():
+        times, before = 1 + _more(micro, left_out), found.get(said, Traffic(0, 0))
+        found[said] = Traffic(before.count + times * traffic.count, before.bytes + times * traffic.bytes)
+    return found
+
+
+class Followed(Update):
+    """Says when it begins, and what gradients are."""
+
+    watch: Watch
+
+    def __call__(self, step: int, loss: Tensor, held: Sequence[BuffersBefore] = ()) -> Updated:
+        """See `Update.__call__`."""
+        self.watch.places.begin("update")
+        self.watch.known(kinds.GRADIENTS, (p.grad for part in self.parts for p in part.parameters()))
+        return super().__call__(step, loss, held)
+
+
+def _number_micro_batches(model: nn.Module, places: Places, count: int) -> None:
+    """Say which micro-batch begins; the backward pass of one ends before the next one begins."""
+    number = [0]
+
+    def begin(*_: Any) -> None:
+        index = number[0] % count
+        places.begin("forward", "last" if index == count - 1 else "middle" if index else "first")
+        number[0] += 1
+
+    model.register_forward_pre_hook(begin)
+
+
+def _prepared(
+    job: Job, on_gpu: bool, depth: Depth | None, compiled: list[str], number: int, model: nn.Module
+) -> None:
+    """What is done to a part before it is made parallel."""
+    if depth is not None:
+        depth.cut(model, number)
+    if on_gpu:
+        use_kernels_of_a_gpu(model)
+        if job.compile.enabled:
+            compiled += keep_as_compiled(model, job.activation_checkpointing)
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    from forge_parallel.match import find
+
+    return [name for pattern in Plan.of(model).flat().block_patterns for name in find(model, pattern)]
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """All tensors of the state."""
+    return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+
+
+def on_paper(job: Job, on_gpu: bool) -> Job:
+    """The job as it is traced: number formats of its device, blocks uncompiled."""
+    changes: dict[str, Any] = {"compile": CompileConfig()}
+    if on_gpu and not job.precision.pure_bf16:
+        compute = job.precision.compute_dtype("cuda")
+        changes["precision"] = structs.replace(job.precision, compute=compute)
+    recompute = job.activation_checkpointing
+    if recompute.mode in ("budget", "offload"):
+        # the compiler keeps what it may; on the host nothing counts but the inputs of blocks
+        mode = "selective" if recompute.mode == "budget" else "full"
+        changes["activation_checkpointing"] = structs.replace(recompute, mode=mode)
+    if job.fp8.recipe != "none":
+        # the kernels that round for experts are Triton's, which fake tensors do not know
+        changes["fp8"] = structs.replace(job.fp8, experts=False)
+    return structs.replace(job, **changes)

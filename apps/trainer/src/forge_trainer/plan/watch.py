@@ -1,0 +1,195 @@
+"""What operations take and do, seen by torch's dispatcher: memory, FLOPs, bytes and collectives."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from forge_trainer.plan.collectives import is_collective
+from forge_trainer.plan.flops import flops_of
+from forge_trainer.plan.places import Place, Places
+
+NO_KERNELS = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "promote_types", "lift_fresh"}
+"""Operations that compute nothing."""
+
+
+COPIES = {"split_with_sizes_copy", "chunk_cat", "_chunk_cat", "all_gather_copy_in"}
+"""Operations of FSDP2 before and after it communicates."""
+
+
+MATMULS = {"mm": 0, "addmm": 1, "_grouped_mm": 0, "_scaled_mm": 0}
+"""Products with a weight, and which argument is the rows."""
+
+
+class Storage:
+    """Memory that was taken once.
+
+    Attributes:
+        kind: what it is for; None as long as that is not known.
+        place: where it was taken.
+        op: that took it.
+        resized: whether it was freed and taken again, as FSDP2 does with what it gathers.
+        ended: where it was freed; None for what lives on.
+        in_loss: whether the loss took it.
+        width: of the last dim of the tensor that it was taken for.
+    """
+
+    __slots__ = ("ended", "in_loss", "kind", "op", "place", "resized", "width")
+
+    def __init__(self, place: Place, op: str, in_loss: bool, width: int) -> None:
+        self.place, self.op, self.in_loss, self.width = place, op, in_loss, width
+        self.kind: str | None = None
+        self.resized = False
+        self.ended: Place | None = None
+
+
+class Watch(TorchDispatchMode):
+    """While it is active, follows the memory of tensors, counts FLOPs and bytes, and notes collectives.
+
+    What existed before counts from the moment that `known` names it. The parts of a DTensor that other ranks
+    have do not count.
+
+    Attributes:
+        places: where the step is.
+        live: bytes of what lives.
+        flops: of what was computed, by micro-batch and kind.
+        moved: bytes that operations without FLOPs read and wrote, by micro-batch and phase, FSDP2's
+            apart as `gather`.
+        kernels: operations that compute or copy, by micro-batch.
+        said: told of each collective: (operation, arguments, results).
+        fakes: whose tensors count; those that DTensor tries an operation with are others. None: any count.
+
+    Args:
+        rounding: memory is taken in multiples of so many bytes.
+    """
+
+    def __init__(self, places: Places, rounding: int = 1) -> None:
+        super().__init__()
+        self.places, self.live = places, 0
+        self.said: Callable[[str, Any, Any], None] | None = None
+        self.fakes: Any = None
+        self._rounding = rounding
+        self._seen: dict[int, tuple[Any, int, Storage]] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Forget what was counted, not what lives."""
+        self.begun, self.begun_live = [entry[1:] for entry in self._seen.values()], self.live
+        self.events: list[tuple[Storage, int, Place]] = []
+        self.flops: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.moved: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.kernels: defaultdict[str, int] = defaultdict(int)
+
+    def add_flops(self, kind: str, number: float) -> None:
+        """Count what no operation stands for."""
+        self.flops[self.places.now.micro, kind] += number
+
+    def known(self, kind: str, tensors: Iterable[Any]) -> None:
+        """Say what tensors are for; count those that are not followed yet as living."""
+        for tensor in tensors:
+            for part in plain_parts(tensor):
+                self._note(part, "")
+                if (seen := self._seen.get(part.untyped_storage()._cdata)) is not None:
+                    seen[2].kind = kind
+
+    def _note(self, tensor: Tensor, op: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen or tensor.device.type == "meta" or self._is_foreign(tensor):
+            return
+
+        def gone(_: Any) -> None:
+            _, size, made = self._seen.pop(key)
+            made.ended = self.places.now
+            self._changed(made, -size)
+
+        width = tensor.shape[-1] if tensor.ndim else 1
+        made = Storage(self.places.now, op, self.places.loss, width)
+        self._seen[key] = (weakref.ref(storage, gone), 0, made)
+        self._resized(storage)
+
+    def _is_foreign(self, tensor: Any) -> bool:
+        return self.fakes is not None and getattr(tensor, "fake_mode", self.fakes) is not self.fakes
+
+    def _resized(self, storage: Any) -> None:
+        """The size of a storage that is followed is known; FSDP2 frees what it gathers by a size of 0."""
+        if (seen := self._seen.get(storage._cdata)) is None:
+            return
+        reference, before, made = seen
+        size = -(-storage.nbytes() // self._rounding) * self._rounding
+        if size != before:
+            made.resized = made.resized or before > 0
+            self._seen[storage._cdata] = (reference, size, made)
+            self._changed(made, size - before)
+
+    def _changed(self, made: Storage, change: int) -> None:
+        if change:
+            self.live += change
+            self.events.append((made, change, self.places.now))
+
+    def __enter__(self) -> Any:
+        """Look at sizes too."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            resize(storage, size)
+            self._resized(storage)
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Look no more."""
+        del torch.UntypedStorage.resize_
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and look at what it takes and gives."""
+        if any(hasattr(one, "__tensor_flatten__") for one in types):
+            return NotImplemented  # it is made of plain tensors, whose operations come here
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # as real ones do: fake ones would take memory
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        if is_collective(func):
+            if self.said is not None:
+                self.said(func._schema.name, (*args, *kwargs.values()), out)
+        elif not func.is_view and name not in NO_KERNELS:
+            self._count(func, name, args, kwargs, out)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._note(tensor, name)
+        return out
+
+    def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        leaves = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        if any(map(self._is_foreign, leaves)):
+            return
+        place = self.places.now
+        self.kernels[place.micro] += 1
+        if found := flops_of(func, args, kwargs, out):
+            self.flops[place.micro, "attention" if "attention" in name else "matmul"] += found
+            if self.places.compiled is not None and place.phase == "forward" and name in MATMULS:
+                self.places.compiled.took(place.module, args[MATMULS[name]])
+            return
+        size = sum(x.numel() * x.element_size() for x in leaves)
+        own = func.namespace == "fsdp" or name in COPIES
+        self.moved[place.micro, "gather" if own else place.phase] += size
+
+
+def plain_parts(tensor: Any) -> list[Tensor]:
+    """The plain tensors on this rank that a tensor is made of."""
+    if not isinstance(tensor, Tensor):
+        return []
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        return [tensor]
+    names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]

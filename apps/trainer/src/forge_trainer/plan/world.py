@@ -1,0 +1,196 @@
+"""The ranks of a job, of which only one is there: a process group that communicates nothing."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from forge_model.moe import experts
+from forge_parallel import capabilities, dispatch
+from forge_parallel import tensor as shards
+from forge_parallel.env import Env
+from forge_parallel.error import ParallelError
+from forge_parallel.mesh import Mesh
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import _sharding_prop
+
+from forge_trainer.optim import gather_matrices
+from forge_trainer.steps.sums import Sums
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def group_of(ranks: int, rank: int, needed: bool) -> Iterator[Env]:
+    """A default process group of so many ranks, seen from one of them; nothing is left of it afterwards.
+
+    Args:
+        ranks: of the job.
+        rank: which of them is traced.
+        needed: whether even one rank has a group; see `forge_parallel.env.process_group`.
+
+    Raises:
+        ParallelError: this process has a process group already.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ParallelError(
+            "this process trains, or has another process group; plan a job in a process of its own"
+        )
+    env = Env(rank, 0, ranks, CPU, "none")
+    if ranks == 1 and not needed:
+        yield env
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        with patch.object(capabilities, "host_group", lambda: dist.group.WORLD):
+            yield env
+    finally:
+        dist.destroy_process_group()
+        shards._ranks.cache_clear()  # it keeps device meshes of groups that are gone
+
+
+@contextmanager
+def nothing_changed() -> Iterator[None]:
+    """Random numbers go on as if nothing had been drawn; of what torch warns, a real run is told."""
+    python, legacy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+
+
+@contextmanager
+def fake_tensors(skew: float = 1.0) -> Iterator[FakeTensorMode]:
+    """Tensors that have shapes and no memory; what the host, or another rank, says of them is made up.
+
+    Args:
+        skew: the rank that is traced serves so many times as many rows as with even routing.
+    """
+    routing = _EvenRouting(skew)
+    with ExitStack() as stack:
+        for place, name, change in [
+            (shards, "_ranks", _on_real_tensors(shards._ranks)),
+            (dispatch, "numbers_of", routing.numbers),
+            (dispatch.AllToAll, "__call__", routing.noting(dispatch.AllToAll.__call__)),
+            (experts.Experts, "forward", routing.telling(experts.Experts.forward)),
+            (
+                gather_matrices.MatrixExchange,
+                "__init__",
+                _holdings_told(gather_matrices.MatrixExchange.__init__),
+            ),
+            (Sums, "names", _own_names),
+            (FakeTensor, "data_ptr", _place_in_memory),
+            # DTensor tries operations with tensors of full size first: they must not be taken for ours
+            (_sharding_prop, "detect_fake_mode", lambda *_: None),
+        ]:
+            stack.enter_context(patch.object(place, name, change, create=True))
+        yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+
+
+def _place_in_memory(tensor: Tensor) -> int:
+    """Tells whether two fake tensors would begin at the same place."""
+    return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+
+def _own_names(sums: Sums, _: Any) -> dict[str, torch.dtype]:
+    """In the place of `Sums.names`, which asks all ranks."""
+    return {name: pair.dtype for name, pair in sums._pairs.items()}
+
+
+def _holdings_told(init: Callable[..., None]) -> Callable[..., None]:
+    """Which part of each matrix other ranks hold follows from the layout; no rank has to be asked."""
+
+    def run(self: Any, parameters: Sequence[Tensor], mesh: Mesh, *rest: Any) -> None:
+        def everyone(mine: Any, view: Any) -> Any:
+            return [mine] if view.size == 1 else _all_holdings(parameters, view)
+
+        with patch.object(gather_matrices, "_everyone", everyone):
+            init(self, parameters, mesh, *rest)
+
+    return run
+
+
+def _all_holdings(parameters: Sequence[Any], view: Any) -> list[list[Any]]:
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(view.group)
+    return [[_holding(parameter, rank, rank == ranks[0]) for parameter in parameters] for rank in ranks]
+
+
+def _holding(parameter: Any, rank: int, first: bool) -> Any:
+    """What a rank holds of a parameter."""
+    if not shards.is_dtensor(parameter):
+        shape = tuple(parameter.shape)
+        return gather_matrices.Holding(gather_matrices.Box((0,) * len(shape), shape), first)
+    grid = parameter.device_mesh
+    with unset_fake_temporarily():
+        coordinate = tuple((grid.mesh == rank).nonzero()[0].tolist())
+    box = shards._box(tuple(grid.shape), coordinate, tuple(parameter.placements), tuple(parameter.shape))
+    return gather_matrices.Holding(gather_matrices.Box(box.offsets, box.extents), box.is_first)
+
+
+def _on_real_tensors(read: Callable[..., Any]) -> Callable[..., Any]:
+    """The tensor of a device mesh is a real one."""
+
+    def run(*arguments: Any) -> Any:
+        with unset_fake_temporarily():
+            return read(*arguments)
+
+    return run
+
+
+class _EvenRouting:
+    """Every expert serves as many rows, but that the traced rank serves `skew` times as many."""
+
+    def __init__(self, skew: float) -> None:
+        self._skew, self._rows = skew, 0
+
+    def noting(self, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A dispatcher that says first how many rows it is given."""
+
+        def run(dispatcher: Any, experts: Any, rows: Tensor, ends: Tensor, meanwhile: Any = None) -> Tensor:
+            self._rows = len(rows)
+            return call(dispatcher, experts, rows, ends, meanwhile)
+
+        return run
+
+    def numbers(self, tensor: Tensor) -> Any:
+        """In the place of `numbers_of`: what is sent first, then what comes."""
+        sent, *others = (_even(self._rows, tuple(one.shape)) for one in tensor)
+        return [sent, *(_scaled(one, self._skew) for one in others)]
+
+    def telling(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Experts whose ends can be read on the host, which products on a CPU do."""
+
+        def run(served: Any, rows: Tensor, ends: Tensor) -> Tensor:
+            each = _even(len(rows), tuple(ends.shape))
+            ends.tolist = lambda: np.cumsum(each).tolist()  # type: ignore[method-assign]
+            return forward(served, rows, ends)
+
+        return run
+
+
+def _even(rows: int, shape: tuple[int, ...]) -> Any:
+    """Nested lists of a shape that add up to `rows`."""
+    count = int(np.prod(shape))
+    each, rest = divmod(rows, count)
+    flat = np.full(count, each, dtype=np.int64)
+    flat[:rest] += 1
+    return flat.reshape(shape).tolist()
+
+
+def _scaled(numbers: Any, factor: float) -> Any:
+    return [_scaled(one, factor) for one in numbers] if isinstance(numbers, list) else int(numbers * factor)

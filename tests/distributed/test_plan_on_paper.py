@@ -1,0 +1,154 @@
+"""`forge plan` runs the code of a job on paper: what it finds is what real steps on CPU ranks take."""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from forge_parallel.testing import run_ranks
+from forge_trainer.config.job import load_job
+from forge_trainer.plan import kinds
+from forge_trainer.plan.stage import stage_on_paper
+from forge_trainer.plan.trace import Site
+from measured_step import measured
+
+RUNS = Path(__file__).parents[2] / "configs" / "runs"
+SMALL = [
+    "--data.max_tokens=32",
+    "--model.max_tokens=32",
+    "--model.dim=64",
+    "--model.attention.num_heads=4",
+    "--model.num_layers=3",
+    "--train.global_batch=8",
+    "--train.micro_batch=2",
+]
+PIPED = ["--mesh.pp=2", "--model.tie_embeddings=false", "--model.num_layers=4"]
+
+LAYOUTS = {
+    "dp_shard": (2, []),
+    "dp_replicate": (2, ["--mesh.dp_replicate=2"]),
+    "tp": (2, ["--mesh.tp=2"]),
+    "cp": (2, ["--mesh.cp=2"]),
+    "pp x dp_shard": (4, PIPED),
+    "ep": (2, ["--mesh.ep=2", "moe"]),
+    "dp_shard, after_backward": (2, ["--fsdp.reshard=after_backward"]),
+    "dp_shard, after_step": (2, ["--fsdp.reshard=after_step"]),
+    "dp_shard, prefetch, offload": (2, ["--fsdp.prefetch=2", "--fsdp.offload=true"]),
+    "dp_replicate x dp_shard": (4, ["--mesh.dp_replicate=2"]),
+    "dp_replicate x dp_shard, every_micro_batch": (
+        4,
+        ["--mesh.dp_replicate=2", "--fsdp.reduce_gradients=every_micro_batch"],
+    ),
+    "tp, sequence = false": (2, ["--mesh.tp=2", "--tensor_parallel.sequence=false"]),
+    "cp, ulysses": (2, ["--mesh.cp=2", "--context_parallel.method=ulysses"]),
+    "dp_shard x tp": (4, ["--mesh.tp=2"]),
+    "dp_shard x cp": (4, ["--mesh.cp=2"]),
+    "cp x tp": (4, ["--mesh.cp=2", "--mesh.tp=2"]),
+    "pp x tp": (4, [*PIPED, "--mesh.tp=2"]),
+    "pp x cp": (4, [*PIPED, "--mesh.cp=2"]),
+    "pp x dp_replicate": (4, [*PIPED, "--mesh.dp_replicate=2"]),
+    "pp interleaved": (2, [*PIPED, "--pipeline.schedule=interleaved_1f1b"]),
+    "ep x tp": (4, ["--mesh.ep=2", "--mesh.tp=2", "moe"]),
+    "muon": (2, ["--optimizer.type=muon", "--optimizer.scale=match-rms-adamw"]),
+    "full recomputation, tp": (2, ["--mesh.tp=2", "--activation_checkpointing.mode=full"]),
+    "selective recomputation, tp": (2, ["--mesh.tp=2", "--activation_checkpointing.mode=selective"]),
+}
+QUICK = ("dp_shard", "tp")
+
+
+def slow_unless(names, quick):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def on_paper(path, overrides, ranks):
+    """The steps of all ranks of the pipeline, by rank of the job."""
+    job, site = load_job(path, overrides).value, Site(ranks, 8, on_gpu=False)
+    stages, told = {}, None
+    for number in reversed(range(job.mesh.pp)):
+        made = stage_on_paper(job, site, number, whole=True, told=told)
+        told = made.step.told
+        stages[made.rank] = made.step
+    assert not torch.distributed.is_initialized()
+    return stages
+
+
+def measured_on(ranks, path, overrides):
+    """By rank. A lone process has no group, and no FSDP2."""
+    if ranks == 1:
+        return [measured(path, overrides)]
+    return run_ranks(measured, ranks, path, overrides, timeout_s=240)
+
+
+def said_of(step):
+    found: Counter = Counter()
+    sizes: Counter = Counter()
+    for said, traffic in step.said.items():
+        if said.kind not in ("send", "receive"):
+            found[said.kind] += round(traffic.count)
+            sizes[said.kind] += round(traffic.bytes)
+    return {kind: (found[kind], sizes[kind]) for kind in found}
+
+
+def file_and_flags(flags):
+    name = "moe_debug" if "moe" in flags else "debug"
+    return str(RUNS / f"{name}.toml"), [*SMALL, *(flag for flag in flags if flag != "moe")]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", slow_unless(LAYOUTS, QUICK))
+def test_collectives_and_flops_are_those_of_a_real_step(name):
+    ranks, flags = LAYOUTS[name]
+    path, overrides = file_and_flags(flags)
+    real = measured_on(ranks, path, overrides)
+    for rank, step in on_paper(path, overrides, ranks).items():
+        flops = sum(step.flops.values())
+        if "ep" in name:  # routing is not even in the real step: what is sent differs, not how often
+            theirs = {kind: count for kind, (count, _) in real[rank]["said"].items()}
+            assert {kind: count for kind, (count, _) in said_of(step).items()} == theirs
+            continue
+        assert said_of(step) == real[rank]["said"], rank
+        assert flops == pytest.approx(real[rank]["flops"], rel=0.005)
+
+
+def drawn(seed):
+    """A random small job: number of ranks, and its flags."""
+    draw = random.Random(seed)
+    ranks, axes = draw.choice([(1, []), (1, []), (2, []), (2, ["--mesh.tp=2"]), (2, PIPED)])
+    piped = axes is PIPED
+    tied = draw.random() < 0.5 and not piped
+    flags = [
+        *SMALL,
+        *axes,
+        f"--model.num_layers={draw.randint(2, 8)}",
+        f"--model.dim={draw.choice([64, 96, 128])}",
+        f"--data.max_tokens={(tokens := draw.choice([32, 64, 128]))}",
+        f"--model.max_tokens={tokens}",
+        f"--train.micro_batch={draw.choice([1, 2])}",
+        f"--model.tie_embeddings={str(tied).lower()}",
+        f"--data.mask_documents={draw.choice(['true', 'false'])}",
+        f"--activation_checkpointing.mode={draw.choice(['none', 'full', 'every', 'selective'])}",
+        f"--optimizer.type={draw.choice(['adamw', 'lion'])}",
+    ]
+    kind = draw.choice(["dense", "dense", "experts", "latent"])
+    if kind == "experts" and "--mesh.tp=2" not in axes:
+        return ranks, [*flags, "moe"]
+    if kind == "latent" and not axes:
+        flags = [flag for flag in flags if "num_heads" not in flag]
+        flags.append(
+            "--model.attention={ type = 'mla', num_heads = 4, kv_rank = 16, nope_dim = 16, rope_dim = 8, "
+            "value_dim = 16 }"
+        )
+    return ranks, flags
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("seed", slow_unless(range(20), (0, 2)))
+def test_memory_of_a_random_job_is_that_of_a_real_step(seed):
+    ranks, flags = drawn(seed)
+    path, overrides = file_and_flags(flags)
+    overrides = overrides[len(SMALL) :]
+    real = measured_on(ranks, path, overrides)
+    for rank, step in on_paper(path, overrides, ranks).items():
+        _, held = kinds.highest(step.peaks)
+        assert sum(held.values()) == pytest.approx(real[rank]["peak"], rel=0.02), rank
