@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.tensor import _sharding_prop
 
 from forge_trainer.optim import gather_matrices
-from forge_trainer.optim.gather_matrices import MatrixExchange
 from forge_trainer.steps.sums import Sums
 
 CPU = torch.device("cpu")
