@@ -182,7 +182,7 @@ def test_a_rule_may_be_an_axis(write):
         (STUDY.replace("base.toml", "no.toml"), "there is no file"),
         (STUDY + '[[points]]\nname = "size-small-lr-0.01"\n', "two runs are called"),
         ('name = "x"\nbase = "base.toml"\n', "has no runs"),
-        (STUDY + "[rules]\nlr = { value = 0.1 }\n", r"optimizer\.lr = 0\.001, and a rule gives .* = 0\.1"),
+        (STUDY + "[rules]\nlr = { value = 0.1 }\n", r"optimizer\.lr = 0\.001, and a rule gives 0\.1"),
         (STUDY + "train.steps = [5]\n[rules]\ntokens = 1e5\n", r"train\.steps = 5, and a rule gives"),
         (STUDY + '[[points]]\nname = "logs"\n', "a run is called logs"),
     ],

@@ -105,8 +105,8 @@ def _point(rules: RulesConfig, base: Path, root: Path, name: str, called: Tree, 
     follow = ruled(job, rules, measures)
     if twice := keys.keys() & follow.keys():
         raise ConfigError(
-            f"{', '.join(f'{key} = {keys[key]!r}' for key in sorted(twice))}, and a rule gives "
-            f"{', '.join(f'{key} = {follow[key]!r}' for key in sorted(twice))}; leave out the key, or the rule"
+            "; ".join(f"{key} = {keys[key]!r}, and a rule gives {follow[key]!r}" for key in sorted(twice))
+            + "; leave out the key, or the rule"
         )
     keys |= follow
     job = load_job(base, overrides_of(keys)).value
