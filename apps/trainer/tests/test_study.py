@@ -21,9 +21,11 @@ from forge_trainer.cli import main
 from forge_trainer.config.job import load_job
 from forge_trainer.optim import trainable
 from forge_trainer.study import local
-from forge_trainer.study.config import load_study
+from forge_trainer.study.config import AnalysisConfig, load_study
+from forge_trainer.study.findings import seeds
 from forge_trainer.study.points import name_of, points_of
-from forge_trainer.study.state import log_of, state_of
+from forge_trainer.study.results import row_of
+from forge_trainer.study.state import State, log_of, state_of
 
 BASE = """
 [job]
@@ -84,6 +86,17 @@ def test_a_study_has_all_combinations_and_then_its_points(write):
     assert found == [*((*size, lr) for size, lr in product), (96, 2, 1e-2)]
     assert points[0].name == "size-small-lr-0.001" and points[-1].name == "wide"
     assert len({p.job.job.directory for p in points}) == 5
+
+
+def test_named_points_differ_by_their_keys_and_not_by_their_names(write, tmp_path):
+    named = "".join(f'[[points]]\nname = "s{n}"\njob.seed = {n}\n' for n in (1, 2))
+    points = write(f'name = "x"\nbase = "base.toml"\nroot = "{{root}}"\n{named}')
+    rows = [
+        row_of(p, State("complete", 100, 0), tmp_path / "runs") | {"loss": 1.0 + n}
+        for n, p in enumerate(points)
+    ]
+    assert [row["set.job.seed"] for row in rows] == [1, 2] and "set.name" not in rows[0]
+    assert seeds(rows, AnalysisConfig(loss="loss")).numbers["deviation"] == pytest.approx(math.sqrt(0.5))
 
 
 def test_names_stay_when_values_are_added(write):

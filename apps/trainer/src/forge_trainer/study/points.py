@@ -29,14 +29,14 @@ class Point:
 
     Attributes:
         name: of the run, made of what it is called by.
-        called: axis and variant, or key and value.
+        choice: what distinguishes it: axis and variant, or key and value; of a named run, the keys it sets.
         keys: that it sets in the job, those of the rules included.
         job: what is trained.
         measures: `parameters`, `flops`, `tokens`, `batch_tokens`, `width`, as rules and analyses count them.
     """
 
     name: str
-    called: Tree
+    choice: Tree
     keys: Tree
     job: Job
     measures: dict[str, float]
@@ -96,6 +96,7 @@ def _spelled(value: Any) -> str:
 
 
 def _point(rules: RulesConfig, base: Path, root: Path, name: str, called: Tree, keys: Tree) -> Point:
+    choice = keys if "name" in called else called
     ours = {key.removeprefix(RULES): value for key, value in keys.items() if key.startswith(RULES)}
     rules = _changed(rules, ours)
     keys = {key: value for key, value in keys.items() if not key.startswith(RULES)}
@@ -110,7 +111,7 @@ def _point(rules: RulesConfig, base: Path, root: Path, name: str, called: Tree, 
         )
     keys |= follow
     job = load_job(base, overrides_of(keys)).value
-    return Point(name, called, keys, job, measures_of(job, rules))
+    return Point(name, choice, keys, job, measures_of(job, rules))
 
 
 def _changed(rules: RulesConfig, keys: Tree) -> RulesConfig:
