@@ -86,3 +86,26 @@ def test_an_initial_checkpoint_changes_nothing_and_a_run_goes_on_from_it(forge, 
     assert begun and begun[-1] != "step-000000004", "it was killed before its end"
     forge("train", job, "--checkpoint.keep_initial=true")
     assert state(plain / "tiny") == state(kept / "tiny"), begun
+
+
+def test_a_damaged_step_is_passed_over_and_the_others_are_kept(forge, tiny, tmp_path):
+    job, run, table = tiny(steps=3), tmp_path / "runs" / "tiny", tmp_path / "table.csv"
+    forge("train", job, "--checkpoint.every_steps=1", "--checkpoint.keep=4")
+    path = run / "checkpoints" / "step-000000002" / "rank-00000.bin"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+
+    for command in (
+        ("eval", run, "--table", table),
+        ("export", run, tmp_path / "hf"),
+        ("verify-export", run, tmp_path / "hf"),
+        ("generate", run, "--max-new-tokens", "1"),
+    ):
+        done = forge(*command, "--step", "all", check=False)
+        assert done.returncode == 78, command
+        assert "passed over" in done.stderr and str(path) in done.stderr, command
+    assert [row["step"] for row in csv.DictReader(table.read_text().splitlines())] == ["1", "3"]
+    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["step-00000001", "step-00000003"]
+    single = forge("eval", run, "--step", "2", check=False)
+    assert single.returncode != 0 and str(path) in single.stderr

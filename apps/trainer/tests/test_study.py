@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pyarrow.parquet
 import pytest
@@ -20,9 +21,11 @@ from forge_trainer.cli import main
 from forge_trainer.config.job import load_job
 from forge_trainer.optim import trainable
 from forge_trainer.study import local
-from forge_trainer.study.config import load_study
+from forge_trainer.study.config import AnalysisConfig, load_study
+from forge_trainer.study.findings import seeds
 from forge_trainer.study.points import name_of, points_of
-from forge_trainer.study.state import log_of, state_of
+from forge_trainer.study.results import row_of
+from forge_trainer.study.state import State, log_of, state_of
 
 BASE = """
 [job]
@@ -85,6 +88,17 @@ def test_a_study_has_all_combinations_and_then_its_points(write):
     assert len({p.job.job.directory for p in points}) == 5
 
 
+def test_named_points_differ_by_their_keys_and_not_by_their_names(write, tmp_path):
+    named = "".join(f'[[points]]\nname = "s{n}"\njob.seed = {n}\n' for n in (1, 2))
+    points = write(f'name = "x"\nbase = "base.toml"\nroot = "{{root}}"\n{named}')
+    rows = [
+        row_of(p, State("complete", 100, 0), tmp_path / "runs") | {"loss": 1.0 + n}
+        for n, p in enumerate(points)
+    ]
+    assert [row["set.job.seed"] for row in rows] == [1, 2] and "set.name" not in rows[0]
+    assert seeds(rows, AnalysisConfig(loss="loss")).numbers["deviation"] == pytest.approx(math.sqrt(0.5))
+
+
 def test_names_stay_when_values_are_added(write):
     before = {p.name for p in write(STUDY)}
     after = {p.name for p in write(STUDY.replace("[1e-3, 1e-2]", "[3e-3, 1e-2, 1e-3]"))}
@@ -133,6 +147,36 @@ def test_rules_give_batch_and_learning_rate_by_powers(write):
         assert point.job.optimizer.lr == pytest.approx(0.01 * 32 / point.job.model.dim)
 
 
+def test_an_axis_changes_one_value_of_a_rule_and_keeps_its_others(write):
+    rules = '[rules]\nlr = { value = 0.01, of = "width", at = 32, power = -1.0 }\n'
+    axis = STUDY.replace("optimizer.lr = [1e-3, 1e-2]", "rules.lr.value = [0.01, 0.02]")
+    found = [(p.job.model.dim, p.job.optimizer.lr) for p in write(axis + rules)]
+    assert found == [(32, 0.01), (32, 0.02), (64, 0.005), (64, 0.01)]
+
+
+def test_an_axis_may_be_of_a_rule_that_is_absent(write):
+    axis = STUDY.replace("optimizer.lr = [1e-3, 1e-2]", "rules.lr.value = [0.01, 0.02]")
+    assert {p.job.optimizer.lr for p in write(axis)} == {0.01, 0.02}
+
+
+def test_rules_count_the_tokens_of_a_batch_that_warms_up(write):
+    warm = "train.batch_warmup = [{ steps = 10, global_batch = 4 }]\n"
+    for point in write('name = "x"\nbase = "base.toml"\n[rules]\ntokens = 1e5\n[[points]]\n' + warm):
+        by_hand = sum((4 if step < 10 else 8) * 32 for step in range(point.job.train.steps))
+        assert abs(by_hand - 1e5) <= 8 * 32 / 2
+        assert point.measures["tokens"] == by_hand
+
+
+def test_width_of_a_vision_language_model_is_that_of_its_decoder(tmp_path):
+    base = Path(__file__).parents[3] / "configs/runs/vlm_debug_joint.toml"
+    rules = '[rules]\nlr = { value = 0.01, of = "width", at = 64, power = -1.0 }\n'
+    file = tmp_path / "study.toml"
+    file.write_text(f'name = "v"\nbase = "{base}"\n{rules}[[points]]\nmodel.decoder.dim = 128\n')
+    study, root = load_study(file)
+    [point] = points_of(study, file, root)
+    assert point.measures["width"] == 128 and point.job.optimizer.lr == pytest.approx(0.005)
+
+
 def test_a_rule_may_be_an_axis(write):
     points = write(STUDY + "rules.tokens = [1e5, 2e5]\n")
     assert sorted({p.job.train.steps for p in points}) == [391, 781]
@@ -151,6 +195,9 @@ def test_a_rule_may_be_an_axis(write):
         (STUDY.replace("base.toml", "no.toml"), "there is no file"),
         (STUDY + '[[points]]\nname = "size-small-lr-0.01"\n', "two runs are called"),
         ('name = "x"\nbase = "base.toml"\n', "has no runs"),
+        (STUDY + "[rules]\nlr = { value = 0.1 }\n", r"optimizer\.lr = 0\.001, and a rule gives 0\.1"),
+        (STUDY + "train.steps = [5]\n[rules]\ntokens = 1e5\n", r"train\.steps = 5, and a rule gives"),
+        (STUDY + '[[points]]\nname = "logs"\n', "a run is called logs"),
     ],
 )
 def test_what_cannot_be_is_refused(write, text, needle):
@@ -286,7 +333,10 @@ def test_coordinates_change_alike_with_scaling_and_grow_without(write, tmp_path,
     assert "grows with the width" in capsys.readouterr().out
     write(WIDTHS + "[grid]\nmodel.scaling.base_dim = [16]\n")
     assert main(["study", file, "--coordinates", "3"]) == 0
-    assert "grows" not in capsys.readouterr().out
+    assert "with the width" not in capsys.readouterr().out
+    write(WIDTHS + "[grid]\nmodel.scaling.base_dim = [16]\nmodel.ffn.dim = [32]\n")
+    assert main(["study", file, "--coordinates", "3"]) == 1, "feed-forwards that do not grow"
+    assert "falls with the width" in capsys.readouterr().out
     write(STUDY)
     assert main(["study", file, "--coordinates", "3"]) == 78
     assert "a check needs three" in capsys.readouterr().err

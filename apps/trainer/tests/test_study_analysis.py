@@ -135,6 +135,43 @@ def test_best_learning_rate_and_its_trend():
     assert found.doubts == []
 
 
+def test_batches_of_as_many_steps_are_not_compared():
+    rows = [row(batch_tokens=b, tokens=1e3 * b, loss=4 - b / 1e4) for b in (1e3, 2e3, 4e3, 8e3)]
+    found = best_values(rows, HOW, "batch_tokens", "tokens")
+    assert found.numbers["optima"] == [] and found.lines == [] and not found.svg
+    assert "saw as many tokens (1e+06 to 8e+06), so they are not compared" in found.doubts[0]
+
+
+def test_batches_are_compared_at_each_length_with_steps_rounded():
+    def loss(batch, tokens):
+        return 3 + 1e5 / tokens + 0.02 * math.log(batch / 3e3) ** 2
+
+    rows = [
+        row(batch_tokens=b, tokens=b * round(t / b), loss=loss(b, t))
+        for t in (1e6, 2e6)
+        for b in (1e3, 2e3, 4e3, 7e3)
+    ]
+    found = best_values(rows, HOW, "batch_tokens", "tokens")
+    assert [one["batch_tokens"] for one in found.numbers["optima"]] == pytest.approx([3e3, 3e3], rel=1e-6)
+    assert found.doubts == []
+
+
+def test_budgets_that_grow_little_by_little_are_not_one():
+    sizes = np.geomspace(1e6, 3e6, 40)
+    rows = [row(parameters=n, tokens=1e7, flops=6e7 * n, loss=TRUE.loss(n, 1e7)) for n in sizes]
+    found = isoflops(rows, HOW)
+    assert len(found.numbers["optima"]) > 10
+    assert all("a parabola needs 3" in said for said in found.doubts if "FLOPs:" in said)
+
+
+def test_a_law_of_one_length_or_of_losses_that_are_none_is_doubted():
+    sizes = np.geomspace(1e6, 1e8, 8)
+    one = law([row(parameters=n, tokens=1e7, loss=TRUE.loss(n, 1e7)) for n in sizes], HOW)
+    assert any("all runs have as many tokens" in said for said in one.doubts)
+    none = law([row(parameters=n, tokens=10 * n, loss=0.0) for n in sizes], HOW)
+    assert "loss is 0 in a run" in none.doubts[0] and none.numbers == {}
+
+
 @pytest.mark.parametrize(
     ("losses", "doubt"),
     [

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from forge_trainer.checkpoints.init_from import form_of
-from forge_trainer.commands.steps import chosen_steps, flat, folder_of, is_series, write_table
+from forge_trainer.commands.steps import flat, folder_of, is_series, of_each_step, require_none, write_table
 from forge_trainer.config.eval import EvalSetConfig, prefixed
 from forge_trainer.config.job import Job
 from forge_trainer.data.evaluation_sets import open_evaluations
@@ -188,11 +188,12 @@ def evaluate_run(options: argparse.Namespace) -> None:
     """`forge eval`: the loss on held-out text and sets, or on `--text`, or what `--tasks` say."""
     if options.tasks is not None and options.text:
         raise ConfigError("--tasks bring their own text: give --text in a command of its own")
-    found = [_evaluate_step(options, step) for step in chosen_steps(options)]
+    found, damaged = of_each_step(options, lambda step: _evaluate_step(options, step))
     if options.json is not None:
         write_json(Path(options.json), found if is_series(options) else found[0])
     if is_series(options) or options.table is not None:
         write_table([flat(one) for one in found], None if options.table is None else Path(options.table))
+    require_none(damaged)
 
 
 def _evaluate_step(options: argparse.Namespace, step: int | None) -> dict[str, Any]:
@@ -319,9 +320,12 @@ def export_run(options: argparse.Namespace) -> None:
     Tensors are read, named and written one by one: the model never lies in memory. Of several steps, each has
     a folder of its own in `out`.
     """
-    for step in chosen_steps(options):
-        out = Path(options.out)
+    out = Path(options.out)
+
+    def export(step: int | None) -> None:
         _export_step(options, step, folder_of(out, step) if is_series(options) and step is not None else out)
+
+    require_none(of_each_step(options, export)[1])
 
 
 def _export_step(options: argparse.Namespace, asked: int | None, folder: Path) -> None:

@@ -18,7 +18,7 @@ from forge_model.model_config import Prompt
 from torch import nn
 
 from forge_trainer.commands.evaluate import open_trained
-from forge_trainer.commands.steps import chosen_steps, is_series
+from forge_trainer.commands.steps import is_series, of_each_step, require_none
 from forge_trainer.endings import stops_of
 
 DEFAULT_PROMPT = "def "
@@ -220,15 +220,14 @@ def _asked(line: str, path: Path, number: int) -> Asked:
 
 def generate_text(options: argparse.Namespace) -> None:
     """`forge generate`: each prompt and what follows it; of a file of prompts, JSON lines."""
-    for step in chosen_steps(options):
-        if is_series(options) and options.prompts is None:
-            sys.stdout.write(f"step {step}:\n")
-        _generate_at(options, step)
+    require_none(of_each_step(options, lambda step: _generate_at(options, step))[1])
 
 
 def _generate_at(options: argparse.Namespace, step: int | None) -> None:
     prompts = None if options.prompts is None else read_prompts(Path(options.prompts))
     job, model, *_ = open_trained(options, step)
+    if is_series(options) and prompts is None:
+        sys.stdout.write(f"step {step}:\n")
     tokenizer = job.data.tokenizer.build()
     writer = Writer(model, tokenizer, job.model, options, stops_of(job, tokenizer))
     images = [_read_image(Path(path), "--image") for path in options.image or ()]

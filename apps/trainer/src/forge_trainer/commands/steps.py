@@ -6,10 +6,11 @@ import argparse
 import csv
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError
 from forge_ckpt.store import Store
 from forge_config import ConfigError
 
@@ -17,6 +18,7 @@ from forge_trainer.run_dir.files import RunFiles, write_whole
 from forge_trainer.study.picture import Series, picture
 
 Numbers = dict[str, Any]
+T = TypeVar("T")
 
 
 def chosen_steps(options: argparse.Namespace) -> list[int | None]:
@@ -37,6 +39,37 @@ def chosen_steps(options: argparse.Namespace) -> list[int | None]:
         listed = ", ".join(map(str, there)) or "none"
         raise ConfigError(f"--step {text}: {files.checkpoints} has no such checkpoint; there are {listed}")
     return list(found)
+
+
+def of_each_step(options: argparse.Namespace, make: Callable[[int | None], T]) -> tuple[list[T], list[str]]:
+    """What a function makes of each step that `--step` names, and what is wrong with those passed over.
+
+    Of several steps, those whose checkpoints are damaged are passed over, so that the others are not lost.
+
+    Raises:
+        CheckpointError: the only step is damaged.
+        ConfigError: as `chosen_steps`.
+    """
+    made, damaged = list[T](), list[str]()
+    for step in chosen_steps(options):
+        try:
+            made.append(make(step))
+        except (DamagedError, UnreadableError) as error:
+            if not is_series(options):
+                raise
+            sys.stderr.write(f"step {step} is passed over: {error}\n")
+            damaged.append(f"step {step}: {error}")
+    return made, damaged
+
+
+def require_none(damaged: Sequence[str]) -> None:
+    """End with an error where steps were passed over.
+
+    Raises:
+        CheckpointError: lists them.
+    """
+    if damaged:
+        raise CheckpointError("\n".join(("checkpoints that cannot be read were passed over:", *damaged)))
 
 
 def is_series(options: argparse.Namespace) -> bool:

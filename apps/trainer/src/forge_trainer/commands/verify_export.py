@@ -13,7 +13,7 @@ from forge_data.tokenizer.tokenizer import with_bos
 from torch import nn
 
 from forge_trainer.commands.evaluate import load_model
-from forge_trainer.commands.steps import chosen_steps, folder_of, is_series
+from forge_trainer.commands.steps import folder_of, is_series, of_each_step, require_none
 from forge_trainer.config.job import Job
 from forge_trainer.run_dir.files import read_job
 
@@ -45,10 +45,13 @@ def verify_export(options: argparse.Namespace) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError:
         raise ConfigError("forge verify-export needs transformers: pip install 'transformers>=5'") from None
-    for step in chosen_steps(options):
-        out = Path(options.out)
+    out, classes = Path(options.out), (AutoModelForCausalLM, AutoModelForImageTextToText)
+
+    def verify(step: int | None) -> None:
         folder = folder_of(out, step) if is_series(options) and step is not None else out
-        _verify_step(options, step, folder, (AutoModelForCausalLM, AutoModelForImageTextToText))
+        _verify_step(options, step, folder, classes)
+
+    require_none(of_each_step(options, verify)[1])
 
 
 def _verify_step(

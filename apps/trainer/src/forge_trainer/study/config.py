@@ -32,7 +32,15 @@ class PowerRule(Config):
     power: float = 0.0
 
     def __call__(self, measures: dict[str, float]) -> float:
-        """The value for a run."""
+        """The value for a run.
+
+        Raises:
+            ConfigError: its model does not have the measure.
+        """
+        if not measures[self.of]:
+            raise ConfigError(
+                f'a rule of = "{self.of}" with a model that has no {self.of}; name another measure'
+            )
         return self.value * (measures[self.of] / self.at) ** self.power
 
 

@@ -22,7 +22,7 @@ from forge_trainer.optim import trainable
 from forge_trainer.study.points import Point
 
 STEEP = 0.35
-"""A change that grows with a power of the width above this is told."""
+"""A change that grows or falls with a power of the width above this is told."""
 
 
 class Width(NamedTuple):
@@ -41,7 +41,7 @@ def check_coordinates(points: Sequence[Point], steps: int) -> int:
     """Train each model of a study for a few steps on one batch, and print how its activations change.
 
     Returns:
-        0, or 1 where a change grows with the width.
+        0, or 1 where a change grows or falls with the width.
 
     Raises:
         ConfigError: the study has fewer than three widths.
@@ -54,7 +54,7 @@ def check_coordinates(points: Sequence[Point], steps: int) -> int:
         )
     slopes = slopes_of(found)
     sys.stdout.write("\n".join(_lines(found, slopes, steps)) + "\n")
-    return ExitCode.FAILED if max(slopes.values()) > STEEP else ExitCode.DONE
+    return ExitCode.FAILED if max(map(abs, slopes.values())) > STEEP else ExitCode.DONE
 
 
 def slopes_of(found: Sequence[Width]) -> dict[str, float]:
@@ -75,7 +75,8 @@ def _lines(found: Sequence[Width], slopes: dict[str, float], steps: int) -> Iter
     )
     for site, slope in slopes.items():
         values = "".join(f"{one.changes[site]:10.3g}" for one in found)
-        yield f"{site:<{width}}{values}   {slope:+.2f}{'  grows with the width' if slope > STEEP else ''}"
+        told = "" if abs(slope) <= STEEP else f"  {'grows' if slope > 0 else 'falls'} with the width"
+        yield f"{site:<{width}}{values}   {slope:+.2f}{told}"
 
 
 def changes_of(job: Job, steps: int) -> Width:

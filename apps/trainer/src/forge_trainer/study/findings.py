@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from forge_trainer.study.scaling import FEWEST, Scaling, bootstrap, fit, interva
 from forge_trainer.study.table import Row, groups, lowest
 
 CLOSE = 1.05
-"""Budgets of FLOPs that differ by less than this factor are one."""
+"""Budgets of FLOPs, and lengths in tokens, that differ by less than this factor are one."""
 
 Curve = Callable[[str], list[tuple[float, float, float]]]
 
@@ -49,6 +48,9 @@ def law(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
     n, d, y = ([row[key] for row in best] for key in ("parameters", "tokens", how.loss))
     if len(best) <= FEWEST or len({*n}) < 3:
         return None
+    if min(y) <= 0:
+        doubt = f"{how.loss} is {min(y):g} in a run; a law is of losses above 0: set analysis.loss to one"
+        return Finding("law", "Loss by parameters and tokens", doubts=[doubt])
     found = fit(n, d, y)
     laws = bootstrap(n, d, y, how.bootstrap, how.seed, found)
     made = Finding("law", "Loss by parameters and tokens")
@@ -84,8 +86,9 @@ def _law_doubts(n: Sequence[float], d: Sequence[float], between: dict[str, tuple
             found.append(f"{what} span a factor of {span:.2g}; an exponent needs {FAR:g} or more")
     if len(n) < 2 * FEWEST:
         found.append(f"{len(n)} runs for {FEWEST} constants; believe a fit of {2 * FEWEST} or more")
-    together = np.corrcoef(np.log(n), np.log(d))[0, 1] if len({*d}) > 1 else 1.0
-    if together > 0.98:
+    if len({*d}) == 1:
+        found.append("all runs have as many tokens: nothing says how the loss falls with them")
+    elif np.corrcoef(np.log(n), np.log(d))[0, 1] > 0.98:
         found.append("tokens grow with the size in all runs, so that the two exponents cannot be told apart")
     for key in ("alpha", "beta"):
         if between[key][0] <= 0:
@@ -133,7 +136,7 @@ def isoflops(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
     made, series = Finding("isoflop", "Best size for a budget"), list[Series]()
     budgets: list[float] = []
     places: list[tuple[Optimum, float]] = []
-    for members in _budgets(rows):
+    for members in _alike(rows, "flops"):
         best = lowest(members, how.loss, "parameters")
         if len(best) < 2:
             continue
@@ -162,12 +165,11 @@ def isoflops(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
     return made
 
 
-def _budgets(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows of about the same FLOPs."""
-    ordered = sorted(rows, key=lambda row: row["flops"])
-    found = [[row] for row in ordered[:1]]
-    for before, row in pairwise(ordered):
-        if row["flops"] <= CLOSE * before["flops"]:
+def _alike(rows: Sequence[Row], key: str) -> list[list[Row]]:
+    """Rows of about the same FLOPs or tokens: all of a group are close to its lowest."""
+    found: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: row[key]):
+        if found and row[key] <= CLOSE * found[-1][0][key]:
             found[-1].append(row)
         else:
             found.append([row])
@@ -179,7 +181,7 @@ def best_values(rows: Sequence[Row], how: AnalysisConfig, vary: str, *also: str)
     called = {"lr": "learning rate", "batch_tokens": "batch"}[vary]
     made = Finding(f"best_{vary}", f"Best {called}")
     series, found = list[Series](), list[tuple[Row, Optimum]]()
-    for common, members in groups(rows, vary, *also):
+    for common, members in _equally_long(made, rows, vary, *also):
         values, losses = [row[vary] for row in members], [row[how.loss] for row in members]
         place = optimum(values, losses, how.bootstrap, how.level, how.seed)
         named = f"{common['parameters']:.3g} parameters, {common['optimizer']}, seed {common['seed']}"
@@ -188,7 +190,7 @@ def best_values(rows: Sequence[Row], how: AnalysisConfig, vary: str, *also: str)
             Series(named.partition(", ")[0], [*zip(values, losses, strict=True)], _parabola(values, losses))
         )
         found.append((common, place))
-    if not found:
+    if not found and not made.doubts:
         return None
     made.numbers["optima"] = [
         {**common, vary: p.x, "low": p.low, "high": p.high, "loss": p.loss} for common, p in found
@@ -199,8 +201,24 @@ def best_values(rows: Sequence[Row], how: AnalysisConfig, vary: str, *also: str)
         if len({size for size, _ in these}) > 1:
             sizes, places = zip(*these, strict=True)
             made.numbers["trends"][kind] = _trend(made, called, "parameters", sizes, places, how)
-    made.svg = picture(f"Best {called}", called, how.loss, series)
+    made.svg = picture(f"Best {called}", called, how.loss, series) if series else ""
     return made
+
+
+def _equally_long(
+    made: Finding, rows: Sequence[Row], vary: str, *also: str
+) -> Iterator[tuple[Row, list[Row]]]:
+    """Groups of rows that differ in `vary` and saw about as many tokens; others are doubted in `made`."""
+    for common, members in groups(rows, vary, *also):
+        parts = [part for part in _alike(members, "tokens") if len({row[vary] for row in part}) > 1]
+        for part in parts:
+            yield common, sorted(part, key=lambda row: row[vary])
+        if not parts:
+            tokens = [row["tokens"] for row in members]
+            made.doubts.append(
+                f"{common['parameters']:.3g} parameters: no two values of {vary} saw as many tokens "
+                f"({min(tokens):.3g} to {max(tokens):.3g}), so they are not compared; give rules.tokens"
+            )
 
 
 def _tell(made: Finding, named: str, what: str, place: Optimum) -> None:

@@ -14,7 +14,10 @@ from forge_model.config import ModelConfig
 from msgspec import convert, to_builtins
 
 from forge_trainer.config.job import Job, load_job
-from forge_trainer.study.config import RULES, RulesConfig, StudyConfig, Tree, choices, nested
+from forge_trainer.study.config import RULES, RulesConfig, StudyConfig, Tree, choices, flattened, nested
+
+TAKEN = ("analysis", "configs", "logs", "results.csv", "results.parquet")
+"""What lies beside the folders of the runs."""
 
 LONGEST = 100
 """Letters of the name of a run; a longer one ends with a digest."""
@@ -26,14 +29,14 @@ class Point:
 
     Attributes:
         name: of the run, made of what it is called by.
-        called: axis and variant, or key and value.
+        choice: what distinguishes it: axis and variant, or key and value; of a named run, the keys it sets.
         keys: that it sets in the job, those of the rules included.
         job: what is trained.
         measures: `parameters`, `flops`, `tokens`, `batch_tokens`, `width`, as rules and analyses count them.
     """
 
     name: str
-    called: Tree
+    choice: Tree
     keys: Tree
     job: Job
     measures: dict[str, float]
@@ -57,6 +60,10 @@ def points_of(study: StudyConfig, path: Path, root: Path) -> list[Point]:
     base, found = path.parent / study.base, dict[str, Point]()
     for called, keys in choices(study):
         name = name_of(called)
+        if name in TAKEN:
+            raise ConfigError(
+                f"{path}: a run is called {name}, as what the study itself keeps in {root}; name it otherwise"
+            )
         if name in found:
             raise ConfigError(f"{path}: two runs are called {name}; leave one of them out")
         try:
@@ -89,22 +96,30 @@ def _spelled(value: Any) -> str:
 
 
 def _point(rules: RulesConfig, base: Path, root: Path, name: str, called: Tree, keys: Tree) -> Point:
+    choice = keys if "name" in called else called
     ours = {key.removeprefix(RULES): value for key, value in keys.items() if key.startswith(RULES)}
     rules = _changed(rules, ours)
     keys = {key: value for key, value in keys.items() if not key.startswith(RULES)}
     keys |= {"job.name": name, "job.root": str(root)}
     job = load_job(base, overrides_of(keys)).value
     measures = measures_of(job, rules)
-    keys |= ruled(job, rules, measures)
+    follow = ruled(job, rules, measures)
+    if twice := keys.keys() & follow.keys():
+        raise ConfigError(
+            "; ".join(f"{key} = {keys[key]!r}, and a rule gives {follow[key]!r}" for key in sorted(twice))
+            + "; leave out the key, or the rule"
+        )
+    keys |= follow
     job = load_job(base, overrides_of(keys)).value
-    return Point(name, called, keys, job, measures_of(job, rules))
+    return Point(name, choice, keys, job, measures_of(job, rules))
 
 
 def _changed(rules: RulesConfig, keys: Tree) -> RulesConfig:
     if not keys:
         return rules
     try:
-        return convert(to_builtins(rules) | nested(keys), RulesConfig)
+        said = {key: value for key, value in flattened(to_builtins(rules)).items() if value is not None}
+        return convert(nested(said | keys), RulesConfig)
     except ValueError as error:
         raise ConfigError(f"{', '.join(f'rules.{key} = {keys[key]!r}' for key in keys)}: {error}") from None
 
@@ -125,7 +140,7 @@ def measures_of(job: Job, rules: RulesConfig) -> dict[str, float]:
         "flops": flops * tokens,
         "tokens": tokens,
         "batch_tokens": float(job.step_tokens),
-        "width": float(getattr(job.model, "dim", 0)),
+        "width": float(getattr(getattr(job.model, "decoder", job.model), "dim", 0)),
     }
 
 
@@ -168,7 +183,9 @@ def ruled(job: Job, rules: RulesConfig, measures: dict[str, float]) -> Tree:
         batch = max(1, round(rules.batch_tokens(known) / micro)) * job.train.micro_batch
         found |= {"train.global_batch": batch}
         known["batch_tokens"] = float(batch * job.data.max_tokens)
-    steps = round(tokens / known["batch_tokens"])
+    stages = job.train.batch_warmup
+    warm_steps, warm = sum(s.steps for s in stages), sum(s.steps * s.global_batch for s in stages)
+    steps = round(warm_steps + (tokens - warm * job.data.max_tokens) / known["batch_tokens"])
     if steps < 1:
         raise ConfigError(
             f"rules give it {tokens:.3g} tokens, less than half of a step of {known['batch_tokens']:.0f}; "

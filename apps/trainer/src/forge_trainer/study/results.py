@@ -45,7 +45,7 @@ def row_of(point: Point, state: State, root: Path) -> Row:
         "seconds": spent if state.kind == "complete" else None,
         **final,
     }
-    return known | {f"set.{key}": value for key, value in point.called.items()}
+    return known | {f"set.{key}": value for key, value in point.choice.items()}
 
 
 def time_of(records: Sequence[Row]) -> float:
