@@ -35,7 +35,8 @@ def text(tree):
 def merged(base, changes):
     out = {name: dict(table) for name, table in base.items()}
     for name, table in changes.items():
-        out.setdefault(name, {}).update(table)
+        table = out.setdefault(name, {}) | table
+        out[name] = {key: value for key, value in table.items() if value is not None}
     return out
 
 
@@ -108,7 +109,14 @@ CASES = {
         lambda job: job.data.phases[0].start_step == 400,
     ),
     "hub": (
-        {"data": {"hf_dataset_name": "allenai/c4", "hf_dataset_config": "en", "hf_streaming": True}},
+        {
+            "data": {
+                "dataset_path": "",
+                "hf_dataset_name": "allenai/c4",
+                "hf_dataset_config": "en",
+                "hf_streaming": True,
+            }
+        },
         lambda job: (job.data.sources[0].subset, job.data.sources[0].streaming) == ("en", True),
     ),
     "evaluated": (
@@ -118,6 +126,88 @@ CASES = {
     "dense-checkpoints": (
         {"checkpoint": {"dyn_ckpt_window": {"start": 0, "stop": 64, "strategy": "power2"}, "keep_last_n": 5}},
         lambda job: (job.checkpoint.dense[0].to_step, job.checkpoint.keep) == (64, 5),
+    ),
+    "muon-without-nesterov": (
+        {"optimizer": {"name": "muon", "lr": 0.02}},
+        lambda job: job.optimizer.nesterov is False,
+    ),
+    "decay-of-zero-steps": (
+        {"scheduler": {"decay_steps": 0}},
+        lambda job: job.schedule.factor(499, 500, 1) < 0.11,
+    ),
+    "wsd-of-both-lengths": (
+        {"scheduler": {"name": "wsd", "stable_steps": 300, "decay_steps": 150}},
+        lambda job: job.schedule.decay_steps == 150,
+    ),
+    "global-batch-with-experts-on-ranks": (
+        {"model": {"num_experts": 8}, "distributed": {"ep": 8}},
+        lambda job: (job.train.global_batch, job.train.micro_batch, job.mesh.dp_shard) == (32, 1, 32),
+    ),
+    "one-shared-expert": (
+        {"model": {"num_experts": 8, "moe_shared_experts": 3}},
+        lambda job: job.model.ffn.shared_experts == 1,
+    ),
+    "sequence-loss-of-sigmoid": (
+        {"model": {"num_experts": 8, "moe_router": "sigmoid_topk", "moe_sequence_aux_loss_weight": 0.1}},
+        lambda job: (
+            job.model.ffn.router.sequence_balance_weight == 0
+            and job.model.ffn.router.batch_balance_weight == pytest.approx(0.01 * 0.1)
+        ),
+    ),
+    "no-sequence-loss-of-softmax": (
+        {"model": {"num_experts": 8, "moe_sequence_aux_loss_weight": 0.1}},
+        lambda job: job.model.ffn.router.sequence_balance_weight == 0,
+    ),
+    "phase-that-names-one-of-three": (
+        {
+            "data": {
+                "datasets": [
+                    {"path": "/a", "name": "a", "weight": 4.0},
+                    {"path": "/b", "weight": 16.0},
+                    {"path": "/c", "name": "c"},
+                ],
+                "mix_temperature": 2.0,
+                "phases": [{"start_step": 100, "dataset_weights": {"a": 9.0}, "lr_scale": 0.5}],
+            }
+        },
+        lambda job: job.data.phases[0].weights == {"a": 3.0, "1": 4.0, "c": 1.0},
+    ),
+    "phase-that-names-a-path": (
+        {
+            "data": {
+                "datasets": [{"path": "/a"}, {"path": "/b"}],
+                "anneal_start_step": 100,
+                "anneal_weights": {"/b": 3.0},
+            }
+        },
+        lambda job: job.data.phases[0].weights == {"0": 1.0, "1": 3.0},
+    ),
+    "nothing-is-held-out": (
+        {"data": {"dataset_path": "", "hf_dataset_name": "allenai/c4"}},
+        lambda job: job.data.sources[0].held_out == 0,
+    ),
+    "tokens-before-the-hub": (
+        {"data": {"dataset_path": "/tokens", "hf_dataset_name": "allenai/c4"}},
+        lambda job: job.data.sources[0].path == "/tokens",
+    ),
+    "key-and-value-heads-of-the-default": (
+        {"model": {"dim": 1024, "n_heads": 64, "n_kv_heads": None}},
+        lambda job: job.model.attention.num_kv_heads == 32,
+    ),
+    "all-checkpoints": (
+        {"checkpoint": {"keep_last_n": 0, "interval": 50}},
+        lambda job: job.checkpoint.keep_every_steps == 50,
+    ),
+    "checkpoints-behind-a-step": (
+        {"checkpoint": {"dyn_ckpt_window": {"start": 10, "stop": 20}}},
+        lambda job: (
+            [step for step in range(1, 40) if job.checkpoint.is_dense(step)] == [10, 11, 12, 14, 18]
+            and not job.checkpoint.keep_initial
+        ),
+    ),
+    "first-checkpoint": (
+        {"checkpoint": {"dyn_ckpt_window": {"start": 0, "stop": 20}}},
+        lambda job: [step for step in range(40) if job.checkpoint.is_dense(step)] == [0, 1, 2, 4, 8, 16],
     ),
     "profiled": (
         {"profiling": {"enable": True, "start_step": 4, "end_step": 9}},
@@ -150,6 +240,38 @@ def test_configuration_of_kempnerforge_becomes_one_of_ours(tmp_path, case):
         ({"train": {"max_stepz": 3}}, "train.max_stepz (did you mean 'train.max_steps'?)"),
         ({"model": {"n_kv_heads": 3}}, "model.attention"),
         ({"optimizer": {"name": "sgd"}}, "optimizer.name = 'sgd' has no counterpart; known: adamw"),
+        ({"optimizer": {"name": ["adamw"]}}, "optimizer.name = ['adamw'] has no counterpart"),
+        ({"model": {"dim": "512"}}, "expected numbers, given model.dim = '512'"),
+        ({"train": {"mixed_precision": "int8"}}, "train.mixed_precision = 'int8' has no counterpart"),
+        ({"model": {"num_experts": 8, "moe_router": "hash"}}, "model.moe_router = 'hash' has no counterpart"),
+        (
+            {"model": {"num_experts": 8, "moe_router": "sigmoid_topk", "moe_bias_schedule": "x"}},
+            "model.moe_bias_schedule = 'x' has no counterpart",
+        ),
+        (
+            {"scheduler": {"name": "wsd", "wsd_decay_type": "exp"}},
+            "scheduler.wsd_decay_type = 'exp' has no counterpart",
+        ),
+        (
+            {"scheduler": {"name": "wsd", "stable_steps": 100, "decay_steps": 100}},
+            "are 200 steps, and 450 come behind the warm-up",
+        ),
+        ({"scheduler": {"name": "wsd", "decay_steps": 100}}, "stable_steps = 0 and decay_steps = 100"),
+        (
+            {"model": {"num_experts": 8}, "train": {"batch_size": 3}, "distributed": {"ep": 8}},
+            "read the same 12 sequences",
+        ),
+        (
+            {
+                "data": {
+                    "datasets": [{"path": "a", "name": "a"}],
+                    "anneal_start_step": 9,
+                    "anneal_weights": {"b": 1.0},
+                }
+            },
+            "phases weigh b; the data sets are a",
+        ),
+        ({"data": {"mix_temperature": 0}}, "data.mix_temperature = 0"),
     ],
 )
 def test_what_cannot_be_converted_is_said_and_nothing_is_written(tmp_path, capsys, changes, said):
