@@ -93,8 +93,7 @@ def _feed_forward(made: Converted, given: Mapping[str, Any]) -> None:
 
 
 def _router(made: Converted, given: Mapping[str, Any]) -> dict[str, Any]:
-    """There the sequence loss is one over all tokens of a micro-batch, of the sigmoid router alone, and is
-    multiplied by both weights."""
+    """There the sequence loss is over all tokens of a micro-batch, only sigmoid has it, both weights count."""
     router: dict[str, Any] = {"z_loss_weight": given.get("model.moe_router_z_loss_weight", 0.0)}
     balance = given.get("model.moe_aux_loss_weight", 0.01)
     of_sequences = given.get("model.moe_sequence_aux_loss_weight", 0.0)
@@ -210,8 +209,8 @@ def _schedule(made: Converted, given: Mapping[str, Any]) -> None:
         schedule["decay_steps"] = max(0, rest - stable) if decay is None else decay
         if decay not in (None, rest - stable):
             made.problems.append(
-                f"scheduler.stable_steps = {stable} and decay_steps = {decay} are {stable + decay} steps, and "
-                f"{rest} come behind the warm-up: a decay ends with the run here; make them equal"
+                f"scheduler.stable_steps = {stable} and decay_steps = {decay} are {stable + decay} steps, "
+                f"and {rest} come behind the warm-up: a decay ends with the run here; make them equal"
             )
     elif decay not in (None, rest) and name not in ("constant", "none"):
         made.problems.append(
@@ -331,6 +330,16 @@ def _rest(made: Converted, given: Mapping[str, Any]) -> None:
     backend = given.get("model.sdpa_backend", "auto")
     if backend != "auto":
         made.put("job.attention_kernels", [backend])
+    _checkpoints(made, given)
+    if given.get("metrics.enable_wandb"):
+        name = {"name": given["metrics.wandb_run_name"]} if given.get("metrics.wandb_run_name") else {}
+        made.put("track.wandb", {"project": given.get("metrics.wandb_project", "kempnerforge"), **name})
+    if given.get("profiling.enable"):
+        first, end = given.get("profiling.start_step", 5), given.get("profiling.end_step", 8)
+        made.put("hooks.profile", {"type": "profile", "first_step": first, "steps": end - first})
+
+
+def _checkpoints(made: Converted, given: Mapping[str, Any]) -> None:
     keep = given.get("checkpoint.keep_last_n", 3)
     if keep >= 2:
         made.put("checkpoint.keep", keep)
@@ -344,12 +353,6 @@ def _rest(made: Converted, given: Mapping[str, Any]) -> None:
         made.problems.append(
             f"checkpoint.load_path = {folder!r}: their checkpoints are torch DCP: forge-ckpt import"
         )
-    if given.get("metrics.enable_wandb"):
-        name = {"name": given["metrics.wandb_run_name"]} if given.get("metrics.wandb_run_name") else {}
-        made.put("track.wandb", {"project": given.get("metrics.wandb_project", "kempnerforge"), **name})
-    if given.get("profiling.enable"):
-        first, end = given.get("profiling.start_step", 5), given.get("profiling.end_step", 8)
-        made.put("hooks.profile", {"type": "profile", "first_step": first, "steps": end - first})
 
 
 def _window(made: Converted, start: int, stop: int) -> None:
