@@ -93,7 +93,7 @@ def _feed_forward(made: Converted, given: Mapping[str, Any]) -> None:
 
 
 def _router(made: Converted, given: Mapping[str, Any]) -> dict[str, Any]:
-    """There the sequence loss is over all tokens of a micro-batch, only sigmoid has it, both weights count."""
+    """There the sequence loss is one of a micro-batch, only sigmoid has it, and both weights count."""
     router: dict[str, Any] = {"z_loss_weight": given.get("model.moe_router_z_loss_weight", 0.0)}
     balance = given.get("model.moe_aux_loss_weight", 0.01)
     of_sequences = given.get("model.moe_sequence_aux_loss_weight", 0.0)

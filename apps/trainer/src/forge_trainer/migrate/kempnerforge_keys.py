@@ -147,7 +147,8 @@ NUMBERS = (
     "model.moe_aux_loss_weight", "model.moe_sequence_aux_loss_weight", "train.batch_size", "train.max_steps",
     "train.grad_accum_steps", "scheduler.warmup_steps", "scheduler.decay_steps", "scheduler.stable_steps",
     "data.num_workers", "data.mix_temperature", "data.anneal_start_step", "eval.steps",
-    "distributed.dp_shard", "distributed.dp_replicate", "distributed.tp", "distributed.pp", "distributed.cp", "distributed.ep",
-    "checkpoint.keep_last_n", "checkpoint.interval", "profiling.start_step", "profiling.end_step",
+    "distributed.dp_shard", "distributed.dp_replicate", "distributed.tp", "distributed.pp",
+    "distributed.cp", "distributed.ep", "checkpoint.keep_last_n", "checkpoint.interval",
+    "profiling.start_step", "profiling.end_step",
 )  # fmt: skip
 """Keys that are reckoned with."""
