@@ -318,6 +318,74 @@ def test_configuration_of_torchtitan_becomes_one_of_ours(tmp_path, capsys):
     assert "sizes are in their code" in capsys.readouterr().err
 
 
+TITAN = {
+    "model": {"name": "llama3", "flavor": "8B", "hf_assets_path": "assets"},
+    "training": {"local_batch_size": 8, "seq_len": 4096, "dataset": "c4"},
+}
+
+TITAN_CASES = {
+    "blocks-by-default": (
+        {},
+        lambda job: (job.activation_checkpointing.mode, job.activation_checkpointing.every) == ("every", 2),
+    ),
+    "no-blocks": (
+        {"activation_checkpoint": {"mode": "none", "selective_ac_option": "2"}},
+        lambda job: job.activation_checkpointing.mode == "none",
+    ),
+    "all-blocks": (
+        {"activation_checkpoint": {"mode": "full", "selective_ac_option": "2"}},
+        lambda job: job.activation_checkpointing.mode == "full",
+    ),
+    "operations": (
+        {"activation_checkpoint": {"selective_ac_option": "op"}},
+        lambda job: job.activation_checkpointing.mode == "selective",
+    ),
+    "pipeline": (
+        {"parallelism": {"pipeline_parallel_degree": 4}},
+        lambda job: (job.train.micro_batch, job.train.global_batch) == (1, 16),
+    ),
+    "pipeline-of-two": (
+        {"parallelism": {"pipeline_parallel_degree": 4, "pipeline_parallel_microbatch_size": 2}},
+        lambda job: (job.train.micro_batch, job.train.global_batch) == (2, 16),
+    ),
+    "all-checkpoints": (
+        {"checkpoint": {"keep_latest_k": 0, "interval": 250}},
+        lambda job: job.checkpoint.keep_every_steps == 250,
+    ),
+    "distance-of-checkpoints": (
+        {},
+        lambda job: (job.checkpoint.every_steps, job.checkpoint.keep) == (500, 10),
+    ),
+    "nothing-is-held-out": ({}, lambda job: job.data.sources[0].held_out == 0),
+    "keys-that-are-left-out": (
+        {"checkpoint": {"exclude_from_loading": ["lr_scheduler"]}, "memory_estimation": {"enabled": True}},
+        lambda job: job.train.global_batch == 64,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TITAN_CASES)
+def test_configuration_of_torchtitan_keeps_its_values(tmp_path, case):
+    changes, holds = TITAN_CASES[case]
+    assert holds(converted(tmp_path, merged(TITAN, changes), "torchtitan", "--ranks=8"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallelism": {"tensor_parallel_degree": 3}}, "8 ranks are no multiple of"),
+        ({"model": {"converters": ["mx"]}}, "model.converters has mx"),
+        ({"validation": {"enable": True}}, "'c4_validation' is a name of their code"),
+        ({"lr_scheduler": {"decay_type": "exp"}}, "lr_scheduler.decay_type = 'exp' has no counterpart"),
+        ({"activation_checkpoint": {"selective_ac_option": "x"}}, "known: op, numbers"),
+        ({"training": {"local_batch_size": "8"}}, "expected numbers, given training.local_batch_size"),
+    ],
+)
+def test_what_cannot_be_converted_of_torchtitan_is_said(tmp_path, capsys, changes, said):
+    assert converted(tmp_path, merged(TITAN, changes), "torchtitan", "--ranks=8") is None
+    assert said in capsys.readouterr().err
+
+
 def test_file_that_exists_is_not_overwritten(tmp_path, capsys):
     assert converted(tmp_path, KF)
     source = tmp_path / "theirs.toml"
