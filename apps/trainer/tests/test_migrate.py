@@ -20,7 +20,7 @@ KF = {
         "vocab_size": 50304,
         "max_seq_len": 1024,
     },
-    "data": {"dataset_path": "tokens"},
+    "data": {"dataset_path": "tokens", "tokenizer_path": "assets/tokenizer.json"},
     "scheduler": {"warmup_steps": 50},
     "distributed": {"dp_shard": 4},
 }
@@ -272,6 +272,7 @@ def test_configuration_of_kempnerforge_becomes_one_of_ours(tmp_path, case):
             "phases weigh b; the data sets are a",
         ),
         ({"data": {"mix_temperature": 0}}, "data.mix_temperature = 0"),
+        ({"data": {"dataset_path": "", "hf_dataset_name": "a/b", "tokenizer_path": None}}, "no tokenizer"),
     ],
 )
 def test_what_cannot_be_converted_is_said_and_nothing_is_written(tmp_path, capsys, changes, said):
@@ -357,6 +358,10 @@ TITAN_CASES = {
         lambda job: (job.checkpoint.every_steps, job.checkpoint.keep) == (500, 10),
     ),
     "nothing-is-held-out": ({}, lambda job: job.data.sources[0].held_out == 0),
+    "tokenizer-of-older-files": (
+        {"model": {"hf_assets_path": None, "tokenizer_path": "assets/tokenizer.model"}},
+        lambda job: job.data.tokenizer.path == "assets/tokenizer.json",
+    ),
     "keys-that-are-left-out": (
         {"checkpoint": {"exclude_from_loading": ["lr_scheduler"]}, "memory_estimation": {"enabled": True}},
         lambda job: job.train.global_batch == 64,
@@ -375,6 +380,7 @@ def test_configuration_of_torchtitan_keeps_its_values(tmp_path, case):
     [
         ({"parallelism": {"tensor_parallel_degree": 3}}, "8 ranks are no multiple of"),
         ({"model": {"converters": ["mx"]}}, "model.converters has mx"),
+        ({"model": {"hf_assets_path": None}}, "no tokenizer is named"),
         ({"validation": {"enable": True}}, "'c4_validation' is a name of their code"),
         ({"lr_scheduler": {"decay_type": "exp"}}, "lr_scheduler.decay_type = 'exp' has no counterpart"),
         ({"activation_checkpoint": {"selective_ac_option": "x"}}, "known: op, numbers"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil, gcd
 from typing import Any
 
@@ -219,13 +219,12 @@ def _schedule(made: Converted, given: Mapping[str, Any]) -> None:
 
 
 def _data(made: Converted, given: Mapping[str, Any]) -> None:
-    if path := given.get("data.tokenizer_path"):
-        made.put("data.tokenizer", {"type": "hf", "path": path})
     listed = [one for one in given.get("data.datasets") or [_only(given)] if _name(one)]
     sources = [_source(one, given) for one in listed]
     if not sources:
         made.problems.append("no data is configured (there: random tokens): add [[data.sources]]")
         return
+    _tokenizer(made, given, any(source["type"] == "hf" for source in sources))
     if any(source.get("streaming") for source in sources):
         made.put("data.workers", min(1, made.tree["data"]["workers"]))
     if any(source["type"] == "tokens" for source in sources):
@@ -239,13 +238,18 @@ def _data(made: Converted, given: Mapping[str, Any]) -> None:
     for source in sources:
         source["weight"] = float(source.get("weight", 1.0)) ** (1 / temperature)
     made.put("data.sources", sources)
-    if phases := given.get("data.phases") or _annealing(given):
-        named = {_name(one): (str(place), one.get("weight", 1.0)) for place, one in enumerate(listed)}
-        for source, one in zip(sources, listed, strict=True):
-            named[_name(one)] = source.get("name", named[_name(one)][0]), named[_name(one)][1]
-        made.put("data.phases", [_phase(made, phase, named, temperature) for phase in phases])
+    _phases(made, given, listed)
     if not given.get("data.pack_sequences", False):
         made.notes.append("data.pack_sequences = False: documents are always packed; none is attended across")
+
+
+def _tokenizer(made: Converted, given: Mapping[str, Any], is_needed: bool) -> None:
+    if path := given.get("data.tokenizer_path"):
+        made.put("data.tokenizer", {"type": "hf", "path": path})
+    elif is_needed:
+        made.problems.append("no tokenizer is named: data.tokenizer_path")
+    else:
+        made.notes.append("no tokenizer is named: data.tokenizer = that of the tokens; bytes if absent")
 
 
 def _only(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,16 +289,24 @@ def _annealing(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _phase(
-    made: Converted, phase: Mapping[str, Any], named: Mapping[str, tuple[str, float]], temperature: float
-) -> dict[str, Any]:
+def _phases(made: Converted, given: Mapping[str, Any], listed: Sequence[Mapping[str, Any]]) -> None:
     """There a data set that a phase does not name keeps its weight, and the temperature holds in phases."""
-    weights = phase.get("dataset_weights", {})
-    if unknown := sorted(set(weights) - set(named)):
-        made.problems.append(f"phases weigh {', '.join(unknown)}; the data sets are {', '.join(named)}")
-    new = {here: float(weights.get(name, old)) ** (1 / temperature) for name, (here, old) in named.items()}
-    scale = {"lr_scale": phase["lr_scale"]} if "lr_scale" in phase else {}
-    return {"start_step": phase["start_step"], "weights": new, **scale}
+    phases = given.get("data.phases") or _annealing(given)
+    names = [_name(one) for one in listed]
+    power = 1 / given.get("data.mix_temperature", 1.0)
+    new: list[dict[str, Any]] = []
+    for phase in phases:
+        weights = phase.get("dataset_weights", {})
+        if unknown := sorted(set(weights) - set(names)):
+            made.problems.append(f"phases weigh {', '.join(unknown)}; the data sets are {', '.join(names)}")
+        shares = {
+            one.get("name") or str(place): float(weights.get(names[place], one.get("weight", 1.0))) ** power
+            for place, one in enumerate(listed)
+        }
+        scale = {"lr_scale": phase["lr_scale"]} if "lr_scale" in phase else {}
+        new.append({"start_step": phase["start_step"], "weights": shares, **scale})
+    if new:
+        made.put("data.phases", new)
 
 
 def _evaluation(made: Converted, given: Mapping[str, Any]) -> None:

@@ -215,14 +215,20 @@ def _model(made: Converted, given: Mapping[str, Any]) -> None:
     named = given.get("model.name", "llama3"), given.get("model.flavor", "debugmodel")
     if named in FLAVORS:
         made.put("model.preset", FLAVORS[named])
+        made.notes.append(
+            f"model {named[1]}: positions are scaled as in Llama 3.1 here, and are not in older versions of "
+            'torchtitan: model.rope = {type = "plain", theta = 500000.0}'
+        )
     else:
         made.problems.append(
             f"model {named[0]} {named[1]}: sizes are in their code; write [model] (docs/families.md)"
         )
-    if path := given.get("model.hf_assets_path", given.get("model.tokenizer_path")):
-        made.put(
-            "data.tokenizer", {"type": "hf", "path": f"{path.removesuffix('/tokenizer.json')}/tokenizer.json"}
-        )
+    path = given.get("model.hf_assets_path", given.get("model.tokenizer_path"))
+    if not isinstance(path, str) or not path:
+        made.problems.append("no tokenizer is named: model.hf_assets_path = the folder of its tokenizer.json")
+        return
+    folder = path.removesuffix("/tokenizer.json").removesuffix("/tokenizer.model")
+    made.put("data.tokenizer", {"type": "hf", "path": f"{folder}/tokenizer.json"})
 
 
 def _batch(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None:
