@@ -72,10 +72,17 @@ CASES = {
         lambda job: job.schedule.warmup_steps == 7,
     ),
     "wsd": (
-        {"scheduler": {"name": "wsd", "stable_steps": 300, "wsd_decay_type": "sqrt"}},
-        lambda job: (job.schedule.decay_steps, job.schedule.shape) == (150, "1-sqrt"),
+        {"scheduler": {"name": "wsd", "stable_steps": 300, "wsd_decay_type": "linear"}},
+        lambda job: (job.schedule.decay_steps, job.schedule.shape) == (150, "linear"),
     ),
-    "rex": ({"scheduler": {"name": "rex", "min_lr_ratio": 0.0}}, lambda job: job.schedule.floor == 0),
+    "rex": (
+        {"scheduler": {"name": "rex", "min_lr_ratio": 0.0, "warmup_steps": 0}},
+        lambda job: job.schedule.factor(250, 500) == 0.5,  # (1 - progress) ** alpha there
+    ),
+    "no-schedule-has-no-warm-up": (
+        {"scheduler": {"name": "none"}},
+        lambda job: job.schedule.factor(0, 500) == 1,
+    ),
     "tp": ({"distributed": {"tp": 2}}, lambda job: (job.mesh.tp, job.train.global_batch) == (2, 32)),
     "hsdp": ({"distributed": {"dp_replicate": 2}}, lambda job: job.train.global_batch == 64),
     "pp": ({"distributed": {"pp": 2, "pp_schedule": "gpipe"}}, lambda job: job.pipeline.schedule == "gpipe"),
@@ -258,6 +265,15 @@ def test_configuration_of_kempnerforge_becomes_one_of_ours(tmp_path, case):
         ),
         ({"scheduler": {"name": "wsd", "decay_steps": 100}}, "stable_steps = 0 and decay_steps = 100"),
         (
+            {"scheduler": {"name": "wsd", "wsd_decay_type": "sqrt"}},
+            "wsd_decay_type = 'sqrt' has no counterpart",
+        ),
+        ({"scheduler": {"name": "rex"}}, "scheduler.name = 'rex' is max(0.1, (1 - progress) ** 1.0) there"),
+        (
+            {"scheduler": {"name": "rex", "rex_alpha": 2.0, "min_lr_ratio": 0.0}},
+            "scheduler.name = 'rex' is max(0.0, (1 - progress) ** 2.0) there",
+        ),
+        (
             {"model": {"num_experts": 8}, "train": {"batch_size": 3}, "distributed": {"ep": 8}},
             "read the same 12 sequences",
         ),
@@ -358,6 +374,10 @@ TITAN_CASES = {
         lambda job: (job.checkpoint.every_steps, job.checkpoint.keep) == (500, 10),
     ),
     "nothing-is-held-out": ({}, lambda job: job.data.sources[0].held_out == 0),
+    "converters-of-older-files": (
+        {"model": {"converters": "float8"}},
+        lambda job: job.fp8.recipe == "tensorwise",
+    ),
     "tokenizer-of-older-files": (
         {"model": {"hf_assets_path": None, "tokenizer_path": "assets/tokenizer.model"}},
         lambda job: job.data.tokenizer.path == "assets/tokenizer.json",

@@ -197,12 +197,16 @@ def _schedule(made: Converted, given: Mapping[str, Any]) -> None:
         name = "constant"
     schedule = made.tree.setdefault("schedule", {})
     schedule["type"] = name
+    if name == "none":
+        schedule["warmup_steps"] = 0
+    if name == "rex":
+        schedule["type"] = _rex(made, given)
     if name in ("cosine", "linear", "rex", "wsd"):
         schedule["floor"] = given.get("scheduler.min_lr_ratio", 0.1)
     rest = made.tree["train"]["steps"] - schedule.get("warmup_steps", 0)
     decay = given.get("scheduler.decay_steps") or None  # 0 there: as if absent
     if name == "wsd":
-        shapes = {"cosine": "cosine", "linear": "linear", "sqrt": "1-sqrt"}
+        shapes = {"cosine": "cosine", "linear": "linear"}  # sqrt(1 - progress) is none of ours
         asked = given.get("scheduler.wsd_decay_type", "cosine")
         schedule["shape"] = made.one_of("scheduler.wsd_decay_type", asked, shapes)
         stable = given.get("scheduler.stable_steps") or 0
@@ -216,6 +220,17 @@ def _schedule(made: Converted, given: Mapping[str, Any]) -> None:
         made.problems.append(
             f"scheduler.decay_steps = {decay}: a decay ends with the run here; set train.steps to it"
         )
+
+
+def _rex(made: Converted, given: Mapping[str, Any]) -> str:
+    """There a power of what is left, which is linear for 1; here the shape of Chen et al. 2021."""
+    floor, power = given.get("scheduler.min_lr_ratio", 0.1), given.get("scheduler.rex_alpha", 1.0)
+    if (floor, power) != (0.0, 1.0):
+        made.problems.append(
+            f"scheduler.name = 'rex' is max({floor}, (1 - progress) ** {power}) there, and has "
+            "no counterpart; cosine, linear and wsd have"
+        )
+    return "linear"
 
 
 def _data(made: Converted, given: Mapping[str, Any]) -> None:

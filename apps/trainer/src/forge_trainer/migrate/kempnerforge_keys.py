@@ -76,7 +76,7 @@ KEYS: dict[str, Move | Drop | None] = {
     "scheduler.min_lr_ratio": None,
     "scheduler.stable_steps": None,
     "scheduler.wsd_decay_type": None,
-    "scheduler.rex_alpha": Drop("rex has its published shape here", 1.0),
+    "scheduler.rex_alpha": None,
     "data.dataset_path": None,
     "data.file_pattern": Drop("forge-data import is given the files", "*.npy"),
     "data.tokenizer_path": None,

@@ -102,6 +102,7 @@ KEYS: dict[str, Move | Drop | None] = {
     "checkpoint.enable": Drop("a run always has checkpoints", True),
     "checkpoint.folder": Drop(IN_RUN, "checkpoint"),
     "checkpoint.interval": Move("checkpoint.every_steps"),
+    "checkpoint.model_weights_only": Drop("forge export writes the weights alone", False),
     "checkpoint.last_save_model_only": Drop("forge export writes the weights alone"),
     "checkpoint.last_save_model_weights_only": Drop("forge export writes the weights alone"),
     "checkpoint.export_dtype": Drop("forge export writes them"),
@@ -205,6 +206,8 @@ def _float8(made: Converted, given: Mapping[str, Any]) -> None:
     made.put("fp8.recipe", recipe or "tensorwise")
     known = ("float8", "quantize.linear.float8")
     converters = given.get("model.converters", [])
+    if isinstance(converters, str):  # in older files
+        converters = [one.strip() for one in converters.split(",") if one.strip()]
     if not any(one in known for one in converters):
         del made.tree["fp8"]
     if unknown := [one for one in converters if one not in known]:
