@@ -159,6 +159,29 @@ def test_credentials_are_found_where_the_libraries_look_for_them(tmp_path, serve
     )
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://host:port", "ftp://host", "https://", "a b"])
+def test_address_that_is_none_is_told(url, tmp_path):
+    (tmp_path / "netrc").write_bytes(b"\xff\xfe machine")
+    found = by_name(accounts.wandb_findings({"WANDB_BASE_URL": url, "NETRC": str(tmp_path / "netrc")}))
+    assert found["wandb server"].state == "wrong" and url in found["wandb server"].found
+    assert found["wandb key"].state == "wrong"
+
+
+def test_server_of_another_protocol_does_not_answer():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"220 mail\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        found = by_name(accounts.wandb_findings({"WANDB_BASE_URL": url, "WANDB_API_KEY": "k"}))
+    assert found["wandb server"].state == "warning" and "does not answer" in found["wandb server"].found
+
+
 def test_server_that_does_not_answer_is_a_warning_with_a_remedy(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -207,3 +207,15 @@ def test_export_has_the_template_that_the_conversations_were_trained_with(tmp_pa
             assert text == "<s>[user] 2+2= </s>[assistant] 4 </s>"
             asked = theirs.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
             assert asked == "<s>[user] 2+2= </s>[assistant] "
+
+
+def test_error_with_a_name_that_is_no_text_is_told_to_the_others():
+    import torch.distributed as dist
+    from forge_resilience.exit_codes import ExitCode
+    from forge_trainer.end_together import FAILED, EndTogether
+
+    together = EndTogether(None, type("Place", (), {"rank": 1, "world_size": 2}))
+    together._store = dist.HashStore()
+    with pytest.raises(FileNotFoundError), together.telling(lambda error: ExitCode.FAILED):
+        raise FileNotFoundError("\udcff.txt")
+    assert b"FileNotFoundError: ?.txt" in together._store.get(FAILED)

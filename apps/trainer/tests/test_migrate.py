@@ -20,7 +20,7 @@ KF = {
         "vocab_size": 50304,
         "max_seq_len": 1024,
     },
-    "data": {"dataset_path": "tokens"},
+    "data": {"dataset_path": "tokens", "tokenizer_path": "assets/tokenizer.json"},
     "scheduler": {"warmup_steps": 50},
     "distributed": {"dp_shard": 4},
 }
@@ -35,7 +35,8 @@ def text(tree):
 def merged(base, changes):
     out = {name: dict(table) for name, table in base.items()}
     for name, table in changes.items():
-        out.setdefault(name, {}).update(table)
+        table = out.setdefault(name, {}) | table
+        out[name] = {key: value for key, value in table.items() if value is not None}
     return out
 
 
@@ -71,10 +72,17 @@ CASES = {
         lambda job: job.schedule.warmup_steps == 7,
     ),
     "wsd": (
-        {"scheduler": {"name": "wsd", "stable_steps": 300, "wsd_decay_type": "sqrt"}},
-        lambda job: (job.schedule.decay_steps, job.schedule.shape) == (150, "1-sqrt"),
+        {"scheduler": {"name": "wsd", "stable_steps": 300, "wsd_decay_type": "linear"}},
+        lambda job: (job.schedule.decay_steps, job.schedule.shape) == (150, "linear"),
     ),
-    "rex": ({"scheduler": {"name": "rex", "min_lr_ratio": 0.0}}, lambda job: job.schedule.floor == 0),
+    "rex": (
+        {"scheduler": {"name": "rex", "min_lr_ratio": 0.0, "warmup_steps": 0}},
+        lambda job: job.schedule.factor(250, 500) == 0.5,  # (1 - progress) ** alpha there
+    ),
+    "no-schedule-has-no-warm-up": (
+        {"scheduler": {"name": "none"}},
+        lambda job: job.schedule.factor(0, 500) == 1,
+    ),
     "tp": ({"distributed": {"tp": 2}}, lambda job: (job.mesh.tp, job.train.global_batch) == (2, 32)),
     "hsdp": ({"distributed": {"dp_replicate": 2}}, lambda job: job.train.global_batch == 64),
     "pp": ({"distributed": {"pp": 2, "pp_schedule": "gpipe"}}, lambda job: job.pipeline.schedule == "gpipe"),
@@ -108,7 +116,14 @@ CASES = {
         lambda job: job.data.phases[0].start_step == 400,
     ),
     "hub": (
-        {"data": {"hf_dataset_name": "allenai/c4", "hf_dataset_config": "en", "hf_streaming": True}},
+        {
+            "data": {
+                "dataset_path": "",
+                "hf_dataset_name": "allenai/c4",
+                "hf_dataset_config": "en",
+                "hf_streaming": True,
+            }
+        },
         lambda job: (job.data.sources[0].subset, job.data.sources[0].streaming) == ("en", True),
     ),
     "evaluated": (
@@ -118,6 +133,88 @@ CASES = {
     "dense-checkpoints": (
         {"checkpoint": {"dyn_ckpt_window": {"start": 0, "stop": 64, "strategy": "power2"}, "keep_last_n": 5}},
         lambda job: (job.checkpoint.dense[0].to_step, job.checkpoint.keep) == (64, 5),
+    ),
+    "muon-without-nesterov": (
+        {"optimizer": {"name": "muon", "lr": 0.02}},
+        lambda job: job.optimizer.nesterov is False,
+    ),
+    "decay-of-zero-steps": (
+        {"scheduler": {"decay_steps": 0}},
+        lambda job: job.schedule.factor(499, 500, 1) < 0.11,
+    ),
+    "wsd-of-both-lengths": (
+        {"scheduler": {"name": "wsd", "stable_steps": 300, "decay_steps": 150}},
+        lambda job: job.schedule.decay_steps == 150,
+    ),
+    "global-batch-with-experts-on-ranks": (
+        {"model": {"num_experts": 8}, "distributed": {"ep": 8}},
+        lambda job: (job.train.global_batch, job.train.micro_batch, job.mesh.dp_shard) == (32, 1, 32),
+    ),
+    "one-shared-expert": (
+        {"model": {"num_experts": 8, "moe_shared_experts": 3}},
+        lambda job: job.model.ffn.shared_experts == 1,
+    ),
+    "sequence-loss-of-sigmoid": (
+        {"model": {"num_experts": 8, "moe_router": "sigmoid_topk", "moe_sequence_aux_loss_weight": 0.1}},
+        lambda job: (
+            job.model.ffn.router.sequence_balance_weight == 0
+            and job.model.ffn.router.batch_balance_weight == pytest.approx(0.01 * 0.1)
+        ),
+    ),
+    "no-sequence-loss-of-softmax": (
+        {"model": {"num_experts": 8, "moe_sequence_aux_loss_weight": 0.1}},
+        lambda job: job.model.ffn.router.sequence_balance_weight == 0,
+    ),
+    "phase-that-names-one-of-three": (
+        {
+            "data": {
+                "datasets": [
+                    {"path": "/a", "name": "a", "weight": 4.0},
+                    {"path": "/b", "weight": 16.0},
+                    {"path": "/c", "name": "c"},
+                ],
+                "mix_temperature": 2.0,
+                "phases": [{"start_step": 100, "dataset_weights": {"a": 9.0}, "lr_scale": 0.5}],
+            }
+        },
+        lambda job: job.data.phases[0].weights == {"a": 3.0, "1": 4.0, "c": 1.0},
+    ),
+    "phase-that-names-a-path": (
+        {
+            "data": {
+                "datasets": [{"path": "/a"}, {"path": "/b"}],
+                "anneal_start_step": 100,
+                "anneal_weights": {"/b": 3.0},
+            }
+        },
+        lambda job: job.data.phases[0].weights == {"0": 1.0, "1": 3.0},
+    ),
+    "nothing-is-held-out": (
+        {"data": {"dataset_path": "", "hf_dataset_name": "allenai/c4"}},
+        lambda job: job.data.sources[0].held_out == 0,
+    ),
+    "tokens-before-the-hub": (
+        {"data": {"dataset_path": "/tokens", "hf_dataset_name": "allenai/c4"}},
+        lambda job: job.data.sources[0].path == "/tokens",
+    ),
+    "key-and-value-heads-of-the-default": (
+        {"model": {"dim": 1024, "n_heads": 64, "n_kv_heads": None}},
+        lambda job: job.model.attention.num_kv_heads == 32,
+    ),
+    "all-checkpoints": (
+        {"checkpoint": {"keep_last_n": 0, "interval": 50}},
+        lambda job: job.checkpoint.keep_every_steps == 50,
+    ),
+    "checkpoints-behind-a-step": (
+        {"checkpoint": {"dyn_ckpt_window": {"start": 10, "stop": 20}}},
+        lambda job: (
+            [step for step in range(1, 40) if job.checkpoint.is_dense(step)] == [10, 11, 12, 14, 18]
+            and not job.checkpoint.keep_initial
+        ),
+    ),
+    "first-checkpoint": (
+        {"checkpoint": {"dyn_ckpt_window": {"start": 0, "stop": 20}}},
+        lambda job: [step for step in range(40) if job.checkpoint.is_dense(step)] == [0, 1, 2, 4, 8, 16],
     ),
     "profiled": (
         {"profiling": {"enable": True, "start_step": 4, "end_step": 9}},
@@ -150,6 +247,48 @@ def test_configuration_of_kempnerforge_becomes_one_of_ours(tmp_path, case):
         ({"train": {"max_stepz": 3}}, "train.max_stepz (did you mean 'train.max_steps'?)"),
         ({"model": {"n_kv_heads": 3}}, "model.attention"),
         ({"optimizer": {"name": "sgd"}}, "optimizer.name = 'sgd' has no counterpart; known: adamw"),
+        ({"optimizer": {"name": ["adamw"]}}, "optimizer.name = ['adamw'] has no counterpart"),
+        ({"model": {"dim": "512"}}, "expected numbers, given model.dim = '512'"),
+        ({"train": {"mixed_precision": "int8"}}, "train.mixed_precision = 'int8' has no counterpart"),
+        ({"model": {"num_experts": 8, "moe_router": "hash"}}, "model.moe_router = 'hash' has no counterpart"),
+        (
+            {"model": {"num_experts": 8, "moe_router": "sigmoid_topk", "moe_bias_schedule": "x"}},
+            "model.moe_bias_schedule = 'x' has no counterpart",
+        ),
+        (
+            {"scheduler": {"name": "wsd", "wsd_decay_type": "exp"}},
+            "scheduler.wsd_decay_type = 'exp' has no counterpart",
+        ),
+        (
+            {"scheduler": {"name": "wsd", "stable_steps": 100, "decay_steps": 100}},
+            "are 200 steps, and 450 come behind the warm-up",
+        ),
+        ({"scheduler": {"name": "wsd", "decay_steps": 100}}, "stable_steps = 0 and decay_steps = 100"),
+        (
+            {"scheduler": {"name": "wsd", "wsd_decay_type": "sqrt"}},
+            "wsd_decay_type = 'sqrt' has no counterpart",
+        ),
+        ({"scheduler": {"name": "rex"}}, "scheduler.name = 'rex' is max(0.1, (1 - progress) ** 1.0) there"),
+        (
+            {"scheduler": {"name": "rex", "rex_alpha": 2.0, "min_lr_ratio": 0.0}},
+            "scheduler.name = 'rex' is max(0.0, (1 - progress) ** 2.0) there",
+        ),
+        (
+            {"model": {"num_experts": 8}, "train": {"batch_size": 3}, "distributed": {"ep": 8}},
+            "read the same 12 sequences",
+        ),
+        (
+            {
+                "data": {
+                    "datasets": [{"path": "a", "name": "a"}],
+                    "anneal_start_step": 9,
+                    "anneal_weights": {"b": 1.0},
+                }
+            },
+            "phases weigh b; the data sets are a",
+        ),
+        ({"data": {"mix_temperature": 0}}, "data.mix_temperature = 0"),
+        ({"data": {"dataset_path": "", "hf_dataset_name": "a/b", "tokenizer_path": None}}, "no tokenizer"),
     ],
 )
 def test_what_cannot_be_converted_is_said_and_nothing_is_written(tmp_path, capsys, changes, said):
@@ -194,6 +333,83 @@ def test_configuration_of_torchtitan_becomes_one_of_ours(tmp_path, capsys):
     (tmp_path / "ours.toml").unlink()
     assert converted(tmp_path, theirs, "torchtitan", "--ranks=8") is None
     assert "sizes are in their code" in capsys.readouterr().err
+
+
+TITAN = {
+    "model": {"name": "llama3", "flavor": "8B", "hf_assets_path": "assets"},
+    "training": {"local_batch_size": 8, "seq_len": 4096, "dataset": "c4"},
+}
+
+TITAN_CASES = {
+    "blocks-by-default": (
+        {},
+        lambda job: (job.activation_checkpointing.mode, job.activation_checkpointing.every) == ("every", 2),
+    ),
+    "no-blocks": (
+        {"activation_checkpoint": {"mode": "none", "selective_ac_option": "2"}},
+        lambda job: job.activation_checkpointing.mode == "none",
+    ),
+    "all-blocks": (
+        {"activation_checkpoint": {"mode": "full", "selective_ac_option": "2"}},
+        lambda job: job.activation_checkpointing.mode == "full",
+    ),
+    "operations": (
+        {"activation_checkpoint": {"selective_ac_option": "op"}},
+        lambda job: job.activation_checkpointing.mode == "selective",
+    ),
+    "pipeline": (
+        {"parallelism": {"pipeline_parallel_degree": 4}},
+        lambda job: (job.train.micro_batch, job.train.global_batch) == (1, 16),
+    ),
+    "pipeline-of-two": (
+        {"parallelism": {"pipeline_parallel_degree": 4, "pipeline_parallel_microbatch_size": 2}},
+        lambda job: (job.train.micro_batch, job.train.global_batch) == (2, 16),
+    ),
+    "all-checkpoints": (
+        {"checkpoint": {"keep_latest_k": 0, "interval": 250}},
+        lambda job: job.checkpoint.keep_every_steps == 250,
+    ),
+    "distance-of-checkpoints": (
+        {},
+        lambda job: (job.checkpoint.every_steps, job.checkpoint.keep) == (500, 10),
+    ),
+    "nothing-is-held-out": ({}, lambda job: job.data.sources[0].held_out == 0),
+    "converters-of-older-files": (
+        {"model": {"converters": "float8"}},
+        lambda job: job.fp8.recipe == "tensorwise",
+    ),
+    "tokenizer-of-older-files": (
+        {"model": {"hf_assets_path": None, "tokenizer_path": "assets/tokenizer.model"}},
+        lambda job: job.data.tokenizer.path == "assets/tokenizer.json",
+    ),
+    "keys-that-are-left-out": (
+        {"checkpoint": {"exclude_from_loading": ["lr_scheduler"]}, "memory_estimation": {"enabled": True}},
+        lambda job: job.train.global_batch == 64,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TITAN_CASES)
+def test_configuration_of_torchtitan_keeps_its_values(tmp_path, case):
+    changes, holds = TITAN_CASES[case]
+    assert holds(converted(tmp_path, merged(TITAN, changes), "torchtitan", "--ranks=8"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallelism": {"tensor_parallel_degree": 3}}, "8 ranks are no multiple of"),
+        ({"model": {"converters": ["mx"]}}, "model.converters has mx"),
+        ({"model": {"hf_assets_path": None}}, "no tokenizer is named"),
+        ({"validation": {"enable": True}}, "'c4_validation' is a name of their code"),
+        ({"lr_scheduler": {"decay_type": "exp"}}, "lr_scheduler.decay_type = 'exp' has no counterpart"),
+        ({"activation_checkpoint": {"selective_ac_option": "x"}}, "known: op, numbers"),
+        ({"training": {"local_batch_size": "8"}}, "expected numbers, given training.local_batch_size"),
+    ],
+)
+def test_what_cannot_be_converted_of_torchtitan_is_said(tmp_path, capsys, changes, said):
+    assert converted(tmp_path, merged(TITAN, changes), "torchtitan", "--ranks=8") is None
+    assert said in capsys.readouterr().err
 
 
 def test_file_that_exists_is_not_overwritten(tmp_path, capsys):

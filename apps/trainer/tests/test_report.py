@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import random
 import statistics
 import time
@@ -155,7 +156,7 @@ def test_page_holds_curves_events_differences_and_needs_no_network(tmp_path, cap
     assert "The MIT License" in text and "Leon Sorokin" in text, "it goes with every copy of uPlot"
     facts = facts_of(text)
     assert [run["name"] for run in facts["runs"]] == ["one", "two"]
-    assert facts["differences"] == [["optimizer.lr", "0.001", "0.003"]]
+    assert facts["differences"] == [["optimizer.lr", "1, 2 from step 7", "0.003"]]
     marks = facts["runs"][0]["marks"]
     assert marks == [
         [5, "rollback", "steps 5 to 7: </script><b>bad; back to step 4 without their data"],
@@ -308,6 +309,55 @@ def test_loss_of_training_is_the_mean_of_the_last_tenth(tmp_path, capsys):
     make(tmp_path / "a", [*records, {"step": 101, "tokens": 101, "loss": None}])
     assert main(["compare", str(tmp_path / "a")]) == 0
     assert "0.5000" in capsys.readouterr().out
+
+
+def test_run_whose_key_was_changed_is_no_repetition(tmp_path, capsys):
+    make(tmp_path / "a", trained(1.0, validation=2.0), lr=1e-4, seed=1)
+    changed = make(tmp_path / "b", trained(1.0, validation=3.0), lr=1e-4, seed=2)
+    events = [
+        {"step": 5, "key": "optimizer.lr", "old": 0.003, "new": 0.01},
+        {"step": 9, "key": "optimizer.lr", "old": 0.01, "new": 0.0001},
+    ]
+    (changed / "history.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert main(["compare", str(tmp_path), "--csv", str(tmp_path / "t.csv")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3, "two rows"
+    with (tmp_path / "t.csv").open() as file:
+        found = {row["runs"]: row["optimizer.lr"] for row in csv.DictReader(file)}
+    assert found == {"a": "0.0001", "b": "0.003, 0.01 from step 5, 0.0001 from step 9"}
+
+
+def test_run_that_diverged_comes_behind_the_others(tmp_path, capsys):
+    gone = [*trained(1.0, validation=1.0), {"step": 21, "loss": None}, {"step": 21, "eval/loss": None}]
+    make(tmp_path / "a", [*gone, *({"step": step, "loss": None} for step in range(22, 41))], lr=1.0)
+    make(tmp_path / "b", trained(3.0, validation=4.0))
+    make(tmp_path / "c", trained(3.0), lr=2.0)
+    assert main(["compare", str(tmp_path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:3] for line in lines[1:4]] == [
+        ["b", "4.0000", "3.5000"],
+        ["a", "nan", "nan"],
+        ["c", "-", "3.5000"],
+    ]
+
+
+def test_row_says_how_many_of_its_runs_were_evaluated(tmp_path, capsys):
+    make(tmp_path / "a", trained(1.0, validation=2.0), seed=1)
+    make(tmp_path / "b", trained(1.0), seed=2)
+    assert main(["compare", str(tmp_path)]) == 0
+    assert "a: the validation loss is that of 1 of 2 runs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["@@DATA@@", "@@STYLE@@", os.fsdecode(b"\xff\xfe")])
+def test_name_of_a_folder_does_not_spoil_the_page(tmp_path, name):
+    run = make(tmp_path / "x" / "run", trained(2.0)).rename(tmp_path / "x" / name)
+    assert main(["report", str(run)]) == 0
+    assert len(facts_of((run / "report.html").read_text())["charts"]) > 1
+
+
+def test_integers_that_no_float_holds_are_gaps(tmp_path):
+    run = make(tmp_path / "a", [*trained(2.0), {"step": 21, "loss": 10**400}, {"step": 10**30, "loss": 1.0}])
+    assert read_metrics(run / "metrics.jsonl")["loss"].values[-1] == math.inf
+    assert facts_of(page([run], tmp_path))["runs"][0]["step"] == 21
 
 
 def test_names_tell_runs_apart(tmp_path):

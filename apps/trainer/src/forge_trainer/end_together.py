@@ -92,6 +92,7 @@ class EndTogether:
             if (store := self._store) is None:
                 raise
             mine = f"{int(code(error))} rank {self._env.rank}: {type(error).__name__}: {error}"
+            mine = mine.encode(errors="replace").decode()  # a store takes no name that is no text
             first = self._first(store, mine)
             with suppress(RuntimeError):
                 store.add(GONE, 1)

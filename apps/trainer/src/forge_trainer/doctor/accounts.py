@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import netrc
 import os
 import urllib.error
@@ -36,13 +37,13 @@ def hub_findings(environ: Mapping[str, str] = os.environ) -> list[Finding]:
 
 
 def _wandb_key(url: str, environ: Mapping[str, str]) -> Finding:
-    host = urlsplit(url).hostname or ""
+    host = _host(url)
     if environ.get("WANDB_API_KEY"):
         return fine("wandb key", "WANDB_API_KEY")
     place = Path(environ.get("NETRC", Path.home() / ".netrc"))
     try:
         found = netrc.netrc(place).authenticators(host)
-    except (OSError, netrc.NetrcParseError):
+    except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
         found = None
     if found is not None:
         return fine("wandb key", f"for {host} in {place}")
@@ -60,16 +61,26 @@ def _hub_token(home: Path, environ: Mapping[str, str]) -> Finding:
     return Finding("hub token", "warning", "none", why, "hf auth login, or export HF_TOKEN")
 
 
+def _host(url: str) -> str:
+    """Of an address of http; empty if it is none."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # refuses what is no number
+    except ValueError:
+        return ""
+    return (parts.hostname or "") if parts.scheme in ("http", "https") else ""
+
+
 def _answers(name: str, url: str, remedy: str) -> Finding:
     """Whether a server answers at all; any status will do."""
-    if urlsplit(url).scheme not in ("http", "https"):
-        return Finding(name, "wrong", f"{url} is no address", "it should begin with https://", remedy)
+    if not _host(url):
+        return Finding(name, "wrong", f"{url} is no address", "it should be https:// and a host", remedy)
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=ANSWER_S):
             return fine(name, f"{url} answers")
     except urllib.error.HTTPError as error:
         return fine(name, f"{url} answers ({error.code})")
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         why = "compute nodes of many clusters reach no server outside"
         return Finding(name, "warning", f"{url} does not answer: {reason}", why, remedy)

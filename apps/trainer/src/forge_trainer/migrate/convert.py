@@ -49,11 +49,13 @@ class Stack:
         name: of the stack.
         keys: the rule of each dotted key that it knows; None for keys that `finish` reads.
         finish: makes what depends on several keys, from the given tree and the number of ranks.
+        numbers: keys whose values `finish` reckons with.
     """
 
     name: str
     keys: Mapping[str, Move | Drop | None]
     finish: Callable[[Converted, Mapping[str, Any], int | None], None]
+    numbers: tuple[str, ...] = ()
 
 
 @dataclass
@@ -77,6 +79,13 @@ class Converted:
         for one in tables:
             table = table.setdefault(one, {})
         table[name] = value
+
+    def one_of(self, key: str, value: Any, values: Mapping[str, str]) -> str | None:
+        """What a value of there is called here; None and a problem if it has no counterpart."""
+        if isinstance(value, str) and value in values:
+            return values[value]
+        self.problems.append(f"{key} = {value!r} has no counterpart; known: {', '.join(values)}")
+        return None
 
     def toml(self) -> str:
         """The file, with what was left out as comments at its top."""
@@ -102,7 +111,9 @@ def convert(path: Path, stack: Stack, ranks: int | None = None) -> Converted:
     flat = flatten(given, stack.keys)
     if unknown := sorted(flat.keys() - stack.keys.keys()):
         hints = "; ".join(f"{key} ({nearest(key, stack.keys)})" for key in unknown)
-        raise ConfigError(f"{path} has keys that {stack.name} does not know: {hints:.2000}")
+        raise ConfigError(f"{path} has keys that are not known to be of {stack.name}: {hints:.2000}")
+    if wrong := [f"{key} = {flat[key]!r}" for key in stack.numbers if not _is_number(flat.get(key, 0))]:
+        raise ConfigError(f"{path}: expected numbers, given {', '.join(wrong)}")
     made = Converted()
     for key, value in flat.items():
         rule = stack.keys[key]
@@ -118,11 +129,15 @@ def convert(path: Path, stack: Stack, ranks: int | None = None) -> Converted:
 def _move(made: Converted, key: str, value: Any, rule: Move) -> None:
     if rule.values is None:
         made.put(rule.to, value)
-    elif value in rule.values:
+    elif isinstance(value, str | bool) and value in rule.values:
         made.put(rule.to, rule.values[value])
     else:
         known = ", ".join(map(str, rule.values))
         made.problems.append(f"{key} = {value!r} has no counterpart; known: {known}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def flatten(tree: Mapping[str, Any], keys: Mapping[str, Any], above: str = "") -> Tree:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import ceil
+from collections.abc import Mapping, Sequence
+from math import ceil, gcd
 from typing import Any
 
 from forge_trainer.migrate.convert import Converted, Stack
-from forge_trainer.migrate.kempnerforge_keys import KEYS, VISION
+from forge_trainer.migrate.kempnerforge_keys import KEYS, NUMBERS, VISION
 
 BY_HAND = "has another structure here: write it by hand, see docs/vision.md"
+DEFAULT_HEADS = 32
 
 
 def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None:
@@ -19,6 +20,7 @@ def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None
             made.problems.append(f"[{section}] {BY_HAND}")
     made.tree.setdefault("job", {}).setdefault("name", "converted")
     _defaults(made)
+    _key_value_heads(made, given)
     _feed_forward(made, given)
     _batch(made, given, ranks)
     _optimizer(made, given)
@@ -43,6 +45,17 @@ def _defaults(made: Converted) -> None:
         table.setdefault(name, value)
 
 
+def _key_value_heads(made: Converted, given: Mapping[str, Any]) -> None:
+    """There the default of `n_kv_heads` is taken from the default of `n_heads`, before a file is read."""
+    heads = given.get("model.n_heads", DEFAULT_HEADS)
+    if "model.n_kv_heads" not in given and heads != DEFAULT_HEADS and heads % DEFAULT_HEADS == 0:
+        made.put("model.attention.num_kv_heads", DEFAULT_HEADS)
+        made.notes.append(
+            f"model.n_heads = {heads} without n_kv_heads trains with {DEFAULT_HEADS} key and value heads "
+            "there, and so it does here"
+        )
+
+
 def _feed_forward(made: Converted, given: Mapping[str, Any]) -> None:
     dim, layers = made.tree["model"]["dim"], made.tree["model"]["num_layers"]
     multiplier = given.get("model.ffn_dim_multiplier", 1.0)
@@ -61,9 +74,11 @@ def _feed_forward(made: Converted, given: Mapping[str, Any]) -> None:
         "dim": width,
         "num_experts": experts,
         "top_k": given.get("model.moe_top_k", 2),
-        "shared_experts": given.get("model.moe_shared_experts", 0),
-        "router": _router(given),
+        "shared_experts": min(1, shared := given.get("model.moe_shared_experts", 0)),
+        "router": _router(made, given),
     }
+    if shared > 1:
+        made.notes.append(f"model.moe_shared_experts = {shared}: one is built there, and here")
     if activation != "silu":
         mixture |= {"activation": activation, "gated": False}
     if capacity := given.get("model.moe_capacity_factor", 0.0):
@@ -77,18 +92,30 @@ def _feed_forward(made: Converted, given: Mapping[str, Any]) -> None:
         made.put("model.overrides", [{"layers": f"{every - 1}::{every}", "ffn": mixture}])
 
 
-def _router(given: Mapping[str, Any]) -> dict[str, Any]:
-    router: dict[str, Any] = {
-        "z_loss_weight": given.get("model.moe_router_z_loss_weight", 0.0),
-        "sequence_balance_weight": given.get("model.moe_sequence_aux_loss_weight", 0.0),
-    }
+def _router(made: Converted, given: Mapping[str, Any]) -> dict[str, Any]:
+    """There the sequence loss is one of a micro-batch, only sigmoid has it, and both weights count."""
+    router: dict[str, Any] = {"z_loss_weight": given.get("model.moe_router_z_loss_weight", 0.0)}
     balance = given.get("model.moe_aux_loss_weight", 0.01)
-    if given.get("model.moe_router", "softmax_topk") == "softmax_topk":
+    of_sequences = given.get("model.moe_sequence_aux_loss_weight", 0.0)
+    kinds = {"softmax_topk": "softmax", "sigmoid_topk": "sigmoid"}
+    kind = made.one_of("model.moe_router", given.get("model.moe_router", "softmax_topk"), kinds)
+    if kind != "sigmoid":
+        if of_sequences:
+            made.notes.append("model.moe_sequence_aux_loss_weight: the softmax router has no such loss there")
         return router | {"type": "softmax", "batch_balance_weight": balance}
-    schedule = {"constant": "constant", "cosine_decay": "cosine", "linear_warmup": "linear_warmup"}
-    kind = schedule[given.get("model.moe_bias_schedule", "constant")]
-    length = {} if kind == "constant" else {"bias_schedule_steps": given.get("train.max_steps", 100_000)}
-    return router | {"type": "sigmoid", "bias_schedule": kind, **length}
+    schedules = {"constant": "constant", "cosine_decay": "cosine", "linear_warmup": "linear_warmup"}
+    asked = given.get("model.moe_bias_schedule", "constant")
+    schedule = made.one_of("model.moe_bias_schedule", asked, schedules)
+    length = {}
+    if schedule != "constant":
+        length = {"bias_schedule_steps": given.get("train.max_steps", 100_000)}
+    if of_sequences:
+        router["batch_balance_weight"] = balance * of_sequences
+        made.notes.append(
+            f"model.moe_sequence_aux_loss_weight = {of_sequences}: there it is multiplied by "
+            "moe_aux_loss_weight and is a loss of the batch: router.batch_balance_weight is the product"
+        )
+    return router | {"type": "sigmoid", "bias_schedule": schedule, **length}
 
 
 def _batch(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None:
@@ -100,27 +127,40 @@ def _batch(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None
     experts = given.get("distributed.ep", 1)
     if experts > 1:
         made.put("mesh.ep", experts)
-        if shard != -1:
-            shard *= experts
-            made.put("mesh.dp_shard", shard)
-            made.notes.append(
-                f"distributed.ep = {experts}: its ranks are among mesh.dp_shard, with data of their own"
-            )
     if shard == -1:
         if ranks is None:
             made.problems.append(
                 "distributed.dp_shard = -1: the global batch follows from the ranks: give --ranks"
             )
             return
-        if ranks % (others * copies):
+        others *= copies * experts
+        if ranks < 1 or ranks % others:
             made.problems.append(
-                f"{ranks} ranks are no multiple of tp x pp x cp x dp_replicate = {others * copies}"
+                f"{ranks} ranks are no multiple of tp x pp x cp x ep x dp_replicate = {others}"
             )
             return
-        shard = ranks // (others * copies)
-    readers = shard * copies
+        shard = ranks // others
+    elif experts > 1:
+        made.put("mesh.dp_shard", shard * experts)
     each = made.tree["train"]["micro_batch"] * given.get("train.grad_accum_steps", 1)
-    made.put("train.global_batch", each * readers)
+    made.put("train.global_batch", each * shard * copies)
+    if experts > 1:
+        _experts(made, experts, each)
+
+
+def _experts(made: Converted, experts: int, each: int) -> None:
+    """There the ranks of `ep` read the same sequences; here each reads its part of them."""
+    if each % experts:
+        made.problems.append(
+            f"distributed.ep = {experts}: its ranks read the same {each} sequences of a step there and share "
+            f"them here: make train.batch_size x grad_accum_steps a multiple of {experts}"
+        )
+        return
+    made.put("train.micro_batch", gcd(made.tree["train"]["micro_batch"], each // experts))
+    made.notes.append(
+        f"distributed.ep = {experts}: its ranks are among mesh.dp_shard and share the {each} sequences that "
+        "each of them reads there; the global batch is the same"
+    )
 
 
 def _optimizer(made: Converted, given: Mapping[str, Any]) -> None:
@@ -133,12 +173,22 @@ def _optimizer(made: Converted, given: Mapping[str, Any]) -> None:
         made.tree["optimizer"].setdefault("betas", [0.9, 0.95])
     if kind == "muon":
         made.put("optimizer.scale", "original")
+        made.put("optimizer.nesterov", False)
+        made.notes.append(
+            "optimizer.name = 'muon': whole matrices are orthogonalized here, embeddings and the output are "
+            "AdamW's; there it is the part of each rank, of all matrices that are not too narrow"
+        )
         made.put("optimizer.momentum", given.get("optimizer.muon_momentum", 0.95))
         made.put("optimizer.ns_steps", given.get("optimizer.muon_ns_steps", 5))
         if (lr := given.get("optimizer.muon_adam_lr")) is not None:
             made.put("optimizer.adamw_lr", lr)
     if kind == "schedule-free-adamw":
         made.put("schedule.warmup_steps", given.get("optimizer.schedule_free_warmup_steps", 0))
+        if (name := given.get("scheduler.name", "cosine")) != "none":
+            made.notes.append(
+                f"scheduler.name = {name!r} multiplies the learning rate of schedule-free there; here it has "
+                "none but its own warm-up"
+            )
 
 
 def _schedule(made: Converted, given: Mapping[str, Any]) -> None:
@@ -147,31 +197,49 @@ def _schedule(made: Converted, given: Mapping[str, Any]) -> None:
         name = "constant"
     schedule = made.tree.setdefault("schedule", {})
     schedule["type"] = name
+    if name == "none":
+        schedule["warmup_steps"] = 0
+    if name == "rex":
+        schedule["type"] = _rex(made, given)
     if name in ("cosine", "linear", "rex", "wsd"):
         schedule["floor"] = given.get("scheduler.min_lr_ratio", 0.1)
     rest = made.tree["train"]["steps"] - schedule.get("warmup_steps", 0)
-    decay = given.get("scheduler.decay_steps")
+    decay = given.get("scheduler.decay_steps") or None  # 0 there: as if absent
     if name == "wsd":
-        shapes = {"cosine": "cosine", "linear": "linear", "sqrt": "1-sqrt"}
-        schedule["shape"] = shapes[given.get("scheduler.wsd_decay_type", "cosine")]
-        stable = given.get("scheduler.stable_steps")
-        schedule["decay_steps"] = (
-            decay if decay is not None else rest - stable if stable is not None else rest
-        )
+        shapes = {"cosine": "cosine", "linear": "linear"}  # sqrt(1 - progress) is none of ours
+        asked = given.get("scheduler.wsd_decay_type", "cosine")
+        schedule["shape"] = made.one_of("scheduler.wsd_decay_type", asked, shapes)
+        stable = given.get("scheduler.stable_steps") or 0
+        schedule["decay_steps"] = max(0, rest - stable) if decay is None else decay
+        if decay not in (None, rest - stable):
+            made.problems.append(
+                f"scheduler.stable_steps = {stable} and decay_steps = {decay} are {stable + decay} steps, "
+                f"and {rest} come behind the warm-up: a decay ends with the run here; make them equal"
+            )
     elif decay not in (None, rest) and name not in ("constant", "none"):
         made.problems.append(
             f"scheduler.decay_steps = {decay}: a decay ends with the run here; set train.steps to it"
         )
 
 
+def _rex(made: Converted, given: Mapping[str, Any]) -> str:
+    """There a power of what is left, which is linear for 1; here the shape of Chen et al. 2021."""
+    floor, power = given.get("scheduler.min_lr_ratio", 0.1), given.get("scheduler.rex_alpha", 1.0)
+    if (floor, power) != (0.0, 1.0):
+        made.problems.append(
+            f"scheduler.name = 'rex' is max({floor}, (1 - progress) ** {power}) there, and has "
+            "no counterpart; cosine, linear and wsd have"
+        )
+    return "linear"
+
+
 def _data(made: Converted, given: Mapping[str, Any]) -> None:
-    if path := given.get("data.tokenizer_path"):
-        made.put("data.tokenizer", {"type": "hf", "path": path})
-    listed = given.get("data.datasets") or [_only(given)]
-    sources = [made_of for one in listed if (made_of := _source(one, given))]
+    listed = [one for one in given.get("data.datasets") or [_only(given)] if _name(one)]
+    sources = [_source(one, given) for one in listed]
     if not sources:
         made.problems.append("no data is configured (there: random tokens): add [[data.sources]]")
         return
+    _tokenizer(made, given, any(source["type"] == "hf" for source in sources))
     if any(source.get("streaming") for source in sources):
         made.put("data.workers", min(1, made.tree["data"]["workers"]))
     if any(source["type"] == "tokens" for source in sources):
@@ -179,14 +247,24 @@ def _data(made: Converted, given: Mapping[str, Any]) -> None:
             "folders of .npy files: make stores of them with `forge-data import FILES --out STORE`"
         )
     temperature = given.get("data.mix_temperature", 1.0)
+    if temperature <= 0:
+        made.problems.append(f"data.mix_temperature = {temperature}: expected more than 0")
+        return
     for source in sources:
         source["weight"] = float(source.get("weight", 1.0)) ** (1 / temperature)
     made.put("data.sources", sources)
-    phases = given.get("data.phases") or _annealing(given)
-    if phases:
-        made.put("data.phases", [_phase(phase) for phase in phases])
-    if "data.pack_sequences" in given and not given["data.pack_sequences"]:
+    _phases(made, given, listed)
+    if not given.get("data.pack_sequences", False):
         made.notes.append("data.pack_sequences = False: documents are always packed; none is attended across")
+
+
+def _tokenizer(made: Converted, given: Mapping[str, Any], is_needed: bool) -> None:
+    if path := given.get("data.tokenizer_path"):
+        made.put("data.tokenizer", {"type": "hf", "path": path})
+    elif is_needed:
+        made.problems.append("no tokenizer is named: data.tokenizer_path")
+    else:
+        made.notes.append("no tokenizer is named: data.tokenizer = that of the tokens; bytes if absent")
 
 
 def _only(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,19 +275,26 @@ def _only(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _source(one: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any] | None:
+def _name(one: Mapping[str, Any]) -> str:
+    """What phases call a data set there; empty if it is none."""
+    source = one.get("path") or one.get("hf_name") or ""
+    return source and (one.get("name") or source)
+
+
+def _source(one: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     named = {key: one[key] for key in ("name", "weight") if one.get(key)}
-    if name := one.get("hf_name"):
-        made = {"type": "hf", "path": name, "split": given.get("data.hf_dataset_split", "train"), **named}
-        made["text"] = given.get("data.hf_dataset_text_field", "text")
-        if subset := one.get("hf_config"):
-            made["subset"] = subset
-        return made | ({"streaming": True} if given.get("data.hf_streaming") else {})
-    return {"type": "tokens", "path": one["path"], **named} if one.get("path") else None
+    if path := one.get("path"):
+        return {"type": "tokens", "path": path, **named}
+    split = given.get("data.hf_dataset_split", "train")
+    made = {"type": "hf", "path": one["hf_name"], "split": split, "held_out": 0.0, **named}
+    made["text"] = given.get("data.hf_dataset_text_field", "text")
+    if subset := one.get("hf_config"):
+        made["subset"] = subset
+    return made | ({"streaming": True} if given.get("data.hf_streaming") else {})
 
 
 def _annealing(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if not given.get("data.anneal_weights"):
+    if not given.get("data.anneal_weights") or given.get("data.anneal_start_step", 0) < 1:
         return []
     return [
         {
@@ -219,9 +304,24 @@ def _annealing(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _phase(phase: Mapping[str, Any]) -> dict[str, Any]:
-    made = {"start_step": phase["start_step"], "weights": phase.get("dataset_weights", {})}
-    return made | ({"lr_scale": phase["lr_scale"]} if "lr_scale" in phase else {})
+def _phases(made: Converted, given: Mapping[str, Any], listed: Sequence[Mapping[str, Any]]) -> None:
+    """There a data set that a phase does not name keeps its weight, and the temperature holds in phases."""
+    phases = given.get("data.phases") or _annealing(given)
+    names = [_name(one) for one in listed]
+    power = 1 / given.get("data.mix_temperature", 1.0)
+    new: list[dict[str, Any]] = []
+    for phase in phases:
+        weights = phase.get("dataset_weights", {})
+        if unknown := sorted(set(weights) - set(names)):
+            made.problems.append(f"phases weigh {', '.join(unknown)}; the data sets are {', '.join(names)}")
+        shares = {
+            one.get("name") or str(place): float(weights.get(names[place], one.get("weight", 1.0))) ** power
+            for place, one in enumerate(listed)
+        }
+        scale = {"lr_scale": phase["lr_scale"]} if "lr_scale" in phase else {}
+        new.append({"start_step": phase["start_step"], "weights": shares, **scale})
+    if new:
+        made.put("data.phases", new)
 
 
 def _evaluation(made: Converted, given: Mapping[str, Any]) -> None:
@@ -236,7 +336,8 @@ def _evaluation(made: Converted, given: Mapping[str, Any]) -> None:
     }
     split = {"data.hf_dataset_split": given.get("eval.hf_dataset_split", "validation")}
     samples = given.get("eval.steps", 50) * made.tree["train"]["micro_batch"]
-    if source := _source(only, dict(given) | split | {"data.hf_streaming": False}):
+    if _name(only):
+        source = _source(only, dict(given) | split | {"data.hf_streaming": False})
         made.put("eval.sets.validation", {"sources": [source], "samples": samples})
 
 
@@ -247,30 +348,16 @@ def _rest(made: Converted, given: Mapping[str, Any]) -> None:
     elif precision == "fp8":
         made.put("fp8.recipe", "tensorwise")
     else:
-        made.put("precision.compute", {"bf16": "bfloat16", "fp32": "float32"}[precision])
-    if precision == "bf16":
+        kinds = {"bf16": "bfloat16", "fp32": "float32"}
+        made.put("precision.compute", made.one_of("train.mixed_precision", precision, kinds))
+    if precision in ("bf16", "fp8"):
         made.notes.append(
             "master weights and moments are float32 here: precision.pure_bf16 = true is what was there"
         )
     backend = given.get("model.sdpa_backend", "auto")
     if backend != "auto":
         made.put("job.attention_kernels", [backend])
-    keep = given.get("checkpoint.keep_last_n", 3)
-    if keep >= 2:
-        made.put("checkpoint.keep", keep)
-    else:
-        made.notes.append(
-            f"checkpoint.keep_last_n = {keep}: at least 2 are kept; keep_every_steps keeps for good"
-        )
-    if window := given.get("checkpoint.dyn_ckpt_window"):
-        made.put(
-            "checkpoint.dense",
-            [{"from_step": max(1, window.get("start", 0)), "to_step": window.get("stop", 512)}],
-        )
-    if folder := given.get("checkpoint.load_path"):
-        made.problems.append(
-            f"checkpoint.load_path = {folder!r}: their checkpoints are torch DCP: forge-ckpt import"
-        )
+    _checkpoints(made, given)
     if given.get("metrics.enable_wandb"):
         name = {"name": given["metrics.wandb_run_name"]} if given.get("metrics.wandb_run_name") else {}
         made.put("track.wandb", {"project": given.get("metrics.wandb_project", "kempnerforge"), **name})
@@ -279,4 +366,30 @@ def _rest(made: Converted, given: Mapping[str, Any]) -> None:
         made.put("hooks.profile", {"type": "profile", "first_step": first, "steps": end - first})
 
 
-KEMPNERFORGE = Stack("KempnerForge", KEYS, finish)
+def _checkpoints(made: Converted, given: Mapping[str, Any]) -> None:
+    keep = given.get("checkpoint.keep_last_n", 3)
+    if keep >= 2:
+        made.put("checkpoint.keep", keep)
+    elif keep == 1:
+        made.notes.append("checkpoint.keep_last_n = 1: at least 2 are kept")
+    else:
+        made.put("checkpoint.keep_every_steps", given.get("checkpoint.interval", 1000))
+    if window := given.get("checkpoint.dyn_ckpt_window"):
+        _window(made, window.get("start", 0), window.get("stop", 512))
+    if folder := given.get("checkpoint.load_path"):
+        made.problems.append(
+            f"checkpoint.load_path = {folder!r}: their checkpoints are torch DCP: forge-ckpt import"
+        )
+
+
+def _window(made: Converted, start: int, stop: int) -> None:
+    """There: the steps `start` and `start` + 1, 2, 4, ... up to `stop`; 0 is what a run begins with."""
+    if start == 0:
+        made.put("checkpoint.keep_initial", True)
+        made.put("checkpoint.dense", [{"from_step": 1, "to_step": stop}])
+        return
+    steps = [start, *(start + 2**power for power in range(64) if start + 2**power <= stop)]
+    made.put("checkpoint.dense", [{"from_step": step, "to_step": step, "every": 1} for step in steps])
+
+
+KEMPNERFORGE = Stack("KempnerForge", KEYS, finish, NUMBERS)

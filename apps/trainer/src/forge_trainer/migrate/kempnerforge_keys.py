@@ -76,7 +76,7 @@ KEYS: dict[str, Move | Drop | None] = {
     "scheduler.min_lr_ratio": None,
     "scheduler.stable_steps": None,
     "scheduler.wsd_decay_type": None,
-    "scheduler.rex_alpha": Drop("rex has its published shape here", 1.0),
+    "scheduler.rex_alpha": None,
     "data.dataset_path": None,
     "data.file_pattern": Drop("forge-data import is given the files", "*.npy"),
     "data.tokenizer_path": None,
@@ -140,3 +140,15 @@ KEYS: dict[str, Move | Drop | None] = {
     "profiling.trace_dir": Drop("traces lie in the run directory", "profiler_traces"),
     **dict.fromkeys(VISION),
 }
+
+NUMBERS = (
+    "model.dim", "model.n_layers", "model.n_heads", "model.ffn_dim_multiplier", "model.ffn_hidden_dim",
+    "model.num_experts", "model.moe_expert_ffn_multiplier", "model.moe_frequency", "model.moe_shared_experts",
+    "model.moe_aux_loss_weight", "model.moe_sequence_aux_loss_weight", "train.batch_size", "train.max_steps",
+    "train.grad_accum_steps", "scheduler.warmup_steps", "scheduler.decay_steps", "scheduler.stable_steps",
+    "data.num_workers", "data.mix_temperature", "data.anneal_start_step", "eval.steps",
+    "distributed.dp_shard", "distributed.dp_replicate", "distributed.tp", "distributed.pp",
+    "distributed.cp", "distributed.ep", "checkpoint.keep_last_n", "checkpoint.interval",
+    "profiling.start_step", "profiling.end_step",
+)  # fmt: skip
+"""Keys that are reckoned with."""

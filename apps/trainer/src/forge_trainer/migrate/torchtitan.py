@@ -27,6 +27,7 @@ KEYS: dict[str, Move | Drop | None] = {
     "metrics.disable_color_printing": Drop(AUTOMATIC),
     "metrics.enable_tensorboard": Move("track.tensorboard"),
     "metrics.save_tb_folder": Drop(IN_RUN),
+    "metrics.save_for_all_ranks": Drop("metrics are those of all ranks", False),
     "metrics.enable_wandb": None,
     "model.name": None,
     "model.flavor": None,
@@ -34,6 +35,7 @@ KEYS: dict[str, Move | Drop | None] = {
     "model.tokenizer_path": None,
     "model.hf_assets_path": None,
     "model.converters": None,
+    "model.print_after_conversion": Drop("nothing here", False),
     "optimizer.name": Move("optimizer.type", {"AdamW": "adamw"}),
     "optimizer.lr": Move("optimizer.lr"),
     "optimizer.eps": Move("optimizer.eps"),
@@ -59,6 +61,7 @@ KEYS: dict[str, Move | Drop | None] = {
     "training.deterministic": Move("job.deterministic"),
     "training.compile": Move("compile.enabled"),
     "training.gc_freq": Drop(AUTOMATIC),
+    "training.gc_debug": Drop("nothing here", False),
     "training.mixed_precision_param": Move(
         "precision.compute", {"bfloat16": "bfloat16", "float32": "float32"}
     ),
@@ -86,9 +89,11 @@ KEYS: dict[str, Move | Drop | None] = {
             "DualPipeV": "dualpipe_v",
         },
     ),
-    "parallelism.pipeline_parallel_microbatch_size": Drop(
-        "train.micro_batch is one micro-batch of the pipeline"
-    ),
+    "parallelism.pipeline_parallel_microbatch_size": None,
+    "parallelism.pipeline_parallel_split_points": Drop("pipeline.layers says the layers of each stage", []),
+    "parallelism.pipeline_parallel_layers_per_stage": Drop("pipeline.layers says the layers of each stage"),
+    "parallelism.pipeline_parallel_schedule_csv": Drop("nothing here", ""),
+    "parallelism.enable_compiled_autograd": Drop("nothing here", False),
     "parallelism.context_parallel_degree": Move("mesh.cp"),
     "parallelism.context_parallel_rotate_method": Drop("context_parallel.method"),
     "parallelism.expert_parallel_degree": Move("mesh.ep"),
@@ -97,6 +102,7 @@ KEYS: dict[str, Move | Drop | None] = {
     "checkpoint.enable": Drop("a run always has checkpoints", True),
     "checkpoint.folder": Drop(IN_RUN, "checkpoint"),
     "checkpoint.interval": Move("checkpoint.every_steps"),
+    "checkpoint.model_weights_only": Drop("forge export writes the weights alone", False),
     "checkpoint.last_save_model_only": Drop("forge export writes the weights alone"),
     "checkpoint.last_save_model_weights_only": Drop("forge export writes the weights alone"),
     "checkpoint.export_dtype": Drop("forge export writes them"),
@@ -104,16 +110,27 @@ KEYS: dict[str, Move | Drop | None] = {
         "checkpoint.asynchronous", {"disabled": False, "async": True, "async_with_pinned_mem": True}
     ),
     "checkpoint.keep_latest_k": None,
+    "checkpoint.initial_load_path": Drop("train.init_from reads what forge-ckpt import has made of it"),
+    "checkpoint.initial_load_model_only": Drop("train.init_from reads weights alone", True),
+    "checkpoint.exclude_from_loading": Drop("train.init_exclude leaves tensors out", []),
+    "checkpoint.create_seed_checkpoint": Drop("checkpoint.keep_initial", False),
+    "checkpoint.enable_first_step_checkpoint": Drop("checkpoint.dense names further steps", False),
+    "checkpoint.last_save_in_hf": Drop("forge export writes them", False),
     "checkpoint.load_step": Drop("a run goes on from its newest checkpoint; forge branch takes another", -1),
     "activation_checkpoint.mode": Move(
         "activation_checkpointing.mode", {"none": "none", "full": "full", "selective": "selective"}
     ),
     "activation_checkpoint.selective_ac_option": None,
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Drop(
+        AUTOMATIC, ["moe.router.gate"]
+    ),
     "compile.enable": Move("compile.enabled"),
     "compile.components": Drop("blocks and chunks of the loss are compiled"),
     "float8.enable_fsdp_float8_all_gather": Move("fp8.gather"),
     "float8.precompute_float8_dynamic_scale_for_fsdp": Drop(AUTOMATIC),
     "float8.filter_fqns": Drop("fp8.exclude takes patterns of names"),
+    "float8.force_recompute_fp8_weight_in_bwd": Drop(AUTOMATIC),
+    "float8.emulate": Move("fp8.emulate"),
     "float8.recipe_name": None,
     "quantize.linear.float8.enable_fsdp_float8_all_gather": Move("fp8.gather"),
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Drop(AUTOMATIC),
@@ -122,11 +139,20 @@ KEYS: dict[str, Move | Drop | None] = {
     "validation.enable": None,
     "validation.enabled": None,
     "validation.dataset": None,
+    "validation.dataset_path": None,
+    "validation.local_batch_size": None,
+    "validation.seq_len": None,
     "validation.freq": None,
     "validation.steps": None,
     "comm.init_timeout_seconds": Drop("resilience.collective_timeout_s"),
     "comm.train_timeout_seconds": Move("resilience.collective_timeout_s"),
     "comm.trace_buf_size": Drop(AUTOMATIC),
+    "comm.save_traces_folder": Drop(IN_RUN),
+    "memory_estimation.enabled": Drop("forge plan estimates memory", False),
+    "memory_estimation.disable_fake_mode": Drop("forge plan estimates memory", False),
+    "fault_tolerance.enable": Drop("see docs/survival.md", False),
+    "experimental.custom_import": Drop("imports names modules", ""),
+    "experimental.custom_args_module": Drop("plugs have keys of their own: docs/plugs.md", ""),
 }
 
 
@@ -139,58 +165,95 @@ def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None
     betas = [given.get("optimizer.beta1", 0.9), given.get("optimizer.beta2", 0.95)]
     made.put("optimizer.betas", betas)
     made.tree["optimizer"].setdefault("lr", 8e-4)
-    if given.get("activation_checkpoint.selective_ac_option", "op") not in ("op",):
-        made.put("activation_checkpointing.mode", "every")
-        made.put("activation_checkpointing.every", int(given["activation_checkpoint.selective_ac_option"]))
-    recipe = given.get("float8.recipe_name", given.get("quantize.linear.float8.recipe_name"))
-    if any("float8" in one for one in given.get("model.converters", [])):
-        made.put("fp8.recipe", recipe or "tensorwise")
-    else:
-        made.tree.pop("fp8", None)
+    _activations(made, given)
+    _float8(made, given)
+    every = made.tree.setdefault("checkpoint", {}).setdefault("every_steps", 500)
     if (keep := given.get("checkpoint.keep_latest_k", 10)) >= 2:
         made.put("checkpoint.keep", keep)
+    else:
+        made.put("checkpoint.keep_every_steps", every)
     if given.get("metrics.enable_wandb"):
         made.put("track.wandb", {"project": "torchtitan"})
     if given.get("profiling.enable_profiling"):
         every = given.get("profiling.profile_freq", 10)
         made.put("hooks.profile", {"type": "profile", "first_step": every, "every_steps": every})
-    made.put("eval.every_steps", given.get("validation.freq", 10) if _validates(given) else 0)
+    made.put("eval.every_steps", 0)
+    if given.get("validation.enable", given.get("validation.enabled", False)):
+        made.problems.append(
+            f"validation.dataset = {given.get('validation.dataset', 'c4_validation')!r} is a name of their "
+            "code: set validation.enable to false, and write [eval] and [eval.sets] (docs/runs.md)"
+        )
     _data(made, given)
 
 
-def _validates(given: Mapping[str, Any]) -> bool:
-    return bool(given.get("validation.enable", given.get("validation.enabled", False)))
+def _activations(made: Converted, given: Mapping[str, Any]) -> None:
+    """`selective_ac_option` is a number of layers or `op`, and counts where the mode is selective."""
+    mode = given.get("activation_checkpoint.mode", "selective")
+    option = str(given.get("activation_checkpoint.selective_ac_option", "2"))
+    if mode != "selective" or option == "op":
+        made.put("activation_checkpointing.mode", mode)
+    elif option.isdecimal() and int(option) > 0:
+        made.put("activation_checkpointing.mode", "every")
+        made.put("activation_checkpointing.every", int(option))
+    else:
+        made.problems.append(
+            f"activation_checkpoint.selective_ac_option = {option!r} has no counterpart; known: op, numbers"
+        )
+
+
+def _float8(made: Converted, given: Mapping[str, Any]) -> None:
+    recipe = given.get("float8.recipe_name", given.get("quantize.linear.float8.recipe_name"))
+    made.put("fp8.recipe", recipe or "tensorwise")
+    known = ("float8", "quantize.linear.float8")
+    converters = given.get("model.converters", [])
+    if isinstance(converters, str):  # in older files
+        converters = [one.strip() for one in converters.split(",") if one.strip()]
+    if not any(one in known for one in converters):
+        del made.tree["fp8"]
+    if unknown := [one for one in converters if one not in known]:
+        made.problems.append(f"model.converters has {', '.join(unknown)}; known: {', '.join(known)}")
 
 
 def _model(made: Converted, given: Mapping[str, Any]) -> None:
     named = given.get("model.name", "llama3"), given.get("model.flavor", "debugmodel")
     if named in FLAVORS:
         made.put("model.preset", FLAVORS[named])
+        made.notes.append(
+            f"model {named[1]}: positions are scaled as in Llama 3.1 here, and are not in older versions of "
+            'torchtitan: model.rope = {type = "plain", theta = 500000.0}'
+        )
     else:
         made.problems.append(
             f"model {named[0]} {named[1]}: sizes are in their code; write [model] (docs/families.md)"
         )
-    if path := given.get("model.hf_assets_path", given.get("model.tokenizer_path")):
-        made.put(
-            "data.tokenizer", {"type": "hf", "path": f"{path.removesuffix('/tokenizer.json')}/tokenizer.json"}
-        )
+    path = given.get("model.hf_assets_path", given.get("model.tokenizer_path"))
+    if not isinstance(path, str) or not path:
+        made.problems.append("no tokenizer is named: model.hf_assets_path = the folder of its tokenizer.json")
+        return
+    folder = path.removesuffix("/tokenizer.json").removesuffix("/tokenizer.model")
+    made.put("data.tokenizer", {"type": "hf", "path": f"{folder}/tokenizer.json"})
 
 
 def _batch(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None:
     micro = made.tree.setdefault("train", {}).setdefault("micro_batch", 8)
     made.tree["train"].setdefault("steps", 10_000)
     made.put("data.max_tokens", given.get("training.seq_len", 2048))
+    mesh = made.tree.get("mesh", {})
+    if mesh.get("pp", 1) > 1:
+        made.put("train.micro_batch", given.get("parallelism.pipeline_parallel_microbatch_size", 1))
     whole = given.get("training.global_batch_size", -1)
     if whole > 0:
         made.put("train.global_batch", whole)
         return
-    mesh = made.tree.get("mesh", {})
     if (shard := mesh.get("dp_shard", -1)) == -1:
         if ranks is None:
             made.problems.append("the global batch follows from the number of ranks: give --ranks")
             return
-        copies = mesh.get("dp_replicate", 1)
-        shard = ranks // (mesh.get("tp", 1) * mesh.get("pp", 1) * mesh.get("cp", 1) * copies)
+        others = mesh.get("tp", 1) * mesh.get("pp", 1) * mesh.get("cp", 1) * mesh.get("dp_replicate", 1)
+        if ranks < 1 or ranks % others:
+            made.problems.append(f"{ranks} ranks are no multiple of tp x pp x cp x dp_replicate = {others}")
+            return
+        shard = ranks // others
     made.put("train.global_batch", micro * shard * mesh.get("dp_replicate", 1))
 
 
@@ -198,7 +261,8 @@ def _schedule(made: Converted, given: Mapping[str, Any]) -> None:
     schedule = made.tree.setdefault("schedule", {})
     schedule.setdefault("warmup_steps", 200)
     kinds = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
-    kind = kinds[given.get("lr_scheduler.decay_type", "linear")]
+    asked = given.get("lr_scheduler.decay_type", "linear")
+    kind = made.one_of("lr_scheduler.decay_type", asked, kinds)
     schedule["floor"] = given.get("lr_scheduler.min_lr_factor", given.get("lr_scheduler.lr_min", 0.0))
     ratio = given.get("lr_scheduler.decay_ratio")
     if ratio is None and kind != "1-sqrt":
@@ -209,14 +273,24 @@ def _schedule(made: Converted, given: Mapping[str, Any]) -> None:
 
 def _data(made: Converted, given: Mapping[str, Any]) -> None:
     path, name = given.get("training.dataset_path"), given.get("training.dataset", "c4_test")
+    streamed = {"type": "hf", "streaming": True, "held_out": 0.0}
     if path is None and name == "c4":
-        made.put("data.sources", [{"type": "hf", "path": "allenai/c4", "subset": "en", "streaming": True}])
+        made.put("data.sources", [{"path": "allenai/c4", "subset": "en", **streamed}])
     elif path is None:
         made.problems.append(
             f"training.dataset = {name!r} is a name of their code: write [[data.sources]] (docs/data.md)"
         )
     else:
-        made.put("data.sources", [{"type": "hf", "path": path, "streaming": True}])
+        made.put("data.sources", [{"path": path, **streamed}])
 
 
-TORCHTITAN = Stack("torchtitan", KEYS, finish)
+NUMBERS = (
+    "training.batch_size", "training.local_batch_size", "training.global_batch_size", "training.steps",
+    "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree",
+    "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree",
+    "parallelism.pipeline_parallel_microbatch_size", "parallelism.context_parallel_degree",
+    "checkpoint.interval", "checkpoint.keep_latest_k", "profiling.profile_freq",
+)  # fmt: skip
+"""Keys that are reckoned with."""
+
+TORCHTITAN = Stack("torchtitan", KEYS, finish, NUMBERS)

@@ -41,8 +41,9 @@ class Measured:
     Attributes:
         name: of the run.
         config: its configuration by key.
-        validation: the loss of the last evaluation in nats a token.
-        loss: the mean of the last tenth of what was logged while training.
+        validation: the loss of the last evaluation in nats a token; NaN if it was not finite.
+        loss: the mean of the last tenth of what was logged while training and finite; NaN if none of the
+            last tenth was.
         tokens: that were trained on when it was evaluated, or by now without an evaluation.
         speed: tokens a second, the median of what was logged.
     """
@@ -109,17 +110,26 @@ def measured(name: str, run: Path) -> Measured:
         ConfigError: its configuration cannot be read.
     """
     metrics = read_metrics(RunFiles(run).metrics, {VALIDATION, LOSS, SPEED, TOKENS})
-    evaluated = metrics[VALIDATION].last if VALIDATION in metrics else None
-    losses = _finite(metrics.get(LOSS))
+    evaluations = metrics.get(VALIDATION)
+    evaluated = None if evaluations is None else (evaluations.steps[-1], evaluations.values[-1])
     speeds = _finite(metrics.get(SPEED))
     return Measured(
         name,
         config_of(run),
         validation=None if evaluated is None else evaluated[1],
-        loss=statistics.fmean(losses[-max(1, len(losses) // 10) :]) if losses else None,
+        loss=_last_tenth(metrics.get(LOSS)),
         tokens=_tokens_at(metrics.get(TOKENS), None if evaluated is None else evaluated[0]),
         speed=statistics.median(speeds) if speeds else None,
     )
+
+
+def _last_tenth(series: Series | None) -> float | None:
+    if series is None:
+        return None
+    if not any(map(math.isfinite, series.values[-max(1, len(series.values) // 10) :])):
+        return math.nan
+    losses = _finite(series)
+    return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
 
 def _finite(series: Series | None) -> list[float]:
@@ -156,15 +166,20 @@ def columns(runs: Sequence[Measured], by: Sequence[str]) -> list[str]:
 
 
 def grouped(runs: Sequence[Measured], keys: Sequence[str]) -> list[Row]:
-    """One row for all runs that agree in some keys; the least validation loss first, unknown ones last."""
+    """One row for all runs that agree in some keys; the least validation loss first, unknown ones last.
+
+    Losses that are not finite come before those that are unknown.
+    """
     rows: dict[str, Row] = {}
     for run in runs:
         row = rows.setdefault(repr(values := {key: run.config.get(key) for key in keys}), Row(values))
         row.runs.append(run)
 
-    def order(row: Row) -> tuple[bool, float, bool, float]:
-        validation, loss = row.mean("validation"), row.mean("loss")
-        return validation is None, validation or 0.0, loss is None, loss or 0.0
+    def rank(value: float | None) -> tuple[int, float]:
+        return (2, 0.0) if value is None else (0, value) if math.isfinite(value) else (1, 0.0)
+
+    def order(row: Row) -> tuple[tuple[int, float], tuple[int, float]]:
+        return rank(row.mean("validation")), rank(row.mean("loss"))
 
     return sorted(rows.values(), key=order)
 
@@ -190,6 +205,9 @@ def as_text(rows: Sequence[Row], keys: Sequence[str]) -> Iterator[str]:
     widths = [max(len(line[column]) for line in table) for column in range(len(head))]
     for line in table:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+    for row in rows:
+        if 0 < (count := len(row.numbers("validation"))) < len(row.runs):
+            yield f"{row.runs[0].name}: the validation loss is that of {count} of {len(row.runs)} runs"
     counts = [tokens for row in rows for tokens in row.numbers("tokens")]
     if counts and max(counts) > min(counts) * (1 + UNEVEN):
         yield (

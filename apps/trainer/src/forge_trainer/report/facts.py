@@ -65,12 +65,19 @@ def names_of(runs: Sequence[Path]) -> list[str]:
     for depth in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(one[-depth:]) for one in parts]
         if len(set(names)) == len(names):
-            return names
-    return ["/".join(one) for one in parts]
+            return [legible(name) for name in names]
+    return [legible("/".join(one)) for one in parts]
+
+
+def legible(name: str) -> str:
+    """A name of a file as text: bytes that are no UTF-8 are question marks."""
+    return name.encode(errors="replace").decode()
 
 
 def config_of(run: Path) -> dict[str, Any]:
     """The configuration of a run by key, with dots between; items of lists are keys too, from 0.
+
+    Of a key that was changed while the run lasted, all values are told, and the step of each change.
 
     Raises:
         ConfigError: it cannot be read.
@@ -79,7 +86,13 @@ def config_of(run: Path) -> dict[str, Any]:
         tree = tomllib.loads(RunFiles(run).config.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{RunFiles(run).config} cannot be used: {error}") from None
-    return dict(_flat(tree, ""))
+    found = dict(_flat(tree, ""))
+    told: dict[str, str] = {}
+    for event in read_history(run):
+        key, step = event["key"], event.get("step")
+        told.setdefault(key, str(event.get("old")))
+        told[key] += f", {event.get('new')} from step {step}"
+    return found | told
 
 
 def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:

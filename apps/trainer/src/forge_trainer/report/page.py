@@ -7,6 +7,7 @@ import html
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -25,6 +26,7 @@ from forge_trainer.report.facts import (
     differing,
     find_runs,
     json_of,
+    legible,
     marks_of,
     names_of,
 )
@@ -57,7 +59,7 @@ def write_report(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}; name another file with --out") from None
     which = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    sys.stdout.write(f"{out}: {which}, {len(text.encode()) / 1e6:.1f} MB\n")
+    sys.stdout.write(f"{legible(str(out))}: {which}, {len(text.encode()) / 1e6:.1f} MB\n")
     return ExitCode.DONE
 
 
@@ -104,10 +106,8 @@ def page(runs: Sequence[Path], folder: Path) -> str:
         # `</script>` in a text must not end the script
         "DATA": json.dumps(facts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    text = asset("page.html")
-    for name, part in parts.items():
-        text = text.replace(f"@@{name}@@", part, 1)
-    return text
+    # at once: a part may hold what looks like the place of another
+    return re.sub("@@([A-Z_]+)@@", lambda place: parts[place[1]], asset("page.html"))
 
 
 def _run(name: str, run: Path, metrics: Mapping[str, Series], folder: Path) -> dict[str, Any]:

@@ -15,6 +15,9 @@ import msgspec
 NOT_MEASURED = {"step"}
 """Keys of a record that are no series."""
 
+LARGEST = 10**308
+"""Larger integers are no floats."""
+
 PER_BUCKET = 4
 """Points that stay of a stretch of a series: the first, the least, the greatest and the last."""
 
@@ -33,6 +36,8 @@ class Series:
 
     def add(self, step: int, value: float) -> None:
         """Add a point; one of the same step takes the place of that before."""
+        if value.__class__ is int and abs(value) > LARGEST:
+            value = math.inf
         if self.steps and self.steps[-1] == step:
             self.values[-1] = value
             return
@@ -67,7 +72,7 @@ def read_metrics(path: Path, names: set[str] | None = None) -> dict[str, Series]
     reached = -1
     for record in _records(path):
         step = record.get("step")
-        if not isinstance(step, int) or isinstance(step, bool):
+        if not isinstance(step, int) or isinstance(step, bool) or step.bit_length() > 63:
             continue
         if step < reached:
             for series in found.values():
