@@ -24,6 +24,7 @@ from forge_parallel import (
     materialize,
     parallelize,
 )
+from forge_parallel.config import TensorParallelConfig
 from forge_parallel.mesh import Mesh
 from forge_parallel.tensor import local_part
 from forge_parallel.testing import run_ranks
@@ -131,6 +132,18 @@ def captured_in_parallel_tensors() -> dict[str, np.ndarray]:
 def test_capture_of_tensor_parallel_model_has_all_heads(single):
     for found in run_ranks(captured_in_parallel_tensors, 2):
         assert_near(found, single)
+
+
+def captured_of_shared_heads() -> dict[str, np.ndarray]:
+    """Two key heads on four ranks, and a vocabulary of 67."""
+    whole = {"tensor_parallel": TensorParallelConfig(sequence=False)}
+    return seen(build({"tp": 4}, whole)[0], tokens(), OUTSIDE + ATTENTION)
+
+
+def test_capture_of_heads_that_ranks_share_has_each_once(single):
+    for found in run_ranks(captured_of_shared_heads, 4):
+        assert_near(found, {key: single[key] for key in found})
+        assert found.keys() > {"head:out", "layers.0.attention:attn.k"}
 
 
 def edits() -> dict:

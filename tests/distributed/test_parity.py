@@ -59,6 +59,8 @@ UNLIKE = GroupedQueryConfig(
     num_heads=4, num_kv_heads=2, qk_norm=True, qk_norm_over="projection", scale=0.5, softcap=1.5, sinks=True
 )
 UNLIKE_LAST = GroupedQueryConfig(num_heads=4, num_kv_heads=4, qk_norm=True, softcap=2.0, sliding_window=5)
+FEW = GroupedQueryConfig(num_heads=4, num_kv_heads=2, bias=True, qk_norm=True, softcap=1.5)
+ONE = GroupedQueryConfig(num_heads=4, num_kv_heads=1, qk_norm=True, qk_norm_over="projection")
 LATENT = LatentConfig(num_heads=4, kv_rank=10, q_rank=14, nope_dim=6, rope_dim=8, value_dim=4, bias=True)
 MODELS = {
     "plain": DecoderConfig(**PARTS, attention=HEADS),
@@ -95,6 +97,8 @@ MODELS = {
         learned_positions=True,
         embedding_scale=1.7,
     ),
+    "few heads": DecoderConfig(**PARTS | {"vocab_size": VOCAB + 1}, attention=FEW),
+    "one head": DecoderConfig(**PARTS | {"vocab_size": VOCAB + 5}, attention=ONE, tie_embeddings=True),
     "ahead": DecoderConfig(**PARTS, attention=LATENT, mtp=MTPConfig(num_modules=2)),
 }
 FAMILIES = [name for name in MODELS if name not in ("deep", "ahead")]
@@ -146,6 +150,24 @@ def test_training_equals_one_process(layout):
 def test_tensor_parallel_training_in_float64_equals_one_process(name, sequence):
     parallel = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=sequence == "sequence"))
     check("tp2", name, "float64", parallel, loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("tp2", "one head"),
+        ("tp4", "few heads"),
+        ("fsdp2-tp2", "one head"),
+        pytest.param("tp4", "one head", marks=pytest.mark.slow),
+        pytest.param("tp2", "few heads", marks=pytest.mark.slow),
+        pytest.param("cp2-tp2", "one head", marks=pytest.mark.slow),
+        pytest.param("hsdp2x2-tp2", "one head", marks=pytest.mark.slow),
+        pytest.param("pp2-fsdp2-tp2", "few heads", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_share_heads_and_an_odd_vocabulary_like_one_process(layout, name):
+    check(layout, name, "float64", ParallelConfig(), loss=1e-10, norm=1e-9)
 
 
 @pytest.mark.dist

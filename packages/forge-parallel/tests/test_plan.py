@@ -25,6 +25,7 @@ DECODER = {
     "units": [["embed"], ["norm", "head"]],
     "tensor": {"embed": "embed"},
     "divisible": {"num_heads": 8},
+    "shared_heads": {"layers.*.key": 2},
     "attention": ["layers.*.attention", "ahead.attention"],
     "experts": ["layers.*.ffn"],
     "no_fp8": ["head"],
@@ -60,6 +61,7 @@ def test_flat_puts_full_names_in_order_of_execution():
             "gate": "tokenwise",
         },
         divisible={"vision.tower.num_heads": 4, "decoder.num_heads": 8, "width": 16},
+        shared_heads={"decoder.layers.*.key": 2},
         attention=[
             "vision.tower.blocks.*.attention",
             "decoder.layers.*.attention",

@@ -52,16 +52,16 @@ class Layer(nn.Module):
         return self.down(self.up(hidden).relu())
 
 
-def difference(sequence: bool) -> list[float]:
+def difference(sequence: bool, vocab: int) -> list[float]:
     """How far logits and gradients are from those of the model as it was."""
     torch.manual_seed(0)
-    model = Own().double()
+    model = Own(vocab).double()
     reference = copy.deepcopy(model)
     mesh = build_mesh(MeshConfig(tp=dist.get_world_size()), Env.detect())
     config = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=sequence))
     parallelize(model, mesh, Plan.of({"blocks": "layers.*", "tensor": ROLES}), config)
-    tokens = torch.randint(12, (3, 4), generator=torch.Generator().manual_seed(1))
-    weight = torch.randn(3, 4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(vocab, (3, 4), generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(3, 4, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     ours, theirs = model(tokens), reference(tokens)
     (ours * weight).sum().backward()
     (theirs * weight).sum().backward()
@@ -73,9 +73,9 @@ def difference(sequence: bool) -> list[float]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole-sequence"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_own_module_equals_one_process(world_size, sequence):
-    for errors in run_ranks(difference, world_size, sequence):
+@pytest.mark.parametrize(("world_size", "vocab"), [(2, 12), (4, 12), (4, 13)])
+def test_own_module_equals_one_process(world_size, vocab, sequence):
+    for errors in run_ranks(difference, world_size, sequence, vocab):
         assert max(errors) < 1e-12
 
 
@@ -191,7 +191,7 @@ def refusals() -> dict[str, str]:
     scaled.embed, bounded.embed = Scaled(12, 6), nn.Embedding(12, 6, max_norm=1.0)
     cases = {
         "odd width": (Own(hidden=7), {"tensor": ROLES}),
-        "odd vocabulary": (Own(vocab=11), {"tensor": ROLES}),
+        "vocabulary of one": (Own(vocab=1), {"tensor": ROLES}),
         "odd heads": (Own(), {"tensor": ROLES, "divisible": {"num_heads": 3}}),
         "no role": (Own(), {"tensor": {k: v for k, v in ROLES.items() if k != "norm"}}),
         "wrong kind": (Own(), {"tensor": ROLES | {"norm": "colwise"}}),
@@ -205,6 +205,8 @@ def refusals() -> dict[str, str]:
     cases |= {
         "tied": (tied, {"tensor": ROLES}),
         "unsharded and another": (Own(), {"tensor": ROLES | {"nor*": "unsharded"}}),
+        "three heads": (Own(), {"tensor": ROLES, "shared_heads": {"layers.*.up": 3}}),
+        "heads of a sum": (Own(), {"tensor": ROLES, "shared_heads": {"layers.*.down": 1}}),
         "experts": (Own(), {"tensor": {"layers": "unsharded"} | ROLES, "experts": ["layers.*"]}),
         "size of a mount": (
             nn.ModuleDict({"text": Own()}),
@@ -242,7 +244,9 @@ def refusals() -> dict[str, str]:
 def test_what_cannot_be_cut_is_refused_with_its_reason():
     for said in run_ranks(refusals, 2):
         assert "layers.0.up.weight (7, 6)" in said["odd width"]
-        assert "embed.weight (11, 6)" in said["odd vocabulary"]
+        assert "embed.weight (1, 6)" in said["vocabulary of one"]
+        assert "3 heads of layers.0.up can neither be cut over tp = 2 ranks nor" in said["three heads"]
+        assert "layers.0.down is in `shared_heads` and has the role rowwise" in said["heads of a sum"]
         assert "num_heads = 3" in said["odd heads"]
         assert "no role under tensor parallelism for norm.weight, norm.bias; name them" in said["no role"]
         assert "in the plan, or in `tensor_roles` of the module that has them" in said["no role"]

@@ -5,6 +5,8 @@ A module says it in attributes, each optional, with names relative to itself:
     tensor_roles: {module: role} under tensor parallelism; "" is the module itself. What an outer module says
         holds against what an inner one says; None takes a role away. A name whose module is None here is
         passed over.
+    shared_heads: {module: number} of heads that it makes, which ranks of tensor parallelism may share; see
+        `forge_parallel.plan`.
     residual_writers: (parameter, ...) that write into the residual stream; they start smaller.
     initial: {parameter or buffer: Init or Tensor} where it does not follow from the role.
     holds_experts: True; see `forge_model.moe.layer.ExpertLayer`.
@@ -13,12 +15,14 @@ A module says it in attributes, each optional, with names relative to itself:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from forge_model.error import ModelError
 from forge_model.init import Init
+
+Said = TypeVar("Said")
 
 
 def tensor_roles(model: nn.Module) -> dict[str, str]:
@@ -33,6 +37,20 @@ def tensor_roles(model: nn.Module) -> dict[str, str]:
             if _is_there(module, name, prefix, "tensor_roles"):
                 roles.setdefault(joined(prefix, name), role)
     return {name: role for name, role in roles.items() if role is not None}
+
+
+def shared_heads(model: nn.Module) -> dict[str, int]:
+    """How many heads each module makes that ranks of tensor parallelism may share, by name.
+
+    Raises:
+        ModelError: a module names something that it does not have.
+    """
+    return {
+        joined(prefix, name): heads
+        for prefix, module in model.named_modules()
+        for name, heads in _said(module, "shared_heads", {}).items()
+        if _is_there(module, name, prefix, "shared_heads")
+    }
 
 
 def residual_writers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> set[str]:
@@ -100,12 +118,12 @@ def as_patterns(model: nn.Module, names: Iterable[str]) -> list[str]:
     return list(_patterns(model, dict.fromkeys(names, "")))
 
 
-def roles_by_pattern(model: nn.Module, roles: Mapping[str, str]) -> dict[str, str]:
-    """The same roles by pattern: `*` stands for numbers where every module of that form has the same role."""
+def by_pattern(model: nn.Module, roles: Mapping[str, Said]) -> dict[str, Said]:
+    """What is said by name, by pattern: `*` stands for numbers where it holds for all of that form."""
     return _patterns(model, roles)
 
 
-def _patterns(model: nn.Module, roles: Mapping[str, str]) -> dict[str, str]:
+def _patterns(model: nn.Module, roles: Mapping[str, Said]) -> dict[str, Said]:
     names = [name.split(".") for name, _ in model.named_modules()]
     shared: dict[str, bool] = {}
     for name, role in roles.items():
@@ -150,7 +168,7 @@ def _is_there(module: nn.Module, name: str, prefix: str, attribute: str) -> bool
             )
         if (found := getattr(found, part)) is None:
             return False
-    wanted = nn.Module if attribute == "tensor_roles" else Tensor
+    wanted = nn.Module if attribute in ("tensor_roles", "shared_heads") else Tensor
     if not isinstance(found, wanted):
         raise ModelError(
             f"{attribute} of {prefix or 'the model'}, a {type(module).__name__}, names {name!r}, a "

@@ -82,6 +82,9 @@ class Plan(Config):
         tensor: the role of each module that has parameters, and of those that take the residual stream, under
             tensor parallelism; see `forge_parallel.tensor_roles`.
         divisible: sizes by name that tensor parallelism must divide, beside those of matrices: heads, say.
+        shared_heads: modules of the roles `colwise` and `cut_norm` whose outputs are those of so many heads,
+            such as keys and values. Where there are fewer heads than ranks, several ranks share each: all
+            hold the whole weight, and use the head that their queries read.
         attention: the attention modules, by one pattern or several; their attribute `attend` is replaced by
             context parallelism. Only those that work on tokens which it cuts.
         sequence_inputs: arguments of the model of the shape [B, ..., T], which context parallelism cuts; the
@@ -103,6 +106,7 @@ class Plan(Config):
     units: list[list[str]] = []
     tensor: dict[str, Role] = {}
     divisible: dict[str, int] = {}
+    shared_heads: dict[str, Annotated[int, Meta(ge=1)]] = {}
     attention: str | list[str] | None = None
     sequence_inputs: list[str] = []
     experts: list[str] = []
@@ -139,7 +143,14 @@ class Plan(Config):
             find(model, prefix, "mount")
         flat = self.flat()
         patterns = [*flat.block_patterns, *(p for group in flat.units for p in group), *flat.tensor]
-        for pattern in [*patterns, *flat.no_fp8, *flat.experts, *flat.attention_patterns, *flat.fed_by]:
+        for pattern in [
+            *patterns,
+            *flat.no_fp8,
+            *flat.experts,
+            *flat.attention_patterns,
+            *flat.fed_by,
+            *flat.shared_heads,
+        ]:
             find(model, pattern)
 
     def flat(self) -> Plan:
@@ -163,6 +174,7 @@ class Plan(Config):
             units=[full([(prefix, group)]) for prefix, plan in plans for group in plan.units],
             tensor=_merge("tensor", ((prefix, plan.tensor) for prefix, plan in plans)),
             divisible=_merge("divisible", ((prefix, plan.divisible) for prefix, plan in plans)),
+            shared_heads=_merge("shared_heads", ((prefix, plan.shared_heads) for prefix, plan in plans)),
             attention=full((prefix, plan.attention_patterns) for prefix, plan in plans),
             experts=full((prefix, plan.experts) for prefix, plan in plans),
             no_fp8=full((prefix, plan.no_fp8) for prefix, plan in plans),

@@ -5,12 +5,9 @@ What a role does in the forward pass is in `forge_parallel.tensor_roles`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 
 from forge_parallel import capabilities
 from forge_parallel.config import TensorParallelConfig
@@ -19,13 +16,45 @@ from forge_parallel.match import find, matches
 from forge_parallel.plan import Plan
 from forge_parallel.tensor_roles import (
     Axis,
+    Colwise,
+    CutNorm,
+    Gather,
+    Heads,
+    Merge,
+    Norm,
+    Replicated,
     RoleModule,
+    Rowwise,
+    SharedCutNorm,
+    SharedHeads,
     Tokenwise,
-    VocabularyShard,
-    role_of,
+    tokenwise,
+    unsharded,
     values_of,
     with_role,
 )
+from forge_parallel.vocabulary import Embed, Head, VocabularyShard
+
+ROLES: dict[str, type[RoleModule]] = {
+    "gather": Gather,
+    "merge": Merge,
+    "colwise": Colwise,
+    "rowwise": Rowwise,
+    "norm": Norm,
+    "tokenwise": Tokenwise,
+    "head_norm": Replicated,
+    "replicated": Replicated,
+    "cut_norm": CutNorm,
+    "heads": Heads,
+    "embed": Embed,
+    "head": Head,
+}
+
+
+def role_of(module: nn.Module, role: str) -> type[RoleModule]:
+    """The class that does what a role of a plan says for a module."""
+    named = {"tokenwise": tokenwise, "unsharded": unsharded}
+    return named[role](tuple(module._parameters)) if role in named else ROLES[role]
 
 
 def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: TensorParallelConfig) -> None:
@@ -33,7 +62,7 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
 
     Args:
         model: on the meta device, or with equal values on all ranks.
-        plan: without mounts; `tensor` and `divisible` are used.
+        plan: without mounts; `tensor`, `shared_heads` and `divisible` are used.
         mesh: of one dim.
         config: the section `[tensor_parallel]`.
 
@@ -50,6 +79,12 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
         _overlap(mesh)
     axis = Axis.of(mesh, config.sequence)
     cut: dict[int, nn.Parameter] = {}
+    shared = {
+        name: heads
+        for pattern, heads in plan.shared_heads.items()
+        for name in find(model, pattern)
+        if heads % mesh.size()
+    }
     # the role `unsharded` is for what has no role of its own
     for pattern, role in sorted(plan.tensor.items(), key=lambda item: item[1] == "unsharded"):
         for name, module in find(model, pattern).items():
@@ -62,7 +97,7 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
             for inner_name, inner in (
                 _without_role(name, module, plan) if role == "unsharded" else [(name, module)]
             ):
-                _give(inner_name, inner, role, axis, mesh, cut)
+                _give(inner_name, inner, role, axis, mesh, cut, shared.get(inner_name))
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
         raise ParallelError(
@@ -88,17 +123,50 @@ def _without_role(name: str, module: nn.Module, plan: Plan) -> list[tuple[str, n
 
 
 def _give(
-    name: str, module: nn.Module, role: str, axis: Axis, mesh: DeviceMesh, cut: dict[int, nn.Parameter]
+    name: str,
+    module: nn.Module,
+    role: str,
+    axis: Axis,
+    mesh: DeviceMesh,
+    cut: dict[int, nn.Parameter],
+    shared_heads: int | None,
 ) -> None:
     """One module its role."""
     _require_kind(name, module, role)
     kind = role_of(module, role)
-    _distribute(name, module, kind.placements, mesh, cut)
+    if shared_heads is not None:
+        kind = _of_shared_heads(name, module, role, axis.size, shared_heads)
+    _distribute(name, module, kind, mesh, cut)
     module.__class__ = with_role(type(module), kind)
     module.tensor_axis = axis  # type: ignore[assignment]
     if role != "unsharded" and hasattr(module, "vocabulary"):
-        first = axis.rank * (values_of(module._parameters["weight"]).shape[0])
-        module.vocabulary = VocabularyShard(first, axis.group)  # type: ignore[assignment]
+        entries = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
+        module.vocabulary = VocabularyShard(axis, entries)  # type: ignore[assignment]
+
+
+def _of_shared_heads(name: str, module: nn.Module, role: str, ranks: int, heads: int) -> type[SharedHeads]:
+    """The role of a module whose heads several ranks share.
+
+    Raises:
+        ParallelError: no whole number of ranks shares each head, or its outputs are not those of so many.
+    """
+    kinds: dict[str, type[SharedHeads]] = {"colwise": SharedHeads, "cut_norm": SharedCutNorm}
+    if role not in kinds:
+        raise ParallelError(
+            f"{name} is in `shared_heads` and has the role {role}; only {' and '.join(kinds)} make heads"
+        )
+    if ranks % heads:
+        raise ParallelError(
+            f"the {heads} heads of {name} can neither be cut over tp = {ranks} ranks nor be shared by as "
+            "many ranks each; use a divisor or a multiple"
+        )
+    outputs = len(values_of(module._parameters["weight"]))
+    if outputs % heads:
+        raise ParallelError(
+            f"{name} has {outputs} outputs, which are not those of {heads} heads; mend `shared_heads`"
+        )
+    module.num_shared_heads = heads  # type: ignore[assignment]
+    return kinds[role]
 
 
 def _overlap(mesh: DeviceMesh) -> None:
@@ -148,16 +216,18 @@ def _looks_up(module: nn.Module) -> bool:
 def _distribute(
     name: str,
     module: nn.Module,
-    placements: Mapping[str, Placement],
+    kind: type[RoleModule],
     mesh: DeviceMesh,
     cut: dict[int, nn.Parameter],
 ) -> None:
     for key, parameter in module._parameters.items():
-        if parameter is None or key not in placements:
+        if parameter is None or key not in kind.placements:
             continue
-        placement = placements[key]
+        placement = kind.placements[key]
         if id(parameter) not in cut:
-            if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
+            if isinstance(placement, Shard) and not _can_be_cut(
+                parameter.shape[placement.dim], mesh.size(), kind.uneven
+            ):
                 raise ParallelError(
                     f"dim {placement.dim} of {name}.{key} {tuple(parameter.shape)} cannot be cut over "
                     f"tp = {mesh.size()} ranks; make it a multiple of {mesh.size()} or use fewer ranks"
@@ -174,3 +244,8 @@ def _distribute(
                 "both roles that cut alike, or untie them"
             )
         module._parameters[key] = shared
+
+
+def _can_be_cut(length: int, ranks: int, uneven: bool) -> bool:
+    """Into equal parts, or else into chunks of which only the last is shorter, and none empty."""
+    return length > (ranks - 1) * -(-length // ranks) if uneven else length % ranks == 0

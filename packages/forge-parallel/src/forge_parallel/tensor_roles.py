@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -48,6 +47,10 @@ class Axis:
     def of(cls, mesh: DeviceMesh, sequence: bool) -> Axis:
         """That of a device mesh of one dim."""
         return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group(), sequence)
+
+    def first_of(self, entries: int) -> int:
+        """Where the part of this rank begins of so many entries, cut into equal chunks but for the last."""
+        return self.rank * -(-entries // self.size)
 
     def enter(self, x: Tensor) -> Tensor:
         """The residual stream [B, T or T/ranks, D] -> [B, T, D], of which each rank makes its own use."""
@@ -85,9 +88,15 @@ class RoleModule(nn.Module):
     """A module whose forward sees local values of its parameters. Mixed into the class of the module.
 
     Outside of forward, `module.weight` is the parameter, as FSDP2 and others expect.
+
+    Attributes:
+        placements: how each of its parameters lies on the ranks.
+        uneven: whether the part of the last rank may be shorter.
+        tensor_axis: the ranks.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {}
+    uneven: ClassVar[bool] = False
     tensor_axis: Axis
     in_forward = False
 
@@ -258,107 +267,36 @@ class CutNorm(RoleModule):
         return (normed * self.local("weight").to(wide.dtype)).to(x.dtype)
 
 
+class SharedHeads(RoleModule):
+    """Works on the outputs of heads of which there are fewer than ranks: keys and values, say.
+
+    All ranks hold all of its parameters, and each uses those of the one head that its queries read.
+
+    Attributes:
+        num_shared_heads: how many there are; the number of ranks is a multiple.
+    """
+
+    placements = {"weight": Replicate(), "bias": Replicate()}
+    num_shared_heads: int
+
+    def local(self, name: str) -> Tensor:
+        """See `RoleModule.local`."""
+        axis, values = self.tensor_axis, super().local(name)
+        if values is None:
+            return values
+        width = len(values) // self.num_shared_heads
+        head = axis.rank * self.num_shared_heads // axis.size
+        return copy_to_ranks(values, axis.group).narrow(0, head * width, width)
+
+
+class SharedCutNorm(SharedHeads, CutNorm):
+    """A `CutNorm` over heads that ranks share: each counts equally often in the mean of squares."""
+
+
 class Heads(RoleModule):
     """A parameter [N] of which each rank has those of its heads."""
 
     placements = {"weight": Shard(0)}
-
-
-class Embed(RoleModule):
-    """An embedding that knows a part of the vocabulary."""
-
-    placements = {"weight": Shard(0)}
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> the residual stream."""
-        weight = self.local("weight")
-        index = tokens - self.tensor_axis.rank * len(weight)
-        known = (index >= 0) & (index < len(weight))
-        # elsewhere an id that nobody knows would be an embedding of zeros
-        anywhere = (tokens >= 0) & (tokens < len(weight) * self.tensor_axis.size)
-        torch._assert_async(anywhere.all(), "a token id is outside the vocabulary")  # pyright: ignore[reportPrivateImportUsage]
-        return self.tensor_axis.leave(F.embedding(index.where(known, 0), weight) * known[..., None])
-
-
-class Head(RoleModule):
-    """A head that makes the logits of a part of the vocabulary.
-
-    A module with an attribute `vocabulary` is given a `VocabularyShard`, and computes its loss from a part of
-    the logits; of any other module the logits are gathered.
-    """
-
-    placements = {"weight": Shard(0), "bias": Shard(0)}
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The residual stream -> logits [B, T, V] or what the module makes of them."""
-        out = super().forward(self.tensor_axis.enter(hidden), *args, **kwargs)  # type: ignore[misc]
-        return out if hasattr(self, "vocabulary") else gather_logits(out, self.tensor_axis.group)
-
-
-class VocabularyShard:
-    """The part of the vocabulary that a head has, and the sums over the others. Collective.
-
-    Attributes:
-        first: the first id of this part.
-    """
-
-    def __init__(self, first: int, group: dist.ProcessGroup) -> None:
-        self.first = first
-        self._group = group
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum over the parts, in place."""
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
-
-    def max_(self, tensor: Tensor) -> Tensor:
-        """Maximum over the parts, in place."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
-        return tensor
-
-    def gather(self, logits: Tensor) -> Tensor:
-        """[..., V/ranks] -> [..., V]."""
-        return gather_logits(logits, self._group)
-
-
-class _GatherLogits(torch.autograd.Function):
-    """All ranks use the whole alike, so each keeps its own part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.rank, ctx.width = dist.get_rank(group), x.shape[-1]
-        return all_gather(x, x.ndim - 1, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.narrow(-1, ctx.rank * ctx.width, ctx.width), None
-
-
-def gather_logits(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[..., V/ranks] -> [..., V]. Collective."""
-    return _GatherLogits.apply(logits, group)
-
-
-ROLES: dict[str, type[RoleModule]] = {
-    "gather": Gather,
-    "merge": Merge,
-    "colwise": Colwise,
-    "rowwise": Rowwise,
-    "norm": Norm,
-    "tokenwise": Tokenwise,
-    "head_norm": Replicated,
-    "replicated": Replicated,
-    "cut_norm": CutNorm,
-    "heads": Heads,
-    "embed": Embed,
-    "head": Head,
-}
-
-
-def role_of(module: nn.Module, role: str) -> type[RoleModule]:
-    """The class that does what a role of a plan says for a module."""
-    named = {"tokenwise": tokenwise, "unsharded": unsharded}
-    return named[role](tuple(module._parameters)) if role in named else ROLES[role]
 
 
 @cache

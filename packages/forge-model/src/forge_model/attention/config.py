@@ -127,10 +127,15 @@ class GroupedQueryConfig(AttentionConfig):
 
     def tensor_sizes(self) -> dict[str, int]:
         """See `AttentionConfig.tensor_sizes`."""
-        return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
+        return {"num_heads": self.num_heads}
 
     def require_axes(self, norm: NormConfig, tp: int, cp: int) -> None:
         """See `AttentionConfig.require_axes`."""
+        if self.kv_heads % tp and tp % self.kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {self.kv_heads} can neither be cut over {tp} ranks nor be shared by as many "
+                "ranks each; choose mesh.tp as a divisor or a multiple of it"
+            )
         in_parts = isinstance(norm, RMSNormConfig) and not norm.zero_centered
         if tp > 1 and self.qk_norm and self.qk_norm_over == "projection" and not in_parts:
             raise ValueError(

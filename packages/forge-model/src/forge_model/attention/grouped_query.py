@@ -49,6 +49,8 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (norm.build(w) if config.qk_norm else None for w in widths)
         of_norm = "head_norm" if self.norm_heads else "cut_norm"
         self.tensor_roles = {"q_norm": of_norm, "k_norm": of_norm, **self.projection_roles}
+        shared = ["wk", "wv"] if self.norm_heads else ["wk", "wv", "k_norm"]
+        self.shared_heads = dict.fromkeys(shared, config.kv_heads)
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Any, cache: LayerCache | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D].

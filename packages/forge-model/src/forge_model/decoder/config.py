@@ -240,9 +240,7 @@ class DecoderConfig(ModelConfig):
 
     def tensor_sizes(self) -> dict[str, int]:
         """See `ModelConfig.tensor_sizes`."""
-        sizes = {"vocab_size": self.vocab_size}
-        if self.learned_positions:
-            sizes["max_tokens"] = self.max_tokens
+        sizes = {"max_tokens": self.max_tokens} if self.learned_positions else {}
         for index in range(self.num_layers):
             layer = self.layer(index)
             for key, size in layer.block.tensor_sizes(layer, self.dim).items():
@@ -257,6 +255,10 @@ class DecoderConfig(ModelConfig):
                 f"longrope turns sequences of more than {borders[0]} tokens otherwise than shorter ones, and "
                 "ranks that share a sequence do not know its length; set mesh.cp = 1, or model.max_tokens = "
                 f"{borders[0]}"
+            )
+        if (tp - 1) * -(-self.vocab_size // tp) >= self.vocab_size:
+            raise ValueError(
+                f"{tp} ranks cannot share a vocabulary of {self.vocab_size}; use a smaller mesh.tp"
             )
         for index in range(self.num_layers):
             layer = self.layer(index)

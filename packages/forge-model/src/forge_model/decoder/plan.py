@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from forge_model.declared import as_patterns, roles_by_pattern, tensor_roles
+from forge_model.declared import as_patterns, by_pattern, shared_heads, tensor_roles
 from forge_model.decoder.pass_tables import attention_of
 from forge_model.moe.layer import expert_layers
 
@@ -43,7 +43,7 @@ def plan_of(decoder: Decoder) -> dict[str, Any]:
     return {
         "blocks": "layers.*",
         "units": [*([] if config.tie_embeddings else [u for u in units if u]), *([name] for name in ahead)],
-        "tensor": roles_by_pattern(decoder, tensor_roles(decoder)),
+        "tensor": by_pattern(decoder, tensor_roles(decoder)),
         "stages": {
             "first": [*OUTSIDE[: 1 + config.learned_positions]],
             "last": ["norm", "head", *ahead],
@@ -53,6 +53,7 @@ def plan_of(decoder: Decoder) -> dict[str, Any]:
             "last_cost": config.flops_per_token(config.max_tokens) / 3 - sum(costs),
         },
         "divisible": config.tensor_sizes(),
+        "shared_heads": by_pattern(decoder, shared_heads(decoder)),
         "attention": as_patterns(decoder, attention),
         "experts": list(expert_layers(decoder)),
         "sequence_inputs": [*BY_TOKEN, *by_token],

@@ -83,7 +83,11 @@ class Spread:
         if is_dtensor(value):
             return value.full_tensor()  # type: ignore[attr-defined]
         split = self._split(value, module, site, followed)
-        return value if split is None else split[0].gathered(value, *split[1:])
+        if split is None:
+            return value
+        whole = split[0].gathered(value, *split[1:])
+        heads = _shared_heads(module) if site.part == "attn" and site.path[0] in ("k", "v") else None
+        return whole if heads is None else _every(whole, split[1], heads)
 
     def is_partial(self, value: Tensor, module: nn.Module, site: Site) -> bool:
         """Whether this rank holds only a part of the value, or a DTensor. Collective as `full`."""
@@ -166,6 +170,17 @@ class Spread:
         for group in self._groups.values():
             torch.distributed.all_reduce(numbers, getattr(torch.distributed.ReduceOp, operation), group)
         return numbers.cpu()
+
+
+def _shared_heads(module: nn.Module) -> int | None:
+    """How many key heads there are, where several ranks have each; the layer that makes them says so."""
+    said = (getattr(inner, "num_shared_heads", None) for inner in module.modules())
+    return next((heads for heads in said if heads is not None), None)
+
+
+def _every(value: Tensor, dim: int, count: int) -> Tensor:
+    """So many entries along a dim, of which each stands there equally often."""
+    return value.unflatten(dim, (count, -1)).select(dim + 1, 0)
 
 
 def is_sharded(model: nn.Module) -> bool:
