@@ -14,6 +14,7 @@ from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, lo
 from forge_parallel.apply import materialize, set_sync
 from forge_parallel.fp8_config import FP8Config
 from forge_parallel.testing import run_ranks
+from msgspec.structs import replace
 from parity import TOKENS, VOCAB, trained
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -29,6 +30,23 @@ MODEL = DecoderConfig(
 
 def tensorwise(gather: bool) -> ParallelConfig:
     return ParallelConfig(fp8=FP8Config(recipe="tensorwise", min_size=16, gather=gather, emulate=True))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("gather", [False, True])
+def test_heads_that_ranks_share_multiply_in_8_bits(gather):
+    """Two key heads of 16 outputs on four ranks: each rounds the rows of its own."""
+    model = replace(
+        MODEL,
+        attention=GroupedQueryConfig(num_heads=4, num_kv_heads=2, head_dim=16),
+        ffn=SwiGLUConfig(dim=128),
+    )
+    one = run_ranks(trained, 1, {}, model, "float32", ParallelConfig(), 2, 4)[0]
+    for many in run_ranks(trained, 8 if gather else 4, {"tp": 4}, model, "float32", tensorwise(gather), 2, 4):
+        assert many["loss"] == pytest.approx(one["loss"], rel=1e-2)
+        assert many["loss"] != one["loss"]
+        assert many["norm"] == pytest.approx(one["norm"], rel=5e-2)
 
 
 @pytest.mark.dist

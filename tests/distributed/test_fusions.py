@@ -46,6 +46,7 @@ LAYOUTS = {
     "fsdp2": (2, {}, ParallelConfig()),
     "hsdp2x2": (4, {"dp_replicate": 2}, ParallelConfig()),
     "tp2": (2, {"tp": 2}, ParallelConfig(tensor_parallel=WHOLE)),
+    "tp4": (4, {"tp": 4}, ParallelConfig(tensor_parallel=WHOLE)),  # more ranks than key heads
     "pp2": (2, {"pp": 2}, ParallelConfig()),
     "pp2-tp2": (4, {"pp": 2, "tp": 2}, ParallelConfig(tensor_parallel=WHOLE)),
     "pp2-interleaved": (2, {"pp": 2}, ParallelConfig(pipeline=PipelineConfig(schedule="interleaved_1f1b"))),

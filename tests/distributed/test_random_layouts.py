@@ -18,7 +18,8 @@ from forge_parallel.config import (
 )
 from forge_parallel.error import ParallelError
 from forge_parallel.testing import run_ranks
-from forge_trainer.config.checks import axes_divide_the_model, stages_fit_the_model
+from forge_trainer.config.checks import axes_compute_the_model, axes_divide_the_model, stages_fit_the_model
+from msgspec.structs import replace
 from parity import TOKENS, VOCAB, trained
 
 STEPS, RANKS = 3, 4
@@ -55,7 +56,8 @@ def drawn(seed: int) -> tuple[dict, DecoderConfig, ParallelConfig, int]:
             mode=draw.choice(["none", "full", "every", "selective", "offload"])
         ),
     )
-    return sizes, model, parallel, draw.choice([2, 4])
+    micro_batches = draw.choice([2, 4])
+    return sizes, replace(model, vocab_size=VOCAB + draw.choice([0, 1, 7])), parallel, micro_batches
 
 
 def refused(sizes: dict, model: DecoderConfig, parallel: ParallelConfig, micro_batches: int) -> bool:
@@ -64,6 +66,7 @@ def refused(sizes: dict, model: DecoderConfig, parallel: ParallelConfig, micro_b
     try:
         parallel.pipeline.require_micro_batches(micro_batches, mesh.pp)
         axes_divide_the_model(model, data, mesh, parallel.tensor_parallel, parallel.context_parallel)
+        axes_compute_the_model(model, mesh, parallel.tensor_parallel, parallel.context_parallel)
         stages_fit_the_model(
             model,
             mesh,

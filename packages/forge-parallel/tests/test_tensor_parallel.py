@@ -205,8 +205,8 @@ def refusals() -> dict[str, str]:
     cases |= {
         "tied": (tied, {"tensor": ROLES}),
         "unsharded and another": (Own(), {"tensor": ROLES | {"nor*": "unsharded"}}),
-        "three heads": (Own(), {"tensor": ROLES, "shared_heads": {"layers.*.up": 3}}),
-        "heads of a sum": (Own(), {"tensor": ROLES, "shared_heads": {"layers.*.down": 1}}),
+        "three heads": (Own(), {"tensor": ROLES, "output_units": {"layers.*.up": [3]}}),
+        "heads of a sum": (Own(), {"tensor": ROLES, "output_units": {"layers.*.down": [1]}}),
         "experts": (Own(), {"tensor": {"layers": "unsharded"} | ROLES, "experts": ["layers.*"]}),
         "size of a mount": (
             nn.ModuleDict({"text": Own()}),
@@ -245,8 +245,8 @@ def test_what_cannot_be_cut_is_refused_with_its_reason():
     for said in run_ranks(refusals, 2):
         assert "layers.0.up.weight (7, 6)" in said["odd width"]
         assert "embed.weight (1, 6)" in said["vocabulary of one"]
-        assert "3 heads of layers.0.up can neither be cut over tp = 2 ranks nor" in said["three heads"]
-        assert "layers.0.down is in `shared_heads` and has the role rowwise" in said["heads of a sum"]
+        assert "3 units of layers.0.up can neither be cut over tp = 2 ranks nor" in said["three heads"]
+        assert "layers.0.down is in `output_units` and has the role rowwise" in said["heads of a sum"]
         assert "num_heads = 3" in said["odd heads"]
         assert "no role under tensor parallelism for norm.weight, norm.bias; name them" in said["no role"]
         assert "in the plan, or in `tensor_roles` of the module that has them" in said["no role"]

@@ -5,7 +5,7 @@ A module says it in attributes, each optional, with names relative to itself:
     tensor_roles: {module: role} under tensor parallelism; "" is the module itself. What an outer module says
         holds against what an inner one says; None takes a role away. A name whose module is None here is
         passed over.
-    shared_heads: {module: number} of heads that it makes, which ranks of tensor parallelism may share; see
+    output_units: {module: [number, ...]} of heads that it makes, which tensor parallelism must not cut; see
         `forge_parallel.plan`.
     residual_writers: (parameter, ...) that write into the residual stream; they start smaller.
     initial: {parameter or buffer: Init or Tensor} where it does not follow from the role.
@@ -39,17 +39,17 @@ def tensor_roles(model: nn.Module) -> dict[str, str]:
     return {name: role for name, role in roles.items() if role is not None}
 
 
-def shared_heads(model: nn.Module) -> dict[str, int]:
-    """How many heads each module makes that ranks of tensor parallelism may share, by name.
+def output_units(model: nn.Module) -> dict[str, list[int]]:
+    """How many units, that tensor parallelism must not cut, each module makes, by name.
 
     Raises:
         ModelError: a module names something that it does not have.
     """
     return {
-        joined(prefix, name): heads
+        joined(prefix, name): units
         for prefix, module in model.named_modules()
-        for name, heads in _said(module, "shared_heads", {}).items()
-        if _is_there(module, name, prefix, "shared_heads")
+        for name, units in _said(module, "output_units", {}).items()
+        if _is_there(module, name, prefix, "output_units")
     }
 
 
@@ -168,7 +168,7 @@ def _is_there(module: nn.Module, name: str, prefix: str, attribute: str) -> bool
             )
         if (found := getattr(found, part)) is None:
             return False
-    wanted = nn.Module if attribute in ("tensor_roles", "shared_heads") else Tensor
+    wanted = nn.Module if attribute in ("tensor_roles", "output_units") else Tensor
     if not isinstance(found, wanted):
         raise ModelError(
             f"{attribute} of {prefix or 'the model'}, a {type(module).__name__}, names {name!r}, a "

@@ -22,7 +22,12 @@ CAPABILITIES = {"mxfp8": ((10, 0), "Blackwell")}
 """What a GPU needs, where it is not 8.9."""
 
 
-CUT = {"colwise": "out_features", "head": "out_features", "rowwise": "in_features"}
+CUT = {
+    "colwise": "out_features",
+    "gather_colwise": "out_features",
+    "head": "out_features",
+    "rowwise": "in_features",
+}
 """The size that tensor parallelism divides, by the role of a layer."""
 
 
@@ -88,7 +93,9 @@ def eight_bit_layers(model: nn.Module, plan: Plan, config: FP8Config, tp: int) -
     for name in chosen if tp > 1 else ():
         role = next((role for pattern, role in plan.tensor.items() if matches(pattern, name)), "")
         size = getattr(model.get_submodule(name), CUT.get(role, ""), 0)
-        if size % (config.multiple * tp):
+        units = next((found for pattern, found in plan.output_units.items() if matches(pattern, name)), [tp])
+        size = size * min(units) // sum(units)
+        if size % (config.multiple * min(tp, *units)):
             uneven.append(f"{name} ({size})")
     if uneven:
         more = f" and {len(uneven) - 3} more" if len(uneven) > 3 else ""

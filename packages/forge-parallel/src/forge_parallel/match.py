@@ -5,7 +5,8 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from forge_parallel.error import ParallelError
 
@@ -16,6 +17,23 @@ class PassThrough(nn.Module):
     def forward(self, x: Any, *_: Any, **__: Any) -> Any:
         """The first argument."""
         return x
+
+
+class PassTuple(PassThrough):
+    """Stands where another stage has a block that returns a tuple."""
+
+    def forward(self, x: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
+        """The first argument, in a tuple."""
+        return (x,)
+
+
+class Zero(PassThrough):
+    """Stands where another stage has a module whose output has been added to the hidden state already."""
+
+    def forward(self, *args: Any, **_: Any) -> Tensor:
+        """[] zero."""
+        device = next((x.device for x in args if isinstance(x, Tensor)), None)
+        return torch.zeros((), device=device)
 
 
 def matches(pattern: str, name: str) -> bool:

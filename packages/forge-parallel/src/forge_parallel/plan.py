@@ -23,6 +23,7 @@ Role = Literal[
     "replicated",
     "gather",
     "colwise",
+    "gather_colwise",
     "rowwise",
     "head",
     "unsharded",
@@ -50,8 +51,11 @@ class StagePlan(Config):
         last_cost: the same of the modules of the last stage.
         first_cost: the same of the modules of the first stage, in the unit of `costs` or, without them, in
             elements of matrices; 0 for an embedding, from which rows are only read.
+        zero: modules of the first stage whose output the model adds to the hidden state, as positions are:
+            in later stages, which pass_through lets call them, they become ones that return 0.
         pass_through: modules of other stages become ones that return their first argument, for models that
             call them anyway; otherwise they become None, and blocks are deleted.
+        blocks_return_tuples: the hidden state is the first of what a block returns; with pass_through.
     """
 
     first: list[str]
@@ -65,7 +69,9 @@ class StagePlan(Config):
     instead_of: list[str] = []
     first_inputs: list[str] = []
     extra_tokens: Annotated[int, Meta(ge=0)] = 0
+    zero: list[str] = []
     pass_through: bool = False
+    blocks_return_tuples: bool = False
 
 
 class Plan(Config):
@@ -82,9 +88,12 @@ class Plan(Config):
         tensor: the role of each module that has parameters, and of those that take the residual stream, under
             tensor parallelism; see `forge_parallel.tensor_roles`.
         divisible: sizes by name that tensor parallelism must divide, beside those of matrices: heads, say.
-        shared_heads: modules of the roles `colwise` and `cut_norm` whose outputs are those of so many heads,
-            such as keys and values. Where there are fewer heads than ranks, several ranks share each: all
-            hold the whole weight, and use the head that their queries read.
+        output_units: of `colwise` layers and of a `cut_norm`, how many units that must not be cut (heads,
+            say) each part of their outputs has: [8] of keys, [32, 8, 8] of queries, keys and values in one
+            layer, [F, F] of a gate and what it gates. If there are several parts, or fewer units than ranks,
+            all ranks hold the whole weight and use their units of every part; several may use the same one.
+        counts: attributes of modules that count what a rank of tensor parallelism has a part of, as
+            `num_heads` of an attention that shapes by it; they are divided by the number of ranks.
         attention: the attention modules, by one pattern or several; their attribute `attend` is replaced by
             context parallelism. Only those that work on tokens which it cuts.
         sequence_inputs: arguments of the model of the shape [B, ..., T], which context parallelism cuts; the
@@ -106,7 +115,8 @@ class Plan(Config):
     units: list[list[str]] = []
     tensor: dict[str, Role] = {}
     divisible: dict[str, int] = {}
-    shared_heads: dict[str, Annotated[int, Meta(ge=1)]] = {}
+    output_units: dict[str, Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=1)]] = {}
+    counts: dict[str, list[str]] = {}
     attention: str | list[str] | None = None
     sequence_inputs: list[str] = []
     experts: list[str] = []
@@ -149,7 +159,8 @@ class Plan(Config):
             *flat.experts,
             *flat.attention_patterns,
             *flat.fed_by,
-            *flat.shared_heads,
+            *flat.output_units,
+            *flat.counts,
         ]:
             find(model, pattern)
 
@@ -174,7 +185,8 @@ class Plan(Config):
             units=[full([(prefix, group)]) for prefix, plan in plans for group in plan.units],
             tensor=_merge("tensor", ((prefix, plan.tensor) for prefix, plan in plans)),
             divisible=_merge("divisible", ((prefix, plan.divisible) for prefix, plan in plans)),
-            shared_heads=_merge("shared_heads", ((prefix, plan.shared_heads) for prefix, plan in plans)),
+            output_units=_merge("output_units", ((prefix, plan.output_units) for prefix, plan in plans)),
+            counts=_merge("counts", ((prefix, plan.counts) for prefix, plan in plans)),
             attention=full((prefix, plan.attention_patterns) for prefix, plan in plans),
             experts=full((prefix, plan.experts) for prefix, plan in plans),
             no_fp8=full((prefix, plan.no_fp8) for prefix, plan in plans),

@@ -10,7 +10,7 @@ from torch import nn
 
 from forge_parallel.config import PipelineConfig
 from forge_parallel.error import ParallelError
-from forge_parallel.match import PassThrough, find
+from forge_parallel.match import PassThrough, PassTuple, Zero, find
 from forge_parallel.plan import Plan, StagePlan
 
 
@@ -61,9 +61,11 @@ def keep_stage(model: nn.Module, plan: Plan, stage: int, ranks: int, config: Pip
         | {name: count - 1 for name in plan.stages.last}
     )
     _refuse_ties(model, owners)
+    in_blocks = PassTuple if plan.stages.blocks_return_tuples else PassThrough
     for name, owner in owners.items():
         if owner != stage:
-            _remove(model, name, plan.stages.pass_through)
+            stand_in = Zero if name in plan.stages.zero else in_blocks if name in blocks else PassThrough
+            _remove(model, name, plan.stages.pass_through, stand_in)
 
 
 def _blocks_of(plan: Plan, stages: StagePlan) -> str:
@@ -191,11 +193,11 @@ def _parts(values: Sequence[int], lengths: Sequence[int]) -> Iterator[Sequence[i
     return ([next(rest) for _ in range(length)] for length in lengths)
 
 
-def _remove(model: nn.Module, name: str, pass_through: bool) -> None:
+def _remove(model: nn.Module, name: str, pass_through: bool, stand_in: type[PassThrough]) -> None:
     path, _, key = name.rpartition(".")
     parent = model.get_submodule(path)
     if pass_through:
-        setattr(parent, key, PassThrough())
+        setattr(parent, key, stand_in())
     elif isinstance(parent, nn.ModuleDict):
         del parent[key]
     else:

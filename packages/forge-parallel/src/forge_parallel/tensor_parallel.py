@@ -5,6 +5,10 @@ What a role does in the forward pass is in `forge_parallel.tensor_roles`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -18,16 +22,17 @@ from forge_parallel.tensor_roles import (
     Axis,
     Colwise,
     CutNorm,
+    CutNormWithUnits,
     Gather,
+    GatherColwise,
     Heads,
     Merge,
     Norm,
     Replicated,
     RoleModule,
     Rowwise,
-    SharedCutNorm,
-    SharedHeads,
     Tokenwise,
+    WithUnits,
     tokenwise,
     unsharded,
     values_of,
@@ -39,6 +44,7 @@ ROLES: dict[str, type[RoleModule]] = {
     "gather": Gather,
     "merge": Merge,
     "colwise": Colwise,
+    "gather_colwise": GatherColwise,
     "rowwise": Rowwise,
     "norm": Norm,
     "tokenwise": Tokenwise,
@@ -62,7 +68,7 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
 
     Args:
         model: on the meta device, or with equal values on all ranks.
-        plan: without mounts; `tensor`, `shared_heads` and `divisible` are used.
+        plan: without mounts; `tensor`, `output_units`, `counts` and `divisible` are used.
         mesh: of one dim.
         config: the section `[tensor_parallel]`.
 
@@ -79,12 +85,7 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
         _overlap(mesh)
     axis = Axis.of(mesh, config.sequence)
     cut: dict[int, nn.Parameter] = {}
-    shared = {
-        name: heads
-        for pattern, heads in plan.shared_heads.items()
-        for name in find(model, pattern)
-        if heads % mesh.size()
-    }
+    units = {name: counts for pattern, counts in plan.output_units.items() for name in find(model, pattern)}
     # the role `unsharded` is for what has no role of its own
     for pattern, role in sorted(plan.tensor.items(), key=lambda item: item[1] == "unsharded"):
         for name, module in find(model, pattern).items():
@@ -97,7 +98,8 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
             for inner_name, inner in (
                 _without_role(name, module, plan) if role == "unsharded" else [(name, module)]
             ):
-                _give(inner_name, inner, role, axis, mesh, cut, shared.get(inner_name))
+                _give(inner_name, inner, role, axis, mesh, cut, units.get(inner_name, []))
+    _divide_counts(model, plan.counts, axis.size)
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
         raise ParallelError(
@@ -129,13 +131,13 @@ def _give(
     axis: Axis,
     mesh: DeviceMesh,
     cut: dict[int, nn.Parameter],
-    shared_heads: int | None,
+    output_units: list[int],
 ) -> None:
     """One module its role."""
     _require_kind(name, module, role)
     kind = role_of(module, role)
-    if shared_heads is not None:
-        kind = _of_shared_heads(name, module, role, axis.size, shared_heads)
+    if output_units and (len(output_units) > 1 or output_units[0] % axis.size):
+        kind = _with_units(name, module, role, axis.size, output_units)
     _distribute(name, module, kind, mesh, cut)
     module.__class__ = with_role(type(module), kind)
     module.tensor_axis = axis  # type: ignore[assignment]
@@ -144,29 +146,58 @@ def _give(
         module.vocabulary = VocabularyShard(axis, entries)  # type: ignore[assignment]
 
 
-def _of_shared_heads(name: str, module: nn.Module, role: str, ranks: int, heads: int) -> type[SharedHeads]:
-    """The role of a module whose heads several ranks share.
+def _with_units(name: str, module: nn.Module, role: str, ranks: int, units: list[int]) -> type[WithUnits]:
+    """The role of a module whose outputs cannot be cut into one piece for each rank.
 
     Raises:
-        ParallelError: no whole number of ranks shares each head, or its outputs are not those of so many.
+        ParallelError: its role makes no outputs, units can be given to ranks in no equal way, or its outputs
+            are not those of so many.
     """
-    kinds: dict[str, type[SharedHeads]] = {"colwise": SharedHeads, "cut_norm": SharedCutNorm}
+    kinds: dict[str, type[WithUnits]] = {"colwise": WithUnits, "cut_norm": CutNormWithUnits}
     if role not in kinds:
         raise ParallelError(
-            f"{name} is in `shared_heads` and has the role {role}; only {' and '.join(kinds)} make heads"
+            f"{name} is in `output_units` and has the role {role}; they are for {' and '.join(kinds)}"
         )
-    if ranks % heads:
+    if uneven := [count for count in units if count % ranks and ranks % count]:
         raise ParallelError(
-            f"the {heads} heads of {name} can neither be cut over tp = {ranks} ranks nor be shared by as "
+            f"{uneven[0]} units of {name} can neither be cut over tp = {ranks} ranks nor be shared by as "
             "many ranks each; use a divisor or a multiple"
         )
     outputs = len(values_of(module._parameters["weight"]))
-    if outputs % heads:
+    if outputs % sum(units):
         raise ParallelError(
-            f"{name} has {outputs} outputs, which are not those of {heads} heads; mend `shared_heads`"
+            f"{name} has {outputs} outputs, which are not those of {units} units; mend `output_units`"
         )
-    module.num_shared_heads = heads  # type: ignore[assignment]
+    module.output_units = tuple(units)  # type: ignore[assignment]
     return kinds[role]
+
+
+def _divide_counts(model: nn.Module, counts: Mapping[str, list[str]], ranks: int) -> None:
+    """Let modules count what a rank has: of units that several ranks share, one.
+
+    Raises:
+        ParallelError: a module has no such attribute, or ranks cannot have equally many.
+    """
+    for pattern, names in counts.items():
+        for module_name, module in find(model, pattern).items():
+            for name in names:
+                holder: Any = module
+                path, _, leaf = name.rpartition(".")
+                for part in path.split(".") if path else ():
+                    own = copy(getattr(holder, part, None))  # others may have the same
+                    setattr(holder, part, own)
+                    holder = own
+                count = getattr(holder, leaf, None)
+                if not isinstance(count, int) or count < 1:
+                    raise ParallelError(
+                        f"{module_name}.{name} is {count!r}, and not the number of anything; mend `counts`"
+                    )
+                if count % ranks and ranks % count:
+                    raise ParallelError(
+                        f"{module_name}.{name} = {count} can neither be cut over tp = {ranks} ranks nor be "
+                        "shared by as many ranks each; use a divisor or a multiple"
+                    )
+                setattr(holder, leaf, max(1, count // ranks))
 
 
 def _overlap(mesh: DeviceMesh) -> None:
@@ -192,7 +223,7 @@ def _overlap(mesh: DeviceMesh) -> None:
 
 def _require_kind(name: str, module: nn.Module, role: str) -> None:
     """Refuse modules whose forward does not do what the role assumes."""
-    if role in ("colwise", "rowwise") and not isinstance(module, nn.Linear):
+    if role in ("colwise", "gather_colwise", "rowwise") and not isinstance(module, nn.Linear):
         raise ParallelError(f"{name} is a {type(module).__name__}; the role {role} is for nn.Linear")
     if role == "cut_norm" and type(module) is not nn.RMSNorm:
         raise ParallelError(

@@ -167,6 +167,14 @@ class Colwise(RoleModule):
     placements = {"weight": Shard(0), "bias": Shard(0)}
 
 
+class GatherColwise(Colwise):
+    """A linear layer that takes the residual stream itself, and makes a part of its outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual stream -> [B, T, F/ranks]."""
+        return super().forward(self.tensor_axis.enter(x))
+
+
 class Rowwise(RoleModule):
     """A linear layer that takes a part of its inputs; the bias is added once, after the sum."""
 
@@ -267,30 +275,40 @@ class CutNorm(RoleModule):
         return (normed * self.local("weight").to(wide.dtype)).to(x.dtype)
 
 
-class SharedHeads(RoleModule):
-    """Works on the outputs of heads of which there are fewer than ranks: keys and values, say.
+class WithUnits(RoleModule):
+    """Makes outputs of several parts, or of fewer units than ranks: keys and values of few heads, say.
 
-    All ranks hold all of its parameters, and each uses those of the one head that its queries read.
+    All ranks hold all of its parameters, and each uses its units of every part. Where a part has fewer units
+    than there are ranks, several ranks use the same one.
 
     Attributes:
-        num_shared_heads: how many there are; the number of ranks is a multiple.
+        output_units: of each part that is fused in it; see `forge_parallel.plan`.
     """
 
     placements = {"weight": Replicate(), "bias": Replicate()}
-    num_shared_heads: int
+    output_units: tuple[int, ...]
+
+    @property
+    def shared_units(self) -> int | None:
+        """How many units the last part has, if several ranks use each of them; those of values, say."""
+        return self.output_units[-1] if self.output_units[-1] < self.tensor_axis.size else None
 
     def local(self, name: str) -> Tensor:
         """See `RoleModule.local`."""
         axis, values = self.tensor_axis, super().local(name)
         if values is None:
             return values
-        width = len(values) // self.num_shared_heads
-        head = axis.rank * self.num_shared_heads // axis.size
-        return copy_to_ranks(values, axis.group).narrow(0, head * width, width)
+        values = copy_to_ranks(values, axis.group)
+        width, start, parts = len(values) // sum(self.output_units), 0, []
+        for units in self.output_units:
+            first = start + axis.rank * units // axis.size
+            parts.append(values.narrow(0, first * width, max(1, units // axis.size) * width))
+            start += units
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-class SharedCutNorm(SharedHeads, CutNorm):
-    """A `CutNorm` over heads that ranks share: each counts equally often in the mean of squares."""
+class CutNormWithUnits(WithUnits, CutNorm):
+    """A `CutNorm` over units that ranks share: each counts equally often in the mean of squares."""
 
 
 class Heads(RoleModule):

@@ -50,7 +50,7 @@ class Attention(nn.Module):
         of_norm = "head_norm" if self.norm_heads else "cut_norm"
         self.tensor_roles = {"q_norm": of_norm, "k_norm": of_norm, **self.projection_roles}
         shared = ["wk", "wv"] if self.norm_heads else ["wk", "wv", "k_norm"]
-        self.shared_heads = dict.fromkeys(shared, config.kv_heads)
+        self.output_units = {name: [config.kv_heads] for name in shared}
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Any, cache: LayerCache | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D].

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from forge_model.declared import as_patterns, by_pattern, shared_heads, tensor_roles
+from forge_model.declared import as_patterns, by_pattern, output_units, tensor_roles
 from forge_model.decoder.pass_tables import attention_of
 from forge_model.moe.layer import expert_layers
 
@@ -53,7 +53,7 @@ def plan_of(decoder: Decoder) -> dict[str, Any]:
             "last_cost": config.flops_per_token(config.max_tokens) / 3 - sum(costs),
         },
         "divisible": config.tensor_sizes(),
-        "shared_heads": by_pattern(decoder, shared_heads(decoder)),
+        "output_units": by_pattern(decoder, output_units(decoder)),
         "attention": as_patterns(decoder, attention),
         "experts": list(expert_layers(decoder)),
         "sequence_inputs": [*BY_TOKEN, *by_token],

@@ -121,6 +121,7 @@ class CrossAttention(nn.Module):
         self.wq, self.wo = Linear(dim, width, bias=False), Linear(width, dim, bias=False)
         self.wk, self.wv = (Linear(dim, kv_width, bias=False) for _ in range(2))
         self.q_norm, self.k_norm = norm.build(self.head_dim), norm.build(self.head_dim)
+        self.output_units = {name: [config.kv_heads] for name in ("wk", "wv")}
 
     def forward(self, x: Tensor, features: Tensor, visible: Tensor, cache: LayerCache | None) -> Tensor:
         """[B, T, D] and [B, S, D] -> [B, T, D].

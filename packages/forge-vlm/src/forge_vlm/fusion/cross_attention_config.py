@@ -55,8 +55,8 @@ class CrossBlockConfig(StandardBlockConfig):
     gate_init: float = 0.0
     blind: Literal["nothing", "mllama"] = "nothing"
 
-    def attention(self, layer: LayerConfig, dim: int) -> GroupedQueryConfig:
-        """The heads of the gated layer, all defaults resolved.
+    def heads(self, layer: LayerConfig) -> GroupedQueryConfig:
+        """How many heads the gated layer has, and of what width if that is not a share of the model's.
 
         Raises:
             ValueError: the layer has no heads to inherit.
@@ -70,8 +70,13 @@ class CrossBlockConfig(StandardBlockConfig):
         heads = self.num_heads or like.num_heads  # type: ignore[attr-defined]
         inherits = self.num_heads is None
         kv_heads = self.num_kv_heads or (like.kv_heads if inherits else heads)  # type: ignore[attr-defined]
-        width = self.head_dim or (like.head_width(dim) if inherits else dim // heads)  # type: ignore[attr-defined]
+        width = self.head_dim or (like.head_dim if inherits else None)  # type: ignore[attr-defined]
         return GroupedQueryConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
+
+    def attention(self, layer: LayerConfig, dim: int) -> GroupedQueryConfig:
+        """The heads of the gated layer, all defaults resolved; raises what `heads` does."""
+        heads = self.heads(layer)
+        return replace(heads, head_dim=heads.head_width(dim))
 
     def feed_forward(self, layer: LayerConfig) -> FfnConfig:
         """The feed-forward of the gated layer."""
@@ -95,10 +100,14 @@ class CrossBlockConfig(StandardBlockConfig):
     def tensor_sizes(self, layer: LayerConfig, dim: int) -> dict[str, int]:
         """See `BlockConfig.tensor_sizes`."""
         heads = self.attention(layer, dim)
-        cross = {"cross.heads": heads.num_heads, "cross.kv_heads": heads.kv_heads}
-        ffn = self.feed_forward(layer).tensor_sizes(dim)
-        cross |= {f"cross.ffn.{key}": size for key, size in ffn.items()}
+        parts = {"attention": heads.tensor_sizes(), "ffn": self.feed_forward(layer).tensor_sizes(dim)}
+        cross = {f"cross.{part}.{key}": size for part, found in parts.items() for key, size in found.items()}
         return super().tensor_sizes(layer, dim) | cross
+
+    def require_axes(self, layer: LayerConfig, tp: int, cp: int, sequence: bool) -> None:
+        """See `BlockConfig.require_axes`."""
+        super().require_axes(layer, tp, cp, sequence)
+        self.heads(layer).require_axes(layer.norm, tp, cp)
 
 
 @fusions.register("cross-attention")

@@ -44,8 +44,8 @@ class ModalityAttention(Attention):
                 setattr(self, name, ByModality(lambda name=name: getattr(Attention(config, dim, norm), name)))
         each = {f"{name}.{m}": roles[name] for name in self.parts for m in MODALITIES if getattr(self, name)}
         self.tensor_roles = {"": roles[""]} | each
-        self.shared_heads = {
-            name: self.shared_heads[key] for name in each if (key := name.split(".")[0]) in self.shared_heads
+        self.output_units = {
+            name: self.output_units[key] for name in each if (key := name.split(".")[0]) in self.output_units
         }
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -174,7 +174,7 @@ class Spread:
 
 def _shared_heads(module: nn.Module) -> int | None:
     """How many key heads there are, where several ranks have each; the layer that makes them says so."""
-    said = (getattr(inner, "num_shared_heads", None) for inner in module.modules())
+    said = (getattr(inner, "shared_units", None) for inner in module.modules())
     return next((heads for heads in said if heads is not None), None)
 
 
