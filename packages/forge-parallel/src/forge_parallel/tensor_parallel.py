@@ -168,7 +168,7 @@ def _with_units(name: str, module: nn.Module, role: str, ranks: int, units: list
         raise ParallelError(
             f"{name} has {outputs} outputs, which are not those of {units} units; mend `output_units`"
         )
-    module.output_units = tuple(units)  # type: ignore[assignment]
+    module.tensor_units = tuple(units)  # type: ignore[assignment]
     return kinds[role]
 
 

@@ -282,16 +282,16 @@ class WithUnits(RoleModule):
     than there are ranks, several ranks use the same one.
 
     Attributes:
-        output_units: of each part that is fused in it; see `forge_parallel.plan`.
+        tensor_units: how many units each part has that is fused in it; see `forge_parallel.plan`.
     """
 
     placements = {"weight": Replicate(), "bias": Replicate()}
-    output_units: tuple[int, ...]
+    tensor_units: tuple[int, ...]
 
     @property
     def shared_units(self) -> int | None:
         """How many units the last part has, if several ranks use each of them; those of values, say."""
-        return self.output_units[-1] if self.output_units[-1] < self.tensor_axis.size else None
+        return self.tensor_units[-1] if self.tensor_units[-1] < self.tensor_axis.size else None
 
     def local(self, name: str) -> Tensor:
         """See `RoleModule.local`."""
@@ -299,8 +299,8 @@ class WithUnits(RoleModule):
         if values is None:
             return values
         values = copy_to_ranks(values, axis.group)
-        width, start, parts = len(values) // sum(self.output_units), 0, []
-        for units in self.output_units:
+        width, start, parts = len(values) // sum(self.tensor_units), 0, []
+        for units in self.tensor_units:
             first = start + axis.rank * units // axis.size
             parts.append(values.narrow(0, first * width, max(1, units // axis.size) * width))
             start += units
