@@ -1,13 +1,10 @@
-"""Sphinx configuration; both references are generated at build time, from the structs and from docstrings."""
+"""Sphinx configuration; the pages of reference are generated when the site is built (`generated.py`)."""
 
-import dataclasses
-import inspect
-import re
+import sys
 from pathlib import Path
 
-import forge_interp
-from forge_config.reference import reference_markdown
-from forge_trainer.config.job import Job
+sys.path.insert(0, str(Path(__file__).parent))
+from generated import write_pages
 
 project = "Forge"
 author = "The Forge authors"
@@ -19,44 +16,4 @@ html_theme = "furo"
 html_title = "Forge"
 exclude_patterns = ["_build"]
 
-
-def _help(name: str, value: object) -> str:
-    """Signature and docstring, word for word."""
-    try:
-        call = "" if isinstance(value, property) else str(inspect.signature(value))
-        call = re.sub(r"(: |-> )'([^']*)'", r"\1\2", call)  # annotations that are kept as text
-    except ValueError:  # an exception has none
-        call = ""
-    return f"```text\n{name}{call}\n\n{inspect.getdoc(value)}{_fields(value)}\n```\n"
-
-
-def _fields(value: object) -> str:
-    """The public fields of a dataclass as its source has them, comments and all."""
-    if not inspect.isclass(value) or not dataclasses.is_dataclass(value):
-        return ""
-    names = "|".join(field.name for field in dataclasses.fields(value) if field.name[0] != "_")
-    lines = re.findall(rf"^    ((?:{names}): .*)$", inspect.getsource(value), re.MULTILINE)
-    return "\n\n" + "\n".join(lines)
-
-
-def _interp_reference() -> str:
-    """Every public name of forge_interp and its methods."""
-    text = (
-        "# Reference\n\nEvery public name of `forge_interp`: what it takes, returns and raises, its source.\n"
-    )
-    for name in forge_interp.__all__:
-        value = getattr(forge_interp, name)
-        text += f"\n## {name}\n\n{_help(name, value)}"
-        bases = value.__mro__ if inspect.isclass(value) else ()
-        ours = [base for base in bases if base.__module__.startswith("forge_interp")]
-        for member, held in {k: v for base in reversed(ours) for k, v in vars(base).items()}.items():
-            if not member.startswith("_") and (
-                callable(getattr(value, member)) or isinstance(held, property)
-            ):
-                text += "\n" + _help(f"{name}.{member}", getattr(value, member))
-    return text
-
-
-_HERE = Path(__file__).parent
-(_HERE / "configuration_reference.md").write_text(reference_markdown(Job))
-(_HERE / "interp" / "reference.md").write_text(_interp_reference())
+write_pages()
