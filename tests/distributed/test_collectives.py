@@ -8,18 +8,26 @@ from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.attention.config import GroupedQueryConfig
 from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, local_shard, parallelize
 from forge_parallel.apply import materialize
-from forge_parallel.config import ContextParallelConfig, FSDPConfig, PipelineConfig, TensorParallelConfig
+from forge_parallel.config import (
+    ContextParallelConfig,
+    FSDPConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TensorParallelConfig,
+)
 from forge_parallel.runner import build_runner
 from forge_parallel.stages import keep_stage
 from forge_parallel.testing import run_ranks
+from msgspec.structs import replace
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LAYERS, MICRO_BATCHES = 3, 2
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
-def counted(sizes: dict, parallel: ParallelConfig) -> dict[str, int]:
-    """Collectives of the second step of a decoder, by kind."""
+def counted(sizes: dict, parallel: ParallelConfig, steps: int = 2) -> dict[str, int]:
+    """Collectives of the last of some steps of a decoder, by kind."""
     mesh = build_mesh(MeshConfig(**sizes), Env.detect())
     attention = GroupedQueryConfig(num_heads=4, num_kv_heads=4)
     config = DecoderConfig(vocab_size=64, dim=32, num_layers=LAYERS, max_tokens=16, attention=attention)
@@ -37,7 +45,7 @@ def counted(sizes: dict, parallel: ParallelConfig) -> dict[str, int]:
         "doc_ids": tokens,
         "loss_fn": LossConfig(chunk_tokens=0).build(),
     }
-    for _ in range(2):
+    for _ in range(steps):
         with CommDebugMode() as said:
             runner.backward([inputs] * MICRO_BATCHES, lambda terms: terms.total)
     found = dict.fromkeys(KINDS, 0)
@@ -102,3 +110,32 @@ def test_table_in_the_docs_is_what_is_counted():
     assert "\n".join(rows) in (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(), "\n".join(
         rows
     )
+
+
+class Formats(TorchDispatchMode):
+    """Adds up the numbers that all-reduces sum, by format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "all_reduce" in str(func):
+            key = str(args[0].dtype)
+            self.numbers[key] = self.numbers.get(key, 0) + args[0].numel()
+        return func(*args, **kwargs or {})
+
+
+def summed_by_format() -> dict[str, int]:
+    """What a step in bf16 without sequence parallelism sums over the ranks that share matrices."""
+    with Formats() as said:
+        counted({"tp": 2}, replace(WHOLE, precision=PrecisionConfig(compute="bfloat16")), steps=1)
+    return said.numbers
+
+
+@pytest.mark.dist
+def test_activations_and_their_gradients_travel_in_the_compute_format():
+    activations = 2 * 16 * 32  # of a micro-batch, as the residual stream
+    there_and_back = 2 * (2 * LAYERS + 1)  # attention and feed-forward, there and back; embedding, head
+    for numbers in run_ranks(summed_by_format, 2):
+        assert numbers == {"torch.bfloat16": MICRO_BATCHES * activations * there_and_back}

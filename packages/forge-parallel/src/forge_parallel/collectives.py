@@ -59,15 +59,15 @@ class _AllReduce(torch.autograd.Function):
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, wide: bool) -> Tensor:
+        ctx.group, ctx.wide = group, wide
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        total = functional.wait_tensor(functional.all_reduce(wide.contiguous(), "sum", ctx.group))
-        return total.to(gradient.dtype), None
+        summed = torch.promote_types(gradient.dtype, torch.float32) if ctx.wide else gradient.dtype
+        total = functional.all_reduce(gradient.to(summed).contiguous(), "sum", ctx.group)
+        return functional.wait_tensor(total).to(gradient.dtype), None, None
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -113,6 +113,13 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     return _AllReduce.apply(x, group)
 
 
-def copy_to_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The same values, of which ranks make different use; the gradient is summed in float32. Collective."""
-    return _Copy.apply(x, group)
+def copy_to_ranks(x: Tensor, group: ProcessGroup, wide: bool = True) -> Tensor:
+    """The same values, of which ranks make different use; the gradient is summed over them. Collective.
+
+    Args:
+        x: equal on all ranks.
+        group: the ranks.
+        wide: sum the gradient in float32, as that of a parameter; otherwise in its own format, in which the
+            parts of an activation are summed in the forward pass.
+    """
+    return _Copy.apply(x, group, wide)

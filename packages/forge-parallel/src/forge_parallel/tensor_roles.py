@@ -54,7 +54,9 @@ class Axis:
 
     def enter(self, x: Tensor) -> Tensor:
         """The residual stream [B, T or T/ranks, D] -> [B, T, D], of which each rank makes its own use."""
-        return all_gather(x, SEQUENCE, self.group) if self.sequence else copy_to_ranks(x, self.group)
+        if self.sequence:
+            return all_gather(x, SEQUENCE, self.group)
+        return copy_to_ranks(x, self.group, wide=False)
 
     def leave(self, x: Tensor) -> Tensor:
         """The parts of a sum [B, T, D] -> the residual stream [B, T or T/ranks, D].
