@@ -112,12 +112,14 @@ class TrainedModel(RunModel):
             mine = indices[readers.rank :: readers.size]
             tokens = torch.zeros(self._batch_size, length, dtype=torch.int64)
             labels = torch.full_like(tokens, -100)
+            lengths = torch.ones(self._batch_size, dtype=torch.int64)
             for place, index in enumerate(mine):
                 row, end = torch.tensor(kept[index]), len(kept[index]) - 1
-                tokens[place, :end] = row[:-1]
+                tokens[place, :end], lengths[place] = row[:-1], end
                 start = max(0, end - len(requests[index][2]))
                 labels[place, start:end] = row[1 + start :]
-            inputs = {"tokens": tokens.to(self._device), "labels": labels.to(self._device)}
+            inputs = {"tokens": tokens, "labels": labels, **self._positions(lengths, length)}
+            inputs = {name: value.to(self._device) for name, value in inputs.items()}
             terms = self._runner.forward(inputs | {"loss_fn": likelihood})
             if terms is not None:
                 found[mine] = torch.stack(terms.rows, 1)[: len(mine)]
