@@ -1,5 +1,6 @@
 """LongRoPE in rows with padding: how a row turns follows from its own tokens, whatever stands beside it."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from forge_model.decoder.config import DecoderConfig
 from forge_model.ffn.config import SwiGLUConfig
 from forge_model.init import initialize
 from forge_parallel import Env, MeshConfig, build_mesh
+from forge_trainer.cli import main
 from forge_trainer.config.job import load_job
 
 BORDER = 12
@@ -104,3 +106,23 @@ def test_padding_that_would_count_for_the_length_of_a_row_is_refused(tmp_path, p
     read(BORDER + 1, "true")
     read(BORDER, "false")
     read(BORDER + 1, "false", "concat")
+
+
+@pytest.mark.slow
+def test_verify_export_looks_at_both_sides_of_the_border(tmp_path, capsys, monkeypatch):
+    """Factors of short sequences are compared where all that was looked at before was long, and the reverse."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("words and more words " * 200)
+    source = 'type = "files"\npaths = ["a.txt"]'
+    job = JOB.format(length=16, packing="concat", masked="false").replace('type = "python-stdlib"', source)
+    (tmp_path / "job.toml").write_text(job + "\n[checkpoint]\nevery_steps = 3\n")
+    assert main(["train", "job.toml"]) == 0
+    assert main(["export", "runs/long", "out"]) == 0
+    assert main(["verify-export", "runs/long", "out"]) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    for name in ("short_factor", "long_factor"):
+        changed = written["rope_parameters"] | {name: [1.5, 7.0]}
+        (tmp_path / "out" / "config.json").write_text(json.dumps(written | {"rope_parameters": changed}))
+        assert main(["verify-export", "runs/long", "out"]) != 0, name
+        assert "is it the export of this step?" in capsys.readouterr().err
