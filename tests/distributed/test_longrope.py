@@ -1,4 +1,4 @@
-"""LongRoPE under every kind of layout against one process: packed documents, some of them above the border."""
+"""LongRoPE under layouts against one process: packed documents, some of them longer than the border."""
 
 import parity
 import pytest

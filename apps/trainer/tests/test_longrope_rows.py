@@ -78,7 +78,13 @@ dim = 16
 num_layers = 1
 max_tokens = 64
 attention = {{ num_heads = 4 }}
-rope = {{ type = "longrope", original_max_tokens = 12, factor = 4.0, short_factors = [1, 2], long_factors = [2, 9] }}
+
+[model.rope]
+type = "longrope"
+original_max_tokens = 12
+factor = 4.0
+short_factors = [1, 2]
+long_factors = [2, 9]
 
 [data]
 max_tokens = {length}
@@ -110,7 +116,7 @@ def test_padding_that_would_count_for_the_length_of_a_row_is_refused(tmp_path, p
 
 @pytest.mark.slow
 def test_verify_export_looks_at_both_sides_of_the_border(tmp_path, capsys, monkeypatch):
-    """Factors of short sequences are compared where all that was looked at before was long, and the reverse."""
+    """Wrong factors of either kind are found, though the first tokens compared are above the border."""
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("words and more words " * 200)

@@ -55,8 +55,9 @@ def padding_counts_for_no_length(model: ModelConfig, data: DataConfig) -> None:
     if borders and data.packing != "concat" and not data.mask_documents:
         raise ValueError(
             f"data.packing = {data.packing!r} pads rows, and longrope turns sequences of more than "
-            f"{borders[0]} tokens otherwise than shorter ones: without masks a row of {data.max_tokens} tokens "
-            f"is one sequence, padding and all; set data.mask_documents = true, or data.max_tokens = {borders[0]}"
+            f"{borders[0]} tokens otherwise than shorter ones: without masks a row of {data.max_tokens} "
+            "tokens is one sequence, padding and all; set data.mask_documents = true, or data.max_tokens = "
+            f"{borders[0]}"
         )
 
 
