@@ -358,20 +358,41 @@ def evaluate_tasks(
     Raises:
         ConfigError: a task is not known, or asks about what the model does not take.
     """
-    names = options.tasks.split(",")
-    folder = None if options.tasks_from is None else Path(options.tasks_from).resolve()
-    manager = known_tasks(names, folder, "--tasks", "--tasks-from")
     asked = RunModel if config.items() is None else SeeingModel
+    manager = asked_tasks(options)
     if asked is RunModel:
-        require_text(manager.load(names)["tasks"], "this model takes neither images nor sounds")
+        require_text(loaded(manager, options), "this model takes neither images nor sounds")
+    made = asked(model, tokenizer, options.batch_size or micro_batch, stops=stops)
+    return results_of(made, manager, options)
+
+
+def asked_tasks(options: argparse.Namespace) -> KeptTasks:
+    """Where the tasks of `--tasks` are found.
+
+    Raises:
+        ConfigError: one is not known.
+    """
+    folder = None if options.tasks_from is None else Path(options.tasks_from).resolve()
+    return known_tasks(options.tasks.split(","), folder, "--tasks", "--tasks-from")
+
+
+def loaded(manager: KeptTasks, options: argparse.Namespace) -> Mapping[str, Any]:
+    """The tasks of `--tasks` by name."""
+    return manager.load(options.tasks.split(","))["tasks"]
+
+
+def results_of(asked: RunModel, manager: KeptTasks, options: argparse.Namespace) -> dict[str, Any]:
+    """Print what each task says of a model; returns all of it."""
     found = evaluator.simple_evaluate(
-        asked(model, tokenizer, options.batch_size or micro_batch, stops=stops),
-        tasks=names,
+        asked,
+        tasks=options.tasks.split(","),
         task_manager=manager,
         num_fewshot=options.num_fewshot,
         limit=options.limit,
         log_samples=False,
     )
     results: dict[str, Any] = dict(found or {})
+    if not results:  # the harness gives them to the first rank alone
+        return {}
     sys.stdout.write(utils.make_table(results) + "\n")
     return results["results"]

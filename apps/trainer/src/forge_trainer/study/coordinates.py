@@ -60,9 +60,7 @@ def check_coordinates(points: Sequence[Point], steps: int) -> int:
 def slopes_of(found: Sequence[Width]) -> dict[str, float]:
     """The power of the width that the change of each site grows with; NaN where a change is not finite."""
     widths = np.log([one.dim for one in found])
-    return {
-        site: _slope(widths, np.array([one.changes[site] for one in found])) for site in found[0].changes
-    }
+    return {site: _slope(widths, np.array([one.changes[site] for one in found])) for site in found[0].changes}
 
 
 def _slope(widths: np.ndarray, changes: np.ndarray) -> float:
