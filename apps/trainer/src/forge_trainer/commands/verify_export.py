@@ -72,7 +72,8 @@ def _verify_step(
     if json.loads((folder / "config.json").read_text()).get("dtype") == "bfloat16":
         model.to(torch.bfloat16)  # the numbers that the export holds
     draw = torch.Generator().manual_seed(0)
-    model.float(), theirs.to(device).eval()
+    model.float()
+    theirs.to(device).eval()
     apart, compared = 0.0, 0
     for shape in _shapes(job.model):
         tokens = torch.randint(job.model.vocab_size, shape, generator=draw).to(device)
