@@ -141,3 +141,12 @@ def test_ranks_that_share_a_model_evaluate_a_series_as_one_process_does(forge, t
     assert refused.returncode == 78 and "there are 1, 2, 3, 4" in refused.stderr
     refused = forge("export", run, tmp_path / "hf", "--step", "all", ranks=2, check=False)
     assert refused.returncode == 78 and "runs in one process" in refused.stderr
+
+
+@pytest.mark.dist
+def test_ranks_evaluate_averages_of_a_run_whose_batch_they_could_not_share(forge, tiny, tmp_path):
+    run, one, many = tmp_path / "runs" / "tiny", tmp_path / "one.json", tmp_path / "many.json"
+    forge("train", tiny(steps=3), "--train.micro_batch=8", "--optimizer.ema_decay=0.9")
+    forge("eval", run, "--json", one)
+    forge("eval", run, "--json", many, ranks=2)
+    assert json.loads(many.read_text()) == pytest.approx(json.loads(one.read_text()), rel=1e-6)

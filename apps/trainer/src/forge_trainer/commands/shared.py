@@ -115,7 +115,7 @@ def open_shared(options: argparse.Namespace, change: Callable[[Job], Job]) -> It
             f"{options.directory} is no run: it is evaluated in one process, and there are {env.world_size}"
         )
     job = change(read_job(Path(options.directory)))
-    job.require_layout(env.world_size)
+    job.require_mesh(env.world_size)
     with process_group(env, True, job.resilience.collective_timeout_s), _quiet(env.rank > 0):
         mesh = build_mesh(job.mesh, env)
         yield Shared(job, mesh, build_parts(job, mesh))
