@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import pytest
 import torch
 from forge_ckpt.config import CheckpointConfig
 from forge_model.init import initialize
@@ -13,6 +14,8 @@ from forge_trainer.commands.evaluate import load_model
 from forge_trainer.run_dir.files import read_job
 from runs import state
 from safetensors.torch import load_file
+
+TP = "--mesh.tp=2", "--model.attention.num_kv_heads=2"
 
 
 def test_steps_that_grow_stay_for_good():
@@ -109,3 +112,41 @@ def test_a_damaged_step_is_passed_over_and_the_others_are_kept(forge, tiny, tmp_
     assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["step-00000001", "step-00000003"]
     single = forge("eval", run, "--step", "2", check=False)
     assert single.returncode != 0 and str(path) in single.stderr
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mesh", [(), TP, pytest.param(("--mesh.pp=2",), marks=pytest.mark.slow)])
+def test_ranks_that_share_a_model_evaluate_a_series_as_one_process_does(forge, tiny, tmp_path, mesh):
+    job, run = tiny(steps=4), tmp_path / "runs" / "tiny"
+    forge("train", job, "--checkpoint.every_steps=1", "--checkpoint.keep=4", *mesh, ranks=2)
+    one, many, table = tmp_path / "one.json", tmp_path / "many.json", tmp_path / "many.csv"
+    forge("eval", run, "--step", "all", "--json", one)
+    said = forge("eval", run, "--step", "all", "--json", many, "--table", table, ranks=2).stdout
+    assert said.count("at step 3: loss") == 1, "the first rank alone says it"
+    expected, found = (json.loads(path.read_text()) for path in (one, many))
+    assert [row["step"] for row in found] == [1, 2, 3, 4] == [row["step"] for row in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    assert found[0]["eval/loss"] != pytest.approx(found[3]["eval/loss"], rel=1e-4)
+    assert [row["step"] for row in csv.DictReader(table.read_text().splitlines())] == ["1", "2", "3", "4"]
+
+    path = run / "checkpoints" / "step-000000003" / "rank-00001.bin"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+    done = forge("eval", run, "--step", "all", "--json", many, ranks=2, check=False)
+    assert done.returncode == 78 and f"step 3 is passed over: {path}" in done.stderr
+    assert json.loads(many.read_text()) == [row for row in found if row["step"] != 3]
+    refused = forge("eval", run, "--step", "9", ranks=2, check=False)
+    assert refused.returncode == 78 and "there are 1, 2, 3, 4" in refused.stderr
+    refused = forge("export", run, tmp_path / "hf", "--step", "all", ranks=2, check=False)
+    assert refused.returncode == 78 and "runs in one process" in refused.stderr
+
+
+@pytest.mark.dist
+def test_ranks_evaluate_averages_of_a_run_whose_batch_they_could_not_share(forge, tiny, tmp_path):
+    run, one, many = tmp_path / "runs" / "tiny", tmp_path / "one.json", tmp_path / "many.json"
+    forge("train", tiny(steps=3), "--train.micro_batch=8", "--optimizer.ema_decay=0.9")
+    forge("eval", run, "--json", one)
+    forge("eval", run, "--json", many, ranks=2)
+    assert json.loads(many.read_text()) == pytest.approx(json.loads(one.read_text()), rel=1e-6)

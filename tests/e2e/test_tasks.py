@@ -7,6 +7,7 @@ from runs import records, state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+TP = "--mesh.tp=2", "--model.attention.num_kv_heads=2"
 SHARED = """
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
@@ -172,3 +173,26 @@ def test_task_whose_data_are_out_of_reach_is_named_at_once(forge, tiny, tmp_path
     assert done.returncode == 78 and "Traceback" not in done.stderr
     said, _, error = done.stderr.partition("the data of hellaswag cannot be read")
     assert "reading the data of hellaswag" in said and "HF_HOME" in error
+
+
+@pytest.mark.parametrize(("mesh", "names"), [((), "choice,whole,written"), (TP, "choice,whole")])
+def test_ranks_that_share_a_model_say_of_tasks_what_one_process_does(
+    forge, tiny, tmp_path, tasks, mesh, names
+):
+    run, one, many = tmp_path / "runs" / "tiny", tmp_path / "one.json", tmp_path / "many.json"
+    forge("train", tiny(steps=6), *mesh, ranks=2)
+    asked = ("eval", run, "--tasks", names, "--tasks-from", tasks, "--step", "all")
+    forge(*asked, "--json", one)
+    forge(*asked, "--json", many, ranks=2)
+    expected, found = (json.loads(path.read_text()) for path in (one, many))
+    assert [row["step"] for row in found] == [3, 6]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert len(numbers(flat(ours))) > 3
+        assert numbers(flat(ours)) == pytest.approx(numbers(flat(theirs)), rel=1e-5)
+    if mesh:
+        refused = forge("eval", run, "--tasks", "written", "--tasks-from", tasks, ranks=2, check=False)
+        assert refused.returncode == 78 and "--tasks names written, which write answers" in refused.stderr
+
+
+def flat(row):
+    return {name: found for name, found in row.items() if isinstance(found, dict)}

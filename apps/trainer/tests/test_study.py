@@ -337,6 +337,9 @@ def test_coordinates_change_alike_with_scaling_and_grow_without(write, tmp_path,
     write(WIDTHS + "[grid]\nmodel.scaling.base_dim = [16]\nmodel.ffn.dim = [32]\n")
     assert main(["study", file, "--coordinates", "3"]) == 1, "feed-forwards that do not grow"
     assert "falls with the width" in capsys.readouterr().out
+    write(WIDTHS + "[grid]\noptimizer.lr = [1e30]\n")
+    assert main(["study", file, "--coordinates", "3"]) == 1
+    assert "is not finite" in capsys.readouterr().out
     write(STUDY)
     assert main(["study", file, "--coordinates", "3"]) == 78
     assert "a check needs three" in capsys.readouterr().err

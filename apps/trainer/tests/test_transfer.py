@@ -56,6 +56,7 @@ def best_rate(dim, scaling):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_best_learning_rate_stays_from_width_64_to_512_with_scaling_and_moves_without():
     scaling = ScalingConfig(base_dim=64)
     moved = best_rate(64, scaling) / best_rate(512, scaling)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from forge_model import DecoderConfig, ModelError
 from forge_model.attention.config import GroupedQueryConfig
-from forge_model.attention.rope import sequence_lengths
+from forge_model.attention.rope import row_positions, sequence_lengths
 from forge_model.attention.rope_config import LongRopeConfig
 from forge_model.ffn.config import SwiGLUConfig
 from forge_model.generation.generate import Sampling, generate
@@ -54,6 +54,15 @@ def test_packed_documents_turn_as_each_alone(model):
     alone = torch.cat([model(part) for part in tokens.split(sizes, 1)], 1)
     assert (packed - alone).abs().max() < 1e-12
     assert (packed - model(tokens, positions=positions * 0 + 1, doc_ids=ids)).abs().max() > 1e-3
+
+
+def test_rows_with_padding_turn_as_each_alone(model):
+    sizes = [5, BORDER, BORDER + 1, 20]
+    tokens = torch.randint(61, (len(sizes), 20))
+    rows = model(tokens, positions=row_positions(torch.tensor(sizes), 20))
+    for row, known, size in zip(rows, tokens, sizes, strict=True):
+        assert (row[:size] - model(known[None, :size])[0]).abs().max() < 1e-12, size
+    assert (model(tokens)[0, :5] - rows[0, :5]).abs().max() > 1e-3, "padding that counts"
 
 
 @pytest.mark.parametrize("prompts", [[[1, 2, 3]], [[5] * 9, [4, 2]], [list(range(BORDER + 3)), [7, 8]]])

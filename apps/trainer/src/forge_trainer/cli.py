@@ -382,5 +382,13 @@ def _look_here(options: argparse.Namespace) -> int:
         "export": export_run,
         "verify-export": verify_export,
     }
+    from forge_config import ConfigError
+    from forge_parallel.env import Env
+
+    if options.command != "eval" and (ranks := Env.detect().world_size) > 1:
+        raise ConfigError(
+            f"forge {options.command} runs in one process, and {ranks} were started, which would all write "
+            "the same; start it without torchrun"
+        )
     commands[options.command](options)
     return ExitCode.DONE

@@ -20,6 +20,7 @@ from forge_data.tokenizer.tokenizer import Tokenizer
 from forge_model.config import ComposedConfig
 from forge_model.error import ModelError
 from forge_parallel.apply import materialize
+from forge_parallel.env import Env
 from forge_parallel.mesh import Mesh
 from msgspec.structs import replace
 from torch import Tensor, nn
@@ -188,12 +189,37 @@ def evaluate_run(options: argparse.Namespace) -> None:
     """`forge eval`: the loss on held-out text and sets, or on `--text`, or what `--tasks` say."""
     if options.tasks is not None and options.text:
         raise ConfigError("--tasks bring their own text: give --text in a command of its own")
-    found, damaged = of_each_step(options, lambda step: _evaluate_step(options, step))
+    if (env := Env.detect()).world_size > 1:
+        found, damaged = _evaluate_shared(options)
+        if env.rank > 0:
+            return require_none(damaged)
+    else:
+        found, damaged = of_each_step(options, lambda step: _evaluate_step(options, step))
     if options.json is not None:
         write_json(Path(options.json), found if is_series(options) else found[0])
     if is_series(options) or options.table is not None:
         write_table([flat(one) for one in found], None if options.table is None else Path(options.table))
     require_none(damaged)
+
+
+def _evaluate_shared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """What each checkpoint reaches, by ranks that share the model. Collective."""
+    from forge_trainer.commands.shared import of_each_shared, open_shared
+
+    with open_shared(options, lambda job: _with_text(job, options)) as shared:
+        job, mesh, parts = shared
+
+        def evaluate(step: int) -> dict[str, Any]:
+            place, record = f"{options.directory} at step {step}", {"step": step}
+            if options.tasks is None:
+                return _evaluate_texts(options, job, parts, mesh, place, record)
+            from forge_trainer.hooks.harness import evaluate_shared
+
+            sys.stdout.write(f"{place}\n")
+            found = evaluate_shared(shared.run, options)
+            return record | found if is_series(options) else found
+
+        return of_each_shared(shared, options, evaluate, is_series(options))
 
 
 def _evaluate_step(options: argparse.Namespace, step: int | None) -> dict[str, Any]:
@@ -208,7 +234,18 @@ def _evaluate_step(options: argparse.Namespace, step: int | None) -> dict[str, A
         found = evaluate_tasks(model, tokenizer, job.model, job.train.micro_batch, options, stops)
         return record | found if is_series(options) else found
     mesh = Mesh(next(model.parameters()).device)
-    job = _with_text(job, options)
+    return _evaluate_texts(options, _with_text(job, options), [model], mesh, place, record)
+
+
+def _evaluate_texts(
+    options: argparse.Namespace,
+    job: Job,
+    parts: list[nn.Module],
+    mesh: Mesh,
+    place: str,
+    record: dict[str, Any],
+) -> dict[str, Any]:
+    """The record with the losses on all texts, told. Collective."""
     sets, lacks = open_evaluations(job, mesh)
     if not sets:
         why = "; ".join(lacks) or "no source holds any out"
@@ -216,7 +253,7 @@ def _evaluate_step(options: argparse.Namespace, step: int | None) -> dict[str, A
             f"{options.directory} has no text to evaluate on: {why}, and there is no [eval.sets]; name files "
             "by --text, or --tasks"
         )
-    evaluate = job.step.build([model], job.loss.build(), mesh).evaluate
+    evaluate = job.step.build(parts, job.loss.build(), mesh).evaluate
     results = {name: evaluate(batches) for name, batches in sets.items()}
     for name, numbers in results.items():
         told = ", ".join(f"{key} {value:.4f}" for key, value in numbers.items())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from forge_config import ConfigError
 from forge_data.tokenizer.tokenizer import Tokenizer, stop_ids, with_bos
+from forge_model.attention.rope import row_positions
 from forge_model.config import ModelConfig
 from forge_model.generation.generate import Sampling, generate
 from forge_model.model_config import Prompt
@@ -111,10 +112,20 @@ class RunModel(TemplateLM):
             kept = [rows[i][0][-(self.max_length + 1) :] for i in indices]
             longest = max(map(len, kept)) - 1
             tokens = [row[:-1] + [0] * (longest + 1 - len(row)) for row in kept]
-            logits = self._model(torch.tensor(tokens, device=self._device))
+            lengths = torch.tensor([len(row) - 1 for row in kept], device=self._device)
+            inputs = self._positions(lengths, longest)
+            logits = self._model(torch.tensor(tokens, device=self._device), **inputs)
             for index, row, scores in zip(indices, kept, logits, strict=True):
                 found[index] = self._scored(scores[: len(row) - 1], row, min(rows[index][1], len(row) - 1))
         return found
+
+    def _positions(self, lengths: Tensor, tokens: int) -> dict[str, Tensor]:
+        """What the model is given beside rows of so many tokens [B], padded on the right to `tokens`.
+
+        Without it, longrope would take the padding for a part of the text.
+        """
+        borders: list[int] = self._model.config.length_borders()  # type: ignore[operator, union-attr, assignment]
+        return {"positions": row_positions(lengths, tokens)} if min(borders, default=tokens) < tokens else {}
 
     def _scored(self, logits: Tensor, row: list[int], new: int) -> tuple[float, bool]:
         """Of the last `new` tokens of a row of T + 1, by the logits [T, V] of what is before each."""
@@ -347,20 +358,41 @@ def evaluate_tasks(
     Raises:
         ConfigError: a task is not known, or asks about what the model does not take.
     """
-    names = options.tasks.split(",")
-    folder = None if options.tasks_from is None else Path(options.tasks_from).resolve()
-    manager = known_tasks(names, folder, "--tasks", "--tasks-from")
     asked = RunModel if config.items() is None else SeeingModel
+    manager = asked_tasks(options)
     if asked is RunModel:
-        require_text(manager.load(names)["tasks"], "this model takes neither images nor sounds")
+        require_text(loaded(manager, options), "this model takes neither images nor sounds")
+    made = asked(model, tokenizer, options.batch_size or micro_batch, stops=stops)
+    return results_of(made, manager, options)
+
+
+def asked_tasks(options: argparse.Namespace) -> KeptTasks:
+    """Where the tasks of `--tasks` are found.
+
+    Raises:
+        ConfigError: one is not known.
+    """
+    folder = None if options.tasks_from is None else Path(options.tasks_from).resolve()
+    return known_tasks(options.tasks.split(","), folder, "--tasks", "--tasks-from")
+
+
+def loaded(manager: KeptTasks, options: argparse.Namespace) -> Mapping[str, Any]:
+    """The tasks of `--tasks` by name."""
+    return manager.load(options.tasks.split(","))["tasks"]
+
+
+def results_of(asked: RunModel, manager: KeptTasks, options: argparse.Namespace) -> dict[str, Any]:
+    """Print what each task says of a model; returns all of it."""
     found = evaluator.simple_evaluate(
-        asked(model, tokenizer, options.batch_size or micro_batch, stops=stops),
-        tasks=names,
+        asked,
+        tasks=options.tasks.split(","),
         task_manager=manager,
         num_fewshot=options.num_fewshot,
         limit=options.limit,
         log_samples=False,
     )
     results: dict[str, Any] = dict(found or {})
+    if not results:  # the harness gives them to the first rank alone
+        return {}
     sys.stdout.write(utils.make_table(results) + "\n")
     return results["results"]

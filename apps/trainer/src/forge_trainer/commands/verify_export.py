@@ -10,6 +10,7 @@ import torch
 from forge_ckpt.error import CheckpointError
 from forge_config import ConfigError
 from forge_data.tokenizer.tokenizer import with_bos
+from forge_model.config import ModelConfig
 from torch import nn
 
 from forge_trainer.commands.evaluate import load_model
@@ -27,7 +28,7 @@ TEXTS = (
 )
 """What tokenizers tell apart: digits, apostrophes, spaces, lines, accents in two forms, other letters."""
 TOKENS = (4, 64)
-"""Sequences, and tokens of each at most."""
+"""Sequences, and tokens of each whose logits are compared, at most."""
 
 
 @torch.no_grad()
@@ -71,16 +72,30 @@ def _verify_step(
     if json.loads((folder / "config.json").read_text()).get("dtype") == "bfloat16":
         model.to(torch.bfloat16)  # the numbers that the export holds
     draw = torch.Generator().manual_seed(0)
-    shape = TOKENS[0], min(TOKENS[1], job.model.max_tokens)
-    tokens = torch.randint(job.model.vocab_size, shape, generator=draw).to(device)
-    ours, logits = model.float()(tokens).float(), theirs.to(device).eval()(tokens).logits.float()
-    if ours.shape != logits.shape:
-        raise CheckpointError(f"{folder} has logits {list(logits.shape)}; the run has {list(ours.shape)}")
-    apart = float((ours - logits).abs().max() / ours.abs().max())
+    model.float()
+    theirs.to(device).eval()
+    apart, compared = 0.0, 0
+    for shape in _shapes(job.model):
+        tokens = torch.randint(job.model.vocab_size, shape, generator=draw).to(device)
+        few = shape[1] <= TOKENS[1]
+        ours = model(tokens, **({} if few else {"last_logits": TOKENS[1]})).float()
+        logits = theirs(tokens, **({} if few else {"logits_to_keep": TOKENS[1]})).logits.float()
+        if ours.shape != logits.shape:
+            raise CheckpointError(f"{folder} has logits {list(logits.shape)}; the run has {list(ours.shape)}")
+        apart = max(apart, float((ours - logits).abs().max() / ours.abs().max()))
+        compared += ours.shape[0] * ours.shape[1]
     told = f"{folder} and step {step} of {options.directory}: logits differ by {apart:.2g} of the largest"
     if not apart <= TOLERANCE:
         raise CheckpointError(f"{told}; expected at most {TOLERANCE:g}: is it the export of this step?")
-    sys.stdout.write(f"{told}, at most, in {tokens.numel()} tokens\n")
+    sys.stdout.write(f"{told}, at most, in {compared} tokens\n")
+
+
+def _shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """Sequences and their tokens; where rotations follow from the length, also at its border and above."""
+    lengths = [
+        n for border in config.length_borders() for n in (border, border + 1) if n <= config.max_tokens
+    ]
+    return [(TOKENS[0], min(TOKENS[1], config.max_tokens)), *((1, length) for length in lengths)]
 
 
 def require_tokens(job: Job, folder: Path) -> None:

@@ -49,6 +49,18 @@ def sequences_fit_the_model(model: ModelConfig, data: DataConfig) -> None:
         )
 
 
+def padding_counts_for_no_length(model: ModelConfig, data: DataConfig) -> None:
+    """Where rotations follow from the length of a text, padding behind it must not be taken for text."""
+    borders = [border for border in model.length_borders() if border < data.max_tokens]
+    if borders and data.packing != "concat" and not data.mask_documents:
+        raise ValueError(
+            f"data.packing = {data.packing!r} pads rows, and longrope turns sequences of more than "
+            f"{borders[0]} tokens otherwise than shorter ones: without masks a row of {data.max_tokens} "
+            "tokens is one sequence, padding and all; set data.mask_documents = true, or data.max_tokens = "
+            f"{borders[0]}"
+        )
+
+
 def items_fit_the_sequences(model: ModelConfig, data: DataConfig) -> None:
     """A sample is never cut, so that a sequence must hold an item and something to learn of it."""
     if all(source.has_tokens_only() for source in data.sources) or data.max_tokens > model.item_tokens:
@@ -299,6 +311,7 @@ def blocks_are_not_compiled_too_often(model: ModelConfig, compile: CompileConfig
 
 checks: list[Callable[..., None]] = [
     sequences_fit_the_model,
+    padding_counts_for_no_length,
     items_fit_the_sequences,
     vocabulary_covers_the_tokenizer,
     what_averages_does_not_decay,

@@ -134,8 +134,8 @@ class Job(Config):
         """Tokens of one optimizer step, after the warm-up of the batch."""
         return self.train.global_batch * self.data.max_tokens
 
-    def require_layout(self, world_size: int) -> None:
-        """See that the ranks can be laid out and share the global batch.
+    def require_mesh(self, world_size: int) -> dict[str, int]:
+        """See that the ranks can be laid out; returns the size of each axis.
 
         Raises:
             ParallelError: they cannot.
@@ -146,6 +146,15 @@ class Job(Config):
                 f"step.answers = true counts documents, which mesh.cp = {sizes['cp']} cuts; set it to false, "
                 "or cp = 1"
             )
+        return sizes
+
+    def require_layout(self, world_size: int) -> None:
+        """See that the ranks can be laid out and share the global batch.
+
+        Raises:
+            ParallelError: they cannot.
+        """
+        sizes = self.require_mesh(world_size)
         readers = sizes["dp_replicate"] * sizes["dp_shard"]
         for batch in self.batch_sizes.all():
             share, rest = divmod(batch, readers)

@@ -7,8 +7,9 @@ everything. B batch, T tokens, D model dim, V vocabulary.
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,20 @@ import torch.distributed as dist
 from forge_config import ConfigError
 from forge_model.generation.generate import Sampling
 from forge_model.loss.cross_entropy import LossTerms, Sum, VocabularyShard
+from forge_parallel.config import MeshConfig
 from forge_parallel.runner import build_runner
 from torch import Tensor
 from torch.nn.functional import linear
 
-from forge_trainer.commands.harness import RunModel, evaluator, known_tasks, require_text
+from forge_trainer.commands.harness import (
+    RunModel,
+    asked_tasks,
+    evaluator,
+    known_tasks,
+    loaded,
+    require_text,
+    results_of,
+)
 from forge_trainer.config.checks import sequence_cuts
 from forge_trainer.config.eval import TasksConfig
 from forge_trainer.endings import stops_of
@@ -112,12 +122,14 @@ class TrainedModel(RunModel):
             mine = indices[readers.rank :: readers.size]
             tokens = torch.zeros(self._batch_size, length, dtype=torch.int64)
             labels = torch.full_like(tokens, -100)
+            lengths = torch.ones(self._batch_size, dtype=torch.int64)
             for place, index in enumerate(mine):
                 row, end = torch.tensor(kept[index]), len(kept[index]) - 1
-                tokens[place, :end] = row[:-1]
+                tokens[place, :end], lengths[place] = row[:-1], end
                 start = max(0, end - len(requests[index][2]))
                 labels[place, start:end] = row[1 + start :]
-            inputs = {"tokens": tokens.to(self._device), "labels": labels.to(self._device)}
+            inputs = {"tokens": tokens, "labels": labels, **self._positions(lengths, length)}
+            inputs = {name: value.to(self._device) for name, value in inputs.items()}
             terms = self._runner.forward(inputs | {"loss_fn": likelihood})
             if terms is not None:
                 found[mine] = torch.stack(terms.rows, 1)[: len(mine)]
@@ -133,6 +145,40 @@ class TrainedModel(RunModel):
             return sampling
         chosen = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
         return OfFirstRank(**chosen, group=self._mesh.control_group)
+
+
+def require_no_writing(mesh: MeshConfig, tasks: Mapping[str, Any], key: str) -> None:
+    """See that no task has the model write where ranks share its matrices, sequences or layers.
+
+    Args:
+        mesh: of the job.
+        tasks: by name.
+        key: that names them.
+
+    Raises:
+        ConfigError: one does.
+    """
+    writing = [name for name, task in tasks.items() if task.OUTPUT_TYPE == "generate_until"]
+    if writing and max(mesh.tp, mesh.cp, mesh.pp) > 1:
+        raise ConfigError(
+            f"{key} names {', '.join(writing)}, which write answers; with mesh.tp = {mesh.tp}, "
+            f"mesh.cp = {mesh.cp} and mesh.pp = {mesh.pp} a model cannot write, token by token: use "
+            "forge eval --tasks in one process, or set all three to 1"
+        )
+
+
+def evaluate_shared(run: RunView, options: argparse.Namespace) -> dict[str, Any]:
+    """Print what the tasks of `--tasks` say of a model that ranks share; returns all of it. Collective.
+
+    Raises:
+        ConfigError: a task is not known, or asks for what is not possible on this layout.
+    """
+    manager = asked_tasks(options)
+    tasks = loaded(manager, options)
+    require_text(tasks, "images are shown in one process")
+    require_no_writing(run.job.mesh, tasks, "--tasks")
+    with evaluating(*run.parts):
+        return results_of(TrainedModel(run, run.job.train.micro_batch), manager, options)
 
 
 class Tasks:
@@ -151,21 +197,13 @@ class Tasks:
         folder = None if config.folder is None else Path(config.folder)
         self._manager = known_tasks(config.names, folder, "eval.tasks.names", "eval.tasks.folder")
         try:
-            loaded = self._manager.load(config.names)["tasks"]
+            tasks = self._manager.load(config.names)["tasks"]
         except Exception as error:  # whatever a data set that is not there raises
             raise ConfigError(f"a task of eval.tasks.names cannot be loaded: {error}") from error
-        require_text(loaded, "eval.tasks shows no images; use forge eval RUN --tasks")
+        require_text(tasks, "eval.tasks shows no images; use forge eval RUN --tasks")
         self._config, self._run = config, run
         self._model = TrainedModel(run, config.batch_size or run.job.train.micro_batch)
-        mesh = run.job.mesh
-        if max(mesh.tp, mesh.cp, mesh.pp) > 1:
-            writing = [n for n, t in loaded.items() if t.OUTPUT_TYPE == "generate_until"]
-            if writing:
-                raise ConfigError(
-                    f"eval.tasks names {', '.join(writing)}, which write answers; with mesh.tp = {mesh.tp}, "
-                    f"mesh.cp = {mesh.cp} and mesh.pp = {mesh.pp} a model cannot write, token by token: use "
-                    "forge eval --tasks, or set all three to 1"
-                )
+        require_no_writing(run.job.mesh, tasks, "eval.tasks")
 
     def __call__(self) -> dict[str, float]:
         """All numbers, as `<task>/<metric>`; nothing on ranks that are not first on a host. Collective."""

@@ -41,7 +41,7 @@ def check_coordinates(points: Sequence[Point], steps: int) -> int:
     """Train each model of a study for a few steps on one batch, and print how its activations change.
 
     Returns:
-        0, or 1 where a change grows or falls with the width.
+        0, or 1 where a change grows or falls with the width, or is not finite.
 
     Raises:
         ConfigError: the study has fewer than three widths.
@@ -54,16 +54,19 @@ def check_coordinates(points: Sequence[Point], steps: int) -> int:
         )
     slopes = slopes_of(found)
     sys.stdout.write("\n".join(_lines(found, slopes, steps)) + "\n")
-    return ExitCode.FAILED if max(map(abs, slopes.values())) > STEEP else ExitCode.DONE
+    return ExitCode.DONE if all(abs(slope) <= STEEP for slope in slopes.values()) else ExitCode.FAILED
 
 
 def slopes_of(found: Sequence[Width]) -> dict[str, float]:
-    """The power of the width that the change of each site grows with."""
+    """The power of the width that the change of each site grows with; NaN where a change is not finite."""
     widths = np.log([one.dim for one in found])
-    return {
-        site: float(np.polyfit(widths, np.log([max(one.changes[site], 1e-30) for one in found]), 1)[0])
-        for site in found[0].changes
-    }
+    return {site: _slope(widths, np.array([one.changes[site] for one in found])) for site in found[0].changes}
+
+
+def _slope(widths: np.ndarray, changes: np.ndarray) -> float:
+    if not np.isfinite(changes).all():
+        return np.nan
+    return float(np.polyfit(widths, np.log(np.maximum(changes, 1e-30)), 1)[0])
 
 
 def _lines(found: Sequence[Width], slopes: dict[str, float], steps: int) -> Iterator[str]:
@@ -75,8 +78,15 @@ def _lines(found: Sequence[Width], slopes: dict[str, float], steps: int) -> Iter
     )
     for site, slope in slopes.items():
         values = "".join(f"{one.changes[site]:10.3g}" for one in found)
-        told = "" if abs(slope) <= STEEP else f"  {'grows' if slope > 0 else 'falls'} with the width"
-        yield f"{site:<{width}}{values}   {slope:+.2f}{told}"
+        yield f"{site:<{width}}{values}   {slope:+.2f}{_told(slope)}"
+
+
+def _told(slope: float) -> str:
+    if abs(slope) <= STEEP:
+        return ""
+    if np.isnan(slope):
+        return "  is not finite: give a smaller learning rate"
+    return "  grows with the width" if slope > 0 else "  falls with the width"
 
 
 def changes_of(job: Job, steps: int) -> Width:

@@ -88,6 +88,17 @@ def sequence_lengths(positions: Tensor) -> Tensor:
     return positions.gather(-1, last) + 1
 
 
+def row_positions(lengths: Tensor, tokens: int) -> Tensor:
+    """[B, T] positions of rows that are padded on the right: padding does not count for the length of a row.
+
+    Args:
+        lengths: [B] integer, tokens of each row that are no padding.
+        tokens: T.
+    """
+    index = torch.arange(tokens, device=lengths.device)
+    return index.where(index < lengths[:, None], 0)
+
+
 def _table(frequencies: Tensor, factor: float, positions: Tensor) -> Rope:
     """Of positions [..., T, 1 or H/2], by frequencies [H/2] or [..., T, H/2]."""
     angles = positions.to(frequencies.dtype) * frequencies
