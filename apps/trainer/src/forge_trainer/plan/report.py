@@ -190,6 +190,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
     """The plan for programs."""
     return {
         "job": plan.job.job.name,
+        "steps": plan.job.train.steps,
         "ranks": plan.site.ranks,
         "node_ranks": plan.site.node_ranks,
         "device": plan.device_name,
