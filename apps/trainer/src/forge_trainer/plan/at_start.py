@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,7 @@ class Foreseen:
         out, err = self._process.communicate()
         try:
             if self._process.returncode == 0:
-                self._record = record_of(json.loads(out))
+                self._record = record_of(json.loads(out[out.find("{") :]))  # modules may print as they load
             elif self._process.returncode > 0:  # below 0 it was ended
                 said = err.strip().splitlines() or ["no reason"]
                 emit(f"plan: this start is not planned: {said[-1]}\n", sys.stderr)
@@ -158,8 +159,8 @@ def _started(command: Sequence[str]) -> subprocess.Popen[str] | None:
     environment = {key: value for key, value in os.environ.items() if not OF_RANKS.match(key)}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
-        return subprocess.Popen(
-            ["nice", "-n", "10", *command],
+        process = subprocess.Popen(
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -167,6 +168,9 @@ def _started(command: Sequence[str]) -> subprocess.Popen[str] | None:
             env=environment,
             start_new_session=True,
         )
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, 10)
+        return process
     except OSError as error:
         emit(f"plan: this start is not planned: {error}\n", sys.stderr)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,9 @@ from forge_config import ConfigError
 from msgspec import Meta
 
 TABLE = Path(__file__).with_name("devices.toml")
+TABLE_HERE = "FORGE_DEVICE_TABLE"
+"""A variable that names a file with the devices of this site, where `--device-table` does not name one."""
+
 CPU = "cpu"
 """The one device that is not in the table: nothing is known of its speed or memory."""
 
@@ -56,16 +60,18 @@ def load_table(extra: Path | str | None = None) -> Table:
     """The table that comes with Forge, and what a file says more, or otherwise.
 
     Args:
-        extra: a file of the same form; of a device that is known, keys that it does not name stay.
+        extra: a file of the same form; of a device that is known, keys that it does not name stay. None: that
+            of `FORGE_DEVICE_TABLE`, if it is set.
 
     Raises:
         ConfigError: it cannot be read, or a device lacks a key, or has one that is not known.
     """
     found = tomllib.loads(TABLE.read_text())
+    extra = extra or os.environ.get(TABLE_HERE) or None
     if extra is not None:
         try:
             found = _over(found, tomllib.loads(Path(extra).read_text()))
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"the device table {extra} cannot be read: {error}") from None
     try:
         return msgspec.convert(found, Table)

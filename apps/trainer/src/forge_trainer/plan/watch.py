@@ -17,8 +17,16 @@ from forge_trainer.plan.collectives import is_collective
 from forge_trainer.plan.flops import flops_of
 from forge_trainer.plan.places import Place, Places
 
-NO_KERNELS = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "promote_types", "lift_fresh"}
-"""Operations that compute nothing."""
+NO_KERNELS = {
+    "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "promote_types",
+}  # fmt: skip
+"""Operations that compute nothing. Of other namespaces than `SPACES` are questions, such as for a device."""
+
+SPACES = ("aten", "fsdp", "torchao", "higher_order")
+"""Namespaces of operations that compute."""
+
+OVERWRITES = {"copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like"}
+"""Operations that do not read what their first argument holds."""
 
 
 COPIES = {"split_with_sizes_copy", "chunk_cat", "_chunk_cat", "all_gather_copy_in"}
@@ -165,7 +173,7 @@ class Watch(TorchDispatchMode):
         if is_collective(func):
             if self.said is not None:
                 self.said(func._schema.name, (*args, *kwargs.values()), out)
-        elif not func.is_view and name not in NO_KERNELS:
+        elif not func.is_view and name not in NO_KERNELS and func.namespace in SPACES:
             self._count(func, name, args, kwargs, out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -184,6 +192,8 @@ class Watch(TorchDispatchMode):
                 self.places.compiled.took(place.module, args[MATMULS[name]])
             return
         size = sum(x.numel() * x.element_size() for x in leaves)
+        if name in OVERWRITES:
+            size -= args[0].numel() * args[0].element_size()
         own = func.namespace == "fsdp" or name in COPIES
         self.moved[place.micro, "gather" if own else place.phase] += size
 
