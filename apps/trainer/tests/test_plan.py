@@ -14,13 +14,15 @@ from forge_trainer.plan.collectives import Said, Traffic
 from forge_trainer.plan.depth import _period
 from forge_trainer.plan.devices import load_table
 from forge_trainer.plan.estimate import bubble_share, collective_s, seconds
-from forge_trainer.plan.places import shortened
+from forge_trainer.plan.places import Places, shortened
 from forge_trainer.plan.report import plan_of
 from forge_trainer.plan.search import _changed, search
 from forge_trainer.plan.sources import tokens_by_source
 from forge_trainer.plan.stage import stage_on_paper
 from forge_trainer.plan.trace import Site
+from forge_trainer.plan.watch import Watch
 from msgspec import structs
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 DEBUG = "configs/runs/debug.toml"
 SMALL = ["--data.max_tokens=64", "--model.dim=64", "--model.attention.num_heads=4", "--train.micro_batch=2"]
@@ -76,6 +78,28 @@ def test_few_blocks_and_micro_batches_tell_what_all_would():
     assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
     assert few.step.flops == whole.step.flops
     assert few.step.said == whole.step.said
+
+
+def test_every_schedule_of_a_pipeline_is_planned():
+    flags = [*SMALL, "--mesh.pp=2", "--model.tie_embeddings=false", "--model.num_layers=4"]
+    for schedule in ("zbv_zero_bubble", "dualpipe_v"):  # their last stage is on the first rank
+        job = load_job(DEBUG, [*flags, f"--pipeline.schedule={schedule}"]).value
+        plan = plan_of(job, 2, None, "h100", load_table())
+        assert [stage.number for stage in plan.stages] == [0, 1]
+        assert [peak[1]["logits"] > 0 for peak in plan.peaks] == [True, False]
+
+
+def test_questions_about_tensors_move_nothing():
+    watch = Watch(Places())
+    with FakeTensorMode(), watch:
+        a = torch.ones(8)
+        watch.start()
+        assert a.device.type == "cpu" and a.view(2, 4).flatten().dtype is torch.float32
+        assert (watch.kernels, watch.moved) == ({}, {})
+        b = a + a
+        assert dict(watch.kernels) == {"": 1} and dict(watch.moved) == {("", "forward"): 96.0}
+        b.copy_(a)  # reads one and writes one
+        assert watch.moved["", "forward"] == 96 + 64
 
 
 def test_tokenizer_and_weights_are_not_looked_for(tmp_path, monkeypatch, capsys):

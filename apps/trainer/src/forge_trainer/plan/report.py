@@ -14,7 +14,7 @@ from forge_trainer.plan import kinds
 from forge_trainer.plan.devices import Device, Table, device_of
 from forge_trainer.plan.estimate import Seconds, seconds
 from forge_trainer.plan.places import Place
-from forge_trainer.plan.stage import Stage, micro_batches_of, stage_on_paper
+from forge_trainer.plan.stage import Stage, micro_batches_of, stage_on_paper, stages_on_paper
 from forge_trainer.plan.trace import Site
 
 GIB = 1 << 30
@@ -125,10 +125,7 @@ def plan_of(
     device = device_of(table, device_name)
     site = Site(ranks, node_ranks or (device.node_ranks if device else 8), device is not None)
     sizes, count = job.mesh.sizes(ranks), micro_batches_of(job, ranks)
-    stages: list[Stage] = []
-    for number in reversed(_numbers(sizes["pp"])):
-        told = stages[0].step.told if stages else None
-        stages.insert(0, stage_on_paper(job, site, number, whole=whole, told=told))
+    stages = stages_on_paper(job, site, _numbers(sizes["pp"]), whole=whole)
     worst = [kinds.highest(stage.step.peaks) for stage in stages]
     peaks, host = _on_the_device(job, device, worst)
     shapes = {"tokens": (job.train.global_batch, job.data.max_tokens)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,28 @@ def micro_batches_of(job: Job, ranks: int) -> int:
     return job.train.global_batch // (sizes["dp_replicate"] * sizes["dp_shard"] * job.train.micro_batch)
 
 
+def stages_on_paper(job: Job, site: Site, numbers: Iterable[int], *, whole: bool = False) -> list[Stage]:
+    """The steps of ranks of a pipeline, by their number along it.
+
+    Args:
+        job: what is trained.
+        site: where.
+        numbers: of the ranks, the one that has the last stage among them: it tells the others.
+        whole: see `stage_on_paper`.
+
+    Raises:
+        ParallelError: the job cannot be laid out so.
+    """
+    first = 0 if job.pipeline.is_v else job.mesh.pp - 1
+    last = stage_on_paper(job, site, first, whole=whole)
+    others = [
+        stage_on_paper(job, site, number, whole=whole, told=last.step.told)
+        for number in numbers
+        if number != first
+    ]
+    return sorted([last, *others], key=lambda stage: stage.number)
+
+
 def stage_on_paper(
     job: Job,
     site: Site,
@@ -70,7 +93,7 @@ def stage_on_paper(
     least = (KEPT_IN_PIPELINE if sizes["pp"] > 1 else KEPT_BLOCKS) + job.fsdp.prefetch
     few = {one: _few(one, least) for one in repeats}
     dropped = {one: one.turns - turns for one, turns in few.items() if one.turns - turns > 1}
-    run = micro_batches if sizes["pp"] == 1 else min(micro_batches, _in_flight(job, sizes["pp"]))
+    run = micro_batches if sizes["pp"] == 1 else min(micro_batches, _enough(job, sizes["pp"]))
     if whole:
         dropped, run = {}, micro_batches
     found = []
@@ -78,9 +101,9 @@ def stage_on_paper(
         left_out = {one: turns - (one == point.more) for one, turns in dropped.items()}
         depth = Depth(left_out) if left_out else None
         found.append((point.share, traced(job, site, rank, run, depth, skew, told, whole)))
+    step = with_micro_batches(combined(found), run, micro_batches, job.pipeline.schedule == "gpipe")
     gone = sum(turns * one.period for one, turns in dropped.items())
     periods = max((one.period for one in dropped), default=0)
-    step = with_micro_batches(combined(found), run, micro_batches)
     return Stage(rank, number, step, blocks, blocks - gone + periods)
 
 
@@ -90,12 +113,12 @@ def _few(repeat: Repeat, least: int) -> int:
     return max(1, -(-(least - others) // repeat.period))
 
 
-def _in_flight(job: Job, stages: int) -> int:
-    """So many micro-batches that more of them would not be held at once.
+def _enough(job: Job, stages: int) -> int:
+    """So many micro-batches that with more of them no more are in flight at once while gradients are there.
 
-    `gpipe` holds all of them; more than twice the stages are not run for it, and its activations are too few.
+    Of `gpipe` all are in flight: each one more adds the same.
     """
-    return stages if job.pipeline.schedule == "1f1b" else 2 * stages
+    return {"gpipe": stages, "1f1b": stages + 1}.get(job.pipeline.schedule, 2 * stages)
 
 
 def _repeats(job: Job, number: int, stages: int) -> tuple[list[Repeat], int]:

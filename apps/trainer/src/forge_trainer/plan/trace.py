@@ -78,6 +78,7 @@ class Traced:
         moved: bytes that operations without FLOPs read and write, by phase.
         kernels: operations that compute or copy.
         told: what other stages of a pipeline are told.
+        kept: see `kinds.kept`.
     """
 
     peaks: dict[Place, dict[str, float]]
@@ -87,6 +88,7 @@ class Traced:
     moved: dict[str, float]
     kernels: float
     told: Told
+    kept: dict[str, dict[str, float]]
 
 
 def traced(
@@ -187,6 +189,7 @@ def _run(
         _total(watch.moved, micro_batches - run),
         sum(number * (1 + _more(micro, micro_batches - run)) for micro, number in watch.kernels.items()),
         now,
+        kinds.kept(watch),
     )
 
 

@@ -47,15 +47,16 @@ class Storage:
         resized: whether it was freed and taken again, as FSDP2 does with what it gathers.
         ended: where it was freed; None for what lives on.
         in_loss: whether the loss took it.
+        sent: whether it was sent to another stage of a pipeline.
         width: of the last dim of the tensor that it was taken for.
     """
 
-    __slots__ = ("ended", "in_loss", "kind", "op", "place", "resized", "width")
+    __slots__ = ("ended", "in_loss", "kind", "op", "place", "resized", "sent", "width")
 
     def __init__(self, place: Place, op: str, in_loss: bool, width: int) -> None:
         self.place, self.op, self.in_loss, self.width = place, op, in_loss, width
         self.kind: str | None = None
-        self.resized = False
+        self.resized = self.sent = False
         self.ended: Place | None = None
 
 
@@ -171,6 +172,8 @@ class Watch(TorchDispatchMode):
         out = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         if is_collective(func):
+            if name == "send":
+                self._sent(args)
             if self.said is not None:
                 self.said(func._schema.name, (*args, *kwargs.values()), out)
         elif not func.is_view and name not in NO_KERNELS and func.namespace in SPACES:
@@ -179,6 +182,11 @@ class Watch(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._note(tensor, name)
         return out
+
+    def _sent(self, args: Any) -> None:
+        for tensor in tree_leaves(args):
+            if isinstance(tensor, Tensor) and (seen := self._seen.get(tensor.untyped_storage()._cdata)):
+                seen[2].sent = True
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         leaves = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
