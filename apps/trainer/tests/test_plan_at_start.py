@@ -77,7 +77,9 @@ def test_start_without_a_known_gpu_says_and_keeps_nothing(tmp_path, monkeypatch,
 
 
 def test_plan_that_fails_is_one_line(capfd):
-    foreseen = Foreseen([sys.executable, "-c", "print('{'); raise SystemExit('a\\nno such thing')"], strict=True)
+    foreseen = Foreseen(
+        [sys.executable, "-c", "print('{'); raise SystemExit('a\\nno such thing')"], strict=True
+    )
     foreseen.require_room(None)
     assert capfd.readouterr().err == "plan: this start is not planned: no such thing\n"
     assert foreseen.lines() == []
@@ -130,7 +132,14 @@ def test_only_the_first_rank_plans_and_it_plans_all(pretend, monkeypatch):
     foresee(options, ["--train.steps=3"], 1, 8)
     assert told == []
     foresee(options, ["--train.steps=3"], 0, 8)
-    assert told[0][-6:] == ["x.toml", "--train.steps=3", "--ranks=8", "--device=h100", "--json", "--gpus-per-node=4"]
+    assert told[0][-6:] == [
+        "x.toml",
+        "--train.steps=3",
+        "--ranks=8",
+        "--device=h100",
+        "--json",
+        "--gpus-per-node=4",
+    ]
 
 
 def test_variables_of_ranks_and_gpus_do_not_reach_a_plan(monkeypatch, tmp_path):

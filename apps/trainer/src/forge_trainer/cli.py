@@ -106,7 +106,9 @@ def _add_plan(plan: Parser) -> None:
     plan.add_argument("--gpus-per-node", type=_count, help="that of the table of devices if absent")
     plan.add_argument("--ranks", type=_count, help="in place of --nodes; as few as the mesh fits if absent")
     plan.add_argument("--device", help="h100, h200, a100, b200 or cpu; that of this machine if absent")
-    plan.add_argument("--device-table", metavar="FILE", help="a TOML file with further devices, if not FORGE_DEVICE_TABLE")
+    plan.add_argument(
+        "--device-table", metavar="FILE", help="a TOML file with further devices, if not FORGE_DEVICE_TABLE"
+    )
     plan.add_argument("--json", action="store_true", help="for programs")
     plan.add_argument("--search", action="store_true", help="plan what lies around it, for what fits")
     plan.add_argument("--strict", action="store_true", help="exit with 78 if the job does not fit")

@@ -128,7 +128,9 @@ def foresee(options: argparse.Namespace, overrides: Sequence[str], rank: int, ra
     device = gpu_here() if rank == 0 else None
     if device is None:
         return Foreseen(strict=options.strict)
-    local = re.match(r"\d+", os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")))
+    local = re.match(
+        r"\d+", os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    )
     command = [
         *(sys.executable, "-m", "forge_trainer", "plan", str(options.config), *overrides),
         *(f"--ranks={ranks}", f"--device={device}", "--json"),

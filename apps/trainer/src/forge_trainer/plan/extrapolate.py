@@ -107,10 +107,7 @@ def combined(traces: Sequence[tuple[float, Traced]]) -> Traced:
         _sum([(share, trace.moved) for share, trace in traces]),
         sum(share * trace.kernels for share, trace in traces),
         traces[0][1].told,
-        {
-            phase: _sum([(share, trace.kept[phase]) for share, trace in traces])
-            for phase in traces[0][1].kept
-        },
+        {phase: _sum([(share, trace.kept[phase]) for share, trace in traces]) for phase in traces[0][1].kept},
     )
 
 

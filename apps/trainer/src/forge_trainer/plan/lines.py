@@ -13,6 +13,7 @@ from forge_trainer.plan.sources import source_lines
 from forge_trainer.plan.stage import Stage
 from forge_trainer.report.announce import scaled
 
+
 def plan_lines_of(plan: Plan) -> Iterator[str]:
     """The plan in full."""
     job, counted = plan.job, plan.parameters

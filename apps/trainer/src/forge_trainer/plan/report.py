@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from forge_model.roles import parameter_roles
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forge_trainer.config.job import Job
 from forge_trainer.optim.groups import freeze
 from forge_trainer.plan import kinds
+from forge_trainer.plan.batches import batch_on_paper
 from forge_trainer.plan.devices import Device, Table, device_of
 from forge_trainer.plan.estimate import Seconds, seconds
 from forge_trainer.plan.places import Place
@@ -128,7 +131,6 @@ def plan_of(
     stages = stages_on_paper(job, site, _numbers(sizes["pp"]), whole=whole)
     worst = [kinds.highest(stage.step.peaks) for stage in stages]
     peaks, host = _on_the_device(job, device, worst)
-    shapes = {"tokens": (job.train.global_batch, job.data.max_tokens)}
     time = None
     if device is not None:
         times = [seconds(s.step, job, device, table.efficiency, sizes["pp"], count) for s in stages]
@@ -136,9 +138,10 @@ def plan_of(
     skewed = None
     if skew is not None and sizes["pp"] == 1 and job.mesh.ep > 1:
         skewed = stage_on_paper(job, site, 0, whole=whole, skew=skew)
+    flops, flops_full = (_flops(job, causal) for causal in (True, False))
     return Plan(
         job, site, device_name, device, counted(job), sizes, count, stages, peaks, host,
-        _flops(job, shapes, True), _flops(job, shapes, False), time, skewed,
+        flops, flops_full, time, skewed,
     )  # fmt: skip
 
 
@@ -157,15 +160,34 @@ def _on_the_device(
     return peaks, [sum(held[kind] for kind in HOST_KINDS) for _, held in worst]
 
 
-def _flops(job: Job, shapes: Any, causal: bool) -> float:
-    return job.model.step_flops(shapes, causal)
+def _flops(job: Job, causal: bool) -> float:
+    """Of a step, images and what is frozen counted as the metric `mfu` does."""
+    with FakeTensorMode():
+        (micro,) = batch_on_paper(job, 1)
+    shapes = {name: tuple(tensor.shape) for name, tensor in micro.inputs.items()}
+    often = job.train.global_batch / job.train.micro_batch
+    return often * job.model.step_flops(shapes, causal, unmoved(_on_meta(job)))
+
+
+def unmoved(model: nn.Module) -> set[str]:
+    """The modules right inside a model of which nothing is trained; one without parameters is none."""
+    return {
+        name
+        for name, child in model.named_children()
+        if (parameters := [*child.parameters()]) and not any(p.requires_grad for p in parameters)
+    }
+
+
+def _on_meta(job: Job) -> nn.Module:
+    with torch.device("meta"):
+        model = job.model.build()
+    freeze(model, job.optimizer_by_steps.groups, job.data.sources)
+    return model
 
 
 def counted(job: Job) -> Counted:
     """The parameters of a job."""
-    with torch.device("meta"):
-        model = job.model.build()
-    freeze(model, job.optimizer_by_steps.groups, job.data.sources)
+    model = _on_meta(job)
     shapes = {name: p.numel() for name, p in model.named_parameters()}
     total = sum(shapes.values())
     active = getattr(model, "active_parameters", lambda: total)()

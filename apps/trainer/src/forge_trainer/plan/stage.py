@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from forge_parallel.plan import Plan
 from forge_parallel.stages import keep_stage, stages_of
+from msgspec import structs
 
 from forge_trainer.config.job import Job
 from forge_trainer.optim.groups import freeze
@@ -87,6 +89,8 @@ def stage_on_paper(
     Raises:
         ParallelError: the job cannot be laid out so.
     """
+    if job.activation_checkpointing.mode == "offload":
+        return _offloaded(job, site, number, whole=whole, skew=skew, told=told)
     sizes, micro_batches = job.mesh.sizes(site.ranks), micro_batches_of(job, site.ranks)
     rank = number * (site.ranks // sizes["pp"])
     repeats, blocks = _repeats(job, number, sizes["pp"])
@@ -105,6 +109,18 @@ def stage_on_paper(
     gone = sum(turns * one.period for one, turns in dropped.items())
     periods = max((one.period for one in dropped), default=0)
     return Stage(rank, number, step, blocks, blocks - gone + periods)
+
+
+def _offloaded(job: Job, site: Site, number: int, **options: Any) -> Stage:
+    """With activations on the host: the device holds what it does with `full`, and computes nothing again."""
+
+    def with_mode(mode: str) -> Stage:
+        config = structs.replace(job.activation_checkpointing, mode=mode)
+        return stage_on_paper(structs.replace(job, activation_checkpointing=config), site, number, **options)
+
+    held, computed = with_mode("full"), with_mode("none")
+    step = replace(computed.step, peaks=held.step.peaks, held=held.step.held, kept=held.step.kept)
+    return computed._replace(step=step)
 
 
 def _few(repeat: Repeat, least: int) -> int:

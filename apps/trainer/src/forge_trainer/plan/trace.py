@@ -284,10 +284,8 @@ def on_paper(job: Job, on_gpu: bool) -> Job:
         compute = job.precision.compute_dtype("cuda")
         changes["precision"] = structs.replace(job.precision, compute=compute)
     recompute = job.activation_checkpointing
-    if recompute.mode in ("budget", "offload"):
-        # the compiler keeps what it may; on the host nothing counts but the inputs of blocks
-        mode = "selective" if recompute.mode == "budget" else "full"
-        changes["activation_checkpointing"] = structs.replace(recompute, mode=mode)
+    if recompute.mode == "budget":  # the compiler keeps what it may
+        changes["activation_checkpointing"] = structs.replace(recompute, mode="selective")
     if job.fp8.recipe != "none":
         # the kernels that round for experts are Triton's, which fake tensors do not know
         changes["fp8"] = structs.replace(job.fp8, experts=False)
