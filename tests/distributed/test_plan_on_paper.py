@@ -9,6 +9,7 @@ import torch
 from forge_parallel.testing import run_ranks
 from forge_trainer.config.job import load_job
 from forge_trainer.plan import kinds
+from forge_trainer.plan.report import model_flops
 from forge_trainer.plan.stage import stages_on_paper
 from forge_trainer.plan.trace import Site
 from measured_step import measured
@@ -195,3 +196,27 @@ def test_what_is_extrapolated_is_what_a_real_step_of_all_blocks_takes(name):
         assert sum(held.values()) == pytest.approx(real[rank]["peak"], rel=0.02), rank
         assert said_of(step) == real[rank]["said"], rank
         assert sum(step.flops.values()) == pytest.approx(real[rank]["flops"], rel=0.005)
+
+
+IMAGES = {
+    "joint": [],
+    "joint, decoder frozen": ['--optimizer.groups=[{ match = ["decoder"], freeze_from = 0 }]'],
+    "joint, tower frozen": ['--optimizer.groups=[{ match = ["encoder"], freeze_from = 0 }]'],
+    "cross": [],
+    "mot": [],
+    "moma": [],
+}
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called")
+@pytest.mark.parametrize("name", slow_unless(IMAGES, ("joint, tower frozen", "moma")))
+def test_job_with_images_takes_what_a_real_step_does(name):
+    path = str(RUNS / f"vlm_debug_{name.partition(',')[0]}.toml")
+    overrides = ["--train.global_batch=4", "--train.micro_batch=2", *IMAGES[name]]
+    real = measured(path, overrides)
+    (step,) = on_paper(path, overrides, 1, whole=False).values()
+    assert sum(kinds.highest(step.peaks)[1].values()) == pytest.approx(real["peak"], rel=0.02)
+    assert sum(step.flops.values()) == pytest.approx(real["flops"], rel=0.005)
+    # model FLOPs, of which the first layer that is trained needs no gradient of what it is given
+    model = model_flops(load_job(path, overrides).value, causal=False)
+    assert model == pytest.approx(real["flops"], rel=0.02)

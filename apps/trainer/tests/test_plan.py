@@ -16,7 +16,7 @@ from forge_trainer.plan.devices import load_table
 from forge_trainer.plan.estimate import bubble_share, collective_s, seconds
 from forge_trainer.plan.places import Places, shortened
 from forge_trainer.plan.report import plan_of
-from forge_trainer.plan.search import _changed, search
+from forge_trainer.plan.search import _around, _changed, search
 from forge_trainer.plan.sources import tokens_by_source
 from forge_trainer.plan.stage import stage_on_paper
 from forge_trainer.plan.trace import Site
@@ -89,6 +89,16 @@ def test_every_schedule_of_a_pipeline_is_planned():
         assert [peak[1]["logits"] > 0 for peak in plan.peaks] == [True, False]
 
 
+def test_activations_on_the_host_are_not_computed_again():
+    job, stages = load_job(DEBUG, SMALL).value, {}
+    for mode in ("none", "full", "offload"):
+        config = structs.replace(job.activation_checkpointing, mode=mode)
+        with_mode = structs.replace(job, activation_checkpointing=config)
+        stages[mode] = stage_on_paper(with_mode, Site(1, 8)).step
+    assert stages["offload"].flops == stages["none"].flops != stages["full"].flops
+    assert stages["offload"].peaks == stages["full"].peaks
+
+
 def test_questions_about_tensors_move_nothing():
     watch = Watch(Places())
     with FakeTensorMode(), watch:
@@ -151,6 +161,23 @@ def test_search_finds_what_fits_and_the_change_that_makes_it_fit(tmp_path):
     times = [one.plan.time.likely for one in found.best]
     assert times == sorted(times)
     assert any("saves" in line for line in found.lines())
+
+
+def test_search_looks_at_every_axis_what_differs_least_first_and_ends_in_time():
+    flags = [*SMALL, "--train.global_batch=64", "--model.num_layers=8", "--model.tie_embeddings=false"]
+    job = load_job("configs/runs/moe_debug.toml", flags).value
+    layouts = _around(job, 8, 4)
+    changed = [{key for key in keys if key.startswith("mesh.")} - {"mesh.dp_shard"} for keys in layouts]
+    every = {"mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep", "mesh.dp_replicate"}
+    assert set().union(*changed) == every
+    assert layouts[0] == {"train.micro_batch": 2} and len(changed[-1]) == 2
+    assert {"mesh.pp": 2, "mesh.dp_shard": -1, "train.micro_batch": 2} in layouts
+    for keys in layouts:
+        _changed(job, keys).require_layout(8)
+    plan = plan_of(job, 8, 4, "h100", load_table())
+    found = search(plan, load_table(), limit_s=0)
+    assert (found.tried, found.left) == (0, len(layouts))
+    assert "0 jobs planned; time was up before" in next(found.lines())
 
 
 @pytest.mark.parametrize(

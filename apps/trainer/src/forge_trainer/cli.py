@@ -111,6 +111,9 @@ def _add_plan(plan: Parser) -> None:
     )
     plan.add_argument("--json", action="store_true", help="for programs")
     plan.add_argument("--search", action="store_true", help="plan what lies around it, for what fits")
+    plan.add_argument(
+        "--search-limit", type=_count, default=300, metavar="SECONDS", help="of --search (default: 300)"
+    )
     plan.add_argument("--strict", action="store_true", help="exit with 78 if the job does not fit")
 
 

@@ -47,8 +47,8 @@ def points(turns: Mapping[Repeat, int]) -> list[Point]:
 def with_micro_batches(step: Traced, traced: int, number: int, all_in_flight: bool) -> Traced:
     """The step of a stage of a pipeline that works on `number` micro-batches, of which `traced` were run.
 
-    Gradients are summed over ranks once; all else is done so many times more. What a stage sends back it keeps
-    until the step ends.
+    Gradients are summed over ranks once; all else is done so many times more. What a stage sends back it
+    keeps until the step ends.
 
     Args:
         step: with few micro-batches.

@@ -43,19 +43,19 @@ def record_of(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def short_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """Parameters, memory, and speed where it is known: for the announcement of a start, and of a submission."""
+    """Parameters, memory, and speed where it is known: of a start, and of a submission."""
     room = "" if record["device_gib"] is None else f" of {record['device_gib']:.1f}"
     yield (
-        f"  planned    {scaled(record['parameters'])} parameters, {gib(record['memory_gib'] * GIB)}{room} GiB a "
-        f"rank of {record['device']}, at {record['memory_at']}"
+        f"  planned    {scaled(record['parameters'])} parameters, {gib(record['memory_gib'] * GIB)}{room} "
+        f"GiB a rank of {record['device']}, at {record['memory_at']}"
     )
     if record["fits"] is False:
         yield "  WARNING    the job does not fit as planned; forge plan --search looks for what does"
     if "step_s" in record:
         low, high = record["step_s_range"]
         yield (
-            f"  planned    {low:.3g} to {high:.3g} s a step, {scaled(record['tokens_per_s']).strip()} tokens/s, "
-            f"MFU {100 * record['mfu']:.0f} %, {record['days']:.3g} days to the end"
+            f"  planned    {low:.3g} to {high:.3g} s a step, {scaled(record['tokens_per_s']).strip()} "
+            f"tokens/s, MFU {100 * record['mfu']:.0f} %, {record['days']:.3g} days to the end"
         )
 
 

@@ -138,7 +138,7 @@ def plan_of(
     skewed = None
     if skew is not None and sizes["pp"] == 1 and job.mesh.ep > 1:
         skewed = stage_on_paper(job, site, 0, whole=whole, skew=skew)
-    flops, flops_full = (_flops(job, causal) for causal in (True, False))
+    flops, flops_full = (model_flops(job, causal) for causal in (True, False))
     return Plan(
         job, site, device_name, device, counted(job), sizes, count, stages, peaks, host,
         flops, flops_full, time, skewed,
@@ -160,7 +160,7 @@ def _on_the_device(
     return peaks, [sum(held[kind] for kind in HOST_KINDS) for _, held in worst]
 
 
-def _flops(job: Job, causal: bool) -> float:
+def model_flops(job: Job, causal: bool) -> float:
     """Of a step, images and what is frozen counted as the metric `mfu` does."""
     with FakeTensorMode():
         (micro,) = batch_on_paper(job, 1)

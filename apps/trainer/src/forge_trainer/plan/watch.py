@@ -18,7 +18,8 @@ from forge_trainer.plan.flops import flops_of
 from forge_trainer.plan.places import Place, Places
 
 NO_KERNELS = {
-    "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "promote_types",
+    "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty",
+    "promote_types",
 }  # fmt: skip
 """Operations that compute nothing. Of other namespaces than `SPACES` are questions, such as for a device."""
 

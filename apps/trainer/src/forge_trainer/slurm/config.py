@@ -19,8 +19,8 @@ class ClusterConfig(Config):
     Attributes:
         gpus_per_node: one rank each; 0 computes on CPUs.
         ranks_per_node: of a cluster without GPUs.
-        device: what its GPUs are called in the table of `forge plan`, such as `h100`: a submission says whether
-            the job fits; empty if they are in no table.
+        device: what its GPUs are called in the table of `forge plan`, such as `h100`: a submission says
+            whether the job fits; empty if they are in no table.
         cpus_per_rank: cores of each rank, also for the workers that read data.
         memory: of a node, as `sbatch --mem` takes it, such as `200G`; empty for the default of the partition,
             "0" for all of it.
