@@ -2,10 +2,10 @@
 
 The campaign is KempnerForge's (April 2026, its commit 01b461a): 14 layouts of 7B to 70B on 1 to 32 H200, four
 a node. Its numerics are planned, as its published code says them: everything in bfloat16, but that FSDP2 sums
-over ranks in float32 (`distributed/parallel.py`), in which it also keeps what earlier micro-batches have added
+over ranks in float32 (`distributed/parallel.py`), in which it also keeps what earlier micro-batches added
 (`training/grad.py`); without data parallelism there is no FSDP2. Full recomputation; whole logits on every
-rank, whose cross entropy is one call in bfloat16 (`training/loss.py`). Two constants of the time estimate are
-calibrated on two rows.
+rank, kept during the backward pass, whose cross entropy is one call in bfloat16 (`scripts/train.py`). Two
+constants of the time estimate are calibrated on two rows.
 
 Run: python benchmarks/plan.py            plans all, and writes benchmarks/results/plan.json
      python benchmarks/plan.py --large    plans 70B on 1,024 ranks and 16B of experts on 64
@@ -135,6 +135,10 @@ CALIBRATED = {"matmul": 1, "network": 5}
 """The constants of the time estimate that are found, and on which row."""
 
 
+HELD: list[Any] = []
+"""The logits: the loop of the campaign has them in a variable until the next micro-batch has made others."""
+
+
 @losses.register("whole-logits")
 class WholeLogitsConfig(LossConfig):
     """Cross entropy as `torch` computes it, of all logits at once, whole on every rank of `tp`."""
@@ -152,6 +156,7 @@ def whole_logits(
     if vocabulary is not None:
         logits = vocabulary.gather(logits)
     total = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum").float()
+    HELD[:] = [logits]
     count = (labels >= 0).sum().float()
     return LossTerms(total, {"loss": Sum(total.detach(), count)})
 
@@ -189,7 +194,9 @@ def plan_of_row(row: Row) -> Plan:
         more='[loss]\ntype = "whole-logits"\n',
     )
     with patch.object(fsdp, "MixedPrecisionPolicy", policy_of(row)):
-        return plan_of(job, row.ranks, NODE_RANKS, "h200", load_table())
+        plan = plan_of(job, row.ranks, NODE_RANKS, "h200", load_table())
+    HELD.clear()
+    return plan
 
 
 def estimated(plan: Plan, reached: Efficiency) -> Seconds:
