@@ -1,9 +1,11 @@
 """What `forge plan` predicts against what was measured: a published campaign, and `benchmarks/gpu/mfu.py`.
 
 The campaign is KempnerForge's (April 2026, its commit 01b461a): 14 layouts of 7B to 70B on 1 to 32 H200, four
-a node. Its numerics are planned: everything in bfloat16, also what is summed over ranks, full recomputation,
-whole logits with a softmax in float32 on every rank. Two constants of the time estimate are calibrated on two
-rows.
+a node. Its numerics are planned, as its published code says them: everything in bfloat16, but that FSDP2 sums
+over ranks in float32 (`distributed/parallel.py`), in which it also keeps what earlier micro-batches added
+(`training/grad.py`); without data parallelism there is no FSDP2. Full recomputation; whole logits on every
+rank, kept during the backward pass, whose cross entropy is one call in bfloat16 (`scripts/train.py`). Two
+constants of the time estimate are calibrated on two rows.
 
 Run: python benchmarks/plan.py            plans all, and writes benchmarks/results/plan.json
      python benchmarks/plan.py --large    plans 70B on 1,024 ranks and 16B of experts on 64
@@ -133,6 +135,10 @@ CALIBRATED = {"matmul": 1, "network": 5}
 """The constants of the time estimate that are found, and on which row."""
 
 
+HELD: list[Any] = []
+"""The logits: the loop of the campaign has them in a variable until the next micro-batch has made others."""
+
+
 @losses.register("whole-logits")
 class WholeLogitsConfig(LossConfig):
     """Cross entropy as `torch` computes it, of all logits at once, whole on every rank of `tp`."""
@@ -149,7 +155,8 @@ def whole_logits(
     logits = hidden.flatten(0, -2) @ weight.t()
     if vocabulary is not None:
         logits = vocabulary.gather(logits)
-    total = F.cross_entropy(logits.float(), labels.flatten(), ignore_index=-100, reduction="sum")
+    total = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum").float()
+    HELD[:] = [logits]
     count = (labels >= 0).sum().float()
     return LossTerms(total, {"loss": Sum(total.detach(), count)})
 
@@ -163,9 +170,14 @@ def job_of(**values: Any) -> Job:
         return load_job(path, on_paper=True).value
 
 
-def summed_in_bfloat16(**options: Any) -> Any:
-    """The policy of FSDP2 of the campaign."""
-    return MixedPrecisionPolicy(**options | {"reduce_dtype": None})
+def policy_of(row: Row) -> Callable[..., Any]:
+    """The policy of FSDP2 in the campaign; rows without data parallelism do not use it, and sum nothing."""
+    reduce_dtype = torch.float32 if row.ranks > row.tp else None
+
+    def policy(**options: Any) -> Any:
+        return MixedPrecisionPolicy(**options | {"reduce_dtype": reduce_dtype})
+
+    return policy
 
 
 def plan_of_row(row: Row) -> Plan:
@@ -181,8 +193,10 @@ def plan_of_row(row: Row) -> Plan:
         bf16="true",
         more='[loss]\ntype = "whole-logits"\n',
     )
-    with patch.object(fsdp, "MixedPrecisionPolicy", summed_in_bfloat16):
-        return plan_of(job, row.ranks, NODE_RANKS, "h200", load_table())
+    with patch.object(fsdp, "MixedPrecisionPolicy", policy_of(row)):
+        plan = plan_of(job, row.ranks, NODE_RANKS, "h200", load_table())
+    HELD.clear()
+    return plan
 
 
 def estimated(plan: Plan, reached: Efficiency) -> Seconds:

@@ -27,14 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "gpu"))
 
 import torch
-import torch.nn.functional as F
 from cases import BASE, MODELS, SWEEPS, Case, cases
 from forge_model import LossConfig
-from forge_model.attention import mask as masks
 from forge_model.attention.config import LatentConfig
 from forge_model.decoder.config import DecoderConfig
 from forge_parallel import MeshConfig, ParallelConfig, Plan, build_mesh, parallelize
-from forge_parallel import fp8 as eight_bits
 from forge_parallel.activation_checkpointing import checkpoint_activations
 from forge_parallel.apply import materialize
 from forge_parallel.compile_config import CompileConfig
@@ -48,9 +45,9 @@ from forge_trainer.optim import (
     MuonConfig,
     OptimizerConfig,
     ScheduleFreeAdamWConfig,
-    local_parameters,
     trainable,
 )
+from forge_trainer.plan.as_on_a_gpu import as_on_a_gpu, use_kernels_of_a_gpu
 from forge_trainer.steps.text import TextStep
 from forge_trainer.steps.update import Update
 from mfu import batch_of
@@ -94,45 +91,6 @@ TRACED: dict[str, tuple[Case, str]] = {
     **{name: (BASE["1b"], name) for name in OPTIMIZERS if name not in ("adamw", "adamw stochastic")},
     "adamw stochastic": (structs.replace(BASE["1b"], state="bf16"), "adamw stochastic"),
 }
-
-
-class Linked(torch.autograd.Function):
-    """Attention over a block mask as one kernel: what FlexAttention keeps and makes."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Keep all three, the result, and a number a query."""
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        norms = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, norms)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Make a gradient of each."""
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
-
-
-def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """In the place of attention kernels, which differ by device."""
-    return Linked.apply(query, key, value)
-
-
-@contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """What depends on the device is chosen as on a GPU, where tensors of the CPU are fake ones."""
-    with ExitStack() as stack:
-        changes = [
-            (F, "scaled_dot_product_attention", attention),
-            (masks, "attend_flex", attention),
-            (masks, "suits_flex", lambda mask: mask.padding is None),
-            (local_parameters, "window_elements", lambda device: local_parameters.WINDOW_ELEMENTS),
-            (local_parameters.LocalOptimizer, "finite", lambda self: self.found_inf == 0),
-            (eight_bits, "_require_device", lambda *_: None),
-        ]
-        for place, name, change in changes:
-            stack.enter_context(patch.object(place, name, change))
-        yield
 
 
 @contextmanager
@@ -202,9 +160,7 @@ def trace(
             keep_as_compiled(model, case)
         parallelize(model, mesh, Plan.of(model), parallel_of(case))
         materialize(model, CPU)
-        for module in model.modules():
-            if hasattr(module, "_fused"):
-                module._fused = False
+        use_kernels_of_a_gpu(model)
         made = optimizer.build(trainable([model]), mesh)
         step = TextStep(
             [model], LossConfig().build(), mesh, update=Update([model], made, lambda step: 1.0, 1.0, mesh)

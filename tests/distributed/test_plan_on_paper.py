@@ -9,7 +9,8 @@ import torch
 from forge_parallel.testing import run_ranks
 from forge_trainer.config.job import load_job
 from forge_trainer.plan import kinds
-from forge_trainer.plan.stage import stage_on_paper
+from forge_trainer.plan.report import model_flops
+from forge_trainer.plan.stage import stages_on_paper
 from forge_trainer.plan.trace import Site
 from measured_step import measured
 
@@ -61,16 +62,12 @@ def slow_unless(names, quick):
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-def on_paper(path, overrides, ranks):
+def on_paper(path, overrides, ranks, whole=True):
     """The steps of all ranks of the pipeline, by rank of the job."""
     job, site = load_job(path, overrides).value, Site(ranks, 8, on_gpu=False)
-    stages, told = {}, None
-    for number in reversed(range(job.mesh.pp)):
-        made = stage_on_paper(job, site, number, whole=True, told=told)
-        told = made.step.told
-        stages[made.rank] = made.step
+    stages = stages_on_paper(job, site, range(job.mesh.pp), whole=whole)
     assert not torch.distributed.is_initialized()
-    return stages
+    return {stage.rank: stage.step for stage in stages}
 
 
 def measured_on(ranks, path, overrides):
@@ -152,3 +149,74 @@ def test_memory_of_a_random_job_is_that_of_a_real_step(seed):
     for rank, step in on_paper(path, overrides, ranks).items():
         _, held = kinds.highest(step.peaks)
         assert sum(held.values()) == pytest.approx(real[rank]["peak"], rel=0.02), rank
+
+
+EXTRAPOLATED = {
+    "1f1b": (2, [*PIPED, "--model.num_layers=9", "--train.global_batch=12"]),
+    "gpipe": (2, [*PIPED, "--train.global_batch=12", "--pipeline.schedule=gpipe"]),
+    "interleaved": (
+        2,
+        [*PIPED, "--model.num_layers=12", "--train.global_batch=16", "--pipeline.schedule=interleaved_1f1b"],
+    ),
+    "1f1b, experts": (2, [*PIPED, "--train.global_batch=12", "moe"]),
+    "dp_shard, seven micro-batches": (2, ["--model.num_layers=7", "--train.global_batch=28"]),
+    "every_micro_batch": (
+        2,
+        ["--model.num_layers=7", "--train.global_batch=28", "--fsdp.reduce_gradients=every_micro_batch"],
+    ),
+    "8 bits gathered": (
+        2,
+        [
+            "--model.num_layers=7",
+            "--fsdp.prefetch=1",
+            *("--fp8.recipe=tensorwise", "--fp8.min_size=16", "--fp8.emulate=true", "--fp8.gather=true"),
+        ],
+    ),
+    "schedule-free": (2, ["--optimizer.type=schedule-free-adamw", "--schedule.type=constant"]),
+    "average of weights": (2, ["--optimizer.ema_decay=0.99", "--model.num_layers=7"]),
+    "multi-token prediction": (1, ["--model.mtp.num_modules=1", "--model.num_layers=7"]),
+    "every third block": (
+        1,
+        [
+            *("--activation_checkpointing.mode=every", "--activation_checkpointing.every=3"),
+            "--model.num_layers=11",
+        ],
+    ),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", slow_unless(EXTRAPOLATED, ("1f1b",)))
+def test_what_is_extrapolated_is_what_a_real_step_of_all_blocks_takes(name):
+    ranks, flags = EXTRAPOLATED[name]
+    path, overrides = file_and_flags(flags)
+    real = measured_on(ranks, path, overrides)
+    for rank, step in on_paper(path, overrides, ranks, whole=False).items():
+        _, held = kinds.highest(step.peaks)
+        assert sum(held.values()) == pytest.approx(real[rank]["peak"], rel=0.02), rank
+        assert said_of(step) == real[rank]["said"], rank
+        assert sum(step.flops.values()) == pytest.approx(real[rank]["flops"], rel=0.005)
+
+
+IMAGES = {
+    "joint": [],
+    "joint, decoder frozen": ['--optimizer.groups=[{ match = ["decoder"], freeze_from = 0 }]'],
+    "joint, tower frozen": ['--optimizer.groups=[{ match = ["encoder"], freeze_from = 0 }]'],
+    "cross": [],
+    "mot": [],
+    "moma": [],
+}
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called")
+@pytest.mark.parametrize("name", slow_unless(IMAGES, ("joint, tower frozen", "moma")))
+def test_job_with_images_takes_what_a_real_step_does(name):
+    path = str(RUNS / f"vlm_debug_{name.partition(',')[0]}.toml")
+    overrides = ["--train.global_batch=4", "--train.micro_batch=2", *IMAGES[name]]
+    real = measured(path, overrides)
+    (step,) = on_paper(path, overrides, 1, whole=False).values()
+    assert sum(kinds.highest(step.peaks)[1].values()) == pytest.approx(real["peak"], rel=0.02)
+    assert sum(step.flops.values()) == pytest.approx(real["flops"], rel=0.005)
+    # model FLOPs, of which the first layer that is trained needs no gradient of what it is given
+    model = model_flops(load_job(path, overrides).value, causal=False)
+    assert model == pytest.approx(real["flops"], rel=0.02)

@@ -14,13 +14,15 @@ from forge_trainer.plan.collectives import Said, Traffic
 from forge_trainer.plan.depth import _period
 from forge_trainer.plan.devices import load_table
 from forge_trainer.plan.estimate import bubble_share, collective_s, seconds
-from forge_trainer.plan.places import shortened
+from forge_trainer.plan.places import Places, shortened
 from forge_trainer.plan.report import plan_of
-from forge_trainer.plan.search import _changed, search
+from forge_trainer.plan.search import _around, _changed, search
 from forge_trainer.plan.sources import tokens_by_source
 from forge_trainer.plan.stage import stage_on_paper
 from forge_trainer.plan.trace import Site
+from forge_trainer.plan.watch import Watch
 from msgspec import structs
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 DEBUG = "configs/runs/debug.toml"
 SMALL = ["--data.max_tokens=64", "--model.dim=64", "--model.attention.num_heads=4", "--train.micro_batch=2"]
@@ -78,6 +80,38 @@ def test_few_blocks_and_micro_batches_tell_what_all_would():
     assert few.step.said == whole.step.said
 
 
+def test_every_schedule_of_a_pipeline_is_planned():
+    flags = [*SMALL, "--mesh.pp=2", "--model.tie_embeddings=false", "--model.num_layers=4"]
+    for schedule in ("zbv_zero_bubble", "dualpipe_v"):  # their last stage is on the first rank
+        job = load_job(DEBUG, [*flags, f"--pipeline.schedule={schedule}"]).value
+        plan = plan_of(job, 2, None, "h100", load_table())
+        assert [stage.number for stage in plan.stages] == [0, 1]
+        assert [peak[1]["logits"] > 0 for peak in plan.peaks] == [True, False]
+
+
+def test_activations_on_the_host_are_not_computed_again():
+    job, stages = load_job(DEBUG, SMALL).value, {}
+    for mode in ("none", "full", "offload"):
+        config = structs.replace(job.activation_checkpointing, mode=mode)
+        with_mode = structs.replace(job, activation_checkpointing=config)
+        stages[mode] = stage_on_paper(with_mode, Site(1, 8)).step
+    assert stages["offload"].flops == stages["none"].flops != stages["full"].flops
+    assert stages["offload"].peaks == stages["full"].peaks
+
+
+def test_questions_about_tensors_move_nothing():
+    watch = Watch(Places())
+    with FakeTensorMode(), watch:
+        a = torch.ones(8)
+        watch.start()
+        assert a.device.type == "cpu" and a.view(2, 4).flatten().dtype is torch.float32
+        assert (watch.kernels, watch.moved) == ({}, {})
+        b = a + a
+        assert dict(watch.kernels) == {"": 1} and dict(watch.moved) == {("", "forward"): 96.0}
+        b.copy_(a)  # reads one and writes one
+        assert watch.moved["", "forward"] == 96 + 64
+
+
 def test_tokenizer_and_weights_are_not_looked_for(tmp_path, monkeypatch, capsys):
     flags = ['--data.tokenizer={ type = "hf", path = "nowhere/tokenizer.json" }', "--train.init_from=nowhere"]
     assert main(["train", DEBUG, *flags, f"--job.root={tmp_path}"]) == 78
@@ -127,6 +161,23 @@ def test_search_finds_what_fits_and_the_change_that_makes_it_fit(tmp_path):
     times = [one.plan.time.likely for one in found.best]
     assert times == sorted(times)
     assert any("saves" in line for line in found.lines())
+
+
+def test_search_looks_at_every_axis_what_differs_least_first_and_ends_in_time():
+    flags = [*SMALL, "--train.global_batch=64", "--model.num_layers=8", "--model.tie_embeddings=false"]
+    job = load_job("configs/runs/moe_debug.toml", flags).value
+    layouts = _around(job, 8, 4)
+    changed = [{key for key in keys if key.startswith("mesh.")} - {"mesh.dp_shard"} for keys in layouts]
+    every = {"mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep", "mesh.dp_replicate"}
+    assert set().union(*changed) == every
+    assert layouts[0] == {"train.micro_batch": 2} and len(changed[-1]) == 2
+    assert {"mesh.pp": 2, "mesh.dp_shard": -1, "train.micro_batch": 2} in layouts
+    for keys in layouts:
+        _changed(job, keys).require_layout(8)
+    plan = plan_of(job, 8, 4, "h100", load_table())
+    found = search(plan, load_table(), limit_s=0)
+    assert (found.tried, found.left) == (0, len(layouts))
+    assert "0 jobs planned; time was up before" in next(found.lines())
 
 
 @pytest.mark.parametrize(

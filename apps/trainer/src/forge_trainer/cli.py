@@ -94,7 +94,11 @@ def _add_commands_on_jobs(commands: Any) -> None:
     )
     launch.add_argument("--change", action="store_true", help="see forge train")
     launch.add_argument("--dry-run", action="store_true", help="print the batch script instead")
-    launch.add_argument("--device", help="with --dry-run, say what the job needs on it: see forge plan")
+    launch.add_argument("--device", help="say what the job needs on it: see forge plan, and cluster.device")
+    for command in (train, launch):
+        command.add_argument(
+            "--strict", action="store_true", help="refuse a job that does not fit into the GPUs as planned"
+        )
 
 
 def _add_plan(plan: Parser) -> None:
@@ -102,9 +106,14 @@ def _add_plan(plan: Parser) -> None:
     plan.add_argument("--gpus-per-node", type=_count, help="that of the table of devices if absent")
     plan.add_argument("--ranks", type=_count, help="in place of --nodes; as few as the mesh fits if absent")
     plan.add_argument("--device", help="h100, h200, a100, b200 or cpu; that of this machine if absent")
-    plan.add_argument("--device-table", metavar="FILE", help="a TOML file with further devices")
+    plan.add_argument(
+        "--device-table", metavar="FILE", help="a TOML file with further devices, if not FORGE_DEVICE_TABLE"
+    )
     plan.add_argument("--json", action="store_true", help="for programs")
     plan.add_argument("--search", action="store_true", help="plan what lies around it, for what fits")
+    plan.add_argument(
+        "--search-limit", type=_count, default=300, metavar="SECONDS", help="of --search (default: 300)"
+    )
     plan.add_argument("--strict", action="store_true", help="exit with 78 if the job does not fit")
 
 
@@ -272,21 +281,23 @@ def _bytes(text: str) -> int:
 
 def _train(options: argparse.Namespace) -> ExitCode:
     from forge_trainer.config.job import load_job
+    from forge_trainer.plan.at_start import foresee
     from forge_trainer.run_dir.claim import require_free
     from forge_trainer.run_dir.files import recorded_changes
 
     loaded = load_job(options.config, options.overrides)
     recorded_changes(loaded.value, options.change)
-    if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1"))) == 1:
+    ranks = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    if ranks == 1:
         require_free(loaded.value)  # several ranks learn it together, later
 
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch keeps a record of the last collectives
+    foreseen = foresee(options, options.overrides, rank, ranks)  # planned while torch is loaded
 
-    # torch is loaded here and not before
     from forge_trainer.launch import run_job
 
-    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-    return run_job(loaded, rank, options.signals, options.change)
+    return run_job(loaded, rank, options.signals, options.change, foreseen)
 
 
 def _plan(options: argparse.Namespace) -> int:

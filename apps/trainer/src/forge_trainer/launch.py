@@ -19,6 +19,7 @@ from forge_trainer.clock import Clock
 from forge_trainer.config.job import Job
 from forge_trainer.console import emit
 from forge_trainer.end_together import FailedElsewhere
+from forge_trainer.plan.at_start import Foreseen
 from forge_trainer.recovery.incidents import note_incident
 from forge_trainer.report.announce import announcement
 from forge_trainer.run import Run
@@ -26,7 +27,13 @@ from forge_trainer.run_dir.claim import Claim
 from forge_trainer.run_dir.files import RunFiles
 
 
-def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, change: bool = False) -> ExitCode:
+def run_job(
+    loaded: Loaded[Job],
+    rank: int,
+    signals: Signals | None = None,
+    change: bool = False,
+    foreseen: Foreseen | None = None,
+) -> ExitCode:
     """Start or continue a run. Collective.
 
     Args:
@@ -34,6 +41,7 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
         rank: of this process; the first one speaks for all.
         signals: entered by the command; without it the run makes its own.
         change: keys that may change as a recorded event may do so.
+        foreseen: what the start is planned to need, known on the first rank; None on all asks nothing.
 
     Raises:
         Stopped: a signal came before the first step.
@@ -46,12 +54,17 @@ def run_job(loaded: Loaded[Job], rank: int, signals: Signals | None = None, chan
         with ExitStack() as stack, clock.ending():
             signals = signals or stack.enter_context(Signals())
             watch(loaded.value, claim, clock, stack)
+            if foreseen is not None:
+                stack.callback(foreseen.close)
             with clock.span("build"):
-                run = build(loaded.value, stack, signals, clock, claim)
+                run = build(loaded.value, stack, signals, clock, claim, foreseen)
             claim.progress = run.progress
             signals.started(partial(agree, group=run.mesh.control_group))
             if rank == 0:
-                emit(announcement(run, claim.changes, loaded.unused), sys.stdout)
+                planned = [] if foreseen is None else foreseen.lines()
+                emit(announcement(run, claim.changes, loaded.unused, planned), sys.stdout)
+                if foreseen is not None:
+                    foreseen.keep(RunFiles(run.directory).plan)
                 if claim.changes and run.progress.complete:
                     claim.begin(run.progress.step)  # there is no step to do it
             code, reason = _outcome(run, run.train(), claim)

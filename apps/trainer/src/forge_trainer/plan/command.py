@@ -38,7 +38,9 @@ def plan_job(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         plan = plan_of(job, ranks, node_ranks, device_name, table, skew=SKEW)
     except ParallelError as error:
         raise ConfigError(f"{ranks} ranks: {error}") from None
-    found = search(plan, table, lambda line: _say(f"{line}\n")) if options.search else None
+    found = None
+    if options.search:
+        found = search(plan, table, lambda line: _say(f"{line}\n"), options.search_limit)
     if options.json:
         data = as_data(plan) | ({} if found is None else {"search": found.as_data()})
         sys.stdout.write(json.dumps(data, indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,9 @@ from forge_config import ConfigError
 from msgspec import Meta
 
 TABLE = Path(__file__).with_name("devices.toml")
+TABLE_HERE = "FORGE_DEVICE_TABLE"
+"""A variable that names a file with the devices of this site, where `--device-table` does not name one."""
+
 CPU = "cpu"
 """The one device that is not in the table: nothing is known of its speed or memory."""
 
@@ -56,16 +60,18 @@ def load_table(extra: Path | str | None = None) -> Table:
     """The table that comes with Forge, and what a file says more, or otherwise.
 
     Args:
-        extra: a file of the same form; of a device that is known, keys that it does not name stay.
+        extra: a file of the same form; of a device that is known, keys that it does not name stay. None: that
+            of `FORGE_DEVICE_TABLE`, if it is set.
 
     Raises:
         ConfigError: it cannot be read, or a device lacks a key, or has one that is not known.
     """
     found = tomllib.loads(TABLE.read_text())
+    extra = extra or os.environ.get(TABLE_HERE) or None
     if extra is not None:
         try:
             found = _over(found, tomllib.loads(Path(extra).read_text()))
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"the device table {extra} cannot be read: {error}") from None
     try:
         return msgspec.convert(found, Table)
@@ -90,8 +96,13 @@ def device_of(table: Table, name: str) -> Device | None:
 
 
 def name_of_gpu(told: str) -> str | None:
-    """The device of the table that torch calls so, such as `NVIDIA H100 80GB HBM3`; None if it is none."""
+    """The device of the table that torch calls so, such as `NVIDIA H100 80GB HBM3`; None if it is none.
+
+    Part of a GPU (MIG), the H100 NVL of 94 GB and Grace superchips have another memory than the table says.
+    """
     words = told.lower()
+    if any(other in words for other in (" mig ", "nvl", "gh200", "gb200")):
+        return None
     if "a100" in words:
         return "a100-40gb" if "40gb" in words else "a100"
     return next((name for name in ("b200", "h200", "h100") if name in words), None)

@@ -44,10 +44,17 @@ def points(turns: Mapping[Repeat, int]) -> list[Point]:
     return [Point(None, 1.0 - sum(turns.values())), *(Point(one, more) for one, more in turns.items())]
 
 
-def with_micro_batches(step: Traced, traced: int, number: int) -> Traced:
+def with_micro_batches(step: Traced, traced: int, number: int, all_in_flight: bool) -> Traced:
     """The step of a stage of a pipeline that works on `number` micro-batches, of which `traced` were run.
 
-    As many are in flight, gradients are summed over ranks once, and all else is done so many times more.
+    Gradients are summed over ranks once; all else is done so many times more. What a stage sends back it
+    keeps until the step ends.
+
+    Args:
+        step: with few micro-batches.
+        traced: how many.
+        number: of the job.
+        all_in_flight: whether all forward passes come before the first backward pass.
     """
     if traced == number:
         return step
@@ -59,14 +66,17 @@ def with_micro_batches(step: Traced, traced: int, number: int) -> Traced:
         )
         return 1.0 if by_step else times
 
-    peaks = {place: dict(held) for place, held in step.peaks.items()}
-    held = dict(step.held)
-    for one in (held, *peaks.values()):
-        one[kinds.INPUTS] *= times
+    phases = ("forward", "backward") if all_in_flight else ("backward",)
+    growth = _sum([(times - 1, step.kept[phase]) for phase in phases])
+    peaks = {
+        place: _sum([(1.0, one), (float(place.phase != "update"), growth)])
+        | {kinds.INPUTS: times * one[kinds.INPUTS]}
+        for place, one in step.peaks.items()
+    }
     return replace(
         step,
         peaks=peaks,
-        held=held,
+        held=step.held | {kinds.INPUTS: times * step.held[kinds.INPUTS]},
         said={s: Traffic(often(s) * t.count, often(s) * t.bytes) for s, t in step.said.items()},
         flops={kind: times * number for kind, number in step.flops.items()},
         moved={p: size * (1.0 if p in ("gather", "update") else times) for p, size in step.moved.items()},
@@ -97,6 +107,7 @@ def combined(traces: Sequence[tuple[float, Traced]]) -> Traced:
         _sum([(share, trace.moved) for share, trace in traces]),
         sum(share * trace.kernels for share, trace in traces),
         traces[0][1].told,
+        {phase: _sum([(share, trace.kept[phase]) for share, trace in traces]) for phase in traces[0][1].kept},
     )
 
 

@@ -67,6 +67,6 @@ def inputs_of_images(job: Job, reader: Any) -> dict[str, Tensor]:
 
 def _tensor(array: np.ndarray, on_host: bool) -> Tensor:
     if not on_host:
-        return torch.zeros(array.shape, dtype=torch.from_numpy(array.reshape(-1)).dtype)
+        return torch.tensor(array)
     with _disable_current_modes():
         return torch.from_numpy(array.copy()).as_subclass(OnHost)

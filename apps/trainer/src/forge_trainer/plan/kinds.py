@@ -49,6 +49,21 @@ def held(watch: Watch) -> dict[str, float]:
     return found
 
 
+def kept(watch: Watch) -> dict[str, dict[str, float]]:
+    """Bytes of each kind that forward passes keep for backward passes, and that backward passes send.
+
+    Of the second torch frees nothing before the last micro-batch of a pipeline.
+    """
+    found: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
+    for made, change, _ in watch.events:
+        phase, ended = made.place.phase, made.ended
+        later = made.kind in (ACTIVATIONS, LOGITS) and ended is not None and ended.phase == "backward"
+        if change > 0 and phase in found and (made.sent if phase == "backward" else later):
+            kind = made.kind or WORKSPACE
+            found[phase][kind] = found[phase].get(kind, 0.0) + change
+    return found
+
+
 def peaks(watch: Watch) -> dict[Place, dict[str, float]]:
     """By place, bytes of each kind when most of all was held there since `start`; call `resolve` first."""
     now = held(watch)

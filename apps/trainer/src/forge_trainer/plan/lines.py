@@ -7,26 +7,11 @@ from collections.abc import Iterator, Mapping
 from forge_trainer.plan import kinds
 from forge_trainer.plan.collectives import Said, Traffic
 from forge_trainer.plan.places import Place
-from forge_trainer.plan.report import GIB, Plan, checkpoint_bytes
+from forge_trainer.plan.record import DAY_S, gib, where
+from forge_trainer.plan.report import Plan, checkpoint_bytes
 from forge_trainer.plan.sources import source_lines
 from forge_trainer.plan.stage import Stage
 from forge_trainer.report.announce import scaled
-
-DAY_S = 86400
-
-
-def short_lines(plan: Plan) -> Iterator[str]:
-    """What `forge launch --dry-run --device NAME` says: memory, and speed where it is known."""
-    room = "" if plan.device is None else f" of {plan.device.memory_gib:.1f}"
-    place, _ = max(plan.peaks, key=lambda peak: sum(peak[1].values()))
-    yield f"  memory  {_gib(plan.memory_bytes)}{room} GiB a rank of {plan.device_name}, at {where(place)}"
-    if plan.fits is False:
-        yield "  WARNING the job does not fit; forge plan --search looks for what does"
-    if plan.time is not None:
-        yield (
-            f"  speed   {plan.time.low:.3g} to {plan.time.high:.3g} s a step, "
-            f"{_number(plan.tokens_per_s or 0)} tokens/s, MFU {100 * (plan.mfu() or 0):.0f} %, {_days(plan)}"
-        )
 
 
 def plan_lines_of(plan: Plan) -> Iterator[str]:
@@ -59,7 +44,7 @@ def plan_lines_of(plan: Plan) -> Iterator[str]:
     took = (
         "" if plan.device is None else f", {size / 1e9 / (plan.device.storage_gbs * nodes):,.0f} s to write"
     )
-    yield f"  checkpoint {_gib(size)} GiB{took}"
+    yield f"  checkpoint {gib(size)} GiB{took}"
     yield from _start_lines(plan)
 
 
@@ -72,12 +57,12 @@ def _memory_lines(
     if plan.device is not None:
         room = f" of {plan.device.memory_gib:.1f}: {'fits' if plan.fits else 'DOES NOT FIT'}"
     ran = "all run" if stage.ran >= stage.blocks else f"{stage.ran} run, the others extrapolated"
-    yield f"  memory     {name}: {_gib(total)} GiB{room}, at {where(place)}; {stage.blocks} blocks, {ran}"
+    yield f"  memory     {name}: {gib(total)} GiB{room}, at {where(*place)}; {stage.blocks} blocks, {ran}"
     for kind in kinds.KINDS:
         if size := held.get(kind, 0.0):
-            yield f"    {kind:<14} {_gib(size):>8} GiB  {100 * size / total:5.1f} %"
+            yield f"    {kind:<14} {gib(size):>8} GiB  {100 * size / total:5.1f} %"
     if host:
-        yield f"    on the host    {_gib(host):>8} GiB"
+        yield f"    on the host    {gib(host):>8} GiB"
 
 
 def _collective_lines(stage: Stage) -> Iterator[str]:
@@ -92,7 +77,7 @@ def _collective_lines(stage: Stage) -> Iterator[str]:
     for said, traffic in sorted(merged.items(), key=lambda item: -item[1].bytes):
         nodes = "inside a node" if said.nodes == 1 else f"over {said.nodes} nodes"
         yield (
-            f"    {said.axis:<12} {said.kind:<14} {traffic.count:>8,.0f} x  {_gib(traffic.bytes):>8} GiB  "
+            f"    {said.axis:<12} {said.kind:<14} {traffic.count:>8,.0f} x  {gib(traffic.bytes):>8} GiB  "
             f"{said.ranks} ranks {nodes}"
         )
 
@@ -106,8 +91,8 @@ def _skew_lines(plan: Plan) -> Iterator[str]:
         for stage in (plan.stages[0], plan.skewed)
     ]
     yield (
-        f"  experts    a rank sends {_gib(sent[0])} GiB a step under even routing; one that serves twice as "
-        f"many rows {_gib(sent[1])} GiB, and holds {_gib(more)} GiB more"
+        f"  experts    a rank sends {gib(sent[0])} GiB a step under even routing; one that serves twice as "
+        f"many rows {gib(sent[1])} GiB, and holds {gib(more)} GiB more"
     )
 
 
@@ -140,19 +125,6 @@ def _start_lines(plan: Plan) -> Iterator[str]:
     begins = f"the weights of {weights}" if weights else f"weights of seed {job.job.seed}"
     compiles = f", compiles {job.model.block_kinds()} kinds of blocks" if job.compile.enabled else ""
     yield f"  start      writes to {job.job.directory}, begins with {begins}{compiles}"
-
-
-def where(place: Place) -> str:
-    """A place in words."""
-    of = f" of the {place.micro} micro-batch" if place.micro else ""
-    return (
-        f"{place.module or 'the model'} in the {place.phase}{' pass' if place.phase != 'update' else ''}{of}"
-    )
-
-
-def _gib(size: float) -> str:
-    """With three decimals where two would say nothing."""
-    return f"{size / GIB:,.{3 if size < GIB / 10 else 2}f}"
 
 
 def _number(value: float) -> str:

@@ -7,14 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 from forge_model.roles import parameter_roles
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forge_trainer.config.job import Job
 from forge_trainer.optim.groups import freeze
 from forge_trainer.plan import kinds
+from forge_trainer.plan.batches import batch_on_paper
 from forge_trainer.plan.devices import Device, Table, device_of
 from forge_trainer.plan.estimate import Seconds, seconds
 from forge_trainer.plan.places import Place
-from forge_trainer.plan.stage import Stage, micro_batches_of, stage_on_paper
+from forge_trainer.plan.stage import Stage, micro_batches_of, stage_on_paper, stages_on_paper
 from forge_trainer.plan.trace import Site
 
 GIB = 1 << 30
@@ -125,13 +128,9 @@ def plan_of(
     device = device_of(table, device_name)
     site = Site(ranks, node_ranks or (device.node_ranks if device else 8), device is not None)
     sizes, count = job.mesh.sizes(ranks), micro_batches_of(job, ranks)
-    stages: list[Stage] = []
-    for number in reversed(_numbers(sizes["pp"])):
-        told = stages[0].step.told if stages else None
-        stages.insert(0, stage_on_paper(job, site, number, whole=whole, told=told))
+    stages = stages_on_paper(job, site, _numbers(sizes["pp"]), whole=whole)
     worst = [kinds.highest(stage.step.peaks) for stage in stages]
     peaks, host = _on_the_device(job, device, worst)
-    shapes = {"tokens": (job.train.global_batch, job.data.max_tokens)}
     time = None
     if device is not None:
         times = [seconds(s.step, job, device, table.efficiency, sizes["pp"], count) for s in stages]
@@ -139,9 +138,10 @@ def plan_of(
     skewed = None
     if skew is not None and sizes["pp"] == 1 and job.mesh.ep > 1:
         skewed = stage_on_paper(job, site, 0, whole=whole, skew=skew)
+    flops, flops_full = (model_flops(job, causal) for causal in (True, False))
     return Plan(
         job, site, device_name, device, counted(job), sizes, count, stages, peaks, host,
-        _flops(job, shapes, True), _flops(job, shapes, False), time, skewed,
+        flops, flops_full, time, skewed,
     )  # fmt: skip
 
 
@@ -160,15 +160,34 @@ def _on_the_device(
     return peaks, [sum(held[kind] for kind in HOST_KINDS) for _, held in worst]
 
 
-def _flops(job: Job, shapes: Any, causal: bool) -> float:
-    return job.model.step_flops(shapes, causal)
+def model_flops(job: Job, causal: bool) -> float:
+    """Of a step, images and what is frozen counted as the metric `mfu` does."""
+    with FakeTensorMode():
+        (micro,) = batch_on_paper(job, 1)
+    shapes = {name: tuple(tensor.shape) for name, tensor in micro.inputs.items()}
+    often = job.train.global_batch / job.train.micro_batch
+    return often * job.model.step_flops(shapes, causal, unmoved(_on_meta(job)))
+
+
+def unmoved(model: nn.Module) -> set[str]:
+    """The modules right inside a model of which nothing is trained; one without parameters is none."""
+    return {
+        name
+        for name, child in model.named_children()
+        if (parameters := [*child.parameters()]) and not any(p.requires_grad for p in parameters)
+    }
+
+
+def _on_meta(job: Job) -> nn.Module:
+    with torch.device("meta"):
+        model = job.model.build()
+    freeze(model, job.optimizer_by_steps.groups, job.data.sources)
+    return model
 
 
 def counted(job: Job) -> Counted:
     """The parameters of a job."""
-    with torch.device("meta"):
-        model = job.model.build()
-    freeze(model, job.optimizer_by_steps.groups, job.data.sources)
+    model = _on_meta(job)
     shapes = {name: p.numel() for name, p in model.named_parameters()}
     total = sum(shapes.values())
     active = getattr(model, "active_parameters", lambda: total)()
@@ -190,6 +209,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
     """The plan for programs."""
     return {
         "job": plan.job.job.name,
+        "steps": plan.job.train.steps,
         "ranks": plan.site.ranks,
         "node_ranks": plan.site.node_ranks,
         "device": plan.device_name,

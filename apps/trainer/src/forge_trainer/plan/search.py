@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 from forge_parallel.error import ParallelError
@@ -19,7 +21,14 @@ BEST = 5
 MODES = ("none", "selective", "full")
 """Recomputation, each slower than the one before, and with less memory."""
 
-MOST_TP = 8
+MOST = {"tp": 8, "pp": 16, "cp": 8, "ep": 64}
+"""The largest size of an axis that is tried."""
+
+MOST_CHANGES = 2
+"""So many axes of the mesh, the size of the micro-batch among them, differ at most from the job."""
+
+LIMIT_S = 300.0
+"""After so long no other candidate is begun."""
 
 Keys = dict[str, Any]
 """Dotted keys and what they become."""
@@ -50,14 +59,20 @@ class Found(NamedTuple):
         asked: the plan of the job itself.
         best: those that fit, the fastest first.
         changes: single changes of the job, if it does not fit: those with which it does, the fastest first.
+        tried: how many jobs were planned.
+        left: how many layouts were not looked at when time was up.
     """
 
     asked: Plan
     best: list[Tried]
     changes: list[Tried]
+    tried: int
+    left: int
 
     def lines(self) -> Iterator[str]:
         """What is printed."""
+        left = f"; time was up before {self.left} other layouts: --search-limit" if self.left else ""
+        yield f"  search     {self.tried} jobs planned{left}"
         if self.changes:
             yield "  what would make it fit"
             for one in self.changes:
@@ -68,57 +83,97 @@ class Found(NamedTuple):
 
     def as_data(self) -> dict[str, Any]:
         """For programs."""
-        return {name: [_data(one) for one in getattr(self, name)] for name in ("best", "changes")}
+        found: dict[str, Any] = {
+            name: [_data(one) for one in getattr(self, name)] for name in ("best", "changes")
+        }
+        return found | {"tried": self.tried, "left": self.left}
 
 
-def search(asked: Plan, table: Table, told: Callable[[str], None] = lambda _: None) -> Found:
+def search(
+    asked: Plan, table: Table, told: Callable[[str], None] = lambda _: None, limit_s: float = LIMIT_S
+) -> Found:
     """Plan what lies around a job.
 
-    Meshes differ in `tp` and in what it leaves to `dp_shard`; micro-batches are half and twice as large. Of
-    each, the least recomputation that fits is taken. Number formats are changed only where the job itself
-    does not fit, for they change what is trained.
+    Meshes differ in `tp`, `pp`, `cp`, `ep` and `dp_replicate`, and in what these leave to `dp_shard`;
+    micro-batches are half and twice as large. What differs least comes first. Of each, the least
+    recomputation that fits is taken. Number formats are changed only where the job itself does not fit, for
+    they change what is trained.
 
     Args:
         asked: the plan of the job.
         table: of devices.
         told: called with a line for each that was planned.
+        limit_s: see `LIMIT_S`.
     """
-    planned: dict[str, Tried] = {}
+    planned: dict[str, Tried | None] = {}
+    until = time.monotonic() + limit_s
 
     def plan(keys: Keys) -> Tried | None:
         name = repr(sorted(keys.items()))
-        if name not in planned:
-            try:
-                made = _changed(asked.job, keys)
-                found = plan_of(made, asked.site.ranks, asked.site.node_ranks, asked.device_name, table)
-            except (ValueError, ParallelError):
-                return None
-            planned[name] = Tried(keys, found)
-            told(planned[name].line())
-        return planned[name]
+        if name not in planned and time.monotonic() < until:
+            planned[name] = _planned(asked, keys, table)
+            if (made := planned[name]) is not None:
+                told(made.line())
+        return planned.get(name)
 
+    changes = [] if asked.fits else [one for keys in _single(asked.job) if (one := plan(keys)) is not None]
     best: list[Tried] = []
-    for keys in _around(asked.job):
+    layouts = _around(asked.job, asked.site.ranks, asked.site.node_ranks)
+    looked_at = 0
+    for keys in layouts:
+        if time.monotonic() >= until:
+            break
+        looked_at += 1
         for mode in MODES:
             one = plan(_differing(asked.job, keys | {"activation_checkpointing.mode": mode}))
             if one is not None and one.plan.fits:
                 best.append(one)
                 break
-    changes = [] if asked.fits else [one for keys in _single(asked.job) if (one := plan(keys)) is not None]
     return Found(
         asked,
         sorted(best, key=_slowness)[:BEST],
         sorted((one for one in changes if one.plan.fits), key=_slowness),
+        sum(one is not None for one in planned.values()),
+        len(layouts) - looked_at,
     )
 
 
-def _around(job: Job) -> Iterator[Keys]:
-    micro = job.train.micro_batch
-    sizes = dict.fromkeys([micro, *([micro // 2] if micro > 1 else []), 2 * micro])
-    shares = [2**power for power in range(MOST_TP.bit_length())]
-    for tp in dict.fromkeys([job.mesh.tp, *(shares if job.mesh.pp == 1 else [])]):
-        mesh: Keys = {} if tp == job.mesh.tp else {"mesh.tp": tp, "mesh.dp_shard": -1}
-        yield from (mesh | {"train.micro_batch": size} for size in sizes)
+def _planned(asked: Plan, keys: Keys, table: Table) -> Tried | None:
+    """The plan of a job with other values; None if they do not go together."""
+    try:
+        made = _changed(asked.job, keys)
+        found = plan_of(made, asked.site.ranks, asked.site.node_ranks, asked.device_name, table)
+    except (ValueError, ParallelError):
+        return None
+    return Tried(keys, found)
+
+
+def _around(job: Job, ranks: int, node_ranks: int) -> list[Keys]:
+    """Layouts and micro-batches that can be laid out, those that differ least from the job first."""
+    micro, mesh = job.train.micro_batch, job.mesh
+    most = MOST | {"ep": min(MOST["ep"], max(job.model.expert_counts().values(), default=1))}
+    axes = {axis: [2**power for power in range(size.bit_length())] for axis, size in most.items()}
+    axes["dp_replicate"] = [1, max(1, ranks // node_ranks)]
+    choices = {axis: dict.fromkeys([getattr(mesh, axis), *sizes]) for axis, sizes in axes.items()}
+    choices["micro_batch"] = dict.fromkeys([micro, *([micro // 2] if micro > 1 else []), 2 * micro])
+    found: list[tuple[int, Keys]] = []
+    for values in product(*choices.values()):
+        chosen = dict(zip(choices, values, strict=True))
+        size = chosen.pop("micro_batch")
+        changed: Keys = {f"mesh.{axis}": one for axis, one in chosen.items() if one != getattr(mesh, axis)}
+        changes = len(changed) + (size != micro)
+        keys = changed | ({"mesh.dp_shard": -1} if changed else {}) | {"train.micro_batch": size}
+        if changes <= MOST_CHANGES and _can_be_laid_out(job, keys, ranks):
+            found.append((changes, keys))
+    return [keys for _, keys in sorted(found, key=lambda one: one[0])]
+
+
+def _can_be_laid_out(job: Job, keys: Keys, ranks: int) -> bool:
+    try:
+        _changed(job, keys).require_layout(ranks)
+    except (ValueError, ParallelError):
+        return False
+    return True
 
 
 def _single(job: Job) -> Iterator[Keys]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from forge_parallel.plan import Plan
 from forge_parallel.stages import keep_stage, stages_of
+from msgspec import structs
 
 from forge_trainer.config.job import Job
 from forge_trainer.optim.groups import freeze
@@ -42,6 +45,28 @@ def micro_batches_of(job: Job, ranks: int) -> int:
     return job.train.global_batch // (sizes["dp_replicate"] * sizes["dp_shard"] * job.train.micro_batch)
 
 
+def stages_on_paper(job: Job, site: Site, numbers: Iterable[int], *, whole: bool = False) -> list[Stage]:
+    """The steps of ranks of a pipeline, by their number along it.
+
+    Args:
+        job: what is trained.
+        site: where.
+        numbers: of the ranks, the one that has the last stage among them: it tells the others.
+        whole: see `stage_on_paper`.
+
+    Raises:
+        ParallelError: the job cannot be laid out so.
+    """
+    first = 0 if job.pipeline.is_v else job.mesh.pp - 1
+    last = stage_on_paper(job, site, first, whole=whole)
+    others = [
+        stage_on_paper(job, site, number, whole=whole, told=last.step.told)
+        for number in numbers
+        if number != first
+    ]
+    return sorted([last, *others], key=lambda stage: stage.number)
+
+
 def stage_on_paper(
     job: Job,
     site: Site,
@@ -64,13 +89,15 @@ def stage_on_paper(
     Raises:
         ParallelError: the job cannot be laid out so.
     """
+    if job.activation_checkpointing.mode == "offload":
+        return _offloaded(job, site, number, whole=whole, skew=skew, told=told)
     sizes, micro_batches = job.mesh.sizes(site.ranks), micro_batches_of(job, site.ranks)
     rank = number * (site.ranks // sizes["pp"])
     repeats, blocks = _repeats(job, number, sizes["pp"])
     least = (KEPT_IN_PIPELINE if sizes["pp"] > 1 else KEPT_BLOCKS) + job.fsdp.prefetch
     few = {one: _few(one, least) for one in repeats}
     dropped = {one: one.turns - turns for one, turns in few.items() if one.turns - turns > 1}
-    run = micro_batches if sizes["pp"] == 1 else min(micro_batches, _in_flight(job, sizes["pp"]))
+    run = micro_batches if sizes["pp"] == 1 else min(micro_batches, _enough(job, sizes["pp"]))
     if whole:
         dropped, run = {}, micro_batches
     found = []
@@ -78,10 +105,22 @@ def stage_on_paper(
         left_out = {one: turns - (one == point.more) for one, turns in dropped.items()}
         depth = Depth(left_out) if left_out else None
         found.append((point.share, traced(job, site, rank, run, depth, skew, told, whole)))
+    step = with_micro_batches(combined(found), run, micro_batches, job.pipeline.schedule == "gpipe")
     gone = sum(turns * one.period for one, turns in dropped.items())
     periods = max((one.period for one in dropped), default=0)
-    step = with_micro_batches(combined(found), run, micro_batches)
     return Stage(rank, number, step, blocks, blocks - gone + periods)
+
+
+def _offloaded(job: Job, site: Site, number: int, **options: Any) -> Stage:
+    """With activations on the host: the device holds what it does with `full`, and computes nothing again."""
+
+    def with_mode(mode: str) -> Stage:
+        config = structs.replace(job.activation_checkpointing, mode=mode)
+        return stage_on_paper(structs.replace(job, activation_checkpointing=config), site, number, **options)
+
+    held, computed = with_mode("full"), with_mode("none")
+    step = replace(computed.step, peaks=held.step.peaks, held=held.step.held, kept=held.step.kept)
+    return computed._replace(step=step)
 
 
 def _few(repeat: Repeat, least: int) -> int:
@@ -90,12 +129,12 @@ def _few(repeat: Repeat, least: int) -> int:
     return max(1, -(-(least - others) // repeat.period))
 
 
-def _in_flight(job: Job, stages: int) -> int:
-    """So many micro-batches that more of them would not be held at once.
+def _enough(job: Job, stages: int) -> int:
+    """So many micro-batches that with more of them no more are in flight at once while gradients are there.
 
-    `gpipe` holds all of them; more than twice the stages are not run for it, and its activations are too few.
+    Of `gpipe` all are in flight: each one more adds the same.
     """
-    return stages if job.pipeline.schedule == "1f1b" else 2 * stages
+    return {"gpipe": stages, "1f1b": stages + 1}.get(job.pipeline.schedule, 2 * stages)
 
 
 def _repeats(job: Job, number: int, stages: int) -> tuple[list[Repeat], int]:

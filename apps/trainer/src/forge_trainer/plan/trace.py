@@ -78,6 +78,7 @@ class Traced:
         moved: bytes that operations without FLOPs read and write, by phase.
         kernels: operations that compute or copy.
         told: what other stages of a pipeline are told.
+        kept: see `kinds.kept`.
     """
 
     peaks: dict[Place, dict[str, float]]
@@ -87,6 +88,7 @@ class Traced:
     moved: dict[str, float]
     kernels: float
     told: Told
+    kept: dict[str, dict[str, float]]
 
 
 def traced(
@@ -187,6 +189,7 @@ def _run(
         _total(watch.moved, micro_batches - run),
         sum(number * (1 + _more(micro, micro_batches - run)) for micro, number in watch.kernels.items()),
         now,
+        kinds.kept(watch),
     )
 
 
@@ -281,10 +284,8 @@ def on_paper(job: Job, on_gpu: bool) -> Job:
         compute = job.precision.compute_dtype("cuda")
         changes["precision"] = structs.replace(job.precision, compute=compute)
     recompute = job.activation_checkpointing
-    if recompute.mode in ("budget", "offload"):
-        # the compiler keeps what it may; on the host nothing counts but the inputs of blocks
-        mode = "selective" if recompute.mode == "budget" else "full"
-        changes["activation_checkpointing"] = structs.replace(recompute, mode=mode)
+    if recompute.mode == "budget":  # the compiler keeps what it may
+        changes["activation_checkpointing"] = structs.replace(recompute, mode="selective")
     if job.fp8.recipe != "none":
         # the kernels that round for experts are Triton's, which fake tensors do not know
         changes["fp8"] = structs.replace(job.fp8, experts=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -16,8 +17,17 @@ from forge_trainer.plan.collectives import is_collective
 from forge_trainer.plan.flops import flops_of
 from forge_trainer.plan.places import Place, Places
 
-NO_KERNELS = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "promote_types", "lift_fresh"}
-"""Operations that compute nothing."""
+NO_KERNELS = {
+    "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty",
+    "promote_types",
+}  # fmt: skip
+"""Operations that compute nothing. Of other namespaces than `SPACES` are questions, such as for a device."""
+
+SPACES = ("aten", "fsdp", "torchao", "higher_order")
+"""Namespaces of operations that compute."""
+
+OVERWRITES = {"copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like"}
+"""Operations that do not read what their first argument holds."""
 
 
 COPIES = {"split_with_sizes_copy", "chunk_cat", "_chunk_cat", "all_gather_copy_in"}
@@ -38,15 +48,16 @@ class Storage:
         resized: whether it was freed and taken again, as FSDP2 does with what it gathers.
         ended: where it was freed; None for what lives on.
         in_loss: whether the loss took it.
+        sent: whether it was sent to another stage of a pipeline.
         width: of the last dim of the tensor that it was taken for.
     """
 
-    __slots__ = ("ended", "in_loss", "kind", "op", "place", "resized", "width")
+    __slots__ = ("ended", "in_loss", "kind", "op", "place", "resized", "sent", "width")
 
     def __init__(self, place: Place, op: str, in_loss: bool, width: int) -> None:
         self.place, self.op, self.in_loss, self.width = place, op, in_loss, width
         self.kind: str | None = None
-        self.resized = False
+        self.resized = self.sent = False
         self.ended: Place | None = None
 
 
@@ -152,6 +163,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and look at what it takes and gives."""
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # of all calls more than half
         if any(hasattr(one, "__tensor_flatten__") for one in types):
             return NotImplemented  # it is made of plain tensors, whose operations come here
         if func is torch.ops._c10d_functional.wait_tensor.default:
@@ -160,14 +173,21 @@ class Watch(TorchDispatchMode):
         out = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         if is_collective(func):
+            if name == "send":
+                self._sent(args)
             if self.said is not None:
                 self.said(func._schema.name, (*args, *kwargs.values()), out)
-        elif not func.is_view and name not in NO_KERNELS:
+        elif not func.is_view and name not in NO_KERNELS and func.namespace in SPACES:
             self._count(func, name, args, kwargs, out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._note(tensor, name)
         return out
+
+    def _sent(self, args: Any) -> None:
+        for tensor in tree_leaves(args):
+            if isinstance(tensor, Tensor) and (seen := self._seen.get(tensor.untyped_storage()._cdata)):
+                seen[2].sent = True
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         leaves = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
@@ -181,6 +201,8 @@ class Watch(TorchDispatchMode):
                 self.places.compiled.took(place.module, args[MATMULS[name]])
             return
         size = sum(x.numel() * x.element_size() for x in leaves)
+        if name in OVERWRITES:
+            size -= args[0].numel() * args[0].element_size()
         own = func.namespace == "fsdp" or name in COPIES
         self.moved[place.micro, "gather" if own else place.phase] += size
 

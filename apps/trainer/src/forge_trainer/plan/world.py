@@ -17,6 +17,7 @@ from forge_parallel import tensor as shards
 from forge_parallel.env import Env
 from forge_parallel.error import ParallelError
 from forge_parallel.mesh import Mesh
+from forge_vlm.fusion import moma
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import _sharding_prop
@@ -86,6 +87,7 @@ def fake_tensors(skew: float = 1.0) -> Iterator[FakeTensorMode]:
             (dispatch, "numbers_of", routing.numbers),
             (dispatch.AllToAll, "__call__", routing.noting(dispatch.AllToAll.__call__)),
             (experts.Experts, "forward", routing.telling(experts.Experts.forward)),
+            (moma.ModalityExperts, "forward", routing.of_a_modality(moma.ModalityExperts.forward)),
             (
                 gather_matrices.MatrixExchange,
                 "__init__",
@@ -156,7 +158,7 @@ class _EvenRouting:
     """Every expert serves as many rows, but that the traced rank serves `skew` times as many."""
 
     def __init__(self, skew: float) -> None:
-        self._skew, self._rows = skew, 0
+        self._skew, self._rows, self._share = skew, 0, 1.0
 
     def noting(self, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A dispatcher that says first how many rows it is given."""
@@ -172,11 +174,23 @@ class _EvenRouting:
         sent, *others = (_even(self._rows, tuple(one.shape)) for one in tensor)
         return [sent, *(_scaled(one, self._skew) for one in others)]
 
+    def of_a_modality(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Experts of one modality, which has half of the tokens; see `forge_trainer.plan.images`."""
+
+        def run(*arguments: Any) -> Tensor:
+            self._share = 0.5
+            try:
+                return forward(*arguments)
+            finally:
+                self._share = 1.0
+
+        return run
+
     def telling(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Experts whose ends can be read on the host, which products on a CPU do."""
 
         def run(served: Any, rows: Tensor, ends: Tensor) -> Tensor:
-            each = _even(len(rows), tuple(ends.shape))
+            each = _even(round(self._share * len(rows)), tuple(ends.shape))
             ends.tolist = lambda: np.cumsum(each).tolist()  # type: ignore[method-assign]
             return forward(served, rows, ends)
 

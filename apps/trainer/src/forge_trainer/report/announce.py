@@ -18,15 +18,18 @@ if TYPE_CHECKING:
     from forge_trainer.run import Run
 
 
-def announcement(run: Run, changes: Sequence[Change], unused: Sequence[str] = ()) -> str:
+def announcement(
+    run: Run, changes: Sequence[Change], unused: Sequence[str] = (), planned: Sequence[str] = ()
+) -> str:
     """Parameters, tokens, FLOPs, optimizer, layout, place and where the run goes on from.
 
     Args:
         run: what is told.
         changes: with which it goes on.
         unused: see `Loaded.unused`.
+        planned: what the start is planned to need, in lines.
     """
-    return "\n".join([*_lines(run, changes), *unused_lines(unused)]) + "\n"
+    return "\n".join([*_lines(run, changes), *planned, *unused_lines(unused)]) + "\n"
 
 
 def unused_lines(unused: Sequence[str]) -> list[str]:

@@ -19,6 +19,8 @@ class ClusterConfig(Config):
     Attributes:
         gpus_per_node: one rank each; 0 computes on CPUs.
         ranks_per_node: of a cluster without GPUs.
+        device: what its GPUs are called in the table of `forge plan`, such as `h100`: a submission says
+            whether the job fits; empty if they are in no table.
         cpus_per_rank: cores of each rank, also for the workers that read data.
         memory: of a node, as `sbatch --mem` takes it, such as `200G`; empty for the default of the partition,
             "0" for all of it.
@@ -42,6 +44,7 @@ class ClusterConfig(Config):
 
     gpus_per_node: Annotated[int, Meta(ge=0)] = 4
     ranks_per_node: Annotated[int, Meta(ge=1)] = 1
+    device: str = ""
     cpus_per_rank: Annotated[int, Meta(ge=1)] = 4
     memory: str = ""
     time: str = "24:00:00"

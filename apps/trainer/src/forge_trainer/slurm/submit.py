@@ -53,35 +53,46 @@ def launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     text = batch_script(made)
     if options.dry_run:
         sys.stdout.write(text)
-        if options.device:
-            _tell_plan(options, overrides, nodes, cluster.ranks)
-        return ExitCode.DONE
-    return submit_script(made, text)
+    if device := options.device or cluster.device:
+        too_large = _tell_plan(options, overrides, device, nodes, cluster.ranks)
+        if too_large and options.strict:
+            raise ConfigError(f"{too_large}; without --strict it would be submitted")
+    return ExitCode.DONE if options.dry_run else submit_script(made, text)
 
 
-def _tell_plan(options: argparse.Namespace, overrides: Sequence[str], nodes: int, node_ranks: int) -> None:
-    """Say what the job would need and how fast it would be, beside the script.
+def _tell_plan(
+    options: argparse.Namespace, overrides: Sequence[str], device: str, nodes: int, node_ranks: int
+) -> str:
+    """Say what the job needs and how fast it would be, before it is submitted.
+
+    Returns:
+        In words that it does not fit; empty if it does.
 
     Raises:
         ConfigError: there is no such device.
     """
     from forge_trainer.plan.devices import device_of, load_table
+    from forge_trainer.plan.record import does_not_fit, record_of, short_lines
 
     table = load_table()
-    device_of(table, options.device)
+    device_of(table, device)
     job = load_job(options.config, overrides, on_paper=True).value
 
     # torch is loaded here and not before
-    from forge_trainer.plan.lines import short_lines
-    from forge_trainer.plan.report import plan_of
+    from forge_trainer.plan.report import as_data, plan_of
 
-    plan = plan_of(job, nodes * node_ranks, node_ranks, options.device, table)
-    sys.stderr.write("\n".join([f"{job.job.name} on paper", *short_lines(plan)]) + "\n")
+    try:
+        record = record_of(as_data(plan_of(job, nodes * node_ranks, node_ranks, device, table)))
+    except Exception as error:  # what cannot be planned may be trained
+        sys.stderr.write(f"{job.job.name} is not planned: {error or type(error).__name__}\n")
+        return ""
+    sys.stderr.write("\n".join([f"{job.job.name} on paper", *short_lines(record)]) + "\n")
+    return does_not_fit(record)
 
 
 def _command(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
-    change = ["--change"] if options.change else []
-    return [sys.executable, "-m", "forge_trainer", "train", str(options.config), *change, *overrides]
+    flags = [f"--{name}" for name in ("change", "strict") if getattr(options, name)]
+    return [sys.executable, "-m", "forge_trainer", "train", str(options.config), *flags, *overrides]
 
 
 def fewest_nodes(job: Job, cluster: ClusterConfig) -> int:
