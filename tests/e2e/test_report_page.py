@@ -222,6 +222,6 @@ def test_event_files_hold_what_was_tracked_and_what_was_given_up_is_gone(tmp_pat
 
 
 def test_page_needs_no_more_than_the_library_and_its_licence():
-    folder = Path(sys.modules["forge_trainer.cli"].__file__).parent / "report" / "page"
+    folder = Path(sys.modules["forge_trainer.cli"].__file__).parents[1] / "report" / "page"
     assert "MIT" in (folder / "uPlot.LICENSE").read_text()
     assert "uPlot (v1" in (folder / "uPlot.iife.min.js").read_text()[:300]
