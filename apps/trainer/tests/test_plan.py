@@ -230,6 +230,10 @@ def test_collectives_take_as_long_as_rings_do():
     reached = structs.replace(table.efficiency, network=1.0)
     one_node = Said("fsdp", "all-gather", 8, 1, "forward")
     assert collective_s(one_node, Traffic(1, 450e9), device, reached) == pytest.approx(7 / 8)
+    # two of four without a switch have a third of the links
+    board = structs.replace(device, switched=False, node_ranks=4)
+    pair = one_node._replace(ranks=2)
+    assert collective_s(pair, Traffic(1, 150e9), board, reached) == pytest.approx(1 / 2)
     # two nodes of four: four adapters carry the ring
     two = one_node._replace(nodes=2)
     assert collective_s(two, Traffic(1, 200e9), device, reached) == pytest.approx(7 / 8)
