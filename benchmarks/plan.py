@@ -36,7 +36,7 @@ from forge_model.loss.cross_entropy import LossTerms, Sum
 from forge_parallel import fsdp
 from forge_trainer.config.job import Job, load_job
 from forge_trainer.plan import kinds
-from forge_trainer.plan.devices import Efficiency, load_table
+from forge_trainer.plan.devices import Efficiency, Table, load_table
 from forge_trainer.plan.estimate import Seconds, seconds
 from forge_trainer.plan.report import Plan, plan_of
 from msgspec import structs
@@ -180,6 +180,13 @@ def policy_of(row: Row) -> Callable[..., Any]:
     return policy
 
 
+def table_of_boards_of_four() -> Table:
+    """Four H200 a node are joined without a switch, as NVIDIA describes its boards of four (HGX)."""
+    found = load_table()
+    board = structs.replace(found.devices["h200"], switched=False, node_ranks=NODE_RANKS)
+    return structs.replace(found, devices=found.devices | {"h200": board})
+
+
 def plan_of_row(row: Row) -> Plan:
     """Of a row of the campaign, with its numerics."""
     shape = SHAPES[row.model]
@@ -194,7 +201,7 @@ def plan_of_row(row: Row) -> Plan:
         more='[loss]\ntype = "whole-logits"\n',
     )
     with patch.object(fsdp, "MixedPrecisionPolicy", policy_of(row)):
-        plan = plan_of(job, row.ranks, NODE_RANKS, "h200", load_table())
+        plan = plan_of(job, row.ranks, NODE_RANKS, "h200", table_of_boards_of_four())
     HELD.clear()
     return plan
 

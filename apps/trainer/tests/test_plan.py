@@ -142,6 +142,22 @@ def test_dry_run_of_a_launch_says_what_the_job_needs(capsys):
     assert said.out.startswith("#!") and "of 77.7 GiB a rank of h100" in said.err and "tokens/s" in said.err
 
 
+def test_strict_launch_of_a_job_that_does_not_fit_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "devices.toml").write_text("[devices.h100]\nmemory_gib = 0.001\n")
+    (tmp_path / "cluster.toml").write_text('[cluster]\ngpus_per_node = 2\ndevice = "h100"\n')
+    monkeypatch.setenv("FORGE_DEVICE_TABLE", str(tmp_path / "devices.toml"))
+    line = ["launch", DEBUG, *SMALL, f"--cluster={tmp_path / 'cluster.toml'}", "--dry-run"]
+    assert main(line) == 0
+    said = capsys.readouterr()
+    assert "the job does not fit as planned" in said.err and "--strict" not in said.out
+    assert main([*line, "--strict"]) == 78
+    said = capsys.readouterr()
+    assert (
+        "without --strict it would be submitted" in said.err
+        and "train configs/runs/debug.toml --strict" in said.out
+    )
+
+
 def test_search_finds_what_fits_and_the_change_that_makes_it_fit(tmp_path):
     flags = [*SMALL, "--model.num_layers=2", "--train.global_batch=4", "--data.max_tokens=256"]
     job = load_job(DEBUG, flags).value
@@ -230,6 +246,10 @@ def test_collectives_take_as_long_as_rings_do():
     reached = structs.replace(table.efficiency, network=1.0)
     one_node = Said("fsdp", "all-gather", 8, 1, "forward")
     assert collective_s(one_node, Traffic(1, 450e9), device, reached) == pytest.approx(7 / 8)
+    # two of four without a switch have a third of the links
+    board = structs.replace(device, switched=False, node_ranks=4)
+    pair = one_node._replace(ranks=2)
+    assert collective_s(pair, Traffic(1, 150e9), board, reached) == pytest.approx(1 / 2)
     # two nodes of four: four adapters carry the ring
     two = one_node._replace(nodes=2)
     assert collective_s(two, Traffic(1, 200e9), device, reached) == pytest.approx(7 / 8)

@@ -32,6 +32,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     inside_gbs: Positive
     between_gbs: Positive
     node_ranks: Annotated[int, Meta(ge=1)] = 8
+    switched: bool = True
     watts: Annotated[float, Meta(ge=0)] = 0.0
     storage_gbs: Positive = 2.0
     latency_us: tuple[Positive, Positive] = (10.0, 25.0)

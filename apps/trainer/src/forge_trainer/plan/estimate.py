@@ -73,7 +73,10 @@ def collective_s(said: Said, traffic: Traffic, device: Device, reached: Efficien
     """Seconds of all collectives of a kind: by rings, whose every node is entered and left once."""
     inside = said.nodes == 1
     local = said.ranks / said.nodes
-    speed = device.inside_gbs if inside else min(device.inside_gbs, device.between_gbs * local)
+    links = device.inside_gbs
+    if not device.switched and local > 1:
+        links *= min(1.0, (local - 1) / (device.node_ranks - 1))
+    speed = links if inside else min(links, device.between_gbs * local)
     sent = traffic.bytes * (1 - 1 / said.ranks)
     if said.kind == "all-reduce":
         sent *= 2

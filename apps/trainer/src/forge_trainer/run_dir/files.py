@@ -12,7 +12,7 @@ lease/            who writes here, see forge_ckpt.lease
 exit.json         how the last start ended
 profile/          traces, summaries and snapshots of memory, by the hook profile
 report.html       what `forge report` made of it
-plan.json         what `forge plan` foresaw, if it was written here
+plan.json         what a start was planned to need, where its GPU is known
 hang/             which rank hung in the last start, stacks and collectives of all ranks
 hang-before/      what lay in hang/ when it started
 starts.jsonl      how each start in a job of SLURM ended, by its batch script
