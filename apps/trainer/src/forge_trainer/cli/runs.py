@@ -17,7 +17,16 @@ OR_MODEL = ", a folder of a Hugging Face model, or hf://owner/name"
 
 def add_commands(commands: Any) -> None:
     """Add those that read or write one run."""
-    for add in (_add_status, _add_sample, _add_generate, _add_eval, _add_exports, _add_branch, _add_after):
+    for add in (
+        _add_status,
+        _add_sample,
+        _add_generate,
+        _add_eval,
+        _add_extract,
+        _add_exports,
+        _add_branch,
+        _add_after,
+    ):
         add(commands)
 
 
@@ -68,6 +77,25 @@ def _add_exports(commands: Any) -> None:
     verify = _on_run(commands, "verify-export", _look, "compare an export, in transformers, with the run")
     verify.add_argument("out", help="the folder that forge export wrote")
     _take_steps(verify)
+
+
+def _add_extract(commands: Any) -> None:
+    told = "what flows through places of a model, as stores that forge-interp reads"
+    extract = _on_run(commands, "extract", _look, told, OR_MODEL)
+    extract.add_argument("out", help="the folder to write; the same command goes on with it")
+    _take_steps(extract)
+    extract.add_argument(
+        "--sites", nargs="+", required=True, help="such as layers.*:out or layers.*.attention:attn.pattern"
+    )
+    extract.add_argument("--samples", type=count, default=64, help="sequences (default: 64)")
+    extract.add_argument(
+        "--text", action="append", metavar="FILE", help="in place of the held-out text; may be repeated"
+    )
+    extract.add_argument("--max-tokens", type=count, help="of a sequence of --text, of a Hugging Face model")
+    extract.add_argument("--batch-size", type=count, help="train.micro_batch if absent")
+    extract.add_argument("--pool", choices=("mean", "last", "first", "max"), help="one row a sequence")
+    extract.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="of the rows")
+    extract.add_argument("--keep", nargs="+", help="inputs to keep beside the rows, such as doc_ids")
 
 
 def _add_branch(commands: Any) -> None:
@@ -148,7 +176,7 @@ def _look(options: argparse.Namespace) -> int:
     from forge_trainer.config.hub import NAME, TOKENIZER, WEIGHTS, fetched
     from forge_trainer.run_dir.files import started_in
 
-    if options.command in ("generate", "eval") and NAME.fullmatch(options.directory):
+    if options.command in ("generate", "eval", "extract") and NAME.fullmatch(options.directory):
         options.directory = fetched(options.directory, (*WEIGHTS, *TOKENIZER))
     folder = started_in(Path(options.directory))
     if folder.samefile("."):
@@ -173,6 +201,7 @@ def _look_here(options: argparse.Namespace) -> int:
 
         return show_sample(options)
     from forge_trainer.commands.evaluate import evaluate_run, export_run
+    from forge_trainer.commands.extract import extract_run
     from forge_trainer.commands.generate import generate_text
     from forge_trainer.commands.verify_export import verify_export
 
@@ -180,6 +209,7 @@ def _look_here(options: argparse.Namespace) -> int:
         "generate": generate_text,
         "eval": evaluate_run,
         "export": export_run,
+        "extract": extract_run,
         "verify-export": verify_export,
     }
     from forge_config import ConfigError

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 from forge_config import ConfigError
-from forge_data.loading.loader import build_loader
 from forge_interp import (
     ActivationStore,
     InterpError,
     extract_representations,
 )
 from forge_interp.extraction.folder import INDEX
-from torch import Tensor, nn
+from torch import Tensor
 
+from forge_trainer.data.probe import Alone, Probe, forward, probe_of
 from forge_trainer.hooks.base import Hook, RunView
 from forge_trainer.progress import Progress
 from forge_trainer.steps.base import StepOutput
@@ -32,26 +31,6 @@ if TYPE_CHECKING:
 
 SUMMARY_ROWS = 512
 """Rows that a summary looks at, evenly spaced, so that its cost does not grow with the probe."""
-
-
-class Alone:
-    """Ready batches of a sequence each."""
-
-    def __init__(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
-        return iter(self._batches)
-
-    def first(self, count: int) -> Alone:
-        """The first ones."""
-        return Alone(self._batches[:count])
-
-
-Probe = Sequence[Mapping[str, Tensor]] | Alone
 
 
 class Recorder(Hook):
@@ -70,14 +49,9 @@ class Recorder(Hook):
         self.every = config.every_steps
         self._config = config
         self._run = run
-        self._forward = partial(_forward, run.job.loss.build(), run.mesh.device)
+        self._forward = partial(forward, run.job.loss.build(), run.mesh.device)
         self._folder = run.directory / config.folder
-        data = msgspec.structs.replace(run.job.data, validation_samples=config.samples)
-        batches = build_loader(data, "validation", micro_batch=1, items=run.job.model.items())
-        batches.vocab_size = run.job.model.vocab_size
-        probe = [dict(micro.inputs) for batch in batches for micro in batch]
-        # sequences that have each a number of rows of their own are recorded one by one
-        self._probe: Probe = Alone(probe) if batches.batches.side.ragged else [_only(one) for one in probe]
+        self._probe = probe_of(run.job, config.samples)
         unfinished = [path for path in self._folder.glob("step-*") if not (path / INDEX).exists()]
         self._remove(*unfinished)
         trial = self._folder / "trial"
@@ -133,15 +107,6 @@ class Recorder(Hook):
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in filter(Path.exists, paths):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _only(sequence: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value[0] for name, value in sequence.items()}
-
-
-def _forward(loss_fn: Any, device: torch.device, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-    """The pass of an evaluation: the loss never holds all logits."""
-    return model(**{name: value.to(device) for name, value in batch.items()}, loss_fn=loss_fn)
 
 
 @contextmanager

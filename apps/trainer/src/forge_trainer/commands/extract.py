@@ -1,0 +1,57 @@
+"""`forge extract`: what flows through places of a model, of one checkpoint or a series, as stores on disk."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from forge_config import ConfigError
+from forge_interp import InterpError, extract_representations
+
+from forge_trainer.commands.evaluate import open_trained
+from forge_trainer.commands.steps import folder_of, is_series, of_each_step, require_none
+from forge_trainer.data.probe import forward, probe_of
+
+
+def extract_run(options: argparse.Namespace) -> None:
+    """`forge extract`: a store in `out`, or of several steps one in a folder each.
+
+    The sequences are those of the hook `record` with as many samples, so that both compare row by row. The
+    same command goes on where it was killed.
+
+    Raises:
+        CheckpointError: steps were passed over, for their checkpoints are damaged; the others are extracted.
+        ConfigError: a site names nothing, or a file cannot be written.
+    """
+    require_none(of_each_step(options, partial(_extract_step, options))[1])
+
+
+def _extract_step(options: argparse.Namespace, asked: int | None) -> None:
+    job, model, place, _ = open_trained(options, asked)
+    out = Path(options.out)
+    if is_series(options) and asked is not None:
+        out = folder_of(out, asked)
+    probe = probe_of(job, options.samples, options.text or ())
+    if not len(probe):
+        raise ConfigError(f"{place} has no text to extract from; name files by --text")
+    try:
+        store = extract_representations(
+            model,
+            probe,
+            options.sites,
+            out,
+            batch_size=min(options.batch_size or job.train.micro_batch, len(probe)),
+            pool=options.pool,
+            dtype=getattr(torch, options.dtype) if options.dtype else None,
+            tokens="tokens",
+            forward=partial(forward, job.loss.build(), next(model.parameters()).device),
+            keep=options.keep or (),
+        )
+    except InterpError as error:
+        raise ConfigError(f"forge extract: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"forge extract: {out} cannot be written: {error}") from None
+    sys.stdout.write(f"{place}: {store.rows:,} rows of {', '.join(store.sites)} in {out}\n")
