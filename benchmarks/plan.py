@@ -181,7 +181,7 @@ def policy_of(row: Row) -> Callable[..., Any]:
 
 
 def table_of_boards_of_four() -> Table:
-    """Four H200 a node, taken to be joined without a switch; nothing that is published says it of these nodes."""
+    """Four H200 a node, taken to be joined without a switch; nothing published says it of these nodes."""
     found = load_table()
     board = structs.replace(found.devices["h200"], switched=False, node_ranks=NODE_RANKS)
     return structs.replace(found, devices=found.devices | {"h200": board})

@@ -221,7 +221,11 @@ def test_all_mistakes_are_reported_together_at_their_lines_and_before_torch(tmp_
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["--mesh.pp=2", "--model.tie_embeddings=true"], "untie them"),
+        (
+            ["--mesh.pp=2", "--model.tie_embeddings=true", '--pipeline.schedule="dualpipe_v"'],
+            "would hold tied embeddings twice",
+        ),
+        (["--mesh.pp=2", "--model.tie_embeddings=true", "--model.mtp.num_modules=1"], "tokens ahead"),
         (["--mesh.pp=64"], "64 stages need as many layers"),
         (["--mesh.pp=2", "--pipeline.layers=[1,1]"], "do not add up to"),
         (

@@ -11,7 +11,7 @@ from forge_model import DecoderConfig
 from forge_model.config import GroupedQueryConfig, LayerOverride, MoEConfig, SigmoidRouterConfig, SwiGLUConfig
 from forge_parallel import ParallelConfig, local_shard
 from forge_parallel.config import PipelineConfig
-from forge_parallel.tensor import local_part
+from forge_parallel.tensor import is_copy, local_part
 from forge_parallel.testing import run_ranks
 from msgspec.structs import replace
 from parity import TOKENS, VOCAB, Made, batch, full, made
@@ -56,6 +56,12 @@ EXPERT_LAYOUTS = {
     "cp2-ep2": (2, {"cp": 2, "ep": 2}),
     "pp2-ep2": (4, {"pp": 2, "ep": 2}),
 }
+TIED_LAYOUTS = {
+    "one-tied": (1, {}),
+    "pp2-fsdp2-tied": (4, {"pp": 2}),
+    "pp2-tp2-tied": (4, {"pp": 2, "tp": 2}),
+    "fsdp2-tied": (2, {}),
+}
 WORLDS = {
     "one": (1, {}),
     "fsdp2": (2, {}),
@@ -74,6 +80,9 @@ def build(layout: str, seed: int) -> Made:
     parallel = ParallelConfig(pipeline=PipelineConfig(schedule=schedule))
     if layout in EXPERT_LAYOUTS:
         return made(EXPERT_LAYOUTS[layout][1], EXPERTS, "float32", parallel, seed)
+    if layout in TIED_LAYOUTS:
+        model = replace(MODEL, tie_embeddings=True)
+        return made(TIED_LAYOUTS[layout][1], model, "float32", parallel, seed)
     sizes = WORLDS[layout][1] if layout in WORLDS else LAYOUTS[layout]
     return made(sizes, MODEL, "float32", parallel, seed)
 
@@ -97,7 +106,7 @@ def save(folder: str, layout: str) -> None:
     """Two steps, a save, two steps more; keeps beside it what was saved and the losses after it."""
     run = build(layout, seed=3)
     train(run, 0, 2)
-    store(folder, layout, run).save(2, TrainState(run.parts, run.optimizer).capture())
+    store(folder, layout, run).save(2, TrainState(run.parts, run.optimizer, is_copy).capture())
     saved = state(run)
     losses = train(run, 2, 4)
     if dist.get_rank() == 0:
@@ -151,4 +160,15 @@ def test_experts_that_one_layout_saves_any_other_loads_bit_for_bit(tmp_path, fir
 def test_what_some_ranks_save_any_other_number_loads_bit_for_bit(tmp_path, first):
     run_ranks(save, WORLDS[first][0], str(tmp_path), first, timeout_s=120)
     for second, (ranks, _) in WORLDS.items():
+        run_ranks(load, ranks, str(tmp_path), first, second, timeout_s=120)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", TIED_LAYOUTS)
+def test_tied_embeddings_that_one_layout_saves_any_other_loads_bit_for_bit(tmp_path, first):
+    """In a pipeline two stages have the embedding, and one of them writes it."""
+    run_ranks(save, TIED_LAYOUTS[first][0], str(tmp_path), first, timeout_s=120)
+    for second, (ranks, _) in TIED_LAYOUTS.items():
         run_ranks(load, ranks, str(tmp_path), first, second, timeout_s=120)

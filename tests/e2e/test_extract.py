@@ -1,4 +1,4 @@
-"""`forge extract`: a series of twelve checkpoints by one command, equal to recordings and to captures by hand."""
+"""`forge extract`: twelve checkpoints by one command, equal to recordings and to captures by hand."""
 
 import torch
 from forge_interp import ActivationStore, capture
@@ -50,7 +50,9 @@ def test_published_model_is_extracted_from_text(forge, tiny, tmp_path):
     forge("train", job)
     own, means = tmp_path / "own", tmp_path / "means"
     forge("extract", run, own, "--sites", "layers.*:out", "--text", text, "--samples", "3")
-    forge("extract", run, means, "--sites", "layers.1:out", "--text", text, "--samples", "3", "--pool", "mean")
+    forge(
+        "extract", run, means, "--sites", "layers.1:out", "--text", text, "--samples", "3", "--pool", "mean"
+    )
     rows = ActivationStore.open(own)
     pooled = ActivationStore.open(means)["layers.1:out"]
     assert len(pooled) == int(rows.sample_id.max()) + 1

@@ -17,9 +17,9 @@ from forge_config import ConfigError, to_toml
 from forge_model import ModelError, config_to_hf, initialize, to_hf
 from forge_parallel.mesh import Mesh
 from forge_parallel.testing import run_ranks
-from forge_trainer.build import open_store
 from forge_trainer.checkpoints.checkpoints import plain, restored, resume_or_start
 from forge_trainer.checkpoints.initial_weights import copy_common, set_initial_weights
+from forge_trainer.checkpoints.open import open_store
 from forge_trainer.cli import main
 from forge_trainer.config.job import load_job
 from forge_trainer.progress import Progress

@@ -6,23 +6,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from forge_ckpt.saver import Saver
 from forge_ckpt.state import TrainState
-from forge_ckpt.store import Store
 from forge_parallel.apply import materialize, parallelize
-from forge_parallel.capabilities import bind_to_cores, host_group, without_dynamo
+from forge_parallel.capabilities import bind_to_cores, without_dynamo
 from forge_parallel.env import Env, process_group
 from forge_parallel.mesh import Mesh, build_mesh
 from forge_parallel.plan import Plan
 from forge_parallel.stages import keep_stage, stages_of
-from forge_parallel.tensor import local_shard
-from forge_resilience.deadline import SAVE, Deadline
+from forge_parallel.tensor import is_copy
+from forge_resilience.deadline import Deadline
 from forge_resilience.signals import Signals
 from torch import nn
 from torch.optim import Optimizer
 
 from forge_trainer.checkpoints.checkpoints import Checkpoints, Interval, resume_or_start
-from forge_trainer.clock import BETWEEN, BUILD, Clock
+from forge_trainer.checkpoints.open import open_saver, open_store
+from forge_trainer.clock import BUILD, Clock
 from forge_trainer.config.job import Job
 from forge_trainer.data.data import Data
 from forge_trainer.end_together import EndTogether
@@ -41,7 +40,6 @@ from forge_trainer.recovery.recovery import Recovery
 from forge_trainer.report.announce import layers_in_8_bits
 from forge_trainer.run import Run
 from forge_trainer.run_dir.claim import Claim, code_of
-from forge_trainer.run_dir.files import RunFiles
 from forge_trainer.steps.unreached import tell_unreached
 from forge_trainer.steps.update import Update
 from forge_trainer.track.open import open_trackers
@@ -72,7 +70,7 @@ def build(
         foreseen.require_room(mesh.control_group)
     parts = build_parts(job, mesh)
     optimizer = build_optimizer(job, parts, mesh)
-    state, store = TrainState(parts, optimizer), open_store(job, mesh, epoch)
+    state, store = TrainState(parts, optimizer, is_copy), open_store(job, mesh, epoch)
     recovery = Recovery(config, directory, store, mesh.control_group)
     progress, fingerprint, counts, places = resume_or_start(store, state, parts, job)
     data = Data(job, mesh, progress, stack)
@@ -175,38 +173,3 @@ def build_loss(job: Job) -> Callable[..., Any]:
     if job.compile.enabled and hasattr(loss, "compile_chunks"):
         loss.compile_chunks(job.compile.backend)  # type: ignore[attr-defined]
     return loss
-
-
-def open_store(job: Job, mesh: Mesh, epoch: int | None = None) -> Store:
-    """The checkpoints of the run, with a group of their own: they are written beside training. Collective."""
-    config, files = job.checkpoint, RunFiles(job.job.directory)
-    group = host_group() if mesh.control_group is not None else None
-    return Store(
-        files.checkpoints,
-        config.keep,
-        config.keep_every_steps,
-        group,
-        partial(local_shard, mesh=mesh),
-        files.lease,
-        files.progress_marks,
-        epoch,
-        config.is_dense,
-    )
-
-
-def open_saver(
-    job: Job, store: Store, state: TrainState, deadline: Deadline, clock: Clock, stack: ExitStack
-) -> Saver:
-    """What writes checkpoints; the deadline hears of its saves and of all that the clock measures."""
-
-    def spent(name: str, seconds: float) -> None:
-        if name not in (BUILD, BETWEEN):
-            deadline.observe(name, seconds)
-
-    def waited(seconds: float) -> None:
-        deadline.observe(SAVE, 2 * seconds)  # at a stop, one save may be in flight and the last one follows
-
-    clock.listeners.append(spent)
-    saver = Saver(store, state, job.checkpoint.asynchronous, waited)
-    stack.callback(saver.close)
-    return saver

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -37,18 +37,25 @@ class TrainState:
         parts: of the model, those that this rank holds; each with the names that its parameters have in the
             whole model. Parameters and persistent buffers are saved; shared ones once.
         optimizer: with state that is tensors or plain values; parameters that it does not know are skipped.
+        is_copy: whether a parameter is also in the state of another rank, which saves it; here it is loaded
+            only.
 
     Raises:
         CheckpointError: a name is in two parts, or a module keeps extra state, which is not saved.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        optimizer: Optimizer,
+        is_copy: Callable[[Tensor], bool] = lambda parameter: False,
+    ) -> None:
         # Held from the start: while FSDP2 has gathered a module, the model shows other, temporary parameters.
         self._names: dict[Tensor, str] = {}
         for part in parts:
             for name, parameter in part.named_parameters():
                 self._names.setdefault(parameter, name)
-        self._parts = list(parts)
+        self._parts, self._is_copy = list(parts), is_copy
         _require_no_extra_state(parts)
         _require_distinct([*self._names.values(), *(name for p in parts for name in persistent_buffers(p))])
         self._optimizer = optimizer
@@ -69,6 +76,10 @@ class TrainState:
                 parameter groups that it had not when this was made.
         """
         tensors, values = self._tensors(), self._values()
+        elsewhere = {name for parameter, name in self._names.items() if self._is_copy(parameter)}
+        if elsewhere:
+            tensors = {key: x for key, x in tensors.items() if _parameter_of(key) not in elsewhere}
+            values = {key: x for key, x in values.items() if key.split(".", 2)[2] not in elsewhere}
         if copy:
             tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
         return Snapshot(tensors, copied(meta or {}), values)
@@ -174,6 +185,13 @@ class TrainState:
 
     def _names_in(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[parameter] for parameter in group["params"] if parameter in self._names]
+
+
+def _parameter_of(key: str) -> str:
+    """The name of the parameter, or buffer, that a tensor belongs to."""
+    if key.startswith(MODEL):
+        return key.removeprefix(MODEL)
+    return key.removeprefix(OPTIMIZER).partition(".")[2]
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

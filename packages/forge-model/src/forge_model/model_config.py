@@ -167,11 +167,12 @@ class ModelConfig(Config):
             ValueError: one cannot.
         """
 
-    def require_stages(self, layers: Sequence[int]) -> None:
+    def require_stages(self, layers: Sequence[int], is_v: bool = False) -> None:
         """See that the model can be cut into the stages of a pipeline.
 
         Args:
             layers: how many each stage is to have; 0 where that is not said.
+            is_v: one rank has the first and the last stage.
 
         Raises:
             ValueError: it cannot.
@@ -277,9 +278,9 @@ class ComposedConfig(ModelConfig):
         """See `ModelConfig.require_learning`."""
         self.language_model()[1].require_learning()
 
-    def require_stages(self, layers: Sequence[int]) -> None:
+    def require_stages(self, layers: Sequence[int], is_v: bool = False) -> None:
         """See `ModelConfig.require_stages`."""
-        self.language_model()[1].require_stages(layers)
+        self.language_model()[1].require_stages(layers, is_v)
 
 
 models = Registry("model", ModelConfig, default="decoder")

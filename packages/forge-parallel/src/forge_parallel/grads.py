@@ -33,11 +33,7 @@ def global_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
     """
     parameters = list(parameters)
     dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
-    counted = [
-        local_part(gradient)
-        for gradient in (p.grad for p in parameters if p.grad is not None)
-        if is_first_copy(gradient, mesh)
-    ]
+    counted = [local_part(p.grad) for p in parameters if p.grad is not None and is_first_copy(p, mesh)]
     if counted:
         square = torch.linalg.vector_norm(torch.stack(_norms(counted))).square().to(dtype)
     else:

@@ -18,6 +18,7 @@ from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
 from forge_parallel.runner import Inputs
 from forge_parallel.stages import rank_of, stages_of
+from forge_parallel.tensor import local_part, mark_as_copy
 
 
 class Pipeline:
@@ -51,6 +52,7 @@ class Pipeline:
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._finish: Callable[[Any], Any] = _unchanged
         self._others: Inputs = {}
+        self._tied, self._tied_group = self._find_tied()
         for stage, part in zip(self._stages, self._parts, strict=True):
             part.register_forward_pre_hook(self._complete, prepend=True, with_kwargs=True)
             if stage == self._last:
@@ -81,6 +83,7 @@ class Pipeline:
             capabilities.run_schedule(self._schedules[key], tensors)
         finally:
             self._finish, self._others = _unchanged, {}
+        self._sum_tied()
 
     def forward(self, inputs: Inputs) -> Any:
         """See `Runner.forward`. The stages run one after the other."""
@@ -98,6 +101,35 @@ class Pipeline:
             if target != ranks.rank:
                 dist.send(out.contiguous(), group=ranks.group, group_dst=target)
         return None
+
+    def _find_tied(self) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
+        """Parameters of this rank that the first and the last stage both have, and the group of the two."""
+        names, ends = self._stage_plan.tied, (0, self._ranks.size - 1)
+        if not names or self._ranks.rank not in ends:
+            return [], None
+        part = self._parts[-1 if self._ranks.rank else 0]
+        found = [
+            parameter
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad and any(name.startswith(f"{module}.") for module in names)
+        ]
+        if self._ranks.rank:
+            for parameter in found:
+                mark_as_copy(parameter)
+        if self._ranks.size == 2:
+            return found, self._ranks.group
+        assert self._ranks.group is not None
+        both = [dist.get_global_rank(self._ranks.group, end) for end in ends]
+        made = dist.new_group(both, use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        return found, made
+
+    def _sum_tied(self) -> None:
+        """Sum the gradients of what the first and the last stage both have: the same bits on both."""
+        for parameter in self._tied:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(local_part(parameter.grad), group=self._tied_group)
 
     def _receive(self, source: int, batch: int, tokens: int) -> Tensor:
         hidden = torch.empty_like(self._hidden(batch, tokens), device=self._mesh.device)

@@ -53,6 +53,8 @@ class StagePlan(Config):
             elements of matrices; 0 for an embedding, from which rows are only read.
         zero: modules of the first stage whose output the model adds to the hidden state, as positions are:
             in later stages, which pass_through lets call them, they become ones that return 0.
+        tied: modules of the first stage that the last one keeps as well, for it has their parameters too; the
+            model must not call them there. Gradients of both are summed.
         pass_through: modules of other stages become ones that return their first argument, for models that
             call them anyway; otherwise they become None, and blocks are deleted.
         blocks_return_tuples: the hidden state is the first of what a block returns; with pass_through.
@@ -70,6 +72,7 @@ class StagePlan(Config):
     first_inputs: list[str] = []
     extra_tokens: Annotated[int, Meta(ge=0)] = 0
     zero: list[str] = []
+    tied: list[str] = []
     pass_through: bool = False
     blocks_return_tuples: bool = False
 

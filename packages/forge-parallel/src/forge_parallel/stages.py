@@ -60,10 +60,11 @@ def keep_stage(model: nn.Module, plan: Plan, stage: int, ranks: int, config: Pip
         | {name: 0 for name in plan.stages.first}
         | {name: count - 1 for name in plan.stages.last}
     )
-    _refuse_ties(model, owners)
+    kept = _kept_by_the_last(plan.stages, ranks, config)
+    _refuse_ties(model, owners, kept, count - 1)
     in_blocks = PassTuple if plan.stages.blocks_return_tuples else PassThrough
     for name, owner in owners.items():
-        if owner != stage:
+        if owner != stage and not (stage == count - 1 and name in kept):
             stand_in = Zero if name in plan.stages.zero else in_blocks if name in blocks else PassThrough
             _remove(model, name, plan.stages.pass_through, stand_in)
 
@@ -88,14 +89,30 @@ def _require_lengths(lengths: Sequence[int], blocks: int, stages: int) -> None:
         )
 
 
-def _refuse_ties(model: nn.Module, owners: dict[str, int]) -> None:
+def _kept_by_the_last(stages: StagePlan, ranks: int, config: PipelineConfig) -> list[str]:
+    """The modules of the first stage that the last one keeps as well.
+
+    Raises:
+        ParallelError: one rank has both stages.
+    """
+    if stages.tied and config.is_v:
+        raise ParallelError(
+            f'pipeline.schedule = "{config.schedule}" has the first and the last stage on one rank, which '
+            f"would hold {', '.join(stages.tied)} twice; choose another schedule, or untie them"
+        )
+    return stages.tied
+
+
+def _refuse_ties(model: nn.Module, owners: dict[str, int], kept: list[str], last: int) -> None:
+    """See that stages share no parameters, but for modules that the first and the last both have."""
     seen: dict[int, tuple[str, int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         stage = next((owner for key, owner in owners.items() if f"{name}.".startswith(f"{key}.")), None)
         if stage is None:
             raise ParallelError(f"the plan does not say which stage has {name}; name its module in `stages`")
         first, where = seen.setdefault(id(parameter), (name, stage))
-        if where != stage:
+        may = where == 0 and stage == last and any(f"{first}.".startswith(f"{key}.") for key in kept)
+        if where != stage and not may:
             raise ParallelError(
                 f"{first} (stage {where}) and {name} (stage {stage}) are one parameter, which two stages "
                 "cannot share; untie them (model.tie_embeddings = false) or use mesh.pp = 1"

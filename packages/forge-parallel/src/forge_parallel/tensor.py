@@ -21,6 +21,20 @@ _WRAPPED = "_tensor"
 """Where the tensors of torchao that change what FSDP2 gathers keep the values."""
 
 
+_COPY = "_forge_parallel_copy"
+"""The attribute of a parameter that another stage of the pipeline has too, and counts."""
+
+
+def mark_as_copy(parameter: Tensor) -> None:
+    """Say that another stage of the pipeline has the same parameter, and is the one that counts it."""
+    setattr(parameter, _COPY, True)
+
+
+def is_copy(parameter: Tensor) -> bool:
+    """Whether another stage of the pipeline has the same parameter, and counts and saves it."""
+    return getattr(parameter, _COPY, False)
+
+
 class LocalShard(NamedTuple):
     """The box of a tensor that a rank holds.
 
@@ -65,7 +79,7 @@ def local_shard(tensor: Tensor, mesh: Mesh | None = None) -> LocalShard:
     """
     values = local_part(tensor)
     if not is_dtensor(tensor):
-        return LocalShard(values, (0,) * tensor.ndim, mesh is None or mesh.stage.first)
+        return LocalShard(values, (0,) * tensor.ndim, is_first_copy(tensor, mesh))
     box = _box_of(tensor)
     if box.extents != tuple(values.shape):
         raise ParallelError(
@@ -78,6 +92,8 @@ def local_shard(tensor: Tensor, mesh: Mesh | None = None) -> LocalShard:
 
 def is_first_copy(tensor: Tensor, mesh: Mesh | None = None) -> bool:
     """See `LocalShard.is_first_copy`; raises what `local_shard` does, but for values of another shape."""
+    if is_copy(tensor):
+        return False
     if not is_dtensor(tensor):
         return mesh is None or mesh.stage.first
     box = _box_of(tensor)

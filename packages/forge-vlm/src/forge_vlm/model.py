@@ -164,6 +164,7 @@ class VisionLanguage(Model):
                 "blocks": "decoder.layers.*",
                 "first": ["encoder", "connector", "fusion", *(f"decoder.{n}" for n in stages["first"])],
                 "last": [f"decoder.{name}" for name in stages["last"]],
+                "tied": [f"decoder.{name}" for name in stages["tied"]],
                 "first_cost": 0.0,
                 "first_inputs": FED_BY,
                 "extra_tokens": self.config.extra_tokens,

@@ -255,7 +255,7 @@ def stages_fit_the_model(
     except ParallelError as error:
         raise ValueError(str(error)) from None
     try:
-        model.require_stages(pipeline.layers or [0] * count)
+        model.require_stages(pipeline.layers or [0] * count, pipeline.is_v)
     except ValueError as error:
         raise ValueError(f"mesh.pp = {mesh.pp}: {error}; or set mesh.pp = 1") from None
 

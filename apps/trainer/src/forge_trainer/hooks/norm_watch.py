@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from forge_parallel.tensor import local_part, local_shard
+from forge_parallel.tensor import is_first_copy, local_part, local_shard
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -62,19 +62,18 @@ class NormWatch(Hook):
         # the first copy of each part holds what all of them hold
         moved = []
         for parameter, before in zip(self._parameters, self._before, strict=True):
-            shard = local_shard(parameter.detach(), self._run.mesh)
+            shard = local_shard(parameter, self._run.mesh)
             moved.append(_square(shard.values.double() - before.double()) * shard.is_first_copy)
         self._squares[UPDATE] = self._by_layer(moved)
         self._before = []
 
     def _added(self, tensors: list[Tensor | None]) -> Tensor:
         found = []
-        for tensor in tensors:
+        for parameter, tensor in zip(self._parameters, tensors, strict=True):
             if tensor is None:
                 found.append(torch.zeros((), dtype=torch.float64))
                 continue
-            shard = local_shard(tensor, self._run.mesh)
-            found.append(_square(shard.values) * shard.is_first_copy)
+            found.append(_square(local_part(tensor)) * is_first_copy(parameter, self._run.mesh))
         return self._by_layer(found)
 
     def _by_layer(self, squares: list[Tensor]) -> Tensor:

@@ -302,12 +302,17 @@ class DecoderConfig(ModelConfig):
             for name, number in tell(self.layer(index).ffn).items()
         }
 
-    def require_stages(self, layers: Sequence[int]) -> None:
+    def require_stages(self, layers: Sequence[int], is_v: bool = False) -> None:
         """See `ModelConfig.require_stages`."""
-        if self.tie_embeddings:
+        if self.tie_embeddings and is_v:
             raise ValueError(
-                "the embedding on the first stage and the head on the last are one parameter, which two "
-                "stages cannot share; untie them (model.tie_embeddings = false)"
+                "a rank that has the first and the last stage would hold tied embeddings twice; choose a "
+                "pipeline.schedule that is no V, or set model.tie_embeddings = false"
+            )
+        if self.tie_embeddings and self.mtp.num_modules:
+            raise ValueError(
+                "the last stage has the embedding for the head, and would embed tokens ahead by it a second "
+                "time; set model.tie_embeddings = false, or mtp.num_modules = 0"
             )
         if len(layers) > self.num_layers:
             raise ValueError(

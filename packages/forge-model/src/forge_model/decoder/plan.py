@@ -47,6 +47,7 @@ def plan_of(decoder: Decoder) -> dict[str, Any]:
         "stages": {
             "first": [*OUTSIDE[: 1 + config.learned_positions]],
             "last": ["norm", "head", *ahead],
+            "tied": ["embed"] if config.tie_embeddings else [],
             "hidden": "hidden",
             "dim": config.dim * (1 + config.mtp.num_modules),
             "costs": costs,
