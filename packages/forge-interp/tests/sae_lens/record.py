@@ -1,6 +1,6 @@
 """Writes references.safetensors and folders: what SAELens 6.54 computes, for test_sae_lens.py.
 
-SAELens needs TransformerLens < 4, beside which the lock of this repository does not resolve. In an environment of its own:
+SAELens needs TransformerLens < 4, where our lock has 4. In an environment of its own:
 
     uv pip install sae-lens==6.54.12 && python packages/forge-interp/tests/sae_lens/record.py
 """

@@ -1,7 +1,7 @@
 """What does a sparse autoencoder, or a transcoder, compute?
 
-features = activation(input @ W_enc + bias), output = features @ W_dec + b_dec. Parameters and forward pass are
-those of SAELens 6. Letters: D input dim, D' output dim, F features.
+features = activation(input @ W_enc + bias), output = features @ W_dec + b_dec. Parameters and forward pass
+are those of SAELens 6. Letters: D input dim, D' output dim, F features.
 """
 
 from __future__ import annotations

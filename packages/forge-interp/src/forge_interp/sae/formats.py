@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,45 +39,33 @@ _OLD_NAMES = {
     "hook_point_head_index": "hook_head_index",
     "activation_fn_str": "activation_fn",
 }
-_METADATA = {  # say where an autoencoder comes from
-    *("model_name", "hook_name", "hook_layer", "model_class_name", "hook_head_index", "prepend_bos"),
-    *("model_from_pretrained_kwargs", "exclude_special_tokens", "neuronpedia_id", "context_size"),
-    *("seqpos_slice", "dataset_path", "dataset_trust_remote_code", "sae_lens_version"),
-    *("sae_lens_training_version", "hook_name_out", "hook_layer_out", "hook_head_index_out"),
-    *("hf_hook_name", "hf_hook_name_out"),
-}
-_TRAINING = {  # change no output of a trained one
-    *("decoder_init_norm", "l1_coefficient", "lp_norm", "l1_warm_up_steps", "use_sparse_activations"),
-    *("aux_loss_coefficient", "topk_threshold_lr", "jumprelu_init_threshold", "jumprelu_bandwidth"),
-    *("jumprelu_sparsity_loss_mode", "jumprelu_tanh_scale", "jumprelu_ste_to_input", "l0_coefficient"),
-    *("l0_warm_up_steps", "pre_act_loss_coefficient", "target_l0"),
-}
-_LLAMA_SCOPE_TRAINING = {
-    *(
-        "hook_point_in",
-        "hook_point_out",
-        "device",
-        "dtype",
-        "seed",
-        "expansion_factor",
-        "exp_name",
-        "exp_series",
-    ),
-    *("strict_loading", "use_decoder_bias", "decoder_exactly_fixed_norm", "init_decoder_norm", "top_k"),
-    *("init_encoder_norm", "init_encoder_with_decoder_transpose", "k_warmup_steps", "lp", "l1_coefficient"),
-    *("l1_coefficient_warmup_steps", "use_ghost_grads", "use_batch_norm_mse", "tp_size", "ddp_size"),
-    *(
-        "remove_gradient_parallel_to_decoder_directions",
-        "sparsity_include_decoder_norm",
-        "jump_relu_threshold",
-    ),
-    *(
-        "sae_pretrained_name_or_path",
-        "model_name",
-        "use_triton_kernel",
-        "sparsity_threshold_for_triton_spmm_kernel",
-    ),
-}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_METADATA = _words(  # says where an autoencoder comes from
+    "model_name hook_name hook_layer model_class_name hook_head_index prepend_bos "
+    "model_from_pretrained_kwargs exclude_special_tokens neuronpedia_id context_size seqpos_slice "
+    "dataset_path dataset_trust_remote_code sae_lens_version sae_lens_training_version hook_name_out "
+    "hook_layer_out hook_head_index_out hf_hook_name hf_hook_name_out"
+)
+_TRAINING = _words(  # changes no output of a trained one
+    "dtype device normalize_activations decoder_init_norm l1_coefficient lp_norm l1_warm_up_steps "
+    "target_l0 use_sparse_activations aux_loss_coefficient topk_threshold_lr jumprelu_init_threshold "
+    "jumprelu_bandwidth jumprelu_sparsity_loss_mode jumprelu_tanh_scale jumprelu_ste_to_input "
+    "l0_coefficient l0_warm_up_steps pre_act_loss_coefficient"
+)
+_LLAMA_SCOPE = _words(  # used, or changes no output
+    "d_model d_sae dataset_average_activation_norm jump_relu_threshold hook_point_in hook_point_out "
+    "device dtype seed expansion_factor exp_name exp_series strict_loading use_decoder_bias "
+    "decoder_exactly_fixed_norm lp init_decoder_norm top_k init_encoder_norm "
+    "init_encoder_with_decoder_transpose k_warmup_steps model_name l1_coefficient "
+    "l1_coefficient_warmup_steps use_ghost_grads use_batch_norm_mse tp_size ddp_size "
+    "remove_gradient_parallel_to_decoder_directions sparsity_include_decoder_norm "
+    "sae_pretrained_name_or_path use_triton_kernel sparsity_threshold_for_triton_spmm_kernel"
+)
 
 
 def load_sae(
@@ -150,25 +137,17 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
         raise InterpError(
             f"SAELens has no format for a {name} transcoder; expected relu, jumprelu, batch_topk"
         )
-    data = {
-        "architecture": architecture,
-        "d_in": config.d_in,
-        "d_sae": config.d_sae,
+    names = ["d_in", "d_sae", "apply_b_dec_to_input", "normalize_activations", "reshape_activations"]
+    names += ["d_out"] if is_transcoder else []
+    names += ["k", "rescale_acts_by_decoder_norm"] if name == "topk" else []
+    data = {key: getattr(config, key) for key in names} | {"architecture": architecture, "device": "cpu"}
+    data |= {
         "dtype": dtype_name(sae.W_enc.dtype),
-        "device": "cpu",
-        "apply_b_dec_to_input": config.apply_b_dec_to_input,
-        "normalize_activations": config.normalize_activations,
-        "reshape_activations": config.reshape_activations,
         "metadata": {"sae_lens_version": "6.0.0", **config.metadata},
     }
-    data |= {"d_out": config.d_out} if is_transcoder else {}
-    if name == "topk":
-        data |= {"k": config.k, "rescale_acts_by_decoder_norm": config.rescale_acts_by_decoder_norm}
     folder.mkdir(parents=True, exist_ok=True)
-    for file_name, content in (
-        (WEIGHTS, save({k: v.contiguous() for k, v in state.items()})),
-        (CONFIG, dump(data).encode()),
-    ):
+    written = save({key: value.contiguous() for key, value in state.items()})
+    for file_name, content in ((WEIGHTS, written), (CONFIG, dump(data).encode())):
         with replacing(folder / file_name) as file:
             file.write(content)
 
@@ -199,7 +178,7 @@ def _sae_lens(folder: Path, norm_factor: float | None) -> tuple[SAEConfig, dict[
     architecture = data.pop("architecture", None)
     if architecture not in _ARCHITECTURES:
         raise InterpError(
-            f"{folder / CONFIG}: architecture is {architecture!r}; expected one of {', '.join(_ARCHITECTURES)}"
+            f"{folder / CONFIG}: architecture is {architecture!r}; expected {', '.join(_ARCHITECTURES)}"
         )
     activation, is_transcoder, skip = _ARCHITECTURES[architecture]
     how, scale = data.get("normalize_activations", "none"), None
@@ -217,7 +196,7 @@ def _sae_lens(folder: Path, norm_factor: float | None) -> tuple[SAEConfig, dict[
     )
     names |= {"k", "rescale_acts_by_decoder_norm"} if is_topk else set()
     values |= {name: data[name] for name in names if name in data}
-    _check_keys(folder / CONFIG, data, names | {"dtype", "device", "normalize_activations"} | _TRAINING)
+    _check_keys(folder / CONFIG, data, names | _TRAINING)
     weights = dict(load_file(folder / WEIGHTS))
     if bool((weights.pop("scaling_factor", torch.ones(1)) != 1).any()):
         raise InterpError(f"{folder} has a scaling_factor that is not 1; expected none: fold it into W_dec")
@@ -260,36 +239,26 @@ def _gemma_scope(folder: Path, transcoder: bool) -> tuple[SAEConfig, dict[str, T
 def _llama_scope(folder: Path) -> tuple[SAEConfig, dict[str, Tensor], float]:
     path = folder / LLAMA_SCOPE
     data = json.loads(path.read_text())
-    meant = {
-        "act_fn": "jumprelu",
-        "norm_activation": "dataset-wise",
-        "use_glu_encoder": False,
-        "apply_decoder_bias_to_pre_encoder": False,
-    }
-    needed = {"d_model", "d_sae", "dataset_average_activation_norm", "jump_relu_threshold"}
-    _check_keys(path, data, meant.keys() | needed | _LLAMA_SCOPE_TRAINING)
-    if wrong := [
-        f"{key} is {data[key]!r}, expected {x!r}" for key, x in meant.items() if data.get(key, x) != x
-    ]:
+    meant = {"act_fn": "jumprelu", "norm_activation": "dataset-wise"}
+    meant |= dict.fromkeys(("use_glu_encoder", "apply_decoder_bias_to_pre_encoder"), False)
+    _check_keys(path, data, meant.keys() | _LLAMA_SCOPE)
+    wrong = [f"{key} is {data[key]!r}, expected {x!r}" for key, x in meant.items() if data.get(key, x) != x]
+    if wrong:
         raise InterpError(f"{path}: {'; '.join(wrong)}: other values are not read")
-    names = {
-        "encoder.weight": "W_enc",
-        "decoder.weight": "W_dec",
-        "encoder.bias": "b_enc",
-        "decoder.bias": "b_dec",
-    }
+    names = {"encoder.weight": "W_enc", "decoder.weight": "W_dec"}
+    names |= {"encoder.bias": "b_enc", "decoder.bias": "b_dec"}
     read = load_file(folder / "checkpoints" / "final.safetensors")
     weights = {names.get(key, key): x.T.contiguous() if x.ndim == 2 else x for key, x in read.items()}
     scale = data["d_model"] ** 0.5 / data["dataset_average_activation_norm"]["in"]
     weights["threshold"] = torch.full_like(weights["b_enc"], data["jump_relu_threshold"] * scale)
-    config = SAEConfig(data["d_model"], data["d_sae"], "jumprelu", apply_b_dec_to_input=False)
     metadata = {"hook_name": data.get("hook_point_in")}
-    return replace(config, metadata=metadata), weights, scale
+    sizes = data["d_model"], data["d_sae"], "jumprelu"
+    return SAEConfig(*sizes, apply_b_dec_to_input=False, metadata=metadata), weights, scale
 
 
 def _check_keys(path: Path, data: Mapping[str, Any], known: Collection[str]) -> None:
-    if unknown := sorted(data.keys() - set(known)):
+    if unknown := [f"{key}={data[key]!r:.40}" for key in sorted(data.keys() - set(known))]:
         raise InterpError(
-            f"{path} has {', '.join(f'{key}={data[key]!r:.40}' for key in unknown)}, which may change what it "
-            "computes; expected known keys only: delete those that do not"
+            f"{path} has {', '.join(unknown)}, which may change what it computes; expected known keys only: "
+            "delete those that do not"
         )

@@ -1,7 +1,7 @@
 """Which activations does an autoencoder see, in which order?
 
-Rows come in windows: units of neighbouring rows, drawn without replacement in each epoch, read one window at a
-time and shuffled inside of it. A window is a function of the seed and its number, so that a run goes on
+Rows come in windows: units of neighbouring rows, drawn without replacement in each epoch, read one window at
+a time and shuffled inside of it. A window is a function of the seed and its number, so that a run goes on
 anywhere without reading what was before, and processes can share the work of one window.
 """
 
@@ -27,7 +27,7 @@ class Rows(Protocol):
     """Inputs and targets [rows, D] of an autoencoder, by window."""
 
     def share(self, number: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-        """The rows of window `number` that one of `size` processes gets; all shares in order are the window."""
+        """Its share of the rows of window `number`; all shares in order are the window."""
         ...
 
     def identity(self) -> dict[str, Any]:
@@ -70,8 +70,8 @@ class StoreRows:
         check_kind("store", store, ActivationStore, "an ActivationStore: ActivationStore.open(folder)")
         if not store.rows or block_rows < 1 or window_rows < block_rows:
             raise InterpError(
-                f"{store.rows} rows, window_rows={window_rows}, block_rows={block_rows}; expected at least one "
-                "row, and windows of at least one block"
+                f"{store.rows} rows, window_rows={window_rows}, block_rows={block_rows}; expected at least "
+                "one row, and windows of at least one block"
             )
         self._store, self._block, self._seed = store, block_rows, seed
         self._sites = [key_of(name, store.sites) for name in (site, target or site)]
@@ -134,8 +134,8 @@ class ModelRows:
             or samples_per_window < batch_size
         ):
             raise InterpError(
-                f"the dataset is a {type(dataset).__name__}, samples_per_window={samples_per_window}; expected "
-                f"a sequence of samples, and windows of at least a batch of {batch_size}"
+                f"the dataset is a {type(dataset).__name__}, samples_per_window={samples_per_window}; "
+                f"expected a sequence of samples, and windows of at least a batch of {batch_size}"
             )
         self._model, self._dataset, self._batch, self._seed = model, dataset, batch_size, seed
         self._sites, self._options = [site, target or site], options

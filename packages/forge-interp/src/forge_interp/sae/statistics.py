@@ -37,23 +37,8 @@ class FeatureReport:
     loss_recovered: float  # (loss_zero - loss_spliced) / (loss_zero - loss): 1 is as good as x
 
     def __repr__(self) -> str:
-        numbers = (
-            "l0",
-            "explained_variance",
-            "normalized_mse",
-            "loss",
-            "loss_spliced",
-            "loss_zero",
-            "loss_recovered",
-        )
-        rows = [f"{name.ljust(18)}  {getattr(self, name):.4g}" for name in numbers]
-        return "\n".join(
-            [
-                f"rows                {self.rows}",
-                *rows,
-                f"dead                {self.dead} of {len(self.density)}",
-            ]
-        )
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        return "\n".join(f"{name.ljust(18)}  {value:.4g}" for name, value in numbers.items())
 
 
 @torch.no_grad()
@@ -84,7 +69,8 @@ def evaluate_sae(
     loss = loss or (lambda output, inputs: next_token_loss(output, inputs, mask))
     place, sums, losses = target or site, _Sums(sae), torch.zeros(3, dtype=torch.float64)
     number = 0
-    for number, inputs in enumerate(batches, 1):
+    for inputs in batches:
+        number += 1
         with spliced(model, site, sae, target=target) as seen:
             losses[0] += loss(call_model(model, inputs), inputs).double().cpu()
         sums.add(seen, inputs.get(mask) if isinstance(inputs, Mapping) else None)
@@ -109,14 +95,15 @@ def next_token_loss(output: Any, inputs: Inputs, mask: str = "attention_mask") -
     logits = output_logits(output)
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.shape != logits.shape[:-1]:
         raise InterpError(
-            "the loss of the next token needs ids [B, T] and logits [B, T, V]; expected inputs that are ids, or "
-            "have 'input_ids': give loss=lambda output, inputs: ..."
+            "the loss of the next token needs ids [B, T] and logits [B, T, V]; expected inputs that are ids, "
+            "or have 'input_ids': give loss=lambda output, inputs: ..."
         )
     targets = ids[:, 1:].clone()
     keep = inputs.get(mask) if isinstance(inputs, Mapping) else None
     if isinstance(keep, Tensor):
         targets[(keep[:, 1:] == 0) | (keep[:, :-1] == 0)] = -100
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten())
+    logits = logits[:, :-1].flatten(0, 1).to(torch.promote_types(torch.float32, logits.dtype))
+    return nn.functional.cross_entropy(logits, targets.flatten())
 
 
 class _Sums:

@@ -6,8 +6,8 @@ Letters: B rows of a batch over all ranks, R those of this rank, D and D' input 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,16 @@ from safetensors.torch import save
 from torch import Tensor
 
 from forge_interp.errors import InterpError
+from forge_interp.extraction.folder import differences
 from forge_interp.extraction.run.parts import dump, replacing
 from forge_interp.progress import progress as with_progress
-from forge_interp.sae.activations import Batch, Penalty
+from forge_interp.sae.activations import Batch, Penalty, Reduce
 from forge_interp.sae.autoencoder import SAEConfig, SparseAutoencoder
 from forge_interp.sae.formats import save_sae
 from forge_interp.sae.rows import Rows, generator
 
 STATE, METRICS = "state.safetensors", "metrics.jsonl"
+_PLACE = ("step", "window", "offset", "scale")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,6 @@ class SAETraining:
     penalty: Penalty = field(default_factory=Penalty)
     sparsity_warmup_steps: int = 0  # over which the coefficient of the penalty rises from 0
     dead_after_steps: int = 1000  # a feature that was not active in as many steps is dead
-    resample_every: int = 0  # steps after which dead features begin anew at rows with large errors; 0: never
     unit_decoder: bool = False  # keep decoder rows at norm 1
     scale_input: bool = False  # train on x sqrt(D) / mean |x|; the weights that come out take x
     save_every: int = 1000  # steps
@@ -54,16 +55,10 @@ class SAETraining:
 
     def __post_init__(self) -> None:
         """Look at all values."""
-        object.__setattr__(self, "betas", tuple(self.betas))
-        least = {"steps": 1, "batch_rows": 1, "save_every": 1, "log_every": 1, "dead_after_steps": 1}
-        least |= dict.fromkeys(
-            ("lr_warmup_steps", "lr_decay_steps", "sparsity_warmup_steps", "resample_every"), 0
-        )
-        wrong = [
-            f"{name} is {value!r}; expected a whole number of at least {low}"
-            for name, low in least.items()
-            if not isinstance(value := getattr(self, name), int) or isinstance(value, bool) or value < low
-        ]
+        least = dict.fromkeys(("steps", "batch_rows", "save_every", "log_every", "dead_after_steps"), 1)
+        least |= dict.fromkeys(("lr_warmup_steps", "lr_decay_steps", "sparsity_warmup_steps"), 0)
+        values = {name: getattr(self, name) for name in least}
+        wrong = [f"{k} is {v!r}; expected {least[k]} or more" for k, v in values.items() if not v >= least[k]]
         wrong += [] if self.lr > 0 else [f"lr is {self.lr!r}; expected more than 0"]
         if wrong:
             raise InterpError("; ".join(wrong))
@@ -96,29 +91,24 @@ def train_sae(
 
     InterpError: `out` belongs to another training, with the differences; a window has no whole batch.
     """
-    if config.normalize_activations != "none" or config.reshape_activations != "none":
+    how = (config.normalize_activations, config.reshape_activations)
+    if how != ("none", "none") or (training.scale_input and config.d_out is not None):
         raise InterpError(
-            f"training with normalize_activations={config.normalize_activations!r}, reshape_activations="
-            f"{config.reshape_activations!r}; expected 'none': give scale_input=True, and rows [rows, D]"
+            f"normalize_activations, reshape_activations are {how}, scale_input is {training.scale_input}; "
+            "expected 'none' for both: give scale_input=True (not of a transcoder), and rows [rows, D]"
         )
-    if training.scale_input and config.d_out is not None:
-        raise InterpError("scale_input of a transcoder, which has two scales; expected False")
-    run = _Run(config, rows, training, device)
+    run = _Run(config, rows, training, torch.device(device or "cpu"))
     folder = None if out is None else Path(out)
     if folder is not None:
         run.resume(folder)
     steps = range(run.step, training.steps)
     for step in with_progress(steps, len(steps), "sae", progress and run.rank == 0):
         metrics = run.one_step()
-        is_last = step + 1 == training.steps
         if folder is not None and run.rank == 0:
-            if metrics:
-                with (folder / METRICS).open("a") as file:
-                    file.write(dump(metrics) + "\n")
-            if is_last or (step + 1) % training.save_every == 0:
+            run.log(folder, metrics)
+            if (step + 1) % training.save_every == 0 or step + 1 == training.steps:
                 run.save(folder)
-    if run.scale != 1.0:
-        run.sae.fold_scale(run.scale)
+    run.sae.fold_scale(run.scale or 1.0)
     if folder is not None and run.rank == 0:
         save_sae(run.sae, folder)
     if run.size > 1:
@@ -129,18 +119,18 @@ def train_sae(
 class _Run:
     """A training under way: all that changes is here."""
 
-    def __init__(self, config: SAEConfig, rows: Rows, training: SAETraining, device: Any) -> None:
+    def __init__(self, config: SAEConfig, rows: Rows, training: SAETraining, device: torch.device) -> None:
         running = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
         if training.batch_rows % self.size:
-            raise InterpError(
-                f"batch_rows is {training.batch_rows}; expected a multiple of {self.size} ranks"
-            )
+            raise InterpError(f"batch_rows={training.batch_rows}; expected a multiple of {self.size} ranks")
         self.rows, self.training, self.device = rows, training, device
         self.sae = SparseAutoencoder(config, seed=training.seed, device=device)
         if training.unit_decoder:
             _normalize(self.sae)
-        self.optimizer = torch.optim.Adam(self.sae.parameters(), lr=training.lr, betas=training.betas)
+        self.moments = {  # of Adam: means of gradients and of their squares
+            f"{name}.{i}": torch.zeros_like(p.data) for name, p in self.sae.named_parameters() for i in (1, 2)
+        }
         self.idle = torch.zeros(config.d_sae, dtype=torch.int64, device=device)  # steps since each was active
         self.step, self.window, self.offset, self.scale = 0, 0, 0, 0.0
         self._held: tuple[Tensor, Tensor] | None = None
@@ -150,35 +140,26 @@ class _Run:
         training, sae = self.training, self.sae
         x, y = self._next_batch()
         mine = slice(self.rank, None, self.size)
-        for group in self.optimizer.param_groups:
-            group["lr"] = training.lr * _lr_factor(training, self.step)
+        lr = training.lr * _lr_factor(training, self.step)
         warm = min(1.0, (self.step + 1) / max(1, training.sparsity_warmup_steps))
-        penalty = Penalty(**(asdict(training.penalty) | {"coefficient": training.penalty.coefficient * warm}))
-        batch = forward(sae, x[mine], y[mine], self.idle > training.dead_after_steps, penalty, self.gather)
+        penalty = replace(training.penalty, coefficient=training.penalty.coefficient * warm)
+        dead = self.idle > training.dead_after_steps
+        batch = forward(sae, (x[mine], y[mine]), dead, penalty, self.gather)
         errors = (batch.output - batch.target).square().sum(-1)
         loss = (errors + sae.activation.losses(sae, batch, penalty)).sum() / len(x)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self._update()
+        self._update(loss, lr)
         fired = (batch.acts.detach() > 0).any(0).to(torch.int64)
         self.idle = (self.idle + 1) * (1 - self._reduce(fired, dist.ReduceOp.MAX))
         self.step += 1
-        if training.resample_every and self.step % training.resample_every == 0:
-            self._resample(x, y, self.gather(errors.detach()))
         if self.step % training.log_every and self.step != training.steps:
             return {}
         sums = [loss.detach(), errors.detach().sum(), (batch.acts.detach() > 0).sum()]
         total, error, active = self._reduce(torch.stack([s.double() for s in sums])).tolist()
         spread = (y - y.mean(0)).square().sum().item()
-        return {
-            "step": self.step,
-            "loss": total,
-            "mse": error / len(x),
-            "l0": active / len(x),
-            "explained_variance": 1 - error / spread if spread else float("nan"),
-            "dead": int((self.idle > training.dead_after_steps).sum()),
-            "lr": self.optimizer.param_groups[0]["lr"],
-        }
+        found = {"step": self.step, "loss": total, "mse": error / len(x), "l0": active / len(x)}
+        found |= {"explained_variance": 1 - error / spread if spread else float("nan")}
+        num_dead = int((self.idle > training.dead_after_steps).sum())
+        return found | {"dead": num_dead, "lr": lr}
 
     def gather(self, values: Tensor) -> Tensor:
         """[n] of each rank, the same number on all -> [ranks n]; rank r's i-th is at r n + i."""
@@ -188,56 +169,45 @@ class _Run:
         dist.all_gather(found, values.contiguous())
         return torch.cat(found)
 
+    def log(self, folder: Path, metrics: Mapping[str, float]) -> None:
+        """Add a line to the metrics, if there is something to log."""
+        if metrics:
+            with (folder / METRICS).open("a") as file:
+                file.write(dump(metrics) + "\n")
+
     def save(self, folder: Path) -> None:
         """Write the state, in place of the one before."""
-        moments = self.optimizer.state
-        tensors = {f"sae.{name}": value for name, value in self.sae.state_dict().items()}
-        for name, parameter in self.sae.named_parameters():
-            tensors |= {f"{key}.{name}": value for key, value in moments[parameter].items()}
-        tensors = {k: v.detach().cpu().contiguous() for k, v in (tensors | {"idle": self.idle}).items()}
-        data = {"step": self.step, "window": self.window, "offset": self.offset, "scale": self.scale}
+        tensors = {f"sae.{name}": value for name, value in self.sae.state_dict().items()} | {
+            "idle": self.idle
+        }
+        tensors |= {f"adam.{name}": value for name, value in self.moments.items()}
+        data = {name: getattr(self, name) for name in _PLACE} | {"request": self._request()}
         with replacing(folder / STATE) as file:
-            file.write(save(tensors, {"forge_interp": dump(data | {"request": self._request()})}))
+            held = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+            file.write(save(held, {"forge_interp": dump(data)}))
 
     def resume(self, folder: Path) -> None:
         """Go on from the state in a folder, if there is one; InterpError if it is of another training."""
         path = folder / STATE
-        if self.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
         if not path.is_file():
-            _keep_lines(folder / METRICS, 0, self.rank)
-            return
+            folder.mkdir(parents=True, exist_ok=True)
+            return _keep_lines(folder / METRICS, 0, self.rank)
         with safe_open(path, "pt") as file:
             data = json.loads(file.metadata()["forge_interp"])
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        request = json.loads(dump(self._request()))
-        found = {key: (x, request.get(key)) for key, x in data["request"].items() if x != request.get(key)}
-        if found:
-            texts = "; ".join(
-                f"{key}: {there!r:.120} there, {here!r:.120} asked" for key, (there, here) in found.items()
-            )
-            raise InterpError(
-                f"{folder} was made by another training ({texts}); expected the same: another out"
-            )
-        self.sae.load_state_dict(
-            {k.removeprefix("sae."): v for k, v in state.items() if k.startswith("sae.")}
-        )
-        for name, parameter in self.sae.named_parameters():
-            names = ("step", "exp_avg", "exp_avg_sq")
-            self.optimizer.state[parameter] = {key: state[f"{key}.{name}"] for key in names}
-            for key in names[1:]:
-                self.optimizer.state[parameter][key] = state[f"{key}.{name}"].to(self.device or "cpu")
-        self.idle = state["idle"].to(self.device or "cpu")
-        self.step, self.window, self.offset = data["step"], data["window"], data["offset"]
-        self.scale = data["scale"]
-        _keep_lines(folder / METRICS, self.step, self.rank)
+        if found := differences(data["request"], json.loads(dump(self._request()))):
+            text = f"{folder} was made by another training ({'; '.join(found)})"
+            raise InterpError(f"{text}; expected the same: give another out")
+        self.sae.load_state_dict({name: state[f"sae.{name}"] for name in self.sae.state_dict()})
+        self.moments = {name: state[f"adam.{name}"].to(self.device) for name in self.moments}
+        self.idle = state["idle"].to(self.device)
+        for name in _PLACE:
+            setattr(self, name, data[name])
+        return _keep_lines(folder / METRICS, self.step, self.rank)
 
     def _request(self) -> dict[str, Any]:
-        return {
-            "sae": self.sae.config.to_dict(),
-            "training": asdict(self.training),
-            "rows": self.rows.identity(),
-        }
+        sae, training = self.sae.config.to_dict(), asdict(self.training)
+        return {"sae": sae, "training": training, "rows": self.rows.identity()}
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets [B, ...] of all ranks."""
@@ -253,7 +223,7 @@ class _Run:
             )
         cut = slice(self.offset, self.offset + size)
         self.offset += size
-        return x[cut].to(self.device or "cpu"), y[cut].to(self.device or "cpu")
+        return x[cut].to(self.device), y[cut].to(self.device)
 
     def _read_window(self) -> tuple[Tensor, Tensor]:
         """All rows of the present window, shuffled and scaled."""
@@ -285,7 +255,7 @@ class _Run:
         most, width = max(n for n, *_ in shapes), max(shape[1] for shape in shapes)
         padded = share.new_zeros(most, width)
         padded[: len(share), : share.shape[1]] = share
-        padded = padded.to(self.device or "cpu")
+        padded = padded.to(self.device)
         found = self.gather(padded.flatten()).view(self.size, most, width).cpu()
         return torch.cat([part[: shape[0]] for part, shape in zip(found, shapes, strict=True)])
 
@@ -294,59 +264,32 @@ class _Run:
             dist.all_reduce(value, how or dist.ReduceOp.SUM)
         return value
 
-    @torch.no_grad()
-    def _update(self) -> None:
-        """One step of Adam with the gradients of all ranks."""
-        sae, training = self.sae, self.training
-        for parameter in sae.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self._reduce(parameter.grad)
-        if training.unit_decoder and sae.W_dec.grad is not None:
-            along = (sae.W_dec.grad * sae.W_dec).sum(-1, keepdim=True)
-            sae.W_dec.grad -= along * sae.W_dec
-        self.optimizer.step()
-        if training.unit_decoder:
-            _normalize(sae)
-        if sae.config.activation == "jumprelu":
-            sae.threshold.clamp_(min=0.0)
-
-    @torch.no_grad()
-    def _resample(self, x: Tensor, y: Tensor, errors: Tensor) -> None:
-        """Let dead features begin anew at rows drawn by their squared loss (Bricken et al. 2023, appendix)."""
-        dead = self.idle > self.training.dead_after_steps
-        count, sae = int(dead.sum()), self.sae
-        chance = errors.view(self.size, -1).T.flatten().double().square().cpu()  # in the order of x
-        if not count or not chance.sum() > 0:
-            return
-        chosen = torch.multinomial(chance, count, True, generator=generator(self.training.seed, self.step, 2))
-        shift = sae.b_dec if sae.config.apply_b_dec_to_input else 0.0
-        given = torch.nn.functional.normalize(x[chosen] - shift, dim=-1)
-        alive = ~dead if bool((~dead).any()) else dead
-        sae.W_enc[:, dead] = 0.2 * sae.W_enc[:, alive].norm(dim=0).mean() * given.T
-        wanted = torch.nn.functional.normalize(y[chosen] - sae.b_dec, dim=-1)
-        sae.W_dec[dead] = sae.W_dec[alive].norm(dim=-1).mean() * wanted
-        for name, start in sae.activation.initial.items():
-            getattr(sae, name)[dead] = start
-        for name in ("W_enc", "W_dec", *sae.activation.initial):
-            moments, index = (
-                self.optimizer.state[getattr(sae, name)],
-                (slice(None), dead) if name == "W_enc" else dead,
-            )
-            for key in ("exp_avg", "exp_avg_sq"):
-                moments[key][index] = 0.0
-        self.idle[dead] = 0
+    def _update(self, loss: Tensor, lr: float) -> None:
+        """One step of Adam (arXiv:1412.6980, algorithm 1) with the gradients of all ranks."""
+        names, parameters = zip(*self.sae.named_parameters(), strict=True)
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        number, (first, second) = self.step + 1, self.training.betas
+        for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
+            gradient, value = self._reduce(gradient), parameter.data
+            is_unit = name == "W_dec" and self.training.unit_decoder
+            if is_unit:  # what would change the norms
+                gradient = gradient - (gradient * value).sum(-1, keepdim=True) * value
+            mean, square = self.moments[f"{name}.1"], self.moments[f"{name}.2"]
+            mean.lerp_(gradient, 1 - first)
+            square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+            size = (square / (1 - second**number)).sqrt_().add_(1e-8)
+            value.addcdiv_(mean, size, value=-lr / (1 - first**number))
+            if is_unit:
+                _normalize(self.sae)
+            if name == "threshold":
+                value.clamp_(min=0.0)
 
 
 def forward(
-    sae: SparseAutoencoder,
-    x: Tensor,
-    y: Tensor,
-    dead: Tensor,
-    penalty: Penalty,
-    gather: Callable[[Tensor], Tensor],
+    sae: SparseAutoencoder, pair: tuple[Tensor, Tensor], dead: Tensor, penalty: Penalty, gather: Reduce
 ) -> Batch:
     """What a training step computes for inputs [R, D] and targets [R, D'], with gradients."""
-    pre = sae.pre(x)
+    (x, y), pre = pair, sae.pre(pair[0])
     acts = sae.activation.train(sae, pre, penalty, gather)
     return Batch(x, y, pre, acts, sae.decode(acts, x), dead)
 
