@@ -196,15 +196,15 @@ def test_a_planted_dictionary_is_found():
 @pytest.mark.parametrize(
     ("config", "penalty"),
     [
-        (SAEConfig(128, 512, "topk", k=5, rescale_acts_by_decoder_norm=True), Penalty()),
-        (SAEConfig(128, 512, "batch_topk", k=5, rescale_acts_by_decoder_norm=True), Penalty()),
+        (SAEConfig(128, 1024, "topk", k=5, rescale_acts_by_decoder_norm=True), Penalty()),
+        (SAEConfig(128, 1024, "batch_topk", k=5, rescale_acts_by_decoder_norm=True), Penalty()),
     ],
     ids=lambda value: getattr(value, "activation", ""),
 )
 def test_a_planted_dictionary_of_512_is_found(config, penalty):
     x, directions = planted(atoms=512, width=128, rows=100_000, active=5)
     store = ActivationStore.of({"x:out": x, "sample_id": torch.arange(len(x))})
-    training = SAETraining(1500, 1024, lr=2e-3, penalty=penalty, lr_decay_steps=300, dead_after_steps=50)
+    training = SAETraining(800, 1024, lr=2e-3, penalty=penalty, lr_decay_steps=300, dead_after_steps=50)
     sae = train_sae(config, StoreRows(store, "x:out"), training)
     assert found_part(sae, directions) >= 0.9
 

@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--out", help="the file to write; must not exist (default: the console)")
     _add_commands_on_several_runs(commands)
     _add_study(commands)
+    _add_sae(commands)
     doctor = _command(commands, "doctor", _doctor, "whether this machine can do what training needs")
     doctor.add_argument("folder", nargs="?", default="runs", help="where runs are to be kept")
     doctor.add_argument("--json", action="store_true", help="for programs")
@@ -119,6 +120,13 @@ def _add_study(commands: Any) -> None:
         "--coordinates", type=_count, metavar="STEPS", help="do activations change alike at every width?"
     )
     study.add_argument("--analyse", action="store_true", help="fit what the complete runs say, and draw it")
+
+
+def _add_sae(commands: Any) -> None:
+    sae = commands.add_parser("sae", help="sparse autoencoders of activations", allow_abbrev=False)
+    train = _command(sae.add_subparsers(dest="what", required=True), "train", _sae, "train one, or go on")
+    train.add_argument("config", help="a TOML file; keys are overridden with --section.key=value")
+    train.set_defaults(takes_keys=True)
 
 
 def _add_generate(commands: Any) -> argparse.ArgumentParser:
@@ -299,6 +307,12 @@ def _study(options: argparse.Namespace) -> int:
     from forge_trainer.study.command import run_study
 
     return run_study(options)
+
+
+def _sae(options: argparse.Namespace) -> ExitCode:
+    from forge_trainer.sae.command import train
+
+    return train(options, options.overrides)
 
 
 def _branch(options: argparse.Namespace) -> ExitCode:

@@ -70,7 +70,7 @@ class Recorder(Hook):
         self.every = config.every_steps
         self._config = config
         self._run = run
-        self._forward = partial(_forward, run.job.loss.build(), run.mesh.device)
+        self._forward = partial(forward, run.job.loss.build(), run.mesh.device)
         self._folder = run.directory / config.folder
         data = msgspec.structs.replace(run.job.data, validation_samples=config.samples)
         batches = build_loader(data, "validation", micro_batch=1, items=run.job.model.items())
@@ -139,7 +139,7 @@ def _only(sequence: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value[0] for name, value in sequence.items()}
 
 
-def _forward(loss_fn: Any, device: torch.device, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+def forward(loss_fn: Any, device: torch.device, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
     """The pass of an evaluation: the loss never holds all logits."""
     return model(**{name: value.to(device) for name, value in batch.items()}, loss_fn=loss_fn)
 
