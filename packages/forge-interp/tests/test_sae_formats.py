@@ -167,7 +167,7 @@ def test_a_value_of_llama_scope_that_is_not_computed_is_refused(tmp_path):
             "normalize_activations is 'covariance_whitening'",
         ),
         ({"normalize_activations": "expected_average_only_in"}, "norm_factor="),
-        ({"d_sae": 11}, r"W_enc is \[6, 12\], expected \[6, 11\]"),
+        ({"d_sae": 11}, r"size mismatch for W_enc"),
         ({"k": 3}, "has k=3"),
     ],
 )

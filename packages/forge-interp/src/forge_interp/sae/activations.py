@@ -108,11 +108,12 @@ class JumpRelu(Relu):
 
     def train(self, sae: SparseAutoencoder, pre: Tensor, penalty: Penalty, reduce: Reduce) -> Tensor:
         """[R, F], with the straight-through gradient of the threshold (eq. 11)."""
-        return _Jump.apply(pre, sae.threshold, penalty.bandwidth)  # type: ignore[return-value]
+        return _Jump.apply(pre, sae.threshold, penalty.bandwidth, False)  # type: ignore[return-value]
 
     def losses(self, sae: SparseAutoencoder, batch: Batch, penalty: Penalty) -> Tensor:
         """[R], eq. 9 and 12, and SAELens' `pre_act_loss` on dead features."""
-        loss = penalty.coefficient * _Step.apply(batch.pre, sae.threshold, penalty.bandwidth).sum(-1)  # type: ignore[union-attr]
+        active: Any = _Jump.apply(batch.pre, sae.threshold, penalty.bandwidth, True)
+        loss = penalty.coefficient * active.sum(-1)
         if penalty.pre_act:
             short = (sae.threshold - batch.pre).relu() * batch.dead * sae.W_dec.norm(dim=1)
             loss = loss + penalty.pre_act * short.sum(-1)
@@ -157,32 +158,17 @@ class Batch:
 
 
 class _Jump(torch.autograd.Function):
-    """x where x > threshold, else 0."""
+    """x (with `counts` 1) where x > threshold, else 0; gradients of counts go to the threshold only."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, threshold: Tensor, bandwidth: float, counts: bool) -> Tensor:
         ctx.save_for_backward(x, threshold)
-        ctx.bandwidth = bandwidth
-        return x * (x > threshold)
+        ctx.bandwidth, ctx.counts = bandwidth, counts
+        return (x > threshold).to(x) if counts else x * (x > threshold)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:  # type: ignore[override]
         x, threshold = ctx.saved_tensors
-        near = ((x - threshold).abs() < ctx.bandwidth / 2) * grad
-        return (x > threshold) * grad, -(threshold / ctx.bandwidth * near).sum(0), None
-
-
-class _Step(torch.autograd.Function):
-    """1 where x > threshold, else 0; only the threshold has a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
-        ctx.save_for_backward(x, threshold)
-        ctx.bandwidth = bandwidth
-        return (x > threshold).to(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
-        x, threshold = ctx.saved_tensors
-        near = ((x - threshold).abs() < ctx.bandwidth / 2) * grad
-        return None, -(near / ctx.bandwidth).sum(0), None
+        near = ((x - threshold).abs() < ctx.bandwidth / 2) * grad / ctx.bandwidth
+        height = 1.0 if ctx.counts else threshold
+        return None if ctx.counts else (x > threshold) * grad, -(height * near).sum(0), None, None

@@ -6,7 +6,7 @@ are those of SAELens 6. Letters: D input dim, D' output dim, F features.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,36 +36,32 @@ class SAEConfig:
     metadata: dict[str, Any] = field(default_factory=dict)  # of a file, as it was there
 
     def __post_init__(self) -> None:
-        wrong = [f"{name} is {getattr(self, name)!r}; expected {wanted}" for name, wanted in self._wrong()]
-        if wrong:
-            raise InterpError("; ".join(wrong))
-
-    def _wrong(self) -> list[tuple[str, str]]:
-        """Fields, and what was expected of them."""
+        """Look at all fields."""
         is_topk, is_transcoder = self.activation in ("topk", "batch_topk"), self.d_out is not None
-        most = self.d_sae if isinstance(self.d_sae, int) else 1
-        is_int = all(isinstance(n, int) and n >= 1 for n in (self.d_in, self.d_sae, self.d_out or 1))
-        k_fits = not is_topk or (self.k is not None and 1 <= self.k <= most)
-        k_fits &= self.activation != "topk" or float(self.k or 0).is_integer()
-        found = {
-            ("d_in", "whole numbers d_in, d_sae, d_out of at least 1"): is_int,
-            ("activation", f"one of {', '.join(ACTIVATIONS)}"): self.activation in ACTIVATIONS,
-            ("k", f"1 to d_sae={most} active features (a whole number for topk)"): k_fits,
-            ("k", f"None: {self.activation} has no k"): is_topk or self.k is None,
-            ("skip", "False but for a transcoder: give d_out"): is_transcoder or not self.skip,
-            ("apply_b_dec_to_input", "False of a transcoder"): not is_transcoder
-            or not self.apply_b_dec_to_input,
-            ("normalize_activations", f"one of {', '.join(NORMALIZATIONS)}"): self.normalize_activations
-            in NORMALIZATIONS,
-            ("rescale_acts_by_decoder_norm", "False but for topk and batch_topk"): is_topk
-            or not self.rescale_acts_by_decoder_norm,
-            ("reshape_activations", "none or hook_z"): self.reshape_activations in ("none", "hook_z"),
-        }
-        return [what for what, is_right in found.items() if not is_right]
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields."""
-        return asdict(self)
+        k_fits = 1 <= (self.k or 0) <= self.d_sae and (
+            self.activation != "topk" or self.k == int(self.k or 0)
+        )
+        rules = [
+            (min(self.d_in, self.d_sae, self.d_out or 1) >= 1, "d_sae", "sizes of at least 1"),
+            (self.activation in ACTIVATIONS, "activation", f"one of {', '.join(ACTIVATIONS)}"),
+            (k_fits or not is_topk, "k", f"1 to d_sae={self.d_sae}, of topk a whole number"),
+            (is_topk or self.k is None, "k", f"None: {self.activation} has no k"),
+            (is_transcoder or not self.skip, "skip", "False but for a transcoder: give d_out"),
+            (
+                not (is_transcoder and self.apply_b_dec_to_input),
+                "apply_b_dec_to_input",
+                "False: d_out is given",
+            ),
+            (self.normalize_activations in NORMALIZATIONS, "normalize_activations", f"of {NORMALIZATIONS}"),
+            (
+                is_topk or not self.rescale_acts_by_decoder_norm,
+                "rescale_acts_by_decoder_norm",
+                "False: no topk",
+            ),
+            (self.reshape_activations in ("none", "hook_z"), "reshape_activations", "none or hook_z"),
+        ]
+        if wrong := [f"{name} is {getattr(self, name)!r}; expected {x}" for ok, name, x in rules if not ok]:
+            raise InterpError("; ".join(wrong))
 
 
 class SparseAutoencoder(nn.Module):

@@ -91,7 +91,7 @@ def load_sae(
             is not computed here; weights are missing, too many, or of other shapes.
     """
     folder = Path(folder)
-    readers: dict[str, Callable[[], tuple[SAEConfig, dict[str, Tensor], float | None]]] = {
+    readers: dict[str, Callable[[], tuple[SAEConfig, dict[str, Tensor], float]]] = {
         CONFIG: lambda: _sae_lens(folder, norm_factor),
         GEMMA_SCOPE: lambda: _gemma_scope(folder, transcoder),
         LLAMA_SCOPE: lambda: _llama_scope(folder),
@@ -101,15 +101,14 @@ def load_sae(
         raise InterpError(f"{folder} has none of {', '.join(readers)}; expected a folder of an autoencoder")
     try:
         config, weights, scale = readers[found]()
-    except (OSError, KeyError, ValueError, TypeError, SafetensorError) as error:
-        if isinstance(error, InterpError):
-            raise
-        raise InterpError(f"{folder} cannot be read ({error!r}); expected {found} and its weights") from error
-    sae = SparseAutoencoder(config, dtype=dtype or weights["W_enc"].dtype)
-    _fill(sae, weights, folder)
-    if scale is not None:
-        sae.fold_scale(scale)
-    return sae.to(device) if device is not None else sae
+        sae = SparseAutoencoder(config, dtype=dtype or weights["W_enc"].dtype)
+        sae.load_state_dict(weights)
+    except InterpError:
+        raise
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        raise InterpError(f"{folder} cannot be read ({error}); expected {found} and its weights") from error
+    sae.fold_scale(scale)
+    return sae.to(device)
 
 
 def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
@@ -118,11 +117,8 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
     BatchTopK is written as SAELens does for use: decoder norms are folded into the encoder, and the running
     threshold makes it a JumpReLU. A topk or gated transcoder has no such format: InterpError.
     """
-    folder, config, state = (
-        Path(folder),
-        sae.config,
-        {k: v.detach().cpu() for k, v in sae.state_dict().items()},
-    )
+    folder, config = Path(folder), sae.config
+    state = {name: value.detach().cpu() for name, value in sae.state_dict().items()}
     name, is_transcoder = config.activation, config.d_out is not None
     if name == "batch_topk":
         norms = sae.W_dec.detach().cpu().norm(dim=-1).clamp_min(1e-8)
@@ -134,17 +130,13 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
     wanted = (name, is_transcoder, config.skip)
     architecture = next((key for key, value in _ARCHITECTURES.items() if value == wanted), None)
     if architecture is None:
-        raise InterpError(
-            f"SAELens has no format for a {name} transcoder; expected relu, jumprelu, batch_topk"
-        )
+        raise InterpError(f"SAELens has no format for a {name} transcoder; expected relu or jumprelu")
     names = ["d_in", "d_sae", "apply_b_dec_to_input", "normalize_activations", "reshape_activations"]
     names += ["d_out"] if is_transcoder else []
     names += ["k", "rescale_acts_by_decoder_norm"] if name == "topk" else []
     data = {key: getattr(config, key) for key in names} | {"architecture": architecture, "device": "cpu"}
-    data |= {
-        "dtype": dtype_name(sae.W_enc.dtype),
-        "metadata": {"sae_lens_version": "6.0.0", **config.metadata},
-    }
+    metadata = {"sae_lens_version": "6.0.0", **config.metadata}
+    data |= {"dtype": dtype_name(sae.W_enc.dtype), "metadata": metadata}
     folder.mkdir(parents=True, exist_ok=True)
     written = save({key: value.contiguous() for key, value in state.items()})
     for file_name, content in ((WEIGHTS, written), (CONFIG, dump(data).encode())):
@@ -152,22 +144,7 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
             file.write(content)
 
 
-def _fill(sae: SparseAutoencoder, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Copy weights into an autoencoder of the same shapes."""
-    mine = sae.state_dict()
-    wrong = [f"{name} is not there" for name in mine if name not in weights]
-    wrong += [f"{name} is unknown" for name in weights if name not in mine]
-    wrong += [
-        f"{name} is {list(weights[name].shape)}, expected {list(value.shape)}"
-        for name, value in mine.items()
-        if name in weights and weights[name].shape != value.shape
-    ]
-    if wrong:
-        raise InterpError(f"weights of {folder} do not fit a {sae.config.activation}: {'; '.join(wrong)}")
-    sae.load_state_dict(dict(weights))
-
-
-def _sae_lens(folder: Path, norm_factor: float | None) -> tuple[SAEConfig, dict[str, Tensor], float | None]:
+def _sae_lens(folder: Path, norm_factor: float | None) -> tuple[SAEConfig, dict[str, Tensor], float]:
     data = json.loads((folder / CONFIG).read_text())
     metadata = data.pop("metadata", None) or {}
     version = str(data.get("sae_lens_version") or metadata.get("sae_lens_version") or "")
@@ -181,7 +158,7 @@ def _sae_lens(folder: Path, norm_factor: float | None) -> tuple[SAEConfig, dict[
             f"{folder / CONFIG}: architecture is {architecture!r}; expected {', '.join(_ARCHITECTURES)}"
         )
     activation, is_transcoder, skip = _ARCHITECTURES[architecture]
-    how, scale = data.get("normalize_activations", "none"), None
+    how, scale = data.get("normalize_activations", "none"), 1.0
     if how == "expected_average_only_in":
         if norm_factor is None:
             raise InterpError(
@@ -191,9 +168,8 @@ def _sae_lens(folder: Path, norm_factor: float | None) -> tuple[SAEConfig, dict[
         how, scale = "none", norm_factor
     values: dict[str, Any] = {"normalize_activations": how, "activation": activation, "skip": skip}
     is_topk = activation in ("topk", "batch_topk")
-    names = {"d_in", "d_sae", "apply_b_dec_to_input", "reshape_activations"} | (
-        {"d_out"} if is_transcoder else set()
-    )
+    names = {"d_in", "d_sae", "apply_b_dec_to_input", "reshape_activations"}
+    names |= {"d_out"} if is_transcoder else set()
     names |= {"k", "rescale_acts_by_decoder_norm"} if is_topk else set()
     values |= {name: data[name] for name in names if name in data}
     _check_keys(folder / CONFIG, data, names | _TRAINING)
@@ -223,17 +199,13 @@ def _update_old(data: dict[str, Any], metadata: Mapping[str, Any]) -> None:
     data["normalize_activations"] = names.get(how, how)
 
 
-def _gemma_scope(folder: Path, transcoder: bool) -> tuple[SAEConfig, dict[str, Tensor], None]:
+def _gemma_scope(folder: Path, transcoder: bool) -> tuple[SAEConfig, dict[str, Tensor], float]:
     with np.load(folder / GEMMA_SCOPE, allow_pickle=False) as file:
-        weights = {
-            name.replace("w_", "W_", 1) if name.startswith("w_") else name: torch.from_numpy(
-                file[name]
-            ).float()
-            for name in file.files
-        }
+        names = {name: name.replace("w_", "W_") for name in file.files}
+        weights = {names[name]: torch.from_numpy(file[name]).float() for name in names}
     d_in, d_sae = weights["W_enc"].shape
     d_out = weights["W_dec"].shape[1] if transcoder else None
-    return SAEConfig(d_in, d_sae, "jumprelu", d_out, apply_b_dec_to_input=False), weights, None
+    return SAEConfig(d_in, d_sae, "jumprelu", d_out, apply_b_dec_to_input=False), weights, 1.0
 
 
 def _llama_scope(folder: Path) -> tuple[SAEConfig, dict[str, Tensor], float]:

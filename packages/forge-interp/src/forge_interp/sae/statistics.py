@@ -85,13 +85,7 @@ def evaluate_sae(
 
 def next_token_loss(output: Any, inputs: Inputs, mask: str = "attention_mask") -> Tensor:
     """The mean cross-entropy of the next token [nats]; InterpError where the ids are not found."""
-    ids = (
-        inputs
-        if isinstance(inputs, Tensor)
-        else inputs.get("input_ids")
-        if isinstance(inputs, Mapping)
-        else None
-    )
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
     logits = output_logits(output)
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.shape != logits.shape[:-1]:
         raise InterpError(

@@ -6,7 +6,6 @@ Letters: B rows of a batch over all ranks, R those of this rank, D and D' input 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,8 @@ def train_sae(
     for step in with_progress(steps, len(steps), "sae", progress and run.rank == 0):
         metrics = run.one_step()
         if folder is not None and run.rank == 0:
-            run.log(folder, metrics)
+            with (folder / METRICS).open("a") as file:
+                file.write(f"{dump(metrics)}\n" if metrics else "")
             if (step + 1) % training.save_every == 0 or step + 1 == training.steps:
                 run.save(folder)
     run.sae.fold_scale(run.scale or 1.0)
@@ -169,12 +169,6 @@ class _Run:
         dist.all_gather(found, values.contiguous())
         return torch.cat(found)
 
-    def log(self, folder: Path, metrics: Mapping[str, float]) -> None:
-        """Add a line to the metrics, if there is something to log."""
-        if metrics:
-            with (folder / METRICS).open("a") as file:
-                file.write(dump(metrics) + "\n")
-
     def save(self, folder: Path) -> None:
         """Write the state, in place of the one before."""
         tensors = {f"sae.{name}": value for name, value in self.sae.state_dict().items()} | {
@@ -206,7 +200,7 @@ class _Run:
         return _keep_lines(folder / METRICS, self.step, self.rank)
 
     def _request(self) -> dict[str, Any]:
-        sae, training = self.sae.config.to_dict(), asdict(self.training)
+        sae, training = asdict(self.sae.config), asdict(self.training)
         return {"sae": sae, "training": training, "rows": self.rows.identity()}
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
