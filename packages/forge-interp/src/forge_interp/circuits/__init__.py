@@ -1,0 +1,1 @@
+"""Which parts write a logit, and how are parts connected?"""
