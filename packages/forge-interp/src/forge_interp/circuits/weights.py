@@ -1,0 +1,143 @@
+"""Which maps do the weights of a head make, and which heads are connected by them?
+
+Weights are found by asking: each attention is given unit vectors, so that fused, transposed or shared weights
+need no names. Letters: N heads, D model dim, H head dim; x is a row, so that a head adds x W_V W_O, and query
+and key positions have the score (x W_Q) (y W_K)^T (times a scale).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from forge_interp.canonical import canonical_sites
+from forge_interp.errors import InterpError
+from forge_interp.hooks.capture import capture
+from forge_interp.hooks.edit import edit
+
+Kind = Literal["q", "k", "v"]
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Weights of the heads of a block, float64, without biases; shared keys and values for each query head."""
+
+    q: Tensor  # [N, D, H] W_Q, as it is at position 0, where rotary embeddings turn nothing
+    k: Tensor  # [N, D, H]
+    v: Tensor  # [N, D, H']
+    o: Tensor  # [N, H', D]
+
+    def copying(self) -> Tensor:
+        """[N], sum of the eigenvalues of W_V W_O beside the sum of their sizes: 1 copies, -1 suppresses."""
+        found = torch.linalg.eigvals(self.o @ self.v)  # of W_O W_V, the same but for zeros
+        return found.sum(-1).real / found.abs().sum(-1)
+
+
+@torch.no_grad()
+def head_weights(model: nn.Module, tokens: Tensor) -> dict[str, HeadWeights]:
+    """The weights of all heads, by canonical name of the block (`blocks.0`), of a model of ids.
+
+    Two passes over batches of one token, as many as D and N H'. InterpError where query, key or value is no
+    linear map of what attention is given, as with norms of queries and keys: no weights make a circuit then.
+
+    Args:
+        model: any module; queries and keys are found where it calls `F.scaled_dot_product_attention`.
+        tokens: [B, T] ids, some input of it.
+    """
+    sites = {
+        name.removesuffix(".attn.z"): site
+        for name, site in canonical_sites(model, tokens).items()
+        if name.endswith("attn.z")
+    }
+    modules = {block: site.rpartition(":")[0] for block, site in sites.items()}
+    names = [f"{module}:{part}" for module in modules.values() for part in ("in", "attn.z", "out")]
+    with capture(model, names) as acts:
+        model(tokens[:1, :1])
+    given = {block: acts[f"{module}:in"] for block, module in modules.items()}
+    found = {block: acts[f"{module}:attn.z"] for block, module in modules.items()}
+    maps: dict[str, dict[str, Tensor]] = {block: {} for block in modules}
+    for values, end, parts in ((given, "in", ("attn.q", "attn.k", "attn.v")), (found, "attn.z", ("out",))):
+        size = max(value.numel() for value in values.values())
+        edits = {f"{modules[block]}:{end}": _units(value, size) for block, value in values.items()}
+        asked = [f"{module}:{part}" for module in modules.values() for part in parts]
+        with edit(model, edits), capture(model, asked) as acts:
+            model(tokens[:1, :1].expand(size + 2, 1))
+        for block, value in values.items():
+            for part in parts:
+                maps[block][part] = _linear(
+                    acts[f"{modules[block]}:{part}"], value.numel(), f"{modules[block]}:{part}"
+                )
+    return {block: _by_head(found[block], parts) for block, parts in maps.items()}
+
+
+def composition_scores(weights: dict[str, HeadWeights], kind: Kind) -> tuple[np.ndarray, list[str]]:
+    """How much the output of each head (rows) goes into queries, keys or values of each later head (columns).
+
+    |A B| / (|A| |B|), Frobenius norms, with A = W_V W_O of the first, and B = W_Q W_K^T ("q"), W_K W_Q^T ("k")
+    or W_V W_O ("v") of the second head; NaN for heads of the same or an earlier block. Random maps have about
+    1 / sqrt(D). Exact by QR of the factors, in O(D H^2). Returns [heads, heads] and names `blocks.0.head.1`.
+
+    Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits", on composition.
+    """
+    if kind not in ("q", "k", "v"):
+        raise InterpError(f"kind is {kind!r}; expected 'q', 'k' or 'v'")
+    names = [f"{block}.head.{n}" for block, of in weights.items() for n in range(len(of.q))]
+    scores, row = np.full((len(names), len(names)), np.nan), 0
+    for number, first in enumerate(weights.values()):
+        column = row + len(first.q)
+        left = _triangle(first.v)
+        size = torch.linalg.matrix_norm(left @ _triangle(first.o.mT).mT)
+        for second in list(weights.values())[number + 1 :]:
+            start, end = {
+                "q": (second.q, second.k.mT),
+                "k": (second.k, second.q.mT),
+                "v": (second.v, second.o),
+            }[kind]
+            right = _triangle(end.mT).mT
+            whole = torch.linalg.matrix_norm(_triangle(start) @ right)
+            made = left[:, None] @ (first.o[:, None] @ start[None]) @ right[None]
+            part = torch.linalg.matrix_norm(made) / (size[:, None] * whole[None])
+            scores[row : row + len(first.q), column : column + len(second.q)] = part.cpu().numpy()
+            column += len(second.q)
+        row += len(first.q)
+    return scores, names
+
+
+def _triangle(factor: Tensor) -> Tensor:
+    """R of [N, D, H] = Q R, which has the same products with itself."""
+    return torch.linalg.qr(factor, mode="r").R
+
+
+def _units(value: Tensor, size: int):
+    """An edit that puts zeros, unit vectors and at last a random vector in place of what one token has."""
+    random = torch.randn(value.numel(), generator=torch.Generator().manual_seed(0))
+    rows = torch.zeros(size + 2, value.numel())
+    rows[1 : 1 + value.numel()].fill_diagonal_(1.0)
+    rows[-1] = random
+    return lambda old: rows.to(old).view(size + 2, *old.shape[1:])
+
+
+def _linear(made: Tensor, size: int, site: str) -> Tensor:
+    """[size, ...] images of unit vectors; InterpError where that of the random vector is not their sum."""
+    made = made.double()
+    matrix = made[1 : 1 + size] - made[:1]
+    random = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(made)
+    wanted = made[-1] - made[0]
+    error = (torch.einsum("d,d...->...", random, matrix) - wanted).abs().amax()
+    if not made.numel() or not bool(error <= 1e-3 * wanted.abs().amax()):
+        raise InterpError(
+            f"{site} is no linear map of what its attention is given; expected one (no norm of queries and "
+            "keys), by F.scaled_dot_product_attention: call model.set_attn_implementation('sdpa')"
+        )
+    return matrix
+
+
+def _by_head(z: Tensor, maps: dict[str, Tensor]) -> HeadWeights:
+    heads = z.shape[1]
+    q, k, v = (maps[f"attn.{name}"][:, :, 0].movedim(1, 0) for name in "qkv")  # [K, D, H]
+    k, v = (x.repeat_interleave(heads // len(x), 0) for x in (k, v))
+    return HeadWeights(q, k, v, maps["out"][:, 0].unflatten(0, (heads, -1)))
