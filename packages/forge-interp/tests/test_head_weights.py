@@ -1,4 +1,4 @@
-"""Weights of heads against the matrices of the models, composition against its definition with full matrices."""
+"""Weights of heads against matrices of the models, composition against its definition with full matrices."""
 
 import numpy as np
 import pytest

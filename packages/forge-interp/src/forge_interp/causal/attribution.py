@@ -144,6 +144,7 @@ def differentiate(
 
 
 def probe_of(site: str, value: Tensor) -> Tensor:
+    """Zeros to be added to a value, with a gradient; InterpError where it holds integers."""
     if not value.is_floating_point():
         raise InterpError(f"site {site!r} holds {value.dtype}; expected floating-point: choose a later site")
     return torch.zeros_like(value, requires_grad=True)

@@ -1,7 +1,7 @@
 """Which edges between parts carry what makes the clean run differ from the corrupted one?
 
 An edge leads from what a part adds to the residual stream (a sender) to what another reads of it (a receiver,
-mostly the input of its norm). Letters: B batch, T tokens, D model dim, N heads, H head dim, S senders, R receivers.
+mostly the input of its norm). Letters: B batch, T tokens, D model dim, N heads, S senders, R receivers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Edge = tuple[str, str]
 
 @dataclass(frozen=True)
 class EdgeScores:
-    """The estimated effect on the metric of each edge, were it to carry the clean value; NaN: no such edge."""
+    """The estimated effect on the metric of each edge that carries the clean value; NaN: no such edge."""
 
     values: np.ndarray  # [S, R]
     senders: tuple[str, ...]  # sites, in the order of the run; of heads `site[3]`
@@ -42,7 +42,7 @@ class EdgeScores:
         return [(self.senders[row], self.receivers[column]) for row, column in cells[:count]]
 
     def circuit(self, count: int) -> list[Edge]:
-        """The `count` largest edges but those on no path to the last receiver from a sender that is not fed."""
+        """The `count` largest edges but those on no path from an unfed sender to the last receiver."""
         kept, before = set(self.edges(count)), None
         while kept != before:
             before, reached, used = kept, {r for _, r in kept}, {self.fed[s] for s, _ in kept}
@@ -62,11 +62,11 @@ def edge_attribution(
     heads: Mapping[str, Tensor] | None = None,
     steps: int | None = None,
 ) -> EdgeScores:
-    """Estimate the effect of every edge at once: (clean - corrupted of the sender) times the receiver's gradient.
+    """Estimate the effect of every edge: (clean - corrupted of the sender) times the receiver's gradient.
 
     Gradients are those of the corrupted run with respect to what the receiver alone reads. 2 forward passes
-    and 1 with its backward pass; with `steps` (integrated gradients) as many of these, along the straight line
-    of what the first sender adds from its corrupted to its clean value.
+    and 1 with its backward pass; with `steps` (integrated gradients) as many of these, along the straight
+    line of what the first sender adds from its corrupted to its clean value.
 
     Args:
         model: any module.
@@ -126,9 +126,9 @@ def faithfulness(
 ) -> np.ndarray:
     """How much of the metric each circuit keeps: 1 is all of it, 0 that of the corrupted run; [circuits].
 
-    Run `clean`, where each receiver reads of senders outside of the circuit what they add in the corrupted run:
-    (metric - corrupted) / (clean - corrupted). One pass for each. `[scores.circuit(n) for n in ...]` makes the
-    curve over the number of edges; edges that lead to no receiver in `scores` are never cut.
+    Run `clean`, where each receiver reads of senders outside of the circuit what they add in the corrupted
+    run: (metric - corrupted) / (clean - corrupted). One pass for each. `[scores.circuit(n) for n in ...]`
+    makes the curve over the number of edges; edges to receivers that are not in `scores` are never cut.
     """
     heads, found = heads or {}, []
     names = dict.fromkeys(name.partition("[")[0] for name in scores.senders)

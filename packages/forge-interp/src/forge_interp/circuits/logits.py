@@ -159,11 +159,9 @@ def _norms_behind(
 
 
 def _shares(source: Tensor, made: Tensor, direction: Tensor, has_heads: bool) -> Tensor:
-    """[B, T, N] or [B, T, F]: what each number of `source`, times its effect on `made`, adds in a direction."""
+    """[B, T, N] or [B, T, F]: what each number of `source` adds to `made` in a direction."""
     along = (made.double() * direction).sum()
-    (effect,) = torch.autograd.grad(
-        along, source, retain_graph=True, allow_unused=True, materialize_grads=True
-    )
+    (effect,) = torch.autograd.grad(along, source, retain_graph=True, materialize_grads=True)
     shares = source.detach().double() * effect.double()
     return shares.sum(-1).mT if has_heads else shares
 

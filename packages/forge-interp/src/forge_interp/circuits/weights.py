@@ -24,7 +24,7 @@ Kind = Literal["q", "k", "v"]
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """Weights of the heads of a block, float64, without biases; shared keys and values for each query head."""
+    """Weights of the heads of a block, float64, without biases; keys and values for each query head."""
 
     q: Tensor  # [N, D, H] W_Q, as it is at position 0, where rotary embeddings turn nothing
     k: Tensor  # [N, D, H]
@@ -75,7 +75,7 @@ def head_weights(model: nn.Module, tokens: Tensor) -> dict[str, HeadWeights]:
 
 
 def composition_scores(weights: dict[str, HeadWeights], kind: Kind) -> tuple[np.ndarray, list[str]]:
-    """How much the output of each head (rows) goes into queries, keys or values of each later head (columns).
+    """How much the output of each head (row) goes into queries, keys or values of each later head (column).
 
     |A B| / (|A| |B|), Frobenius norms, with A = W_V W_O of the first, and B = W_Q W_K^T ("q"), W_K W_Q^T ("k")
     or W_V W_O ("v") of the second head; NaN for heads of the same or an earlier block. Random maps have about
