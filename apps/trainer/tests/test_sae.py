@@ -105,6 +105,7 @@ def test_a_run_is_a_source(tmp_path):
     assert main(["sae", "train", path]) == ExitCode.DONE
     last = json.loads((tmp_path / "sae" / "metrics.jsonl").read_text().splitlines()[-1])
     assert load_sae(tmp_path / "sae").config.d_in == 16 and last["step"] == 12
+    assert main(["sae", "train", path]) == ExitCode.DONE  # the same, in spite of new objects
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ def test_metrics_are_those_of_the_definitions(tmp_path):
             "window has 300 rows",
         ),
         (lambda s: train_sae(SAEConfig(7, 9), rows_of(s), make_training()), "expected d_in=7"),
-        (lambda s: StoreRows(s, "a:out", window_rows=1), "windows of at least one block"),
+        (lambda s: StoreRows(s, "a:out", window_rows=1), "windows of at least one unit"),
         (lambda s: StoreRows({}, "a:out"), "store is {}; expected an ActivationStore"),
         (lambda s: ModelRows(Model(), {"x": 1}, "mix"), "the dataset is a dict"),
         (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from forge_interp.errors import InterpError, check_kind
 from forge_interp.extraction.extract import extract_representations
-from forge_interp.extraction.run.identity import model_identity
+from forge_interp.extraction.run.identity import model_identity, names_of
 from forge_interp.extraction.run.parts import dump
 from forge_interp.extraction.samples import Names, open_dataset
 from forge_interp.extraction.store import ActivationStore
@@ -41,19 +41,41 @@ def generator(*seeds: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state))
 
 
-def _units(number: int, rank: int, size: int, total: int, per_window: int, seed: int) -> list[int]:
-    """The units of a window that are one process's share."""
-    windows = -(-total // per_window)
-    order = torch.randperm(total, generator=generator(seed, number // windows)).tolist()
-    start = number % windows * per_window
-    mine = order[start : start + per_window]
-    return mine[len(mine) * rank // size : len(mine) * (rank + 1) // size]
+class _Windows:
+    """Windows of units, in an order of their own in each epoch; a share of one are some of its units."""
+
+    def __init__(self, sites: list[str], unit: int, per_window: int, rows: int, seed: int) -> None:
+        if not rows >= 1 or not 1 <= unit <= per_window:
+            raise InterpError(
+                f"{rows} rows or samples, windows of {per_window} in units of {unit}; expected at least one, "
+                "and windows of at least one unit"
+            )
+        self._sites, self._unit, self._seed = sites, unit, seed
+        self._per_window, self._total = per_window // unit, -(-rows // unit)
+
+    def share(self, number: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+        """See `Rows`."""
+        windows = -(-self._total // self._per_window)
+        order = torch.randperm(self._total, generator=generator(self._seed, number // windows)).tolist()
+        start = number % windows * self._per_window
+        mine = order[start : start + self._per_window]
+        made = self._read(mine[len(mine) * rank // size : len(mine) * (rank + 1) // size])
+        return made[0], made[-1]
+
+    def identity(self) -> dict[str, Any]:
+        """See `Rows`."""
+        return {"sites": self._sites, "window": [self._per_window, self._unit, self._total, self._seed]}
+
+    def _read(self, units: list[int]) -> list[Tensor]:
+        """The rows of units at each site."""
+        raise NotImplementedError
 
 
-class StoreRows:
+class StoreRows(_Windows):
     """Rows of an `ActivationStore`: `site`, and for a transcoder `target`.
 
-    `window_rows` are in memory at a time, read in blocks of `block_rows` neighbours.
+    `window_rows` are in memory at a time, read in blocks of `block_rows` neighbours. InterpError where there are
+    none; KeyError where the store has no such site.
     """
 
     def __init__(
@@ -66,46 +88,27 @@ class StoreRows:
         block_rows: int = 256,
         seed: int = 0,
     ) -> None:
-        """InterpError where the store has no rows; KeyError where it has no such site."""
         check_kind("store", store, ActivationStore, "an ActivationStore: ActivationStore.open(folder)")
-        if not store.rows or block_rows < 1 or window_rows < block_rows:
-            raise InterpError(
-                f"{store.rows} rows, window_rows={window_rows}, block_rows={block_rows}; expected at least "
-                "one row, and windows of at least one block"
-            )
-        self._store, self._block, self._seed = store, block_rows, seed
-        self._sites = [key_of(name, store.sites) for name in (site, target or site)]
-        self._per_window = window_rows // block_rows
-
-    def share(self, number: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-        """See `Rows`."""
-        total = -(-self._store.rows // self._block)
-        units = _units(number, rank, size, total, self._per_window, self._seed)
-        x, y = (self._read(site, units) for site in self._sites)
-        return x, x if self._sites[0] == self._sites[1] else y
+        sites = list(dict.fromkeys(key_of(name, store.sites) for name in (site, target or site)))
+        super().__init__(sites, block_rows, window_rows, store.rows, seed)
+        self._store = store
 
     def identity(self) -> dict[str, Any]:
         """See `Rows`."""
         index = dump({k: v for k, v in self._store.metadata.items() if k != "parts"})
-        window = [self._per_window, self._block, self._seed]
-        return {
-            "sites": self._sites,
-            "rows": self._store.rows,
-            "store": zlib.crc32(index.encode()),
-            "window": window,
-        }
+        return super().identity() | {"rows": self._store.rows, "store": zlib.crc32(index.encode())}
 
-    def _read(self, site: str, units: list[int]) -> Tensor:
-        empty = self._store.read(site, 0, 0)
-        pieces = [self._store.read(site, unit * self._block, (unit + 1) * self._block) for unit in units]
-        return torch.cat([empty, *pieces]).flatten(1)
+    def _read(self, units: list[int]) -> list[Tensor]:
+        read, size = self._store.read, self._unit
+        cuts = [(0, 0), *((unit * size, (unit + 1) * size) for unit in units)]
+        return [torch.cat([read(site, *cut) for cut in cuts]).flatten(1) for site in self._sites]
 
 
-class ModelRows:
-    """Rows that a model computes as they are needed, of the valid tokens of `dataset`.
+class ModelRows(_Windows):
+    """Rows that a model computes as they are needed, of the valid tokens of a sequence of samples.
 
-    `dataset` is a sequence of samples; `options` are those of `extract_representations`, which computes the
-    rows (`tokens`, `mask`, `pad_id`, `forward`, `select`, `pool`, `dtype`).
+    `options` are those of `extract_representations`, which computes the rows (`tokens`, `mask`, `pad_id`,
+    `forward`, `select`, `pool`, `dtype`). InterpError where the dataset is no sequence of samples.
     """
 
     def __init__(
@@ -120,46 +123,27 @@ class ModelRows:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """InterpError where the dataset is no sequence of samples."""
-        names = Names(
-            *(
-                options.get(key, default)
-                for key, default in (("tokens", "input_ids"), ("mask", "attention_mask"))
-            )
-        )
         check_kind("model", model, nn.Module, "an nn.Module")
-        if (
-            not hasattr(dataset, "__getitem__")
-            or isinstance(dataset, dict)
-            or samples_per_window < batch_size
-        ):
-            raise InterpError(
-                f"the dataset is a {type(dataset).__name__}, samples_per_window={samples_per_window}; "
-                f"expected a sequence of samples, and windows of at least a batch of {batch_size}"
-            )
-        self._model, self._dataset, self._batch, self._seed = model, dataset, batch_size, seed
-        self._sites, self._options = [site, target or site], options
-        self._per_window = samples_per_window // batch_size
+        if not hasattr(dataset, "__getitem__") or isinstance(dataset, dict):
+            raise InterpError(f"the dataset is a {type(dataset).__name__}; expected a sequence of samples")
+        super().__init__(
+            [*dict.fromkeys([site, target or site])], batch_size, samples_per_window, len(dataset), seed
+        )
+        names = Names(options.get("tokens", "input_ids"), options.get("mask", "attention_mask"))
+        self._model, self._dataset, self._options = model, dataset, options
         self._fingerprint = open_dataset(dataset, batch_size, names).fingerprint()
-
-    def share(self, number: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-        """See `Rows`."""
-        total = -(-len(self._dataset) // self._batch)
-        units = _units(number, rank, size, total, self._per_window, self._seed)
-        picked = range(len(self._dataset))
-        samples = [
-            self._dataset[i] for unit in units for i in picked[unit * self._batch : (unit + 1) * self._batch]
-        ]
-        if not samples:
-            return torch.empty(0, 0), torch.empty(0, 0)
-        given = {"batch_size": self._batch, "rank": 0, "world_size": 1, "progress": False, **self._options}
-        store = extract_representations(self._model, samples, dict.fromkeys(self._sites), **given)
-        x, y = (store[site].flatten(1) for site in self._sites)
-        return x, x if self._sites[0] == self._sites[1] else y
 
     def identity(self) -> dict[str, Any]:
         """See `Rows`."""
-        window = [self._per_window, self._batch, self._seed]
-        options = sorted(map(str, self._options.items()))
+        options = {key: names_of(x) if callable(x) else str(x) for key, x in self._options.items()}
         data = {"dataset": self._fingerprint, "model": model_identity(self._model), "options": options}
-        return {"sites": self._sites, "window": window} | data
+        return super().identity() | data
+
+    def _read(self, units: list[int]) -> list[Tensor]:
+        every, size = range(len(self._dataset)), self._unit
+        samples = [self._dataset[i] for unit in units for i in every[unit * size : (unit + 1) * size]]
+        if not samples:
+            return [torch.empty(0, 0)]
+        given = {"batch_size": size, "rank": 0, "world_size": 1, "progress": False, **self._options}
+        store = extract_representations(self._model, samples, self._sites, **given)
+        return [rows.flatten(1) for rows in store.values()]

@@ -6,6 +6,7 @@ Letters: B rows of a batch over all ranks, R those of this rank, D and D' input 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,7 @@ def train_sae(
     for step in with_progress(steps, len(steps), "sae", progress and run.rank == 0):
         metrics = run.one_step()
         if folder is not None and run.rank == 0:
-            with (folder / METRICS).open("a") as file:
-                file.write(f"{dump(metrics)}\n" if metrics else "")
+            run.log(folder, metrics)
             if (step + 1) % training.save_every == 0 or step + 1 == training.steps:
                 run.save(folder)
     run.sae.fold_scale(run.scale or 1.0)
@@ -133,6 +133,8 @@ class _Run:
         }
         self.idle = torch.zeros(config.d_sae, dtype=torch.int64, device=device)  # steps since each was active
         self.step, self.window, self.offset, self.scale = 0, 0, 0, 0.0
+        request = {"sae": asdict(config), "training": asdict(training), "rows": rows.identity()}
+        self.request = json.loads(dump(request))
         self._held: tuple[Tensor, Tensor] | None = None
 
     def one_step(self) -> dict[str, float]:
@@ -149,7 +151,7 @@ class _Run:
         loss = (errors + sae.activation.losses(sae, batch, penalty)).sum() / len(x)
         self._update(loss, lr)
         fired = (batch.acts.detach() > 0).any(0).to(torch.int64)
-        self.idle = (self.idle + 1) * (1 - self._reduce(fired, dist.ReduceOp.MAX))
+        self.idle.add_(1).mul_(1 - self._reduce(fired, dist.ReduceOp.MAX))
         self.step += 1
         if self.step % training.log_every and self.step != training.steps:
             return {}
@@ -169,17 +171,26 @@ class _Run:
         dist.all_gather(found, values.contiguous())
         return torch.cat(found)
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that changes but for a few numbers."""
+        found = {f"sae.{name}": value for name, value in self.sae.state_dict().items()} | {"idle": self.idle}
+        return found | {f"adam.{name}": value for name, value in self.moments.items()}
+
+    def log(self, folder: Path, metrics: Mapping[str, float]) -> None:
+        """Add a line to the metrics, if there is something to log."""
+        if metrics:
+            with (folder / METRICS).open("a") as file:
+                file.write(dump(metrics) + "\n")
+
     def save(self, folder: Path) -> None:
         """Write the state, in place of the one before."""
-        tensors = {f"sae.{name}": value for name, value in self.sae.state_dict().items()} | {
-            "idle": self.idle
-        }
-        tensors |= {f"adam.{name}": value for name, value in self.moments.items()}
-        data = {name: getattr(self, name) for name in _PLACE} | {"request": self._request()}
+        data = {name: getattr(self, name) for name in _PLACE} | {"request": self.request}
         with replacing(folder / STATE) as file:
-            held = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+            held = {name: value.detach().cpu().contiguous() for name, value in self.tensors.items()}
             file.write(save(held, {"forge_interp": dump(data)}))
 
+    @torch.no_grad()
     def resume(self, folder: Path) -> None:
         """Go on from the state in a folder, if there is one; InterpError if it is of another training."""
         path = folder / STATE
@@ -188,20 +199,14 @@ class _Run:
             return _keep_lines(folder / METRICS, 0, self.rank)
         with safe_open(path, "pt") as file:
             data = json.loads(file.metadata()["forge_interp"])
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if found := differences(data["request"], json.loads(dump(self._request()))):
-            text = f"{folder} was made by another training ({'; '.join(found)})"
-            raise InterpError(f"{text}; expected the same: give another out")
-        self.sae.load_state_dict({name: state[f"sae.{name}"] for name in self.sae.state_dict()})
-        self.moments = {name: state[f"adam.{name}"].to(self.device) for name in self.moments}
-        self.idle = state["idle"].to(self.device)
+            if found := differences(data["request"], self.request):
+                text = f"{folder} was made by another training ({'; '.join(found)})"
+                raise InterpError(f"{text}; expected the same: give another out")
+            for name, value in self.tensors.items():
+                value.copy_(file.get_tensor(name))
         for name in _PLACE:
             setattr(self, name, data[name])
         return _keep_lines(folder / METRICS, self.step, self.rank)
-
-    def _request(self) -> dict[str, Any]:
-        sae, training = asdict(self.sae.config), asdict(self.training)
-        return {"sae": sae, "training": training, "rows": self.rows.identity()}
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets [B, ...] of all ranks."""
@@ -246,11 +251,9 @@ class _Run:
             return share
         shapes: list[Any] = [None] * self.size
         dist.all_gather_object(shapes, tuple(share.shape))
-        most, width = max(n for n, *_ in shapes), max(shape[1] for shape in shapes)
-        padded = share.new_zeros(most, width)
+        padded = torch.zeros(*map(max, zip(*shapes, strict=True)), device=self.device)
         padded[: len(share), : share.shape[1]] = share
-        padded = padded.to(self.device)
-        found = self.gather(padded.flatten()).view(self.size, most, width).cpu()
+        found = self.gather(padded.flatten()).view(self.size, *padded.shape).cpu()
         return torch.cat([part[: shape[0]] for part, shape in zip(found, shapes, strict=True)])
 
     def _reduce(self, value: Tensor, how: Any = None) -> Tensor:
