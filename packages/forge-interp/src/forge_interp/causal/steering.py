@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forge_interp.causal.patching import score_edited, site_means
-from forge_interp.causal.table import Index, Metric
+from forge_interp.causal.patching import site_means
+from forge_interp.causal.table import Index, Metric, score
 from forge_interp.errors import InterpError, fitting
 from forge_interp.hooks.capture import capture
-from forge_interp.hooks.edit import steer
+from forge_interp.hooks.edit import edit, steer
 from forge_interp.model_inputs import Inputs, call_model
 
 
@@ -26,7 +26,6 @@ def contrastive_vectors(
     positive: Iterable[Inputs],
     negative: Iterable[Inputs],
     sites: str | Iterable[str],
-    *,
     where: Index | None = None,
 ) -> dict[str, Tensor]:
     """Mean activation on positive minus that on negative inputs, by site: [D], for `steer`.
@@ -41,27 +40,29 @@ def contrastive_vectors(
 
     Source: Rimsky et al. 2023, arXiv:2312.06681, eq. 1 (contrastive activation addition).
     """
-    sides = []
-    for batches in (positive, negative):
-        if where is None:
-            sides.append(site_means(model, batches, sites))
-            continue
-        sums: dict[str, Tensor] = {}
-        count: dict[str, int] = {}
-        for inputs in batches:
-            with capture(model, sites) as acts:
-                call_model(model, inputs)
-            for site, value in acts.items():
-                with fitting(value, f"where={where!r} at {site!r}"):
-                    rows = value[where].flatten(0, -2).double()
-                sums[site] = sums.get(site, 0) + rows.sum(0)
-                count[site] = count.get(site, 0) + len(rows)
-        sides.append({site: total / count[site] for site, total in sums.items()})
+    if where is None:
+        sides = [site_means(model, batches, sites) for batches in (positive, negative)]
+    else:
+        sides = [_means(model, batches, sites, where) for batches in (positive, negative)]
     if not sides[0] or sides[0].keys() != sides[1].keys():
         raise InterpError(
             "positive or negative is empty, or reaches other sites; expected inputs of both kinds"
         )
     return {site: (value - sides[1][site]).float() for site, value in sides[0].items()}
+
+
+def _means(
+    model: nn.Module, batches: Iterable[Inputs], sites: str | Iterable[str], where: Index
+) -> dict[str, Tensor]:
+    """Means of the rows at an index, float64."""
+    rows: dict[str, list[Tensor]] = {}
+    for inputs in batches:
+        with capture(model, sites) as acts:
+            call_model(model, inputs)
+        for site, value in acts.items():
+            with fitting(value, f"where={where!r} at {site!r}"):
+                rows.setdefault(site, []).append(value[where].flatten(0, -2).double())
+    return {site: torch.cat(parts).mean(0) for site, parts in rows.items()}
 
 
 def strength_sweep(
@@ -82,13 +83,8 @@ def strength_sweep(
     named = metrics if isinstance(metrics, dict) else {"metric": metrics}
     found: dict[str, list[float]] = {name: [] for name in named}
     for strength in strengths:
-        outputs: list[Any] = []
-        score_edited(
-            model,
-            inputs,
-            {site: steer(vector, float(strength), where)},
-            lambda out, to=outputs: to.append(out) or 0.0,
-        )
+        with torch.no_grad(), edit(model, {site: steer(vector, float(strength), where)}):
+            output = call_model(model, inputs)
         for name, metric in named.items():
-            found[name].append(float(metric(outputs[0])))
+            found[name].append(score(metric, output))
     return {name: np.array(values) for name, values in found.items()}

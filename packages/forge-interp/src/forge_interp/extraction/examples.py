@@ -100,8 +100,8 @@ def top_examples(
     """
     if count < 1 or min(context) < 0 or not store.rows or bool((store.position < 0).any()):
         raise InterpError(
-            f"count={count}, context={context}, {store.rows} rows; expected at least one example, a context of "
-            "at least 0, and a store with a row for each token: extract without pool="
+            f"count={count}, context={context}, {store.rows} rows; expected an example or more, a context of "
+            "0 or more, and a store with a row for each token: extract without pool="
         )
     score, chosen = score or _size, None if units is None else list(units)
     best, rows = torch.empty(0), torch.empty(0, dtype=torch.int64)

@@ -74,8 +74,8 @@ class _Windows:
 class StoreRows(_Windows):
     """Rows of an `ActivationStore`: `site`, and for a transcoder `target`.
 
-    `window_rows` are in memory at a time, read in blocks of `block_rows` neighbours. InterpError where there are
-    none; KeyError where the store has no such site.
+    `window_rows` are in memory at a time, read in blocks of `block_rows` neighbours. InterpError where there
+    are none; KeyError where the store has no such site.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,15 +61,15 @@ def spliced(
     if (target is None) != (sae.config.d_out is None):
         raise InterpError(f"target is {target!r}; expected a site for a transcoder, None for an autoencoder")
     seen = Spliced()
-    kept: list[tuple[Tensor, Tensor]] = []  # input, features of the call under way
+    given: Any = None
 
     def encode(value: Tensor) -> Tensor:
-        seen.features = sae.encode(value)
-        kept[:] = [(value, seen.features)]
+        nonlocal given
+        given, seen.features = value, sae.encode(value)
         return value
 
     def decode(value: Tensor) -> Tensor:
-        given, acts = kept[0]
+        acts = seen.features
         changed = acts if features is None else features(acts)
         made = sae.decode(changed, given)
         if made.shape != value.shape:
@@ -82,11 +83,10 @@ def spliced(
             return made.to(value.dtype)
         return (value.detach() + (made - plain)).to(value.dtype)
 
-    def both(value: Tensor) -> Tensor:
-        return decode(encode(value))
-
     edits: Mapping[str, Edit] = (
-        {site: both} if target is None else {at_call(site): encode, at_call(target): decode}
+        {site: lambda value: decode(encode(value))}
+        if target is None
+        else {at_call(site): encode, at_call(target): decode}
     )
     with edit(model, edits):
         yield seen

@@ -67,7 +67,7 @@ def evaluate_sae(
     InterpError where there are no batches, or where the default loss finds no ids.
     """
     loss = loss or (lambda output, inputs: next_token_loss(output, inputs, mask))
-    place, sums, losses = target or site, _Sums(sae), torch.zeros(3, dtype=torch.float64)
+    place, sums, losses = target or site, _Sums(), torch.zeros(3, dtype=torch.float64)
     number = 0
     for inputs in batches:
         number += 1
@@ -103,12 +103,9 @@ def next_token_loss(output: Any, inputs: Inputs, mask: str = "attention_mask") -
 class _Sums:
     """Sums over rows, float64."""
 
-    def __init__(self, sae: SparseAutoencoder) -> None:
-        like = {"dtype": torch.float64, "device": sae.W_dec.device}
-        self.rows = 0
-        self.active, self.total, self.largest = (torch.zeros(sae.config.d_sae, **like) for _ in range(3))
-        self.error, self.power = torch.zeros((), **like), torch.zeros((), **like)
-        self.sum = torch.zeros(len(sae.b_dec), **like)
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._largest = torch.tensor(-torch.inf)
 
     def add(self, seen: Spliced, keep: Any) -> None:
         """Add the valid rows of a batch; InterpError where a mask is not of these rows."""
@@ -120,27 +117,25 @@ class _Sums:
                 )
             chosen = keep.to(acts.device).flatten() != 0
             acts, value, error = acts[chosen], value[chosen], error[chosen]
-        self.rows += len(acts)
-        self.active += (acts > 0).sum(0)
-        self.total += acts.sum(0)
-        self.largest = torch.maximum(self.largest, acts.amax(0)) if len(acts) else self.largest
-        self.error += error.square().sum()
-        self.power += value.square().sum()
-        self.sum += value.sum(0)
+        new = {"rows": acts.new_tensor(len(acts)), "active": (acts > 0).sum(0), "acts": acts.sum(0)}
+        new |= {"value": value.sum(0), "power": value.square().sum(), "error": error.square().sum()}
+        self._sums = {name: self._sums.get(name, 0) + x for name, x in new.items()}
+        self._largest = torch.cat([self._largest.to(acts).expand(1, acts.shape[1]), acts]).amax(0)
 
     def report(self, loss: float, loss_spliced: float, loss_zero: float) -> FeatureReport:
         """What the sums say."""
-        spread = self.power - self.sum.square().sum() / max(1, self.rows)
-        gap = loss_zero - loss
+        sums, gap = self._sums, loss_zero - loss
+        rows, active = sums["rows"].clamp_min(1), sums["active"]
         return FeatureReport(
-            rows=self.rows,
-            l0=self.active.sum().item() / max(1, self.rows),
-            explained_variance=1 - (self.error / spread).item(),
-            normalized_mse=(self.error / self.power).item(),
-            dead=int((self.active == 0).sum()),
-            density=(self.active / max(1, self.rows)).cpu(),
-            mean_active=(self.total / self.active.clamp_min(1)).cpu(),
-            largest=self.largest.cpu(),
+            rows=int(sums["rows"]),
+            l0=(active.sum() / rows).item(),
+            explained_variance=1
+            - (sums["error"] / (sums["power"] - sums["value"].square().sum() / rows)).item(),
+            normalized_mse=(sums["error"] / sums["power"]).item(),
+            dead=int((active == 0).sum()),
+            density=(active / rows).cpu(),
+            mean_active=(sums["acts"] / active.clamp_min(1)).cpu(),
+            largest=self._largest.cpu(),
             loss=loss,
             loss_spliced=loss_spliced,
             loss_zero=loss_zero,

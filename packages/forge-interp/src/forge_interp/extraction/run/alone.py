@@ -59,7 +59,7 @@ def unpadded(batch: Batch, names: Names) -> tuple[Batch, Tensor] | None:
 
 
 def _trimmed(key: str, value: Any, inputs: Mapping[str, Any], names: Names, longest: int) -> Any:
-    """An entry [1, T] or [1, T, D] without its padding, by the mask of the ids whose beginning its name has."""
+    """An entry [1, T] or [1, T, D] without its padding, by the mask of the ids that its name begins like."""
     if not isinstance(value, Tensor) or value.ndim not in (2, 3) or value.shape[1] != longest:
         return value
     assert names.mask is not None  # or the batch would have none
