@@ -73,7 +73,7 @@ def _rows(source: SourceConfig) -> tuple[Any, int, int]:
         widths = [
             store.read(site, 0, 1).flatten(1).shape[1] for site in (source.site, source.target or source.site)
         ]
-        return rows, *widths
+        return rows, widths[0], widths[1]
     from forge_data.loading.loader import build_loader
 
     from forge_trainer.commands.evaluate import open_trained

@@ -176,7 +176,8 @@ class _Sites:
             with capture(model, dict.fromkeys([*kinds[0], *kinds[1]])) as acts:
                 call_model(model, inputs)
         order = {site: number for number, site in enumerate(acts)}
-        return cls(*(sorted(kind, key=order.__getitem__) for kind in kinds), order)
+        sent, read = (sorted(kind, key=order.__getitem__) for kind in kinds)
+        return cls(sent, read, order)
 
     def before(self, sender: str) -> str | None:
         """The last receiver in front of a sender."""

@@ -78,8 +78,9 @@ def composition_scores(weights: dict[str, HeadWeights], kind: Kind) -> tuple[np.
     """How much the output of each head (row) goes into queries, keys or values of each later head (column).
 
     |A B| / (|A| |B|), Frobenius norms, with A = W_V W_O of the first head, and of the second B = W_Q W_K^T
-    ("q"), W_K W_Q^T ("k") or W_V W_O ("v"); NaN for heads of the same or an earlier block. Random maps have about
-    1 / sqrt(D). Exact by QR of the factors, in O(D H^2). Returns [heads, heads] and names `blocks.0.head.1`.
+    ("q"), W_K W_Q^T ("k") or W_V W_O ("v"); NaN for heads of the same or an earlier block. Random maps have
+    about 1 / sqrt(D). Exact by QR of the factors, in O(D H^2). Returns [heads, heads], and names such as
+    `blocks.0.head.1`.
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits", on composition.
     """

@@ -157,9 +157,9 @@ class SparseAutoencoder(nn.Module):
 
         This is what SAELens calls folding `expected_average_only_in`, with scale = sqrt(D) / mean |x|.
         """
-        self.W_enc *= scale
-        self.W_dec /= scale
-        self.b_dec /= scale
+        self.W_enc.mul_(scale)
+        self.W_dec.div_(scale)
+        self.b_dec.div_(scale)
         if self.config.activation == "batch_topk" and self.config.rescale_acts_by_decoder_norm:
             self.topk_threshold /= scale
 

@@ -34,7 +34,7 @@ _ARCHITECTURES = {  # of SAELens: activation, is a transcoder, has a skip connec
     "jumprelu_transcoder": ("jumprelu", True, False),
     "jumprelu_skip_transcoder": ("jumprelu", True, True),
 }
-_OLD_NAMES = {
+_OLD_NAMES: dict[str, str] = {
     "hook_point": "hook_name",
     "hook_point_head_index": "hook_head_index",
     "activation_fn_str": "activation_fn",
@@ -145,7 +145,7 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
 
 
 def _sae_lens(folder: Path, norm_factor: float | None) -> tuple[SAEConfig, dict[str, Tensor], float]:
-    data = json.loads((folder / CONFIG).read_text())
+    data: dict[str, Any] = json.loads((folder / CONFIG).read_text())
     metadata = data.pop("metadata", None) or {}
     version = str(data.get("sae_lens_version") or metadata.get("sae_lens_version") or "")
     data = {_OLD_NAMES.get(key, key): value for key, value in data.items()}

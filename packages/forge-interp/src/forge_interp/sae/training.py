@@ -55,7 +55,9 @@ class SAETraining:
 
     def __post_init__(self) -> None:
         """Look at all values."""
-        least = dict.fromkeys(("steps", "batch_rows", "save_every", "log_every", "dead_after_steps"), 1)
+        least: dict[str, int] = dict.fromkeys(
+            ("steps", "batch_rows", "save_every", "log_every", "dead_after_steps"), 1
+        )
         least |= dict.fromkeys(("lr_warmup_steps", "lr_decay_steps", "sparsity_warmup_steps"), 0)
         values = {name: getattr(self, name) for name in least}
         wrong = [f"{k} is {v!r}; expected {least[k]} or more" for k, v in values.items() if not v >= least[k]]
@@ -299,7 +301,7 @@ def _lr_factor(training: SAETraining, step: int) -> float:
 
 @torch.no_grad()
 def _normalize(sae: SparseAutoencoder) -> None:
-    sae.W_dec /= sae.W_dec.norm(dim=-1, keepdim=True).clamp_min(1e-8)
+    sae.W_dec.div_(sae.W_dec.norm(dim=-1, keepdim=True).clamp_min(1e-8))
 
 
 def _keep_lines(path: Path, step: int, rank: int) -> None:

@@ -68,8 +68,9 @@ def _trimmed(key: str, value: Any, inputs: Mapping[str, Any], names: Names, long
         next(iter(_beginnings([names.tokens or ""], "input_ids")), ""): names.mask
     }
     prefix = max((p for p in {**of["input_ids"], **masks} if key.startswith(p)), key=len, default=None)
-    keep = inputs[masks[prefix]][0].bool() if prefix in masks else ()
-    return value[:, keep.to(value.device)] if len(keep) == longest else value
+    if prefix not in masks or len(keep := inputs[masks[prefix]][0].bool()) != longest:
+        return value
+    return value[:, keep.to(value.device)]
 
 
 def _beginnings(names: Iterable[str], ending: str) -> dict[str, str]:
