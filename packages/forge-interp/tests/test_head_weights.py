@@ -91,8 +91,45 @@ def test_copying_is_the_trace_beside_the_sizes_of_eigenvalues():
         assert found.item() == pytest.approx((values.sum().real / values.abs().sum()).item(), rel=1e-6)
 
 
-def test_what_is_no_linear_map_is_refused():
+def test_of_queries_with_a_norm_only_values_make_a_circuit():
+    model = build("Qwen3", **SMALL, **HEADS, num_key_value_heads=2, head_dim=6)
+    weights = head_weights(model, TOKENS)
+    of, attention = weights["blocks.1"], model.model.layers[1].self_attn
+    assert of.q is None and of.k is None
+    torch.testing.assert_close(of.v[2].float(), attention.v_proj.weight[6:12].T, rtol=1e-5, atol=1e-6)
+    assert np.isfinite(composition_scores(weights, "v")[0][0, 4:]).all()
     with pytest.raises(InterpError, match="no linear map"):
-        head_weights(build("Qwen3", **SMALL, **HEADS, num_key_value_heads=2, head_dim=6), TOKENS)
+        composition_scores(weights, "q")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_other_dtypes(dtype):
+    model = build("Llama", **SMALL, **HEADS).to(dtype)
+    found = head_weights(model, TOKENS)["blocks.2"]
+    wanted = model.model.layers[2].self_attn.q_proj.weight[6:12].T.double()
+    torch.testing.assert_close(found.q[1], wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-12, atol=1e-6)
+
+
+def test_blocks_without_attention_have_no_heads():
+    options = {"layer_types": ["mamba", "attention", "mamba"], "mamba_d_state": 8, "mamba_n_heads": 6}
+    options |= {
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "shared_intermediate_size": 24,
+        "num_local_experts": 0,
+    }
+    model = build("GraniteMoeHybrid", **SMALL, **HEADS, **options)
+    found = head_weights(model, TOKENS)
+    assert list(found) == ["blocks.1"]
+    wanted = model.model.layers[1].self_attn.q_proj.weight[:6].T
+    torch.testing.assert_close(found["blocks.1"].q[0].float(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_is_refused():
+    model = build("Llama", **SMALL, **HEADS)
     with pytest.raises(InterpError, match="expected 'q', 'k' or 'v'"):
         composition_scores({}, "o")
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.forward = lambda x, plain=layer.self_attn.v_proj.forward: plain(x).tanh()
+    with pytest.raises(InterpError, match=r"values or output of attention in blocks\.0 are no"):
+        head_weights(model, TOKENS)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from forge_interp.canonical import canonical_sites
 from forge_interp.errors import InterpError
 from forge_interp.hooks.capture import capture
-from forge_interp.hooks.edit import edit
+from forge_interp.hooks.edit import Edit, edit
 
 Kind = Literal["q", "k", "v"]
 
@@ -26,8 +26,8 @@ Kind = Literal["q", "k", "v"]
 class HeadWeights:
     """Weights of the heads of a block, float64, without biases; keys and values for each query head."""
 
-    q: Tensor  # [N, D, H] W_Q, as it is at position 0, where rotary embeddings turn nothing
-    k: Tensor  # [N, D, H]
+    q: Tensor | None  # [N, D, H] W_Q at position 0, where rotary embeddings turn nothing; None: no linear map
+    k: Tensor | None  # [N, D, H], of models with norms of queries and keys None, too
     v: Tensor  # [N, D, H']
     o: Tensor  # [N, H', D]
 
@@ -41,8 +41,8 @@ class HeadWeights:
 def head_weights(model: nn.Module, tokens: Tensor) -> dict[str, HeadWeights]:
     """The weights of all heads, by canonical name of the block (`blocks.0`), of a model of ids.
 
-    Two passes over batches of one token, as many as D and N H'. InterpError where query, key or value is no
-    linear map of what attention is given, as with norms of queries and keys: no weights make a circuit then.
+    Two passes over batches of one token, as many as D and N H'. InterpError where values or output are no
+    linear map of what attention is given; where queries or keys are none (QK norms), these are None.
 
     Args:
         model: any module; queries and keys are found where it calls `F.scaled_dot_product_attention`.
@@ -59,7 +59,7 @@ def head_weights(model: nn.Module, tokens: Tensor) -> dict[str, HeadWeights]:
         model(tokens[:1, :1])
     given = {block: acts[f"{module}:in"] for block, module in modules.items()}
     found = {block: acts[f"{module}:attn.z"] for block, module in modules.items()}
-    maps: dict[str, dict[str, Tensor]] = {block: {} for block in modules}
+    maps: dict[str, dict[str, Tensor | None]] = {block: {} for block in modules}
     for values, end, parts in ((given, "in", ("attn.q", "attn.k", "attn.v")), (found, "attn.z", ("out",))):
         size = max(value.numel() for value in values.values())
         edits = {f"{modules[block]}:{end}": _units(value, size) for block, value in values.items()}
@@ -68,10 +68,8 @@ def head_weights(model: nn.Module, tokens: Tensor) -> dict[str, HeadWeights]:
             model(tokens[:1, :1].expand(size + 2, 1))
         for block, value in values.items():
             for part in parts:
-                maps[block][part] = _linear(
-                    acts[f"{modules[block]}:{part}"], value.numel(), f"{modules[block]}:{part}"
-                )
-    return {block: _by_head(found[block], parts) for block, parts in maps.items()}
+                maps[block][part] = _linear(acts[f"{modules[block]}:{part}"], value.numel())
+    return {block: _by_head(found[block], parts, block) for block, parts in maps.items()}
 
 
 def composition_scores(weights: dict[str, HeadWeights], kind: Kind) -> tuple[np.ndarray, list[str]]:
@@ -86,25 +84,28 @@ def composition_scores(weights: dict[str, HeadWeights], kind: Kind) -> tuple[np.
     """
     if kind not in ("q", "k", "v"):
         raise InterpError(f"kind is {kind!r}; expected 'q', 'k' or 'v'")
-    names = [f"{block}.head.{n}" for block, of in weights.items() for n in range(len(of.q))]
+    if kind != "v" and any(of.q is None or of.k is None for of in weights.values()):
+        raise InterpError(f"kind is {kind!r}, and queries or keys are no linear map (a norm); expected 'v'")
+    names = [f"{block}.head.{n}" for block, of in weights.items() for n in range(len(of.v))]
     scores, row = np.full((len(names), len(names)), np.nan), 0
     for number, first in enumerate(weights.values()):
-        column = row + len(first.q)
-        left = _triangle(first.v)
+        end = row + len(first.v)
+        left, column = _triangle(first.v), end
         size = torch.linalg.matrix_norm(left @ _triangle(first.o.mT).mT)
         for second in list(weights.values())[number + 1 :]:
-            start, end = {
-                "q": (second.q, second.k.mT),
-                "k": (second.k, second.q.mT),
-                "v": (second.v, second.o),
+            start, back = {
+                "q": (second.q, second.k),
+                "k": (second.k, second.q),
+                "v": (second.v, second.o.mT),
             }[kind]
-            right = _triangle(end.mT).mT
+            assert start is not None and back is not None
+            right = _triangle(back).mT
             whole = torch.linalg.matrix_norm(_triangle(start) @ right)
             made = left[:, None] @ (first.o[:, None] @ start[None]) @ right[None]
             part = torch.linalg.matrix_norm(made) / (size[:, None] * whole[None])
-            scores[row : row + len(first.q), column : column + len(second.q)] = part.cpu().numpy()
-            column += len(second.q)
-        row += len(first.q)
+            scores[row:end, column : column + len(second.v)] = part.cpu().numpy()
+            column += len(second.v)
+        row = end
     return scores, names
 
 
@@ -113,7 +114,7 @@ def _triangle(factor: Tensor) -> Tensor:
     return torch.linalg.qr(factor, mode="r").R
 
 
-def _units(value: Tensor, size: int):
+def _units(value: Tensor, size: int) -> Edit:
     """An edit that puts zeros, unit vectors and at last a random vector in place of what one token has."""
     random = torch.randn(value.numel(), generator=torch.Generator().manual_seed(0))
     rows = torch.zeros(size + 2, value.numel())
@@ -122,23 +123,27 @@ def _units(value: Tensor, size: int):
     return lambda old: rows.to(old).view(size + 2, *old.shape[1:])
 
 
-def _linear(made: Tensor, size: int, site: str) -> Tensor:
-    """[size, ...] images of unit vectors; InterpError where that of the random vector is not their sum."""
+def _linear(made: Tensor, size: int) -> Tensor | None:
+    """[size, ...] images of unit vectors; None where that of the random vector is not their sum."""
+    close = 1e-3 if made.dtype in (torch.float32, torch.float64) else 5e-2
     made = made.double()
-    matrix = made[1 : 1 + size] - made[:1]
+    matrix, wanted = made[1 : 1 + size] - made[:1], made[-1] - made[0]
     random = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(made)
-    wanted = made[-1] - made[0]
-    error = (torch.einsum("d,d...->...", random, matrix) - wanted).abs().amax()
-    if not made.numel() or not bool(error <= 1e-3 * wanted.abs().amax()):
+    error = (torch.einsum("d,d...->...", random, matrix) - wanted).abs()
+    is_linear = made.numel() > 0 and bool((error <= close * wanted.abs().amax()).all())
+    return matrix if is_linear else None
+
+
+def _by_head(z: Tensor, maps: dict[str, Tensor | None], block: str) -> HeadWeights:
+    v, o = maps["attn.v"], maps["out"]
+    if v is None or o is None:
         raise InterpError(
-            f"{site} is no linear map of what its attention is given; expected one (no norm of queries and "
-            "keys), by F.scaled_dot_product_attention: call model.set_attn_implementation('sdpa')"
+            f"values or output of attention in {block} are no linear map of what it is given; expected one, "
+            "by F.scaled_dot_product_attention: call model.set_attn_implementation('sdpa')"
         )
-    return matrix
-
-
-def _by_head(z: Tensor, maps: dict[str, Tensor]) -> HeadWeights:
-    heads = z.shape[1]
-    q, k, v = (maps[f"attn.{name}"][:, :, 0].movedim(1, 0) for name in "qkv")  # [K, D, H]
-    k, v = (x.repeat_interleave(heads // len(x), 0) for x in (k, v))
-    return HeadWeights(q, k, v, maps["out"][:, 0].unflatten(0, (heads, -1)))
+    found = [None if x is None else x[:, :, 0].movedim(1, 0) for x in (maps["attn.q"], maps["attn.k"], v)]
+    q, k, v = (
+        None if x is None else x.repeat_interleave(z.shape[1] // len(x), 0) for x in found
+    )  # [K, D, H]
+    assert v is not None
+    return HeadWeights(q, k, v, o[:, 0].unflatten(0, (z.shape[1], -1)))
