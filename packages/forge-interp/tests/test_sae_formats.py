@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +31,14 @@ def test_load_sae_computes_what_sae_lens_computes(name):
 @pytest.mark.parametrize("name", USED)
 def test_save_sae_writes_what_load_sae_reads_bit_by_bit(name, tmp_path):
     sae = load_sae(LENS / name)
+    if sae.config.k is not None:  # as a TOML file may have it
+        sae.config = replace(sae.config, k=float(sae.config.k))
     save_sae(sae, tmp_path)
     again, x = load_sae(tmp_path), REFERENCE["x"]
     assert again(x).equal(sae(x))
     wanted = json.loads((LENS / name / "cfg.json").read_text())
     found = json.loads((tmp_path / "cfg.json").read_text())
+    assert isinstance(found.get("k", 1), int)
     assert {key: found[key] for key in wanted if key != "metadata"} == {
         key: value for key, value in wanted.items() if key != "metadata"
     }

@@ -301,6 +301,13 @@ def test_metrics_are_those_of_the_definitions(tmp_path):
     assert idle.equal((sae.encode(x) == 0).all(0).long())
 
 
+def test_a_loss_that_is_no_number_ends_the_training():
+    x = make_store()["a:out"].clone()
+    x[7, 2] = torch.nan
+    with pytest.raises(InterpError, match="the loss of step 8 is nan"):
+        train_sae(KINDS["relu"][0], rows_of(ActivationStore.of({"a:out": x})), make_training(log_every=8))
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [

@@ -134,7 +134,11 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
     names = ["d_in", "d_sae", "apply_b_dec_to_input", "normalize_activations", "reshape_activations"]
     names += ["d_out"] if is_transcoder else []
     names += ["k", "rescale_acts_by_decoder_norm"] if name == "topk" else []
-    data = {key: getattr(config, key) for key in names} | {"architecture": architecture, "device": "cpu"}
+    data: dict[str, Any] = {key: getattr(config, key) for key in names} | {
+        "architecture": architecture,
+        "device": "cpu",
+    }
+    data |= {"k": int(config.k or 0)} if name == "topk" else {}  # which torch.topk takes of no other type
     metadata = {"sae_lens_version": "6.0.0", **config.metadata}
     data |= {"dtype": dtype_name(sae.W_enc.dtype), "metadata": metadata}
     folder.mkdir(parents=True, exist_ok=True)

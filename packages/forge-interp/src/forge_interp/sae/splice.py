@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forge_interp.causal.table import at_call
 from forge_interp.errors import InterpError
 from forge_interp.hooks.edit import Edit, edit
 from forge_interp.hooks.sites import find_sites
@@ -69,6 +68,11 @@ def spliced(
         return value
 
     def decode(value: Tensor) -> Tensor:
+        nonlocal given
+        if given is None:
+            raise InterpError(
+                f"{target!r} is reached before {site!r}; expected the input of a transcoder first"
+            )
         acts = seen.features
         changed = acts if features is None else features(acts)
         made = sae.decode(changed, given)
@@ -78,15 +82,9 @@ def spliced(
             )
         with torch.no_grad():
             plain = made.detach() if changed is acts else sae.decode(acts, given)
-            seen.value, seen.error = value.detach(), value.detach() - plain
-        if not error:
-            return made.to(value.dtype)
-        return (value.detach() + (made - plain)).to(value.dtype)
+            seen.value, seen.error, given = value.detach(), value.detach() - plain, None
+        return (value.detach() + (made - plain) if error else made).to(value.dtype)
 
-    edits: Mapping[str, Edit] = (
-        {site: lambda value: decode(encode(value))}
-        if target is None
-        else {at_call(site): encode, at_call(target): decode}
-    )
-    with edit(model, edits):
+    edits: dict[str, Edit] = {site: encode, target: decode} if target is not None else {}
+    with edit(model, edits or {site: lambda value: decode(encode(value))}):
         yield seen

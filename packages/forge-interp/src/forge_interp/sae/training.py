@@ -6,6 +6,7 @@ Letters: B rows of a batch over all ranks, R those of this rank, D and D' input 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -159,6 +160,10 @@ class _Run:
             return {}
         sums = [loss.detach(), errors.detach().sum(), (batch.acts.detach() > 0).sum()]
         total, error, active = self._reduce(torch.stack([s.double() for s in sums])).tolist()
+        if not math.isfinite(total):
+            raise InterpError(
+                f"the loss of step {self.step} is {total}; expected a number: rows that are, a lower lr"
+            )
         spread = (y - y.mean(0)).square().sum().item()
         found = {"step": self.step, "loss": total, "mse": error / len(x), "l0": active / len(x)}
         found |= {"explained_variance": 1 - error / spread if spread else float("nan")}
