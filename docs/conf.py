@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import forge_interp
+import forge_interp.circuits
+import forge_interp.sae
 from forge_config.reference import reference_markdown
 from forge_trainer.config.job import Job
 
@@ -42,10 +44,11 @@ def _fields(value: object) -> str:
 def _interp_reference() -> str:
     """Every public name of forge_interp and its methods."""
     text = (
-        "# Reference\n\nEvery public name of `forge_interp`: what it takes, returns and raises, its source.\n"
+        "# Reference\n\nEvery public name of `forge_interp`, then those of `forge_interp.circuits`, `.sae`: "
+        "what it takes, returns and raises, its source.\n"
     )
-    for name in forge_interp.__all__:
-        value = getattr(forge_interp, name)
+    modules = (forge_interp, forge_interp.circuits, forge_interp.sae)
+    for name, value in ((name, getattr(module, name)) for module in modules for name in module.__all__):
         text += f"\n## {name}\n\n{_help(name, value)}"
         bases = value.__mro__ if inspect.isclass(value) else ()
         ours = [base for base in bases if base.__module__.startswith("forge_interp")]

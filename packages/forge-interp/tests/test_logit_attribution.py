@@ -127,6 +127,17 @@ def test_shares_of_features_and_the_rest_sum_to_the_stream(tokens):
     torch.testing.assert_close((features.sum(-1) + rest).detach(), stream, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2 (soft caps, norms behind)"])
+def test_in_16_bits_heads_and_neurons_are_those_of_32(name, tokens):
+    exact, found = (
+        attribute_logits(build(name).to(dtype), tokens, tokens) for dtype in (torch.float32, torch.bfloat16)
+    )
+    for of in ("heads", "neurons"):
+        for block, shares in getattr(exact, of).items():
+            alike = torch.cosine_similarity(shares.flatten(), getattr(found, of)[block].flatten(), 0)
+            assert alike > 0.99
+
+
 def test_what_cannot_be_attributed_is_refused(tokens):
     model = build("llama")
     with pytest.raises(InterpError, match=r"targets are \[7\]; expected \[2, 7\]"):

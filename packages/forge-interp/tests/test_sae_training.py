@@ -202,9 +202,9 @@ def test_a_planted_dictionary_is_found():
     ids=lambda value: getattr(value, "activation", ""),
 )
 def test_a_planted_dictionary_of_512_is_found(config, penalty):
-    x, directions = planted(atoms=512, width=128, rows=100_000, active=5)
+    x, directions = planted(atoms=512, width=128, rows=60_000, active=5)
     store = ActivationStore.of({"x:out": x, "sample_id": torch.arange(len(x))})
-    training = SAETraining(800, 1024, lr=2e-3, penalty=penalty, lr_decay_steps=300, dead_after_steps=50)
+    training = SAETraining(1000, 256, lr=2e-3, penalty=penalty, lr_decay_steps=300, dead_after_steps=50)
     sae = train_sae(config, StoreRows(store, "x:out"), training)
     assert found_part(sae, directions) >= 0.9
 
