@@ -102,6 +102,16 @@ def test_of_queries_with_a_norm_only_values_make_a_circuit():
         composition_scores(weights, "q")
 
 
+def test_a_model_that_takes_the_softmax_itself_shows_its_values():
+    model = build("Llama", **SMALL, **HEADS)
+    wanted = head_weights(model, TOKENS)
+    model.set_attn_implementation("eager")
+    found = head_weights(model, TOKENS)
+    assert found["blocks.2"].q is None
+    torch.testing.assert_close(found["blocks.2"].v, wanted["blocks.2"].v)
+    torch.testing.assert_close(found["blocks.2"].o, wanted["blocks.2"].o)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_weights_of_other_dtypes(dtype):
     model = build("Llama", **SMALL, **HEADS).to(dtype)

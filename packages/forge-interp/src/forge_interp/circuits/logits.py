@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from forge_interp.canonical import canonical_sites
+from forge_interp.canonical import canonical_sites, structure
 from forge_interp.causal.table import at_call
 from forge_interp.errors import InterpError
 from forge_interp.hooks.capture import capture
@@ -142,21 +142,32 @@ def _norms_behind(
 ) -> dict[str, str]:
     """The norm, if any, whose output is what attention or MLP adds, by canonical name of its source."""
     found: dict[str, str] = {}
+    kinds: dict[str, dict[str, str]] = {}  # of blocks that are alike, the first is run
+    modules = named_modules(model)
     for block in blocks:
-        name, modules = sites[f"{block}.resid_pre"].removesuffix(":in"), named_modules(model)
-        with capture(model, [f"{name}.**:in", f"{name}.**:out", f"{name}:in", f"{name}:out"]) as acts:
-            call_model(model, inputs)
-        pre, post = acts[f"{name}:in"], acts[f"{name}:out"]
-        middle = acts.get(sites.get(f"{block}.resid_mid", ""), pre)
-        for place, written in (("attn.z", middle - pre), ("mlp.post", post - middle)):
-            for site, value in acts.items():
-                inside = site.removesuffix(":out")
-                if site.endswith(":out") and value.shape == pre.shape and f"{inside}:in" in acts:
-                    alike = torch.cosine_similarity(value.double().flatten(), written.double().flatten(), 0)
-                    is_it = bool(alike > 1 - _close(value.dtype))
-                    given = acts[f"{inside}:in"]
-                    if is_it and given.shape == pre.shape and _frozen(modules[inside], given):
-                        found[f"{block}.{place}"] = inside
+        name = sites[f"{block}.resid_pre"].removesuffix(":in")
+        kind = structure(modules[name])
+        if kind not in kinds:
+            kinds[kind] = _norms_in(model, inputs, name, sites.get(f"{block}.resid_mid", ""))
+        found |= {f"{block}.{place}": name + inside for place, inside in kinds[kind].items()}
+    return found
+
+
+def _norms_in(model: nn.Module, inputs: Inputs, name: str, mid: str) -> dict[str, str]:
+    """The same of one block, by what follows its name."""
+    found, modules = dict[str, str](), named_modules(model)
+    with capture(model, [f"{name}.**:in", f"{name}.**:out", f"{name}:in", f"{name}:out"]) as acts:
+        call_model(model, inputs)
+    pre, post = acts[f"{name}:in"], acts[f"{name}:out"]
+    middle = acts.get(mid, pre)
+    for place, written in (("attn.z", middle - pre), ("mlp.post", post - middle)):
+        for site, value in acts.items():
+            inside = site.removesuffix(":out")
+            given = acts.get(f"{inside}:in")
+            if site.endswith(":out") and given is not None and given.shape == value.shape == pre.shape:
+                alike = torch.cosine_similarity(value.double().flatten(), written.double().flatten(), 0)
+                if alike > 1 - _close(value.dtype) and _frozen(modules[inside], given):
+                    found[place] = inside.removeprefix(name)
     return found
 
 

@@ -7,6 +7,7 @@ and key positions have the score (x W_Q) (y W_K)^T (times a scale).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from forge_interp.canonical import canonical_sites
 from forge_interp.errors import InterpError
-from forge_interp.hooks.capture import capture
+from forge_interp.hooks.capture import Activations, capture
 from forge_interp.hooks.edit import Edit, edit
 
 Kind = Literal["q", "k", "v"]
@@ -42,7 +43,8 @@ def head_weights(model: nn.Module, tokens: Tensor) -> dict[str, HeadWeights]:
     """The weights of all heads, by canonical name of the block (`blocks.0`), of a model of ids.
 
     Two passes over batches of one token, as many as D and N H'. InterpError where values or output are no
-    linear map of what attention is given; where queries or keys are none (QK norms), these are None.
+    linear map of what attention is given; where queries or keys are none (QK norms), or are not seen (the
+    model takes the softmax itself: set "sdpa", if it can), these are None.
 
     Args:
         model: any module; queries and keys are found where it calls `F.scaled_dot_product_attention`.
@@ -63,9 +65,13 @@ def head_weights(model: nn.Module, tokens: Tensor) -> dict[str, HeadWeights]:
     for values, end, parts in ((given, "in", ("attn.q", "attn.k", "attn.v")), (found, "attn.z", ("out",))):
         size = max(value.numel() for value in values.values())
         edits = {f"{modules[block]}:{end}": _units(value, size) for block, value in values.items()}
-        asked = [f"{module}:{part}" for module in modules.values() for part in parts]
-        with edit(model, edits), capture(model, asked) as acts:
-            model(tokens[:1, :1].expand(size + 2, 1))
+        try:
+            acts = _read(
+                model, tokens, size + 2, edits, [f"{m}:{part}" for m in modules.values() for part in parts]
+            )
+        except InterpError:  # a softmax of the model's own shows neither queries nor keys
+            parts = parts[-1:]
+            acts = _read(model, tokens, size + 2, edits, [f"{m}:{parts[0]}" for m in modules.values()])
         for block, value in values.items():
             for part in parts:
                 maps[block][part] = _linear(acts[f"{modules[block]}:{part}"], value.numel())
@@ -114,6 +120,14 @@ def _triangle(factor: Tensor) -> Tensor:
     return torch.linalg.qr(factor, mode="r").R
 
 
+def _read(
+    model: nn.Module, tokens: Tensor, size: int, edits: Mapping[str, Edit], sites: Sequence[str]
+) -> Activations:
+    with edit(model, edits), capture(model, sites) as acts:
+        model(tokens[:1, :1].expand(size, 1))
+    return acts
+
+
 def _units(value: Tensor, size: int) -> Edit:
     """An edit that puts zeros, unit vectors and at last a random vector in place of what one token has."""
     random = torch.randn(value.numel(), generator=torch.Generator().manual_seed(0))
@@ -141,7 +155,9 @@ def _by_head(z: Tensor, maps: dict[str, Tensor | None], block: str) -> HeadWeigh
             f"values or output of attention in {block} are no linear map of what it is given; expected one, "
             "by F.scaled_dot_product_attention: call model.set_attn_implementation('sdpa')"
         )
-    found = [None if x is None else x[:, :, 0].movedim(1, 0) for x in (maps["attn.q"], maps["attn.k"], v)]
+    found = [
+        None if x is None else x[:, :, 0].movedim(1, 0) for x in (maps.get("attn.q"), maps.get("attn.k"), v)
+    ]
     q, k, v = (
         None if x is None else x.repeat_interleave(z.shape[1] // len(x), 0) for x in found
     )  # [K, D, H]
