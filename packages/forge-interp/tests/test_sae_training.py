@@ -183,10 +183,10 @@ def found_part(sae: SparseAutoencoder, directions: Tensor) -> float:
 
 
 def test_a_planted_dictionary_is_found():
-    x, directions = planted(atoms=64, width=32, rows=20_000, active=3)
+    x, directions = planted(atoms=32, width=24, rows=6000, active=2)
     store = ActivationStore.of({"x:out": x, "sample_id": torch.arange(len(x))})
-    config = SAEConfig(32, 128, "topk", k=3, rescale_acts_by_decoder_norm=True)
-    training = SAETraining(600, 512, lr=3e-3, lr_decay_steps=150, dead_after_steps=30)
+    config = SAEConfig(24, 64, "topk", k=2, rescale_acts_by_decoder_norm=True)
+    training = SAETraining(400, 200, lr=3e-3, lr_decay_steps=100, dead_after_steps=30)
     sae = train_sae(config, StoreRows(store, "x:out"), training)
     assert found_part(SparseAutoencoder(config), directions) < 0.05
     assert found_part(sae, directions) >= 0.9
@@ -261,7 +261,7 @@ def test_training_from_a_model_equals_training_from_its_rows(tmp_path):
 def test_a_transcoder_is_trained_from_one_site_to_another(tmp_path):
     config = SAEConfig(WIDTH, 64, "topk", 5, k=8, apply_b_dec_to_input=False, skip=True)
     store = make_store(4000)
-    train_sae(config, rows_of(store, "b:out"), make_training(steps=400, batch_rows=100), None)
+    train_sae(config, rows_of(store, "b:out"), make_training(), None)
     relu = SAEConfig(WIDTH, 64, "relu", 5, apply_b_dec_to_input=False)
     rows, training = (
         rows_of(store, "b:out"),
