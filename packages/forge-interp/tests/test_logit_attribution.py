@@ -86,6 +86,13 @@ def test_shares_sum_to_the_logits_of_the_model(name, final_norm, tokens):
         assert found.heads[block].shape == (2, 7, 4) and found.heads[block].abs().max() > 1e-3
         has_bias = any(word in name for word in ("gpt", "phi", "tied"))
         assert has_bias or found.rest[block].abs().max() < 1e-5  # heads and neurons are all that there is
+        is_parallel = "parallel" in name or "granite" in name  # of Granite, resid_mid is not found
+        assert (block in found.attention) != is_parallel
+        if not is_parallel and not has_bias:
+            torch.testing.assert_close(
+                found.attention[block], found.heads[block].sum(-1), rtol=1e-5, atol=1e-5
+            )
+            torch.testing.assert_close(found.mlp[block], found.neurons[block].sum(-1), rtol=1e-5, atol=1e-5)
     assert found.parts["between"].abs().max() < 1e-5
 
 

@@ -39,6 +39,8 @@ class LogitAttribution:
     heads: dict[str, Tensor]  # by block [B, T, N]
     neurons: dict[str, Tensor]  # by block [B, T, F]
     rest: dict[str, Tensor]  # by block [B, T]
+    attention: dict[str, Tensor]  # by block [B, T], biases included, where the MLP follows (see `resid_mid`);
+    mlp: dict[str, Tensor]  # of parallel blocks add up heads and neurons
     direction: Tensor  # [B, T, D] what the logit is, as a linear function of the last residual stream
 
     def of_features(self, sae: Any, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +93,8 @@ def attribute_logits(
     if against is not None:
         other = _readout(end, last.detach(), against, logits, final_norm)
         direction, constant, chosen = direction - other[0], constant - other[1], chosen - other[2]
-    parts, heads, neurons, rests, modules = {}, {}, {}, {}, named_modules(model)
+    parts, heads, neurons, rests, attention, mlp = {}, {}, {}, {}, {}, {}
+    modules = named_modules(model)
     before = kept[sites[f"{blocks[0]}.resid_pre"]].detach().double()
     parts["embed"], between = (before * direction).sum(-1), 0.0
     for block in blocks:
@@ -100,6 +103,9 @@ def attribute_logits(
         before = post.detach().double()
         parts[block] = rests[block] = ((before - start.detach().double()) * direction).sum(-1)
         middle = kept.get(sites.get(f"{block}.resid_mid", ""), post)
+        if middle is not post:
+            attention[block] = ((middle.detach().double() - start.detach().double()) * direction).sum(-1)
+            mlp[block] = parts[block] - attention[block]
         for place, made, found in (("attn.z", middle, heads), ("mlp.post", post, neurons)):
             is_alone = middle is not post or f"{block}.mlp.post" in sites  # else an MLP would be in the path
             if is_alone and (site := sites.get(f"{block}.{place}")) is not None:
@@ -114,7 +120,7 @@ def attribute_logits(
     worst = (torch.stack(list(parts.values())).sum(0) - chosen).abs().max().item()
     if not worst <= _close(last.dtype) * max(1.0, chosen.abs().max().item()):
         raise InterpError(f"shares miss the logits by {worst:.3g}; expected their sum: pass norm= and head=")
-    return LogitAttribution(chosen, parts, heads, neurons, rests, direction)
+    return LogitAttribution(chosen, parts, heads, neurons, rests, attention, mlp, direction)
 
 
 def _run(
