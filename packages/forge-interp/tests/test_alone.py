@@ -133,3 +133,29 @@ def test_extract_allows_rounding(dtype: torch.dtype):
     samples = ragged(*range(3, 60, 2))
     found = extract_representations(Model().to(dtype), samples, "out", batch_size=8)
     assert len(found["out"]) == sum(map(len, samples))
+
+
+class Pair(nn.Module):
+    """A decoder that is told about the sum of what its encoder reads, and masks its own padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Embedding(50, 8), nn.Identity()
+
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor, decoder_attention_mask: Tensor) -> Tensor:
+        own = self.embed(decoder_input_ids)
+        told = (own * decoder_attention_mask[..., None]).sum(1, keepdim=True)
+        return self.out(own + told + self.embed(input_ids).sum(1, keepdim=True))
+
+
+def test_extract_does_not_trim_an_encoder_by_the_mask_of_its_decoder():
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    batch = {
+        "input_ids": torch.arange(20, 30).view(2, 5),
+        "decoder_input_ids": torch.arange(10).view(2, 5) * mask,
+        "decoder_attention_mask": mask,
+    }
+    names = {"tokens": "decoder_input_ids", "mask": "decoder_attention_mask"}
+    found = extract_representations(Pair(), iter([batch]), "out", **names)["out"]
+    torch.testing.assert_close(found, Pair()(**batch)[mask.bool()].detach())

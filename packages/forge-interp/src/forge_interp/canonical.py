@@ -57,7 +57,7 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
     for stack in stacks:
         kinds: dict[str, dict[str, str]] = {}
         for index, block in modules[stack].named_children():
-            kind = _structure(block)
+            kind = structure(block)
             if kind not in kinds:
                 kinds[kind] = _map_block(model, inputs, f"{stack}.{index}".removeprefix("."), block)
             if kinds[kind]:
@@ -80,7 +80,7 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
     return found
 
 
-def _structure(block: nn.Module) -> str:
+def structure(block: nn.Module) -> str:
     """Names, classes and shapes of weights of all modules in a block."""
     return repr(
         [
@@ -172,7 +172,7 @@ def _neurons(
 def _has_experts(module: nn.Module) -> bool:
     """Whether it has several maps of one shape, of which a token may take some: one tensor, or a list."""
     if isinstance(module, nn.ModuleList):
-        children = [_structure(child) for child in module]
+        children = [structure(child) for child in module]
         return len(children) > 1 and len(set(children)) == 1
     is_convolution = hasattr(module, "kernel_size")
     return not is_convolution and any(

@@ -1,4 +1,4 @@
-"""Commands on a configuration: train, plan, launch, study, convert."""
+"""Commands on a configuration: train, plan, launch, study, sae, convert."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from forge_trainer.cli.types import Parser, add_command, count
 
 
 def add_commands(commands: Any) -> None:
-    """Add train, plan, launch, study and convert."""
+    """Add train, plan, launch, study, sae and convert."""
     train = add_command(commands, "train", _train, "start a run, or continue it")
     train.add_argument(
         "--change", action="store_true", help="let the run go on with other values where that is recorded"
@@ -37,6 +37,7 @@ def add_commands(commands: Any) -> None:
             "--strict", action="store_true", help="refuse a job that does not fit into the GPUs as planned"
         )
     _add_study(commands)
+    _add_sae(commands)
     _add_convert(commands)
 
 
@@ -67,6 +68,14 @@ def _add_study(commands: Any) -> None:
         "--coordinates", type=count, metavar="STEPS", help="do activations change alike at every width?"
     )
     study.add_argument("--analyse", action="store_true", help="fit what the complete runs say, and draw it")
+
+
+def _add_sae(commands: Any) -> None:
+    sae = commands.add_parser("sae", help="sparse autoencoders of activations", allow_abbrev=False)
+    told = "train one, or go on"
+    train = add_command(sae.add_subparsers(dest="what", required=True), "train", _sae, told)
+    train.add_argument("config", help="a TOML file; keys are overridden with --section.key=value")
+    train.set_defaults(takes_keys=True)
 
 
 def _add_convert(commands: Any) -> None:
@@ -114,6 +123,12 @@ def _study(options: argparse.Namespace) -> int:
     from forge_trainer.study.command import run_study
 
     return run_study(options)
+
+
+def _sae(options: argparse.Namespace) -> ExitCode:
+    from forge_trainer.sae.command import train
+
+    return train(options, options.overrides)
 
 
 def _convert(options: argparse.Namespace) -> ExitCode:

@@ -139,10 +139,12 @@ class Gate:
         """Compare a part."""
         call = self._call
         values = call.used(call.value).expand(call.grid[0], -1, -1, -1)[tile.batch].to(call.dtype)
-        error = (grouped(tile.pattern, values) - four(call.output)[tile.batch, :, tile.queries]).abs()
-        blind = tile.hidden.all(-1)
-        scale = grouped(tile.pattern, values.abs()).amax(-1)
-        size = tile.scores.masked_fill(tile.hidden, 0).abs().amax(-1)
+        # one product for both: reading the pattern is what costs
+        made, sizes = grouped(tile.pattern, torch.cat([values, values.abs()], -1)).chunk(2, -1)
+        error = (made - four(call.output)[tile.batch, :, tile.queries]).abs()
+        blind, scale = tile.hidden.all(-1), sizes.amax(-1)
+        low, high = tile.scores.masked_fill(tile.hidden, 0).aminmax(dim=-1)
+        size = torch.maximum(high, -low)
         tiny = torch.finfo(call.output.dtype).tiny
         allowed = (self._tolerance + 16 * self._eps * size) * scale + tiny
         ratio = (error.amax(-1) / allowed).masked_fill(blind, 0)

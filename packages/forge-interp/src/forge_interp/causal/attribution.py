@@ -51,7 +51,7 @@ def attribution_patching(
     if steps is not None and not (isinstance(steps, int) and steps >= 1):
         raise InterpError(f"steps is {steps!r}; expected a positive number")
     acts, clean_score = run_captured(model, clean, sites, metric)
-    grid, run, residual = Grid.over(acts, where), _Run(model, corrupted, metric), None
+    grid, run, residual = Grid.over(acts, where), DifferentiableRun(model, corrupted, metric), None
     if steps is None:
         effects, corrupted_score = _first_order(run, acts, grid)
     else:
@@ -61,7 +61,7 @@ def attribution_patching(
 
 
 @dataclass(frozen=True)
-class _Run:
+class DifferentiableRun:
     """The corrupted run, to be differentiated."""
 
     model: nn.Module
@@ -69,7 +69,9 @@ class _Run:
     metric: Metric
 
 
-def _first_order(run: _Run, acts: Mapping[str, Tensor], grid: Grid) -> tuple[list[np.ndarray], float]:
+def _first_order(
+    run: DifferentiableRun, acts: Mapping[str, Tensor], grid: Grid
+) -> tuple[list[np.ndarray], float]:
     """The effects at each site from one gradient, and the corrupted metric."""
     base: dict[str, Tensor] = {}
     probes: dict[str, Tensor] = {}
@@ -77,17 +79,17 @@ def _first_order(run: _Run, acts: Mapping[str, Tensor], grid: Grid) -> tuple[lis
     def probe(site: str) -> Edit:
         def apply(value: Tensor) -> Tensor:
             base[site] = value.detach().clone()
-            return value + probes.setdefault(site, _zeros(site, value))
+            return value + probes.setdefault(site, probe_of(site, value))
 
         return apply
 
-    gradients, value = _differentiate(run, {site: probe(site) for site in acts}, probes)
+    gradients, value = differentiate(run, {site: probe(site) for site in acts}, probes)
     products = {site: _product(site, acts[site], base[site], gradients[site]) for site in acts}
     return [grid.sums(site, product) for site, product in products.items()], value
 
 
 def _integrated(
-    run: _Run, acts: Mapping[str, Tensor], bar: Iterable[str], grid: Grid, steps: int
+    run: DifferentiableRun, acts: Mapping[str, Tensor], bar: Iterable[str], grid: Grid, steps: int
 ) -> tuple[list[np.ndarray], float, np.ndarray]:
     """The effects at each site from gradients along the line, the corrupted metric, and what they miss."""
     base, corrupted_score = run_captured(run.model, run.inputs, map(at_call, acts), run.metric)
@@ -102,24 +104,24 @@ def _integrated(
     return effects, corrupted_score, np.array(residual)
 
 
-def _mean_gradient(run: _Run, site: str, end: Tensor, start: Tensor, steps: int) -> Tensor:
+def _mean_gradient(run: DifferentiableRun, site: str, end: Tensor, start: Tensor, steps: int) -> Tensor:
     """The average over the line from `start` to `end` of the metric's gradient at one site."""
     nodes, weights = np.polynomial.legendre.leggauss(steps)
     mean, way = torch.zeros_like(start, dtype=torch.float64), _difference(site, end, start)
     for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
-        probes = {site: _zeros(site, start)}
+        probes = {site: probe_of(site, start)}
         point = start + float(node) * way
 
         def move(value: Tensor, point: Tensor = point, probe: Tensor = probes[site]) -> Tensor:
             return point + probe
 
-        gradients, _ = _differentiate(run, {site: move}, probes)
+        gradients, _ = differentiate(run, {site: move}, probes)
         mean += float(weight) * gradients[site].double()
     return mean
 
 
-def _differentiate(
-    run: _Run, edits: Mapping[str, Edit], probes: Mapping[str, Tensor]
+def differentiate(
+    run: DifferentiableRun, edits: Mapping[str, Edit], probes: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], float]:
     """One run with edits that add probes, all zero: gradients with respect to the probes, and the metric.
 
@@ -141,7 +143,8 @@ def _differentiate(
     return gradients, value.item()
 
 
-def _zeros(site: str, value: Tensor) -> Tensor:
+def probe_of(site: str, value: Tensor) -> Tensor:
+    """Zeros to be added to a value, with a gradient; InterpError where it holds integers."""
     if not value.is_floating_point():
         raise InterpError(f"site {site!r} holds {value.dtype}; expected floating-point: choose a later site")
     return torch.zeros_like(value, requires_grad=True)

@@ -6,7 +6,7 @@ rows are compared with those that it has in its batch. Letters: T tokens, R rows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,15 +59,23 @@ def unpadded(batch: Batch, names: Names) -> tuple[Batch, Tensor] | None:
 
 
 def _trimmed(key: str, value: Any, inputs: Mapping[str, Any], names: Names, longest: int) -> Any:
-    """An entry [1, T] or [1, T, D] without its padding, by the mask with the same beginning of its name."""
+    """An entry [1, T] or [1, T, D] without its padding, by the mask of the ids that its name begins like."""
     if not isinstance(value, Tensor) or value.ndim not in (2, 3) or value.shape[1] != longest:
         return value
     assert names.mask is not None  # or the batch would have none
-    ending = "attention_mask"
-    masks = {name.removesuffix(ending): name for name in inputs if name.endswith(ending)} | {"": names.mask}
-    prefix = max((prefix for prefix in masks if key.startswith(prefix)), key=len)
-    keep = inputs[masks[prefix]][0].bool()
-    return value[:, keep.to(value.device)] if len(keep) == longest else value
+    of = {ending: _beginnings(inputs, ending) for ending in ("attention_mask", "input_ids")}
+    masks = of["attention_mask"] | {
+        next(iter(_beginnings([names.tokens or ""], "input_ids")), ""): names.mask
+    }
+    prefix = max((p for p in {**of["input_ids"], **masks} if key.startswith(p)), key=len, default=None)
+    if prefix not in masks or len(keep := inputs[masks[prefix]][0].bool()) != longest:
+        return value
+    return value[:, keep.to(value.device)]
+
+
+def _beginnings(names: Iterable[str], ending: str) -> dict[str, str]:
+    """What stands in front of an ending, `decoder_` or nothing, and the whole name."""
+    return {name.removesuffix(ending): name for name in names if name.endswith(ending)}
 
 
 def _without_padding(rows: Tensor, keep: Tensor, shape: torch.Size) -> Tensor:

@@ -1,0 +1,1 @@
+"""Training of sparse autoencoders: `forge sae train`."""

@@ -1,0 +1,155 @@
+"""What the file of `forge sae train` holds. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from forge_config import Config, Meta
+
+Count = Annotated[int, Meta(ge=1)]
+Steps = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+
+
+class SourceConfig(Config):
+    """Where activations come from: a folder of extracted ones, or a run whose model computes them.
+
+    Attributes:
+        site: whose values are encoded, such as `layers.1:out`.
+        target: of a transcoder, the site that it makes.
+        store: a folder that `extract_representations` or a hook `record` wrote.
+        window_rows: of a store, that are in memory at a time.
+        block_rows: of a store, neighbours that are read together.
+        run: a run directory, or a folder of a Hugging Face model; the text is that of its training.
+        step: of the checkpoint; the newest if absent.
+        samples: sequences of text of a run, from the first of its order.
+        samples_per_window: sequences whose rows are in memory at a time.
+        batch_size: sequences in a forward pass.
+        seed: of the order.
+    """
+
+    site: str
+    target: str | None = None
+    store: str | None = None
+    window_rows: Count = 1 << 17
+    block_rows: Count = 256
+    run: str | None = None
+    step: Steps | None = None
+    samples: Count = 4096
+    samples_per_window: Count = 256
+    batch_size: Count = 8
+    seed: int = 0
+
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
+        if (self.store is None) == (self.run is None):
+            yield f"store is {self.store!r} and run is {self.run!r}; expected one of them"
+        if self.step is not None and self.run is None:
+            yield "step is given without run; expected the step of a checkpoint of a run"
+        if self.batch_size > self.samples_per_window:
+            yield f"batch_size {self.batch_size} is more than samples_per_window {self.samples_per_window}"
+        if self.block_rows > self.window_rows:
+            yield f"block_rows {self.block_rows} is more than window_rows {self.window_rows}"
+
+
+class AutoencoderConfig(Config):
+    """The autoencoder; a transcoder where the source has a target. See `forge_interp.sae.SAEConfig`.
+
+    Attributes:
+        d_sae: features.
+        activation: how they are made.
+        k: active features: of a row (topk), on average (batch_topk).
+        skip: whether a transcoder adds a linear map of its input.
+        apply_b_dec_to_input: default: true but for a transcoder.
+        rescale_acts_by_decoder_norm: default: true for topk and batch_topk.
+    """
+
+    d_sae: Count
+    activation: Literal["relu", "topk", "batch_topk", "jumprelu", "gated"] = "batch_topk"
+    k: Positive | None = None
+    skip: bool = False
+    apply_b_dec_to_input: bool | None = None
+    rescale_acts_by_decoder_norm: bool | None = None
+
+    @property
+    def is_topk(self) -> bool:
+        """Whether there is a k."""
+        return self.activation in ("topk", "batch_topk")
+
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
+        if self.is_topk != (self.k is not None):
+            wanted = "a number of active features" if self.is_topk else "none: delete the key"
+            yield f"k is {self.k} for {self.activation}; expected {wanted}"
+        if self.k is not None and self.k > self.d_sae:
+            yield f"k {self.k} is more than d_sae {self.d_sae}"
+
+
+class PenaltyConfig(Config):
+    """What keeps features few. See `forge_interp.sae.activations.Penalty`.
+
+    Attributes:
+        coefficient: of the L1 (relu, gated) or L0 (jumprelu) penalty.
+        bandwidth: of the straight-through estimator of jumprelu.
+        pre_act: pulls dead features of jumprelu up.
+        auxiliary: of the loss of dead features (topk, batch_topk).
+    """
+
+    coefficient: NotNegative = 1.0
+    bandwidth: Positive = 0.05
+    pre_act: NotNegative = 0.0
+    auxiliary: NotNegative = 1.0
+
+
+class TrainConfig(Config):
+    """How to train. See `forge_interp.sae.SAETraining`.
+
+    Attributes:
+        steps: of Adam.
+        batch_rows: over all ranks.
+        lr: the peak learning rate.
+        betas: of Adam.
+        lr_warmup_steps: over which it rises from 0.
+        lr_decay_steps: at the end, over which it falls towards 0.
+        penalty: what keeps features few.
+        sparsity_warmup_steps: over which the coefficient of the penalty rises from 0.
+        dead_after_steps: a feature that was not active in as many steps is dead.
+        unit_decoder: keep decoder rows at norm 1.
+        scale_input: train on inputs scaled to a mean norm of sqrt(d_in).
+        save_every: steps.
+        log_every: steps.
+        seed: of initial weights and the order.
+    """
+
+    steps: Count
+    batch_rows: Count = 4096
+    lr: Positive = 3e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    lr_warmup_steps: Steps = 0
+    lr_decay_steps: Steps = 0
+    penalty: PenaltyConfig = PenaltyConfig()
+    sparsity_warmup_steps: Steps = 0
+    dead_after_steps: Count = 1000
+    unit_decoder: bool = False
+    scale_input: bool = False
+    save_every: Count = 1000
+    log_every: Count = 100
+    seed: int = 0
+
+
+class SAEJob(Config):
+    """The whole file.
+
+    Attributes:
+        out: a folder for the state, the metrics and the autoencoder.
+        source: where activations come from.
+        sae: what is trained.
+        train: how.
+    """
+
+    out: str
+    source: SourceConfig
+    sae: AutoencoderConfig
+    train: TrainConfig

@@ -1,0 +1,206 @@
+"""Which edges between parts carry what makes the clean run differ from the corrupted one?
+
+An edge leads from what a part adds to the residual stream (a sender) to what another reads of it (a receiver,
+mostly the input of its norm). Letters: B batch, T tokens, D model dim, N heads, S senders, R receivers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from forge_interp.causal.attribution import DifferentiableRun, differentiate, probe_of
+from forge_interp.causal.patching import same_shape
+from forge_interp.causal.table import Metric, at_call, score
+from forge_interp.errors import InterpError
+from forge_interp.hooks.capture import capture
+from forge_interp.hooks.edit import Edit, edit
+from forge_interp.model_inputs import Inputs, call_model
+
+Edge = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class EdgeScores:
+    """The estimated effect on the metric of each edge that carries the clean value; NaN: no such edge."""
+
+    values: np.ndarray  # [S, R]
+    senders: tuple[str, ...]  # sites, in the order of the run; of heads `site[3]`
+    receivers: tuple[str, ...]
+    clean: float  # the metric of the clean run
+    corrupted: float
+    fed: Mapping[str, str | None] = field(repr=False)  # the receiver in front of each sender
+
+    def edges(self, count: int | None = None) -> list[Edge]:
+        """The edges with the largest absolute effects, the largest first; by default all."""
+        order = np.argsort(-np.abs(self.values), axis=None, kind="stable")  # NaN comes last
+        cells = np.stack(np.unravel_index(order, self.values.shape), 1)[: int((~np.isnan(self.values)).sum())]
+        return [(self.senders[row], self.receivers[column]) for row, column in cells[:count]]
+
+    def circuit(self, count: int) -> list[Edge]:
+        """The `count` largest edges but those on no path from an unfed sender to the last receiver."""
+        kept, before = set(self.edges(count)), None
+        while kept != before:
+            before, reached, used = kept, {r for _, r in kept}, {self.fed[s] for s, _ in kept}
+            kept = {(s, r) for s, r in kept if self.fed[s] is None or self.fed[s] in reached}
+            kept = {(s, r) for s, r in kept if r == self.receivers[-1] or r in used}
+        return [edge for edge in self.edges(count) if edge in kept]
+
+
+def edge_attribution(
+    model: nn.Module,
+    clean: Inputs,
+    corrupted: Inputs,
+    senders: str | Iterable[str],
+    receivers: str | Iterable[str],
+    metric: Metric,
+    *,
+    heads: Mapping[str, Tensor] | None = None,
+    steps: int | None = None,
+) -> EdgeScores:
+    """Estimate the effect of every edge: (clean - corrupted of the sender) times the receiver's gradient.
+
+    Gradients are those of the corrupted run with respect to what the receiver alone reads. 2 forward passes
+    and 1 with its backward pass; with `steps` (integrated gradients) as many of these, along the straight
+    line of what the first sender adds from its corrupted to its clean value.
+
+    Args:
+        model: any module.
+        clean: inputs whose behaviour is explained, see `activation_patching`.
+        corrupted: inputs of the same shapes.
+        senders: sites [B, T, D] that are added to the residual stream as they are, such as
+            ["embed", "layers.*.attention", "layers.*.mlp"]; or sites `attn.z` in `heads`.
+        receivers: sites [B, T, D] that read it, such as "layers.*.input_layernorm:in" and "norm:in".
+        metric: what the model returns -> one number, with a gradient.
+        heads: by site `attn.z`, W_O [N, H, D]: then each head is a sender. See `head_weights`.
+        steps: for EAP-IG.
+
+    InterpError as of `attribution_patching`.
+
+    Source: Syed et al. 2023, arXiv:2310.10348 (EAP); Hanna et al. 2024, arXiv:2403.17806 (EAP-IG).
+    """
+    sites, heads = _Sites.of(model, clean, senders, receivers), heads or {}
+    ends = [_run(model, inputs, sites, metric, heads) for inputs in (clean, corrupted)]
+    (there, clean_score), (here, corrupted_score) = ends
+    for name, value in there.items():
+        same_shape(name, value, here[name])
+    run, first = DifferentiableRun(model, corrupted, metric), next(iter(here))
+    total = dict.fromkeys(sites.receivers, 0.0)
+    nodes, weights = (np.zeros(1), np.ones(1)) if steps is None else np.polynomial.legendre.leggauss(steps)
+    for node, weight in zip((nodes + 1) / 2, weights / weights.sum(), strict=True):
+        probes: dict[str, Tensor] = {}
+
+        def probe(site: str, to: dict[str, Tensor] = probes) -> Edit:
+            return lambda value: value + to.setdefault(site, probe_of(site, value))
+
+        edits = {site: probe(site) for site in sites.receivers}
+        if steps is not None:
+            point = here[first] + float(node) * (there[first] - here[first])
+            edits = {first: lambda value, point=point: point.to(value)} | edits
+        gradients, _ = differentiate(run, edits, probes)
+        total = {site: total[site] + float(weight) * gradients[site].double() for site in sites.receivers}
+    values = np.full((len(here), len(total)), np.nan)
+    fed = {name: sites.before(name) for name in here}
+    for row, name in enumerate(here):
+        change = there[name].double() - here[name].double()
+        for column, site in enumerate(total):
+            if sites.order[name.partition("[")[0]] < sites.order[site]:
+                values[row, column] = (change * total[site]).sum().item()
+    return EdgeScores(values, tuple(here), tuple(total), clean_score, corrupted_score, fed)
+
+
+@torch.no_grad()
+def faithfulness(
+    model: nn.Module,
+    clean: Inputs,
+    corrupted: Inputs,
+    scores: EdgeScores,
+    metric: Metric,
+    circuits: Iterable[Collection[Edge]],
+    *,
+    heads: Mapping[str, Tensor] | None = None,
+) -> np.ndarray:
+    """How much of the metric each circuit keeps: 1 is all of it, 0 that of the corrupted run; [circuits].
+
+    Run `clean`, where each receiver reads of senders outside of the circuit what they add in the corrupted
+    run: (metric - corrupted) / (clean - corrupted). One pass for each. `[scores.circuit(n) for n in ...]`
+    makes the curve over the number of edges; edges to receivers that are not in `scores` are never cut.
+    """
+    heads, found = heads or {}, []
+    names = dict.fromkeys(name.partition("[")[0] for name in scores.senders)
+    sites = _Sites.of(model, corrupted, names, scores.receivers)
+    here, _ = _run(model, corrupted, sites, metric, heads)
+    gap = scores.clean - scores.corrupted
+    if not gap:
+        raise InterpError(f"clean and corrupted metric are {scores.clean}; expected two values")
+    for circuit in circuits:
+        now: dict[str, Tensor] = {}
+
+        def send(site: str, now: dict[str, Tensor] = now) -> Edit:
+            def apply(value: Tensor) -> Tensor:
+                now.update(_written(site, value, heads))
+                return value
+
+            return apply
+
+        def receive(site: str, now: dict[str, Tensor] = now, kept: Collection[Edge] = circuit) -> Edit:
+            cut = [name for row, name in enumerate(scores.senders) if (name, site) not in kept]
+            return lambda value: value - sum(now[name] - here[name] for name in cut if name in now)
+
+        edits = {at_call(name): send(name) for name in names}
+        with edit(model, edits | {at_call(site): receive(site) for site in scores.receivers}):
+            found.append((score(metric, call_model(model, clean)) - scores.corrupted) / gap)
+    return np.array(found)
+
+
+@dataclass(frozen=True)
+class _Sites:
+    """Senders and receivers in the order of the run."""
+
+    senders: list[str]
+    receivers: list[str]
+    order: dict[str, int]
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Inputs, *patterns: str | Iterable[str]) -> _Sites:
+        with torch.no_grad():
+            kinds = []
+            for pattern in patterns:
+                with capture(model, pattern) as acts:
+                    call_model(model, inputs)
+                kinds.append(list(acts))
+            with capture(model, dict.fromkeys([*kinds[0], *kinds[1]])) as acts:
+                call_model(model, inputs)
+        order = {site: number for number, site in enumerate(acts)}
+        sent, read = (sorted(kind, key=order.__getitem__) for kind in kinds)
+        return cls(sent, read, order)
+
+    def before(self, sender: str) -> str | None:
+        """The last receiver in front of a sender."""
+        at = self.order[sender.partition("[")[0]]
+        return max(
+            (r for r in self.receivers if self.order[r] < at), key=self.order.__getitem__, default=None
+        )
+
+
+@torch.no_grad()
+def _run(
+    model: nn.Module, inputs: Inputs, sites: _Sites, metric: Metric, heads: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], float]:
+    """What each sender adds, and the metric."""
+    with capture(model, sites.senders) as acts:
+        output = call_model(model, inputs)
+    made = {name: x for site, value in acts.items() for name, x in _written(site, value, heads).items()}
+    return made, score(metric, output)
+
+
+def _written(site: str, value: Tensor, heads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the senders at a site add to the residual stream, [B, T, D] each."""
+    if site not in heads:
+        return {site: value}
+    made = torch.einsum("bnth,nhd->nbtd", value, heads[site].to(value))
+    return {f"{site}[{head}]": part for head, part in enumerate(made)}

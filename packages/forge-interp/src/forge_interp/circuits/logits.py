@@ -1,0 +1,256 @@
+"""How much of a logit does each part of the model write?
+
+The residual stream is a sum: what goes into the first block, and what each block, head and neuron adds. With
+the final norm frozen, a logit is linear in it. Letters: B batch, T tokens, D model dim, N heads, F neurons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from forge_interp.canonical import canonical_sites, structure
+from forge_interp.causal.table import at_call
+from forge_interp.errors import InterpError
+from forge_interp.hooks.capture import capture
+from forge_interp.hooks.edit import Edit, edit
+from forge_interp.hooks.sites import named_modules
+from forge_interp.lenses.unembedding import Readout, Unembedding
+from forge_interp.model_inputs import Inputs, call_model, output_logits
+
+Norm = Literal["frozen_norm", "linearized_norm"]
+
+
+@dataclass(frozen=True)
+class LogitAttribution:
+    """Shares of a logit at each position; `parts` (float64) sum to `logits`.
+
+    `parts` are `embed`, `blocks.0` and so on, `between` blocks (mostly 0), and `constant`: biases of the
+    final norm and head, of `linearized_norm` also what the tangent leaves. Heads, neurons and `rest` of a
+    block sum to its part; `rest` are biases, and what has no heads or neurons that `canonical_sites` finds.
+    """
+
+    logits: Tensor  # [B, T] of the targets, minus those of `against`
+    parts: dict[str, Tensor]  # [B, T]
+    heads: dict[str, Tensor]  # by block [B, T, N]
+    neurons: dict[str, Tensor]  # by block [B, T, F]
+    rest: dict[str, Tensor]  # by block [B, T]
+    attention: dict[str, Tensor]  # by block [B, T], biases included, where the MLP follows (see `resid_mid`);
+    mlp: dict[str, Tensor]  # of parallel blocks add up heads and neurons
+    direction: Tensor  # [B, T, D] what the logit is, as a linear function of the last residual stream
+
+    def of_features(self, sae: Any, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a value [B, T, D] of the residual stream: shares of features [B, T, F], and of all else [B, T].
+
+        `sae` is an autoencoder of that site (`forge_interp.sae`).
+        """
+        shares = sae.unscaled(sae.encode(value)).double() * (self.direction @ sae.W_dec.double().T)
+        return shares, (value.double() * self.direction).sum(-1) - shares.sum(-1)
+
+
+def attribute_logits(
+    model: nn.Module,
+    inputs: Inputs,
+    targets: Tensor,
+    *,
+    against: Tensor | None = None,
+    final_norm: Norm = "frozen_norm",
+    norm: Readout | None = None,
+    head: Readout | None = None,
+) -> LogitAttribution:
+    """Attribute the logits of target tokens directly to what each part writes into the residual stream.
+
+    Args:
+        model: a decoder with one stack of blocks; see `canonical_sites` for which parts of it are found.
+        inputs: a tensor, a tuple of positional arguments, or a mapping of named ones.
+        targets: [B, T] ids, whose logits are attributed.
+        against: [B, T] ids, whose logits are subtracted.
+        final_norm: `frozen_norm` takes the scale of the final norm as a constant; it must be RMS or layer
+            norm. `linearized_norm` takes the tangent. A norm behind attention or MLP is frozen anyway
+            (it is found by what it adds, in 16 bits less surely: use float32).
+        norm: see `Unembedding`.
+        head: see `Unembedding`. A factor or soft cap behind it is a constant of each logit, too.
+
+    InterpError where shares do not sum to the logits to 1e-4 (in 16 bits 3e-2) of the largest.
+
+    Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"; the scale is kept fixed
+    as in `ActivationCache.logit_attrs` of TransformerLens.
+    """
+    end, sites = Unembedding(model, norm, head), canonical_sites(model, inputs)
+    blocks = [name.removesuffix(".resid_pre") for name in sites if name.endswith(".resid_pre")]
+    if not blocks[0].startswith("blocks."):
+        raise InterpError("the model has several stacks of blocks; expected one, as decoders have")
+    last_site = f"{end.norm_name or end.head_name}:in"
+    behind = _norms_behind(model, inputs, sites, blocks)
+    at = {last_site, *sites.values(), *(f"{name}:in" for name in behind.values())}
+    kept, logits = _run(model, inputs, at, {x for name, x in sites.items() if name.endswith("mlp.post")})
+    last = kept[last_site]
+    direction, constant, chosen = _readout(end, last.detach(), targets, logits, final_norm)
+    if against is not None:
+        other = _readout(end, last.detach(), against, logits, final_norm)
+        direction, constant, chosen = direction - other[0], constant - other[1], chosen - other[2]
+    parts, heads, neurons, rests, attention, mlp = {}, {}, {}, {}, {}, {}
+    modules = named_modules(model)
+    before = kept[sites[f"{blocks[0]}.resid_pre"]].detach().double()
+    parts["embed"], between = (before * direction).sum(-1), 0.0
+    for block in blocks:
+        start, post = (kept[sites[f"{block}.{place}"]] for place in ("resid_pre", "resid_post"))
+        between = between + ((start.detach().double() - before) * direction).sum(-1)
+        before = post.detach().double()
+        parts[block] = rests[block] = ((before - start.detach().double()) * direction).sum(-1)
+        middle = kept.get(sites.get(f"{block}.resid_mid", ""), post)
+        if middle is not post:
+            attention[block] = ((middle.detach().double() - start.detach().double()) * direction).sum(-1)
+            mlp[block] = parts[block] - attention[block]
+        for place, made, found in (("attn.z", middle, heads), ("mlp.post", post, neurons)):
+            is_alone = middle is not post or f"{block}.mlp.post" in sites  # else an MLP would be in the path
+            if is_alone and (site := sites.get(f"{block}.{place}")) is not None:
+                to, norm_name = direction, behind.get(f"{block}.{place}")
+                if norm_name is not None:
+                    made = kept[f"{norm_name}:in"]
+                    to, _ = _through(modules[norm_name], made.detach(), direction)
+                found[block] = _shares(kept[site], made, to, place == "attn.z")
+                rests[block] = rests[block] - found[block].sum(-1)
+    parts["between"] = between + ((last.detach().double() - before) * direction).sum(-1)
+    parts["constant"] = constant
+    worst = (torch.stack(list(parts.values())).sum(0) - chosen).abs().max().item()
+    if not worst <= _close(last.dtype) * max(1.0, chosen.abs().max().item()):
+        raise InterpError(f"shares miss the logits by {worst:.3g}; expected their sum: pass norm= and head=")
+    return LogitAttribution(chosen, parts, heads, neurons, rests, attention, mlp, direction)
+
+
+def _run(
+    model: nn.Module, inputs: Inputs, sites: Iterable[str], leaves: Collection[str]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Values of sites in one graph, which ends at leaves, and the logits."""
+    kept: dict[str, Tensor] = {}
+
+    def keep(site: str) -> Edit:
+        def apply(value: Tensor) -> Tensor:
+            is_leaf = site in leaves or not value.requires_grad
+            kept[site] = value.detach().requires_grad_() if is_leaf else value
+            return kept[site].clone()
+
+        return apply
+
+    with torch.enable_grad(), edit(model, {at_call(site): keep(site) for site in sites}):
+        logits = output_logits(call_model(model, inputs)).detach()
+    return kept, logits
+
+
+@torch.no_grad()
+def _norms_behind(
+    model: nn.Module, inputs: Inputs, sites: dict[str, str], blocks: list[str]
+) -> dict[str, str]:
+    """The norm, if any, whose output is what attention or MLP adds, by canonical name of its source."""
+    found: dict[str, str] = {}
+    kinds: dict[str, dict[str, str]] = {}  # of blocks that are alike, the first is run
+    modules = named_modules(model)
+    for block in blocks:
+        name = sites[f"{block}.resid_pre"].removesuffix(":in")
+        kind = structure(modules[name])
+        if kind not in kinds:
+            kinds[kind] = _norms_in(model, inputs, name, sites.get(f"{block}.resid_mid", ""))
+        found |= {f"{block}.{place}": name + inside for place, inside in kinds[kind].items()}
+    return found
+
+
+def _norms_in(model: nn.Module, inputs: Inputs, name: str, mid: str) -> dict[str, str]:
+    """The same of one block, by what follows its name."""
+    found, modules = dict[str, str](), named_modules(model)
+    with capture(model, [f"{name}.**:in", f"{name}.**:out", f"{name}:in", f"{name}:out"]) as acts:
+        call_model(model, inputs)
+    pre, post = acts[f"{name}:in"], acts[f"{name}:out"]
+    middle = acts.get(mid, pre)
+    for place, written in (("attn.z", middle - pre), ("mlp.post", post - middle)):
+        for site, value in acts.items():
+            inside = site.removesuffix(":out")
+            given = acts.get(f"{inside}:in")
+            if site.endswith(":out") and given is not None and given.shape == value.shape == pre.shape:
+                alike = torch.cosine_similarity(value.double().flatten(), written.double().flatten(), 0)
+                if alike > 1 - _close(value.dtype) and _frozen(modules[inside], given):
+                    found[place] = inside.removeprefix(name)
+    return found
+
+
+def _shares(source: Tensor, made: Tensor, direction: Tensor, has_heads: bool) -> Tensor:
+    """[B, T, N] or [B, T, F]: what each number of `source` adds to `made` in a direction."""
+    along = (made.double() * direction).sum()
+    (effect,) = torch.autograd.grad(along, source, retain_graph=True, materialize_grads=True)
+    shares = source.detach().double() * effect.double()
+    return shares.sum(-1).mT if has_heads else shares
+
+
+def _readout(
+    end: Unembedding, last: Tensor, ids: Tensor, logits: Tensor, how: Norm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Direction [B, T, D], constant and value [B, T] of the logits of some ids."""
+    if ids.shape != last.shape[:-1]:
+        raise InterpError(f"targets are {list(ids.shape)}; expected {list(last.shape[:-1])}, an id for each")
+    index = ids.to(last.device).long()[..., None]
+    with torch.enable_grad():
+        start = last.clone().requires_grad_()
+        normed = end.norm(start)
+        made = end.head(normed)
+        value = made.gather(-1, index)[..., 0]
+        row, tangent = torch.autograd.grad(value.sum(), [normed, start])
+    value, made = value.detach().double(), made.detach().double()
+    chosen = logits.double().gather(-1, index)[..., 0]
+    factor = (chosen / value).where(value != 0, 1.0)
+    order = made.argsort(-1)
+    sizes = logits.double().gather(-1, order)
+    if bool((sizes.diff(dim=-1) < -_close(last.dtype) * sizes.abs().amax()).any()) or bool(
+        (factor < 0).any()
+    ):
+        raise InterpError("norm and head do not give the order of the model's logits; pass norm= and head=")
+    if how == "linearized_norm":
+        direction = tangent.double() * factor[..., None]
+        return direction, chosen - (last.double() * direction).sum(-1), chosen
+    constant = value - (normed.detach().double() * row.double()).sum(-1)
+    direction, bias = _through(end.norm, last, row.double())
+    return direction * factor[..., None], (constant + bias) * factor, chosen
+
+
+def _through(norm: Any, x: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+    """A direction behind a norm in front of it, its scale being that at x; and what its bias adds [...]."""
+    parts = _frozen(norm, x)
+    if parts is None:
+        raise InterpError(
+            f"{type(norm).__name__} is neither RMS nor layer norm; expected one: final_norm='linearized_norm'"
+        )
+    gain, is_centred, bias = parts
+    back = direction * gain
+    return back - back.mean(-1, keepdim=True) if is_centred else back, (direction * bias).sum(-1)
+
+
+def _close(dtype: torch.dtype) -> float:
+    return 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
+
+
+@torch.no_grad()
+def _frozen(norm: Any, x: Tensor) -> tuple[Tensor, bool, Tensor] | None:
+    """Gain [..., D], whether means are taken away, and bias [D], found by asking; None if it is no such norm.
+
+    RMS and layer norm are y = gain (x - mean) + bias, with a gain that depends on the size of x alone.
+    """
+    probe = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
+    probe[1::2] = -1
+    if len(probe) % 2:  # a mean of 0 all the same
+        probe[-3:] = torch.tensor([1.0, 1.0, -2.0]).to(probe)
+    probe = 1e3 * probe[None, None]
+    try:
+        bias, plain, shifted, y = (norm(v).double() for v in (0 * probe, probe, probe + 1e3, x))
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return None
+    weight = (plain - bias) / (probe / probe.square().mean().sqrt())
+    is_centred = torch.allclose(plain, shifted, rtol=1e-3, atol=1e-4)
+    given = x.double() - x.double().mean(-1, keepdim=True) if is_centred else x.double()
+    along = weight * given
+    scale = ((y - bias) * along).sum(-1, keepdim=True) / along.square().sum(-1, keepdim=True)
+    if not bool(((along * scale + bias - y).abs() <= _close(x.dtype) * y.abs().amax()).all()):
+        return None
+    return weight * scale, is_centred, bias[0, 0]

@@ -1,0 +1,161 @@
+"""Where in a data set is a unit, a head or a feature most active?
+
+Letters: R rows (tokens), U units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_interp.errors import InterpError, optional
+from forge_interp.extraction.run.parts import replacing
+from forge_interp.extraction.store import ActivationStore
+
+Score = Callable[[Tensor], Tensor]
+"""Rows of a site [R, ...] -> how active each unit is, [R, U]."""
+Decode = Callable[[int], str]
+"""The text of an id."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One place where a unit is active, with the tokens around it."""
+
+    unit: int
+    value: float
+    row: int  # of the store
+    sample: int
+    position: int  # of the token in its sample
+    tokens: tuple[str, ...]  # of the context, in order
+    values: tuple[float, ...]  # of the unit at each
+    centre: int  # which of them is the example
+
+
+class Examples(list[Example]):
+    """Unit after unit, the largest value first."""
+
+    def to_dataframe(self) -> Any:
+        """A `pandas.DataFrame`, a row an example, with `text` and `token`; needs pandas."""
+        pandas = optional("pandas", "to_dataframe", "tables")
+        names = ("unit", "value", "sample", "position")
+        rows = [{name: getattr(e, name) for name in names} for e in self]
+        extra = [{"token": e.tokens[e.centre], "text": "".join(e.tokens)} for e in self]
+        return pandas.DataFrame([row | more for row, more in zip(rows, extra, strict=True)])
+
+    def to_html(self, path: str | Path, title: str = "Examples") -> None:
+        """Write one page that needs nothing else: tokens on grounds as strong as the unit is active."""
+        style = (
+            "body{font:15px sans-serif}p{white-space:pre-wrap;margin:.3em}.c{outline:1px solid}b{color:#666}"
+        )
+        lines = [f'<!doctype html><meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>']
+        lines += [f"<h1>{escape(title)}</h1>"]
+        most = {e.unit: max(1e-30, *(max(x.values) for x in self if x.unit == e.unit)) for e in self}
+        for number, e in enumerate(self):
+            lines += [f"<h2>unit {e.unit}</h2>"] if not number or self[number - 1].unit != e.unit else []
+            spans = ""
+            for i, (token, value) in enumerate(zip(e.tokens, e.values, strict=True)):
+                ground = f"rgba(255,140,0,{min(1.0, max(0.0, value / most[e.unit])):.2f})"
+                kind = " class=c" if i == e.centre else ""
+                spans += f'<span{kind} title="{value:.4g}" style="background:{ground}">{escape(token)}</span>'
+            lines += [f'<p><b title="sample {e.sample}, token {e.position}">{e.value:.4g}</b> {spans}</p>']
+        with replacing(Path(path)) as file:
+            file.write("\n".join(lines).encode())
+
+
+@torch.no_grad()
+def top_examples(
+    store: ActivationStore,
+    site: str,
+    units: Iterable[int] | None = None,
+    *,
+    count: int = 10,
+    context: tuple[int, int] = (10, 5),
+    score: Score | None = None,
+    decode: Decode | None = None,
+    once_a_sample: bool = True,
+    block_rows: int = 4096,
+) -> Examples:
+    """The tokens of a store at which units are most active, in one pass that holds `block_rows` rows.
+
+    Args:
+        store: with a row for each token.
+        site: what was extracted.
+        units: which units; default all.
+        count: examples of each unit.
+        context: how many tokens of the same sample to show in front and behind.
+        score: how active units are; default: the numbers of rows [R, U], the norms of heads [R, N, H]. For
+            features of an autoencoder `sae.encode`.
+        decode: id -> text, such as `lambda i: tokenizer.decode([i])`; default: the number.
+        once_a_sample: only the largest value of each sample counts.
+        block_rows: see above.
+
+    InterpError where a unit is not there, or the store has rows of samples.
+    """
+    if count < 1 or min(context) < 0 or not store.rows or bool((store.position < 0).any()):
+        raise InterpError(
+            f"count={count}, context={context}, {store.rows} rows; expected an example or more, a context of "
+            "0 or more, and a store with a row for each token: extract without pool="
+        )
+    score, chosen = score or _size, None if units is None else list(units)
+    best, rows = torch.empty(0), torch.empty(0, dtype=torch.int64)
+    for start, lengths in _blocks(store.sample_id, block_rows):
+        found = score(store.read(site, start, start + sum(lengths))).float().cpu()
+        if found.ndim != 2 or any(not 0 <= unit < found.shape[1] for unit in chosen or ()):
+            raise InterpError(
+                f"units are {chosen}, of scores {list(found.shape)}; expected some of [R, units]"
+            )
+        chosen = list(range(found.shape[1])) if chosen is None else chosen
+        size = 1 if once_a_sample else count
+        for part in found[:, chosen].split(lengths if once_a_sample else [sum(lengths)]):
+            values, order = part.sort(dim=0, descending=True, stable=True)  # of equal ones the first
+            pairs = (best, values[:size]), (rows, start + order[:size])
+            best, rows = (torch.cat(pair) if len(rows) else pair[1] for pair in pairs)
+            start += len(part)
+        best, order = best.sort(dim=0, descending=True, stable=True)
+        best, rows = best[:count], rows.gather(0, order[:count])
+    made = Examples()
+    for column, unit in enumerate(chosen or ()):
+        for row in rows[:, column].tolist():
+            made.append(_example(store, site, unit, row, context, score, decode or str))
+    return made
+
+
+def _blocks(samples: Tensor, size: int) -> Iterator[tuple[int, list[int]]]:
+    """Whole samples of about `size` rows: the first row, and how many rows each sample has."""
+    start, lengths = 0, list[int]()
+    for length in samples.unique_consecutive(return_counts=True)[1].tolist():
+        if lengths and sum(lengths) + length > size:
+            yield start, lengths
+            start, lengths = start + sum(lengths), []
+        lengths.append(length)
+    yield start, lengths
+
+
+def _example(
+    store: ActivationStore,
+    site: str,
+    unit: int,
+    row: int,
+    context: tuple[int, int],
+    score: Score,
+    decode: Decode,
+) -> Example:
+    """An example with what is around it in its sample."""
+    sample, position = int(store.sample_id[row]), int(store.position[row])
+    first, last = row - min(context[0], position), min(row + context[1] + 1, store.rows)
+    last = first + int((store.sample_id[first:last] == sample).sum())
+    values = score(store.read(site, first, last))[:, unit].float().cpu().tolist()
+    tokens = tuple(decode(i) for i in store.token_id[first:last].tolist())
+    return Example(unit, values[row - first], row, sample, position, tokens, tuple(values), row - first)
+
+
+def _size(rows: Tensor) -> Tensor:
+    """[R, U] as they are; the norms of heads [R, N, H]."""
+    return rows if rows.ndim == 2 else rows.flatten(2).float().norm(dim=-1)

@@ -1,0 +1,143 @@
+"""How good is an autoencoder: how sparse, how exact, and what does the model lose?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_interp.errors import InterpError
+from forge_interp.hooks.edit import edit, patch
+from forge_interp.model_inputs import Inputs, call_model, output_logits
+from forge_interp.sae.autoencoder import SparseAutoencoder
+from forge_interp.sae.splice import Spliced, spliced
+
+Loss = Callable[[Any, Inputs], Tensor]
+"""(what the model returned, its inputs) -> the mean loss of the batch."""
+
+
+@dataclass(frozen=True)
+class FeatureReport:
+    """What `evaluate_sae` found, over all valid rows x of the site and their reconstructions x'."""
+
+    rows: int
+    l0: float  # active features of a row, on average
+    explained_variance: float  # 1 - sum |x - x'|^2 / sum |x - mean x|^2
+    normalized_mse: float  # sum |x - x'|^2 / sum |x|^2
+    dead: int  # features that were active in no row
+    density: Tensor  # [F], the part of rows in which each is active
+    mean_active: Tensor  # [F], the mean over these, 0 where there is none
+    largest: Tensor  # [F]
+    loss: float  # of the model as it is, the mean over batches
+    loss_spliced: float  # with x' in place of x
+    loss_zero: float  # with 0 in place of x
+    loss_recovered: float  # (loss_zero - loss_spliced) / (loss_zero - loss): 1 is as good as x
+
+    def __repr__(self) -> str:
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        return "\n".join(f"{name.ljust(18)}  {value:.4g}" for name, value in numbers.items())
+
+
+@torch.no_grad()
+def evaluate_sae(
+    model: nn.Module,
+    batches: Iterable[Inputs],
+    site: str,
+    sae: SparseAutoencoder,
+    *,
+    target: str | None = None,
+    loss: Loss | None = None,
+    mask: str = "attention_mask",
+) -> FeatureReport:
+    """Run a model on batches with and without an autoencoder: three passes for each batch.
+
+    Args:
+        model: any module; call `.eval()` before.
+        batches: inputs of one forward pass each: a tensor of ids, a mapping, a tuple.
+        site: what it reconstructs; of a transcoder its input.
+        sae: the autoencoder.
+        target: of a transcoder, the site that it makes.
+        loss: default: cross-entropy in nats of the next token, of the inputs or their "input_ids", where
+            neither it nor the one before is padding.
+        mask: entry of the inputs [B, T], 0 at padding, which does not count.
+
+    InterpError where there are no batches, or where the default loss finds no ids.
+    """
+    loss = loss or (lambda output, inputs: next_token_loss(output, inputs, mask))
+    place, sums, losses = target or site, _Sums(), torch.zeros(3, dtype=torch.float64)
+    number = 0
+    for inputs in batches:
+        number += 1
+        with spliced(model, site, sae, target=target) as seen:
+            losses[0] += loss(call_model(model, inputs), inputs).double().cpu()
+        sums.add(seen, inputs.get(mask) if isinstance(inputs, Mapping) else None)
+        with spliced(model, site, sae, target=target, error=False):
+            losses[1] += loss(call_model(model, inputs), inputs).double().cpu()
+        with edit(model, {place: patch(0.0)}):
+            losses[2] += loss(call_model(model, inputs), inputs).double().cpu()
+    if not number:
+        raise InterpError("there are no batches; expected inputs of at least one forward pass")
+    return sums.report(*(losses / number).tolist())
+
+
+def next_token_loss(output: Any, inputs: Inputs, mask: str = "attention_mask") -> Tensor:
+    """The mean cross-entropy of the next token [nats]; InterpError where the ids are not found."""
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+    logits = output_logits(output)
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.shape != logits.shape[:-1]:
+        raise InterpError(
+            "the loss of the next token needs ids [B, T] and logits [B, T, V]; expected inputs that are ids, "
+            "or have 'input_ids': give loss=lambda output, inputs: ..."
+        )
+    targets = ids[:, 1:].clone()
+    keep = inputs.get(mask) if isinstance(inputs, Mapping) else None
+    if isinstance(keep, Tensor):
+        targets[(keep[:, 1:] == 0) | (keep[:, :-1] == 0)] = -100
+    logits = logits[:, :-1].flatten(0, 1).to(torch.promote_types(torch.float32, logits.dtype))
+    return nn.functional.cross_entropy(logits, targets.flatten())
+
+
+class _Sums:
+    """Sums over rows, float64."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._largest = torch.tensor(-torch.inf)
+
+    def add(self, seen: Spliced, keep: Any) -> None:
+        """Add the valid rows of a batch; InterpError where a mask is not of these rows."""
+        acts, value, error = (t.flatten(0, -2).double() for t in (seen.features, seen.value, seen.error))
+        if isinstance(keep, Tensor):
+            if keep.shape != seen.features.shape[:-1]:
+                raise InterpError(
+                    f"the mask is {list(keep.shape)}; expected {list(seen.features.shape[:-1])}"
+                )
+            chosen = keep.to(acts.device).flatten() != 0
+            acts, value, error = acts[chosen], value[chosen], error[chosen]
+        new = {"rows": acts.new_tensor(len(acts)), "active": (acts > 0).sum(0), "acts": acts.sum(0)}
+        new |= {"value": value.sum(0), "power": value.square().sum(), "error": error.square().sum()}
+        self._sums = {name: self._sums.get(name, 0) + x for name, x in new.items()}
+        self._largest = torch.cat([self._largest.to(acts).expand(1, acts.shape[1]), acts]).amax(0)
+
+    def report(self, loss: float, loss_spliced: float, loss_zero: float) -> FeatureReport:
+        """What the sums say."""
+        sums, gap = self._sums, loss_zero - loss
+        rows, active = sums["rows"].clamp_min(1), sums["active"]
+        return FeatureReport(
+            rows=int(sums["rows"]),
+            l0=(active.sum() / rows).item(),
+            explained_variance=1
+            - (sums["error"] / (sums["power"] - sums["value"].square().sum() / rows)).item(),
+            normalized_mse=(sums["error"] / sums["power"]).item(),
+            dead=int((active == 0).sum()),
+            density=(active / rows).cpu(),
+            mean_active=(sums["acts"] / active.clamp_min(1)).cpu(),
+            largest=self._largest.cpu(),
+            loss=loss,
+            loss_spliced=loss_spliced,
+            loss_zero=loss_zero,
+            loss_recovered=(loss_zero - loss_spliced) / gap if gap else float("nan"),
+        )

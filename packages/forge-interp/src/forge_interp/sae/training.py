@@ -1,0 +1,319 @@
+"""How is an autoencoder trained, and how does an interrupted training go on with the same bits?
+
+Letters: B rows of a batch over all ranks, R those of this rank, D and D' input and output dim, F features.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from forge_interp.errors import InterpError
+from forge_interp.extraction.folder import differences
+from forge_interp.extraction.run.parts import dump, replacing
+from forge_interp.progress import progress as with_progress
+from forge_interp.sae.activations import Batch, Penalty, Reduce
+from forge_interp.sae.autoencoder import SAEConfig, SparseAutoencoder
+from forge_interp.sae.formats import save_sae
+from forge_interp.sae.rows import Rows, generator
+
+STATE, METRICS = "state.safetensors", "metrics.jsonl"
+_PLACE = ("step", "window", "offset", "scale")
+
+
+@dataclass(frozen=True)
+class SAETraining:
+    """How to train; InterpError, listing all, where values cannot be. The loss is that of SAELens 6.
+
+    Per row: the squared error, and what the activation adds (`penalty`); the mean over the batch. Adam with a
+    learning rate that rises over `lr_warmup_steps` and falls towards 0 over the last `lr_decay_steps`.
+    """
+
+    steps: int
+    batch_rows: int = 4096  # B, over all ranks
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    lr_warmup_steps: int = 0
+    lr_decay_steps: int = 0
+    penalty: Penalty = field(default_factory=Penalty)
+    sparsity_warmup_steps: int = 0  # over which the coefficient of the penalty rises from 0
+    dead_after_steps: int = 1000  # a feature that was not active in as many steps is dead
+    unit_decoder: bool = False  # keep decoder rows at norm 1
+    scale_input: bool = False  # train on x sqrt(D) / mean |x|; the weights that come out take x
+    save_every: int = 1000  # steps
+    log_every: int = 100  # steps
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Look at all values."""
+        least: dict[str, int] = dict.fromkeys(
+            ("steps", "batch_rows", "save_every", "log_every", "dead_after_steps"), 1
+        )
+        least |= dict.fromkeys(("lr_warmup_steps", "lr_decay_steps", "sparsity_warmup_steps"), 0)
+        values = {name: getattr(self, name) for name in least}
+        wrong = [f"{k} is {v!r}; expected {least[k]} or more" for k, v in values.items() if not v >= least[k]]
+        wrong += [] if self.lr > 0 else [f"lr is {self.lr!r}; expected more than 0"]
+        if wrong:
+            raise InterpError("; ".join(wrong))
+
+
+def train_sae(
+    config: SAEConfig,
+    rows: Rows,
+    training: SAETraining,
+    out: str | Path | None = None,
+    *,
+    device: Any = None,
+    progress: bool = True,
+) -> SparseAutoencoder:
+    """Train an autoencoder or a transcoder on rows of a store or of a model; go on where a run stopped.
+
+    With torch.distributed every rank calls it: each takes its rows of every batch, gradients are added, and
+    the result is that of one process but for rounding. Collective.
+
+    Args:
+        config: what to train; `normalize_activations` "none" (see `scale_input`).
+        rows: `StoreRows` or `ModelRows`, of which one window is in memory at a time. Rows of a window that
+            make no whole batch are left out.
+        training: how.
+        out: a folder for the state, `metrics.jsonl` and in the end the autoencoder (format of SAELens, see
+            `load_sae`). The same call goes on from there, with the same bits on the same machine. None:
+            nothing is written.
+        device: where to train.
+        progress: draw a bar on a terminal.
+
+    InterpError: `out` belongs to another training, with the differences; a window has no whole batch.
+    """
+    how = (config.normalize_activations, config.reshape_activations)
+    if how != ("none", "none") or (training.scale_input and config.d_out is not None):
+        raise InterpError(
+            f"normalize_activations, reshape_activations are {how}, scale_input is {training.scale_input}; "
+            "expected 'none' for both: give scale_input=True (not of a transcoder), and rows [rows, D]"
+        )
+    run = _Run(config, rows, training, torch.device(device or "cpu"))
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        run.resume(folder)
+    steps = range(run.step, training.steps)
+    for step in with_progress(steps, len(steps), "sae", progress and run.rank == 0):
+        metrics = run.one_step()
+        if folder is not None and run.rank == 0:
+            run.log(folder, metrics)
+            if (step + 1) % training.save_every == 0 or step + 1 == training.steps:
+                run.save(folder)
+    run.sae.fold_scale(run.scale or 1.0)
+    if folder is not None and run.rank == 0:
+        save_sae(run.sae, folder)
+    if run.size > 1:
+        dist.barrier()
+    return run.sae
+
+
+class _Run:
+    """A training under way: all that changes is here."""
+
+    def __init__(self, config: SAEConfig, rows: Rows, training: SAETraining, device: torch.device) -> None:
+        running = dist.is_available() and dist.is_initialized()
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
+        if training.batch_rows % self.size:
+            raise InterpError(f"batch_rows={training.batch_rows}; expected a multiple of {self.size} ranks")
+        self.rows, self.training, self.device = rows, training, device
+        self.sae = SparseAutoencoder(config, seed=training.seed, device=device)
+        if training.unit_decoder:
+            _normalize(self.sae)
+        self.moments = {  # of Adam: means of gradients and of their squares
+            f"{name}.{i}": torch.zeros_like(p.data) for name, p in self.sae.named_parameters() for i in (1, 2)
+        }
+        self.idle = torch.zeros(config.d_sae, dtype=torch.int64, device=device)  # steps since each was active
+        self.step, self.window, self.offset, self.scale = 0, 0, 0, 0.0
+        request = {"sae": asdict(config), "training": asdict(training), "rows": rows.identity()}
+        self.request = json.loads(dump(request))
+        self._held: tuple[Tensor, Tensor] | None = None
+
+    def one_step(self) -> dict[str, float]:
+        """Train on the next batch; what happened, if this step is to be logged."""
+        training, sae = self.training, self.sae
+        x, y = self._next_batch()
+        mine = slice(self.rank, None, self.size)
+        lr = training.lr * _lr_factor(training, self.step)
+        warm = min(1.0, (self.step + 1) / max(1, training.sparsity_warmup_steps))
+        penalty = replace(training.penalty, coefficient=training.penalty.coefficient * warm)
+        dead = self.idle > training.dead_after_steps
+        batch = forward(sae, (x[mine], y[mine]), dead, penalty, self.gather)
+        errors = (batch.output - batch.target).square().sum(-1)
+        loss = (errors + sae.activation.losses(sae, batch, penalty)).sum() / len(x)
+        self._update(loss, lr)
+        fired = (batch.acts.detach() > 0).any(0).to(torch.int64)
+        self.idle.add_(1).mul_(1 - self._reduce(fired, dist.ReduceOp.MAX))
+        self.step += 1
+        if self.step % training.log_every and self.step != training.steps:
+            return {}
+        sums = [loss.detach(), errors.detach().sum(), (batch.acts.detach() > 0).sum()]
+        total, error, active = self._reduce(torch.stack([s.double() for s in sums])).tolist()
+        if not math.isfinite(total):
+            raise InterpError(
+                f"the loss of step {self.step} is {total}; expected a number: rows that are, a lower lr"
+            )
+        spread = (y - y.mean(0)).square().sum().item()
+        found = {"step": self.step, "loss": total, "mse": error / len(x), "l0": active / len(x)}
+        found |= {"explained_variance": 1 - error / spread if spread else float("nan")}
+        num_dead = int((self.idle > training.dead_after_steps).sum())
+        return found | {"dead": num_dead, "lr": lr}
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[n] of each rank, the same number on all -> [ranks n]; rank r's i-th is at r n + i."""
+        if self.size == 1:
+            return values
+        found = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(found, values.contiguous())
+        return torch.cat(found)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that changes but for a few numbers."""
+        found = {f"sae.{name}": value for name, value in self.sae.state_dict().items()} | {"idle": self.idle}
+        return found | {f"adam.{name}": value for name, value in self.moments.items()}
+
+    def log(self, folder: Path, metrics: Mapping[str, float]) -> None:
+        """Add a line to the metrics, if there is something to log."""
+        if metrics:
+            with (folder / METRICS).open("a") as file:
+                file.write(dump(metrics) + "\n")
+
+    def save(self, folder: Path) -> None:
+        """Write the state, in place of the one before."""
+        data = {name: getattr(self, name) for name in _PLACE} | {"request": self.request}
+        with replacing(folder / STATE) as file:
+            held = {name: value.detach().cpu().contiguous() for name, value in self.tensors.items()}
+            file.write(save(held, {"forge_interp": dump(data)}))
+
+    @torch.no_grad()
+    def resume(self, folder: Path) -> None:
+        """Go on from the state in a folder, if there is one; InterpError if it is of another training."""
+        path = folder / STATE
+        if not path.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            return _keep_lines(folder / METRICS, 0, self.rank)
+        with safe_open(path, "pt") as file:
+            data = json.loads(file.metadata()["forge_interp"])
+            if found := differences(data["request"], self.request):
+                text = f"{folder} was made by another training ({'; '.join(found)})"
+                raise InterpError(f"{text}; expected the same: give another out")
+            for name, value in self.tensors.items():
+                value.copy_(file.get_tensor(name))
+        for name in _PLACE:
+            setattr(self, name, data[name])
+        return _keep_lines(folder / METRICS, self.step, self.rank)
+
+    def _next_batch(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [B, ...] of all ranks."""
+        size = self.training.batch_rows
+        x, y = self._held or self._read_window()
+        if self.offset + size > len(x) and self.offset:
+            self.window, self.offset = self.window + 1, 0
+            x, y = self._read_window()
+        if self.offset + size > len(x):
+            raise InterpError(
+                f"a window has {len(x)} rows; expected at least one batch of batch_rows={size}: give a "
+                "larger window, more data, or a smaller batch"
+            )
+        cut = slice(self.offset, self.offset + size)
+        self.offset += size
+        return x[cut].to(self.device), y[cut].to(self.device)
+
+    def _read_window(self) -> tuple[Tensor, Tensor]:
+        """All rows of the present window, shuffled and scaled."""
+        self._held = None
+        x, y = self.rows.share(self.window, self.rank, self.size)
+        is_pair = y is not x
+        x = self._joined(x)
+        y = self._joined(y) if is_pair else x
+        if x.shape[1:] != (self.sae.config.d_in,) or y.shape[1:] != self.sae.b_dec.shape:
+            raise InterpError(
+                f"rows have {list(x.shape[1:])} and {list(y.shape[1:])} numbers; expected d_in="
+                f"{self.sae.config.d_in} and {len(self.sae.b_dec)}: is this the site?"
+            )
+        if self.scale == 0.0:
+            size = (x.norm(dim=-1).mean() / x.shape[1] ** 0.5).item()
+            self.scale = 1 / size if self.training.scale_input and size else 1.0
+        order = torch.randperm(len(x), generator=generator(self.training.seed, self.window, 1))
+        x = x[order] * self.scale
+        self._held = x, (y[order] * self.scale if is_pair else x)
+        return self._held
+
+    def _joined(self, share: Tensor) -> Tensor:
+        """The shares of all ranks, in order, float32."""
+        share = share.float()
+        if self.size == 1:
+            return share
+        shapes: list[Any] = [None] * self.size
+        dist.all_gather_object(shapes, tuple(share.shape))
+        padded = torch.zeros(*map(max, zip(*shapes, strict=True)), device=self.device)
+        padded[: len(share), : share.shape[1]] = share
+        found = self.gather(padded.flatten()).view(self.size, *padded.shape).cpu()
+        return torch.cat([part[: shape[0]] for part, shape in zip(found, shapes, strict=True)])
+
+    def _reduce(self, value: Tensor, how: Any = None) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(value, how or dist.ReduceOp.SUM)
+        return value
+
+    def _update(self, loss: Tensor, lr: float) -> None:
+        """One step of Adam (arXiv:1412.6980, algorithm 1) with the gradients of all ranks."""
+        names, parameters = zip(*self.sae.named_parameters(), strict=True)
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        number, (first, second) = self.step + 1, self.training.betas
+        for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
+            gradient, value = self._reduce(gradient), parameter.data
+            is_unit = name == "W_dec" and self.training.unit_decoder
+            if is_unit:  # what would change the norms
+                gradient = gradient - (gradient * value).sum(-1, keepdim=True) * value
+            mean, square = self.moments[f"{name}.1"], self.moments[f"{name}.2"]
+            mean.lerp_(gradient, 1 - first)
+            square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+            size = (square / (1 - second**number)).sqrt_().add_(1e-8)
+            value.addcdiv_(mean, size, value=-lr / (1 - first**number))
+            if is_unit:
+                _normalize(self.sae)
+            if name == "threshold":
+                value.clamp_(min=0.0)
+
+
+def forward(
+    sae: SparseAutoencoder, pair: tuple[Tensor, Tensor], dead: Tensor, penalty: Penalty, gather: Reduce
+) -> Batch:
+    """What a training step computes for inputs [R, D] and targets [R, D'], with gradients."""
+    (x, y), pre = pair, sae.pre(pair[0])
+    acts = sae.activation.train(sae, pre, penalty, gather)
+    return Batch(x, y, pre, acts, sae.decode(acts, x), dead)
+
+
+def _lr_factor(training: SAETraining, step: int) -> float:
+    rise = (step + 1) / training.lr_warmup_steps if training.lr_warmup_steps else 1.0
+    fall = (training.steps - step) / (training.lr_decay_steps + 1)
+    return min(1.0, rise, fall)
+
+
+@torch.no_grad()
+def _normalize(sae: SparseAutoencoder) -> None:
+    sae.W_dec.div_(sae.W_dec.norm(dim=-1, keepdim=True).clamp_min(1e-8))
+
+
+def _keep_lines(path: Path, step: int, rank: int) -> None:
+    """Forget what was logged behind a step: it will be logged again."""
+    if rank or not path.is_file():
+        return
+    lines = path.read_text().splitlines()
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+    with replacing(path) as file:
+        file.write("".join(f"{line}\n" for line in kept).encode())
