@@ -55,8 +55,8 @@ class ClassHookConfig(HookConfig):
             hook = kind(run, **self.options)  # type: ignore[call-arg]
         except TypeError as error:
             raise ConfigError(
-                f"{self.path}: {kind.__name__}(run, {', '.join(self.options)}) cannot be built: {error}; the "
-                "keys of `options` are arguments of the class, after the run"
+                f"{self.path}: {kind.__name__}({', '.join(['run', *self.options])}) cannot be built: {error}; "
+                f"write def __init__(self, {', '.join(['run', *self.options])}), the keys of `options` after the run"
             ) from error
         hook.every = self.every_steps
         return hook
