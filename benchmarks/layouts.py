@@ -1,10 +1,11 @@
-"""Which layout to begin with: models of `configs/runs` on 1 to 512 GPUs, each candidate as `forge plan ... --json` plans it.
+"""Which layout to begin with: models of `configs/runs` on 1 to 512 GPUs, as `forge plan --json` plans them.
 
-Of the candidates of a model and a number of GPUs, the fastest that leaves 5 % of the memory free is the one to begin
-with. Nothing of it was measured: it is as good as the plan (docs/plan.md says how good).
+Of the candidates of a model and a number of GPUs, the fastest that leaves 5 % of the memory free is the one
+to begin with. Nothing of it was measured: it is as good as the plan (docs/plan.md says how good).
 
-Run: python benchmarks/layouts.py          plans all, writes benchmarks/results/layouts.json and the table of the page
-     python benchmarks/layouts.py --table  writes the table anew from the JSON
+Run: python benchmarks/layouts.py          plans what benchmarks/results/layouts.json lacks, and writes the
+                                           table of docs/howto/choose_layout.md
+     python benchmarks/layouts.py --table  writes the table alone
 """
 
 from __future__ import annotations
@@ -80,11 +81,15 @@ def cases() -> list[Case]:
     return found
 
 
+def flags_of(case: Case, candidate: str) -> str:
+    """Of `forge plan`, with the numbers of the case."""
+    return candidate.format(nodes=case.gpus // case.node, node=case.node)
+
+
 def plan(case: Case, candidate: str) -> dict[str, Any]:
     """What `forge plan --json` says of a candidate, or why it is refused."""
-    nodes = case.gpus // case.node
-    flags = candidate.format(nodes=nodes, node=case.node).split()
-    where = f"--nodes {nodes} --gpus-per-node {case.node} --device {case.device}".split()
+    flags = flags_of(case, candidate).split()
+    where = f"--nodes {case.gpus // case.node} --gpus-per-node {case.node} --device {case.device}".split()
     command = ["forge", "plan", f"configs/runs/{case.run}.toml", *where, *flags]
     done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=False)
     row = {
@@ -164,18 +169,15 @@ def put_into_page(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Plan every candidate, keep what was said, write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--table", action="store_true", help="write the table from benchmarks/results/layouts.json"
-    )
-    if parser.parse_args().table:
-        put_into_page(json.loads((RESULTS / "layouts.json").read_text())["results"]["rows"])
-        return
-    rows = []
-    for case in cases():
-        for candidate in case.candidates:
+    parser.add_argument("--table", action="store_true", help="write the table of what was planned")
+    path = RESULTS / "layouts.json"
+    rows = json.loads(path.read_text())["results"]["rows"] if path.exists() else []
+    there = {(row["run"], row["device"], row["gpus"], row["flags"]) for row in rows}
+    wanted = [] if parser.parse_args().table else [(case, one) for case in cases() for one in case.candidates]
+    for case, candidate in wanted:
+        if (case.run, case.device, case.gpus, flags_of(case, candidate)) not in there:
             rows.append(plan(case, candidate))
-            print(json.dumps(rows[-1]), flush=True)
-    write("layouts", {"rows": rows})  # the figures are those of the plan: nothing was measured
+            write("layouts", {"rows": rows})
     put_into_page(rows)
 
 

@@ -1,4 +1,4 @@
-"""What would be published: wheels with metadata, licence and types, which work where nothing else is installed.
+"""What would be published: wheels with metadata, licence and types that work in empty environments.
 
 `.ci/isolated.py` runs the tests of each package with only that package installed, from its sources; here
 wheels are built, read and installed.
@@ -50,7 +50,8 @@ def test_wheel_says_what_it_is(wheels, folder):
     assert said["Description-Content-Type"] == "text/markdown" and len(said.get_payload()) > 100
     assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     for needed in said.get_all("Requires-Dist", []):
-        ours = needed.startswith("forge-") and not needed.startswith(said["Name"])  # an extra may name another
+        # an extra may name another one of the same package
+        ours = needed.startswith("forge-") and not needed.startswith(said["Name"])
         assert not ours or re.search(r">=0\.1", needed), f"{needed} has no range"
     for entry in (f"{name}/py.typed", f"{info}/WHEEL"):
         assert entry in names
@@ -73,8 +74,8 @@ ALONE = {
     "forge-config": "import forge_config, importlib.util as u; assert u.find_spec('torch') is None",
     "forge-interp": "import forge_interp, importlib.util as u; forge_interp.capture; "
     "assert u.find_spec('forge_config') is None",
-    "forge-trainer": "import forge_ckpt, forge_config, forge_data, forge_interp, forge_model, forge_parallel; "
-    "import forge_resilience, forge_vlm, forge_trainer.cli",
+    "forge-trainer": "import forge_ckpt, forge_config, forge_data, forge_interp, forge_model\n"
+    "import forge_parallel, forge_resilience, forge_vlm, forge_trainer.cli",
 }
 
 

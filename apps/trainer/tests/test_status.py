@@ -77,7 +77,8 @@ def test_status_of_numbers_that_were_not_finite(run, capsys):
 
 def test_status_names_layers_with_experts_that_no_token_chose(run, capsys):
     assert "dead experts" not in said(capsys, run)[1]
-    dead = {f"layers.{layer}.ffn/dead_experts": value for layer, value in enumerate([2.0, 0.0, 1.0, 3.0, 4.0])}
+    counts = [2.0, 0.0, 1.0, 3.0, 4.0]
+    dead = {f"layers.{layer}.ffn/dead_experts": count for layer, count in enumerate(counts)}
     record = {"step": 25, "tokens": 1, "loss": 1.0, "tokens_per_s": 1.0, "x/dead_experts": "no number"} | dead
     (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     assert (
