@@ -75,6 +75,18 @@ def test_status_of_numbers_that_were_not_finite(run, capsys):
     assert "loss not finite" in said(capsys, run)[1]
 
 
+def test_status_names_layers_with_experts_that_no_token_chose(run, capsys):
+    assert "dead experts" not in said(capsys, run)[1]
+    counts = [2.0, 0.0, 1.0, 3.0, 4.0]
+    dead = {f"layers.{layer}.ffn/dead_experts": count for layer, count in enumerate(counts)}
+    record = {"step": 25, "tokens": 1, "loss": 1.0, "tokens_per_s": 1.0, "x/dead_experts": "no number"} | dead
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert (
+        "  dead experts  2 of layers.0.ffn, 1 of layers.2.ffn, 3 of layers.3.ffn and of 1 more layers: "
+        "no token chose them in step 25"
+    ) in said(capsys, run)[1]
+
+
 @pytest.mark.parametrize(("code", "reason"), [(85, "stopped at step 20"), (78, "no files")])
 def test_status_tells_how_the_last_start_ended(run, capsys, code, reason):
     ended = {"code": code, "reason": reason, "when": "2026-11-22T10:00:00+00:00"}

@@ -79,7 +79,10 @@ def test_litdata_chunks_keep_every_token_and_document(
 def test_folder_of_token_files_says_what_it_has(tmp_path: Path) -> None:
     for name in ("a.npy", "b.npy", "c.bin"):
         (tmp_path / name).touch()
-    with pytest.raises(DataError, match=r"has no index.json.*it has files: 2 .npy, 1 .bin. Name token files"):
+    with pytest.raises(
+        DataError,
+        match=r"has no index.json.*it has files: 2 .npy, 1 .bin. Name token files.*`forge-data tokenize`",
+    ):
         list(read_chunks(tmp_path))
 
 

@@ -38,7 +38,8 @@ def test_inspect_of_another_tokenizer_shows_no_text(store: Path, capsys: pytest.
     manifest = store / "manifest.json"
     manifest.write_text(manifest.read_text().replace("bytes-256", "other"))
     assert main(["inspect", str(store)]) == 0
-    assert "hello" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "hello" not in said and "name it with --tokenizer" in said
 
 
 def test_tokenize_names_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

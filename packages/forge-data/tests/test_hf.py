@@ -96,7 +96,7 @@ def test_stream_without_any_target_is_refused(tmp_path: Path) -> None:
     [
         ({"messages": "hello"}, r"part-0.jsonl at 0: 'messages' holds str, not a list of messages"),
         ({"messages": [{"role": "user"}]}, "under 'content'; it has role"),
-        ({"text": "x"}, "not a list"),
+        ({"text": "x", "id": 3}, r"no row with messages under 'messages'; it has text, id"),
     ],
 )
 def test_rows_that_are_no_conversation_are_named(tmp_path: Path, row: dict, message: str) -> None:

@@ -179,7 +179,9 @@ def _inspect(options: argparse.Namespace) -> int:
     sys.stdout.write("  intact     every block matches its digest\n")
     tokenizer = _tokenizer(options).build()
     if not is_named(tokenizer, manifest.tokenizer):
-        sys.stdout.write("  made with another tokenizer than the one given: no text is shown\n")
+        sys.stdout.write(
+            "  made with another tokenizer: no text is shown; name it with --tokenizer and --eos\n"
+        )
         return 0
     start = 0
     for index, end in enumerate(store.doc_ends[: options.docs]):

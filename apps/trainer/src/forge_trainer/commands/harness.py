@@ -21,6 +21,7 @@ from forge_model.model_config import Prompt
 from torch import Tensor, nn
 
 from forge_trainer.commands.generate import batch_inputs
+from forge_trainer.commands.task_table import task_table
 from forge_trainer.console import emit
 
 try:
@@ -394,5 +395,5 @@ def results_of(asked: RunModel, manager: KeptTasks, options: argparse.Namespace)
     results: dict[str, Any] = dict(found or {})
     if not results:  # the harness gives them to the first rank alone
         return {}
-    sys.stdout.write(utils.make_table(results) + "\n")
+    sys.stdout.write(task_table(results) + "\n")
     return results["results"]

@@ -54,9 +54,10 @@ class ClassHookConfig(HookConfig):
         try:
             hook = kind(run, **self.options)  # type: ignore[call-arg]
         except TypeError as error:
+            given = ", ".join(["run", *self.options])
             raise ConfigError(
-                f"{self.path}: {kind.__name__}(run, {', '.join(self.options)}) cannot be built: {error}; the "
-                "keys of `options` are arguments of the class, after the run"
+                f"{self.path}: {kind.__name__}({given}) cannot be built: {error}; write "
+                f"def __init__(self, {given}), the keys of `options` after the run"
             ) from error
         hook.every = self.every_steps
         return hook

@@ -71,6 +71,7 @@ def _lines(directory: Path) -> Iterator[str]:
         yield f"  last logged   step {logged['step']}, loss {_number(logged, 'loss')}, {speed} tokens/s"
         if isinstance(when := logged.get("time"), int | float):
             yield f"                at {datetime.fromtimestamp(when):%Y-%m-%d %H:%M:%S}, {_ago(when)}"
+        yield from _dead_experts(logged)
     losses = [(r["step"], r["loss"]) for r in records if isinstance(r.get("loss"), int | float)]
     yield from (f"  {line}" for line in curve(losses))
     evaluated = next((r for r in reversed(records) if losses_of(r)), {})
@@ -93,6 +94,20 @@ def _lines(directory: Path) -> Iterator[str]:
     none = f"none, and there was one of step {highest}" if lost else "none"
     yield f"  checkpoints   {', '.join(map(str, steps)) or none}"
     yield from _state(directory, steps, until, lost)
+
+
+def _dead_experts(logged: dict[str, Any]) -> Iterator[str]:
+    """Layers with experts that no token chose in the step that was logged last, at most three by name."""
+    end = "/dead_experts"
+    dead = {
+        key.removesuffix(end): int(value)
+        for key, value in logged.items()
+        if key.endswith(end) and isinstance(value, int | float) and 0 < value < float("inf")
+    }
+    if dead:
+        named = ", ".join(f"{count} of {layer}" for layer, count in list(dead.items())[:3])
+        more = f" and of {len(dead) - 3} more layers" if len(dead) > 3 else ""
+        yield f"  dead experts  {named}{more}: no token chose them in step {logged['step']}"
 
 
 def _batch(run: Outline) -> str:

@@ -207,7 +207,9 @@ class MessagesColumn:
         return text, tuple(targets)
 
     def _messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        messages = row.get(self.field)
+        if self.field not in row:
+            raise DataError(f"no row with messages under {self.field!r}; it has {', '.join(row)}")
+        messages = row[self.field]
         if not isinstance(messages, list | tuple):
             raise DataError(f"{self.field!r} holds {type(messages).__name__}, not a list of messages")
         for message in messages:  # pyright: ignore[reportUnknownVariableType]

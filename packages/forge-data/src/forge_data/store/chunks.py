@@ -62,7 +62,8 @@ def read_chunks(folder: Path, dtype: str | None = None) -> Iterator[Chunk]:
         there = ", ".join(f"{count} {kind or 'without an ending'}" for kind, count in kinds.most_common(5))
         raise DataError(
             f"{folder} has no {INDEX}, so it holds neither litData chunks nor MDS; it has files: "
-            f"{there or 'none'}. Name token files one by one, e.g. {folder}/*.npy"
+            f"{there or 'none'}. Name token files one by one, e.g. {folder}/*.npy; "
+            "text is read by `forge-data tokenize`"
         )
     try:
         index = json.loads((folder / INDEX).read_bytes())

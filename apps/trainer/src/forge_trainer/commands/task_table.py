@@ -1,0 +1,33 @@
+"""How are the results of tasks shown?
+
+The table of the harness itself loses its column names with some versions of the package that draws it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+COLUMNS = ("task", "filter", "n-shot", "metric", "value", "stderr")
+
+
+def task_table(results: Mapping[str, Any]) -> str:
+    """A row for each metric of each task, as Markdown.
+
+    Args:
+        results: as `lm_eval.evaluator.simple_evaluate` returns them.
+    """
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    for task, found in results["results"].items():
+        name, shots = found.get("alias", task), str(results.get("n-shot", {}).get(task, ""))
+        for key, value in sorted(found.items()):
+            metric, comma, picked = key.partition(",")
+            if comma and not metric.endswith("_stderr"):
+                error = found.get(f"{metric}_stderr,{picked}", "")
+                rows.append((name, picked, shots, metric, _number(value), _number(error)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, " | ".join("-" * width for width in widths))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _number(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
