@@ -186,7 +186,7 @@ EXTRAPOLATED = {
 
 
 @pytest.mark.dist
-@pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # a head with several parts gives a list
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # a head of parts gives a list
 @pytest.mark.parametrize("name", slow_unless(EXTRAPOLATED, ("1f1b",)))
 def test_what_is_extrapolated_is_what_a_real_step_of_all_blocks_takes(name):
     ranks, flags = EXTRAPOLATED[name]
