@@ -54,7 +54,7 @@ def draw_table(
     for labels, ticks, rotation in ((rows, axes.set_yticks, 0), (columns, axes.set_xticks, 90)):
         step = -(-len(labels) // _TICKS)
         marked = [visible(label) for label in labels[::step]]
-        turned = rotation if max(map(len, marked), default=0) > 2 else 0
+        turned = rotation if len(marked) * max(map(len, marked), default=0) > 24 else 0
         ticks(range(0, len(labels), step), marked, rotation=turned, fontsize=8)
     for (row, column), text in np.ndenumerate(np.array(cells if cells is not None else [], dtype=object)):
         red, green, blue, _ = image.cmap(image.norm(values[row, column]))
