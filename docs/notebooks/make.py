@@ -65,7 +65,7 @@ def run(book: nbformat.NotebookNode, timeout_s: float = 300) -> float:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         resources: Any = {"metadata": {"path": folder}}
-        NotebookClient(book, timeout=timeout_s, resources=resources, record_timing=False).execute()
+        NotebookClient(book, timeout=timeout_s, resources=resources, record_timing=False, coalesce_streams=True).execute()
     return time.monotonic() - started
 
 

@@ -52,7 +52,7 @@ def draw_attention(pattern: Tensor, tokens: Sequence[str], *, title: str = "", c
         place, queries = axes.flat[head], list(tokens)[-num_queries:]
         image = draw_table(place, values[head], queries, list(tokens), cmap="Greys", vmin=0.0, vmax=1.0)
         place.set(title=f"head {head}", xlabel="key", ylabel="query")
-    figure.colorbar(image, ax=axes[:, -1].tolist(), label="weight")
+    figure.colorbar(image, ax=figure.axes, label="weight")
     figure.suptitle(title)
     return figure
 
@@ -90,7 +90,7 @@ def draw_patching(table: PatchingTable, *, normalized: bool = False, columns: in
         place.set(xlabel=table.axes[-1], ylabel=table.axes[-2])
         if values.ndim > 2:
             place.set_title(sites[index])
-    figure.colorbar(image, ax=axes[:, -1].tolist(), label=label)
+    figure.colorbar(image, ax=figure.axes, label=label)
     return figure
 
 

@@ -1,0 +1,75 @@
+"""The notebooks are those of their sources, show what they ran, and run."""
+
+import base64
+import re
+import struct
+import sys
+
+import nbformat
+import pytest
+from pages import ROOT
+
+FOLDER = ROOT / "docs" / "notebooks"
+sys.path.insert(0, str(FOLDER))
+import make
+
+NAMES = sorted(path.stem for path in (FOLDER / "sources").glob("*.py"))
+MOST_SECONDS = 480
+"""Of all notebooks together, in seconds of CPU: what issue 30 asks for."""
+
+
+def stored(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def test_every_source_has_a_notebook_in_the_table_of_contents():
+    assert NAMES == sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+    listed = re.findall(r"^notebooks/(\w+)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_has_the_cells_of_its_source(name):
+    book, made = stored(name), make.notebook((FOLDER / "sources" / f"{name}.py").read_text())
+    nbformat.validate(book)
+    remedy = f"the source has changed: uv run python docs/notebooks/make.py {name}"
+    assert [(c.cell_type, c.source) for c in book.cells] == [(c.cell_type, c.source) for c in made.cells], remedy
+    assert [c.metadata.get("mystnb") for c in book.cells] == [c.metadata.get("mystnb") for c in made.cells]
+    assert "**You need:**" in book.cells[0].source
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_holds_what_it_ran_and_no_error(name):
+    code = [cell for cell in stored(name).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    for cell in code:
+        for output in cell.outputs:
+            assert output.output_type != "error", output
+            assert "Traceback" not in output.get("text", "") and "Warning" not in output.get("text", "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures_of_a_notebook_have_an_alt_text_and_something_on_them(name):
+    drawn = 0
+    for cell in stored(name).cells:
+        images = [one.data["image/png"] for one in cell.get("outputs", []) if "image/png" in one.get("data", {})]
+        assert bool(images) == ("mystnb" in cell.metadata), cell.source
+        for image in images:
+            png = base64.b64decode(image)
+            width, height = struct.unpack(">II", png[16:24])
+            assert width <= 1600 and height <= 1600 and len(png) > 5000
+        drawn += len(images)
+    assert drawn >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_notebooks_run_in_eight_minutes_of_cpu_together():
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    for name in NAMES:
+        make.run(make.notebook((FOLDER / "sources" / f"{name}.py").read_text()), timeout_s=1200)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent < MOST_SECONDS, f"{spent:.0f} s of CPU"
