@@ -84,7 +84,7 @@ from matplotlib import pyplot as plt
 
 with open("runs/optimizers/results.csv") as file:
     rows = [row for row in csv.DictReader(file) if row["state"] == "complete"]
-loss = {row["name"]: float(row["eval/loss"]) for row in rows}
+loss = {row["run"]: float(row["eval/loss"]) for row in rows}
 figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
 best = {}
 for name, row in rates.items():

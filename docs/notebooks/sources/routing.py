@@ -3,7 +3,7 @@
 #
 # A mixture of experts reads two languages that are written with the same letters, and nobody tells it which is which. Do
 # its routers find out, and send the same letter to other experts in the one than in the other? And is the choice of use: what does it
-# cost to take an expert out?
+# cost to exchange it?
 #
 # **You need:** two minutes of one CPU core. No GPU, no download.
 
@@ -11,7 +11,7 @@
 # ## Two languages, the same letters
 #
 # In each language every letter is followed by one of two letters, either as likely as the other; which two is drawn at random, and differs
-# between the languages. A single letter therefore says nothing about the language, two neighbours mostly do. No model can have a loss below
+# between the languages. All letters are equally frequent in both. A single letter therefore says nothing about the language, two neighbours mostly do. No model can have a loss below
 # ln 2 = 0.69 nats a letter; one that mixes the languages up needs about ln 4 = 1.39.
 
 # %%
@@ -23,7 +23,17 @@ import numpy as np
 
 LETTERS = np.frombuffer(b"abcdefghijklmnop", dtype=np.uint8)
 random = np.random.default_rng(0)
-followers = {name: np.array([random.permutation(16)[:2] for _ in LETTERS]) for name in ("first", "second")}
+
+
+def draw_language():
+    """[16, 2] which letters may follow each; every letter has two followers, and follows two."""
+    one, other = random.permutation(16), random.permutation(16)
+    while (one == other).any():
+        other = random.permutation(16)
+    return np.stack([one, other], axis=1)
+
+
+followers = {"first": draw_language(), "second": draw_language()}
 
 
 def write(language, rows, length=65):
@@ -182,9 +192,9 @@ plt.show()
 # %% [markdown]
 # ## At the same letter
 #
-# Letters are not equally frequent in the two languages, so that a router which sees nothing but the letter treats them a little
-# differently as well, and so does an *untrained* one. So compare at the same letter: how differently is the `e` of one language
-# served from the `e` of the other? Two controls: the same weights before training, and texts labelled at random.
+# The load of each expert is even, so that an expert has little choice but to serve both languages: some letters of the one, and
+# others of the other. So compare at the same letter: how differently is the `e` of one language served from the `e` of the other?
+# Two controls: the same weights before training, and texts labelled at random.
 
 # %% alt: Bars by layer: how differently the languages are served. Overall, an untrained model does it as much; at the same letter, only the trained one is clearly above labels at random.
 one_hot = torch.nn.functional.one_hot(tokens, 260).double()  # [rows, bytes, 260]
@@ -207,8 +217,8 @@ def apart_at_the_same_letter(chosen, labels):
 untrained, _ = load_model(read_job(Path("runs/experts")))
 initialize(untrained, seed=1)
 chosen_before = choices(untrained, tokens)
-random = torch.Generator().manual_seed(0)
-orders = [is_first[torch.randperm(len(tokens), generator=random)] for _ in range(20)]
+shuffle = torch.Generator().manual_seed(0)
+orders = [is_first[torch.randperm(len(tokens), generator=shuffle)] for _ in range(20)]
 
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True, layout="constrained")
 results = {}
@@ -232,51 +242,77 @@ trained, before, chance = results["at the same letter"]
 assert (trained[1:] > 1.5 * chance[1:]).all() and (trained[1:] > 1.5 * before[1:]).all()
 
 # %% [markdown]
-# ## Expert by expert
+# ## Letter by letter
 #
-# For each expert: the share of its letters that are of the first language. Half is no preference.
+# Which experts of the last layer serve each letter: the same letter goes to other experts in the other language.
 
-# %% alt: Curves over three layers: the share of each expert's letters that are of the first language, from near 0 to near 1 in the later layers.
-from forge_interp.pictures import draw_layers
-
-preference = shares[0] / (shares[0] + shares[1])  # [layers, experts]
-curves = {f"expert {expert}": preference[:, expert] for expert in range(8)}
-draw_layers(["layers.0", "layers.1", "layers.2"], curves, unit="share of the first language", chance=0.5)
+# %% alt: Two maps of experts by letters, one for each language; in a column, the dark cells of the two are mostly in different rows.
+figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True, layout="constrained")
+letters = torch.from_numpy(LETTERS.astype(np.int64))
+for place, (language, who) in zip(axes, {"first": is_first, "second": ~is_first}.items(), strict=True):
+    served = torch.stack([2 * chosen[-1][who][tokens[who] == letter].mean(0) for letter in letters], dim=1)
+    image = place.imshow(served, cmap="Greys", vmin=0, vmax=1, aspect="auto")
+    place.set(title=f"{language} language", xlabel="letter", xticks=range(16), yticks=range(8))
+    place.set_xticklabels([chr(letter) for letter in LETTERS])
+axes[0].set(ylabel="expert of layer 2")
+figure.colorbar(image, ax=axes, label="share of the letter's\noccurrences it serves")
+plt.show()
 
 # %% [markdown]
-# ## Is it of use?
+# ## Is the choice of use?
 #
-# Take one expert of a layer out, what it makes becomes zero, and read what this costs on either language. If experts
-# were interchangeable, all would cost the same on both.
+# Make every letter be served as the same letter was elsewhere: by the experts, with the weights, that the router chose for another
+# occurrence. Where that one is of the same language, little should change. Where it is of the other language, the letter is served by
+# experts of the wrong one, and if they know their language, the loss must rise.
 
-# %% alt: Points, one for each expert: the cost on the first language against the cost on the second of taking it out; they lie on both sides of the diagonal.
+# %% alt: Bars of the loss: as it is, served as in the same language, and served as in the other language, which is far higher.
+inputs, targets = tokens[:, :-1], tokens[:, 1:]
+flat, of_first = inputs.flatten(), is_first[:, None].expand(inputs.shape).flatten()
+context = (torch.arange(inputs.shape[1]) >= 2).expand(inputs.shape).flatten()  # the language can be known
+
+
+def donors(same_language):
+    """For each letter of the inputs, another place of the same letter."""
+    found = torch.zeros(len(flat), dtype=torch.int64)
+    for letter in letters:
+        for language in (True, False):
+            receive = ((flat == letter) & (of_first == language)).nonzero()[:, 0]
+            give = ((flat == letter) & (of_first == (language == same_language)) & context).nonzero()[:, 0]
+            found[receive] = give[torch.from_numpy(random.integers(len(give), size=len(receive)))]
+    return found
+
+
 @torch.no_grad()
-def loss(tokens):
-    """Nats a letter."""
-    logits = model(tokens[:, :-1])
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+def loss(donor=None):
+    """Nats a letter where the language can be known; with the choices that routers made at the donors."""
+
+    def exchange(router, args, routed):
+        routing = routed.routing
+        experts, weights = (x.view(len(flat), -1)[donor].flatten() for x in (routing.experts, routing.weights))
+        return routed._replace(routing=routing._replace(experts=experts, weights=weights))
+
+    layers = model.layers.values() if donor is not None else ()
+    hooks = [layer.ffn.router.register_forward_hook(exchange) for layer in layers]
+    logits = model(inputs).flatten(0, 1)
+    for hook in hooks:
+        hook.remove()
+    return torch.nn.functional.cross_entropy(logits[context], targets.flatten()[context]).item()
 
 
-whole = loss(first), loss(second)
-print(f"nothing taken out: first {whole[0]:.2f}, second {whole[1]:.2f} nats a letter; ln 2 = {math.log(2):.2f}")
-figure, axes = plt.subplots(figsize=(5, 4.2), layout="constrained")
-costs = []
-for layer in range(3):
-    weight = model.layers[str(layer)].ffn.experts.w_down
-    for expert in range(8):
-        kept = weight.data[expert].clone()
-        weight.data[expert] = 0
-        costs.append((loss(first) - whole[0], loss(second) - whole[1]))
-        weight.data[expert] = kept
-    axes.scatter(*zip(*costs[-8:], strict=True), label=f"layer {layer}")
-axes.axline((0, 0), slope=1, color="grey", linestyle="--")
-axes.set(xlabel="cost on the first language (nats a letter)", ylabel="cost on the second (nats a letter)")
+losses = {
+    "as it is": loss(),
+    "served as in\nthe same language": loss(donors(same_language=True)),
+    "served as in\nthe other language": loss(donors(same_language=False)),
+}
+figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+axes.bar(losses.keys(), losses.values())
+axes.axhline(math.log(2), color="grey", linestyle="--", label="ln 2: no model can do better")
+axes.set(ylabel="loss (nats a letter)")
 axes.legend()
 plt.show()
-costs = torch.tensor(costs)
-together = torch.corrcoef(torch.stack([(shares[0] - shares[1]).flatten(), (costs[:, 0] - costs[:, 1]).double()]))[0, 1].item()
-print(f"correlation of 'serves the first language more' and 'is missed there more': {together:.2f}, over 24 experts")
-assert together > 0.3
+print({label.replace("\n", " "): round(value, 2) for label, value in losses.items()})
+kept, same, other = losses.values()
+assert kept < 0.8 and other - kept > 3 * max(same - kept, 0.05)
 
 # %% [markdown]
 # Next: [choose a router](../experts.md).
