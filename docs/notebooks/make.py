@@ -8,7 +8,8 @@ A source is a Python file, so that it is linted and read like any other:
     # %%                  code; a line `# !forge ...` becomes `!forge ...`, a command of the shell
     # %% alt: A loss.     code that draws; what the picture shows, for those who do not see it
 
-The site is built from the stored outputs and runs nothing. Run this when a source, or what it shows, has changed.
+The site is built from the stored outputs and runs nothing. Run this when a source, or what it shows, has
+changed.
 """
 
 import os
@@ -24,13 +25,13 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
 SOURCES = FOLDER / "sources"
-INSTALL = '''\
+INSTALL = """\
 # On Colab, or wherever they are missing, this installs the packages; elsewhere it does nothing.
 from importlib.util import find_spec
 
 if find_spec("forge_trainer") is None or find_spec("matplotlib") is None:
     %pip install --quiet forge-trainer "forge-interp[pictures]"
-%matplotlib inline'''
+%matplotlib inline"""
 _CELL = re.compile(r"^# %%(?P<markdown> \[markdown\])?(?: alt: (?P<alt>.*))?\n", re.MULTILINE)
 
 
@@ -65,7 +66,9 @@ def run(book: nbformat.NotebookNode, timeout_s: float = 300) -> float:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         resources: Any = {"metadata": {"path": folder}}
-        NotebookClient(book, timeout=timeout_s, resources=resources, record_timing=False, coalesce_streams=True).execute()
+        NotebookClient(
+            book, timeout=timeout_s, resources=resources, record_timing=False, coalesce_streams=True
+        ).execute()
     return time.monotonic() - started
 
 

@@ -120,7 +120,10 @@ above.plot(steps, known_losses, label="repeated tokens")
 above.axhline(math.log(VOCAB), color="grey", linestyle="--", label=f"ln {VOCAB}")
 above.set(ylabel="loss (nats a token)")
 for layer, style in enumerate(("--", "-")):
-    for name, scores, colour in (("previous token", previous_scores, "C2"), ("induction", induction_scores, "C3")):
+    for name, scores, colour in (
+        ("previous token", previous_scores, "C2"),
+        ("induction", induction_scores, "C3"),
+    ):
         best = [score[layer].max() for score in scores]
         below.plot(steps, best, style, color=colour, label=f"{name}, best head of layer {layer}")
 below.set(xlabel="step", ylabel="mean weight", ylim=(0, 1))
@@ -167,6 +170,7 @@ HTML(f"<div>{frame}</iframe></div>")
 # A pattern is no proof. Take each head out (its output becomes zero) and see what repeated tokens cost then.
 # Where several heads do the same, one alone is not missed much; so take out together those whose score is above 0.15,
 # in each layer, and, for comparison, the other heads of layer 0.
+
 
 # %% alt: Bars: the loss of repeated tokens when each of the eight heads is taken out, and groups of them together: those of the previous token and those of induction cost most.
 def without(layer, heads):

@@ -171,7 +171,12 @@ print(f"frequencies {one:.2f}, pairs {two:.2f} nats; the model {seen[steps[-1]][
 # %% alt: Distance of each kind of weights from where they began, relative to their size, by step; all grow.
 first = seen[steps[0]][2]
 figure, axes = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
-for label, part in {"embedding": "embed", "attention": ".attention.w", "feed-forward": ".ffn.", "head": "head"}.items():
+for label, part in {
+    "embedding": "embed",
+    "attention": ".attention.w",
+    "feed-forward": ".ffn.",
+    "head": "head",
+}.items():
     names = [name for name in first if part in name]
     size = sum(first[name].square().sum() for name in names)
     moved = [sum((seen[step][2][name] - first[name]).square().sum() for name in names) for step in steps]

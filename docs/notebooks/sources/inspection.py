@@ -14,6 +14,7 @@
 
 # %%
 import math
+from itertools import pairwise
 from pathlib import Path
 
 RUN = """
@@ -102,9 +103,9 @@ print(recording)
 # %% alt: A table of layers by bytes of "import os, def main(self, path)": predictions of the last layer are likelier than those of the first, and most so inside words.
 targets = torch.cat([tokens[:, 1:], torch.full((1, 1), -1)], dim=1)
 result = logit_lens(model, ["embed", "layers.*"], tokens, targets=targets)
-shown = slice(12, 50)
-part = logit_lens(model, ["embed", "layers.*"], tokens[:, : shown.stop], targets=targets[:, : shown.stop])
-draw_lens(part, list(TEXT[: shown.stop]), decode=lambda token: chr(token) if 31 < token < 127 else "·")
+shown = 48
+part = logit_lens(model, ["embed", "layers.*"], tokens[:, :shown], targets=targets[:, :shown])
+draw_lens(part, list(TEXT[:shown]), decode=lambda token: chr(token) if 31 < token < 127 else "·")
 
 # %% alt: Bars of the mean loss of the next byte after the embedding and after each layer; it falls from layer to layer.
 losses = -result.target_log_prob[:, 0, :-1].mean(1)
@@ -129,8 +130,8 @@ axes.bar(range(1, len(TEXT)), each)
 axes.set_xticks(range(len(TEXT)), [byte.replace("\n", "↵") for byte in TEXT], fontsize=7)
 axes.set(xlabel="byte", ylabel="loss (nats)")
 plt.show()
-letters = torch.tensor([a.isalpha() and b.isalpha() for a, b in zip(TEXT, TEXT[1:], strict=False)])
-begins = torch.tensor([not a.isalpha() and b.isalpha() for a, b in zip(TEXT, TEXT[1:], strict=False)])
+letters = torch.tensor([a.isalpha() and b.isalpha() for a, b in pairwise(TEXT)])
+begins = torch.tensor([not a.isalpha() and b.isalpha() for a, b in pairwise(TEXT)])
 print(f"first letter of a word: {each[begins].mean():.2f} nats, later ones: {each[letters].mean():.2f}")
 assert each[begins].mean() > each[letters].mean()
 

@@ -288,7 +288,9 @@ def loss(donor=None):
 
     def exchange(router, args, routed):
         routing = routed.routing
-        experts, weights = (x.view(len(flat), -1)[donor].flatten() for x in (routing.experts, routing.weights))
+        experts, weights = (
+            x.view(len(flat), -1)[donor].flatten() for x in (routing.experts, routing.weights)
+        )
         return routed._replace(routing=routing._replace(experts=experts, weights=weights))
 
     layers = model.layers.values() if donor is not None else ()

@@ -22,7 +22,9 @@ truth = Scaling(e=1.69, a=406.4, b=410.7, alpha=0.34, beta=0.28)
 sizes, lengths = np.geomspace(1e7, 1e9, 6), np.geomspace(2e8, 2e10, 6)
 n, d = (grid.flatten() for grid in np.meshgrid(sizes, lengths, indexing="ij"))
 random = np.random.default_rng(0)
-losses = np.array([truth.loss(*run) for run in zip(n, d, strict=True)]) * np.exp(random.normal(0, 0.005, len(n)))
+losses = np.array([truth.loss(*run) for run in zip(n, d, strict=True)]) * np.exp(
+    random.normal(0, 0.005, len(n))
+)
 
 exact = fit(n, d, [truth.loss(*run) for run in zip(n, d, strict=True)])
 print("without noise:", {name: round(float(value), 4) for name, value in exact._asdict().items()})
@@ -43,11 +45,13 @@ between = {
 figure, axes = plt.subplots(1, 3, figsize=(8, 3), layout="constrained")
 for place, (name, (low, high)) in zip(axes, between.items(), strict=True):
     value, true = getattr(found, name), getattr(truth, name)
-    place.errorbar([0], [value], [[max(value - low, 0)], [max(high - value, 0)]], fmt="o", capsize=6, label="fit, 90 %")
+    place.errorbar(
+        [0], [value], [[max(value - low, 0)], [max(high - value, 0)]], fmt="o", capsize=6, label="fit, 90 %"
+    )
     place.plot([0], [true], "rx", markersize=10, label="truth")
     place.set(title=name, xticks=[], xlim=(-1, 1), ylabel="nats a token" if name == "e" else "exponent")
     print(f"{name:5} fit {value:.3f} in [{low:.3f}, {high:.3f}], truth {true}")
-axes[0].legend()
+figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
 plt.show()
 
 # %% alt: Losses of the runs by tokens, a colour for each size, with the fitted law as lines through them.
@@ -100,7 +104,12 @@ for row, (label, part) in enumerate({"all 36 runs": n > 0, f"the smallest {small
     print(f"{label:15} predict {best.loss(*target):.3f} in [{low:.3f}, {high:.3f}]; the truth is {true:.3f}")
     widths.append(high - low)
 axes.axvline(true, color="red", linestyle="--", label="truth")
-axes.set(yticks=[0, 1], yticklabels=["all runs", "smallest runs"], ylim=(-0.6, 1.6), xlabel="predicted loss (nats a token)")
+axes.set(
+    yticks=[0, 1],
+    yticklabels=["all runs", "smallest runs"],
+    ylim=(-0.6, 1.6),
+    xlabel="predicted loss (nats a token)",
+)
 axes.legend()
 plt.show()
 assert widths[1] > 2 * widths[0]
@@ -118,7 +127,9 @@ for flops in (1e18, 1e19, 1e20):
     best = candidates[curve.argmin()]
     axes.plot(candidates, curve, label=f"{flops:.0e} FLOPs")
     axes.plot([best], [curve.min()], "k.")
-    print(f"{flops:.0e} FLOPs: {best:.2e} parameters, {flops / (6 * best):.2e} tokens, loss {curve.min():.3f}")
+    print(
+        f"{flops:.0e} FLOPs: {best:.2e} parameters, {flops / (6 * best):.2e} tokens, loss {curve.min():.3f}"
+    )
 axes.set(xscale="log", xlabel="parameters", ylabel="loss (nats a token)", ylim=(2.3, 5))
 axes.legend()
 plt.show()

@@ -82,7 +82,8 @@ initialize(models["untrained"], seed=3)
 
 sites = ["embed", "layers.*"]
 stores = {
-    name: extract_representations(model, tokens, sites, f"activations/{name}") for name, model in models.items()
+    name: extract_representations(model, tokens, sites, f"activations/{name}")
+    for name, model in models.items()
 }
 store = stores["first"]
 print(f"{len(store.token_id):,} rows of", {site: list(store[site].shape) for site in store.sites})
@@ -97,10 +98,13 @@ assert store.token_id.equal(stores["second"].token_id)
 a, b = (stores[name]["layers.2"].double() for name in ("first", "second"))
 a, b = ((x - x.mean(0)) / x.std(0) for x in (a, b))
 correlation = a.T @ b / len(a)
-print(f"same number: |r| {correlation.diagonal().abs().mean():.2f}, any pair: |r| {correlation.abs().mean():.2f}")
+print(
+    f"same number: |r| {correlation.diagonal().abs().mean():.2f}, any pair: |r| {correlation.abs().mean():.2f}"
+)
 
 # %% [markdown]
 # ## But the layers agree
+
 
 # %% alt: A table of CKA between all layers of the first and the second run: high on the diagonal, lower away from it.
 def layers(name):
@@ -128,6 +132,7 @@ figure
 #
 # Both models see the same bytes, so some agreement comes for free. Take out what the byte itself says: subtract from each row
 # the mean of all rows of that byte, and compare what is left, which only context can have put there.
+
 
 # %%
 def without_byte(x):

@@ -26,10 +26,10 @@ def attention_page(
     *,
     title: str = "Attention",
 ) -> Path:
-    """Write one HTML file that holds all weights; it opens without a server, and asks no network for anything.
+    """Write one HTML file that holds all weights; it opens without a server and asks no network.
 
     Choose row, site and head; point at a token to see what it attends to, or at the map for one weight. The
-    address keeps the choice (`#row/site/head/query`, counted from 0), so that a link says what to look at.
+    address keeps the choice (`#row/site/head/query`, from 0), so that a link says what to look at.
     Weights are kept in steps of 1/65535: each is off by at most 7.7e-6. The file takes 2.7 bytes a weight.
 
     Args:

@@ -7,12 +7,9 @@ import numpy as np
 
 from forge_interp.errors import InterpError, optional
 
-_TICKS = 32
-"""Labels along one side; of more, every second, third, ... is written."""
-
 
 def new_figure(width: float, height: float, **options: Any) -> tuple[Any, np.ndarray]:
-    """A matplotlib Figure of so many inches, which no window and no global list holds, and its axes [r, c]."""
+    """A matplotlib Figure of so many inches, which no window and no global list holds, and its axes."""
     figure = optional("matplotlib.figure", "a picture", "pictures").Figure(
         figsize=(width, height), layout="constrained"
     )
@@ -36,10 +33,13 @@ def draw_table(
     rows: Sequence[str],
     columns: Sequence[str],
     cells: Sequence[Sequence[str]] | None = None,
+    *,
+    ticks: int = 32,
     **colours: Any,
 ) -> Any:
     """Draw [rows, columns] as colours, the first row above; `cells` are written into them.
 
+    At most `ticks` labels are written along one side: every second, third, ... where there are more.
     Returns the image, for a colour bar. NaN has no colour.
 
     Raises:
@@ -51,11 +51,11 @@ def draw_table(
             "expected one label for each row and each column"
         )
     image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", interpolation="nearest", **colours)
-    for labels, ticks, rotation in ((rows, axes.set_yticks, 0), (columns, axes.set_xticks, 90)):
-        step = -(-len(labels) // _TICKS)
+    for labels, write, rotation in ((rows, axes.set_yticks, 0), (columns, axes.set_xticks, 90)):
+        step = -(-len(labels) // ticks)
         marked = [visible(label) for label in labels[::step]]
-        turned = rotation if len(marked) * max(map(len, marked), default=0) > 24 else 0
-        ticks(range(0, len(labels), step), marked, rotation=turned, fontsize=8)
+        turned = rotation if max(map(len, marked), default=0) > 1 else 0
+        write(range(0, len(labels), step), marked, rotation=turned, fontsize=8)
     for (row, column), text in np.ndenumerate(np.array(cells if cells is not None else [], dtype=object)):
         red, green, blue, _ = image.cmap(image.norm(values[row, column]))
         is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5

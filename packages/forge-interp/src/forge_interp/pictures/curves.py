@@ -12,7 +12,7 @@ from forge_interp.pictures.canvas import new_figure, short
 def draw_layers(
     layers: Sequence[str], curves: Mapping[str, Any], *, unit: str, chance: float | None = None
 ) -> Any:
-    """Draw one number for each layer; repeats (folds, seeds, subjects) become a mean and a standard deviation.
+    """Draw a number for each layer; repeats (folds, seeds, subjects) become a mean and a standard deviation.
 
     Args:
         layers: L names, in order.

@@ -38,8 +38,8 @@ def draw_attention(pattern: Tensor, tokens: Sequence[str], *, title: str = "", c
     """
     if pattern.ndim != 3 or not 0 < pattern.shape[1] <= pattern.shape[2] == len(tokens):
         raise InterpError(
-            f"pattern is {list(pattern.shape)}, with {len(tokens)} tokens; expected [N, T, S] of one sequence "
-            "(pattern[row]) and S tokens"
+            f"pattern is {list(pattern.shape)}, with {len(tokens)} tokens; expected [N, T, S] of one "
+            "sequence (pattern[row]) and S tokens"
         )
     num_heads, num_queries, _ = pattern.shape
     columns = min(columns, num_heads)
@@ -50,7 +50,9 @@ def draw_attention(pattern: Tensor, tokens: Sequence[str], *, title: str = "", c
     values = pattern.detach().float().cpu().numpy()
     for head in range(num_heads):
         place, queries = axes.flat[head], list(tokens)[-num_queries:]
-        image = draw_table(place, values[head], queries, list(tokens), cmap="Greys", vmin=0.0, vmax=1.0)
+        image = draw_table(
+            place, values[head], queries, list(tokens), ticks=20, cmap="Greys", vmin=0.0, vmax=1.0
+        )
         place.set(title=f"head {head}", xlabel="key", ylabel="query")
     figure.colorbar(image, ax=figure.axes, label="weight")
     figure.suptitle(title)
@@ -122,9 +124,10 @@ def draw_lens(
         raise InterpError(f"values are {list(values.shape)}, row is {row}; expected [L, B, T] and a row of B")
     words = [[decode(int(token)) for token in site[row, :, 0]] for site in result.top_ids]
     sites = [short(site) for site in result.sites]
-    figure, axes = new_figure(2.5 + 0.42 * len(tokens), 1.6 + 0.35 * len(sites))
+    longest = max((len(word) for line in words for word in line), default=1)
+    figure, axes = new_figure(2.5 + (0.17 + 0.07 * longest) * len(tokens), 1.6 + 0.35 * len(sites))
     table = values[:, row].double().cpu().numpy()
-    image = draw_table(axes[0, 0], table, sites, list(tokens), words, cmap="viridis")
+    image = draw_table(axes[0, 0], table, sites, list(tokens), words, ticks=len(tokens), cmap="viridis")
     axes[0, 0].set(xlabel="input token", ylabel="site")
     figure.colorbar(image, ax=axes[0, 0], label=_LENS[value])
     return figure
