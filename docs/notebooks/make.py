@@ -43,7 +43,8 @@ def notebook(source: str) -> nbformat.NotebookNode:
     for number, cell in enumerate(cells):
         cell["id"] = f"cell-{number}"
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
+    language = {"name": "python", "pygments_lexer": "ipython3"}
+    return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel, "language_info": language})
 
 
 def _cell(markdown: str | None, alt: str | None, text: str) -> nbformat.NotebookNode:
@@ -79,7 +80,7 @@ def main(names: list[str]) -> None:
             continue
         book = notebook(source.read_text())
         seconds = run(book)
-        book.metadata.pop("language_info", None)
+        book.metadata = notebook(source.read_text()).metadata  # not those of the version that ran it
         nbformat.write(book, FOLDER / f"{source.stem}.ipynb")
         sys.stderr.write(f"{source.stem}: {seconds:.0f} s\n")
 
