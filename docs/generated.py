@@ -22,7 +22,8 @@ def write_pages() -> None:
     """Write all of them into the folder of the documentation, from which git leaves them out."""
     folder = DOCS / "reference"
     (DOCS / "configuration_reference.md").write_text(reference_markdown(Job))
-    (DOCS / "interp" / "reference.md").write_text(api_page("forge_interp", members=True))
+    pictures = api_page("forge_interp.pictures")
+    (DOCS / "interp" / "reference.md").write_text(api_page("forge_interp", members=True) + "\n" + pictures)
     for package in PACKAGES:
         (folder / f"forge-{package}.md").write_text(api_page(f"forge_{package}"))
     (folder / "configs.md").write_text(configs_page())

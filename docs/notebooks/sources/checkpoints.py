@@ -57,13 +57,13 @@ keep_initial = true
 keep_growing = 2.0
 """
 Path("series.toml").write_text(RUN)
-# !forge train series.toml | cat
+# !forge train series.toml 2>&1 | cat
 
 # %% [markdown]
 # ## Evaluate them all
 
 # %%
-# !forge eval runs/series --step all --table loss.csv | cat
+# !forge eval runs/series --step all --table loss.csv 2>&1 | cat
 # !cat loss.csv
 
 # %% alt: Validation loss by step on a logarithmic axis; it falls from ln 260 = 5.6 to below 2.5 nats.

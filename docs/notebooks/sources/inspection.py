@@ -9,7 +9,7 @@
 # %% [markdown]
 # ## Train
 #
-# One TOML file says all of it. The text is the source code of the Python that runs this notebook. `| cat` leaves out the
+# One TOML file says all of it. The text is the source code of the Python that runs this notebook. `2>&1 | cat` leaves out the
 # bar that shows progress.
 
 # %%
@@ -58,7 +58,7 @@ every_steps = 300
 every_steps = 300
 """
 Path("reader.toml").write_text(RUN)
-# !forge train reader.toml | cat
+# !forge train reader.toml 2>&1 | cat
 
 # %% [markdown]
 # ## Open it
@@ -139,7 +139,7 @@ assert each[begins].mean() > each[letters].mean()
 # ## What it writes
 
 # %%
-# !forge generate runs/reader --prompt "class " --temperature 0.7 --seed 1 --max-new-tokens 120 | cat
+# !forge generate runs/reader --prompt "class " --temperature 0.7 --seed 1 --max-new-tokens 120 2>&1 | cat
 
 # %% [markdown]
 # Next: [capture](../interp/capture.md), [lenses](../interp/lenses.md), [what a run records while it

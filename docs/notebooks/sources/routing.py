@@ -119,7 +119,7 @@ type = "expert-load"
 every_steps = 10
 """
 Path("experts.toml").write_text(RUN)
-# !forge train experts.toml | grep -v -E "step +[0-9]*[1-9]0/"
+# !forge train experts.toml 2>&1 | grep -v -E "step +[0-9]*[1-9]0/"
 
 # %% [markdown]
 # ## Is the load even?

@@ -55,8 +55,8 @@ every_steps = 250
 every_steps = 250
 """
 Path("first.toml").write_text(RUN)
-# !forge train first.toml | cat
-# !forge train first.toml --job.name=second --job.seed=2 | tail -4
+# !forge train first.toml 2>&1 | cat
+# !forge train first.toml --job.name=second --job.seed=2 2>&1 | tail -4
 
 # %% [markdown]
 # ## Extract

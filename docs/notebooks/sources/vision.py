@@ -73,7 +73,7 @@ every_steps = 500
 every_steps = 500
 """
 Path("seer.toml").write_text(RUN)
-# !forge train seer.toml | cat
+# !forge train seer.toml 2>&1 | cat
 
 # %% [markdown]
 # ## Ask it

@@ -146,9 +146,9 @@ def draw_similarity(similarity: LayerSimilarity, *, rows: str = "", columns: str
     cells = [[f"{value:.2f}" for value in line] for line in values] if is_few else None
     across, down = (2.5 + 0.45 * min(size, 32) for size in reversed(values.shape))
     figure, axes = new_figure(across + 1.0, down)
-    names = [[short(name) for name in side] for side in (similarity.rows, similarity.columns)]
+    left, below = [[short(name) for name in side] for side in (similarity.rows, similarity.columns)]
     lowest = min(0.0, float(np.nanmin(values, initial=0.0)))
-    image = draw_table(axes[0, 0], values, *names, cells, cmap="viridis", vmin=lowest, vmax=1.0)
+    image = draw_table(axes[0, 0], values, left, below, cells, cmap="viridis", vmin=lowest, vmax=1.0)
     axes[0, 0].set(ylabel=rows, xlabel=columns)
     figure.colorbar(image, ax=axes[0, 0], label=similarity.measure)
     return figure
