@@ -26,12 +26,15 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parent
 SOURCES = FOLDER / "sources"
 INSTALL = """\
-# On Colab, or wherever they are missing, this installs the packages; elsewhere it does nothing.
+# On Colab, or wherever they are missing, this installs the packages; elsewhere they are there.
+import os
 from importlib.util import find_spec
 
 if find_spec("forge_trainer") is None or find_spec("matplotlib") is None:
     %pip install --quiet forge-trainer "forge-interp[pictures]"
-%matplotlib inline"""
+%matplotlib inline
+for name in ("FORCE_COLOR", "CLICOLOR_FORCE"):  # of Jupyter: a cell is no terminal
+    os.environ.pop(name, None)"""
 _CELL = re.compile(r"^# %%(?P<markdown> \[markdown\])?(?: alt: (?P<alt>.*))?\n", re.MULTILINE)
 
 
