@@ -57,7 +57,8 @@ def test_notebook_holds_what_it_ran_and_no_error(name):
     for cell in code:
         for output in cell.outputs:
             assert output.output_type != "error", output
-            assert "Traceback" not in output.get("text", "") and "Warning" not in output.get("text", "")
+            text = output.get("text", "")
+            assert not [sign for sign in ("Traceback", "Warning", "\x1b") if sign in text]
 
 
 @pytest.mark.parametrize("name", NAMES)
