@@ -9,11 +9,12 @@ from generated import write_pages
 project = "Forge"
 author = "The Forge authors"
 copyright = "2026, The Forge authors"
-extensions = ["myst_parser", "sphinxcontrib.mermaid", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinxcontrib.mermaid", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "Forge"
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "notebooks/sources"]
+nb_execution_mode = "off"  # outputs are stored in the notebooks: see notebooks/make.py
 
 write_pages()
