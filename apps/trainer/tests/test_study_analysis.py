@@ -234,6 +234,27 @@ def test_optimizers_are_compared_by_tokens_time_and_loss():
     )
 
 
+def test_best_rate_of_an_optimizer_is_that_of_the_mean_over_seeds_not_of_a_lucky_run():
+    losses = {
+        ("adamw", 1e-3): [3.3, 3.3],
+        ("adamw", 2e-3): [3.0, 3.1],
+        ("adamw", 4e-3): [2.9, 3.9],  # the best single run, and the worst
+        ("muon", 1e-2): [3.2, 3.2],
+        ("muon", 2e-2): [2.9, 2.9],
+        ("muon", 4e-2): [3.0, 3.0],
+    }
+    rows = [
+        row(lr=lr, optimizer=kind, seed=seed, loss=y, run=f"{kind}{lr}-{seed}")
+        for (kind, lr), ys in losses.items()
+        for seed, y in enumerate(ys)
+    ]
+    found = optimizers(rows, HOW, lambda run: [(1.0, 1.0, 3.0), (2.0, 2.0, 2.5)])
+    (pair,) = found.numbers["pairs"]
+    assert pair["one"].startswith("adamw0.002") and pair["other"].startswith("muon0.02")
+    assert pair["equal_tokens"] == pytest.approx(2.9 - 3.05)
+    assert found.doubts == []
+
+
 def test_pictures_are_svg_that_shows_all_points():
     text = picture("a < b", "x", "y & z", [Series("one", [(1, 2), (10, 3)], [(1, 2), (10, 3)], [(1, 1, 3)])])
     tree = ElementTree.fromstring(text)

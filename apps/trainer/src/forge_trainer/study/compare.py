@@ -9,14 +9,16 @@ import numpy as np
 from forge_trainer.study.config import AnalysisConfig
 from forge_trainer.study.findings import Curve, Finding
 from forge_trainer.study.picture import Series, picture
-from forge_trainer.study.table import Row, lowest
+from forge_trainer.study.table import Row, groups, lowest
 
 SMOOTH = 0.05
 """The part of a curve that a mean runs over."""
 
 
 def optimizers(rows: Sequence[Row], how: AnalysisConfig, curve: Curve) -> Finding | None:
-    """Compare the best run of each optimizer, at each size and length, with that of the first one.
+    """Compare the best setting of each optimizer, at each size and length, with that of the first one.
+
+    The loss of a setting is the mean over its seeds: the best single run would be that of a lucky seed.
 
     Args:
         rows: complete runs.
@@ -24,7 +26,7 @@ def optimizers(rows: Sequence[Row], how: AnalysisConfig, curve: Curve) -> Findin
         curve: tokens, seconds and training loss of a run by its name.
     """
     made, series = Finding("optimizers", "Optimizers"), list[Series]()
-    best = lowest(rows, how.loss, "parameters", "tokens", "optimizer")
+    best = lowest(over_seeds(rows, how.loss), how.loss, "parameters", "tokens", "optimizer")
     made.numbers["pairs"] = []
     for size in dict.fromkeys((row["parameters"], row["tokens"]) for row in best):
         members = [row for row in best if (row["parameters"], row["tokens"]) == size]
@@ -44,6 +46,16 @@ def optimizers(rows: Sequence[Row], how: AnalysisConfig, curve: Curve) -> Findin
             )
     made.svg = picture("Training loss by optimizer", "tokens", "training loss", series)
     return made
+
+
+def over_seeds(rows: Sequence[Row], loss: str) -> list[Row]:
+    """In place of each run, the one of its setting that is nearest to the mean over seeds, with that mean."""
+    nearest = {id(row): row for row in rows}
+    for _, members in groups(rows, "seed"):
+        mean = float(np.mean([row[loss] for row in members]))
+        chosen = min(members, key=lambda row: abs(row[loss] - mean)) | {loss: mean}
+        nearest |= dict.fromkeys(map(id, members), chosen)
+    return [nearest[id(row)] for row in rows]
 
 
 def smoothed(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
