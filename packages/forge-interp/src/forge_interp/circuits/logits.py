@@ -104,21 +104,21 @@ def attribute_logits(
         before = post.detach().double()
         parts[block] = rests[block] = ((before - start.detach().double()) * direction).sum(-1)
         middle = kept.get(sites.get(f"{block}.resid_mid", ""), post)
-        if middle is not post:
+        has_neurons = f"{block}.mlp.post" in sites
+        is_sum = middle is post or not has_neurons or _passes(middle, post, direction)
+        if middle is not post and is_sum:
             attention[block] = ((middle.detach().double() - start.detach().double()) * direction).sum(-1)
             mlp[block] = parts[block] - attention[block]
         for place, made, found in (("mlp.post", post, neurons), ("attn.z", middle, heads)):
-            is_alone = middle is not post or f"{block}.mlp.post" in sites  # else an MLP would be in the path
+            is_alone = is_sum and (middle is not post or has_neurons)  # else an MLP or norm is in the path
             if is_alone and (site := sites.get(f"{block}.{place}")) is not None:
                 to, norm_name = direction, behind.get(f"{block}.{place}")
                 if norm_name is not None:
                     made = kept[f"{norm_name}:in"]
                     to, _ = _through(modules[norm_name], made.detach(), direction)
                 shares = _shares(kept[site], made, to, place == "attn.z")
-                if shares is None:  # a norm of the sum: what is in front of it adds nothing to the stream
-                    attention.pop(block, None), mlp.pop(block, None)
-                    break
-                found[block], rests[block] = shares, rests[block] - shares.sum(-1)
+                if shares is not None:
+                    found[block], rests[block] = shares, rests[block] - shares.sum(-1)
     parts["between"] = between + ((last.detach().double() - before) * direction).sum(-1)
     parts["constant"] = constant
     worst = (torch.stack(list(parts.values())).sum(0) - chosen).abs().max().item()
@@ -179,6 +179,13 @@ def _norms_in(model: nn.Module, inputs: Inputs, name: str, mid: str) -> dict[str
                 if alike > 1 - _close(value.dtype) and _frozen(modules[inside], given):
                     found[place] = inside.removeprefix(name)
     return found
+
+
+def _passes(middle: Tensor, post: Tensor, direction: Tensor) -> bool:
+    """Whether a block adds to `middle`; what its MLP makes is a leaf."""
+    along = (post.double() * direction).sum()
+    (found,) = torch.autograd.grad(along, middle, retain_graph=True, materialize_grads=True)
+    return bool((found.double() - direction).abs().max() <= _close(middle.dtype) * direction.abs().max())
 
 
 def _shares(source: Tensor, made: Tensor, direction: Tensor, has_heads: bool) -> Tensor | None:
