@@ -384,3 +384,16 @@ def test_a_transcoder_that_cannot_be_saved_is_refused_before_the_work(tmp_path):
     with pytest.raises(InterpError, match="no format for a topk transcoder"):
         train_sae(config, rows_of(make_store(), "b:out"), make_training(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_two_trainings_at_once_do_not_share_a_folder(tmp_path):
+    config, plain = SAEConfig(WIDTH, FEATURES), StoreRows.share
+
+    def share(*args: object) -> object:
+        with pytest.raises(InterpError, match="another training writes to"):
+            train_sae(config, rows_of(make_store()), make_training(seed=1), tmp_path)
+        return plain(*args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StoreRows, "share", share)
+        train_sae(config, rows_of(make_store()), make_training(steps=2), tmp_path)

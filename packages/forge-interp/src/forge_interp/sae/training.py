@@ -5,9 +5,12 @@ Letters: B rows of a batch over all ranks, R those of this rank, D and D' input 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -105,21 +108,44 @@ def train_sae(
         architecture_of(config)  # before the work is done
     run = _Run(config, rows, training, torch.device(device or "cpu"))
     folder = None if out is None else Path(out)
-    if folder is not None:
-        run.resume(folder)
-    steps = range(run.step, training.steps)
-    for step in with_progress(steps, len(steps), "sae", progress and run.rank == 0):
-        metrics = run.one_step()
+    with _locked(folder if run.rank == 0 else None):
+        if folder is not None:
+            run.resume(folder)
+        steps = range(run.step, training.steps)
+        for step in with_progress(steps, len(steps), "sae", progress and run.rank == 0):
+            metrics = run.one_step()
+            if folder is not None and run.rank == 0:
+                run.log(folder, metrics)
+                if (step + 1) % training.save_every == 0 or step + 1 == training.steps:
+                    run.save(folder)
+        run.sae.fold_scale(run.scale or 1.0)
         if folder is not None and run.rank == 0:
-            run.log(folder, metrics)
-            if (step + 1) % training.save_every == 0 or step + 1 == training.steps:
-                run.save(folder)
-    run.sae.fold_scale(run.scale or 1.0)
-    if folder is not None and run.rank == 0:
-        save_sae(run.sae, folder)
+            save_sae(run.sae, folder)
     if run.size > 1:
         dist.barrier()
     return run.sae
+
+
+@contextmanager
+def _locked(folder: Path | None) -> Iterator[None]:
+    """Hold a folder in the `with`; InterpError where another training is writing to it."""
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InterpError(
+                f"another training writes to {folder}; expected one: wait, or give another out"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 class _Run:
