@@ -189,3 +189,55 @@ def test_what_cannot_be_is_refused():
     scores = edge_attribution(model, CLEAN, CLEAN, SENDERS, RECEIVERS, metric)
     with pytest.raises(InterpError, match="expected two values"):
         faithfulness(model, CLEAN, CLEAN, scores, metric, [[]])
+
+
+class Parallel(nn.Module):
+    """Two parts of a block read the same stream; what they give is added by a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Identity(), nn.Identity()
+        self.a, self.b = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.first(x), self.second(x)
+        return x + 0.3 * self.a(first) + self.b(second)
+
+
+def test_edges_that_are_not_there_have_no_score_and_factors_count():
+    model = Model(linear=True)
+    model.layers = nn.ModuleList(Parallel() for _ in range(2))
+    receivers = ["layers.*.first:in", "layers.*.second:in", "end:in"]
+    found = edge_attribution(
+        model, CLEAN, CORRUPTED, ["embed", "layers.*.a", "layers.*.b"], receivers, metric
+    )
+    row = {name: i for i, name in enumerate(found.senders)}
+    column = {name: i for i, name in enumerate(found.receivers)}
+    assert np.isnan(found.values[row["layers.0.a:out"], column["layers.0.second:in"]])
+    assert found.fed["layers.0.a:out"] == "layers.0.first:in"
+    parts = ["layers.1.a", "layers.1.b"]
+    with torch.no_grad(), capture(model, parts) as clean:
+        model(CLEAN)
+    with torch.no_grad(), capture(model, parts) as corrupted:
+        model(CORRUPTED)
+    for name, factor in (("layers.1.a:out", 0.3), ("layers.1.b:out", 1.0)):
+        change = factor * (clean[name] - corrupted[name])
+        wanted = (change @ (model.head.weight[0] - model.head.weight[1])).sum().item()
+        assert found.values[row[name], column["end:in"]] == pytest.approx(wanted, abs=1e-5)
+    curve = faithfulness(model, CLEAN, CORRUPTED, found, metric, [[], found.edges()])
+    assert curve == pytest.approx([0, 1], abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Glm4", "Cohere2"])
+def test_what_is_not_added_as_it_is_is_refused(family):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "pad_token_id": 0}
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**sizes)
+    ).eval()
+    receivers = ["**.input_layernorm:in", "**.post_attention_layernorm:in", "model.norm:in"]
+    receivers = receivers if family == "Glm4" else ["**.self_attn:in", "**.mlp:in", "model.norm:in"]
+    senders = ["model.embed_tokens", "**.self_attn", "**.mlp"]
+    with pytest.raises(InterpError, match="in other ways than as a term of a sum"):
+        edge_attribution(model, CLEAN, CORRUPTED, senders, receivers, lambda out: out.logits[..., 3].sum())

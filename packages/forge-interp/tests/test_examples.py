@@ -92,3 +92,17 @@ def test_what_cannot_be_is_refused(store):
         top_examples(ActivationStore.of({"a:out": torch.ones(2, 3), "position": torch.tensor([-1, -1])}), "a")
     with pytest.raises(KeyError, match="no such value"):
         top_examples(store, "7")
+
+
+def test_the_context_is_that_of_neighbouring_rows_where_positions_have_gaps():
+    columns = {"x:out": torch.arange(6.0)[:, None], "sample_id": torch.tensor([0, 0, 0, 1, 1, 1])}
+    columns |= {"position": torch.tensor([0, 1, 2, 5, 7, 9]), "token_id": torch.arange(10, 16)}
+    (found,) = top_examples(ActivationStore.of(columns), "x:out", count=1)
+    assert (found.tokens, found.centre, found.values) == (("13", "14", "15"), 2, (3.0, 4.0, 5.0))
+
+
+def test_scores_that_are_no_numbers_are_refused():
+    columns = {"x:out": torch.tensor([[1.0], [float("nan")]]), "sample_id": torch.zeros(2, dtype=torch.long)}
+    columns |= {"position": torch.arange(2), "token_id": torch.arange(2)}
+    with pytest.raises(InterpError, match="are NaN"):
+        top_examples(ActivationStore.of(columns), "x:out")

@@ -143,3 +143,9 @@ def test_what_cannot_be_is_refused():
         layer.self_attn.v_proj.forward = lambda x, plain=layer.self_attn.v_proj.forward: plain(x).tanh()
     with pytest.raises(InterpError, match=r"values or output of attention in blocks\.0 are no"):
         head_weights(model, TOKENS)
+
+
+def test_an_output_projection_elsewhere_is_refused_not_taken_for_the_identity():
+    model = transformers.BertModel(transformers.BertConfig(**SMALL, **HEADS)).eval()
+    with pytest.raises(InterpError, match=r"blocks\.0 gives attn\.z as it is, so that W_O lies elsewhere"):
+        head_weights(model, TOKENS)

@@ -155,3 +155,13 @@ def test_what_cannot_be_attributed_is_refused(tokens):
     with pytest.raises(InterpError, match="neither RMS nor layer norm"):
         attribute_logits(model, tokens, tokens)
     assert attribute_logits(model, tokens, tokens, final_norm="linearized_norm").logits.shape == (2, 7)
+
+
+def test_heads_in_front_of_the_norm_of_a_sum_have_no_share(tokens):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    model = transformers.OpenAIGPTLMHeadModel(transformers.OpenAIGPTConfig(**sizes)).eval()
+    found = attribute_logits(model, tokens, tokens, final_norm="linearized_norm", norm=nn.Identity())
+    logits = model(tokens).logits.gather(-1, tokens[..., None])[..., 0].double()
+    torch.testing.assert_close(sum(found.parts.values()), logits, rtol=1e-5, atol=1e-5)
+    assert not (found.heads or found.neurons or found.attention or found.mlp)

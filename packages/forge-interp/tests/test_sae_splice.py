@@ -184,3 +184,24 @@ def test_what_cannot_be_is_refused(tokens):
         evaluate_sae(model, [], "layers.1", sae)
     with pytest.raises(InterpError, match="give loss="):
         evaluate_sae(model, [(tokens,)], "layers.1", sae)
+
+
+def test_heads_are_not_read_across_tokens_where_there_are_as_many():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4)).eval()
+    sae = SparseAutoencoder(SAEConfig(16, 20, reshape_activations="hook_z"))
+    refused = pytest.raises(InterpError, match="expected the input of the output projection")
+    with refused, spliced(model, "model.layers.0.self_attn:attn.z", sae):
+        model(torch.arange(8).view(2, 4))
+    with spliced(model, "model.layers.0.self_attn.o_proj:in", sae) as seen:
+        model(torch.arange(8).view(2, 4))
+    assert seen.features.shape == (2, 4, 20)
+
+
+def test_one_row_has_no_variance_to_explain():
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 5))
+    report = evaluate_sae(
+        model, [torch.tensor([[3]])], "0", SparseAutoencoder(SAEConfig(8, 20)), loss=lambda o, _: o.sum()
+    )
+    assert math.isnan(report.explained_variance)

@@ -246,6 +246,8 @@ def test_training_from_a_model_equals_training_from_its_rows(tmp_path):
     config, training = SAEConfig(WIDTH, FEATURES), make_training(batch_rows=16)
 
     class Kept:
+        windows = rows.windows
+
         def share(self, number: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
             return rows.share(number, rank, size)
 
@@ -302,10 +304,8 @@ def test_metrics_are_those_of_the_definitions(tmp_path):
 
 
 def test_a_loss_that_is_no_number_ends_the_training():
-    x = make_store()["a:out"].clone()
-    x[7, 2] = torch.nan
     with pytest.raises(InterpError, match="the loss of step 8 is nan"):
-        train_sae(KINDS["relu"][0], rows_of(ActivationStore.of({"a:out": x})), make_training(log_every=8))
+        train_sae(KINDS["relu"][0], rows_of(make_store()), make_training(log_every=8, lr=1e20))
 
 
 @pytest.mark.parametrize(
@@ -331,3 +331,69 @@ def test_a_loss_that_is_no_number_ends_the_training():
 def test_what_cannot_be_is_refused(act: Callable[[ActivationStore], object], message):
     with pytest.raises(InterpError, match=message):
         act(make_store())
+
+
+def test_a_last_window_without_a_batch_is_passed_over(tmp_path):
+    config, training = SAEConfig(WIDTH, FEATURES), make_training(batch_rows=150)
+    rows = rows_of(make_store())  # windows of 300, 300, 300 and 100
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StoreRows, "share", stopping(StoreRows.share, 6))
+        with pytest.raises(Killed):
+            train_sae(config, rows, training, tmp_path)
+    assert train_sae(config, rows, training, tmp_path).W_enc.equal(train_sae(config, rows, training).W_enc)
+
+
+def stopping(plain: Callable[..., object], count: int) -> Callable[..., object]:
+    left = iter(range(count))
+
+    def share(*args: object) -> object:
+        if next(left, None) is None:
+            raise Killed
+        return plain(*args)
+
+    return share
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_that_are_no_numbers_are_refused_and_what_was_saved_stays(tmp_path, value):
+    x = torch.randn(1000, WIDTH, generator=torch.Generator().manual_seed(0))
+    x[generator_order_last(), 2] = value
+    store = ActivationStore.of({"a:out": x, "sample_id": torch.arange(1000)})
+    with pytest.raises(InterpError, match=r"1 of 300 rows of window \d are not finite"):
+        train_sae(KINDS["topk"][0], rows_of(store), make_training(save_every=1), tmp_path)
+    assert not (tmp_path / "sae_weights.safetensors").exists()
+
+
+def generator_order_last() -> int:
+    """A row of the third window of `rows_of`."""
+    return 20 * torch.randperm(50, generator=generator(0, 0)).tolist()[30]
+
+
+def test_weights_that_are_no_numbers_are_never_saved(tmp_path):
+    config, rows = SAEConfig(WIDTH, FEATURES), rows_of(make_store())
+    with pytest.raises(InterpError, match="are not finite"):
+        train_sae(
+            config, rows, make_training(lr=1e20, save_every=1, log_every=20, lr_warmup_steps=0), tmp_path
+        )
+    state = load_file(tmp_path / "state.safetensors") if (tmp_path / "state.safetensors").exists() else {}
+    assert all(bool(value.isfinite().all()) for name, value in state.items() if name.startswith("sae."))
+
+
+def test_a_transcoder_that_cannot_be_saved_is_refused_before_the_work(tmp_path):
+    config = SAEConfig(WIDTH, FEATURES, "topk", 5, k=3, apply_b_dec_to_input=False)
+    with pytest.raises(InterpError, match="no format for a topk transcoder"):
+        train_sae(config, rows_of(make_store(), "b:out"), make_training(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_trainings_at_once_do_not_share_a_folder(tmp_path):
+    config, plain = SAEConfig(WIDTH, FEATURES), StoreRows.share
+
+    def share(*args: object) -> object:
+        with pytest.raises(InterpError, match="another training writes to"):
+            train_sae(config, rows_of(make_store()), make_training(seed=1), tmp_path)
+        return plain(*args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StoreRows, "share", share)
+        train_sae(config, rows_of(make_store()), make_training(steps=2), tmp_path)

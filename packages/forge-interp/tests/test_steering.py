@@ -36,7 +36,7 @@ def batches(low: int, seed: int) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("where", [None, (slice(None), -1), (slice(None), slice(0, 2))])
+@pytest.mark.parametrize("where", [None, (slice(1, None), -1), (slice(None), slice(0, 2))])
 def test_vectors_are_differences_of_means(where):
     model, sides = Model(), (batches(0, 1), batches(10, 2))
     found = contrastive_vectors(model, *sides, ["mix", "embed"], where=where)
@@ -83,8 +83,16 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(InterpError, match="no batches"):
         contrastive_vectors(model, [], batches(0, 1), "mix")
     with pytest.raises(InterpError, match="expected inputs of both kinds"):
-        contrastive_vectors(model, batches(0, 1), [], "mix", where=(slice(None), -1))
+        contrastive_vectors(model, batches(0, 1), [], "mix", where=(slice(1, None), -1))
     with pytest.raises(InterpError, match="where="):
         contrastive_vectors(model, batches(0, 1), batches(0, 1), "mix", where=(0, 0, 0, 0))
     with pytest.raises(InterpError, match="does not fit"):
         strength_sweep(model, batches(0, 1)[0], "mix", torch.ones(3), [1.0], lambda out: out.sum())
+
+
+def test_an_index_that_takes_padding_or_not_all_numbers_is_refused():
+    model, sides = Model(), (batches(0, 1), batches(10, 2))
+    with pytest.raises(InterpError, match="takes padding at 'mix:out'"):
+        contrastive_vectors(model, *sides, "mix", where=(slice(None), -1))
+    with pytest.raises(InterpError, match="expected all 16 numbers"):
+        contrastive_vectors(model, *sides, "mix", where=(..., 3))

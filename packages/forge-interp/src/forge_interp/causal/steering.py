@@ -16,8 +16,9 @@ from forge_interp.causal.patching import site_means
 from forge_interp.causal.table import Index, Metric, score
 from forge_interp.errors import InterpError, fitting
 from forge_interp.hooks.capture import capture
-from forge_interp.hooks.edit import edit, steer
-from forge_interp.model_inputs import Inputs, call_model
+from forge_interp.hooks.edit import attention_mask, edit, steer
+from forge_interp.hooks.sites import named_modules
+from forge_interp.model_inputs import Inputs, arguments, call_model
 
 
 @torch.no_grad()
@@ -36,7 +37,7 @@ def contrastive_vectors(
         negative: the same of the other kind; pairs that differ in one thing make a clean direction.
         sites: sites and patterns of values [B, T, D].
         where: index into a value of what is averaged, such as `(slice(None), -1)`, the last token; None: all
-            tokens that are no padding, see `site_means`.
+            tokens that are no padding, see `site_means`. InterpError where it takes padding.
 
     Source: Rimsky et al. 2023, arXiv:2312.06681, eq. 1 (contrastive activation addition).
     """
@@ -57,11 +58,31 @@ def _means(
     """Means of the rows at an index, float64."""
     rows: dict[str, list[Tensor]] = {}
     for inputs in batches:
+        args, kwargs = arguments(inputs)
+        try:
+            mask = attention_mask(named_modules(model)[""], tuple(args), dict(kwargs))
+        except InterpError:  # of an encoder, whose padding says nothing of the decoder
+            mask = None
         with capture(model, sites) as acts:
             call_model(model, inputs)
         for site, value in acts.items():
             with fitting(value, f"where={where!r} at {site!r}"):
-                rows.setdefault(site, []).append(value[where].flatten(0, -2).double())
+                chosen = value[where]
+                if chosen.shape[-1:] != value.shape[-1:]:
+                    raise InterpError(
+                        f"where={where!r} takes {list(chosen.shape)} of {site!r} {list(value.shape)}; "
+                        f"expected all {value.shape[-1]} numbers of the last dimension"
+                    )
+                if (
+                    mask is not None
+                    and mask.shape == value.shape[:2]
+                    and not bool(mask.to(value.device)[..., None].expand_as(value)[where].all())
+                ):
+                    raise InterpError(
+                        f"where={where!r} takes padding at {site!r}; expected tokens: pad on the other side, "
+                        "or give inputs of one length"
+                    )
+                rows.setdefault(site, []).append(chosen.reshape(-1, value.shape[-1]).double())
     return {site: torch.cat(parts).mean(0) for site, parts in rows.items()}
 
 

@@ -33,7 +33,8 @@ class EdgeScores:
     receivers: tuple[str, ...]
     clean: float  # the metric of the clean run
     corrupted: float
-    fed: Mapping[str, str | None] = field(repr=False)  # the receiver in front of each sender
+    fed: Mapping[str, str | None] = field(repr=False)  # the receiver that each sender is computed from
+    weights: np.ndarray = field(repr=False)  # [S, R], the factor with which a receiver reads a sender
 
     def edges(self, count: int | None = None) -> list[Edge]:
         """The edges with the largest absolute effects, the largest first; by default all."""
@@ -66,7 +67,9 @@ def edge_attribution(
 
     Gradients are those of the corrupted run with respect to what the receiver alone reads. 2 forward passes
     and 1 with its backward pass; with `steps` (integrated gradients) as many of these, along the straight
-    line of what the first sender adds from its corrupted to its clean value.
+    line of what the first sender adds from its corrupted to its clean value. One more forward pass, with
+    senders and receivers cut apart, shows which edges there are (in a parallel block none from attention to
+    MLP) and their factors (as the residual multiplier of Granite).
 
     Args:
         model: any module.
@@ -79,7 +82,8 @@ def edge_attribution(
         heads: by site `attn.z`, W_O [N, H, D]: then each head is a sender. See `head_weights`.
         steps: for EAP-IG.
 
-    InterpError as of `attribution_patching`.
+    InterpError as of `attribution_patching`, and where a receiver reads a sender other than as a sum: a norm
+    or a part that is not named lies between.
 
     Source: Syed et al. 2023, arXiv:2310.10348 (EAP); Hanna et al. 2024, arXiv:2403.17806 (EAP-IG).
     """
@@ -103,14 +107,16 @@ def edge_attribution(
             edits = {first: lambda value, point=point: point.to(value)} | edits
         gradients, _ = differentiate(run, edits, probes)
         total = {site: total[site] + float(weight) * gradients[site].double() for site in sites.receivers}
-    values = np.full((len(here), len(total)), np.nan)
-    fed = {name: sites.before(name) for name in here}
+    fed, factors = _connections(model, corrupted, sites, heads)
+    weights = np.array([factors[name.partition("[")[0]] for name in here])
+    values = weights.copy()
     for row, name in enumerate(here):
         change = there[name].double() - here[name].double()
         for column, site in enumerate(total):
-            if sites.order[name.partition("[")[0]] < sites.order[site]:
-                values[row, column] = (change * total[site]).sum().item()
-    return EdgeScores(values, tuple(here), tuple(total), clean_score, corrupted_score, fed)
+            if not np.isnan(weights[row, column]):
+                values[row, column] *= (change * total[site]).sum().item()
+    fed = {name: fed[name.partition("[")[0]] for name in here}
+    return EdgeScores(values, tuple(here), tuple(total), clean_score, corrupted_score, fed, weights)
 
 
 @torch.no_grad()
@@ -148,8 +154,11 @@ def faithfulness(
             return apply
 
         def receive(site: str, now: dict[str, Tensor] = now, kept: Collection[Edge] = circuit) -> Edit:
-            cut = [name for row, name in enumerate(scores.senders) if (name, site) not in kept]
-            return lambda value: value - sum(now[name] - here[name] for name in cut if name in now)
+            factors = zip(
+                scores.senders, scores.weights[:, scores.receivers.index(site)].tolist(), strict=True
+            )
+            cut = {name: w for name, w in factors if w == w and (name, site) not in kept}
+            return lambda value: value - sum(w * (now[name] - here[name]) for name, w in cut.items())
 
         edits = {at_call(name): send(name) for name in names}
         with edit(model, edits | {at_call(site): receive(site) for site in scores.receivers}):
@@ -163,7 +172,6 @@ class _Sites:
 
     senders: list[str]
     receivers: list[str]
-    order: dict[str, int]
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs, *patterns: str | Iterable[str]) -> _Sites:
@@ -177,14 +185,69 @@ class _Sites:
                 call_model(model, inputs)
         order = {site: number for number, site in enumerate(acts)}
         sent, read = (sorted(kind, key=order.__getitem__) for kind in kinds)
-        return cls(sent, read, order)
+        return cls(sent, read)
 
-    def before(self, sender: str) -> str | None:
-        """The last receiver in front of a sender."""
-        at = self.order[sender.partition("[")[0]]
-        return max(
-            (r for r in self.receivers if self.order[r] < at), key=self.order.__getitem__, default=None
+
+def _connections(
+    model: nn.Module, inputs: Inputs, sites: _Sites, heads: Mapping[str, Tensor]
+) -> tuple[dict[str, str | None], dict[str, list[float]]]:
+    """Which receiver feeds each sender, and the factors of its edges to all receivers, NaN where none is.
+
+    In a run where each sender and receiver starts a graph of its own, only the residual stream is left
+    between them.
+    """
+    made: dict[str, Tensor] = {}
+    starts: dict[str, Tensor] = {}
+
+    def cut(site: str) -> Edit:
+        def apply(value: Tensor) -> Tensor:
+            made[site], starts[site] = value, value.detach().clone().requires_grad_()
+            return starts[site].clone()
+
+        return apply
+
+    def gradients(site: str, along: Tensor, at: list[str]) -> list[Tensor | None]:
+        if not made[site].requires_grad:
+            return [None] * len(at)
+        leaves = [starts[name] for name in at]
+        return list(torch.autograd.grad(made[site], leaves, along, retain_graph=True, allow_unused=True))
+
+    sent, read = sites.senders, sites.receivers
+    with torch.enable_grad(), edit(model, {at_call(site): cut(site) for site in (*sent, *read)}):
+        call_model(model, inputs)
+        fed: dict[str, str | None] = {}
+        for site in sent:
+            found = gradients(site, torch.ones_like(made[site]), read)
+            fed[site] = next(
+                (r for r, g in reversed([*zip(read, found, strict=True)]) if g is not None), None
+            )
+        factors: dict[str, list[float]] = {site: [] for site in sent}
+        for site in read:
+            random = torch.randn(made[site].shape, generator=torch.Generator().manual_seed(0)).to(made[site])
+            for sender, gradient in zip(sent, gradients(site, random, sent), strict=True):
+                factors[sender].append(_factor((sender, site), gradient, random, heads.get(sender)))
+    return fed, factors
+
+
+def _factor(edge: Edge, gradient: Tensor | None, along: Tensor, output: Tensor | None) -> float:
+    """By what the gradient of a sum differs from that of its terms; NaN where there is none."""
+    if gradient is None or not bool(gradient.any()):
+        return float("nan")
+    if output is not None:
+        along = torch.einsum("btd,nhd->bnth", along, output.to(along))
+    try:
+        given, wanted = gradient.double(), along.double().sum_to_size(gradient.shape)
+    except RuntimeError as error:
+        raise InterpError(f"{edge[0]!r} does not fit {edge[1]!r} ({error}); expected [B, T, D]") from None
+    factor = ((given * wanted).sum() / wanted.square().sum()).item()
+    close = 1e-3 if gradient.dtype in (torch.float32, torch.float64) else 5e-2
+    if not bool((given - factor * wanted).abs().max() <= close * abs(factor) * wanted.abs().max()):
+        raise InterpError(
+            f"{edge[1]!r} reads {edge[0]!r} in other ways than as a term of a sum; expected senders that are "
+            "added as they are (behind a norm name the norm), receivers that are inputs of norms, the W_O of "
+            "heads, and all that lies between named as a receiver"
         )
+    return factor
 
 
 @torch.no_grad()

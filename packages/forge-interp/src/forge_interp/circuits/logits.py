@@ -31,7 +31,8 @@ class LogitAttribution:
 
     `parts` are `embed`, `blocks.0` and so on, `between` blocks (mostly 0), and `constant`: biases of the
     final norm and head, of `linearized_norm` also what the tangent leaves. Heads, neurons and `rest` of a
-    block sum to its part; `rest` are biases, and what has no heads or neurons that `canonical_sites` finds.
+    block sum to its part; `rest` are biases, and what has no heads or neurons that `canonical_sites` finds,
+    or where their outputs are no terms of a sum (a norm behind the sum of stream and block).
     """
 
     logits: Tensor  # [B, T] of the targets, minus those of `against`
@@ -103,18 +104,21 @@ def attribute_logits(
         before = post.detach().double()
         parts[block] = rests[block] = ((before - start.detach().double()) * direction).sum(-1)
         middle = kept.get(sites.get(f"{block}.resid_mid", ""), post)
-        if middle is not post:
+        has_neurons = f"{block}.mlp.post" in sites
+        is_sum = middle is post or not has_neurons or _passes(middle, post, direction)
+        if middle is not post and is_sum:
             attention[block] = ((middle.detach().double() - start.detach().double()) * direction).sum(-1)
             mlp[block] = parts[block] - attention[block]
-        for place, made, found in (("attn.z", middle, heads), ("mlp.post", post, neurons)):
-            is_alone = middle is not post or f"{block}.mlp.post" in sites  # else an MLP would be in the path
+        for place, made, found in (("mlp.post", post, neurons), ("attn.z", middle, heads)):
+            is_alone = is_sum and (middle is not post or has_neurons)  # else an MLP or norm is in the path
             if is_alone and (site := sites.get(f"{block}.{place}")) is not None:
                 to, norm_name = direction, behind.get(f"{block}.{place}")
                 if norm_name is not None:
                     made = kept[f"{norm_name}:in"]
                     to, _ = _through(modules[norm_name], made.detach(), direction)
-                found[block] = _shares(kept[site], made, to, place == "attn.z")
-                rests[block] = rests[block] - found[block].sum(-1)
+                shares = _shares(kept[site], made, to, place == "attn.z")
+                if shares is not None:
+                    found[block], rests[block] = shares, rests[block] - shares.sum(-1)
     parts["between"] = between + ((last.detach().double() - before) * direction).sum(-1)
     parts["constant"] = constant
     worst = (torch.stack(list(parts.values())).sum(0) - chosen).abs().max().item()
@@ -177,10 +181,27 @@ def _norms_in(model: nn.Module, inputs: Inputs, name: str, mid: str) -> dict[str
     return found
 
 
-def _shares(source: Tensor, made: Tensor, direction: Tensor, has_heads: bool) -> Tensor:
-    """[B, T, N] or [B, T, F]: what each number of `source` adds to `made` in a direction."""
+def _passes(middle: Tensor, post: Tensor, direction: Tensor) -> bool:
+    """Whether a block adds to `middle`; what its MLP makes is a leaf."""
+    along = (post.double() * direction).sum()
+    (found,) = torch.autograd.grad(along, middle, retain_graph=True, materialize_grads=True)
+    return bool((found.double() - direction).abs().max() <= _close(middle.dtype) * direction.abs().max())
+
+
+def _shares(source: Tensor, made: Tensor, direction: Tensor, has_heads: bool) -> Tensor | None:
+    """[B, T, N] or [B, T, F]: what each number of `source` adds to `made` in a direction; None: it is no sum.
+
+    It is none behind the norm of a sum (OpenAI GPT, OPT 350M): then the gradient depends on the source.
+    """
     along = (made.double() * direction).sum()
-    (effect,) = torch.autograd.grad(along, source, retain_graph=True, materialize_grads=True)
+    (effect,) = torch.autograd.grad(along, source, create_graph=True, materialize_grads=True)
+    if effect.requires_grad:
+        (curved,) = torch.autograd.grad(
+            (effect * torch.rand_like(effect)).sum(), source, retain_graph=True, allow_unused=True
+        )
+        if curved is not None and bool(curved.any()):
+            return None
+    effect = effect.detach()
     shares = source.detach().double() * effect.double()
     return shares.sum(-1).mT if has_heads else shares
 

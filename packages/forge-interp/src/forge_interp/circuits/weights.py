@@ -43,7 +43,8 @@ def head_weights(model: nn.Module, tokens: Tensor) -> dict[str, HeadWeights]:
     """The weights of all heads, by canonical name of the block (`blocks.0`), of a model of ids.
 
     Two passes over batches of one token, as many as D and N H'. InterpError where values or output are no
-    linear map of what attention is given; where queries or keys are none (QK norms), or are not seen (the
+    linear map of what attention is given, or the output projection lies in another module;
+    where queries or keys are none (QK norms), or are not seen (the
     model takes the softmax itself: set "sdpa", if it can), these are None.
 
     Args:
@@ -154,6 +155,11 @@ def _by_head(z: Tensor, maps: dict[str, Tensor | None], block: str) -> HeadWeigh
         raise InterpError(
             f"values or output of attention in {block} are no linear map of what it is given; expected one, "
             "by F.scaled_dot_product_attention: call model.set_attn_implementation('sdpa')"
+        )
+    if o.shape[0] == o.shape[-1] and torch.equal(o[:, 0], torch.eye(len(o)).to(o)):
+        raise InterpError(
+            f"attention in {block} gives attn.z as it is, so that W_O lies elsewhere (as in BERT); expected "
+            "attention with its output projection in one module"
         )
     found = [
         None if x is None else x[:, :, 0].movedim(1, 0) for x in (maps.get("attn.q"), maps.get("attn.k"), v)

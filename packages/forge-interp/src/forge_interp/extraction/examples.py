@@ -96,7 +96,7 @@ def top_examples(
         once_a_sample: only the largest value of each sample counts.
         block_rows: see above.
 
-    InterpError where a unit is not there, or the store has rows of samples.
+    InterpError where a unit is not there, scores are NaN, or the store has rows of samples.
     """
     if count < 1 or min(context) < 0 or not store.rows or bool((store.position < 0).any()):
         raise InterpError(
@@ -107,6 +107,8 @@ def top_examples(
     best, rows = torch.empty(0), torch.empty(0, dtype=torch.int64)
     for start, lengths in _blocks(store.sample_id, block_rows):
         found = score(store.read(site, start, start + sum(lengths))).float().cpu()
+        if bool(found.isnan().any()):
+            raise InterpError(f"scores of {site!r} in rows from {start} on are NaN; expected numbers")
         if found.ndim != 2 or any(not 0 <= unit < found.shape[1] for unit in chosen or ()):
             raise InterpError(
                 f"units are {chosen}, of scores {list(found.shape)}; expected some of [R, units]"
@@ -149,8 +151,14 @@ def _example(
 ) -> Example:
     """An example with what is around it in its sample."""
     sample, position = int(store.sample_id[row]), int(store.position[row])
-    first, last = row - min(context[0], position), min(row + context[1] + 1, store.rows)
-    last = first + int((store.sample_id[first:last] == sample).sum())
+    before, behind = (
+        (rows == sample).long().cumprod(0).sum().item()
+        for rows in (
+            store.sample_id[max(0, row - context[0]) : row].flip(0),
+            store.sample_id[row + 1 : row + 1 + context[1]],
+        )
+    )
+    first, last = row - int(before), row + 1 + int(behind)
     values = score(store.read(site, first, last))[:, unit].float().cpu().tolist()
     tokens = tuple(decode(i) for i in store.token_id[first:last].tolist())
     return Example(unit, values[row - first], row, sample, position, tokens, tuple(values), row - first)

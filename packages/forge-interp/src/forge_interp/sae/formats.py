@@ -118,6 +118,7 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
     threshold makes it a JumpReLU. A topk or gated transcoder has no such format: InterpError.
     """
     folder, config = Path(folder), sae.config
+    architecture = architecture_of(config)
     state = {name: value.detach().cpu() for name, value in sae.state_dict().items()}
     name, is_transcoder = config.activation, config.d_out is not None
     if name == "batch_topk":
@@ -127,10 +128,6 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
             state["W_dec"] = state["W_dec"] / norms[:, None]
         state["threshold"] = torch.full_like(state["b_enc"], state.pop("topk_threshold").item())
         name = "jumprelu"
-    wanted = (name, is_transcoder, config.skip)
-    architecture = next((key for key, value in _ARCHITECTURES.items() if value == wanted), None)
-    if architecture is None:
-        raise InterpError(f"SAELens has no format for a {name} transcoder; expected relu or jumprelu")
     names = ["d_in", "d_sae", "apply_b_dec_to_input", "normalize_activations", "reshape_activations"]
     names += ["d_out"] if is_transcoder else []
     names += ["k", "rescale_acts_by_decoder_norm"] if name == "topk" else []
@@ -146,6 +143,18 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
     for file_name, content in ((WEIGHTS, written), (CONFIG, dump(data).encode())):
         with replacing(folder / file_name) as file:
             file.write(content)
+
+
+def architecture_of(config: SAEConfig) -> str:
+    """What SAELens calls it on disk; InterpError where it has no such format."""
+    name = "jumprelu" if config.activation == "batch_topk" else config.activation
+    wanted = (name, config.d_out is not None, config.skip)
+    for architecture, value in _ARCHITECTURES.items():
+        if value == wanted:
+            return architecture
+    raise InterpError(
+        f"SAELens has no format for a {name} transcoder; expected relu, jumprelu or batch_topk to save one"
+    )
 
 
 def _sae_lens(folder: Path, norm_factor: float | None) -> tuple[SAEConfig, dict[str, Tensor], float]:

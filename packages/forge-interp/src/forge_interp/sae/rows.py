@@ -26,6 +26,8 @@ from forge_interp.hooks.sites import key_of
 class Rows(Protocol):
     """Inputs and targets [rows, D] of an autoencoder, by window."""
 
+    windows: int  # in an epoch
+
     def share(self, number: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
         """Its share of the rows of window `number`; all shares in order are the window."""
         ...
@@ -52,12 +54,12 @@ class _Windows:
             )
         self._sites, self._unit, self._seed = sites, unit, seed
         self._per_window, self._total = per_window // unit, -(-rows // unit)
+        self.windows = -(-self._total // self._per_window)
 
     def share(self, number: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
         """See `Rows`."""
-        windows = -(-self._total // self._per_window)
-        order = torch.randperm(self._total, generator=generator(self._seed, number // windows)).tolist()
-        start = number % windows * self._per_window
+        order = torch.randperm(self._total, generator=generator(self._seed, number // self.windows)).tolist()
+        start = number % self.windows * self._per_window
         mine = order[start : start + self._per_window]
         made = self._read(mine[len(mine) * rank // size : len(mine) * (rank + 1) // size])
         return made[0], made[-1]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
 from forge_interp.hooks.edit import Edit, edit
-from forge_interp.hooks.sites import find_sites
+from forge_interp.hooks.sites import Site, find_sites
 from forge_interp.sae.autoencoder import SparseAutoencoder
 
 
@@ -59,6 +59,11 @@ def spliced(
             raise InterpError(f"{name!r} names {len(found)} sites; expected one: nest a spliced() for each")
     if (target is None) != (sae.config.d_out is None):
         raise InterpError(f"target is {target!r}; expected a site for a transcoder, None for an autoencoder")
+    if sae.config.reshape_activations == "hook_z" and any(Site.parse(name).part == "attn" for name in names):
+        raise InterpError(
+            f"{site!r} is [B, N, T, H], and the autoencoder takes [B, T, N H]; expected the input of the "
+            "output projection, such as 'layers.1.self_attn.o_proj:in'"
+        )
     seen = Spliced()
     given: Any = None
 

@@ -25,7 +25,7 @@ class FeatureReport:
 
     rows: int
     l0: float  # active features of a row, on average
-    explained_variance: float  # 1 - sum |x - x'|^2 / sum |x - mean x|^2
+    explained_variance: float  # 1 - sum |x - x'|^2 / sum |x - mean x|^2; nan of one row
     normalized_mse: float  # sum |x - x'|^2 / sum |x|^2
     dead: int  # features that were active in no row
     density: Tensor  # [F], the part of rows in which each is active
@@ -126,11 +126,12 @@ class _Sums:
         """What the sums say."""
         sums, gap = self._sums, loss_zero - loss
         rows, active = sums["rows"].clamp_min(1), sums["active"]
+        spread = (sums["power"] - sums["value"].square().sum() / rows).item()
+        varies = spread > 1e-12 * sums["power"].item()
         return FeatureReport(
             rows=int(sums["rows"]),
             l0=(active.sum() / rows).item(),
-            explained_variance=1
-            - (sums["error"] / (sums["power"] - sums["value"].square().sum() / rows)).item(),
+            explained_variance=1 - sums["error"].item() / spread if varies else float("nan"),
             normalized_mse=(sums["error"] / sums["power"]).item(),
             dead=int((active == 0).sum()),
             density=(active / rows).cpu(),

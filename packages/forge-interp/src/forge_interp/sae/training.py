@@ -5,9 +5,12 @@ Letters: B rows of a batch over all ranks, R those of this rank, D and D' input 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from forge_interp.extraction.run.parts import dump, replacing
 from forge_interp.progress import progress as with_progress
 from forge_interp.sae.activations import Batch, Penalty, Reduce
 from forge_interp.sae.autoencoder import SAEConfig, SparseAutoencoder
-from forge_interp.sae.formats import save_sae
+from forge_interp.sae.formats import architecture_of, save_sae
 from forge_interp.sae.rows import Rows, generator
 
 STATE, METRICS = "state.safetensors", "metrics.jsonl"
@@ -84,7 +87,7 @@ def train_sae(
     Args:
         config: what to train; `normalize_activations` "none" (see `scale_input`).
         rows: `StoreRows` or `ModelRows`, of which one window is in memory at a time. Rows of a window that
-            make no whole batch are left out.
+            make no whole batch are left out, also all of a window that is smaller.
         training: how.
         out: a folder for the state, `metrics.jsonl` and in the end the autoencoder (format of SAELens, see
             `load_sae`). The same call goes on from there, with the same bits on the same machine. None:
@@ -92,7 +95,8 @@ def train_sae(
         device: where to train.
         progress: draw a bar on a terminal.
 
-    InterpError: `out` belongs to another training, with the differences; a window has no whole batch.
+    InterpError: `out` belongs to another training, with the differences; no window has a whole batch; rows or
+    weights are not finite; the autoencoder has no format to be saved in.
     """
     how = (config.normalize_activations, config.reshape_activations)
     if how != ("none", "none") or (training.scale_input and config.d_out is not None):
@@ -100,23 +104,48 @@ def train_sae(
             f"normalize_activations, reshape_activations are {how}, scale_input is {training.scale_input}; "
             "expected 'none' for both: give scale_input=True (not of a transcoder), and rows [rows, D]"
         )
+    if out is not None:
+        architecture_of(config)  # before the work is done
     run = _Run(config, rows, training, torch.device(device or "cpu"))
     folder = None if out is None else Path(out)
-    if folder is not None:
-        run.resume(folder)
-    steps = range(run.step, training.steps)
-    for step in with_progress(steps, len(steps), "sae", progress and run.rank == 0):
-        metrics = run.one_step()
+    with _locked(folder if run.rank == 0 else None):
+        if folder is not None:
+            run.resume(folder)
+        steps = range(run.step, training.steps)
+        for step in with_progress(steps, len(steps), "sae", progress and run.rank == 0):
+            metrics = run.one_step()
+            if folder is not None and run.rank == 0:
+                run.log(folder, metrics)
+                if (step + 1) % training.save_every == 0 or step + 1 == training.steps:
+                    run.save(folder)
+        run.sae.fold_scale(run.scale or 1.0)
         if folder is not None and run.rank == 0:
-            run.log(folder, metrics)
-            if (step + 1) % training.save_every == 0 or step + 1 == training.steps:
-                run.save(folder)
-    run.sae.fold_scale(run.scale or 1.0)
-    if folder is not None and run.rank == 0:
-        save_sae(run.sae, folder)
+            save_sae(run.sae, folder)
     if run.size > 1:
         dist.barrier()
     return run.sae
+
+
+@contextmanager
+def _locked(folder: Path | None) -> Iterator[None]:
+    """Hold a folder in the `with`; InterpError where another training is writing to it."""
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InterpError(
+                f"another training writes to {folder}; expected one: wait, or give another out"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 class _Run:
@@ -191,7 +220,12 @@ class _Run:
                 file.write(dump(metrics) + "\n")
 
     def save(self, folder: Path) -> None:
-        """Write the state, in place of the one before."""
+        """Write the state, in place of the one before; InterpError if weights are no longer numbers."""
+        if not all(bool(p.isfinite().all()) for p in self.sae.parameters()):
+            raise InterpError(
+                f"weights of step {self.step} are not finite; expected numbers: a lower lr. {folder} keeps "
+                "the state saved before"
+            )
         data = {name: getattr(self, name) for name in _PLACE} | {"request": self.request}
         with replacing(folder / STATE) as file:
             held = {name: value.detach().cpu().contiguous() for name, value in self.tensors.items()}
@@ -217,19 +251,18 @@ class _Run:
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets [B, ...] of all ranks."""
-        size = self.training.batch_rows
-        x, y = self._held or self._read_window()
-        if self.offset + size > len(x) and self.offset:
-            self.window, self.offset = self.window + 1, 0
-            x, y = self._read_window()
-        if self.offset + size > len(x):
-            raise InterpError(
-                f"a window has {len(x)} rows; expected at least one batch of batch_rows={size}: give a "
-                "larger window, more data, or a smaller batch"
-            )
-        cut = slice(self.offset, self.offset + size)
-        self.offset += size
-        return x[cut].to(self.device), y[cut].to(self.device)
+        size, most = self.training.batch_rows, 0
+        for _ in range(self.rows.windows + 1):
+            x, y = self._held or self._read_window()
+            if self.offset + size <= len(x):
+                cut = slice(self.offset, self.offset + size)
+                self.offset += size
+                return x[cut].to(self.device), y[cut].to(self.device)
+            most, self.window, self.offset, self._held = max(most, len(x)), self.window + 1, 0, None
+        raise InterpError(
+            f"a window has {most} rows; expected at least one batch of batch_rows={size}: give a "
+            "larger window, more data, or a smaller batch"
+        )
 
     def _read_window(self) -> tuple[Tensor, Tensor]:
         """All rows of the present window, shuffled and scaled."""
@@ -242,6 +275,11 @@ class _Run:
             raise InterpError(
                 f"rows have {list(x.shape[1:])} and {list(y.shape[1:])} numbers; expected d_in="
                 f"{self.sae.config.d_in} and {len(self.sae.b_dec)}: is this the site?"
+            )
+        if bad := int((~(x.isfinite().all(1) & y.isfinite().all(1))).sum()):
+            raise InterpError(
+                f"{bad} of {len(x)} rows of window {self.window} are not finite; expected numbers: leave out "
+                "the samples that overflow, or compute in a wider dtype"
             )
         if self.scale == 0.0:
             size = (x.norm(dim=-1).mean() / x.shape[1] ** 0.5).item()
