@@ -209,7 +209,7 @@ def test_attention_statistics_stay_float32_for_half_precision():
 
 
 def test_everything_read_of_one_call_takes_one_pass_over_its_scores(monkeypatch):
-    """Products of queries and keys, and of pattern and values for the check and its scale: three in all.
+    """Products of queries and keys, and of pattern and values for the check and its scale: two in all.
 
     Beside them, later calls are checked at two single queries.
     """
@@ -228,9 +228,9 @@ def test_everything_read_of_one_call_takes_one_pass_over_its_scores(monkeypatch)
     model, qkv = Attend(), random_qkv()
     with capture(model, [f":attn.{name}" for name in names]) as acts:
         model(*qkv)
-        assert len(products) == 3
+        assert len(products) == 2
         model(*qkv)
-        assert len(products) == 4
+        assert len(products) == 3
     for name in names:
         with capture(model, f":attn.{name}") as alone:
             model(*qkv)

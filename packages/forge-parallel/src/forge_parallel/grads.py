@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forge_parallel import capabilities
 from forge_parallel.mesh import Mesh
-from forge_parallel.tensor import is_first_copy, local_part
+from forge_parallel.tensor import is_copy, is_first_copy, local_part
 
 
 @torch.no_grad()
@@ -33,7 +33,11 @@ def global_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
     """
     parameters = list(parameters)
     dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
-    counted = [local_part(p.grad) for p in parameters if p.grad is not None and is_first_copy(p, mesh)]
+    counted = [
+        local_part(p.grad)
+        for p in parameters
+        if p.grad is not None and not is_copy(p) and is_first_copy(p.grad, mesh)
+    ]
     if counted:
         square = torch.linalg.vector_norm(torch.stack(_norms(counted))).square().to(dtype)
     else:
