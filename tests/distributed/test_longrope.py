@@ -58,7 +58,9 @@ def trained_on_documents(*parameters):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if name == "fsdp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_training_on_packed_documents_equals_one_process(layout):
     world_size, sizes, parallel = LAYOUTS[layout]
     one = run_ranks(trained_on_documents, 1, {}, CONFIG, "float64", ParallelConfig())[0]

@@ -159,7 +159,7 @@ def test_tensor_parallel_training_in_float64_equals_one_process(name, sequence):
     ("layout", "name"),
     [
         ("tp2", "one head"),
-        ("tp4", "few heads"),
+        pytest.param("tp4", "few heads", marks=pytest.mark.slow),
         ("fsdp2-tp2", "one head"),
         pytest.param("tp4", "one head", marks=pytest.mark.slow),
         pytest.param("tp2", "few heads", marks=pytest.mark.slow),

@@ -253,7 +253,7 @@ def part_of(
     return part
 
 
-QUICK = ("phi3", "opt")
+QUICK = ("phi3",)
 
 
 @pytest.mark.parametrize(

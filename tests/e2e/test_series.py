@@ -115,7 +115,10 @@ def test_a_damaged_step_is_passed_over_and_the_others_are_kept(forge, tiny, tmp_
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("mesh", [(), TP, pytest.param(("--mesh.pp=2",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh",
+    [(), pytest.param(TP, marks=pytest.mark.slow), pytest.param(("--mesh.pp=2",), marks=pytest.mark.slow)],
+)
 def test_ranks_that_share_a_model_evaluate_a_series_as_one_process_does(forge, tiny, tmp_path, mesh):
     job, run = tiny(steps=4), tmp_path / "runs" / "tiny"
     forge("train", job, "--checkpoint.every_steps=1", "--checkpoint.keep=4", *mesh, ranks=2)

@@ -89,6 +89,7 @@ def test_every_schedule_of_a_pipeline_is_planned():
         assert [peak[1]["logits"] > 0 for peak in plan.peaks] == [True, False]
 
 
+@pytest.mark.slow
 def test_activations_on_the_host_are_not_computed_again():
     job, stages = load_job(DEBUG, SMALL).value, {}
     for mode in ("none", "full", "offload"):

@@ -48,7 +48,7 @@ def new(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["torch 2.11", "torch that is installed"])
+@pytest.fixture(params=["torch 2.11", pytest.param("torch that is installed", marks=pytest.mark.slow)])
 def folder(request):
     return OLD if request.param == "torch 2.11" else request.getfixturevalue("new")
 

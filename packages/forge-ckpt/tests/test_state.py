@@ -329,6 +329,7 @@ print(told("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 def test_cli_exports_in_the_memory_of_a_file_and_a_tensor(tmp_path):
     tensors = {f"model.w{number:02d}": torch.randn(4, 1 << 20) for number in range(10)}  # 16 MiB each
     for name, held in (("small", {"model.w": torch.ones(4)}), ("large", tensors)):

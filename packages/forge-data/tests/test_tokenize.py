@@ -390,6 +390,7 @@ print(len(build_loader(config, "train", micro_batch=1, global_batch=1).packings[
 """
 
 
+@pytest.mark.slow
 def test_script_without_a_main_guard_is_not_run_by_its_processes(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(UNGUARDED)
     command = [sys.executable, tmp_path / "script.py", corpus, tmp_path / "cache"]
