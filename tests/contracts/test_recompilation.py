@@ -92,6 +92,7 @@ def test_windows_evaluation_tasks_batch_shapes_and_documents_are_compiled_a_boun
     assert graphs() == before, "further shapes are compiled no more"
 
 
+@pytest.mark.slow
 def test_compiled_blocks_compute_what_they_do_uncompiled_through_all_of_it():
     model = compiled(WINDOWS)
     with torch.device("meta"):

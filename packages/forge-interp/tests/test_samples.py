@@ -238,7 +238,7 @@ def test_checksum_of_a_set_of_texts_is_the_same_in_each_process():
     )
     found = {
         subprocess.check_output([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed})
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     }
     assert len(found) == 1
     assert tagged({"a", "b"}) == tagged({"b", "a"}) != tagged({"a", "c"})

@@ -26,8 +26,8 @@ def example(block: int) -> float:
     ("block", "ranks"),
     [
         pytest.param(OWN, 2, marks=pytest.mark.slow),
-        (OWN, 4),
-        (LLAMA, 4),
+        pytest.param(OWN, 4, marks=pytest.mark.slow),
+        pytest.param(LLAMA, 4, marks=pytest.mark.slow),
         pytest.param(LLAMA, 8, marks=pytest.mark.slow),
         (GPT2, 2),
     ],
