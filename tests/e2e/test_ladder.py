@@ -36,9 +36,9 @@ def test_a_ladder_of_five_sizes_predicts_the_sixth_within_three_percent(forge, t
     text = (ROOT / "configs" / "studies" / "ladder.toml").read_text()
     ladder.write_text(f'root = "{tmp_path / "ladder"}"\n' + text.replace("../sweeps/small.toml", str(base)))
     sixth.write_text(SIXTH.format(base=base, root=tmp_path / "sixth"))
-    forge("study", ladder, "--jobs", "2", timeout=3000)
+    forge("study", ladder, "--jobs", "2")
     forge("study", ladder, "--analyse")
-    forge("study", sixth, timeout=3000)
+    forge("study", sixth)
     (reached,) = rows(tmp_path / "sixth")
     found = json.loads((tmp_path / "ladder" / "analysis" / "analysis.json").read_text())["law"]
     (predicted,) = found["predictions"]
