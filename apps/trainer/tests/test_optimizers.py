@@ -115,6 +115,22 @@ def test_adamw_equals_torch():
     compare(model, reference)
 
 
+@pytest.mark.parametrize("name", OF)
+def test_parameters_that_lie_in_memory_in_another_order_are_taken_alike(name):
+    """torch's fused kernel for CPUs reads memory in order: a view would get the steps of its neighbours."""
+    plain, views = Model(), Model()
+    views.wide = nn.Parameter(plain.wide.detach().t().contiguous().t())
+    views.tall = nn.Parameter(torch.cat([plain.tall.detach()] * 2, 1)[:, :4])
+    views.embed = nn.Parameter(plain.embed.detach().t().contiguous().t())
+    for model in (plain, views):
+        optimizer = OF[name].build(trainable([model]), CPU)
+        for step in range(3):
+            give_gradients(model, step)
+            optimizer.step()
+    for ours, theirs in zip(views.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_lion_equals_its_formulas():
     model = Model()
     reference = copy.deepcopy(model)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_trainer.optim.local_parameters import LocalParameters, foreach
+from forge_trainer.optim.local_parameters import LocalParameters
 
 
 def adamw_step(
@@ -19,7 +19,7 @@ def adamw_step(
     moments: torch.dtype | None = None,
     rounded: Callable[[int, Tensor], Tensor] | None = None,
 ) -> None:
-    """Decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101 algorithm 2), as in torch.
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101 algorithm 2), by torch's fused kernel.
 
     Args:
         held: what this rank holds.
@@ -29,18 +29,25 @@ def adamw_step(
         moments: the dtype both are kept in; None for that of the parameters, at least float32.
         rounded: see `LocalParameters.put_values`.
     """
-    lr, (beta1, beta2) = group["lr"], betas
-    first = held.update("lerp", held.state("exp_avg", moments), held.grads, 1 - beta1)
-    second = held.update("mul", held.state("exp_avg_sq", moments), beta2)
-    foreach("addcmul_", second, held.grads, held.grads, 1 - beta2)
-    steps = held.steps.double()
-    roots = foreach("sqrt", second)
-    foreach("div_", roots, held.each((1 - beta2**steps).sqrt()))
-    foreach("add_", roots, eps)
-    direction = foreach("div", first, roots)
-    foreach("mul_", direction, held.each(-lr / (1 - beta1**steps)))
-    values = held.update("mul", held.values, 1 - lr * group["weight_decay"])
-    foreach("add_", values, direction)
+    kept = held.values, held.state("exp_avg", moments), held.state("exp_avg_sq", moments)
+    # the kernel for CPUs reads memory in order, whatever the strides say
+    values, first, second, grads = ([tensor.contiguous() for tensor in one] for one in (*kept, held.grads))
+    steps = held.steps.unbind()
+    for dtype in dict.fromkeys(held.wide):
+        chosen = [index for index, wide in enumerate(held.wide) if wide == dtype]
+        torch._fused_adamw_(
+            *([one[index] for index in chosen] for one in (values, grads, first, second)),
+            max_exp_avg_sqs=[],
+            state_steps=[steps[index] for index in chosen],
+            lr=group["lr"],
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=group["weight_decay"],
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+            found_inf=held.found_inf,
+        )
     held.put("exp_avg", first)
     held.put("exp_avg_sq", second)
     held.put_values(values, rounded)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @optimizers.register("adamw")
 class AdamWConfig(OptimizerConfig):
-    """torch's fused AdamW; a rule of ours for narrower moments and stochastic rounding.
+    """torch's fused AdamW; a rule of ours for narrow moments, stochastic rounding and weights that are views.
 
     Attributes:
         betas: decay rates of the two moments.
@@ -50,9 +50,12 @@ class AdamWConfig(OptimizerConfig):
     def build(self, parameters: Sequence[NamedParameter], mesh: Mesh | None = None) -> Optimizer:
         """See `OptimizerConfig.build`."""
         import torch
+        from forge_parallel.tensor import local_part
 
         groups = self.param_groups(parameters)
-        if self.moments == "float32" and self.rounding == "nearest":
+        # torch's optimizer would give the elements of a view the steps of their neighbours in memory
+        in_order = all(local_part(one.parameter).is_contiguous() for one in parameters)
+        if self.moments == "float32" and self.rounding == "nearest" and in_order:
             return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
         from forge_trainer.optim.local_parameters import LocalOptimizer
         from forge_trainer.optim.rounding import StochasticRounding

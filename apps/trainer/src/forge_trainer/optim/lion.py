@@ -44,7 +44,6 @@ class LionConfig(OptimizerConfig):
         direction = foreach("lerp", average, held.grads, 1 - beta1)
         foreach("sign_", direction)
         values = held.update("mul", held.values, 1 - lr * group["weight_decay"])
-        foreach("mul_", direction, -lr)
-        foreach("add_", values, direction)
+        foreach("add_", values, direction, alpha=-lr)
         held.put("exp_avg", held.update("lerp", average, held.grads, 1 - beta2))
         held.put_values(values)

@@ -71,6 +71,11 @@ class LocalParameters:
                 self._states[parameter]["step"] = torch.zeros((), device=parameter.device)
         self.steps = torch.stack([self._states[p]["step"] for p in self.parameters]) + 1
 
+    @property
+    def found_inf(self) -> Tensor | None:
+        """[] float32, 1 where the step must change nothing, for torch's fused kernels; see `in_place`."""
+        return None if self._finite is None else self._finite.logical_not().float()
+
     @cached_property
     def values(self) -> list[Tensor]:
         """Of the parameters."""
@@ -157,13 +162,15 @@ class LocalParameters:
         return part if self._window is None or not part.ndim else part.view(-1)[self._window.elements]
 
     def _keep(self, targets: list[Tensor], new: list[Tensor]) -> None:
-        new = [value.to(target.dtype) for target, value in zip(targets, new, strict=True)]
-        if self._finite is not None:
-            _copy_if(self._finite, targets, new)
-            return
         moved = [pair for pair in zip(targets, new, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
-        if moved:
-            foreach("copy_", *map(list, zip(*moved, strict=True)))
+        if not moved:
+            return
+        targets, new = map(list, zip(*moved, strict=True))
+        if self._finite is None:
+            foreach("copy_", targets, new)
+        else:
+            new = [value.to(target.dtype) for target, value in zip(targets, new, strict=True)]
+            _copy_if(self._finite, targets, new)
 
     def _widened(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.to(wide) for tensor, wide in zip(tensors, self.wide, strict=True)]
@@ -291,6 +298,6 @@ def _is_flat(parameter: Tensor) -> bool:
     return local_part(parameter).is_contiguous() and local_part(parameter.grad).is_contiguous()
 
 
-def foreach(name: str, *arguments: Any) -> Any:
+def foreach(name: str, *arguments: Any, **options: Any) -> Any:
     """One of torch's operations on lists of tensors, which have no public names."""
-    return getattr(torch, f"_foreach_{name}")(*arguments)
+    return getattr(torch, f"_foreach_{name}")(*arguments, **options)
