@@ -73,7 +73,7 @@ class Clock:
             listener(name, seconds)
 
     def enter(self, name: str) -> None:
-        """Tell watchers what is done from now on; told again, that it has got on."""
+        """Tell watchers that an activity begins; a repeated call tells them that it advances."""
         for watcher in self.watchers:
             watcher(name)
 

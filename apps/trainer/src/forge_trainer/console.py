@@ -30,7 +30,7 @@ def emit(text: str, stream: TextIO) -> None:
 
 
 def has_reader(stream: TextIO) -> bool:
-    """Whether somebody may still read what is written."""
+    """Whether the other end of a pipe is still open."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)
     return not poll.poll(0)

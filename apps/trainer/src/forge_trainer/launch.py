@@ -104,7 +104,7 @@ def watch(job: Job, claim: Claim, clock: Clock, stack: ExitStack) -> None:
 
 
 def _outcome(run: Run, verdict: Verdict, claim: Claim) -> tuple[ExitCode, str]:
-    """What the exit code is, and why."""
+    """The exit code and its reason."""
     step = run.progress.step
     if verdict == Verdict.ABORT and not claim.is_held():
         return ExitCode.LOCKED, f"stopped at step {step}: another process took {run.directory} over"

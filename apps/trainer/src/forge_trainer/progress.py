@@ -32,7 +32,7 @@ class Progress:
         return self.step >= self.until
 
     def counts(self) -> dict[str, int]:
-        """What a checkpoint keeps."""
+        """State for the checkpoint."""
         return {"step": self.step, "samples": self.samples, "tokens": self.tokens}
 
     def advance(self, out: StepOutput) -> None:
@@ -55,5 +55,5 @@ class Stateful(Protocol):
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore the result of `state`."""
         ...

@@ -1,4 +1,4 @@
-"""What one rank finds out for all."""
+"""Work that one rank does for all."""
 
 from __future__ import annotations
 

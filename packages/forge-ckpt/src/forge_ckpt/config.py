@@ -1,4 +1,4 @@
-"""What `[checkpoint]` holds. Imports no torch."""
+"""The section `[checkpoint]`. Imports no torch."""
 
 from collections.abc import Iterator
 from math import ceil

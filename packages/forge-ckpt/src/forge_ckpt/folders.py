@@ -203,7 +203,7 @@ class Folders:
         os.rename(self.of(step), self.root / f".{kind}-{step:09d}-{secrets.token_hex(4)}")
 
     def sweep(self) -> None:
-        """Remove what a crash has left. Never what a later start of the run is writing."""
+        """Remove the leftovers of a crash, never files that a later start of the run is writing."""
         for name in os.listdir(self.root):
             match = _TMP.fullmatch(name)
             if match and int(match[1]) <= self._own_epoch:

@@ -48,7 +48,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one rank wrote.
+    """The boxes of tensors that one rank wrote.
 
     Attributes:
         boxes: start and extents of the different boxes that it wrote.
@@ -60,7 +60,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def part_of(names: Sequence[str], written: Mapping[str, tuple[Shape, Shape]]) -> Part:
-    """What a rank wrote.
+    """The `Part` of a rank.
 
     Args:
         names: all tensors that it holds, sorted.
@@ -74,7 +74,7 @@ def part_of(names: Sequence[str], written: Mapping[str, tuple[Shape, Shape]]) ->
 def merge(
     tables: Sequence[Mapping[str, Entry]], table_of: Sequence[int], parts: Sequence[Part]
 ) -> tuple[dict[str, Entry], list[Layout]]:
-    """Put together what all ranks wrote.
+    """Merge the parts of all ranks.
 
     Args:
         tables: the different sets of tensors that ranks hold.

@@ -72,7 +72,7 @@ class Snapshot:
 
 
 class File(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank wrote.
+    """The values file of one rank.
 
     Attributes:
         num_bytes: of its values.
@@ -86,7 +86,7 @@ class File(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """Where a rank wrote what.
+    """The index of one rank's values file.
 
     Attributes:
         block_bytes: size of the blocks of its file that have a digest; the last one may be shorter.
@@ -178,7 +178,7 @@ def values_file_name(rank: int) -> str:
 
 
 def index_file_name(rank: int) -> str:
-    """The file that says what is in them."""
+    """Name of the index file of a rank."""
     return f"rank-{rank:05d}.json"
 
 
@@ -250,7 +250,7 @@ def step_name(step: int) -> str:
 
 
 def read_index(folder: Path, manifest: Manifest, rank: int) -> Index:
-    """The index of what a rank wrote, compared with what the manifest says of it.
+    """Read the index of a rank, verified against the manifest.
 
     Raises:
         DamagedError, UnreadableError, UnsupportedError: as for `read`.

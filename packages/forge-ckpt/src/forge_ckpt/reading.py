@@ -50,7 +50,7 @@ class Attempt:
     unwanted: bytes = b""
 
     def told(self) -> Attempt:
-        """What the other ranks need to hear."""
+        """The part of the attempt that other ranks need."""
         return Attempt(
             damaged=self.damaged,
             file=self.file,
@@ -103,7 +103,7 @@ class Replicas:
         return reader
 
     def read(self, folder: Path, wanted: Attempt) -> Attempt:
-        """Read what this rank shall, verified; the rest of what it wants is memory without values.
+        """Read and verify this rank's share; its other tensors are allocated without values.
 
         Raises:
             DamagedError, UnreadableError, UnsupportedError: as for `shards.read_verified`.
@@ -122,7 +122,7 @@ class Replicas:
         return replace(wanted, tensors=tensors)
 
     def exchange(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give the others what this rank has read, and take what they have. Collective, of all replicas.
+        """Exchange the tensors that each replica has read. Collective, of all replicas.
 
         Each sends to one of the others and receives from another at a time, so that all links are in use.
         """

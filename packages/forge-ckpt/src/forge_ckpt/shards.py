@@ -44,7 +44,7 @@ class Shard(Protocol):
 
     @property
     def values(self) -> Tensor:
-        """What is held, sharing memory with the tensor."""
+        """The local values; shares memory with the tensor."""
         ...
 
     @property

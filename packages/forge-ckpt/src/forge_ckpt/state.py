@@ -148,7 +148,7 @@ class TrainState:
         return found | {OPTIMIZER + key: value for key, value in kept.items() if isinstance(value, Tensor)}
 
     def _values(self) -> dict[str, Any]:
-        """What the optimizer keeps beside tensors, as JSON."""
+        """The optimizer state that is no tensor, as JSON."""
         owner = type(self._optimizer).__name__
         values = {STATE + key: value for key, value in self._kept().items() if not isinstance(value, Tensor)}
         for group, made_with in self._groups():

@@ -213,7 +213,7 @@ class Store:
         return replace(snapshot, tensors=boxes)
 
     def _write(self, temporary: Path, boxes: Mapping[str, Box]) -> tuple[File, Part]:
-        """Write this rank's values and their index; returns what they are and what is in them."""
+        """Write this rank's values and their index; returns the file and the part."""
         from forge_ckpt.shards import write_boxes
 
         rank = self._ranks.rank
@@ -286,7 +286,7 @@ class Store:
         return attempt(lambda: replicas.read(self.folder(step), wanted)), replicas
 
     def _wanted(self, step: int, targets: Targets) -> Attempt:
-        """What this rank needs of a checkpoint."""
+        """The tensors of a checkpoint that this rank needs."""
         # the first rank looks at the files of all ranks, the others see those that they read
         opened = manifests.read(self.folder(step), sizes=self._ranks.rank == 0)
         boxes = self._boxes(targets(opened.tensors))

@@ -48,7 +48,7 @@ def to_json(value: object, where: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` was given; tensors on the CPU.
+    """Inverse of `to_json`; tensors are on the CPU.
 
     Raises:
         CheckpointError: that did not come from `to_json`.

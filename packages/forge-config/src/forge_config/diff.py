@@ -1,4 +1,4 @@
-"""What two configurations differ in."""
+"""Differences between two configurations."""
 
 from __future__ import annotations
 

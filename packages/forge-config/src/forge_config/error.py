@@ -2,7 +2,7 @@
 
 
 class ForgeError(ValueError):
-    """What was given cannot be used. Each package has its own kind; the message says what to do.
+    """A user error. Each package has its own subclass; the message says what to do.
 
     A command prints the message and ends; any other error is a fault of ours and ends with its traceback.
     """

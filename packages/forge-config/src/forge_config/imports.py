@@ -12,7 +12,7 @@ from forge_config.problem import Problems
 
 
 def import_modules(modules: Mapping[str, str], folders: Sequence[Path], problems: Problems) -> None:
-    """Import modules; one that fails is a problem.
+    """Import modules; report those that fail as problems.
 
     Args:
         modules: dotted names, and where the configuration names them.

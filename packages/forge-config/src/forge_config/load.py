@@ -25,7 +25,7 @@ T = TypeVar("T", bound=Config)
 
 @dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """What a configuration means.
+    """A loaded configuration.
 
     Attributes:
         value: the typed value.
@@ -174,7 +174,7 @@ class _Chain:
         self._failed.append((named_at, text))
 
     def report(self) -> None:
-        """Note what failed, the first name first."""
+        """Report the failed imports as problems, in order."""
         for named_at, text in reversed(self._failed):
             if named_at is None:
                 # the text begins with the file that failed

@@ -1,4 +1,4 @@
-"""What `--section.key=value` on a command line sets."""
+"""Overrides from the command line: `--section.key=value`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from forge_config.shape import NUMBERS, Shape, is_path, shown, words
 
 
 class Mismatch(ValueError):
-    """A value that does not fit; the text says what was given, what is expected and what to do."""
+    """A value of the wrong type or range; the text names it, what is expected, and a remedy."""
 
 
 def scalar(given: Any, shape: Shape) -> Any:

@@ -1,4 +1,4 @@
-"""What `[data]` holds. Imports no torch."""
+"""The section `[data]`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge_data.tokenizer.tokenizer import BytesConfig, TokenizerConfig
 
 
 class DataConfig(Config):
-    """What a run reads.
+    """The data of a run.
 
     Attributes:
         max_tokens: length of a sequence.
@@ -94,11 +94,11 @@ class DataConfig(Config):
             )
 
     def source_names(self) -> list[str]:
-        """What each source is called."""
+        """The name of each source."""
         return [source.name or str(number) for number, source in enumerate(self.sources)]
 
     def streamed_names(self) -> list[str]:
-        """What each source is called that is streamed."""
+        """The name of each streamed source."""
         named = zip(self.source_names(), self.sources, strict=True)
         return [name for name, source in named if source.is_streamed()]
 

@@ -39,7 +39,7 @@ def release(path: Path, lock: IO[str]) -> None:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[bool]:
-    """One process at a time, told True. On file systems without locks all do the work, told False.
+    """Let one process in at a time; yields whether the lock holds. Without file locks all enter, with False.
 
     Args:
         path: the file that is locked.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class InterpError(ValueError):
-    """A request that cannot be met: the text says what was given, what was expected, what to do."""
+    """A user error; the text names the input, what was expected, and a remedy."""
 
 
 def optional(package: str, caller: str, extra: str) -> Any:

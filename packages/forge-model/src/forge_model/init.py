@@ -21,7 +21,7 @@ class Shard(Protocol):
 
     @property
     def values(self) -> Tensor:
-        """What is held, sharing memory with the parameter."""
+        """The local values; shares memory with the parameter."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What a model of any kind answers to those who train it; `Decoder` and models around one are such."""
+"""The interface of models that can be trained; `Decoder` and models around it implement it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Model(nn.Module):
         return {}
 
     def parameter_roles(self) -> dict[str, Role]:
-        """What each parameter is for, by name."""
+        """The role of each parameter, by name."""
         return parameter_roles(self)
 
     def initial_values(self) -> dict[str, Init | Tensor]:
@@ -62,7 +62,7 @@ class Model(nn.Module):
         return Init("normal", std * self.scaling.factors(role, writes_residual).init)
 
     def learning_factors(self) -> dict[str, Factors]:
-        """What is special about the learning of parameters, by name, for those of which something is."""
+        """Factors on learning rate and decay by parameter name; parameters without factors are absent."""
         found: dict[str, Factors] = {}
         for name, part in self.named_children():
             if isinstance(part, Model):
@@ -77,7 +77,7 @@ class Model(nn.Module):
         return found
 
     def before_micro_batches(self, tokens: int) -> None:
-        """Be told of how many tokens the next global batch is: what auxiliary losses are divided by."""
+        """Take the number of tokens of the next global batch, by which auxiliary losses are divided."""
         for layer in expert_layers(self).values():
             layer.step_tokens = tokens
 

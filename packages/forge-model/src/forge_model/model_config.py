@@ -52,7 +52,7 @@ class ModelConfig(Config):
 
     @property
     def tokenizer_ids(self) -> int:
-        """Most ids of a tokenizer; more than `vocab_size` where those behind it stand for what is no text."""
+        """The largest number of tokenizer ids; above `vocab_size` if the further ids stand for no text."""
         return self.vocab_size
 
     def build(self) -> nn.Module:
@@ -89,7 +89,7 @@ class ModelConfig(Config):
         raise ValueError(f"given {len(images)} images, and a {type(self).__name__} takes none")
 
     def hugging_face(self) -> HuggingFace | None:
-        """How weights become those of a Hugging Face model and back; None if there is no such way."""
+        """Converter between these weights and a Hugging Face model; None if there is none."""
         return None
 
     def flops_per_token(self, tokens: int, causal: bool = True) -> float:

@@ -1,4 +1,4 @@
-"""What `[model.norm]` holds. Imports no torch."""
+"""The section `[model.norm]`. Imports no torch."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Needs = Mapping[str, SideKind]
 
 
 def together(parts: Iterable[Needs]) -> dict[str, SideKind]:
-    """What several parts need.
+    """The side inputs that several parts need.
 
     Raises:
         ValueError: one name has two kinds.

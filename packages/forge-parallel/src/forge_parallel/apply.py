@@ -215,12 +215,12 @@ def load_full(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def applied(model: nn.Module) -> ParallelConfig:
-    """What `parallelize` has applied to a model."""
+    """The config that `parallelize` applied to a model."""
     return getattr(model, _APPLIED, ParallelConfig())
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward pass without a backward left gathered: the next one sees what was written since.
+    """Free parameters that a forward pass left gathered, so that the next pass sees later writes.
 
     Without effect on a model that is not sharded.
     """

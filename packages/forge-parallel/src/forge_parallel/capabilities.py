@@ -1,4 +1,4 @@
-"""What differs between torch versions, 2.11 to 2.15, and what we work around in all of them."""
+"""Differences between torch 2.11 to 2.15, and workarounds for all of them."""
 
 from __future__ import annotations
 

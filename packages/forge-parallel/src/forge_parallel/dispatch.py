@@ -99,7 +99,7 @@ class Route(NamedTuple):
         return depart(_in(last[0], rows), last[1])
 
     def serve(self, coming: Flight, experts: Experts) -> Flight:
-        """Wait for what `send` has sent, let experts compute, and send back what they make. Collective."""
+        """Wait for the rows of `send`, apply the experts, and send the outputs back. Collective."""
         made = experts(_in(self.arranged, arrive(coming)), self.ends)
         return depart(_in(self.arranged.back(), made), coming.way.hop.back())
 
@@ -298,7 +298,7 @@ class _Arrive(torch.autograd.Function):
 
 
 def _begun(rows: Tensor, hop: Hop) -> Tensor:
-    """What arrives, not yet there: torch knows by its memory what is to be waited for."""
+    """Start an all-to-all; torch waits for the result through its memory."""
     coming = functional.all_to_all_single(rows.contiguous(), hop.of, hop.to, hop.group)
     return getattr(coming, "elem", coming)  # without the wrapper, which would wait at the first use
 

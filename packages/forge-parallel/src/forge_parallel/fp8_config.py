@@ -1,4 +1,4 @@
-"""What `[fp8]` holds. Imports no torch."""
+"""The section `[fp8]`. Imports no torch."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Streams:
     """What is computed and what is copied, on a device that has one order of both: nobody ever waits."""
 
     def beside(self) -> AbstractContextManager[Any]:
-        """What is done inside runs beside what is computed."""
+        """Run the block's operations on the copy stream, beside the computation."""
         return nullcontext()
 
     def mark(self) -> Any:
@@ -60,7 +60,7 @@ class CudaStreams(Streams):
 
 
 class Saved:
-    """What one forward pass of one block saves.
+    """The tensors that one forward pass of one block saves.
 
     Args:
         device: where these tensors are; a pass that saves some of several devices has one of these for each.
@@ -102,7 +102,7 @@ class Saved:
         return number
 
     def free(self) -> None:
-        """Free the memory of what has left, for what is computed from now on."""
+        """Free the device memory of tensors whose copies have ended."""
         self._streams.wait(self._left)
         self._sources.clear()
         self._numbers.clear()
@@ -195,7 +195,7 @@ class Offload:
         block.forward = run
 
     def _leave(self, saved: dict[torch.device, Saved]) -> None:
-        """Note what a block has saved, and free what earlier ones have."""
+        """Note the saved tensors of a block, and free those of earlier blocks."""
         self._last = saved
         for device, one in saved.items():
             leaving = self._leaving[device]
@@ -218,7 +218,7 @@ def _memory_of(modules: Sequence[nn.Module]) -> set[int]:
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Those that a device has."""
+    """The streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else Streams()
 
 

@@ -182,7 +182,7 @@ class Pipeline:
 
 
 def _hidden_state(_: nn.Module, __: Any, out: Any) -> Tensor:
-    """What a stage passes on.
+    """The tensor that a stage passes on.
 
     Raises:
         ParallelError: it is no tensor.

@@ -168,7 +168,7 @@ class Plan(Config):
             find(model, pattern)
 
     def flat(self) -> Plan:
-        """The same without mounts: what they say under full names, in order, before what this plan says.
+        """The plan without mounts: their entries under full names, before the entries of this plan.
 
         All that is done to a model works on this. The last block, and the last group of `units`, are those
         that FSDP2 does not free after the forward pass, so a decoder is mounted last.
@@ -204,12 +204,12 @@ class Plan(Config):
 
     @property
     def block_patterns(self) -> list[str]:
-        """Those of `blocks`."""
+        """The patterns in `blocks`, as a list."""
         return [self.blocks] if isinstance(self.blocks, str) else self.blocks
 
     @property
     def attention_patterns(self) -> list[str]:
-        """Those of `attention`."""
+        """The patterns in `attention`, as a list."""
         return [self.attention] if isinstance(self.attention, str) else self.attention or []
 
 

@@ -222,7 +222,7 @@ def _overlap(mesh: DeviceMesh) -> None:
 
 
 def _require_kind(name: str, module: nn.Module, role: str) -> None:
-    """Refuse modules whose forward does not do what the role assumes."""
+    """Refuse modules of a type that the role does not support."""
     if role in ("colwise", "gather_colwise", "rowwise") and not isinstance(module, nn.Linear):
         raise ParallelError(f"{name} is a {type(module).__name__}; the role {role} is for nn.Linear")
     if role == "cut_norm" and type(module) is not nn.RMSNorm:

@@ -45,7 +45,7 @@ class Axis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, sequence: bool) -> Axis:
-        """That of a device mesh of one dim."""
+        """The axis of a device mesh of one dim."""
         return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group(), sequence)
 
     def first_of(self, entries: int) -> int:
@@ -103,7 +103,7 @@ class RoleModule(nn.Module):
     in_forward = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module computes, of local values."""
+        """Run the module on local values."""
         self.in_forward = True
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -111,7 +111,7 @@ class RoleModule(nn.Module):
             self.in_forward = False
 
     def local(self, name: str) -> Tensor:
-        """What `self.<name>` is in forward."""
+        """The value of `self.<name>` in forward."""
         return values_of(self._parameters[name])
 
 

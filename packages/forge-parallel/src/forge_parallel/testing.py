@@ -251,7 +251,7 @@ def _find(address: tuple[str, str]) -> Callable[..., Any]:
 
 
 def _serve(pipe: Connection) -> None:
-    """What a rank does all day."""
+    """The loop of a rank's process: receive a function, run it, answer."""
     import torch
 
     torch.set_num_threads(1)

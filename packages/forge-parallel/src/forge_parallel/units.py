@@ -21,7 +21,7 @@ ROOT = "the root"
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose parameters FSDP2 gathers and frees together.
+    """An FSDP2 unit: modules whose parameters are gathered and freed together.
 
     Attributes:
         name: for messages.

@@ -13,7 +13,7 @@ SIZE, PERIOD, REPEATS = 2**16, 61, 3
 
 
 class Checked(NamedTuple):
-    """What a rank found.
+    """The result of a check on one rank.
 
     Attributes:
         seconds: that the fastest of the sums took.

@@ -1,4 +1,4 @@
-"""What `[resilience]` holds. Imports no torch."""
+"""The section `[resilience]`. Imports no torch."""
 
 from typing import Annotated
 

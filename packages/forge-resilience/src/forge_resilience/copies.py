@@ -60,7 +60,7 @@ def differing(mine: Tensor, group: ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class Copy:
-    """What a rank holds of something whose copies differ.
+    """One of several copies that differ.
 
     Attributes:
         rank: of all.

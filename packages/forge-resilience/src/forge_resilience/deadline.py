@@ -65,7 +65,7 @@ class Deadline:
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """Observe what happens inside."""
+        """Measure the duration of the block."""
         start = time.monotonic()
         yield
         self.observe(kind, time.monotonic() - start)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found wrong with some ranks.
+    """A fault of some ranks.
 
     Attributes:
         why: in words.

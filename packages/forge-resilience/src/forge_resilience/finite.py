@@ -135,7 +135,7 @@ class NonFiniteCounter:
         return ended - worst, ended
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps. Waits for the device."""
+        """State for the checkpoint. Waits for the device."""
         return {name: int(counts) for name, counts in zip(_COUNTS, self._counts, strict=True)}
 
     def load_state(self, state: dict[str, int]) -> None:

@@ -27,7 +27,7 @@ SILENT_S = 2.0
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank was doing.
+    """The activity of one rank when a hang was noticed.
 
     Attributes:
         rank: of all.
@@ -82,7 +82,7 @@ def verdict_of(folder: Path, ranks: int, wait_s: float) -> Finding:
 
 
 def read_reports(folder: Path) -> list[Report]:
-    """Those that are there, by rank."""
+    """Read the reports that exist, by rank."""
     paths = folder.glob(REPORT.format("*"))
     return sorted((Report(**json.loads(path.read_text())) for path in paths), key=lambda one: one.rank)
 

@@ -107,7 +107,7 @@ class SpikeCounter:
         return loss > middle + self._deviations * spread
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps. Waits for the device."""
+        """State for the checkpoint. Waits for the device."""
         self._read()
         return {
             "window": list(self._window),
@@ -117,7 +117,7 @@ class SpikeCounter:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore the result of `state`."""
         self._pending = []
         self._window = deque(state["window"], maxlen=self._window.maxlen)
         self._in_a_row, self._spikes = state["in_a_row"], state["spikes"]

@@ -54,7 +54,7 @@ class VisionLanguage(Model):
         hidden: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """What the decoder returns.
+        """Encode the images, fuse them with the tokens, and run the decoder.
 
         Args:
             tokens: [B, T] int64; what stands at places of visual tokens does not count.
@@ -105,9 +105,9 @@ class VisionLanguage(Model):
         return counted[:, 0] if offsets.shape[1] == 1 else counted
 
     def visual_tokens(self, device: torch.device, patches: Tensor | None, grids: Tensor | None) -> Tensor:
-        """[V, D]: those of all images, in order.
+        """[V, D]: the visual tokens of all images, in order.
 
-        Where there is no image, one is made up that stands nowhere: all ranks then compute the same modules.
+        Without images a blank one is encoded and used nowhere, so that all ranks run the same modules.
         """
         assert self.encoder is not None and self.connector is not None
         if patches is None or grids is None or not len(patches):
@@ -122,7 +122,7 @@ class VisionLanguage(Model):
 
     @property
     def writer(self) -> Decoder:
-        """See `Decoder.writer`: what follows a prompt is text."""
+        """See `Decoder.writer`: the answer to a prompt is text."""
         return self.decoder
 
     def new_cache(self, capacity: int, padding: Tensor | None, device: torch.device) -> Cache:

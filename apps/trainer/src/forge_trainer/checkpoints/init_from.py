@@ -134,7 +134,7 @@ def require_origins(model: ModelConfig, train: TrainConfig) -> list[Origin]:
 
 
 def part_of(model: ModelConfig, prefix: str) -> ModelConfig:
-    """The model whose weights those of a prefix start from: the model itself where that is empty.
+    """The part of a model whose names begin with a prefix; the whole model if the prefix is empty.
 
     Raises:
         ConfigError: it has no such part.
@@ -235,7 +235,7 @@ class Chosen(NamedTuple):
     unused: Sequence[str]
 
     def lines(self, ours: Shapes, theirs: Shapes, name: str, seed: int) -> Iterator[str]:
-        """What was loaded and what was not, for a person."""
+        """Lines that list the loaded tensors, and those left random."""
         yield f"{len(self.taken) + len(self.resized)} of {len(ours)} tensors are those of {name}"
         for key in self.resized:
             yield f"  in part    {key}: {list(theirs[key])} there, {list(ours[key])} here"

@@ -36,7 +36,7 @@ Read = Callable[[Shape, Shape], Tensor]
 
 
 def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
-    """Give every parameter a value: that of the seed, or that of `train.init_from`.
+    """Initialize every parameter, from the seed or from `train.init_from`.
 
     Args:
         parts: of the model, those that this rank holds; each takes the tensors of its names.

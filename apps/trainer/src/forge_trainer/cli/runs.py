@@ -16,7 +16,7 @@ OR_MODEL = ", a folder of a Hugging Face model, or hf://owner/name"
 
 
 def add_commands(commands: Any) -> None:
-    """Add those that read or write one run."""
+    """Add the commands that read or write one run."""
     for add in (
         _add_status,
         _add_sample,

@@ -1,1 +1,1 @@
-"""What the command `forge` does beside training."""
+"""The commands of `forge` beside training."""

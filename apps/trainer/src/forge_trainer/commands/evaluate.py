@@ -186,7 +186,7 @@ def take_step(
 
 
 def evaluate_run(options: argparse.Namespace) -> None:
-    """`forge eval`: the loss on held-out text and sets, or on `--text`, or what `--tasks` say."""
+    """`forge eval`: the loss on held-out text, evaluation sets or `--text`, or the scores of `--tasks`."""
     if options.tasks is not None and options.text:
         raise ConfigError("--tasks bring their own text: give --text in a command of its own")
     if (env := Env.detect()).world_size > 1:
@@ -223,7 +223,7 @@ def _evaluate_shared(options: argparse.Namespace) -> tuple[list[dict[str, Any]],
 
 
 def _evaluate_step(options: argparse.Namespace, step: int | None) -> dict[str, Any]:
-    """What one checkpoint reaches, told."""
+    """Evaluate one checkpoint and print its results."""
     job, model, place, record = open_trained(options, step)
     if options.tasks is not None:
         from forge_trainer.commands.harness import evaluate_tasks

@@ -117,7 +117,7 @@ class Writer:
         sys.stdout.write("\n")
 
     def continued(self, prompts: list[Asked], batch_size: int) -> Iterator[tuple[int, str]]:
-        """What follows each of many prompts, those of like length together: index and text.
+        """Continue many prompts, in batches of similar length; yields index and text of each.
 
         Prompts that leave room for fewer tokens are in batches of their own: they shorten no other answer.
 

@@ -160,7 +160,7 @@ class RunModel(TemplateLM):
         return written
 
     def _prompt(self, arguments: Sequence[Any], room: int) -> Prompt:
-        """What the model is given of the arguments of a request, whose end leaves `room` for new tokens."""
+        """The prompt of a request, cut on the left to leave `room` for new tokens."""
         tokens = self.tok_encode(arguments[0]) or [self.eot_token_id]
         return Prompt(tokens[-(self.max_length - room) :])
 

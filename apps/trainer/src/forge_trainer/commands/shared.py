@@ -46,7 +46,7 @@ class Shared(NamedTuple):
 
     @property
     def run(self) -> Any:
-        """What `TrainedModel` sees of a run."""
+        """The parts of a `Run` that `TrainedModel` reads."""
         step = self.job.step.build(self.parts, self.job.loss.build(), self.mesh)
         return SimpleNamespace(job=self.job, mesh=self.mesh, parts=self.parts, step=step)
 
@@ -133,9 +133,9 @@ def _quiet(is_quiet: bool) -> Iterator[None]:
 def of_each_shared(
     shared: Shared, options: argparse.Namespace, make: Callable[[int], Any], is_series: bool
 ) -> tuple[list[Any], list[str]]:
-    """What a function makes of each step, and what is wrong with those passed over. Collective.
+    """Call a function for each step; returns its results, and why steps were skipped. Collective.
 
-    Without a step, of the newest that is intact. Otherwise as `of_each_step`.
+    Without `--step`, for the newest intact step. Otherwise as `of_each_step`.
     """
     newest, made, damaged = options.step is None, list[Any](), list[str]()
     steps: Sequence[int] = shared.steps(options)

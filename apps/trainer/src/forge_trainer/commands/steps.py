@@ -42,9 +42,9 @@ def chosen_steps(options: argparse.Namespace) -> list[int | None]:
 
 
 def of_each_step(options: argparse.Namespace, make: Callable[[int | None], T]) -> tuple[list[T], list[str]]:
-    """What a function makes of each step that `--step` names, and what is wrong with those passed over.
+    """Call a function for each step of `--step`; returns its results, and why steps were skipped.
 
-    Of several steps, those whose checkpoints are damaged are passed over, so that the others are not lost.
+    Of several steps, damaged ones are skipped, so that the results of the others are not lost.
 
     Raises:
         CheckpointError: the only step is damaged.

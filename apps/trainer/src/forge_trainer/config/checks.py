@@ -123,7 +123,7 @@ def noise_is_measured_without_stages(step: StepConfig, mesh: MeshConfig) -> None
 
 
 def widths_scale_what_the_optimizer_does(model: ModelConfig, optimizer: OptimizerConfig) -> None:
-    """The factors of `[model.scaling]` are those of updates whose size does not follow from gradients."""
+    """Learning rates of `[model.scaling]` hold for optimizers whose updates do not scale with gradients."""
     kind = type_name(type(optimizer))
     if model.scales_learning() and kind not in SCALED:
         raise ValueError(
@@ -276,7 +276,7 @@ def sections_fit_together(
     activation_checkpointing: ActivationCheckpointingConfig,
     compile: CompileConfig,
 ) -> None:
-    """What `ParallelConfig` refuses."""
+    """The sections that `ParallelConfig` joins do not contradict each other."""
     ParallelConfig(
         tensor_parallel=tensor_parallel,
         fsdp=fsdp,

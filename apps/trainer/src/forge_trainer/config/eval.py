@@ -1,4 +1,4 @@
-"""What `[eval]` holds. Imports no torch."""
+"""The section `[eval]`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def prefixed(name: str, results: dict[str, float]) -> dict[str, float]:
 
 
 def losses_of(record: Mapping[str, float]) -> dict[str, float]:
-    """The losses of an evaluation in nats a token, by set; that of the held-out text is `validation`."""
+    """The losses of an evaluation in nats a token, by set; the held-out text is named `validation`."""
     found: dict[str, float] = {}
     for key, value in record.items():
         match key.split("/"):

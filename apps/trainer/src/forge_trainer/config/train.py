@@ -23,7 +23,7 @@ class BatchStage(Config):
 
 
 class TrainConfig(Config):
-    """How long and in what portions to train.
+    """The length of a run and its batch sizes.
 
     Attributes:
         steps: optimizer steps of the whole run.

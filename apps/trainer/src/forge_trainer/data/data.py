@@ -49,7 +49,7 @@ class Data:
         places: Mapping[str, Any],
         on_progress: Callable[[], None] = nothing,
     ) -> None:
-        """Open what is trained on from now on, in place of what was. Collective.
+        """Open the training data, in place of the data opened before. Collective.
 
         Args:
             config: what is read.
@@ -99,14 +99,14 @@ class Data:
         return self.loader.tokens_read(samples)
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Close the data, if open."""
         if self._is_open:
             self._is_open = False
             self.loader.close()
 
 
 def _pinned(data: DataConfig, mesh: Mesh, places: Mapping[str, Any]) -> dict[str, str]:
-    """The versions that are streamed: those of the checkpoint, or what the first rank finds."""
+    """The versions of streamed data: from the checkpoint, or looked up by the first rank."""
 
     def pin() -> dict[str, str] | DataError:
         try:

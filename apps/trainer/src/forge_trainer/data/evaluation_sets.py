@@ -1,4 +1,4 @@
-"""Opens what a run is evaluated on: its held-out text, and the sets of `[eval.sets]`."""
+"""Opens the evaluation data of a run: its held-out text and the sets of `[eval.sets]`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from forge_trainer.ranks import keep_in_touch
 
 
 class Evaluations(NamedTuple):
-    """What a run is evaluated on.
+    """The evaluation data of a run.
 
     Attributes:
         sets: each by its name; the held-out text, if any, comes first and has an empty one.

@@ -1,4 +1,4 @@
-"""What a check of `forge doctor` has found."""
+"""The result of one check of `forge doctor`."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal

@@ -1,1 +1,1 @@
-"""What may stop a run."""
+"""Guards: they observe steps and may stop a run."""

@@ -149,11 +149,11 @@ class NotFinite(Guard):
         return self._counts.in_a_row()
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps. Waits for the device."""
+        """State for the checkpoint. Waits for the device."""
         return self._counts.state()
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Go on from what `state` gave."""
+        """Restore the result of `state`."""
         self._counts.load_state(state)
 
     @torch.no_grad()
@@ -196,9 +196,9 @@ class Spikes(Guard):
         return self._losses.in_a_row()
 
     def state(self) -> dict[str, object]:
-        """What a checkpoint keeps. Waits for the device."""
+        """State for the checkpoint. Waits for the device."""
         return self._losses.state()
 
     def load_state(self, state: dict[str, object]) -> None:
-        """Go on from what `state` gave."""
+        """Restore the result of `state`."""
         self._losses.load_state(state)

@@ -82,7 +82,7 @@ class Replicas(Guard):
         self._found = Trouble(self._same, step, odd.why, ExitCode.DIVERGED, data=False, hosts=odd.hosts)
 
     def _everyone(self, mine: Tensor, bad: Sequence[int]) -> list[Copy]:
-        """What the ranks hold whose copies differ, on every rank alike. Collective."""
+        """The copies of all ranks that differ, the same list on every rank. Collective."""
         import torch.distributed as dist
 
         group = replicas(self._mesh)

@@ -1,4 +1,4 @@
-"""The hooks of a run: the ones that it always has, and those of the user."""
+"""Builds the hooks of a run: the built-in ones and the user's."""
 
 from __future__ import annotations
 

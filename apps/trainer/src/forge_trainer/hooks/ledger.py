@@ -73,7 +73,7 @@ class Ledger(Hook):
         self._spans = {name: s for name, s in spent.items() if s > 0 and name != BUILD}
 
     def _tell(self, ended: bool = False) -> None:
-        """Add a line of what was seen last."""
+        """Append the latest numbers to the ledger."""
         spans, steps = dict(self._spans), self._step - self._from_step
         if steps > 1:
             usual = (spans[STEP] - self._first_step_s) / (steps - 1)

@@ -80,7 +80,7 @@ class Log(Hook):
         return {"skipped": self._skipped_before}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Go on from what `state` gave."""
+        """Restore the result of `state`."""
         self._skipped_before = state["skipped"]
 
 

@@ -1,4 +1,4 @@
-"""Records what flows through chosen sites of the model, on the same held-out sequences every N steps."""
+"""Records activations at chosen sites of the model, on the same held-out sequences every N steps."""
 
 from __future__ import annotations
 

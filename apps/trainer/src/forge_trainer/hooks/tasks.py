@@ -10,7 +10,7 @@ from forge_trainer.steps.base import StepOutput
 
 
 class EvaluateTasks(Hook):
-    """Logs what tasks say, under `eval/tasks/`. Collective.
+    """Logs the scores of tasks under `eval/tasks/`. Collective.
 
     Args:
         every: distance in steps.

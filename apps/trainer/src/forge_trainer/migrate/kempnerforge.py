@@ -14,7 +14,7 @@ DEFAULT_HEADS = 32
 
 
 def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None:
-    """What depends on several keys."""
+    """Convert what depends on several keys."""
     for section in VISION:
         if section in given:
             made.problems.append(f"[{section}] {BY_HAND}")

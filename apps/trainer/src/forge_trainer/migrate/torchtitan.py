@@ -157,7 +157,7 @@ KEYS: dict[str, Move | Drop | None] = {
 
 
 def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None:
-    """What depends on several keys."""
+    """Convert what depends on several keys."""
     made.tree.setdefault("job", {}).setdefault("name", "converted")
     _model(made, given)
     _batch(made, given, ranks)

@@ -38,9 +38,9 @@ def average_weights(optimizer: Optimizer, decay: float, finite: Tensor) -> None:
 
 @contextmanager
 def evaluation_weights(config: OptimizerConfig, optimizer: Optimizer) -> Iterator[None]:
-    """Parameters hold what `config.evaluated` makes of them; afterwards the very bits that they held.
+    """Swap the averaged weights of `config.evaluated` into the parameters; afterwards restore every bit.
 
-    Costs a second copy of the weights meanwhile; nothing where training and evaluation share the weights.
+    Needs a second copy of the weights meanwhile, but for optimizers without averages.
     """
     held: list[tuple[Tensor, Tensor]] = []
     try:

@@ -52,9 +52,9 @@ class OptimizerConfig(Config):
         return (EMA,) if self.ema_decay else ()
 
     def build(self, parameters: Sequence[NamedParameter], mesh: Mesh | None = None) -> Optimizer:
-        """An optimizer whose groups are those of `param_groups`. Collective.
+        """Build the optimizer, with the groups of `param_groups`. Collective.
 
-        Everything that moves is state of a parameter, not of a group: ranks may hold different parameters.
+        All changing state belongs to parameters, not to groups: ranks may hold different parameters.
 
         Args:
             parameters: those that are trained, of the parts that this rank holds.
@@ -72,7 +72,7 @@ class OptimizerConfig(Config):
         return state[EMA].to(value.dtype)
 
     def kind(self, parameter: NamedParameter) -> str:
-        """What is done with a parameter; those of different kinds are in different groups."""
+        """The kind of update of a parameter; each kind has groups of its own."""
         return type(self).__name__.removesuffix("Config")
 
     def options(self, kind: str) -> dict[str, Any]:

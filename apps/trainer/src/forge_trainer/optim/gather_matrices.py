@@ -30,7 +30,7 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
     def meet(self, other: Box) -> Box | None:
-        """What both have in common."""
+        """The intersection with another box; None if it is empty."""
         pairs = list(zip(self.start, self.shape, other.start, other.shape, strict=True))
         low = tuple(max(a, b) for a, _, b, _ in pairs)
         shape = tuple(min(a + n, b + m) - low[i] for i, (a, n, b, m) in enumerate(pairs))
@@ -43,7 +43,7 @@ class Box(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What a rank holds of a parameter, and whether it is the one that sends it."""
+    """The box of a parameter on a rank, and whether this rank sends it."""
 
     box: Box
     sends: bool
@@ -71,7 +71,7 @@ class Matrix:
 
 
 class MatrixExchange:
-    """Who holds what, who works on what, and in which order it travels. Collective to make.
+    """Which rank holds each matrix, which computes it, and in which order pieces travel. Collective to make.
 
     Args:
         parameters: the same on all ranks of `mesh.stage`, of two dims or more.
@@ -160,7 +160,7 @@ class MatrixExchange:
     def _pieces(
         self, matrices: Sequence[Matrix], rank: int, number: Mapping[int, int], sent: bool = False
     ) -> list[Piece]:
-        """What a rank holds of matrices, or what of it the rank is the one to send."""
+        """The pieces of matrices that a rank holds, or only those that it sends."""
         found = []
         for matrix in matrices:
             holding = self._holdings[rank][matrix.parameter]
@@ -183,7 +183,7 @@ class MatrixExchange:
 
 
 class Piece(NamedTuple):
-    """What one rank holds of one matrix.
+    """The piece of one matrix on one rank.
 
     Attributes:
         parameter: its index.
@@ -263,7 +263,7 @@ class Pending(NamedTuple):
 
 
 def _everyone(mine: list[Holding], view: View) -> list[list[Holding]]:
-    """What each rank of a view holds. Collective."""
+    """The holdings of each rank of a view. Collective."""
     if view.size == 1:
         return [mine]
     import torch.distributed as dist

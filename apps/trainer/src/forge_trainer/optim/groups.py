@@ -88,7 +88,7 @@ class GroupRule(Config):
 
 
 class Treatment(NamedTuple):
-    """What all rules together say of a parameter.
+    """The combined effect of all group rules on a parameter.
 
     Attributes:
         lr: factor on the learning rate.
@@ -118,7 +118,7 @@ class Group(NamedTuple):
 
 
 def treatment(name: str, role: str, rules: Iterable[GroupRule], no_decay: Sequence[str] = ()) -> Treatment:
-    """What the rules say of one parameter; those of the roles `no_decay` do not decay whatever the rules."""
+    """Combine the rules for one parameter; roles in `no_decay` never decay."""
     lr, decay, frozen = 1.0, 0.0 if role in no_decay else 1.0, set[tuple[int, int | None]]()
     curves = list[tuple[Stage, ...]]()
     for rule in rules:

@@ -1,4 +1,4 @@
-"""What an optimizer is told of each parameter."""
+"""Parameters with the names and roles that optimizers need."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 
 class StochasticRounding:
-    """Rounds what a rank holds.
+    """Rounds the local values of parameters.
 
     Random numbers are a function of the name of the parameter, its step and the place in it: the same for all
     copies, for every layout, and after a restart.

@@ -99,7 +99,7 @@ def frozen_steps(rules: Sequence[StageRule]) -> list[tuple[int, int | None]]:
 
 
 def trained_stages(rules: Sequence[StageRule]) -> tuple[Stage, ...]:
-    """The stages with a factor or a warm-up of their own, and those that end such a one."""
+    """The stages in which a parameter trains."""
     return tuple(Stage(rule.from_step or 0, rule.lr, rule.warmup_steps) for rule in rules if not rule.frozen)
 
 

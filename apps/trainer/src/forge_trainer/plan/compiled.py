@@ -16,7 +16,7 @@ from forge_trainer.config.job import Job
 
 
 def keep_as_compiled(model: nn.Module, config: ActivationCheckpointingConfig) -> list[str]:
-    """Let blocks that are not recomputed keep what compiled ones do: what matmuls make, and what they take.
+    """Make blocks without recomputation save what compiled blocks save: inputs and outputs of matmuls.
 
     The first is what `selective` recomputation keeps; the second `MatmulInputs` does. So the compiler does by
     default: three cases measured on GPUs (docs/plan.md) lie within 4 %.

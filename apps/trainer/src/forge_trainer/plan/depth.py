@@ -57,7 +57,7 @@ class Depth:
 
 
 def repeats_of(model: nn.Module, part: int, multiple: int = 1) -> list[Repeat]:
-    """What repeats in a part of a model.
+    """Find the repeated blocks in a part of a model.
 
     Args:
         model: before it is made parallel.

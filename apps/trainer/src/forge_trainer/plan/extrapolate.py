@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 
 def points(turns: Mapping[Repeat, int]) -> list[Point]:
-    """What to trace.
+    """The depths to trace, each with its weight in the sum.
 
     Args:
         turns: of each repeat, how many more the job has than the base.

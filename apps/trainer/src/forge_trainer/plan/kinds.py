@@ -80,5 +80,5 @@ def peaks(watch: Watch) -> dict[Place, dict[str, float]]:
 
 
 def highest(found: Mapping[Place, Mapping[str, float]]) -> tuple[Place, Mapping[str, float]]:
-    """The place where most is held, and what it is."""
+    """The place with the most memory, and its bytes by kind."""
     return max(found.items(), key=lambda item: sum(item[1].values()))

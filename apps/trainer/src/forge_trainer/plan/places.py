@@ -57,7 +57,7 @@ class Places:
         self._stack.clear()
 
     def follow(self, model: nn.Module, blocks: Iterable[str], prefix: str = "") -> dict[str, str]:
-        """Hook the blocks of a model, what lies right inside of them, and what lies beside them.
+        """Hook the blocks of a model, their direct children, and the modules beside blocks.
 
         Args:
             model: made parallel.
@@ -65,7 +65,7 @@ class Places:
             prefix: of the names of places.
 
         Returns:
-            What each block is called there, without the prefix.
+            The label of each block, without the prefix.
         """
         short = shortened(list(blocks))
         for name, module in model.named_modules():
@@ -127,7 +127,7 @@ def shortened(blocks: list[str]) -> dict[str, str]:
 
 
 def label_of(name: str, short: dict[str, str]) -> str | None:
-    """What a module is called in a place; None for one that is no place of its own."""
+    """The label of a module; None if it is no place of its own."""
     block = next((one for one in short if name == one or name.startswith(f"{one}.")), None)
     if block is not None:
         inner = name[len(block) :]

@@ -1,4 +1,4 @@
-"""What is kept and told of a plan in short, from the plan as data. Imports no torch."""
+"""The short form of a plan: a record for the run and a few lines. Imports no torch."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Counted(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a job takes.
+    """The result of planning a job: memory, traffic, FLOPs and time.
 
     Attributes:
         job: what is trained.
@@ -153,7 +153,7 @@ def _numbers(stages: int) -> list[int]:
 def _on_the_device(
     job: Job, device: Device | None, worst: Sequence[tuple[Place, Any]]
 ) -> tuple[list[tuple[Place, dict[str, float]]], list[float]]:
-    """What is held there, and the bytes that are on the host instead."""
+    """Bytes on the device at each place, and the bytes offloaded to the host."""
     if not job.fsdp.offload or device is None:
         return [(place, dict(held)) for place, held in worst], [0.0 for _ in worst]
     peaks = [(place, {k: v for k, v in held.items() if k not in HOST_KINDS}) for place, held in worst]

@@ -53,7 +53,7 @@ class Tried(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         asked: the plan of the job itself.
@@ -70,7 +70,7 @@ class Found(NamedTuple):
     left: int
 
     def lines(self) -> Iterator[str]:
-        """What is printed."""
+        """The lines that `forge plan --search` prints."""
         left = f"; time was up before {self.left} other layouts: --search-limit" if self.left else ""
         yield f"  search     {self.tried} jobs planned{left}"
         if self.changes:
@@ -92,7 +92,7 @@ class Found(NamedTuple):
 def search(
     asked: Plan, table: Table, told: Callable[[str], None] = lambda _: None, limit_s: float = LIMIT_S
 ) -> Found:
-    """Plan what lies around a job.
+    """Plan the layouts near a job.
 
     Meshes differ in `tp`, `pp`, `cp`, `ep` and `dp_replicate`, and in what these leave to `dp_shard`;
     micro-batches are half and twice as large. What differs least comes first. Of each, the least
@@ -190,7 +190,7 @@ def _single(job: Job) -> Iterator[Keys]:
 
 
 def _differing(job: Job, keys: Keys) -> Keys:
-    """Those that the job does not have already."""
+    """The keys whose values the job does not have already."""
     return {key: value for key, value in keys.items() if _value(job, key) != value}
 
 

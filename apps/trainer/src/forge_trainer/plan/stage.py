@@ -22,7 +22,7 @@ KEPT_BLOCKS, KEPT_IN_PIPELINE = 4, 2
 
 
 class Stage(NamedTuple):
-    """What the ranks of one stage take.
+    """Cost of one pipeline stage, traced for one of its ranks.
 
     Attributes:
         rank: that was traced.

@@ -41,7 +41,7 @@ ROUNDING = 512
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """What a job is planned for.
+    """The machine that a job is planned for.
 
     Attributes:
         ranks: of the job.
@@ -68,7 +68,7 @@ class Told(NamedTuple):
 
 @dataclasses.dataclass
 class Traced:
-    """What a step of one rank takes.
+    """Cost of one step on one rank.
 
     Attributes:
         peaks: by place, bytes of each kind when most was held there.
@@ -231,7 +231,7 @@ def _traffic(noted: Collectives, left_out: int) -> dict[Said, Traffic]:
 
 
 class Followed(Update):
-    """Says when it begins, and what gradients are."""
+    """An `Update` that tells the watch when it begins, and which tensors are gradients."""
 
     watch: Watch
 

@@ -91,7 +91,7 @@ class Watch(TorchDispatchMode):
         self.start()
 
     def start(self) -> None:
-        """Forget what was counted, not what lives."""
+        """Reset the counts; living tensors stay known."""
         self.begun, self.begun_live = [entry[1:] for entry in self._seen.values()], self.live
         self.events: list[tuple[Storage, int, Place]] = []
         self.flops: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -99,11 +99,11 @@ class Watch(TorchDispatchMode):
         self.kernels: defaultdict[str, int] = defaultdict(int)
 
     def add_flops(self, kind: str, number: float) -> None:
-        """Count what no operation stands for."""
+        """Count FLOPs that no operation reports."""
         self.flops[self.places.now.micro, kind] += number
 
     def known(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Say what tensors are for; count those that are not followed yet as living."""
+        """Give tensors a kind; tensors not yet followed are counted as living."""
         for tensor in tensors:
             for part in plain_parts(tensor):
                 self._note(part, "")

@@ -133,7 +133,7 @@ def _all_holdings(parameters: Sequence[Any], view: Any) -> list[list[Any]]:
 
 
 def _holding(parameter: Any, rank: int, first: bool) -> Any:
-    """What a rank holds of a parameter."""
+    """The box of a parameter on a rank."""
     if not shards.is_dtensor(parameter):
         shape = tuple(parameter.shape)
         return gather_matrices.Holding(gather_matrices.Box((0,) * len(shape), shape), first)
@@ -170,7 +170,7 @@ class _EvenRouting:
         return run
 
     def numbers(self, tensor: Tensor) -> Any:
-        """In the place of `numbers_of`: what is sent first, then what comes."""
+        """Stands in for `numbers_of`: the rows sent, then the rows received."""
         sent, *others = (_even(self._rows, tuple(one.shape)) for one in tensor)
         return [sent, *(_scaled(one, self._skew) for one in others)]
 

@@ -43,7 +43,7 @@ _COMPILED_OPERATORS = {kind: re.compile(pattern) for kind, pattern in _OPERATORS
 
 
 def class_of_kernel(name: str, in_optimizer: bool = False) -> str:
-    """The class of what ran on a GPU.
+    """The class of a GPU kernel.
 
     Args:
         name: of the kernel, copy or fill.
@@ -57,7 +57,7 @@ def class_of_kernel(name: str, in_optimizer: bool = False) -> str:
 
 
 def class_of_operator(path: tuple[str, ...]) -> str:
-    """The class of what ran on a CPU.
+    """The class of a CPU operator.
 
     Args:
         path: the names of the operator and of those that called it, the outermost first.

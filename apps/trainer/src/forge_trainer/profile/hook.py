@@ -200,7 +200,7 @@ class Window:
         self._mark = span, mark
 
     def stop(self) -> None:
-        """Stop looking, after what was begun has ended."""
+        """Stop the profiler once pending device work has ended."""
         self._wait()
         if self._mark is not None:
             self._mark[1].__exit__(None, None, None)

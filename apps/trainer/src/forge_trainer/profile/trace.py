@@ -89,7 +89,7 @@ class Piece:
 
 @dataclass
 class Timeline:
-    """What went on in a window.
+    """Work, communication and spans of a profiled window.
 
     Attributes:
         start: of the window, in microseconds.

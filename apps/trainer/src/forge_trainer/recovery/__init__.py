@@ -1,1 +1,1 @@
-"""What follows trouble."""
+"""Recovery: rollbacks after NaN, spikes and differing replicas."""

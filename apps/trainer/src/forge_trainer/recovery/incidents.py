@@ -22,7 +22,7 @@ ROLLBACK = "rollback"
 
 @dataclass(frozen=True)
 class Trouble:
-    """What went wrong, and in which steps.
+    """An incident: what went wrong, and in which steps.
 
     Attributes:
         first: the first step, from 0.

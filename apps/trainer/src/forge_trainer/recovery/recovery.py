@@ -84,7 +84,7 @@ class Recovery:
         return made
 
     def data(self, config: DataConfig) -> DataConfig:
-        """What is read, without what rollbacks have left out."""
+        """The data section without the steps that rollbacks skip."""
         skips = [skip for one in self.taken for skip in one.skipped()]
         return msgspec.structs.replace(config, skip=[*config.skip, *skips])
 
@@ -100,7 +100,7 @@ class Recovery:
         return made
 
     def _discard(self) -> None:
-        """Remove checkpoints of what was given up."""
+        """Remove the checkpoints of steps that a rollback gave up."""
         self._store.settle()  # or one of them comes back later
         for step in self._store.steps():
             later = [nth for nth, one in enumerate(self.taken, 1) if step > one.to]

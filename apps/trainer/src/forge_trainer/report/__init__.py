@@ -1,1 +1,1 @@
-"""What a person is told of a run."""
+"""Reports about runs: announcement, status, comparison and the HTML page."""

@@ -1,4 +1,4 @@
-"""What a start is about to do, told before it does it."""
+"""Announces a start: model, layout, data and schedule, before anything is built."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def unbalanced(tree: Any) -> bool:
 
 
 def _parameters(run: Run, model: nn.Module) -> tuple[int, int, list[str]]:
-    """Of the whole model, shared ones once; those of them that a token uses; what no source feeds."""
+    """Parameters of the whole model, active parameters, and the parts that no source feeds."""
     total = sum(parameter.numel() for parameter in model.parameters())
     active = getattr(model, "active_parameters", lambda: total)
     return total, active(), unfed(model, run.job.data.sources)  # type: ignore[operator]

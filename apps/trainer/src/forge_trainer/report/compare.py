@@ -58,7 +58,7 @@ class Measured:
 
 @dataclass
 class Row:
-    """Runs that are alike in what is compared.
+    """Runs with equal values in all compared columns.
 
     Attributes:
         values: of the keys in columns.
@@ -104,7 +104,7 @@ def compare_runs(options: argparse.Namespace) -> int:
 
 
 def measured(name: str, run: Path) -> Measured:
-    """What is compared of a run.
+    """Read the compared numbers of a run.
 
     Raises:
         ConfigError: its configuration cannot be read.
@@ -145,7 +145,7 @@ def _tokens_at(tokens: Series | None, step: int | None) -> float | None:
 
 
 def columns(runs: Sequence[Measured], by: Sequence[str]) -> list[str]:
-    """The keys that have a column: those given, or those that differ but for seeds, and what is always told.
+    """The keys that get a column: the given ones or all that differ but for seeds, after the fixed ones.
 
     Raises:
         ConfigError: no run has a key that is given.

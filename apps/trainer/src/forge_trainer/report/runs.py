@@ -57,7 +57,7 @@ def _told(loss: object) -> str:
 
 
 def state_of(run: Path) -> str:
-    """What a run does, or how it ended."""
+    """The state of a run, or how it ended."""
     steps, until = Store(RunFiles(run).checkpoints).steps(), steps_of(run)
     return _state(run, until is not None and bool(steps) and steps[-1] >= until)
 

@@ -45,7 +45,7 @@ class Series:
         self.values.append(value)
 
     def cut(self, step: int) -> None:
-        """Forget what came at this step or later."""
+        """Drop the values at this step and later."""
         keep = bisect_left(self.steps, step)
         del self.steps[keep:], self.values[keep:]
 
@@ -59,7 +59,7 @@ class Series:
 
 
 def read_metrics(path: Path, names: set[str] | None = None) -> dict[str, Series]:
-    """All series of `metrics.jsonl`, or those named; empty where there is no such file.
+    """Read all series of `metrics.jsonl`, or only `names`; empty if there is no such file.
 
     A line that is damaged or cut off is passed over. Where steps go back, because a run was continued from an
     earlier checkpoint, the later lines count, and those of the steps that were given up do not.

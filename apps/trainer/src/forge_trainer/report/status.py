@@ -111,7 +111,7 @@ def _dead_experts(logged: dict[str, Any]) -> Iterator[str]:
 
 
 def _batch(run: Outline) -> str:
-    """What a step takes."""
+    """The batch of a step, in words."""
     train, max_tokens = run.train, run.max_tokens
     if max_tokens is None or not train.sequences(max_tokens):
         return f"{train.global_batch_tokens or '?'} tokens"

@@ -1,1 +1,1 @@
-"""What lies in the directory of a run."""
+"""The files in the directory of a run."""

@@ -1,4 +1,4 @@
-"""On what a run was started: what one needs to know to run it again."""
+"""Records the environment of a start, to reproduce it: versions, commit, hardware."""
 
 import json
 import os

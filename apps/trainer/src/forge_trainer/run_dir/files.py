@@ -88,7 +88,7 @@ def require_trust(directory: Path) -> None:
 
 
 class Outline(Config):
-    """What can be known of a run without importing what its configuration names.
+    """The configuration of a run as far as it can be read without importing plugs.
 
     Attributes:
         train: how long and in what portions it trains.
@@ -145,7 +145,7 @@ def started_in(directory: Path) -> Path:
 
 
 def recorded_changes(job: Job, allowed: bool) -> list[Change]:
-    """What a job changes in the run that it continues, beyond what may change freely.
+    """The keys in which a job differs from the run that it continues, but for freely changeable ones.
 
     Args:
         job: the new one.

@@ -88,7 +88,7 @@ class AutoencoderConfig(Config):
 
 
 class PenaltyConfig(Config):
-    """What keeps features few. See `forge_interp.sae.activations.Penalty`.
+    """The sparsity penalty. See `forge_interp.sae.activations.Penalty`.
 
     Attributes:
         coefficient: of the L1 (relu, gated) or L0 (jumprelu) penalty.

@@ -48,7 +48,7 @@ class ScheduleConfig(Config):
         return max(self.warmup_steps, by_tokens, by_fraction)
 
     def factor(self, step: int, steps: int, step_tokens: int = 1) -> float:
-        """What the peak learning rate is multiplied by.
+        """The factor on the peak learning rate at a step.
 
         Args:
             step: the step about to be taken, from 0.

@@ -176,7 +176,7 @@ def _remember(directory: Path, code: int, ended: dict[str, Any] | None) -> int:
 
 
 def _field(name: str, job_info: str, form: str = r"\w+") -> str:
-    """What SLURM says of this job, such as JobState: RUNNING, CANCELLED, COMPLETING; empty without SLURM."""
+    """A field of `scontrol show job`, such as JobState; empty without SLURM."""
     found = re.search(rf"\b{name}=({form})", job_info)
     return found[1] if found else ""
 

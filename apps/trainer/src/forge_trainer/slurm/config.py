@@ -1,4 +1,4 @@
-"""What a cluster file holds. Imports no torch."""
+"""The cluster file of `forge launch`. Imports no torch."""
 
 from collections.abc import Iterator
 from pathlib import Path

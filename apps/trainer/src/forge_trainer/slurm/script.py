@@ -18,7 +18,7 @@ LOGS = "slurm"
 
 @dataclass(frozen=True)
 class Launch:
-    """What is submitted.
+    """A job to submit.
 
     Attributes:
         name: of the run.
@@ -162,7 +162,7 @@ def _link(launch: Launch) -> Iterator[str]:
 
 
 def _variables(cluster: ClusterConfig) -> Iterator[str]:
-    """What the ranks get beside what the user has set, who may have done so in `setup`."""
+    """Environment variables of the ranks; variables that the user has set stay."""
     yield "# From SLURM 22.05 on srun does not take the cores of a task from the job."
     yield f"export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-{cluster.cpus_per_rank}}}"
     if cluster.gpus_per_node:

@@ -88,7 +88,7 @@ class NoiseScaleStep(TextStep):
         self._began = True
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps. Waits for the device."""
+        """State for the checkpoint. Waits for the device."""
         return {"averages": self._averages.tolist(), "began": self._began}
 
     def load_state(self, state: dict[str, Any]) -> None:

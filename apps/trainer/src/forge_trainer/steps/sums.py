@@ -20,7 +20,7 @@ class Sums:
         self._pairs: dict[str, Tensor] = {}
 
     def add(self, sums: Mapping[str, Sum]) -> None:
-        """Add those of one micro-batch."""
+        """Add the sums of one micro-batch."""
         for name, (value, count) in sums.items():
             dtype = self._dtype or value.dtype
             pair = torch.stack([value.detach().to(dtype), count.detach().to(dtype)])

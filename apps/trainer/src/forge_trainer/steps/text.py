@@ -86,7 +86,7 @@ class TextStep:
         self.runner.backward(micro_batches, finish)
 
     def _of_all_stages(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What every stage of the pipeline tells. Collective."""
+        """Statistics of all pipeline stages. Collective."""
         if self.mesh.pipeline.size == 1:
             return statistics
         sums = Sums()

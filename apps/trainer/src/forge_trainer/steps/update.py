@@ -19,7 +19,7 @@ from forge_trainer.optim.stages import stage_lr_factor
 
 
 class Updated(NamedTuple):
-    """What an update tells.
+    """The result of an update.
 
     Attributes:
         grad_norm: [] float32, before clipping.
@@ -106,7 +106,7 @@ class Update:
         return Updated(norm, finite, lr, statistics)
 
     def _prepare(self) -> dict[str, Tensor]:
-        """Let the parts change what they counted for, and scale what they say. Collective."""
+        """Run each part's `before_optimizer_step` and return the statistics. Collective."""
         statistics: dict[str, Tensor] = {}
         for part in self.parts:
             if (prepare := getattr(part, "before_optimizer_step", None)) is not None:

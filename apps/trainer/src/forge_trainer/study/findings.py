@@ -105,7 +105,7 @@ def _predicted(
     d: Sequence[float],
     *size: float,
 ) -> dict[str, Any]:
-    """The loss of another size, told in `made`."""
+    """Predict the loss of another size and add it to `made`."""
     value = found.loss(*size)
     low, high = interval([one.loss(*size) for one in laws], how.level, len(n))
     far = max(

@@ -12,7 +12,7 @@ COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8
 
 
 class Series(NamedTuple):
-    """What is drawn in one colour.
+    """Points, a line and error bars in one colour.
 
     Attributes:
         name: in the legend.

@@ -21,7 +21,7 @@ TAIL = 0.05
 
 
 def row_of(point: Point, state: State, root: Path) -> Row:
-    """What is known of a run: what it is, how far it came and what it reached; None where it did not."""
+    """A row of the results table: settings, state and losses of a run; None where unknown."""
     records = read_lines(RunFiles(root / point.name).metrics, "step")
     losses = [(r["step"], r["loss"]) for r in records if _is_number(r.get("loss"))]
     last = losses[-max(1, round(TAIL * len(losses))) :]

@@ -30,7 +30,7 @@ def lowest(rows: Sequence[Row], loss: str, *keys: str) -> list[Row]:
 
 
 def groups(rows: Sequence[Row], vary: str, *also: str) -> Iterator[tuple[Row, list[Row]]]:
-    """Rows that differ in `vary`, and in what follows from it, with what they have in common.
+    """Group rows that differ in nothing but `vary` and columns that follow from it.
 
     Args:
         rows: of the table.

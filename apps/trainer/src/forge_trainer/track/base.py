@@ -1,4 +1,4 @@
-"""What a tracker is."""
+"""The interface of trackers."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -15,5 +15,5 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush and close."""
         ...

@@ -19,7 +19,7 @@ TASKS = 8
 
 
 class _Terminal(RichConsole):
-    """A console whose reader may go; what follows is lost, and the run goes on."""
+    """A console whose reader may leave: later lines are lost, and the run goes on."""
 
     def on_broken_pipe(self) -> None:
         """See `rich.console.Console`, which ends the process here."""

@@ -11,7 +11,7 @@ _TOLD: set[str] = set()
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those that are one number, as such; the others are left out, with a warning for each name.
+    """Convert single numbers to floats; other values are dropped with one warning a name.
 
     Args:
         values: by name: Python's numbers, those of NumPy, tensors of one element.

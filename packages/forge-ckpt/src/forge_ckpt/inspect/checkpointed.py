@@ -28,7 +28,7 @@ class Checkpointed(Mapping[str, "Tensor"]):
         self._index = cache(partial(manifests.read_index, folder, self.manifest))
 
     def under(self, prefix: str) -> Checkpointed:
-        """Those whose names begin with a prefix, without it."""
+        """The tensors whose names begin with a prefix, which is cut off."""
         return Checkpointed(self._folder, self._prefix + prefix)
 
     def __getitem__(self, name: str) -> Tensor:

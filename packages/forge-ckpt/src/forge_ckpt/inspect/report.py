@@ -1,4 +1,4 @@
-"""What is told of checkpoints: lines for people, JSON for programs, and the exit code. Imports no torch."""
+"""Reports on checkpoints: lines for people, JSON for programs, the exit code. Imports no torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def code_of(states: Iterable[str]) -> int:
 
 
 def row(store: Store, step: int, verify: bool) -> Row:
-    """What there is to say of a checkpoint.
+    """Describe a checkpoint.
 
     Args:
         store: the checkpoints.
@@ -88,7 +88,7 @@ def rows(store: Store, verify: bool) -> Iterator[Row]:
 
 
 def say_row(row: Row, as_json: bool) -> None:
-    """Write what was said of a checkpoint."""
+    """Print the description of a checkpoint."""
     if as_json:
         return say_json(row)
     more = "  ".join(f"{value} {key}" for key, value in row.items() if key in ("MB", "tensors", "ranks"))

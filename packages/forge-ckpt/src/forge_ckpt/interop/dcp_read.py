@@ -54,7 +54,7 @@ DTYPES = (
 
 
 class Refused(Exception):
-    """The checkpoint is not what is expected."""
+    """The checkpoint differs from what is expected."""
 
 
 class Record:

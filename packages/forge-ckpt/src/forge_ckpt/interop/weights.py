@@ -108,7 +108,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """What a file of JSON holds.
+    """Read a JSON object.
 
     Raises:
         CheckpointError: it cannot be read, or holds something else.

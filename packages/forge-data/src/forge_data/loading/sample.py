@@ -1,4 +1,4 @@
-"""What did a step of a run read, or what will it read?"""
+"""Shows the text that a step of a run has read or will read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPEN, CLOSE = "\u27ea", "\u27eb"
 
 
 def with_rollbacks(config: DataConfig, run: Path) -> DataConfig:
-    """What a run reads without what its rollbacks have left out, which `incidents.jsonl` of its folder tells.
+    """The data section of a run without the steps its rollbacks skip, from its `incidents.jsonl`.
 
     Raises:
         DataError: a line of a rollback cannot be read.

@@ -82,7 +82,7 @@ class SideData:
         return extra, ragged
 
     def _require_known(self, number: int, name: str, array: np.ndarray, is_ragged: bool) -> None:
-        """See that a declared input can be told from all others, and is that of the other sources."""
+        """Refuse a declared input whose name clashes, or that other sources declare differently."""
         if name in RESERVED or name in (self.extra if is_ragged else self.ragged):
             raise self._error(number, f"declares {name}, which is another input already; rename one of them")
         if not isinstance(array, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -70,7 +70,7 @@ class BatchSizes:
             yield [part for item in itertools.islice(endless, count) for part in item]
 
     def counted_in_items(self, data: DataConfig) -> DataConfig:
-        """The data whose steps are items: those that leave out steps name other numbers."""
+        """The data section with steps counted in items: skipped steps get other numbers."""
         skips = [
             skip
             if skip.start_step is None or skip.end_step is None

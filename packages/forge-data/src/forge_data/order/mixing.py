@@ -163,7 +163,7 @@ def _policy(config: DataConfig) -> str:
 
 
 class Planned(NamedTuple):
-    """What a source gives in a phase.
+    """The share of a source in a phase.
 
     Attributes:
         phase: its number; 0 is the start of the run.

@@ -73,7 +73,7 @@ class Packing:
         raise NotImplementedError
 
     def read(self, samples: np.ndarray) -> Sequences:
-        """Those with these numbers, [n] int64.
+        """The sequences with these numbers, [n] int64.
 
         Raises:
             DataError: they are damaged.

@@ -140,7 +140,7 @@ class Lane(Generic[D]):
         return -(-len(self.tasks) // self._together)
 
     def documents(self, place: Place) -> Iterator[tuple[Place, D]]:
-        """Those from a place on, without end.
+        """The documents from a place on, without end.
 
         Raises:
             DataError: a file is damaged or gone, or nothing in all of them is of use.

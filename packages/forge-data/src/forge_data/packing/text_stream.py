@@ -39,7 +39,7 @@ class StreamedText(Streamed):
     columns: Columns
 
     def digest(self, tokenizer: Tokenizer) -> str:
-        """Names what is read."""
+        """Digest of the files and columns that are read."""
         local = [task.path for task in self.tasks if isinstance(task.path, Path)]
         rows = ["rows"] * any(were_text(path) for path in local)
         return f"{key(VERSION, named(self.columns, tokenizer), *self.key_of_parts(), *rows):016x}"

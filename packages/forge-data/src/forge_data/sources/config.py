@@ -39,7 +39,7 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True)
 class Opening:
-    """What a source is opened with.
+    """The arguments for opening a source.
 
     Attributes:
         split: which samples are asked for.
@@ -116,7 +116,7 @@ class SourceConfig(Config):
         return None
 
     def open_stream(self, cache: Path, pin: str | None = None) -> Streamed:
-        """What is streamed.
+        """Open the stream.
 
         Args:
             cache: a folder for what need not be found out twice.

@@ -184,7 +184,7 @@ def rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextlib.contextmanager
 def _damage_is_named(path: Path | HubFile) -> Iterator[None]:
-    """What the readers of files raise becomes an error that names the file, but for what may pass."""
+    """Turn errors of file readers into errors that name the file."""
     try:
         yield
     except DataError:

@@ -162,7 +162,7 @@ class HfConfig(TextSourceConfig):
         return tasks_of(file, root)
 
     def streamed(self, **dealt: Any) -> Streamed:
-        """What is made of the rows of a stream; `dealt` is what any `Streamed` has."""
+        """The stream of a source's rows; `dealt` are the fields of any `Streamed`."""
         return StreamedText(columns=self.columns(), **dealt)
 
     def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:

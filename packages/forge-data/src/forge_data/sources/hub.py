@@ -197,7 +197,7 @@ def _asked(asked: HubSplit, ask: Callable[[], T]) -> T:
 
 
 def _alternatives() -> str:
-    """What could be read instead."""
+    """The datasets in the cache that could be read instead."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     folder = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
     names = {entry.name.replace("___", "/") for entry in folder.glob("*") if entry.is_dir()}

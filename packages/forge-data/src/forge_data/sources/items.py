@@ -71,7 +71,7 @@ class ItemReader(Protocol):
         doc_ids: np.ndarray,
         prompt: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """What else the model takes of a sequence, by name, those of `Packing.extra`: [...].
+        """Further inputs of the model for a sequence, by the names of `Packing.extra`: [...].
 
         Args:
             places: [T] int64, 0 for text, else 1 + the number of the place in the sequence.

@@ -237,7 +237,7 @@ class HashedFile:
 
 
 def sync_and_close(file: IO[bytes]) -> None:
-    """Have what was written survive a power cut."""
+    """Flush to disk and close, so that the data survive a power cut."""
     file.flush()
     os.fsync(file.fileno())
     file.close()

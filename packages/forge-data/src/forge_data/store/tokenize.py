@@ -250,7 +250,7 @@ def _require_unchanged(files: Sequence[Path], seen: Sequence[tuple[int, int]], w
 
 
 def _read(files: Sequence[Path], num_docs: int, empty: int) -> str:
-    """What was read, in words."""
+    """A summary of the files read."""
     kinds = Counter("".join(file.suffixes[-2:]) or "no ending" for file in files).most_common(8)
     listed = ", ".join(f"{count:,} {kind}" for kind, count in kinds)
     passed = f", {empty:,} rows without text passed over" if empty else ""

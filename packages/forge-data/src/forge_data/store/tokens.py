@@ -36,7 +36,7 @@ STALE_S = 3600
 
 
 class Manifest(Config):
-    """What a store holds.
+    """The manifest of a token store.
 
     Attributes:
         format: version of this layout.
@@ -350,7 +350,7 @@ class Writer:
         """All documents of a part of the text were added."""
 
     def forget(self) -> None:
-        """What was written is worth nothing."""
+        """Discard what was written."""
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Whether a store is what it says: everything is read, and compared with what it must be."""
+"""Verifies a store: reads everything and compares it with the manifest."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class HfTokenizer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """See `Tokenizer.stop_ids`: `eos`, `eos_token`, and those of `generation_config.json`."""
+        """See `Tokenizer.stop_ids`: `eos`, `eos_token`, and the ids in `generation_config.json`."""
         said = eos_ids(generation_beside(self.folder))
         named = [self.named_ids[name] for name in ("eos_token",) if name in self.named_ids]
         return tuple(dict.fromkeys([self.eos_id, *said, *named]))

@@ -53,7 +53,7 @@ def byte_files(eos_id: int, max_tokens: int) -> dict[str, str]:
 
 
 def copied_files(file: Path, eos: str, max_tokens: int, tokenizer: HfTokenizer) -> dict[str, str]:
-    """A `tokenizer.json` and what lies beside it.
+    """The files of a tokenizer folder: `tokenizer.json` and its companions.
 
     Where the run begins its documents with other tokens than the post-processor, or that puts a token behind
     a text, another post-processor does what the run does.

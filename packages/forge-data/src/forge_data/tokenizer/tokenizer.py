@@ -82,7 +82,7 @@ def with_bos(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What ends a text that a model writes."""
+    """The ids that end a generated text."""
     return getattr(tokenizer, "stop_ids", (tokenizer.eos_id,))
 
 

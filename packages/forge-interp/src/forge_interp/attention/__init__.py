@@ -1,1 +1,1 @@
-"""What attention looked at."""
+"""Attention patterns and scores."""

@@ -1,4 +1,4 @@
-"""What did one call of attention see, and is softmax(scores) V what it returned?
+"""One attention call: its inputs, and the check that softmax(scores) V equals its output.
 
 Letters: B sequences, N query heads, K key and value heads, T queries, S keys, H head dim; b and t are parts
 of B and T. Query head n uses key and value head n // (N / K). A call with tensors of three dimensions is read
@@ -30,7 +30,7 @@ Check = Literal["nothing", "some", "all"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """What one `F.scaled_dot_product_attention` was given, and what it returned.
+    """Inputs and output of one `F.scaled_dot_product_attention` call.
 
     A bool mask is True where a query may attend, another is added to the scores. Where a model took the
     softmax itself, query and key are empty, of head dim 0, and the scores are among `edits`.

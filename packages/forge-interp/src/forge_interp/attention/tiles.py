@@ -35,7 +35,7 @@ class Tile:
 
     @cached_property
     def _masks(self) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """What to add, where to put -inf, and what is hidden."""
+        """The additive mask, the places set to -inf, and the hidden places."""
         call = self.call
         _, _, num_queries, num_keys = call.grid
         here = torch.arange(num_queries, device=call.query.device)[self.queries]

@@ -151,7 +151,7 @@ def _received(
     receivers: Iterable[str],
     back: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """What the receivers are given under the edits; those in `back` are set to these values at once."""
+    """Inputs of the receivers under the edits; receivers in `back` are set to its values at once."""
     received: dict[str, Tensor] = {}
 
     def note(site: str) -> Edit:

@@ -230,7 +230,7 @@ def _connections(
 
 
 def _factor(edge: Edge, gradient: Tensor | None, along: Tensor, output: Tensor | None) -> float:
-    """By what the gradient of a sum differs from that of its terms; NaN where there is none."""
+    """The factor between the gradient of a sum and of its terms; NaN without a gradient."""
     if gradient is None or not bool(gradient.any()):
         return float("nan")
     if output is not None:
@@ -254,7 +254,7 @@ def _factor(edge: Edge, gradient: Tensor | None, along: Tensor, output: Tensor |
 def _run(
     model: nn.Module, inputs: Inputs, sites: _Sites, metric: Metric, heads: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], float]:
-    """What each sender adds, and the metric."""
+    """The output of each sender, and the metric."""
     with capture(model, sites.senders) as acts:
         output = call_model(model, inputs)
     made = {name: x for site, value in acts.items() for name, x in _written(site, value, heads).items()}

@@ -150,7 +150,7 @@ def _run(
 def _norms_behind(
     model: nn.Module, inputs: Inputs, sites: dict[str, str], blocks: list[str]
 ) -> dict[str, str]:
-    """The norm, if any, whose output is what attention or MLP adds, by canonical name of its source."""
+    """The norm applied to the output of attention or MLP, if any, by canonical name."""
     found: dict[str, str] = {}
     kinds: dict[str, dict[str, str]] = {}  # of blocks that are alike, the first is run
     modules = named_modules(model)

@@ -76,7 +76,7 @@ class Batch:
         return cls(number, first, size, inputs, tokens, None if mask is None or bool(mask.all()) else mask)
 
     def checksum(self, crc: int = 0) -> int:
-        """CRC-32 of all numbers and texts in the inputs, after those whose CRC-32 is given."""
+        """CRC-32 of all numbers and texts in the inputs, continued from `crc`."""
         return _checksum(self.inputs, crc)
 
     def part(self, names: Names, start: int, stop: int) -> Batch | None:

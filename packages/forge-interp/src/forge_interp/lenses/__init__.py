@@ -1,1 +1,1 @@
-"""What a model would predict at every site."""
+"""Lenses: predictions from hidden states."""

@@ -27,7 +27,7 @@ _LOW_PRECISION_TOLERANCE = 5e-2
 
 @dataclass(frozen=True)
 class LensResult:
-    """What each site predicts; the leading axes [...] are those of the hidden states, mostly [B, T].
+    """Predictions of each site; the leading axes [...] are those of the hidden states, mostly [B, T].
 
     `target_rank` counts the tokens with a higher logit than the target (0: it is the top one); it is -1, and
     the log-probability NaN, where the target is negative.
@@ -132,7 +132,7 @@ def read_lens(
 
 
 def _check_end(given: Tensor, final: Tensor, unembedding: Unembedding) -> None:
-    """Send what the end of the model was given through norm and head; compare with what came out."""
+    """Apply norm and head to the last hidden state, and compare with the model's logits."""
     names = f"norm={unembedding.norm_name or '(given)'}, head={unembedding.head_name or '(given)'}"
     remedy = (
         "; pass the right norm= and head=, head as a function if the model does more at its end (a soft cap: "

@@ -146,7 +146,7 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
 
 
 def architecture_of(config: SAEConfig) -> str:
-    """What SAELens calls it on disk; InterpError where it has no such format."""
+    """The architecture name of SAELens; InterpError if SAELens has no such format."""
     name = "jumprelu" if config.activation == "batch_topk" else config.activation
     wanted = (name, config.d_out is not None, config.skip)
     for architecture, value in _ARCHITECTURES.items():

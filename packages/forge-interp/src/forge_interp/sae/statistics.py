@@ -123,7 +123,7 @@ class _Sums:
         self._largest = torch.cat([self._largest.to(acts).expand(1, acts.shape[1]), acts]).amax(0)
 
     def report(self, loss: float, loss_spliced: float, loss_zero: float) -> FeatureReport:
-        """What the sums say."""
+        """The report of the collected sums."""
         sums, gap = self._sums, loss_zero - loss
         rows, active = sums["rows"].clamp_min(1), sums["active"]
         spread = (sums["power"] - sums["value"].square().sum() / rows).item()

@@ -1,1 +1,1 @@
-"""Attention: masks, caches, rotations, and what attends."""
+"""Attention: masks, caches, rotary positions and the attention modules."""

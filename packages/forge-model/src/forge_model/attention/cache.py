@@ -36,7 +36,7 @@ class LayerCache:
         return self._key[:, :, :end], self._value[:, :, :end]
 
     def once(self, name: str, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `make` returned at the first call for this name, such as keys and values of images."""
+        """Call `make` once a name and keep its result, such as keys and values of images."""
         if name not in self.kept:
             self.kept[name] = make()
         return self.kept[name]

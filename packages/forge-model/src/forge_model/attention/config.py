@@ -1,4 +1,4 @@
-"""What `[model.attention]` holds, and what attention costs in FLOPs. Imports no torch."""
+"""The section `[model.attention]`, and the FLOPs of attention. Imports no torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class AttentionConfig(Config):
         return {}
 
     def require_axes(self, norm: NormConfig, tp: int, cp: int) -> None:
-        """See `ModelConfig.require_axes`; `norm` is that of the layer."""
+        """See `ModelConfig.require_axes`; `norm` belongs to the layer."""
 
 
 attentions = Registry("attention", AttentionConfig, default="gqa")

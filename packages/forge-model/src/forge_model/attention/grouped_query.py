@@ -80,7 +80,7 @@ class Attention(nn.Module):
         return part if rest is None else torch.cat([part, rest], -1)
 
     def _options(self) -> dict[str, Any]:
-        """What `attend` must do beside softmax attention."""
+        """Options of `attend` beyond softmax attention: soft cap and sinks."""
         softcap = {} if self.softcap is None else {"softcap": self.softcap}
         return softcap if self.sinks is None else softcap | {"sinks": self.sinks()}
 

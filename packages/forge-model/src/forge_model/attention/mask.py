@@ -71,7 +71,7 @@ class Mask:
 
     @property
     def by_row(self) -> Tensor | None:
-        """What differs by row, if anything does."""
+        """The tensor that makes masks differ by row, if any does."""
         return next((one for one in (self.doc_ids, self.padding, self.span_ids) if one is not None), None)
 
     def is_plain_causal(self, window: int | None) -> bool:

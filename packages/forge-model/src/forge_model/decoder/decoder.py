@@ -155,7 +155,7 @@ class Decoder(Model):
         return given
 
     def _contexts(self, tables: PassTables, cache: Cache | None, side: Mapping[str, Tensor]) -> list[Context]:
-        """What each block of this part is given."""
+        """The context of each block of this part."""
         return [
             tables.context(
                 self._layer_configs[name],
@@ -212,11 +212,11 @@ class Decoder(Model):
         return self(tokens, cache=cache, last_logits=1, **inputs)[:, -1]
 
     def hidden_states(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """[B, T] -> [B, T, D]: what the head is given, for tokens after those in the cache."""
+        """[B, T] -> [B, T, D]: inputs of the head, for tokens that follow the cached ones."""
         return self._normalized(self.run(*self.prepared(tokens, cache)), cache.side)
 
     def prepared(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, list[Context]]:
-        """What `run` is given of tokens [B, T] after those in the cache."""
+        """Arguments of `run` for tokens [B, T] that follow the cached ones."""
         mask, positions = cache.mask(tokens.shape[1]), cache.positions(tokens.shape[1])
         x = self._placed(self.embedded(tokens), tokens, positions)
         return x, self._contexts(
@@ -305,7 +305,7 @@ class Decoder(Model):
         return plan_of(self)
 
     def blocks(self) -> dict[str, nn.Module]:
-        """See `Model.blocks`; those of multi-token prediction too."""
+        """See `Model.blocks`; with the blocks of multi-token prediction."""
         return blocks_of(self)
 
 

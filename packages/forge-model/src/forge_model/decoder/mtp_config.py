@@ -1,4 +1,4 @@
-"""What `[model.mtp]` holds. Imports no torch."""
+"""The section `[model.mtp]`. Imports no torch."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class PassTables:
         cache: LayerCache | None = None,
         side: Mapping[str, Tensor] | None = None,
     ) -> Context:
-        """What one block is given.
+        """The context of one block.
 
         Args:
             config: of its layer.

@@ -1,4 +1,4 @@
-"""What `[model.ffn]` holds, and what a feed-forward costs in FLOPs. Imports no torch."""
+"""The section `[model.ffn]`, and the FLOPs of a feed-forward. Imports no torch."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class _StaticCache:
         return positions_after(self.position, self._padding, self._shift)
 
     def mask(self, tokens: int) -> Mask:
-        """What the next token may see."""
+        """The mask of the next token."""
         device = self.position.device
         room = self.layers[0].capacity
         return _OneOfRoom(1, device, cached=1, padding=self._padding, position=self.position, room=room)

@@ -127,7 +127,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _other_names(told: str, given: Mapping[str, Any], family: Family) -> str:
-    """What the file calls the names in an error, which may be those of `[model]`."""
+    """The names of the file for the keys of `[model]` that an error mentions."""
     words, known = {*re.findall(r"\w+", told)}, family.keys | family.old_keys
     others = [(name, one) for name, keys in NAMES.items() for one in keys if one in known]
     others += [(name, alias) for alias, name in family.aliases.items() if alias in given]

@@ -83,7 +83,7 @@ def rope_problems(
     partial: bool = False,
     kinds: tuple[str, ...] = SHARED_KINDS,
 ) -> Iterator[str]:
-    """What of the rotary keys cannot be followed.
+    """The problems with rotary keys that have no counterpart here.
 
     Args:
         hf: the `config.json`.

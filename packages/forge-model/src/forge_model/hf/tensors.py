@@ -308,7 +308,7 @@ class Names:
         )
 
     def problem(self, missing: list[str], left: list[str]) -> str:
-        """What is said of tensors that are not those of the model."""
+        """The message about missing and unexpected tensors."""
         told = (
             f"not a checkpoint of this model: missing {missing or 'nothing'}, left over {left or 'nothing'}"
         )

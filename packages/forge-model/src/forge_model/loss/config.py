@@ -1,4 +1,4 @@
-"""What `[loss]` holds. Imports no torch."""
+"""The section `[loss]`. Imports no torch."""
 
 from __future__ import annotations
 

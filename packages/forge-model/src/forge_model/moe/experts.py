@@ -65,7 +65,7 @@ class Experts(nn.Module):
         self._fused = gated and activation == "silu" and not bias and clamp is None
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """What each expert makes of its rows.
+        """Apply each expert to its rows.
 
         Args:
             rows: [R, D], those of the first expert first.

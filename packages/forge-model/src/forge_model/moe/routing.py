@@ -89,7 +89,7 @@ def counts_of(ends: Tensor) -> Tensor:
 
 
 def combine(out: Tensor, sorted_: ByExpert, routing: Routing, tokens: int) -> Tensor:
-    """Sum what experts made of each token, weighted.
+    """Weighted sum of the expert outputs of each token.
 
     Args:
         out: [R, D], in the order of `sorted_`.

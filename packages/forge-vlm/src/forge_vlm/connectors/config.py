@@ -1,4 +1,4 @@
-"""What `[model.connector]` holds. Imports no torch."""
+"""The section `[model.connector]`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ProjectedConfig(ConnectorConfig):
     bias: bool = True
 
     def widths(self, width: int, dim: int) -> list[int]:
-        """The widths that the matrices go through, the first of which is that of what they are given."""
+        """The widths between the matrices, the input width first."""
         return [width, dim]
 
     def projection(self, width: int, dim: int) -> nn.Module:

@@ -42,7 +42,7 @@ def means(cut: Tensor, inside: Tensor) -> Tensor:
 
 
 class Pooled(nn.Module):
-    """What is made of each window, projected."""
+    """Pools each window and projects it."""
 
     def __init__(self, window: int, projection: nn.Module) -> None:
         super().__init__()

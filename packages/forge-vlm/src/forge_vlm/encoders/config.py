@@ -1,4 +1,4 @@
-"""What `[model.encoder]` holds. Imports no torch."""
+"""The section `[model.encoder]`. Imports no torch."""
 
 from __future__ import annotations
 

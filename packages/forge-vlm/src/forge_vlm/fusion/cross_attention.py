@@ -60,7 +60,7 @@ class Beside(nn.Module):
 
 
 class Sight(NamedTuple):
-    """What tokens see of visual tokens.
+    """The visual tokens that each token may attend to.
 
     Attributes:
         visible: [B, 1, T, S] bool; a row of which none is visible has all.

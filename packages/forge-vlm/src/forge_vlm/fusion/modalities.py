@@ -54,7 +54,7 @@ class Sorted(NamedTuple):
         return cls(*(side[f"modality_{name}"] for name in cls._fields))
 
     def side_inputs(self) -> dict[str, Tensor]:
-        """By name, those of `SORTED`."""
+        """The tensors by name, as in `SORTED`."""
         return {f"modality_{name}": tensor for name, tensor in self._asdict().items()}
 
     @property
@@ -99,5 +99,5 @@ class ByModality(nn.Module):
         return torch.cat([module(some) for module, some in zip(self.each(), parts, strict=True)])
 
     def each(self) -> Iterator[nn.Module]:
-        """Those of text and of images."""
+        """The modules of text and of images."""
         return (getattr(self, name) for name in MODALITIES)

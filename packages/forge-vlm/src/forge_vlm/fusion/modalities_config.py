@@ -56,7 +56,7 @@ class ModalitiesConfig(JointConfig):
         """See that the fusion can do with a layer."""
 
     def is_of_images(self, name: str) -> bool:
-        """See `FusionConfig.is_of_images`: what is there for each modality."""
+        """See `FusionConfig.is_of_images`: the copies for images."""
         return name.split(".")[-1] == "image"
 
     def arrays(

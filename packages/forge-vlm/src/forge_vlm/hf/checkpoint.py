@@ -51,7 +51,7 @@ class Form(HuggingFace):
         return self._written()
 
     def files(self, spell: Callable[[int | None], str]) -> dict[str, str]:
-        """See `HuggingFace.files`: those of the processor."""
+        """See `HuggingFace.files`: the files of the processor."""
         return self._files(*self._spelled(spell))
 
     def lacks(self, spell: Callable[[int | None], str]) -> str:
@@ -82,7 +82,7 @@ class Form(HuggingFace):
 
 
 def form_of_model(model: VisionLanguageConfig) -> Form:
-    """That of a whole model."""
+    """The checkpoint form of a whole model."""
 
     def tensors() -> Any:
         from forge_vlm.hf.model_tensors import ModelTensors

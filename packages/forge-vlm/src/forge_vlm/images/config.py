@@ -83,7 +83,7 @@ class ImagesConfig(Config):
         return [*tiles, self._whole(height, width, target)]
 
     def _grid(self, height: int, width: int, target: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of tiles whose shape is nearest to that of the image.
+        """Rows and columns of the tile grid nearest in shape to the image.
 
         Of several of one shape, the largest with less than twice the pixels of the image, or the smallest.
         """

@@ -57,7 +57,7 @@ class ImageReader:
 
     @property
     def by_token(self) -> tuple[str, ...]:
-        """What `sequence` gives of each token, [..., T]."""
+        """The per-token inputs that `sequence` returns, [..., T]."""
         offsets = () if self.positions == "sequential" else ("position_offsets",)
         return ("image_index", *self.fusion.by_token(), *offsets)
 

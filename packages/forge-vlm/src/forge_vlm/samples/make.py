@@ -50,7 +50,7 @@ class Preparation(NamedTuple):
     rows: Rows = rows
 
     def named(self, tokenizer: Tokenizer) -> tuple[Any, ...]:
-        """What decides which samples rows become, but for what is held and the reader of images."""
+        """The settings that decide which samples rows become, but for the split and the image reader."""
         layout = self.layout
         told = sorted(getattr(self.rows, "keywords", {}).items())  # of a `partial`: other options, other rows
         where = layout.images, layout.texts, layout.mark, str(layout.root)
@@ -207,7 +207,7 @@ def key_of(files: Sequence[Path], root: Path) -> list[tuple[str, int, int]]:
 
 
 def image_reader(items: ItemReader | None) -> ItemReader:
-    """What the model makes of images.
+    """The reader of images of a model.
 
     Raises:
         DataError: it makes nothing of them.

@@ -86,7 +86,7 @@ class SamplePacking(Packing):
 
     @property
     def extra(self) -> Mapping[str, np.ndarray]:
-        """See `Packing.extra`: what a sequence of text has."""
+        """See `Packing.extra`: the inputs of a sequence of text."""
         return self._sequences.extra
 
     def describe(self) -> str:

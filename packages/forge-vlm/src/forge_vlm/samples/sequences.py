@@ -45,7 +45,7 @@ class SampleSequences:
 
     @property
     def extra(self) -> Mapping[str, np.ndarray]:
-        """See `Packing.extra`: what a sequence of text has."""
+        """See `Packing.extra`: the inputs of a sequence of text."""
         none = np.zeros(self.room - 1, dtype=np.int64)
         documents = {"doc_ids": none, "positions": none} if self._masked else {}
         return self.reader.sequence(none, [], none) | documents

@@ -60,7 +60,7 @@ class Prepared(NamedTuple):
 
 
 class Manifest(Config):
-    """What `manifest.json` holds.
+    """The file `manifest.json`.
 
     Attributes:
         digest: names the content of the samples.
@@ -153,7 +153,7 @@ NAMES = ("tokens", "targets", "samples", "items", "images", "names", "files", "f
 
 
 class SampleStore:
-    """What `SampleWriter` wrote. See `forge_vlm.samples.packing.Samples`.
+    """Reads the folder of a `SampleWriter`. See `forge_vlm.samples.packing.Samples`.
 
     Raises:
         DataError: it is damaged.

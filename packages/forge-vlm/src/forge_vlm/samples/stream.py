@@ -56,7 +56,7 @@ class StreamedSamples(Streamed):
         return SampleStream(self, how, data, lanes, seed, places)
 
     def digest(self, how: Preparation, tokenizer: Tokenizer, named: str) -> str:
-        """Names what is read, and what is made of it with a tokenizer that is `named` so."""
+        """Digest of the files read and of their preparation with the tokenizer `named`."""
         said = how.named(tokenizer), how.reader.digest, named, *self.key_of_parts()
         return f"{key(self.version, *said):016x}"
 

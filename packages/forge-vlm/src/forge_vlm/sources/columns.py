@@ -73,7 +73,7 @@ class ImageTextConfig(HfConfig):
             )
 
     def rows(self) -> Rows:
-        """What reads the files."""
+        """The reader of the files."""
         return rows
 
     def layout(self) -> RowLayout:

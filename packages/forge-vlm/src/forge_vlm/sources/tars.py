@@ -85,7 +85,7 @@ def tar_rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str, Any]
 def _columns(
     tar: tarfile.TarFile, member: tarfile.TarInfo, ending: str, path: Path, row: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a member adds to its row."""
+    """The columns that a member of a tar adds to its row."""
     last = ending.rpartition(".")[2]
     if last in IMAGES:
         return {"image": [*row.get("image", []), InFile(path, member.offset_data, member.size)]}

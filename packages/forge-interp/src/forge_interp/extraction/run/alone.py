@@ -79,7 +79,7 @@ def _beginnings(names: Iterable[str], ending: str) -> dict[str, str]:
 
 
 def _without_padding(rows: Tensor, keep: Tensor, shape: torch.Size) -> Tensor:
-    """Rows whose features are places, such as the keys of attention, without those that are padding."""
+    """Rows whose features are positions, such as attention keys, without padding positions."""
     for dim in range(1, rows.ndim):
         if rows.shape[dim] == len(keep) and shape[dim] == int(keep.sum()):
             rows = rows.index_select(dim, keep.nonzero()[:, 0])

@@ -59,7 +59,7 @@ class Interception(TorchFunctionMode):
 
 
 def not_called(model: nn.Module) -> str:
-    """What a module without attention does not call, and what to do in this model."""
+    """Why a module has no attention to capture, and what to do in this model."""
     advice = [text for fits, text in _ADVICE if any(map(fits, model.modules()))]
     return (
         "F.scaled_dot_product_attention, where attention is seen, nor a softmax and its product with values"

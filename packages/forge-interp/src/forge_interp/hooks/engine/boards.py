@@ -54,7 +54,7 @@ class _Board:
 
     @property
     def on_module(self) -> list[Tap]:
-        """Those that are given what calls of the module take and return."""
+        """The taps on inputs and outputs of module calls."""
         return [tap for tap in self.taps if not tap.is_on_attention]
 
     def hang(self, module: nn.Module) -> None:

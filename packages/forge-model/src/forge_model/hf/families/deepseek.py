@@ -140,7 +140,7 @@ def with_experts(
 
 
 def sigmoid(full: Full) -> SigmoidRouterConfig:
-    """The router of DeepSeek-V3 and those after it."""
+    """The router of DeepSeek-V3 and its successors."""
     return SigmoidRouterConfig(
         normalize=full["norm_topk_prob"],
         scale=full["routed_scaling_factor"],

@@ -127,7 +127,7 @@ def _write3(config: DecoderConfig) -> dict[str, Any]:
 
 
 class _Shape(NamedTuple):
-    """What differs between sizes: heads are those of queries, those of keys, and their width."""
+    """The sizes of one model; `heads` are query heads, key-value heads and head dim."""
 
     dim: int
     num_layers: int

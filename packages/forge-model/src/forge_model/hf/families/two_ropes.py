@@ -27,7 +27,7 @@ def _keys(full: Full, kind: str, local_theta: float) -> dict[str, Any]:
 
 
 def two_rope_problems(full: Full, local_theta: float) -> Iterator[str]:
-    """What of the rotary keys cannot be followed."""
+    """The problems with rotary keys that have no counterpart here."""
     given = full.get("rope_parameters") or {}
     nested = isinstance(given, Mapping) and all(isinstance(one, Mapping | None) for one in given.values())
     if not nested or set(given) - {FULL, SLIDING}:
