@@ -147,7 +147,7 @@ def parallel_parts(
 
 
 def build_optimizer(job: Job, parts: list[nn.Module], mesh: Mesh) -> Optimizer:
-    """The optimizer of what is trained on this rank."""
+    """Build the optimizer of this rank's trained parameters."""
     with without_dynamo():
         found, rules = trainable(parts), job.optimizer_by_steps
         return rules.build(found, mesh) if found else NothingToTrain(rules.lr)

@@ -1,4 +1,4 @@
-"""What is told to a person is never worth a run: it is lost when the disk is full or the reader is gone."""
+"""Console output that never ends a run: lines are lost if the disk is full or the reader is gone."""
 
 import os
 import select
@@ -21,7 +21,7 @@ def open_closed() -> None:
 
 
 def emit(text: str, stream: TextIO) -> None:
-    """Write and flush; where that fails, this and what follows goes nowhere."""
+    """Write and flush; if that fails, this and all later output is dropped."""
     try:
         stream.write(text)
         stream.flush()
@@ -43,7 +43,7 @@ def flush_both() -> None:
 
 
 def silence(fd: int) -> None:
-    """Let what is written to a stream go nowhere from now on."""
+    """Redirect a file descriptor to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, fd)
     os.close(nowhere)

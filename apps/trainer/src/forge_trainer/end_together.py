@@ -1,4 +1,4 @@
-"""What ends one rank ends all of them, for the same reason."""
+"""Ends all ranks when one ends, for the same reason."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ LONGEST_WAIT_S = 1.0
 
 
 def from_first(work: Callable[[], T], group: ProcessGroup | None) -> T:
-    """What the first rank's `work` returns, on every rank. Collective.
+    """Run `work` on the first rank; returns its result on every rank. Collective.
 
     Args:
         work: must not raise; what it returns must pickle.

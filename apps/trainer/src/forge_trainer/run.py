@@ -121,7 +121,7 @@ class Run:
         return Verdict.CONTINUE
 
     def counters(self) -> dict[str, Stateful]:
-        """What counts something that a checkpoint keeps, by name."""
+        """The parts whose counts a checkpoint keeps, by name."""
         found: dict[str, Any] = {guard.name: guard for guard in self.guards if guard.name}
         found |= {hook.span: hook for hook in self.hooks if isinstance(hook, Log)}
         found |= {f"hooks.{hook.name}": hook for hook in self.hooks if hook.name}
@@ -129,7 +129,7 @@ class Run:
         return {name: one for name, one in found.items() if isinstance(one, Stateful)}
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
-        """Let all of them go on from what a checkpoint tells; one that it does not know begins anew."""
+        """Restore all counts of a checkpoint; parts it does not know start anew."""
         for name, counter in self.counters().items():
             if name in counts:
                 counter.load_state(counts[name])
@@ -183,7 +183,7 @@ class Run:
                 what(hook)
 
     def _tell_of_repetition(self, step: int, finite: bool) -> None:
-        """Say what it meant that a step was repeated; the first rank does."""
+        """Log the meaning of a repeated step, on the first rank."""
         if self.env.rank == 0:
             exact = self.job.job.deterministic or self.mesh.device.type == "cpu"
             means = meaning_of_repetition(finite, exact)

@@ -1,4 +1,4 @@
-"""What is on the disk when a call returns. Imports no torch."""
+"""File operations that are on disk when they return. Imports no torch."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class UnreadableError(CheckpointError):
 
 
 class UnsupportedError(CheckpointError):
-    """A checkpoint is what was written, and this version cannot read it."""
+    """An intact checkpoint that this version cannot read."""
 
 
 class LockedError(CheckpointError):

@@ -85,7 +85,7 @@ class Folders:
         return temporary
 
     def publish(self, temporary: Path, manifest: Manifest, replaces: bool = False) -> None:
-        """Make a folder whose files are all written and flushed a checkpoint.
+        """Rename a folder of flushed files to a checkpoint.
 
         Args:
             temporary: the folder.
@@ -271,7 +271,7 @@ class Folders:
         return [step for step in passing[:-keep] if step not in needed and self._remove_unpinned(step)]
 
     def _known_good_step(self, steps: Sequence[int]) -> int | None:
-        """What the newest checkpoint says that the run may go back to."""
+        """The step that the newest checkpoint names as known good."""
         for step in steps[::-1]:
             with suppress(CheckpointError):
                 return manifests.read(self.of(step), sizes=False).sound

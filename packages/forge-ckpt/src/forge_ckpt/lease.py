@@ -172,7 +172,7 @@ def take(folder: Path, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> Leas
 
 
 def locked(folder: Path) -> str:
-    """What to tell who may not write to the run."""
+    """The message for a process that may not write to the run."""
     holder = read_holder(folder) or "another process"
     return f"{folder.parent} is being written by {holder}; wait until that ends, or end it"
 

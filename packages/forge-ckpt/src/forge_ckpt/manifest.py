@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: of every byte, where it belongs and what it must be. Imports no torch.
+"""The manifest of a checkpoint: place and digest of every byte. Imports no torch.
 
     manifest.json     the root: all tensors, who wrote which box of them, and of each file what it must be
     rank-00000.json   the index of what a rank wrote: where each tensor starts, the digest of each block

@@ -27,7 +27,7 @@ def free_memory_bytes(root: Path = ROOT) -> int | None:
 
 
 def _of_cgroups(root: Path) -> Iterator[int]:
-    """What each cgroup around this process leaves, where it has a limit."""
+    """The free memory of each cgroup around this process that has a limit."""
     mounted = root / "sys/fs/cgroup"
     for base, controller, limit, used in (
         (mounted, "", "memory.max", "memory.current"),

@@ -25,7 +25,7 @@ MOST_TOLD = 20
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a rank has read of a checkpoint, or why it could not.
+    """The result of reading a checkpoint on one rank, or why it failed.
 
     Attributes:
         opened: the manifest.

@@ -254,7 +254,7 @@ def plan(
 def _pieces(
     manifest: Manifest, index: Index, rank: int, key: str, box: int, start: Shape, size: Shape
 ) -> Iterator[Piece]:
-    """What one box holds of what is wanted, in pieces that are not much larger than is read at once."""
+    """The wanted values of one box, in pieces about as large as one read."""
     entry = manifest.tensors[key]
     layout, item = manifest.layouts[entry.layout], ITEM_BYTES[entry.dtype]
     box_start, box_size = layout.starts[box], layout.sizes[box]
@@ -384,6 +384,6 @@ def verify_file(folder: Path, manifest: Manifest, rank: int) -> None:
 
 @torch.no_grad()
 def commit(staged: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> None:
-    """Copy what was read into the boxes that it belongs to."""
+    """Copy the values read into their boxes."""
     for key, box in boxes.items():
         box.values.copy_(staged[key])

@@ -64,7 +64,7 @@ class TrainState:
         self._blanks: list[tuple[Tensor, str]] = []
 
     def capture(self, meta: Mapping[str, Any] | None = None, copy: bool = True) -> Snapshot:
-        """What to save, as it is now. Waits for the device.
+        """A snapshot of the state. Waits for the device.
 
         Args:
             meta: what else belongs to this moment, as JSON; copied.
@@ -85,7 +85,7 @@ class TrainState:
         return Snapshot(tensors, copied(meta or {}), values)
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Give the optimizer back what it kept beside tensors; what had not moved then is as it was made.
+        """Restore the optimizer state that is no tensor; unsaved values are as constructed.
 
         Args:
             values: of the checkpoint whose tensors were loaded; those of parameters that this rank does not
@@ -174,7 +174,7 @@ class TrainState:
         return kept
 
     def _groups(self) -> list[tuple[dict[str, Any], dict[str, _Mark]]]:
-        """Each parameter group, and what was in it when this was made."""
+        """Each parameter group with its initial entries."""
         groups, owner = self._optimizer.param_groups, type(self._optimizer).__name__
         if len(groups) != len(self._made_with):
             raise CheckpointError(
@@ -220,7 +220,7 @@ def _require_kind(kind: object, owner: str) -> None:
 
 
 def _require_no_extra_state(parts: Sequence[nn.Module]) -> None:
-    """Raises CheckpointError if a module keeps what is neither parameter nor buffer."""
+    """Raises CheckpointError if a module has state that is neither parameter nor buffer."""
     for part in parts:
         for name, module in part.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -250,7 +250,7 @@ class _Mark:
             self._kept = "object", _copy_of(value)
 
     def is_of(self, value: object) -> bool:
-        """Whether a value is what this one was; of what has neither JSON nor equality, whether it is it."""
+        """Whether a value equals this one; by identity if it has neither JSON nor equality."""
         kind, kept = self._kept
         try:
             return to_json(value, "") == kept if kind == "json" else value is kept or bool(value == kept)
@@ -288,7 +288,7 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _entries(saved: Mapping[str, dict[str, Any]], names: list[str]) -> dict[str, Any]:
-    """What the saved groups of these parameters hold; they must agree."""
+    """The entries of the saved groups of these parameters, which must agree."""
     sources = {name: saved.get(name, {}) for name in names}
     for key in sorted({key for entries in sources.values() for key in entries}):
         seen: dict[str, str] = {}

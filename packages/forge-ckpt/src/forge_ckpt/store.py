@@ -94,7 +94,7 @@ class Store:
         return self._folders.progress()
 
     def save(self, step: int, snapshot: Snapshot | CheckpointError) -> None:
-        """Write a checkpoint and remove those no longer kept. Collective.
+        """Write a checkpoint and remove expired ones. Collective.
 
         Does nothing if the step is there already, as its manifest and the sizes of its files say. A
         checkpoint that is there is never written into.

@@ -1,4 +1,4 @@
-"""What every error is that a user of Forge can mend."""
+"""The base class of all user errors."""
 
 
 class ForgeError(ValueError):

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: all of it, each with its place."""
+"""Collects all problems of a configuration, each with its place."""
 
 from __future__ import annotations
 

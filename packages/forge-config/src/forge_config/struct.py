@@ -1,4 +1,4 @@
-"""What a section of a configuration is: a frozen, strict struct."""
+"""The base of configuration sections: a frozen, strict struct."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, dataclass_transform
@@ -75,7 +75,7 @@ class Config(msgspec.Struct, metaclass=_ConfigMeta):
 
 
 def sentences_from(check: Callable[..., object], *arguments: Any) -> tuple[str, ...]:
-    """What a check that raises `ValueError` says of its arguments, for `Config.contradictions`."""
+    """The messages of a check that raises `ValueError`, for `Config.contradictions`."""
     try:
         check(*arguments)
     except ValueError as error:
@@ -84,5 +84,5 @@ def sentences_from(check: Callable[..., object], *arguments: Any) -> tuple[str, 
 
 
 def sentences_of(error: ValueError) -> tuple[str, ...]:
-    """What the checks of a section say that raised this."""
+    """The messages of the checks that raised this error."""
     return error.sentences if isinstance(error, ContradictionError) else (str(error),)

@@ -103,7 +103,7 @@ class DataConfig(Config):
         return [name for name, source in named if source.is_streamed()]
 
     def lr_scale(self, step: int, steps: int, global_batch: int) -> float:
-        """What phases multiply the learning rate of a step by; see `forge_data.order.phases.lr_scale`."""
+        """The factor of phases on the learning rate of a step; see `forge_data.order.phases.lr_scale`."""
         return lr_scale(self.phases, step, steps, global_batch * self.max_tokens)
 
     def has_validation(self) -> bool:

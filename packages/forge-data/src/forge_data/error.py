@@ -4,7 +4,7 @@ from forge_config.error import ForgeError
 
 
 class DataError(ForgeError):
-    """Data are missing, damaged, or not what was asked for."""
+    """A user error about data: missing, damaged, or other than requested."""
 
 
 class NothingHeldOutError(DataError):

@@ -1,4 +1,4 @@
-"""How one process makes what several need, while the others wait."""
+"""Locks: one process prepares shared files while the others wait."""
 
 from __future__ import annotations
 

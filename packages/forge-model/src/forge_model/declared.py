@@ -1,4 +1,4 @@
-"""What modules say of themselves: no rule looks at names.
+"""Declarations of modules about themselves: roles and initial values follow them, not names.
 
 A module says it in attributes, each optional, with names relative to itself:
 
@@ -154,7 +154,7 @@ def _said(module: nn.Module, attribute: str, default: Any) -> Any:
 
 
 def _is_there(module: nn.Module, name: str, prefix: str, attribute: str) -> bool:
-    """Whether what a module names exists, which may be None.
+    """Whether an attribute that a module names exists; its value may be None.
 
     Raises:
         ModelError: it has no such attribute, or one of another kind.

@@ -4,4 +4,4 @@ from forge_config.error import ForgeError
 
 
 class ModelError(ForgeError):
-    """A model cannot do what was asked of it."""
+    """A user error about a model."""

@@ -45,7 +45,7 @@ class FullShard(NamedTuple):
 
 
 def full_shard(parameter: Tensor) -> FullShard:
-    """What a rank holds of a parameter that is not sharded."""
+    """The shard of a parameter that is not sharded: all of it."""
     return FullShard(parameter.detach(), (0,) * parameter.ndim)
 
 

@@ -14,14 +14,14 @@ from forge_model.roles import Role
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` whose parameters mean nothing until they are filled."""
+    """`nn.Linear` with uninitialized parameters."""
 
     def reset_parameters(self) -> None:
         """Leave the parameters as they are."""
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding` whose weight means nothing until it is filled."""
+    """`nn.Embedding` with an uninitialized weight."""
 
     def reset_parameters(self) -> None:
         """Leave the weight as it is."""

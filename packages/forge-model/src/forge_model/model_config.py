@@ -1,4 +1,4 @@
-"""What every kind of `[model]` has, whatever the model is. Imports no torch."""
+"""The interface of every kind of `[model]`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ class ModelConfig(Config):
         return name
 
     def items(self) -> Any:
-        """What reads items of samples that are no text: a `forge_data.sources.items.ItemReader`, or None."""
+        """The reader of items that are no text: a `forge_data.sources.items.ItemReader`, or None."""
         return None
 
     def prompt(self, text: str, images: Sequence[bytes], tokenizer: Any) -> Prompt:
-        """What a model that writes is given of a prompt with images.
+        """Prepare the inputs of a prompt with images.
 
         Args:
             text: of the prompt.
@@ -128,7 +128,7 @@ class ModelConfig(Config):
         return 0
 
     def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
-        """See that tensor and context parallelism compute what one process does.
+        """Refuse tensor and context parallelism that would compute another model.
 
         Args:
             tp: ranks that share matrices.
@@ -267,7 +267,7 @@ class ComposedConfig(ModelConfig):
         return self.language_model()[1].expert_counts()
 
     def block_kinds(self) -> int:
-        """See `ModelConfig.block_kinds`; those of the other parts count as one."""
+        """See `ModelConfig.block_kinds`; the blocks of other parts count as one kind."""
         return self.language_model()[1].block_kinds() + 1
 
     def expert_groups(self) -> dict[str, int]:

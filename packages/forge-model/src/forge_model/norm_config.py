@@ -25,7 +25,7 @@ class NormConfig(Config):
     eps: Annotated[float, Meta(gt=0)] = 1e-5
 
     def build(self, dim: int) -> nn.Module:
-        """A module ([..., dim], what it needs by keyword) -> [..., dim]."""
+        """Build a module ([..., dim], side inputs by keyword) -> [..., dim]."""
         raise NotImplementedError
 
 

@@ -35,7 +35,7 @@ class Scaling(NamedTuple):
     depth: float = 1.0
 
     def factors(self, role: str, writes_residual: bool) -> Factors:
-        """Of a parameter by its role, for optimizers whose updates have a size of their own, such as Adam.
+        """The factors of a parameter by its role, for optimizers with normalized updates, such as Adam.
 
         Source: Yang et al. 2022, arXiv:2203.03466 table 8 and, for a head that is not tied, the equivalent
         table 3, whose multiplier of the logits is in the initial values and the learning rate; Dey et al.

@@ -64,7 +64,7 @@ def _checkpointed(forward: Callable[..., Any], selective: bool, reads: bool) -> 
 
 
 def _policy(_: Any, op: Any, *__: Any, **___: Any) -> Any:
-    """Keep what is dear to compute or to communicate."""
+    """Save outputs that are expensive to compute or communicate."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     return CheckpointPolicy.MUST_SAVE if op in _dear() else CheckpointPolicy.PREFER_RECOMPUTE

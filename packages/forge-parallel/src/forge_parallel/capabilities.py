@@ -259,7 +259,7 @@ def run_schedule(schedule: Any, micro_batches: list[dict[str, Any]]) -> None:
 
 
 def selective_contexts(policy: Callable[..., Any]) -> Callable[[], Any]:
-    """What `torch.utils.checkpoint` takes as `context_fn`, for selective activation checkpointing."""
+    """The `context_fn` of `torch.utils.checkpoint` for selective activation checkpointing."""
     from torch.utils import checkpoint
 
     _ignore_marks()

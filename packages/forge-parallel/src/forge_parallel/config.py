@@ -1,4 +1,4 @@
-"""What `[mesh]` and the sections of `ParallelConfig` hold. Imports no torch."""
+"""The section `[mesh]` and the sections of `ParallelConfig`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ class ActivationCheckpointingConfig(Config):
 
 
 class ParallelConfig(Config):
-    """What `parallelize` applies: the sections of a job, in one struct.
+    """The sections that `parallelize` applies, in one struct.
 
     Attributes:
         tensor_parallel: sharing of matrices.
@@ -289,7 +289,7 @@ class ParallelConfig(Config):
         return self.precision.needs_group(device_type) or (self.fsdp.offload and device_type == "cuda")
 
     def require_experts(self) -> None:
-        """See that layers of experts can do what the sections ask for.
+        """Refuse sections that layers of experts do not support.
 
         Raises:
             ParallelError: they cannot.

@@ -83,7 +83,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class _Shared:
-    """What both kinds of attention over several ranks have.
+    """Base of the attention kinds over several ranks.
 
     Attributes:
         inner: computes attention on one rank.
@@ -155,7 +155,7 @@ class Ulysses(_Shared):
     """The whole sequence on each rank, for a part of the heads."""
 
     def resolve(self, mask: Any, window: int | None) -> Any:
-        """What the inner attention makes of the mask of whole sequences."""
+        """The mask of the inner attention, from that of whole sequences."""
         return self.inner.resolve(self.whole(mask), window)
 
     def __call__(

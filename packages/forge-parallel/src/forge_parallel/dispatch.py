@@ -304,5 +304,5 @@ def _begun(rows: Tensor, hop: Hop) -> Tensor:
 
 
 def _exchanged(counts: Tensor, group: ProcessGroup) -> Tensor:
-    """[ranks, ...], what this rank tells each, to what each tells this one."""
+    """Exchange one row with each rank: [ranks, ...] sent -> [ranks, ...] received."""
     return functional.wait_tensor(functional.all_to_all_single(counts.contiguous(), None, None, group))

@@ -30,7 +30,7 @@ class DispatcherConfig(Config):
         """
 
     def build(self, mesh: DeviceMesh) -> Callable[..., Any]:
-        """What takes the place of `dispatch` in every layer of experts. Collective.
+        """Build the replacement of `dispatch` in every layer of experts. Collective.
 
         It is called as (experts, rows, ends, meanwhile) -> rows; see `forge_parallel.dispatch.AllToAll`.
 

@@ -38,7 +38,7 @@ class FP8Config(Config):
 
     @property
     def multiple(self) -> int:
-        """What the sizes of 8-bit products are multiples of."""
+        """The number that sizes of 8-bit products are multiples of."""
         return 32 if self.recipe == "mxfp8" else 16
 
     @property

@@ -90,7 +90,7 @@ def _mxfp8(emulate: bool) -> Product:
 
 
 def _in_bf16(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What the kernels of torchao take: they make products in bfloat16."""
+    """Cast to bfloat16, as the kernels of torchao need."""
     return rows.to(torch.bfloat16), weight.to(torch.bfloat16).transpose(1, 2)
 
 
@@ -150,7 +150,7 @@ class _Rowwise(torch.autograd.Function):
 
 
 def rounded(x: Tensor, dim: int) -> Tensor:
-    """What is left of values in 8 bits, with one scale along `dim`."""
+    """Round values to 8 bits and back, with one scale along `dim`."""
     return _rounded(x, x.abs().amax(dim, keepdim=True))
 
 
@@ -168,6 +168,6 @@ def _rounded_by_group(x: Tensor, ends: Tensor) -> Tensor:
 
 
 def _groups(rows: Tensor, ends: Tensor) -> Tensor:
-    """[R] the group of each row; E for those after the last end."""
+    """[R] the group of each row; E for rows after the last end."""
     places = torch.arange(len(rows), device=rows.device, dtype=ends.dtype)
     return torch.searchsorted(ends, places, right=True)

@@ -58,7 +58,7 @@ class View:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The grid of ranks. `Mesh(device)` is that of a lone process.
+    """The grid of ranks. `Mesh(device)` is the grid of a lone process.
 
     Attributes:
         device: what this rank computes on.

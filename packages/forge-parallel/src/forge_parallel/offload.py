@@ -27,7 +27,7 @@ LEAVING = 1
 
 
 class Streams:
-    """What is computed and what is copied, on a device that has one order of both: nobody ever waits."""
+    """The streams of a device that computes and copies in one order: nothing ever waits."""
 
     def beside(self) -> AbstractContextManager[Any]:
         """Run the block's operations on the copy stream, beside the computation."""
@@ -37,7 +37,7 @@ class Streams:
         """All that was said so far, to be waited for."""
 
     def wait(self, mark: Any) -> None:
-        """What is said from now on begins when that is done."""
+        """Make later operations wait for a mark."""
 
 
 class CudaStreams(Streams):
@@ -212,7 +212,7 @@ def _in_a_line(tensor: Tensor) -> Tensor:
 
 
 def _memory_of(modules: Sequence[nn.Module]) -> set[int]:
-    """Where the values of their parameters are now, those that are gathered included."""
+    """Addresses of the parameters' memory, gathered ones included."""
     parameters = (parameter for module in modules for parameter in module.parameters())
     return {local_part(parameter).untyped_storage().data_ptr() for parameter in parameters}
 

@@ -53,7 +53,7 @@ class WholeModel:
 
 
 def build_runner(parts: Sequence[nn.Module], mesh: Mesh, plan: Plan | None = None) -> Runner:
-    """What runs the parts of a model that this rank has, after `parallelize`.
+    """Build the runner of this rank's parts, after `parallelize`.
 
     Args:
         parts: of `stages_of(...)`, in this order.

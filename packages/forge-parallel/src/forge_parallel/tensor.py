@@ -91,7 +91,7 @@ def local_shard(tensor: Tensor, mesh: Mesh | None = None) -> LocalShard:
 
 
 def is_first_copy(tensor: Tensor, mesh: Mesh | None = None) -> bool:
-    """See `LocalShard.is_first_copy`; raises what `local_shard` does, but for values of another shape."""
+    """See `LocalShard.is_first_copy`; raises as `local_shard`, but for values of another shape."""
     if is_copy(tensor):
         return False
     if not is_dtensor(tensor):
@@ -105,7 +105,7 @@ def is_first_copy(tensor: Tensor, mesh: Mesh | None = None) -> bool:
 
 
 class _Box(NamedTuple):
-    """What a rank holds of all tensors of one shape and placement."""
+    """The box of all tensors of one shape and placement on a rank."""
 
     offsets: tuple[int, ...]
     extents: tuple[int, ...]

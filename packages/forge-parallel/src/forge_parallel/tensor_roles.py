@@ -29,7 +29,7 @@ SEQUENCE = 1
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that share each matrix, and what passes between them.
+    """The ranks that share each matrix, and their collectives.
 
     Attributes:
         rank: of this process among them.
@@ -314,7 +314,7 @@ class CutNormWithUnits(WithUnits, CutNorm):
 
 
 class Heads(RoleModule):
-    """A parameter [N] of which each rank has those of its heads."""
+    """A parameter [N] over heads; each rank has its own heads' part."""
 
     placements = {"weight": Shard(0)}
 

@@ -85,7 +85,7 @@ class Deadline:
         return sum(longest.values()) + save_due * save_s + max(self._margin_s, SAFETY * save_s)
 
     def verdict(self, save_due: bool = False) -> Verdict:
-        """STOP when no more than what is needed is left.
+        """STOP when the remaining time is just enough to save.
 
         Args:
             save_due: a save follows this verdict whatever it is.

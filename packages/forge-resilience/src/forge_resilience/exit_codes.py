@@ -1,4 +1,4 @@
-"""What the exit code of a run says to a scheduler."""
+"""The exit codes of a run, for schedulers."""
 
 from enum import IntEnum
 

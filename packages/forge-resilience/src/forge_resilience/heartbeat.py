@@ -55,7 +55,7 @@ class HeartbeatFile:
         self._count = 0
 
     def write(self, beat: Heartbeat) -> None:
-        """Take the place of what was there; by one thread at a time."""
+        """Replace the last heartbeat; called by one thread at a time."""
         self._count += 1
         self._bytes[8:] = _LAYOUT.pack(0, *_values(beat))[8:]
         self._bytes[:8] = struct.pack(_ODD, self._count)

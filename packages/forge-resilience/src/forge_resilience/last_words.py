@@ -1,4 +1,4 @@
-"""What a process says as it ends by force. Imports nothing heavy."""
+"""The message of a process that is ended by force. Imports nothing heavy."""
 
 import os
 import select

@@ -138,7 +138,7 @@ class Signals:
 
 
 def stopped_by(cause: str) -> str:
-    """What is said of a start that was stopped."""
+    """The message of a start that was stopped."""
     return f"stopped by {cause} before the first step of this start; start it again\n"
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Verdict(IntEnum):
-    """What a guard asks for; of several verdicts the gravest counts."""
+    """The request of a guard; of several verdicts the gravest counts."""
 
     CONTINUE = 0
     """Train on."""

@@ -1,4 +1,4 @@
-"""What `[model]` holds with `type = "vision-language"`. Imports no torch."""
+"""The section `[model]` with `type = "vision-language"`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class VisionLanguageConfig(ComposedConfig):
 
     @property
     def tokenizer_ids(self) -> int:
-        """See `ModelConfig.tokenizer_ids`: what stands at places of images is never looked up."""
+        """See `ModelConfig.tokenizer_ids`: ids of image places are never looked up."""
         return max(self.vocab_size, 1 + (self.image_token_id or 0))
 
     @property

@@ -200,5 +200,5 @@ def plain(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restored(saved: dict[str, Any]) -> dict[str, Any]:
-    """What `plain` was given; or, from an older version, JSON as it is."""
+    """Inverse of `plain`; JSON of an older version stays as it is."""
     return from_json(saved) if saved.keys() == {"dict"} else saved

@@ -1,4 +1,4 @@
-"""Opens the checkpoints of a run, and what writes them beside training."""
+"""Opens the checkpoint store of a run, and the writer beside training."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def count_or_none(text: str) -> int:
 
 
 def steps(text: str) -> str:
-    """Which checkpoints: a step, all of them, or those of a range."""
+    """Parse `--step`: a step, `all`, or a range."""
     if text != "all" and not all(part.isdigit() for part in text.split("-", 1)):
         raise argparse.ArgumentTypeError(f"given {text!r}; expected a step, all, or a range such as 100-500")
     return text

@@ -95,7 +95,7 @@ def _copied(source: Path, target: Path, steps: Sequence[int]) -> tuple[int, int]
 
 
 def _steps(store: Store, wanted: int | None, old: Path) -> list[int]:
-    """The checkpoints to branch from, the first being the one that is meant.
+    """The checkpoints to branch from, the wanted one first.
 
     Raises:
         ConfigError: the run has none, or not this one.

@@ -203,7 +203,7 @@ def evaluate_run(options: argparse.Namespace) -> None:
 
 
 def _evaluate_shared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """What each checkpoint reaches, by ranks that share the model. Collective."""
+    """Evaluate each checkpoint on ranks that share the model. Collective."""
     from forge_trainer.commands.shared import of_each_shared, open_shared
 
     with open_shared(options, lambda job: _with_text(job, options)) as shared:
@@ -245,7 +245,7 @@ def _evaluate_texts(
     place: str,
     record: dict[str, Any],
 ) -> dict[str, Any]:
-    """The record with the losses on all texts, told. Collective."""
+    """Add the losses on all texts to the record and print them. Collective."""
     sets, lacks = open_evaluations(job, mesh)
     if not sets:
         why = "; ".join(lacks) or "no source holds any out"

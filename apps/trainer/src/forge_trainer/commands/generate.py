@@ -95,7 +95,7 @@ class Writer:
         return given
 
     def show(self, prompt: str, images: Sequence[bytes] = ()) -> None:
-        """Print a prompt and what follows it, as it is written."""
+        """Print a prompt and its continuation, token by token."""
         given = self.prompt(prompt, images)
         tokens, inputs = given.tokens, batch_inputs([given], self._generator.device)
         decode, shown = self._tokenizer.decode, tokens[:]

@@ -354,7 +354,7 @@ def evaluate_tasks(
     options: argparse.Namespace,
     stops: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Print what each task says of the model; returns all of it.
+    """Print and return the scores of each task.
 
     Raises:
         ConfigError: a task is not known, or asks about what the model does not take.
@@ -383,7 +383,7 @@ def loaded(manager: KeptTasks, options: argparse.Namespace) -> Mapping[str, Any]
 
 
 def results_of(asked: RunModel, manager: KeptTasks, options: argparse.Namespace) -> dict[str, Any]:
-    """Print what each task says of a model; returns all of it."""
+    """Print and return the scores of each task."""
     found = evaluator.simple_evaluate(
         asked,
         tasks=options.tasks.split(","),

@@ -79,7 +79,7 @@ def is_series(options: argparse.Namespace) -> bool:
 
 
 def folder_of(out: Path, step: int) -> Path:
-    """Where what is made of one of several steps goes."""
+    """The output folder of one of several steps."""
     return out / f"step-{step:08d}"
 
 

@@ -1,4 +1,4 @@
-"""Does an export read and compute what the run does? Asks `transformers`."""
+"""Compares an export, loaded by `transformers`, with the run: tokens and logits."""
 
 import argparse
 import json

@@ -1,1 +1,1 @@
-"""What a TOML file may say of a run; nothing here imports torch."""
+"""The sections of a run's TOML file. Imports no torch."""

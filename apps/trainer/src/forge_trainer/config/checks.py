@@ -183,7 +183,7 @@ def axes_compute_the_model(
     tensor_parallel: TensorParallelConfig,
     context_parallel: ContextParallelConfig,
 ) -> None:
-    """Ranks that share matrices or sequences compute what one process does."""
+    """Tensor and context parallelism compute the model that one process computes."""
     try:
         model.require_axes(mesh.tp, mesh.cp, tensor_parallel.sequence, context_parallel.method)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What one run is: the only place that names all sections.
+"""The configuration of a run: the only place that names all sections.
 
 Nothing here imports torch, so that a bad configuration is reported at once.
 """
@@ -89,7 +89,7 @@ class JobConfig(Config):
 
 
 class Job(Config):
-    """A whole run: what `forge train` reads from TOML."""
+    """The configuration of a run, as `forge train` reads it from TOML."""
 
     free_keys = ("hooks",)
 
@@ -170,7 +170,7 @@ class Job(Config):
 
     @property
     def optimizer_by_steps(self) -> OptimizerConfig:
-        """`optimizer`, the stages of whose groups begin at steps."""
+        """`optimizer` with the stages of its groups given in steps."""
         batches, tokens = self.batch_sizes, self.data.max_tokens
 
         def step_of(seen: int) -> int:

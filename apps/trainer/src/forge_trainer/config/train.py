@@ -1,4 +1,4 @@
-"""How long a run trains, and in what portions. Imports no torch."""
+"""The section `[train]`: length and batch sizes. Imports no torch."""
 
 import itertools
 from collections.abc import Iterator
@@ -141,7 +141,7 @@ def steps_differ_in_length(train: TrainConfig, data: DataConfig, schedule: Sched
 
 
 def uneven(batch: int, micro_batch: int, readers: int) -> str:
-    """Says what would go: other micro-batches, ranks or global batches."""
+    """Suggest micro-batches, ranks or global batches that divide evenly."""
     fitting = [m for m in range(1, batch // readers + 1) if batch % (m * readers) == 0]
     ranks = [n for n in range(1, readers) if batch % (n * micro_batch) == 0]
     low = batch // (readers * micro_batch) * readers * micro_batch

@@ -1,1 +1,1 @@
-"""What a run trains on and is evaluated on."""
+"""Training and evaluation data of a run."""

@@ -36,7 +36,7 @@ Probe = Sequence[Mapping[str, Tensor]] | Alone
 
 
 def probe_of(job: Job, samples: int, texts: Sequence[str] = ()) -> Probe:
-    """Sequences, evenly spaced in the held-out text, or in files.
+    """Take sequences evenly spaced from the held-out text or from files.
 
     Args:
         job: says data and model.

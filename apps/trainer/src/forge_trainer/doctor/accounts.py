@@ -1,4 +1,4 @@
-"""Are there credentials for what a run talks to, and does it answer?"""
+"""Checks of credentials and services: Weights & Biases, the Hugging Face hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine gives: Python, torch, GPUs, memory, limits, names, ports, caches."""
+"""Checks of the machine: Python, torch, GPUs, memory, limits, names, ports, caches."""
 
 import importlib.metadata
 import os

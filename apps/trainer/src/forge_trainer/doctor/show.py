@@ -1,4 +1,4 @@
-"""Run the checks that are asked for and tell what they found."""
+"""Runs the requested checks and prints their findings."""
 
 import argparse
 import json

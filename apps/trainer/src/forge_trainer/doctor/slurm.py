@@ -1,4 +1,4 @@
-"""What SLURM is set to, where there is one."""
+"""Checks of the settings of SLURM."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Evaluates on the held-out text, and on other sets, every N steps."""
+"""Evaluates on the held-out text and the evaluation sets every N steps."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ from forge_trainer.steps.base import Batch, StepOutput
 
 
 class Evaluate(Hook):
-    """Logs what the step says about each set, under `eval/` or `eval/<set>/`. Collective.
+    """Logs the metrics of each set under `eval/` or `eval/<set>/`. Collective.
 
     Args:
         every: distance in steps.

@@ -76,7 +76,7 @@ class Log(Hook):
         self._step, self._tokens = progress.step, progress.tokens
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps: the steps skipped up to the last line."""
+        """State for the checkpoint: the steps skipped up to the last line."""
         return {"skipped": self._skipped_before}
 
     def load_state(self, state: dict[str, int]) -> None:

@@ -74,7 +74,7 @@ class Recorder(Hook):
         return self._folder / f"step-{step:08d}"
 
     def _extract(self, path: Path, probe: Probe) -> None:
-        """Write one recording in place of what an earlier attempt has left."""
+        """Write one recording, replacing leftovers of an earlier attempt."""
         (model,), mesh = self._run.parts, self._run.mesh
         self._remove(path)
         if mesh.control_group is not None:
@@ -101,7 +101,7 @@ class Recorder(Hook):
             )
 
     def _remove(self, *paths: Path) -> None:
-        """Remove what a killed run has left; only the first rank does."""
+        """Remove leftovers of a killed run, on the first rank."""
         if self._run.env.rank != 0:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class Recorder(Hook):
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Say what went wrong in the terms of the job; what is half written goes, for it may fill the disk."""
+    """Explain errors in terms of the job, and remove half-written files, which may fill the disk."""
     try:
         yield
     except InterpError as error:
@@ -135,7 +135,7 @@ def summaries(store: ActivationStore) -> dict[str, float]:
 
 
 def summary(rows: Tensor) -> dict[str, float]:
-    """What one number can say about rows [n, ...].
+    """Summary statistics of rows [n, ...].
 
     Returns:
         `rms` and `max_abs`, in the units of the activations; `effective_rank`, from 0 (nothing varies) to

@@ -88,7 +88,7 @@ class Converted:
         return None
 
     def toml(self) -> str:
-        """The file, with what was left out as comments at its top."""
+        """The TOML text; keys left out are comments at its top."""
         lines = [f"# not converted: {note}" for note in self.notes]
         return "\n".join([*lines, dumps(self.tree)])
 

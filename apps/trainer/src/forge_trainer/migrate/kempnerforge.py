@@ -1,4 +1,4 @@
-"""What of a configuration of KempnerForge depends on several of its keys."""
+"""Converts settings of KempnerForge that depend on several keys."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def _only(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name(one: Mapping[str, Any]) -> str:
-    """What phases call a data set there; empty if it is none."""
+    """The name of a data set in phases; empty if it has none."""
     source = one.get("path") or one.get("hf_name") or ""
     return source and (one.get("name") or source)
 

@@ -35,7 +35,7 @@ def adamw_step(
     steps = held.steps.unbind()
     for dtype in dict.fromkeys(held.wide):
         chosen = [index for index, wide in enumerate(held.wide) if wide == dtype]
-        torch._fused_adamw_(
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             *([one[index] for index in chosen] for one in (values, grads, first, second)),
             max_exp_avg_sqs=[],
             state_steps=[steps[index] for index in chosen],

@@ -237,7 +237,7 @@ def _way(out: list[list[Piece]], into: list[list[Piece]]) -> Way:
 
 
 def _cut(received: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """What has arrived, in the shapes of its pieces."""
+    """Cut the received buffer into pieces of their shapes."""
     parts = received.split([prod(piece.shape) for piece in pieces])
     return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
 

@@ -27,7 +27,7 @@ FOREVER: tuple[int, int | None] = (0, None)
 
 
 class GroupRule(Config):
-    """One entry of `[[optimizer.groups]]`: what is special about some parameters.
+    """One entry of `[[optimizer.groups]]`: settings of some parameters.
 
     Every rule that names a parameter applies to it: factors multiply, frozen steps add up.
 
@@ -235,7 +235,7 @@ def shape_of(name: str) -> str:
 
 
 def listed(names: Iterable[str]) -> list[str]:
-    """Names in few lines, those that differ in numbers in one: `layers.0-3,7.ffn.w_up.weight`."""
+    """Names in few lines; names that differ in numbers share one: `layers.0-3,7.ffn.w_up.weight`."""
     alike: dict[str, list[list[str]]] = {}
     for name in names:
         alike.setdefault(shape_of(name), []).append(name.split("."))

@@ -111,7 +111,7 @@ class MuonRule:
                 yield Bucket(portion, index, portion.exchange.gather(index, ahead))
 
     def _end(self, portion: Portion, group: Mapping[str, Any]) -> None:
-        """Write what a step has made of a portion."""
+        """Write the new values of a portion."""
         held, lr = portion.held, group["lr"]
         factors = [-lr * self._factor(*parameter.shape[-2:]) for parameter in held.parameters]
         values = held.update("mul", held.values, 1 - lr * group["weight_decay"])

@@ -104,7 +104,7 @@ def trained_stages(rules: Sequence[StageRule]) -> tuple[Stage, ...]:
 
 
 def stage_lr_factor(curves: Sequence[Sequence[Sequence[float]]], step: int) -> float:
-    """What stages multiply the learning rate of a step by.
+    """The factor of stages on the learning rate of a step.
 
     Args:
         curves: the stages of each rule that names the parameters, rising.

@@ -54,7 +54,7 @@ def attention_flops(query: Tensor, key: Tensor, value: Tensor) -> float:
 
 
 def attention_by(note: Noted | None) -> Callable[..., Tensor]:
-    """What takes the place of attention kernels, which differ by device."""
+    """A stand-in for attention kernels, which differ by device."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
         mask = options.get("attn_mask", rest[0] if rest else None)

@@ -36,7 +36,7 @@ OF_RANKS = re.compile(r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_.*|T
 
 
 class Foreseen:
-    """What a start was foreseen to need, on its first rank.
+    """The plan of a start, made on its first rank.
 
     A start on a CPU, or on a GPU that is not in the table of devices, foresees nothing. A plan that cannot be
     made is one line on the console, and the start goes on.

@@ -68,7 +68,7 @@ def is_collective(func: Any) -> bool:
 
 
 def kind_of(name: str) -> str | None:
-    """The kind of an operation by its name; None for what only waits."""
+    """The kind of a collective by its name; None for operations that only wait."""
     return next((kind for part, kind in KINDS.items() if part in name), None)
 
 

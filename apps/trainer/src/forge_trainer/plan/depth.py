@@ -94,7 +94,7 @@ def _period(kinds: Sequence[Any], multiple: int) -> tuple[int, int, int]:
 
 
 def _kind(block: nn.Module) -> Any:
-    """What a block is: all that its modules say of themselves."""
+    """A key that is equal for blocks of equal modules."""
     plain = (bool, int, float, str, type(None))
     return [
         (

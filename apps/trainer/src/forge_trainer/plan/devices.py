@@ -24,7 +24,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a device can do; see `devices.toml` for units."""
+    """Peak rates and memory of a device; see `devices.toml` for units."""
 
     memory_gib: Positive
     tflops: dict[str, Positive]

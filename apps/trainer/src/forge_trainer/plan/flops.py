@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Of one operation; 0 for those that have none to speak of."""
+    """FLOPs of one operation; 0 for elementwise and copies."""
     packet = func._overloadpacket
     if packet is torch.ops.aten._grouped_mm:
         return _grouped(args[0], args[1], out)

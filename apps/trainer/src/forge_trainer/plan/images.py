@@ -29,7 +29,7 @@ class OnHost(Tensor):
 
 
 def inputs_of_images(job: Job, reader: Any) -> dict[str, Tensor]:
-    """What a model takes of a micro-batch beside tokens, by name.
+    """The inputs of a micro-batch beside tokens, by name.
 
     Args:
         job: what is trained.

@@ -1,4 +1,4 @@
-"""What memory was for, told by when it was taken and freed; and the most of it, place by place."""
+"""Attributes memory to kinds by when it is allocated and freed, and finds the peak of each place."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Keys = dict[str, Any]
 
 
 class Tried(NamedTuple):
-    """A job around the one that was asked for.
+    """A planned variant of the job.
 
     Attributes:
         keys: that differ from it.

@@ -55,7 +55,7 @@ class Site:
 
 
 class Told(NamedTuple):
-    """What the stages of a pipeline tell each other at their first step.
+    """Formats that pipeline stages tell each other at their first step.
 
     Attributes:
         names: of the sums of a step, which the last stage knows, and their formats.
@@ -257,7 +257,7 @@ def _number_micro_batches(model: nn.Module, places: Places, count: int) -> None:
 def _prepared(
     job: Job, on_gpu: bool, depth: Depth | None, compiled: list[str], number: int, model: nn.Module
 ) -> None:
-    """What is done to a part before it is made parallel."""
+    """Prepare a part before it is made parallel."""
     if depth is not None:
         depth.cut(model, number)
     if on_gpu:

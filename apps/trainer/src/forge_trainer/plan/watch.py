@@ -162,7 +162,7 @@ class Watch(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and look at what it takes and gives."""
+        """Run an operation and record its inputs and outputs."""
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # of all calls more than half
         if any(hasattr(one, "__tensor_flatten__") for one in types):

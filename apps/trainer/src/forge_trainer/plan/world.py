@@ -62,7 +62,7 @@ def group_of(ranks: int, rank: int, needed: bool) -> Iterator[Env]:
 
 @contextmanager
 def nothing_changed() -> Iterator[None]:
-    """Random numbers go on as if nothing had been drawn; of what torch warns, a real run is told."""
+    """Restore random states and silence torch's warnings, which a real run shows."""
     python, legacy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([]), warnings.catch_warnings():

@@ -76,7 +76,7 @@ class Parts:
         self._queue.append((name, stamp))
 
     def read(self) -> None:
-        """Add up what the device has done by now; waits for nothing."""
+        """Add up the spans that the device has finished; never waits."""
         while len(self._queue) > 1 and self._queue[1][1].query():
             name, stamp = self._queue.popleft()
             self.total_s[name] += stamp.elapsed_time(self._queue[0][1]) / 1e3
@@ -84,7 +84,7 @@ class Parts:
             self._unused.append(stamp)
 
     def clear(self) -> None:
-        """Count from zero; what the device has yet to do counts then."""
+        """Reset the sums; unfinished spans count after the reset."""
         self.total_s.clear()
         self.begun.clear()
 

@@ -1,4 +1,4 @@
-"""Runs torch's profiler over windows of steps, and writes what it saw."""
+"""Runs torch's profiler over windows of steps, and writes traces and summaries."""
 
 from __future__ import annotations
 

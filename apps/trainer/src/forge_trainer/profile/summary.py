@@ -158,7 +158,7 @@ def _longest(pieces: Iterable[Piece], steps: int, on_gpu: bool) -> list[dict[str
 
 
 def line_of(summary: dict[str, Any]) -> str:
-    """The three largest classes, and what took longest, in a line."""
+    """One line: the three largest classes and the longest kernel."""
     step_s = summary["step_s"] or 1.0
     largest = sorted(summary["classes_s"].items(), key=lambda item: -item[1])[:3]
     told = ", ".join(f"{kind} {s / step_s:.0%}" for kind, s in largest)

@@ -108,7 +108,7 @@ class Timeline:
     spans: list[Piece] = field(default_factory=list)
 
     def add(self, piece: Piece) -> None:
-        """Add a piece, without what lies outside of the window."""
+        """Add a piece, clipped to the window."""
         piece.start, piece.end = max(piece.start, self.start), min(piece.end, self.end)
         if piece.end > piece.start:
             (self.communication if piece.kind == COMMUNICATION else self.work).append(piece)
@@ -172,7 +172,7 @@ def _of_gpu(events: list[Event], axis_of: Callable[[str, str], str]) -> Iterator
 def _of_cpu(
     events: list[Event], axis_of: Callable[[str, str], str], span_at: Callable[[float], str]
 ) -> Iterator[Piece]:
-    """Operators, each without what it calls; and collectives, which run beside them."""
+    """Operators with self time only, and collectives, which run beside them."""
     threads: dict[int | str, list[Event]] = {}
     for event in events:
         if event.name.startswith(_BACKENDS):

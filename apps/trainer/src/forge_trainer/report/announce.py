@@ -33,12 +33,12 @@ def announcement(
 
 
 def unused_lines(unused: Sequence[str]) -> list[str]:
-    """What of lower layers another `type` does not take over."""
+    """Lines about keys of lower layers that another `type` drops."""
     return [f"  not used   {one}: of another type than the one that was chosen" for one in unused]
 
 
 def optimizer_line(job: Job, steps: int) -> str:
-    """The optimizer and the schedule with what matters most of them."""
+    """One line: optimizer and schedule with their main settings."""
     optimizer, schedule = job.optimizer, job.schedule
     warmup = schedule.warmup(steps, job.step_tokens)
     return (

@@ -36,7 +36,7 @@ WIDEST = 28
 
 @dataclass(frozen=True)
 class Measured:
-    """What is compared of one run; None where it was not measured.
+    """The compared numbers of one run; None where not measured.
 
     Attributes:
         name: of the run.

@@ -60,7 +60,7 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """A name for each run: that of its folder, with as many of those above as it takes to tell runs apart."""
+    """A name for each run: its folder, with as many parent folders as make names unique."""
     parts = [run.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(one[-depth:]) for one in parts]

@@ -213,7 +213,7 @@ def _differences(configs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def _plan(plan: Mapping[str, Any], metrics: Mapping[str, Series]) -> list[list[Any]]:
-    """What was foreseen, as rows of key and value, beside what was measured where a metric has the name."""
+    """Rows of planned values, with the measured value where a metric has the name."""
     rows: list[list[Any]] = []
 
     def add(prefix: str, value: Any) -> None:

@@ -32,7 +32,7 @@ def runs_in(directory: Path) -> list[Path]:
 
 
 def listing(runs: Sequence[Path]) -> Iterator[str]:
-    """One line a run: name, steps, loss, that of the last evaluation, what it does or how it ended."""
+    """One line a run: name, steps, training loss, validation loss, state."""
     rows = [("run", "step", "loss", "validation", "state"), *(_row(run) for run in runs)]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for name, step, loss, validation, state in rows:

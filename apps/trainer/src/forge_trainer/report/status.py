@@ -156,7 +156,7 @@ def _state(directory: Path, steps: list[int], until: int, lost: bool) -> Iterato
 
 
 def _verdict(folder: Path) -> str:
-    """The first line of what a hang left; empty without one."""
+    """The first line of a hang's report; empty without one."""
     try:
         return next(iter((folder / VERDICT).read_text(errors="replace").splitlines()), "")
     except OSError:
@@ -178,7 +178,7 @@ def told(incident: Mapping[str, Any]) -> str:
 
 
 def _number(record: Mapping[str, Any], key: str, form: str = ".4f") -> str:
-    """A number, rounded; what was not finite was written as null."""
+    """A rounded number; null in the file stands for a number that was not finite."""
     value = record.get(key)
     return format(value, form) if isinstance(value, int | float) else "not finite"
 

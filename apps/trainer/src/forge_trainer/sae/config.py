@@ -1,4 +1,4 @@
-"""What the file of `forge sae train` holds. Imports no torch."""
+"""The file of `forge sae train`. Imports no torch."""
 
 from __future__ import annotations
 

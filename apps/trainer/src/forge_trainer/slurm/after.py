@@ -96,7 +96,7 @@ def _ended(directory: Path) -> dict[str, Any] | None:
 
 
 def _is_complete(directory: Path) -> bool:
-    """Whether the newest checkpoint is that of the last step."""
+    """Whether the newest checkpoint is at the last step."""
     steps = Store(RunFiles(directory).checkpoints).steps()
     until = steps_of(directory)
     return until is not None and bool(steps) and steps[-1] >= until

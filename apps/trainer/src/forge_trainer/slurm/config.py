@@ -14,7 +14,7 @@ UNMEASURED_S = 120
 
 
 class ClusterConfig(Config):
-    """Where a run is submitted, and what its ranks get there.
+    """A cluster: where a run is submitted, and the resources of its ranks.
 
     Attributes:
         gpus_per_node: one rank each; 0 computes on CPUs.

@@ -36,7 +36,7 @@ def locked_starts(directory: Path) -> int:
 
 
 def crash_loop(directory: Path) -> str | None:
-    """That a job was ended for such starts; None if it was not."""
+    """The message of a job that ended after futile starts; None otherwise."""
     futile = futile_starts(directory)
     if len(futile) < FUTILE:
         return None

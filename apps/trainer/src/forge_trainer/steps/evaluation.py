@@ -1,4 +1,4 @@
-"""How a model is run beside its training, without gradients, leaving no trace; and what is told of it."""
+"""Evaluates a model beside its training: no gradients, no changed state."""
 
 import math
 import random
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def evaluating(*parts: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards modes and random numbers are what they were.
+    """Evaluation mode without gradients; restores modes and random states.
 
     No weight stays gathered, so that others may be written in the place of those that were evaluated.
     """
@@ -45,7 +45,7 @@ class Lengths:
         self._names: list[str] = []
 
     def add(self, micro: MicroBatch) -> None:
-        """Those of a micro-batch of this rank, where it knows them."""
+        """Add the sums of a micro-batch of this rank, where it knows them."""
         if (counts := micro.statistics.get("bytes")) is None:
             return
         sources = range(len(micro.sources) if len(micro.sources) > 1 else 0)

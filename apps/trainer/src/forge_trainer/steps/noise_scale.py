@@ -74,7 +74,7 @@ class NoiseScaleStep(TextStep):
         return global_norm(parameters, self.mesh).double().square()
 
     def _count(self, batch: Batch, part: Tensor, whole: Tensor, finite: Tensor) -> None:
-        """Add what a step has measured to the averages, on the device."""
+        """Add the measurement of a step to the averages, on the device."""
         counts = torch.stack([micro.statistics["targets"] for micro in batch]).double()
         halves = torch.stack([counts[: len(batch) // 2].sum(), counts.sum()])
         few, all_ = self.mesh.batch.sum_(halves.to(self.mesh.device, non_blocking=True)).unbind()

@@ -47,7 +47,7 @@ class Repeated:
 
 
 def meaning_of_repetition(finite: bool, exact: bool) -> str:
-    """What it means that a step was not finite, and was repeated.
+    """Explain the result of repeating a step that was not finite.
 
     Args:
         finite: whether it was so the second time.

@@ -23,7 +23,7 @@ FOLDER = "analysis"
 
 
 def analyse(study: StudyConfig, points: Sequence[Point], root: Path) -> int:
-    """Write what was found below `analysis/` in the folder of the runs.
+    """Analyse a study; writes to `analysis/` in the folder of its runs.
 
     Raises:
         ConfigError: no run is complete and has the loss that is asked for.

@@ -84,7 +84,7 @@ def ended(points: Sequence[Point], root: Path, is_over: bool) -> int:
 
 
 def listed(study: StudyConfig, points: Sequence[Point], states: Sequence[State]) -> Iterator[str]:
-    """One line a run, and what all of them cost."""
+    """One line a run, and the total cost."""
     yield f"{study.name}: {len(points)} runs, {summary(states)}"
     width = max(len(point.name) for point in points)
     yield f"{'run':<{width}}  parameters   tokens  steps  batch (tokens)        lr   FLOPs  state"

@@ -69,7 +69,7 @@ class RulesConfig(Config):
 
     @property
     def lengths(self) -> list[str]:
-        """What is said of the length of a run."""
+        """The keys that set the length of a run."""
         keys = ("tokens", "tokens_per_parameter", "flops")
         return [f"{key} = {getattr(self, key):g}" for key in keys if getattr(self, key) is not None]
 
@@ -100,7 +100,7 @@ class AnalysisConfig(Config):
 
 
 class StudyConfig(Config):
-    """A study: one base configuration, and what its runs change in it.
+    """A study: one base configuration and the changes of its runs.
 
     The runs are all combinations of `axes` and `grid`, and after them `points`. Keys are those of the job;
     `rules.KEY` changes a rule for a run.

@@ -130,7 +130,7 @@ def overrides_of(keys: Tree) -> list[str]:
 
 
 def measures_of(job: Job, rules: RulesConfig) -> dict[str, float]:
-    """What analyses know of a run before it ran."""
+    """Measures of a run that are known before it runs."""
     parameters, without = counted(job.model)
     flops = job.model.flops_per_token(job.data.max_tokens)
     samples = job.batch_sizes.samples(job.train.steps)

@@ -38,7 +38,7 @@ class State(NamedTuple):
 
 
 def log_of(root: Path, name: str) -> Path:
-    """What a run that was started here has said."""
+    """The log file of a run started here."""
     return root / LOGS / f"{name}.log"
 
 

@@ -11,7 +11,7 @@ NOT_COMPARED = ("state", "step", "code", "reason", "run")
 
 
 def complete(rows: Sequence[Row], loss: str) -> list[Row]:
-    """Those that are complete and have the loss, as a number."""
+    """The rows of complete runs that have the loss as a number."""
     return [
         row
         for row in rows

@@ -1,4 +1,4 @@
-"""What `[track]` holds; `metrics.jsonl` and the console are always there."""
+"""The section `[track]`; `metrics.jsonl` and the console are always there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the values that somebody wants to log is a number."""
+"""Converts logged values to numbers."""
 
 import logging
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Keeps what a tracker cannot do away from training."""
+"""Keeps failures of trackers away from training."""
 
 import logging
 from collections.abc import Callable
@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 class Steadfast:
-    """A tracker that raises nothing: what goes wrong is counted, and told when it begins and at the end.
+    """A tracker that never raises: failures are counted, and reported at the first one and at the end.
 
     Args:
         name: of the tracker, for messages.

@@ -1,1 +1,1 @@
-"""What the command `forge-ckpt` shows of checkpoints on the disk."""
+"""Inspection of checkpoints on disk, for the command `forge-ckpt`."""

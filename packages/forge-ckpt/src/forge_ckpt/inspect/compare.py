@@ -71,7 +71,7 @@ def _bits_differ(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _apart(x: Tensor, y: Tensor) -> Tensor:
-    """Absolute differences in float64, those of large integers exact before they are rounded."""
+    """Absolute differences in float64; of large integers, exact before rounding."""
     import torch
 
     if x.is_complex():

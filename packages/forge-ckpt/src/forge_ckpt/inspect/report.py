@@ -35,13 +35,13 @@ def say_json(told: Mapping[str, Any]) -> None:
 
 
 def state_of(error: CheckpointError) -> str:
-    """In one word, what an error says of a checkpoint."""
+    """The state of a checkpoint in one word, from its error."""
     kinds = {DamagedError: "damaged", UnreadableError: "unreadable", UnsupportedError: "unsupported"}
     return kinds.get(type(error), "wrong")
 
 
 def code_of(states: Iterable[str]) -> int:
-    """The exit code that follows from what was found of each checkpoint."""
+    """The exit code for the states of the checkpoints."""
     found = {*states} - SOUND
     return FINE if not found else FOUND if "damaged" in found else CANNOT
 
@@ -70,7 +70,7 @@ def row(store: Store, step: int, verify: bool) -> Row:
 
 
 def rows(store: Store, verify: bool) -> Iterator[Row]:
-    """What there is to say of all checkpoints, oldest first.
+    """Describe all checkpoints, oldest first.
 
     A run may go on meanwhile: what it has removed is left out; if nothing else was there, what it has added
     is told as well.

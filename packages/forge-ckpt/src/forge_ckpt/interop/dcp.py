@@ -159,7 +159,7 @@ class DcpTensors(Mapping[str, "Tensor"]):
 
 
 def _read_apart(folder: Path) -> bytes:
-    """What another process finds in the pickles of a checkpoint."""
+    """Read the pickles of a checkpoint in another process."""
     command = [sys.executable, "-I", "-m", "forge_ckpt.interop.dcp_read", os.path.abspath(folder)]
     done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode == 0:

@@ -115,7 +115,7 @@ class Unpickler(pickle.Unpickler):
     """Executes nothing: knows the names above, and puts records in their place."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name. Raises Refused for any other."""
+        """The stand-in for a name. Raises Refused for unknown names."""
         if (found := ALLOWED.get((module, name))) is None:
             raise Refused(f"it names {module}.{name}, which no checkpoint of tensors needs")
         return found
@@ -298,7 +298,7 @@ def _limit(folder: Path) -> None:
 
 
 def main() -> Iterator[str]:
-    """What to print of the folder that is named on the command line."""
+    """The output for the folder named on the command line."""
     folder = Path(sys.argv[1])
     try:
         _limit(folder)

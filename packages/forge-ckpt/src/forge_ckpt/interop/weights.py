@@ -200,7 +200,7 @@ def _tell_partial(folder: Path) -> None:
 
 
 class _Described(NamedTuple):
-    """What the header of a file says of a tensor."""
+    """The header entry of a tensor."""
 
     dtype: str
     shape: list[int]

@@ -104,7 +104,7 @@ class SideData:
             )
 
     def _require_declared(self, number: int, count: int, part: Sequences) -> None:
-        """See that sequences are what their packing said they are."""
+        """Refuse sequences whose inputs differ from the declared ones."""
         packing = self._packings[number]
         if not isinstance(part, Sequences):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise self._error(number, f"reads {type(part).__name__}; expected forge_data's Sequences")

@@ -285,7 +285,7 @@ class Order:
         return self.locate_ordinals(self.skips.ordinals(index))
 
     def locate_ordinals(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same of global indices, [n] int64, what is left out among them."""
+        """As `locate`, of global indices [n] int64 that count skipped samples."""
         if self.end is not None and len(index) and int(index.max()) >= self.end:
             raise DataError(
                 f"sources have been read as often as max_epochs allows after {self.end} sequences; "

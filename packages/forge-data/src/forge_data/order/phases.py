@@ -53,7 +53,7 @@ class PhaseConfig(Config):
 
 
 def lr_scale(phases: Sequence[PhaseConfig], step: int, steps: int, step_tokens: int) -> float:
-    """What the learning rate of a step is multiplied by: that of the phase it lies in, 1 before all phases.
+    """The factor on the learning rate of a step: from its phase, 1 before all phases.
 
     Args:
         phases: in the order of their starts.

@@ -10,7 +10,7 @@ from forge_config import Config, Meta
 
 
 class SkipConfig(Config):
-    """Steps or samples that are left out. What follows them comes earlier.
+    """Steps or samples to skip; later ones move up.
 
     Attributes:
         start_step: the first step that is left out, as the run counts them under the skips named before.
@@ -39,7 +39,7 @@ class SkipConfig(Config):
 
 
 def left_out(to: int, first: int, end: int, margin: int) -> SkipConfig:
-    """What a run leaves out after a rollback because of its data.
+    """The skip that follows a rollback.
 
     Args:
         to: the step it went back to.

@@ -121,7 +121,7 @@ def _taken(config: DataConfig, split: Split) -> list[int]:
 
 
 def _require_packing(config: DataConfig, packing: Packing) -> None:
-    """See that a packing has what all have, since anybody may write one."""
+    """Refuse a packing, perhaps a plug, that lacks a required attribute."""
     kind = type(packing).__name__
     if packing.max_tokens != config.max_tokens:
         raise DataError(

@@ -1,4 +1,4 @@
-"""What `transformers.AutoTokenizer` loads, for the tokenizers that can be said in its terms."""
+"""The files that `transformers.AutoTokenizer` loads."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def file_digest(tokenizer: Tokenizer) -> str:
-    """Names what was read: by it caches and streams are named."""
+    """Digest of the tokenizer's files; caches and streams are named by it."""
     return getattr(tokenizer, "file_digest", tokenizer.digest)
 
 

@@ -88,7 +88,7 @@ class Cache:
         return positions_after(index, self.padding, self.shift)
 
     def mask(self, tokens: int, span_ids: Tensor | None = None) -> Mask:
-        """What the next tokens may see; those of one span [B, T], other than 0, see each other both ways.
+        """The mask of the next tokens; tokens of one span [B, T], other than 0, see each other both ways.
 
         Raises:
             ModelError: spans were given, and there are tokens already, whose spans are not kept.

@@ -57,7 +57,7 @@ class LatentAttention(nn.Module):
         self.wo = Linear(heads * config.value_dim, dim, bias=config.bias)
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Any, cache: LayerCache | None = None) -> Tensor:
-        """[B, T, D] -> [B, T, D]; arguments as those of `forge_model.attention.grouped_query.Attention`."""
+        """[B, T, D] -> [B, T, D]; arguments as in `forge_model.attention.grouped_query.Attention`."""
         query = self.wq_up(self.q_norm(self.wq_down(x))) if self.wq is None else self.wq(x)
         query = query.unflatten(-1, (-1, self.nope_dim + self.rope_dim)).transpose(1, 2)
         plain, rotated = query.split([self.nope_dim, self.rope_dim], -1)

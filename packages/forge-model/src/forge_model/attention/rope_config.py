@@ -36,7 +36,7 @@ class RopeConfig(Config):
         return None
 
     def attention_factor(self) -> float:
-        """What the tables of cosines and sines are multiplied by."""
+        """The factor on the tables of cosines and sines."""
         return 1.0
 
 
@@ -99,7 +99,7 @@ class LinearRopeConfig(RopeConfig):
 
 @ropes.register("llama3")
 class Llama3RopeConfig(RopeConfig):
-    """Long wavelengths are stretched, short ones kept, those between blended (Llama 3.1, arXiv:2407.21783).
+    """Stretches long wavelengths, keeps short ones, blends between (Llama 3.1, arXiv:2407.21783).
 
     Attributes:
         factor: how much the long wavelengths are stretched.

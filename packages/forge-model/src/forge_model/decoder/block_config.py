@@ -1,4 +1,4 @@
-"""What `[model.block]` holds: how the parts of a layer make a block, and what a block needs beside them.
+"""The section `[model.block]`: how the parts of a layer form a block, and its further inputs.
 
 Imports no torch.
 """

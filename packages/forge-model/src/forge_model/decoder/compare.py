@@ -70,7 +70,7 @@ def _resolved(config: DecoderConfig, index: int) -> dict[str, Any]:
 
 
 def _type(struct: Config) -> str:
-    """What a struct is: two of equal keys may compute different things."""
+    """The type of a struct: two with equal keys may compute different things."""
     return type_name(type(struct)) or type(struct).__name__
 
 

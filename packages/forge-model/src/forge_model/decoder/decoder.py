@@ -136,7 +136,7 @@ class Decoder(Model):
         return PassTables(mask, self._rope_tables, tokens, positions, dtype, self.config.dim)
 
     def _sides(self, given: Mapping[str, Tensor], cache: Cache | None) -> Mapping[str, Tensor]:
-        """The side inputs of a pass: those given, and those that a cache has for tokens after the first."""
+        """The side inputs of a pass: the given ones, and the cached ones for tokens after the first."""
         if cache is not None and cache.length:
             given = {**cache.side, **given}
         known_names = {*self.config.norm.needs, *(name for needs in self._needs.values() for name in needs)}
@@ -194,7 +194,7 @@ class Decoder(Model):
 
     @property
     def writer(self) -> Decoder:
-        """What is given one new token at a time after `begin`."""
+        """The module that takes one new token at a time after `begin`."""
         return self
 
     def new_cache(self, capacity: int, padding: Tensor | None, device: torch.device) -> Cache:

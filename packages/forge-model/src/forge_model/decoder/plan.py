@@ -21,7 +21,7 @@ OUTSIDE = ("embed", "position_embed", "norm", "head")
 
 
 def blocks_of(decoder: Decoder) -> dict[str, nn.Module]:
-    """The blocks by name, those of multi-token prediction too."""
+    """The blocks by name, with the blocks of multi-token prediction."""
     named = decoder.named_children()
     children = {name: dict(child.named_children()) for name, child in named if name in ("layers", "mtp")}
     blocks = {f"layers.{name}": block for name, block in children.get("layers", {}).items()}

@@ -30,7 +30,7 @@ class FfnConfig(Config):
     bias: bool = False
 
     def build(self, dim: int) -> nn.Module:
-        """A module ([..., D], what it needs by keyword) -> [..., D]."""
+        """Build a module ([..., D], side inputs by keyword) -> [..., D]."""
         raise NotImplementedError
 
     def hidden(self, dim: int) -> int:

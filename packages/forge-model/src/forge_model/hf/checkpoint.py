@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HuggingFace(Protocol):
-    """What `ModelConfig.hugging_face` returns: one model in the language of `transformers`.
+    """The result of `ModelConfig.hugging_face`: one model in the format of `transformers`.
 
     All methods raise `ModelError` where no class of `transformers` computes what the model does.
     """
@@ -49,7 +49,7 @@ class HuggingFace(Protocol):
 
 
 class DecoderCheckpoint(HuggingFace):
-    """That of a decoder: the first family that can hold it. See `HuggingFace`."""
+    """The checkpoint of a decoder, in the first family that can hold it. See `HuggingFace`."""
 
     def __init__(self, model: DecoderConfig) -> None:
         self._model = model

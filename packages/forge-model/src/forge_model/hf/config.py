@@ -136,7 +136,7 @@ def _other_names(told: str, given: Mapping[str, Any], family: Family) -> str:
 
 
 def _unaliased(hf: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
-    """The keys by their own names, and those that contradict each other."""
+    """The keys by their canonical names, and the keys that contradict each other."""
     given = {name: value for name, value in hf.items() if name not in family.aliases}
     problems = []
     for alias, name in family.aliases.items():

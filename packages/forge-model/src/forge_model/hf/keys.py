@@ -54,7 +54,7 @@ class Keys:
         self._harmless = HARMLESS | GENERATION | {*harmless}
 
     def full(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys that are read, with the defaults of those that are absent.
+        """The keys that are read, with defaults for absent ones.
 
         Raises:
             ModelError: keys are unknown, or have values that cannot be read; lists them all.

@@ -26,7 +26,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def require_names(there: Iterable[str], wanted: Iterable[str], what: str) -> None:
-    """See that tensors are those that are wanted, no more and no fewer.
+    """Refuse missing and unexpected tensors.
 
     Raises:
         ModelError: one is missing, or left over; lists them all.
@@ -89,12 +89,12 @@ class Read:
 
 
 def _rows_of(name: str) -> int:
-    """The axis of the outputs: that of a bias is its last one."""
+    """The axis of the outputs; the last one of a bias."""
     return -1 if name.rpartition(".")[2].startswith("b") else -2
 
 
 class Spread(NamedTuple):
-    """How parameters of ours lie in those of theirs that hold several.
+    """Where our parameters lie in fused parameters of a family.
 
     Attributes:
         rows: how many outputs each of ours has, by name.
@@ -108,7 +108,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, ours: Mapping[str, Tensor], family: Family, config: DecoderConfig) -> Spread:
-        """That of a family; `ours` may be without values."""
+        """The layout of a family; `ours` may be on the meta device."""
         rows = {name: ours[name].shape[_rows_of(name)] for name in ours if family.packed(name) is not None}
         starts, ends = dict[str, int](), dict[str, int]()
         for name in sorted(rows, key=lambda name: family.packed(name).part):  # type: ignore[union-attr]
@@ -274,7 +274,7 @@ def _based(tensors: Mapping[str, V], family: Family) -> Mapping[str, V]:
 
 
 class Names:
-    """What a family calls the parameters of a model.
+    """The parameter names of a family.
 
     Args:
         family: that can hold the model.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LossConfig(Config):
-    """Next-token cross entropy, and what the losses of others start from.
+    """Next-token cross entropy, and the base class of other losses.
 
     Attributes:
         chunk_tokens: logits are made for so many tokens at a time; 0 makes them all at once.

@@ -27,7 +27,7 @@ class Sum(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """What a model returns when it is given labels.
+    """The sums that a model returns when given labels.
 
     Attributes:
         total: [] what is differentiated, a sum over the valid targets: cross entropy, smoothed where that is

@@ -1,4 +1,4 @@
-"""What `[model.ffn]` holds with `type = "moe"`. Imports no torch."""
+"""The section `[model.ffn]` with `type = "moe"`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class MoEConfig(FfnConfig):
         return {"": groups if groups > top else 1}
 
     def forward_flops(self, dim: int) -> float:
-        """See `FfnConfig.forward_flops`: of what a token uses, with none dropped."""
+        """See `FfnConfig.forward_flops`: of the experts a token uses, none dropped."""
         matrices = 3 if self.gated else 2
         width = self.top_k * self.hidden(dim) + self.shared_hidden(dim)
         return 2 * dim * (self.num_experts + matrices * width + self.shared_gate)

@@ -31,7 +31,7 @@ class Dispatch(Protocol):
         ends: Tensor,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        """[R, D] -> [R, D], what the experts make of each row.
+        """[R, D] -> [R, D], the outputs of the experts.
 
         Args:
             experts: of this rank, called as `Experts.forward`.

@@ -1,4 +1,4 @@
-"""What `[model.ffn.router]` holds: how tokens and experts are brought together. Imports no torch."""
+"""The section `[model.ffn.router]`: how tokens choose experts, or experts tokens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RouterConfig(Config):
 
 
 class TopKConfig(RouterConfig):
-    """What routers have in common by which each token chooses `top_k` experts.
+    """Base of routers in which each token chooses `top_k` experts.
 
     Attributes:
         normalize: the weights of the chosen experts are divided by their sum.

@@ -53,7 +53,7 @@ class Pooled(nn.Module):
         return self.projection(by_image(features, grids, self.pooled))
 
     def pooled(self, x: Tensor) -> Tensor:
-        """[n, rows, columns, C] -> [n, V, what is projected]."""
+        """[n, rows, columns, C] -> [n, V, pooled width]."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""What `[model.fusion]` holds: how a decoder is given visual tokens. Imports no torch."""
+"""The section `[model.fusion]`: how visual tokens enter the decoder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class FusionConfig(Config):
         return {}
 
     def by_token(self) -> Sequence[str]:
-        """Those of `arrays` and `prompt_arrays` that have a value for each token."""
+        """The names in `arrays` and `prompt_arrays` with a value for each token."""
         return ()
 
     def side_inputs(self, tokens: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:

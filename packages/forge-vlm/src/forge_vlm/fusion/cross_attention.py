@@ -20,7 +20,7 @@ from forge_vlm.fusion.cross_attention_config import CrossBlockConfig
 
 
 class Place(nn.Module):
-    """The embedding of what stands for an image; D wide."""
+    """The embedding [D] of an image place."""
 
     roles: ClassVar[dict[str, Role]] = {"weight": "embedding"}
 

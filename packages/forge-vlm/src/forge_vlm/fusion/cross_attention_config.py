@@ -1,4 +1,4 @@
-"""What `[model.fusion]` holds with `type = "cross-attention"`. Imports no torch."""
+"""The section `[model.fusion]` with `type = "cross-attention"`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ class CrossAttentionConfig(FusionConfig):
         return {**inputs, "image_window": none}
 
     def after_prompt(self, tokens: Tensor, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """See `FusionConfig.after_prompt`: what the last token of the prompt sees."""
+        """See `FusionConfig.after_prompt`: the images that the last prompt token sees."""
         return {
             "image_features": inputs["image_features"],
             "image_window": inputs["image_window"][..., -1:],

@@ -77,7 +77,7 @@ class ModalityAttention(Attention):
 
 
 class ModalityBlock(nn.Module):
-    """As `forge_model.decoder.block.Block`, each of whose parts is there for text and for images."""
+    """A `forge_model.decoder.block.Block` with separate parts for text and images."""
 
     norms: ClassVar[tuple[str, ...]] = ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm")
     tensor_roles: ClassVar[dict[str, Any]] = {f"{name}.{m}": "norm" for name in norms for m in MODALITIES}

@@ -1,4 +1,4 @@
-"""What `[model.fusion]` holds with `type = "mixture-of-transformers"`. Imports no torch."""
+"""The section `[model.fusion]` with `type = "mixture-of-transformers"`. Imports no torch."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Sorted(NamedTuple):
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order, whose gradients are read back rather than added up."""
+    """A permutation of rows whose backward gathers instead of adding."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

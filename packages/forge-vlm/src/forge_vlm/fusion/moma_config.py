@@ -1,4 +1,4 @@
-"""What `[model.fusion]` holds with `type = "moma"`. Imports no torch."""
+"""The section `[model.fusion]` with `type = "moma"`. Imports no torch."""
 
 from __future__ import annotations
 

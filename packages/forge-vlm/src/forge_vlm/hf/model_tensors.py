@@ -76,7 +76,7 @@ class ModelTensors:
         )
 
     def _whole(self, part: str, key: str) -> str:
-        """The name in a checkpoint of what a part calls so."""
+        """The checkpoint name of a part's key."""
         tower, connector, text, head = self.family.prefixes[0]
         if part == "decoder":
             inner = key.removeprefix("model.")

@@ -16,7 +16,7 @@ from forge_vlm.hf.towers import TowerFamily, tower_family
 
 
 def their_name(family: TowerFamily, name: str, layers: int) -> str:
-    """What they call a parameter of ours, e.g. layers.3.ffn.w_up.bias -> encoder.layers.3.mlp.fc1.bias.
+    """Their name of our parameter, e.g. layers.3.ffn.w_up.bias -> encoder.layers.3.mlp.fc1.bias.
 
     Blocks from the number `layers` on are counted anew.
     """
@@ -55,7 +55,7 @@ class TowerTensors:
         return Made(makers)
 
     def _fused(self, name: str, tensors: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
-        """DINOv2 has the gate and what it gates as one matrix."""
+        """DINOv2 stores gate and up projection as one matrix."""
         layer, leaf = name.split(".ffn.")[0], name.rpartition(".")[2]
         prefix = f"{self.family.names['layers']}.{layer.split('.')[1]}.mlp"
         if "w_down" in name:

@@ -96,7 +96,7 @@ PLACE = -1
 def with_places(
     ids: np.ndarray, place_id: int, layouts: Sequence[Sequence[str | int]], tokenizer: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What stands for images in the place of their ids.
+    """Replace the ids of images by place ids and layout tokens.
 
     Args:
         ids: [n] of a `MarkedTokenizer`.

@@ -163,7 +163,7 @@ def _has_image(message: Mapping[str, Any]) -> bool:
 def _with_first(
     messages: Sequence[dict[str, Any]], marks: str, columns: MessagesColumn
 ) -> list[dict[str, Any]]:
-    """The first message with marks before what it says."""
+    """Prepend image marks to the first message."""
     return [
         one | {"content": [{"type": "text", "text": marks}, *one["content"]]}
         if isinstance(one.get("content"), list)

@@ -74,7 +74,7 @@ LATENT_LAYER_KEYS = (
 
 
 def latent_problems(full: Full) -> Iterator[str]:
-    """What cannot be followed of the keys of attention."""
+    """The problems with attention keys that have no counterpart here."""
     yield from rope_problems(full)
     heads = full["num_key_value_heads"]
     if heads not in (None, full["num_attention_heads"]):

@@ -35,7 +35,7 @@ def attention(full: Full, **options: Any) -> GroupedQueryConfig:
 
 
 def decoder(full: Full, attention: AttentionConfig, **options: Any) -> DecoderConfig:
-    """The model; `options` stand in for what the shared keys say."""
+    """Build the config; `options` replace values of the shared keys."""
     given = {
         "vocab_size": full["vocab_size"],
         "max_tokens": full["max_position_embeddings"],

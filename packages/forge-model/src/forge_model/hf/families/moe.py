@@ -125,7 +125,7 @@ def without_experts(full: Full) -> list[int]:
 
 
 def sparse_problems(full: Full) -> Iterator[str]:
-    """What is wrong with the names of layers without experts."""
+    """The problems with keys that name layers without experts."""
     only = full["mlp_only_layers"] or []
     wrong = [one for one in only if not isinstance(one, int) or not 0 <= one < full["num_hidden_layers"]]
     if wrong:
