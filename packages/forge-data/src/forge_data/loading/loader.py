@@ -180,11 +180,7 @@ def build_loader(
         DataError: data are missing, sources contradict each other in what they give beside tokens, or the
             global batch cannot be cut evenly.
     """
-    if not (0 <= rank < world_size and micro_batch >= 1 and first_sample >= 0):
-        raise DataError(
-            f"rank {rank} of {world_size}, micro_batch {micro_batch}, first_sample {first_sample}: expected "
-            "a rank from 0 below world_size, a micro_batch from 1 and a first_sample from 0"
-        )
+    _require_numbers(rank, world_size, micro_batch, first_sample)
     contents: dict[Path, str] = {}  # each file is read once, for what is trained on and what is held out
     lacks: list[str] = []
     packings = build_packings(config, split, on_progress, items, contents, lacks)
@@ -205,26 +201,20 @@ def build_loader(
     packings = dict(sorted((packings | streams).items()))
     run = Run(global_batch, steps)
     order = build_order(config, [len(p) for p in packings.values()], run)
-    of_streams, of_earlier = (
-        Trained(
-            config,
-            order,
-            run,
-            content,
-            cuts,
-            [(n, f"stream {n} {s.lanes} {named(s)}") for n, s in streams.items()],
-        )
-        for named in (attrgetter("digest"), attrgetter("file_digest"))
+    named, named_before = (
+        [(n, f"stream {n} {s.lanes} {digest(s)}") for n, s in streams.items()]
+        for digest in (attrgetter("digest"), attrgetter("file_digest"))
     )
+    of_now, of_earlier = (Trained(config, order, run, content, cuts, n) for n in (named, named_before))
     cut = packings, micro_batch, order, first_sample, global_batch, rank, world_size, names
     return Loader(
         StreamedBatches(streams, *cut) if streams else TrainBatches(*cut),
         config.workers,
         packings,
-        of_streams.fingerprint(None),
+        of_now.fingerprint(None),
         plan_lines(config, order, run),
         last_step(order, run),
-        of_streams.fingerprint,
+        of_now.fingerprint,
         of_earlier.fingerprint,
         names,
         order,
@@ -313,6 +303,14 @@ def fingerprint(config: DataConfig, content: Sequence[str], named: Sequence[str]
         *named,
     ]
     return xxhash.xxh3_128_hexdigest("/".join(parts).encode())
+
+
+def _require_numbers(rank: int, world_size: int, micro_batch: int, first_sample: int) -> None:
+    if not (0 <= rank < world_size and micro_batch >= 1 and first_sample >= 0):
+        raise DataError(
+            f"rank {rank} of {world_size}, micro_batch {micro_batch}, first_sample {first_sample}: expected "
+            "a rank from 0 below world_size, a micro_batch from 1 and a first_sample from 0"
+        )
 
 
 def _require_even(global_batch: int, micro_batch: int, world_size: int) -> None:
