@@ -198,6 +198,25 @@ def test_search_looks_at_every_axis_what_differs_least_first_and_ends_in_time():
 
 
 @pytest.mark.parametrize(
+    ("flags", "keys"),
+    [
+        (["--optimizer.type=muon", "--optimizer.scale=spectral"], {"fsdp.offload": True}),
+        (["--step.noise_scale_every_steps=1", "--model.tie_embeddings=false"], {"mesh.pp": 2}),
+        (["--hooks={ seen = { type = 'record' } }"], {"mesh.tp": 2}),
+        (['--optimizer={ type = "adamw", lr = 1e-3, rounding = "stochastic" }', "--precision.pure_bf16=true"],
+         {"precision.pure_bf16": False}),
+    ],
+)  # fmt: skip
+def test_search_proposes_no_job_that_could_not_be_loaded(flags, keys):
+    said = [f"--{key}={str(value).lower()}" for key, value in keys.items()]
+    with pytest.raises(ConfigError):
+        load_job(DEBUG, [*SMALL, *flags, *said])
+    job = load_job(DEBUG, [*SMALL, *flags]).value
+    with pytest.raises(ValueError):
+        _changed(job, keys)
+
+
+@pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--device=h999"], "expected one of h100"),

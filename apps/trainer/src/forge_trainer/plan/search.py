@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from inspect import signature
 from itertools import product
 from typing import Any, NamedTuple
 
 from forge_parallel.error import ParallelError
 from msgspec import structs
 
-from forge_trainer.config.checks import axes_divide_the_model, sections_fit_together
+from forge_trainer.config.checks import checks_on_paper
 from forge_trainer.config.job import Job
 from forge_trainer.plan.devices import Table
 from forge_trainer.plan.report import GIB, Plan, plan_of
@@ -212,10 +213,9 @@ def _changed(job: Job, keys: Keys) -> Job:
     made = structs.replace(
         job, **{name: structs.replace(getattr(job, name), **values) for name, values in sections.items()}
     )
-    axes_divide_the_model(made.model, made.data, made.mesh, made.tensor_parallel, made.context_parallel)
-    sections_fit_together(
-        made.tensor_parallel, made.fsdp, made.fp8, made.activation_checkpointing, made.compile
-    )
+    for check in checks_on_paper:
+        for said in check(**{name: getattr(made, name) for name in signature(check).parameters}) or ():
+            raise ValueError(said)
     return made
 
 
