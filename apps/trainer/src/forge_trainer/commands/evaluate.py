@@ -100,7 +100,7 @@ def open_trained(options: argparse.Namespace, step: int | None = None) -> Traine
     if not is_published(folder):
         if getattr(options, "max_tokens", None) is not None:
             raise ConfigError(
-                f"--max-tokens is for a Hugging Face model, and {folder} is a run, whose sequences are as long "
+                f"--max-tokens is for a Hugging Face model, and {folder} is a run: its sequences are as long "
                 "as data.max_tokens says; leave it out"
             )
         job = read_job(folder)

@@ -16,7 +16,6 @@ from forge_trainer.commands.evaluate import open_trained
 from forge_trainer.commands.steps import folder_of, is_series, of_each_step, require_none
 from forge_trainer.data.probe import forward, probe_of
 
-
 OF_A_STORE = ("part-*", "index.json*")
 """What is in the folder of a store, whole or not."""
 

@@ -47,8 +47,8 @@ class Tried(NamedTuple):
     plan: Plan
 
     def line(self) -> str:
-        """In words."""
-        said = ", ".join(f"{key} = {_toml(value)}" for key, value in self.keys.items()) or "the job as it is"
+        """In words; the keys are flags, to be pasted."""
+        said = " ".join(f"--{key}={_flag(value)}" for key, value in self.keys.items()) or "the job as it is"
         time = "" if self.plan.time is None else f"{self.plan.time.likely:8.3g} s a step  "
         return f"{time}{self.plan.memory_bytes / GIB:7.1f} GiB  {said}"
 
@@ -58,9 +58,9 @@ class Found(NamedTuple):
 
     Attributes:
         asked: the plan of the job itself.
-        best: those that fit, the fastest first.
+        best: those that fit, the fastest first, the job itself among them.
         changes: single changes of the job, if it does not fit: those with which it does, the fastest first.
-        tried: how many jobs were planned.
+        tried: how many jobs were planned beside the one that was asked for.
         left: how many layouts were not looked at when time was up.
     """
 
@@ -73,7 +73,7 @@ class Found(NamedTuple):
     def lines(self) -> Iterator[str]:
         """What is printed."""
         left = f"; time was up before {self.left} other layouts: --search-limit" if self.left else ""
-        yield f"  search     {self.tried} jobs planned{left}"
+        yield f"  search     {self.tried} other jobs planned{left}"
         if self.changes:
             yield "  what would make it fit"
             for one in self.changes:
@@ -106,11 +106,12 @@ def search(
         told: called with a line for each that was planned.
         limit_s: see `LIMIT_S`.
     """
-    planned: dict[str, Tried | None] = {}
+    as_it_is = Tried({}, asked)
+    planned: dict[str, Tried | None] = {_name({}): as_it_is}
     until = time.monotonic() + limit_s
 
     def plan(keys: Keys) -> Tried | None:
-        name = repr(sorted(keys.items()))
+        name = _name(keys)
         if name not in planned and time.monotonic() < until:
             planned[name] = _planned(asked, keys, table)
             if (made := planned[name]) is not None:
@@ -118,7 +119,7 @@ def search(
         return planned.get(name)
 
     changes = [] if asked.fits else [one for keys in _single(asked.job) if (one := plan(keys)) is not None]
-    best: list[Tried] = []
+    best = [as_it_is] if asked.fits else []
     layouts = _around(asked.job, asked.site.ranks, asked.site.node_ranks)
     looked_at = 0
     for keys in layouts:
@@ -128,15 +129,19 @@ def search(
         for mode in MODES:
             one = plan(_differing(asked.job, keys | {"activation_checkpointing.mode": mode}))
             if one is not None and one.plan.fits:
-                best.append(one)
+                best += [one] if one.keys else []
                 break
     return Found(
         asked,
         sorted(best, key=_slowness)[:BEST],
         sorted((one for one in changes if one.plan.fits), key=_slowness),
-        sum(one is not None for one in planned.values()),
+        sum(one is not None for one in planned.values()) - 1,
         len(layouts) - looked_at,
     )
+
+
+def _name(keys: Keys) -> str:
+    return repr(sorted(keys.items()))
 
 
 def _planned(asked: Plan, keys: Keys, table: Table) -> Tried | None:
@@ -223,12 +228,8 @@ def _slowness(one: Tried) -> float:
     return one.plan.time.likely if one.plan.time is not None else one.plan.memory_bytes
 
 
-def _toml(value: Any) -> str:
-    return (
-        {True: "true", False: "false"}.get(value, "")
-        if isinstance(value, bool)
-        else (f'"{value}"' if isinstance(value, str) else str(value))
-    )
+def _flag(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _data(one: Tried) -> dict[str, Any]:

@@ -100,7 +100,9 @@ def extract_representations(
     folder, source = _folder(out), open_dataset(dataset, batch_size, names)
     foreign = rows_of_others(model, patterns, tokens)
     rows, feed = RowMaker(chosen, pool, dtype, kept, foreign), Feeder(model, names, forward)
-    share = Share(model, patterns, source, rows, feed, names, processes, progress, attention_bytes, check_padding)
+    share = Share(
+        model, patterns, source, rows, feed, names, processes, progress, attention_bytes, check_padding
+    )
     if folder is None:
         return ActivationStore.of(share.in_memory())
     functions = {"select": names_of(chosen) or None, "pool": names_of(pool), "forward": names_of(forward)}
