@@ -79,7 +79,10 @@ def test_padding_has_no_rows_and_is_in_no_mean(forge, tiny, tmp_path):
         assert torch.allclose(pooled[site], seen[site].mean(1), atol=1e-6)
 
 
-@pytest.mark.parametrize("experts", ["capacity_factor = 1.0", "router = { type = 'expert_choice' }"])
+@pytest.mark.parametrize(
+    "experts",
+    [pytest.param("capacity_factor = 1.0", marks=pytest.mark.slow), "router = { type = 'expert_choice' }"],
+)
 def test_experts_that_padding_takes_places_of_are_extracted_as_the_run_computes_them(
     forge, tiny, tmp_path, experts
 ):
