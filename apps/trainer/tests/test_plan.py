@@ -194,7 +194,42 @@ def test_search_looks_at_every_axis_what_differs_least_first_and_ends_in_time():
     plan = plan_of(job, 8, 4, "h100", load_table())
     found = search(plan, load_table(), limit_s=0)
     assert (found.tried, found.left) == (0, len(layouts))
-    assert "0 jobs planned; time was up before" in next(found.lines())
+    assert "0 other jobs planned; time was up before" in next(found.lines())
+
+
+def test_search_knows_the_recomputation_of_the_job_and_prints_flags():
+    flags = [*SMALL, "--train.global_batch=4", "--activation_checkpointing={ mode = 'every', every = 2 }"]
+    job, table = load_job(DEBUG, flags).value, load_table()
+    asked = plan_of(job, 2, None, "h100", table)
+    little = structs.replace(asked.device, memory_gib=asked.memory_bytes / (1 << 30))
+    table.devices["h100"] = little
+    found = search(asked._replace(device=little), table)
+    assert {} in [one.keys for one in found.best]
+    said = [line.split("GiB  ")[1] for line in found.lines() if "GiB  --" in line]
+    assert len(said) >= len(found.best) - 1 > 0
+    for one in found.best[:2]:
+        pasted = one.line().split("GiB  ")[1].split() if one.keys else []
+        alone = plan_of(load_job(DEBUG, [*flags, *pasted]).value, 2, None, "h100", table)
+        assert alone.fits and alone.memory_bytes == one.plan.memory_bytes and alone.time == one.plan.time
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys"),
+    [
+        (["--optimizer.type=muon", "--optimizer.scale=spectral"], {"fsdp.offload": True}),
+        (["--step.noise_scale_every_steps=1", "--model.tie_embeddings=false"], {"mesh.pp": 2}),
+        (["--hooks={ seen = { type = 'record' } }"], {"mesh.tp": 2}),
+        (['--optimizer={ type = "adamw", lr = 1e-3, rounding = "stochastic" }', "--precision.pure_bf16=true"],
+         {"precision.pure_bf16": False}),
+    ],
+)  # fmt: skip
+def test_search_proposes_no_job_that_could_not_be_loaded(flags, keys):
+    said = [f"--{key}={str(value).lower()}" for key, value in keys.items()]
+    with pytest.raises(ConfigError):
+        load_job(DEBUG, [*SMALL, *flags, *said])
+    job = load_job(DEBUG, [*SMALL, *flags]).value
+    with pytest.raises(ValueError):
+        _changed(job, keys)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +237,7 @@ def test_search_looks_at_every_axis_what_differs_least_first_and_ends_in_time():
     [
         (["--device=h999"], "expected one of h100"),
         (["--ranks=2", "--nodes=1"], "say one of them"),
+        (["--device=cpu", "--search"], "is not known; give --device"),
         (["--ranks=3"], "3 ranks"),
         (["--device-table=nowhere.toml"], "cannot be read"),
     ],

@@ -88,6 +88,14 @@ def test_plan_that_fails_is_one_line(capfd):
     assert capfd.readouterr().err.startswith("plan: this start is not planned: KeyError")
 
 
+def test_plan_that_prints_no_text_keeps_no_start_waiting(capfd):
+    code = "import sys; sys.stderr.buffer.write(b'\\xff no such thing'); raise SystemExit(1)"
+    begun = time.monotonic()
+    Foreseen([sys.executable, "-c", code], strict=True).require_room(None)
+    assert time.monotonic() - begun < 60
+    assert "not planned: \ufffd no such thing" in capfd.readouterr().err
+
+
 def test_plan_that_cannot_be_started_is_one_line(capfd):
     Foreseen(["/nowhere/python"], strict=True).require_room(None)
     assert capfd.readouterr().err.startswith("plan: this start is not planned: ")

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from forge_data.config import DataConfig
 from forge_data.error import DataError
+from forge_data.loading.batches import ValidationBatches
 from forge_data.packing import row_index
 from forge_data.packing.layouts import layouts
 from forge_data.packing.packed import Packed
@@ -50,6 +51,17 @@ def test_packed_reads_what_a_walk_over_the_pieces_reads(
                 assert read.extra["doc_ids"][row, i] == piece
                 assert read.extra["positions"][row, i] == (place if tokens[i] else 0)
             place += 1
+
+
+@pytest.mark.parametrize("name", list(layouts))
+def test_tokens_that_are_no_padding_are_counted(store: TokenStore, tmp_path: Path, name: str) -> None:
+    packed = _packed(store, tmp_path, name)
+    some = np.arange(len(packed))[::-1]
+    expected = (packed.read(some).tokens[:, :-1] > 0).sum(1)  # token i is i + 1
+    assert packed.token_counts(some).tolist() == expected.tolist()
+    batches = ValidationBatches({3: packed}, 4, 0, 0, 1)
+    counts = np.concatenate([batches.token_counts(group) for group in range(len(batches))])
+    assert counts.tolist() == [*expected[::-1].tolist(), *[0] * (-len(packed) % 4)]
 
 
 def test_packed_reads_any_rows_together(store: TokenStore, tmp_path: Path) -> None:

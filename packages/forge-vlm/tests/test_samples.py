@@ -103,6 +103,20 @@ def test_best_fit_has_each_sample_once_and_less_padding():
     assert -(-int(samples.lengths.sum()) // 128) <= len(packed) <= rows
 
 
+@pytest.mark.parametrize("packing", ["concat", "bestfit", "pad"])
+def test_places_of_images_count_as_tokens_and_padding_does_not(packing):
+    config, samples = data(mask_documents=True, packing=packing), shapes(40)
+    packed = SamplePacking(samples, reader(), config, EOS)
+    some = np.arange(len(packed))[::-1]
+    counts = packed.token_counts(some)
+    room = 0
+    for row, count in zip(some.tolist(), counts.tolist(), strict=True):
+        ids = packed.read(np.array([row])).extra["doc_ids"][0]
+        assert (ids[count:] == ids[count - 1] + 1).all() and (ids[:count] <= ids[count - 1]).all()
+        room += len(ids) > count
+    assert room > 0
+
+
 def test_sequences_are_the_same_for_any_number_of_ranks_and_workers():
     config, items = data(mask_documents=True), reader()
 

@@ -98,6 +98,11 @@ def open_trained(options: argparse.Namespace, step: int | None = None) -> Traine
 
     folder = Path(options.directory)
     if not is_published(folder):
+        if getattr(options, "max_tokens", None) is not None:
+            raise ConfigError(
+                f"--max-tokens is for a Hugging Face model, and {folder} is a run: its sequences are as long "
+                "as data.max_tokens says; leave it out"
+            )
         job = read_job(folder)
         model, step = load_model(job, computing=True, step=step)
         return Trained(job, model, f"{options.directory} at step {step}", {"step": step})

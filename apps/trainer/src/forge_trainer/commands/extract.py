@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from forge_trainer.commands.evaluate import open_trained
 from forge_trainer.commands.steps import folder_of, is_series, of_each_step, require_none
 from forge_trainer.data.probe import forward, probe_of
 
+OF_A_STORE = ("part-*", "index.json*")
+"""What is in the folder of a store, whole or not."""
+
 
 def extract_run(options: argparse.Namespace) -> None:
     """`forge extract`: a store in `out`, or of several steps one in a folder each.
@@ -24,8 +28,9 @@ def extract_run(options: argparse.Namespace) -> None:
 
     Raises:
         CheckpointError: steps were passed over, for their checkpoints are damaged; the others are extracted.
-        ConfigError: a site names nothing, or a file cannot be written.
+        ConfigError: a site names nothing, a file cannot be written, or `out` is a folder of other things.
     """
+    _require_own(Path(options.out), ("step-*",) if is_series(options) else OF_A_STORE)
     require_none(of_each_step(options, partial(_extract_step, options))[1])
 
 
@@ -49,9 +54,21 @@ def _extract_step(options: argparse.Namespace, asked: int | None) -> None:
             tokens="tokens",
             forward=partial(forward, job.loss.build(), next(model.parameters()).device),
             keep=options.keep or (),
+            check_padding=False,
         )
     except InterpError as error:
         raise ConfigError(f"forge extract: {error}") from None
     except OSError as error:
         raise ConfigError(f"forge extract: {out} cannot be written: {error}") from None
     sys.stdout.write(f"{place}: {store.rows:,} rows of {', '.join(store.sites)} in {out}\n")
+
+
+def _require_own(out: Path, names: Sequence[str]) -> None:
+    """See that a folder is new or empty, or that an extraction has begun in it."""
+    if not out.is_dir() or any(next(out.glob(name), None) for name in names):
+        return
+    if other := sorted(path.name for path in out.iterdir() if not path.name.startswith(".")):
+        raise ConfigError(
+            f"forge extract: {out} holds {', '.join(other[:3])} and no extraction; name a new folder, or an "
+            "empty one"
+        )

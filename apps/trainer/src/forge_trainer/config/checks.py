@@ -5,7 +5,7 @@ Nothing here imports torch, so that a bad configuration is reported at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from forge_config.registry import type_name
@@ -28,6 +28,7 @@ from forge_parallel.fp8_config import FP8Config
 
 from forge_trainer.checkpoints.init_from import require_origins
 from forge_trainer.config.train import TrainConfig, batch_divides, steps_differ_in_length
+from forge_trainer.hooks import HookConfig
 from forge_trainer.optim import MuonConfig, OptimizerConfig
 from forge_trainer.schedule import ScheduleConfig
 from forge_trainer.steps import StepConfig
@@ -296,6 +297,12 @@ def eight_bits_divide_the_tokens(
         raise ValueError(str(error)) from None
 
 
+def hooks_see_what_they_need(hooks: Mapping[str, HookConfig], mesh: MeshConfig) -> None:
+    """A hook must not see a part of something."""
+    for config in hooks.values():
+        config.require_mesh(mesh)
+
+
 def every_part_can_learn(model: ModelConfig) -> None:
     """Nothing is trained of which the loss does not depend."""
     model.require_learning()
@@ -331,5 +338,11 @@ checks: list[Callable[..., None]] = [
     optimizer_can_run_on_the_host,
     blocks_are_not_compiled_too_often,
     eight_bits_divide_the_tokens,
+    hooks_see_what_they_need,
     sections_fit_together,
 ]
+
+checks_on_paper = [
+    check for check in checks if check not in (weights_are_of_the_model, vocabulary_covers_the_tokenizer)
+]
+"""Those that a job keeps to which is only planned: neither weights nor the tokenizer are looked for."""

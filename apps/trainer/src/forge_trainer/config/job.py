@@ -38,7 +38,7 @@ from msgspec import structs
 
 from forge_trainer.config.checks import (
     checks,
-    vocabulary_covers_the_tokenizer,
+    checks_on_paper,
     weights_are_of_the_model,
 )
 from forge_trainer.config.eval import EvalConfig
@@ -226,9 +226,8 @@ def load_job(
     """
     folders = [recorded_folder(Path(path).parent, key) for key in ("folder", "config_folder")]
     import_folders = [folder for folder in folders if folder is not None]
-    left_out = [weights_are_of_the_model] if branch or on_paper else []
-    left_out += [vocabulary_covers_the_tokenizer] if on_paper else []
-    wanted = (check for check in checks if check not in left_out)
+    left_out = [weights_are_of_the_model] if branch else []
+    wanted = checks_on_paper if on_paper else [check for check in checks if check not in left_out]
     every = [*wanted, classes_in([Path(path).parent, *import_folders])]
     prepare = fetch_shapes if on_paper else fetch_named
     loaded = load(Job, path, overrides, every, import_folders, prepare, HINTS)

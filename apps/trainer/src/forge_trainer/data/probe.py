@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from forge_data.loading.batches import Batches
 from forge_data.loading.loader import build_loader, build_set_loader
 from forge_data.sources.config import FilesConfig
 from msgspec.structs import replace
@@ -31,12 +32,17 @@ class Alone:
         return Alone(self._batches[:count])
 
 
+MASK = "attention_mask"
+"""Tells an extraction which tokens are no padding; the model is not given it, for padding is behind them."""
+
 Probe = Sequence[Mapping[str, Tensor]] | Alone
 """What `forge_interp.extract_representations` takes: samples, or ready batches where they differ in shape."""
 
 
 def probe_of(job: Job, samples: int, texts: Sequence[str] = ()) -> Probe:
     """Take sequences evenly spaced from the held-out text or from files.
+
+    Where sequences end in padding, each sample has a mask of its tokens (`MASK`).
 
     Args:
         job: says data and model.
@@ -55,8 +61,18 @@ def probe_of(job: Job, samples: int, texts: Sequence[str] = ()) -> Probe:
         loader = build_loader(data, "validation", micro_batch=1, items=job.model.items())
     loader.vocab_size = job.model.vocab_size
     batches = [dict(micro.inputs) for batch in loader for micro in batch]
+    _mark_padding(batches, loader.batches)
     # sequences that have each a number of rows of their own are looked at one by one
     return Alone(batches) if loader.batches.side.ragged else [_only(one) for one in batches]
+
+
+def _mark_padding(inputs: Sequence[dict[str, Tensor]], batches: Batches) -> None:
+    """Give batches of a sequence each a mask [1, T], if any of them has padding."""
+    counts = [int(batches.token_counts(number)[0]) for number in range(len(inputs))]
+    for of_one, count in zip(inputs, counts, strict=True):
+        places = torch.arange(of_one["tokens"].shape[1])
+        if min(counts) < len(places):
+            of_one[MASK] = (places < count).long()[None]
 
 
 def _only(sequence: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -65,4 +81,5 @@ def _only(sequence: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def forward(loss_fn: Any, device: torch.device, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
     """The pass of an evaluation: the loss never holds all logits."""
-    return model(**{name: value.to(device) for name, value in batch.items()}, loss_fn=loss_fn)
+    inputs = {name: value.to(device) for name, value in batch.items() if name != MASK}
+    return model(**inputs, loss_fn=loss_fn)

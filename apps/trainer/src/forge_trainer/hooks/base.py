@@ -10,6 +10,7 @@ from forge_config import ALL_KEYS, Config, Meta, Registry
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from forge_parallel.config import MeshConfig
     from forge_parallel.env import Env
     from forge_parallel.mesh import Mesh
     from forge_resilience.verdict import Verdict
@@ -126,6 +127,13 @@ class HookConfig(Config):
     free_keys = (ALL_KEYS,)
 
     every_steps: Annotated[int, Meta(ge=1)] = 1
+
+    def require_mesh(self, mesh: MeshConfig) -> None:
+        """See that the hook can do its work on such a mesh; asked before anything is built.
+
+        Raises:
+            ValueError: it cannot.
+        """
 
     def build(self, run: RunView) -> Hook:
         """The hook for a built run. Collective."""

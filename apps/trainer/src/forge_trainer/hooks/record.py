@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from forge_config import ConfigError, Meta
+from forge_parallel.config import MeshConfig
 
 from forge_trainer.hooks.base import Hook, HookConfig, RunView, hooks
 
@@ -39,6 +40,15 @@ class RecordConfig(HookConfig):
     keep: tuple[str, ...] = ()
     folder: Annotated[str, Meta(pattern="^[A-Za-z0-9_][A-Za-z0-9_-]*$")] = "activations"
 
+    def require_mesh(self, mesh: MeshConfig) -> None:
+        """See `HookConfig.require_mesh`: ranks must not share tokens, layers or matrices."""
+        for axis in ("tp", "cp", "pp"):
+            if (size := getattr(mesh, axis)) > 1:
+                raise ConfigError(
+                    f"mesh.{axis} = {size} with a hook of type record: each rank would see a part of the "
+                    "activations; extract from the checkpoints of this run afterwards, by forge extract"
+                )
+
     def build(self, run: RunView) -> Hook:
         """See `HookConfig.build`. Collective.
 
@@ -46,12 +56,7 @@ class RecordConfig(HookConfig):
             ConfigError: a site names nothing in the model (lists near misses) or cannot be recorded or
                 written; two hooks write to one folder; or ranks share tokens, layers or matrices.
         """
-        for axis in ("tp", "cp", "pp"):
-            if (size := getattr(run.job.mesh, axis)) > 1:
-                raise ConfigError(
-                    f"mesh.{axis} = {size} with a hook of type record: each rank would see a part of the "
-                    "activations; record the checkpoints of this run afterwards, in one process"
-                )
+        self.require_mesh(run.job.mesh)
         alike = [c for c in run.job.hooks.values() if isinstance(c, RecordConfig) and c.folder == self.folder]
         if len(alike) > 1:
             raise ConfigError(

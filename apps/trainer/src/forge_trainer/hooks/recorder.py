@@ -98,6 +98,7 @@ class Recorder(Hook):
                 resume=False,
                 progress=False,
                 keep=self._config.keep,
+                check_padding=False,
             )
 
     def _remove(self, *paths: Path) -> None:

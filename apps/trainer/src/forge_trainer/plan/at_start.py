@@ -92,8 +92,8 @@ class Foreseen:
 
     def _read(self) -> None:
         assert self._process is not None
-        out, err = self._process.communicate()
         try:
+            out, err = self._process.communicate()
             if self._process.returncode == 0:
                 self._record = record_of(json.loads(out[out.find("{") :]))  # modules may print as they load
             elif self._process.returncode > 0:  # below 0 it was ended
@@ -167,6 +167,7 @@ def _started(command: Sequence[str]) -> subprocess.Popen[str] | None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",  # modules print what they like
             env=environment,
             start_new_session=True,
         )

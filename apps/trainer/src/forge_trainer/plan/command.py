@@ -26,6 +26,10 @@ def plan_job(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     job, table = loaded.value, load_table(options.device_table)
     device_name = options.device or device_here()
     device = device_of(table, device_name)
+    if options.search and device is None:
+        raise ConfigError(
+            f"--search looks for what fits, and the memory of a {device_name} is not known; give --device"
+        )
     ranks, node_ranks = ranks_of(options, job, device)
 
     # torch is loaded here and not before

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from inspect import signature
 from itertools import product
 from typing import Any, NamedTuple
 
 from forge_parallel.error import ParallelError
 from msgspec import structs
 
-from forge_trainer.config.checks import axes_divide_the_model, sections_fit_together
+from forge_trainer.config.checks import checks_on_paper
 from forge_trainer.config.job import Job
 from forge_trainer.plan.devices import Table
 from forge_trainer.plan.report import GIB, Plan, plan_of
@@ -46,8 +47,8 @@ class Tried(NamedTuple):
     plan: Plan
 
     def line(self) -> str:
-        """In words."""
-        said = ", ".join(f"{key} = {_toml(value)}" for key, value in self.keys.items()) or "the job as it is"
+        """In words; the keys are flags, to be pasted."""
+        said = " ".join(f"--{key}={_flag(value)}" for key, value in self.keys.items()) or "the job as it is"
         time = "" if self.plan.time is None else f"{self.plan.time.likely:8.3g} s a step  "
         return f"{time}{self.plan.memory_bytes / GIB:7.1f} GiB  {said}"
 
@@ -57,9 +58,9 @@ class Found(NamedTuple):
 
     Attributes:
         asked: the plan of the job itself.
-        best: those that fit, the fastest first.
+        best: those that fit, the fastest first, the job itself among them.
         changes: single changes of the job, if it does not fit: those with which it does, the fastest first.
-        tried: how many jobs were planned.
+        tried: how many jobs were planned beside the one that was asked for.
         left: how many layouts were not looked at when time was up.
     """
 
@@ -72,7 +73,7 @@ class Found(NamedTuple):
     def lines(self) -> Iterator[str]:
         """The lines that `forge plan --search` prints."""
         left = f"; time was up before {self.left} other layouts: --search-limit" if self.left else ""
-        yield f"  search     {self.tried} jobs planned{left}"
+        yield f"  search     {self.tried} other jobs planned{left}"
         if self.changes:
             yield "  what would make it fit"
             for one in self.changes:
@@ -105,11 +106,12 @@ def search(
         told: called with a line for each that was planned.
         limit_s: see `LIMIT_S`.
     """
-    planned: dict[str, Tried | None] = {}
+    as_it_is = Tried({}, asked)
+    planned: dict[str, Tried | None] = {_name({}): as_it_is}
     until = time.monotonic() + limit_s
 
     def plan(keys: Keys) -> Tried | None:
-        name = repr(sorted(keys.items()))
+        name = _name(keys)
         if name not in planned and time.monotonic() < until:
             planned[name] = _planned(asked, keys, table)
             if (made := planned[name]) is not None:
@@ -117,7 +119,7 @@ def search(
         return planned.get(name)
 
     changes = [] if asked.fits else [one for keys in _single(asked.job) if (one := plan(keys)) is not None]
-    best: list[Tried] = []
+    best = [as_it_is] if asked.fits else []
     layouts = _around(asked.job, asked.site.ranks, asked.site.node_ranks)
     looked_at = 0
     for keys in layouts:
@@ -127,15 +129,19 @@ def search(
         for mode in MODES:
             one = plan(_differing(asked.job, keys | {"activation_checkpointing.mode": mode}))
             if one is not None and one.plan.fits:
-                best.append(one)
+                best += [one] if one.keys else []
                 break
     return Found(
         asked,
         sorted(best, key=_slowness)[:BEST],
         sorted((one for one in changes if one.plan.fits), key=_slowness),
-        sum(one is not None for one in planned.values()),
+        sum(one is not None for one in planned.values()) - 1,
         len(layouts) - looked_at,
     )
+
+
+def _name(keys: Keys) -> str:
+    return repr(sorted(keys.items()))
 
 
 def _planned(asked: Plan, keys: Keys, table: Table) -> Tried | None:
@@ -212,10 +218,9 @@ def _changed(job: Job, keys: Keys) -> Job:
     made = structs.replace(
         job, **{name: structs.replace(getattr(job, name), **values) for name, values in sections.items()}
     )
-    axes_divide_the_model(made.model, made.data, made.mesh, made.tensor_parallel, made.context_parallel)
-    sections_fit_together(
-        made.tensor_parallel, made.fsdp, made.fp8, made.activation_checkpointing, made.compile
-    )
+    for check in checks_on_paper:
+        for said in check(**{name: getattr(made, name) for name in signature(check).parameters}) or ():
+            raise ValueError(said)
     return made
 
 
@@ -223,12 +228,8 @@ def _slowness(one: Tried) -> float:
     return one.plan.time.likely if one.plan.time is not None else one.plan.memory_bytes
 
 
-def _toml(value: Any) -> str:
-    return (
-        {True: "true", False: "false"}.get(value, "")
-        if isinstance(value, bool)
-        else (f'"{value}"' if isinstance(value, str) else str(value))
-    )
+def _flag(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _data(one: Tried) -> dict[str, Any]:

@@ -73,6 +73,15 @@ class Batches:
         """Source (negative is padding) and sample, two [n] int64, of the sequences of a group."""
         raise NotImplementedError
 
+    def token_counts(self, group: int) -> np.ndarray:
+        """How many tokens of each sequence of a group are no padding: [n] int64."""
+        source, sample = self.locate(group)
+        counts = np.zeros(len(source), dtype=np.int64)
+        for number, packing in self._packings.items():
+            here = np.flatnonzero(source == number)
+            counts[here] = packing.token_counts(sample[here])
+        return counts
+
     def group(self, index: int) -> Group:
         """The items from `index * together` on.
 

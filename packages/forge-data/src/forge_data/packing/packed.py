@@ -74,6 +74,11 @@ class Packed(TextPacking):
             return Sequences(tokens, ignored)
         return Sequences(tokens, ignored, self._documents(lengths, counts, places))
 
+    def token_counts(self, samples: np.ndarray) -> np.ndarray:
+        """See `Packing.token_counts`."""
+        _, lengths, ends = self.index.pieces(samples)
+        return np.minimum(np.diff(np.cumsum(lengths)[ends - 1], prepend=0), self.max_tokens)
+
     def _documents(
         self, lengths: np.ndarray, counts: np.ndarray, places: np.ndarray
     ) -> dict[str, np.ndarray]:

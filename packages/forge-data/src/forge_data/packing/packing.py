@@ -80,6 +80,10 @@ class Packing:
         """
         raise NotImplementedError
 
+    def token_counts(self, samples: np.ndarray) -> np.ndarray:
+        """How many of the T tokens of those sequences are no padding, which is behind them: [n] int64."""
+        return np.full(len(samples), self.max_tokens, dtype=np.int64)
+
     def require_files(self) -> None:
         """See that the files still have their size: touching what is gone would kill the process.
 

@@ -46,6 +46,7 @@ def extract_representations(
     progress: bool = True,
     attention_bytes: int = 1 << 30,
     keep: Iterable[str] = (),
+    check_padding: bool = True,
 ) -> ActivationStore:
     """Write what a model computes at some sites, for every sample of a dataset, to disk.
 
@@ -79,6 +80,8 @@ def extract_representations(
         attention_bytes: the largest attention matrix to hold at once.
         keep: entries [samples, tokens] or [samples] of the batches, such as `image_index`, of which the store
             keeps the value of each row; see `ActivationStore.kept`.
+        check_padding: run some samples alone, too, and raise InterpError where their rows are others without
+            padding. False for experts that share a number of places, which padding takes away.
 
     InterpError where sites have different rows, or `out` belongs to another call, with the differences;
     OSError on a full disk, where what is done so far stays.
@@ -97,7 +100,9 @@ def extract_representations(
     folder, source = _folder(out), open_dataset(dataset, batch_size, names)
     foreign = rows_of_others(model, patterns, tokens)
     rows, feed = RowMaker(chosen, pool, dtype, kept, foreign), Feeder(model, names, forward)
-    share = Share(model, patterns, source, rows, feed, names, processes, progress, attention_bytes)
+    share = Share(
+        model, patterns, source, rows, feed, names, processes, progress, attention_bytes, check_padding
+    )
     if folder is None:
         return ActivationStore.of(share.in_memory())
     functions = {"select": names_of(chosen) or None, "pool": names_of(pool), "forward": names_of(forward)}

@@ -98,6 +98,12 @@ class SamplePacking(Packing):
         """See `Packing.read`."""
         return self._sequences.of([self._row(int(number)) for number in samples])
 
+    def token_counts(self, samples: np.ndarray) -> np.ndarray:
+        """See `Packing.token_counts`; places of images are no padding."""
+        ends = np.concatenate([[0], np.cumsum(self._samples.lengths[self._order])])
+        counts = ends[self._starts[samples + 1]] - ends[self._starts[samples]]
+        return np.minimum(counts, self.max_tokens)
+
     def _rows(self, lengths: np.ndarray, packing: str) -> tuple[np.ndarray, np.ndarray]:
         """[samples] the samples in the order of their rows, and [rows + 1] where each row starts there."""
         room = self.max_tokens + 1

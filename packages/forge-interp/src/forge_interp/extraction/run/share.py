@@ -42,6 +42,7 @@ class Share:
     processes: Processes
     progress: bool
     attention_bytes: int
+    check_padding: bool = True
     _parts: Parts | None = None
     _writer: PartWriter | None = None
     _columns: tuple[Column, ...] = ()
@@ -226,6 +227,8 @@ class Share:
 
         Processes in step run equally often, whichever of their batches are padded.
         """
+        if not self.check_padding:
+            return None
         found = unpadded(batch, self.names)
         self._num_steps += 1
         self._num_padded += found is not None
