@@ -52,8 +52,8 @@ def test_start_that_does_not_fit_warns_first_and_keeps_its_plan(pretend, tmp_pat
     pretend(0.0001)
     assert start(tmp_path) == 0
     said = capsys.readouterr()
-    assert said.err.count("WARNING the job needs") == 1 and "h100 has 0.0" in said.err
-    assert "GiB a rank of h100" in said.out and "s a step" in said.out and "WARNING" in said.out
+    assert said.err.count("WARNING the job needs") == 1 and "h100 has 105 KiB" in said.err
+    assert "of 105 KiB a rank of h100" in said.out and "s a step" in said.out and "WARNING" in said.out
     kept = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert kept["fits"] is False and kept["ranks"] == 1 and kept["memory_gib"] > 0.0001
     assert sum(kept["memory_gib_of"].values()) == pytest.approx(kept["memory_gib"])
@@ -128,7 +128,7 @@ def strict_on_ranks():
 @pytest.mark.dist
 def test_every_rank_of_a_strict_start_is_refused():
     first, second = run_ranks(strict_on_ranks, 2)
-    assert first == second and "needs 9.0 GiB" in first
+    assert first == second and "needs 9.00 GiB" in first
 
 
 def test_only_the_first_rank_plans_and_it_plans_all(pretend, monkeypatch):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from forge_trainer.plan import kinds
 from forge_trainer.plan.collectives import Said, Traffic
 from forge_trainer.plan.places import Place
-from forge_trainer.plan.record import DAY_S, gib, where
+from forge_trainer.plan.record import DAY_S, sized, where
 from forge_trainer.plan.report import Plan, checkpoint_bytes
 from forge_trainer.plan.sources import source_lines
 from forge_trainer.plan.stage import Stage
@@ -20,8 +20,8 @@ def plan_lines_of(plan: Plan) -> Iterator[str]:
     axes = " x ".join(f"{name} {size}" for name, size in plan.sizes.items())
     axes += f", of which ep {job.mesh.ep}" if job.mesh.ep > 1 else ""
     nodes = -(-plan.site.ranks // plan.site.node_ranks)
-    many = "s" * (nodes > 1)
-    yield f"{job.job.name} on {plan.site.ranks} ranks of {plan.device_name}, {nodes} node{many}: {axes}"
+    ranks, places = plan.site.ranks, f"{nodes} node{'s' * (nodes > 1)}"
+    yield f"{job.job.name} on {ranks} rank{'s' * (ranks > 1)} of {plan.device_name}, {places}: {axes}"
     yield f"  parameters {_number(counted.total)} ({counted.total:,}), {_number(counted.active)} active, " + (
         f"{_number(counted.trained)} trained"
     )
@@ -44,7 +44,7 @@ def plan_lines_of(plan: Plan) -> Iterator[str]:
     took = (
         "" if plan.device is None else f", {size / 1e9 / (plan.device.storage_gbs * nodes):,.0f} s to write"
     )
-    yield f"  checkpoint {gib(size)} GiB{took}"
+    yield f"  checkpoint {sized(size)}{took}"
     yield from _start_lines(plan)
 
 
@@ -55,14 +55,14 @@ def _memory_lines(
     name = "a rank" if plan.sizes["pp"] == 1 else f"stage rank {stage.number} of {plan.sizes['pp']}"
     room = ""
     if plan.device is not None:
-        room = f" of {plan.device.memory_gib:.1f}: {'fits' if plan.fits else 'DOES NOT FIT'}"
+        room = f" of {plan.device.memory_gib:.1f} GiB: {'fits' if plan.fits else 'DOES NOT FIT'}"
     ran = "all run" if stage.ran >= stage.blocks else f"{stage.ran} run, the others extrapolated"
-    yield f"  memory     {name}: {gib(total)} GiB{room}, at {where(*place)}; {stage.blocks} blocks, {ran}"
+    yield f"  memory     {name}: {sized(total)}{room}, at {where(*place)}; {stage.blocks} blocks, {ran}"
     for kind in kinds.KINDS:
         if size := held.get(kind, 0.0):
-            yield f"    {kind:<14} {gib(size):>8} GiB  {100 * size / total:5.1f} %"
+            yield f"    {kind:<14} {sized(size):>12}  {100 * size / total:5.1f} %"
     if host:
-        yield f"    on the host    {gib(host):>8} GiB"
+        yield f"    on the host    {sized(host):>12}"
 
 
 def _collective_lines(stage: Stage) -> Iterator[str]:
@@ -77,7 +77,7 @@ def _collective_lines(stage: Stage) -> Iterator[str]:
     for said, traffic in sorted(merged.items(), key=lambda item: -item[1].bytes):
         nodes = "inside a node" if said.nodes == 1 else f"over {said.nodes} nodes"
         yield (
-            f"    {said.axis:<12} {said.kind:<14} {traffic.count:>8,.0f} x  {gib(traffic.bytes):>8} GiB  "
+            f"    {said.axis:<12} {said.kind:<14} {traffic.count:>8,.0f} x  {sized(traffic.bytes):>12}  "
             f"{said.ranks} ranks {nodes}"
         )
 
@@ -91,8 +91,8 @@ def _skew_lines(plan: Plan) -> Iterator[str]:
         for stage in (plan.stages[0], plan.skewed)
     ]
     yield (
-        f"  experts    a rank sends {gib(sent[0])} GiB a step under even routing; one that serves twice as "
-        f"many rows {gib(sent[1])} GiB, and holds {gib(more)} GiB more"
+        f"  experts    a rank sends {sized(sent[0])} a step under even routing; one that serves twice as "
+        f"many rows {sized(sent[1])}, and holds {sized(more)} more"
     )
 
 

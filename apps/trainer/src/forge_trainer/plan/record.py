@@ -44,10 +44,10 @@ def record_of(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def short_lines(record: Mapping[str, Any]) -> Iterator[str]:
     """Parameters, memory, and speed where it is known: of a start, and of a submission."""
-    room = "" if record["device_gib"] is None else f" of {record['device_gib']:.1f}"
+    room = "" if record["device_gib"] is None else f" of {sized(record['device_gib'] * GIB)}"
     yield (
-        f"  planned    {scaled(record['parameters'])} parameters, {gib(record['memory_gib'] * GIB)}{room} "
-        f"GiB a rank of {record['device']}, at {record['memory_at']}"
+        f"  planned    {scaled(record['parameters'])} parameters, {sized(record['memory_gib'] * GIB)}{room} "
+        f"a rank of {record['device']}, at {record['memory_at']}"
     )
     if record["fits"] is False:
         yield "  WARNING    the job does not fit as planned; forge plan --search looks for what does"
@@ -64,8 +64,8 @@ def does_not_fit(record: Mapping[str, Any]) -> str:
     if record.get("fits") is not False:
         return ""
     return (
-        f"the job needs {record['memory_gib']:.1f} GiB a rank as planned, and {record['device']} has "
-        f"{record['device_gib']:.1f}; forge plan --search looks for what fits"
+        f"the job needs {sized(record['memory_gib'] * GIB)} a rank as planned, and {record['device']} has "
+        f"{sized(record['device_gib'] * GIB)}; forge plan --search looks for what fits"
     )
 
 
@@ -75,6 +75,10 @@ def where(phase: str, micro: str, module: str) -> str:
     return f"{module or 'the model'} in the {phase}{' pass' if phase != 'update' else ''}{of}"
 
 
-def gib(size: float) -> str:
-    """Bytes as GiB, with three decimals where two would say nothing."""
-    return f"{size / GIB:,.{3 if size < GIB / 10 else 2}f}"
+def sized(size: float) -> str:
+    """Bytes with a binary prefix, such as `5.17 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:,.{1 if size >= 10 else 2}f} GiB"

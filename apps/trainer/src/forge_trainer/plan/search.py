@@ -14,7 +14,8 @@ from msgspec import structs
 from forge_trainer.config.checks import checks_on_paper
 from forge_trainer.config.job import Job
 from forge_trainer.plan.devices import Table
-from forge_trainer.plan.report import GIB, Plan, plan_of
+from forge_trainer.plan.record import sized
+from forge_trainer.plan.report import Plan, plan_of
 
 BEST = 5
 """So many are listed."""
@@ -50,7 +51,7 @@ class Tried(NamedTuple):
         """In words; the keys are flags, to be pasted."""
         said = " ".join(f"--{key}={_flag(value)}" for key, value in self.keys.items()) or "the job as it is"
         time = "" if self.plan.time is None else f"{self.plan.time.likely:8.3g} s a step  "
-        return f"{time}{self.plan.memory_bytes / GIB:7.1f} GiB  {said}"
+        return f"{time}{sized(self.plan.memory_bytes):>9}  {said}"
 
 
 class Found(NamedTuple):
@@ -77,8 +78,8 @@ class Found(NamedTuple):
         if self.changes:
             yield "  what would make it fit"
             for one in self.changes:
-                saved = (self.asked.memory_bytes - one.plan.memory_bytes) / GIB
-                yield f"    {one.line()}  saves {saved:.1f} GiB"
+                saved = self.asked.memory_bytes - one.plan.memory_bytes
+                yield f"    {one.line()}  saves {sized(saved)}"
         yield "  what fits and is fastest" if self.best else "  nothing around the job fits; use more ranks"
         yield from (f"    {one.line()}" for one in self.best)
 
