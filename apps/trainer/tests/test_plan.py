@@ -197,6 +197,12 @@ def test_search_looks_at_every_axis_what_differs_least_first_and_ends_in_time():
     assert "0 other jobs planned; time was up before" in next(found.lines())
 
 
+def test_layouts_of_a_world_that_is_no_power_of_two_divide_it():
+    found = _around(load_job(DEBUG, SMALL + ["--train.global_batch=12"]).value, 6, 8)
+    assert {keys.get("mesh.pp", 1) for keys in found} == {1, 2, 3}
+    assert {keys.get("mesh.tp", 1) for keys in found} == {1, 2}  # three ranks cannot share its heads
+
+
 def test_search_knows_the_recomputation_of_the_job_and_prints_flags():
     flags = [*SMALL, "--train.global_batch=4", "--activation_checkpointing={ mode = 'every', every = 2 }"]
     job, table = load_job(DEBUG, flags).value, load_table()

@@ -159,7 +159,7 @@ def _around(job: Job, ranks: int, node_ranks: int) -> list[Keys]:
     """Layouts and micro-batches that can be laid out, those that differ least from the job first."""
     micro, mesh = job.train.micro_batch, job.mesh
     most = MOST | {"ep": min(MOST["ep"], max(job.model.expert_counts().values(), default=1))}
-    axes = {axis: [2**power for power in range(size.bit_length())] for axis, size in most.items()}
+    axes = {axis: [n for n in range(1, size + 1) if ranks % n == 0] for axis, size in most.items()}
     axes["dp_replicate"] = [1, max(1, ranks // node_ranks)]
     choices = {axis: dict.fromkeys([getattr(mesh, axis), *sizes]) for axis, sizes in axes.items()}
     choices["micro_batch"] = dict.fromkeys([micro, *([micro // 2] if micro > 1 else []), 2 * micro])
