@@ -10,7 +10,7 @@ from forge_config import ConfigError
 from forge_trainer.cli import main
 from forge_trainer.config.job import load_job
 from forge_trainer.plan import kinds
-from forge_trainer.plan.collectives import Said, Traffic
+from forge_trainer.plan.collectives import Collective, Traffic
 from forge_trainer.plan.depth import _period
 from forge_trainer.plan.devices import load_table
 from forge_trainer.plan.estimate import bubble_share, collective_s, seconds
@@ -198,7 +198,7 @@ def test_search_looks_at_every_axis_what_differs_least_first_and_ends_in_time():
 
 
 def test_layouts_of_a_world_that_is_no_power_of_two_divide_it():
-    found = _around(load_job(DEBUG, SMALL + ["--train.global_batch=12"]).value, 6, 8)
+    found = _around(load_job(DEBUG, [*SMALL, "--train.global_batch=12"]).value, 6, 8)
     assert {keys.get("mesh.pp", 1) for keys in found} == {1, 2, 3}
     assert {keys.get("mesh.tp", 1) for keys in found} == {1, 2}  # three ranks cannot share its heads
 
@@ -287,7 +287,7 @@ def test_collectives_take_as_long_as_rings_do():
     table = load_table()
     device = structs.replace(table.devices["h100"], latency_us=(1e-9, 1e-9))
     reached = structs.replace(table.efficiency, network=1.0)
-    one_node = Said("fsdp", "all-gather", 8, 1, "forward")
+    one_node = Collective("fsdp", "all-gather", 8, 1, "forward")
     assert collective_s(one_node, Traffic(1, 450e9), device, reached) == pytest.approx(7 / 8)
     # two of four without a switch have a third of the links
     board = structs.replace(device, switched=False, node_ranks=4)

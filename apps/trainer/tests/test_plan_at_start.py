@@ -10,7 +10,7 @@ from forge_config import ConfigError
 from forge_parallel.testing import run_ranks
 from forge_trainer.cli import main
 from forge_trainer.plan import at_start
-from forge_trainer.plan.at_start import Foreseen, foresee, gpu_here
+from forge_trainer.plan.at_start import StartPlan, gpu_here, plan_start
 
 DEBUG = "configs/runs/debug.toml"
 SMALL = [
@@ -77,49 +77,49 @@ def test_start_without_a_known_gpu_says_and_keeps_nothing(tmp_path, monkeypatch,
 
 
 def test_plan_that_fails_is_one_line(capfd):
-    foreseen = Foreseen(
+    start_plan = StartPlan(
         [sys.executable, "-c", "print('{'); raise SystemExit('a\\nno such thing')"], strict=True
     )
-    foreseen.require_room(None)
+    start_plan.require_room(None)
     assert capfd.readouterr().err == "plan: this start is not planned: no such thing\n"
-    assert foreseen.lines() == []
-    foreseen = Foreseen([sys.executable, "-c", "print('{}')"], strict=True)
-    foreseen.require_room(None)
+    assert start_plan.lines() == []
+    start_plan = StartPlan([sys.executable, "-c", "print('{}')"], strict=True)
+    start_plan.require_room(None)
     assert capfd.readouterr().err.startswith("plan: this start is not planned: KeyError")
 
 
 def test_plan_that_prints_no_text_keeps_no_start_waiting(capfd):
     code = "import sys; sys.stderr.buffer.write(b'\\xff no such thing'); raise SystemExit(1)"
     begun = time.monotonic()
-    Foreseen([sys.executable, "-c", code], strict=True).require_room(None)
+    StartPlan([sys.executable, "-c", code], strict=True).require_room(None)
     assert time.monotonic() - begun < 60
     assert "not planned: \ufffd no such thing" in capfd.readouterr().err
 
 
 def test_plan_that_cannot_be_started_is_one_line(capfd):
-    Foreseen(["/nowhere/python"], strict=True).require_room(None)
+    StartPlan(["/nowhere/python"], strict=True).require_room(None)
     assert capfd.readouterr().err.startswith("plan: this start is not planned: ")
 
 
 def test_slow_plan_holds_up_no_start_and_is_ended_with_it(monkeypatch, tmp_path):
     monkeypatch.setattr(at_start, "PATIENCE_S", 0.2)
-    foreseen = Foreseen([sys.executable, "-c", "import time; time.sleep(100)"])
+    start_plan = StartPlan([sys.executable, "-c", "import time; time.sleep(100)"])
     begun = time.monotonic()
-    foreseen.require_room(None)
-    foreseen.keep(tmp_path / "plan.json")
-    foreseen.close()
-    assert foreseen._process.wait(10) < 0 and time.monotonic() - begun < 10
+    start_plan.require_room(None)
+    start_plan.keep(tmp_path / "plan.json")
+    start_plan.close()
+    assert start_plan._process.wait(10) < 0 and time.monotonic() - begun < 10
     assert not (tmp_path / "plan.json").exists()
 
 
 def strict_on_ranks():
     import torch.distributed as dist
 
-    foreseen = Foreseen(strict=True)
+    start_plan = StartPlan(strict=True)
     if dist.get_rank() == 0:
-        foreseen._record = {"fits": False, "memory_gib": 9.0, "device_gib": 8.0, "device": "h100"}
+        start_plan._record = {"fits": False, "memory_gib": 9.0, "device_gib": 8.0, "device": "h100"}
     try:
-        foreseen.require_room(dist.group.WORLD)
+        start_plan.require_room(dist.group.WORLD)
     except ConfigError as error:
         return str(error)
     return ""
@@ -137,9 +137,9 @@ def test_only_the_first_rank_plans_and_it_plans_all(pretend, monkeypatch):
     monkeypatch.setattr(at_start, "_started", lambda command: told.append(command))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     options = Namespace(config="x.toml", strict=False)
-    foresee(options, ["--train.steps=3"], 1, 8)
+    plan_start(options, ["--train.steps=3"], 1, 8)
     assert told == []
-    foresee(options, ["--train.steps=3"], 0, 8)
+    plan_start(options, ["--train.steps=3"], 0, 8)
     assert told[0][-6:] == [
         "x.toml",
         "--train.steps=3",

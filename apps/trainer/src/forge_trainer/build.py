@@ -33,7 +33,7 @@ from forge_trainer.hooks.ledger import Ledger
 from forge_trainer.optim import trainable
 from forge_trainer.optim.groups import freeze
 from forge_trainer.optim.nothing import NothingToTrain
-from forge_trainer.plan.at_start import Foreseen
+from forge_trainer.plan.at_start import StartPlan
 from forge_trainer.progress import Progress
 from forge_trainer.randomness import attention_kernels, deterministic
 from forge_trainer.recovery.recovery import Recovery
@@ -51,7 +51,7 @@ def build(
     signals: Signals | None = None,
     clock: Clock | None = None,
     claim: Claim | None = None,
-    foreseen: Foreseen | None = None,
+    start_plan: StartPlan | None = None,
 ) -> Run:
     """Make a run, continued from its newest checkpoint if it has one. Collective.
 
@@ -61,13 +61,13 @@ def build(
         signals: entered; without it the run makes its own.
         clock: counts from before the build; without it the run makes its own.
         claim: makes this start the only one that writes to the run directory; without it nothing does.
-        foreseen: what the start is planned to need.
+        start_plan: what the start is planned to need.
     """
     signals, clock, env = signals or stack.enter_context(Signals()), clock or Clock(), Env.detect()
     config, directory = job.resilience, job.job.directory
     mesh, epoch = open_mesh(job, env, signals, claim, stack)
-    if foreseen is not None:
-        foreseen.require_room(mesh.control_group)
+    if start_plan is not None:
+        start_plan.require_room(mesh.control_group)
     parts = build_parts(job, mesh)
     optimizer = build_optimizer(job, parts, mesh)
     state, store = TrainState(parts, optimizer, is_copy), open_store(job, mesh, epoch)

@@ -19,7 +19,7 @@ from forge_trainer.clock import Clock
 from forge_trainer.config.job import Job
 from forge_trainer.console import emit
 from forge_trainer.end_together import FailedElsewhere
-from forge_trainer.plan.at_start import Foreseen
+from forge_trainer.plan.at_start import StartPlan
 from forge_trainer.recovery.incidents import note_incident
 from forge_trainer.report.announce import announcement
 from forge_trainer.run import Run
@@ -32,7 +32,7 @@ def run_job(
     rank: int,
     signals: Signals | None = None,
     change: bool = False,
-    foreseen: Foreseen | None = None,
+    start_plan: StartPlan | None = None,
 ) -> ExitCode:
     """Start or continue a run. Collective.
 
@@ -41,7 +41,7 @@ def run_job(
         rank: of this process; the first one speaks for all.
         signals: entered by the command; without it the run makes its own.
         change: keys that may change as a recorded event may do so.
-        foreseen: what the start is planned to need, known on the first rank; None on all asks nothing.
+        start_plan: what the start is planned to need, known on the first rank; None on all asks nothing.
 
     Raises:
         Stopped: a signal came before the first step.
@@ -54,17 +54,17 @@ def run_job(
         with ExitStack() as stack, clock.ending():
             signals = signals or stack.enter_context(Signals())
             watch(loaded.value, claim, clock, stack)
-            if foreseen is not None:
-                stack.callback(foreseen.close)
+            if start_plan is not None:
+                stack.callback(start_plan.close)
             with clock.span("build"):
-                run = build(loaded.value, stack, signals, clock, claim, foreseen)
+                run = build(loaded.value, stack, signals, clock, claim, start_plan)
             claim.progress = run.progress
             signals.started(partial(agree, group=run.mesh.control_group))
             if rank == 0:
-                planned = [] if foreseen is None else foreseen.lines()
+                planned = [] if start_plan is None else start_plan.lines()
                 emit(announcement(run, claim.changes, loaded.unused, planned), sys.stdout)
-                if foreseen is not None:
-                    foreseen.keep(RunFiles(run.directory).plan)
+                if start_plan is not None:
+                    start_plan.keep(RunFiles(run.directory).plan)
                 if claim.changes and run.progress.complete:
                     claim.begin(run.progress.step)  # there is no step to do it
             code, reason = _outcome(run, run.train(), claim)

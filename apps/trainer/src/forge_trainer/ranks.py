@@ -34,7 +34,7 @@ def from_first(work: Callable[[], T], group: ProcessGroup | None) -> T:
 
 
 def keep_in_touch(
-    work: Callable[[Callable[[], None]], T], group: ProcessGroup | None, got_on: Callable[[], None]
+    work: Callable[[Callable[[], None]], T], group: ProcessGroup | None, on_progress: Callable[[], None]
 ) -> T:
     """What `work` returns on this rank, as soon as every rank has done its own. Collective.
 
@@ -44,14 +44,14 @@ def keep_in_touch(
     Args:
         work: told what to call now and then as it gets on; is done in a thread if there are several ranks.
         group: of all ranks, on the CPU; None in a lone process.
-        got_on: called when the work of any rank has got on.
+        on_progress: called when the work of any rank has got on.
 
     Raises:
         Exception: what `work` raised on this rank.
         DataError: it raised on another rank.
     """
     if group is None:
-        return work(got_on)
+        return work(on_progress)
     import torch
     import torch.distributed as dist
 
@@ -85,5 +85,5 @@ def keep_in_touch(
             thread.join()
             return done[0]
         if total != before:
-            got_on()
+            on_progress()
         wait, before = min(2 * wait, LONGEST_WAIT_S), total

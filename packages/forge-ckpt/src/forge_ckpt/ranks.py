@@ -72,7 +72,7 @@ class Ranks:
         try:
             result, failure = work(), None
         except Exception as error:  # the other ranks must hear of it, not wait for this one
-            result, failure = None, _told(error)
+            result, failure = None, _message(error)
         failures = [f"rank {rank}: {text}" for rank, text in enumerate(self.gather(failure)) if text]
         if failures:
             raise CheckpointError("; ".join(failures))
@@ -89,7 +89,7 @@ class Ranks:
             try:
                 answer[0] = work()
             except Exception as error:  # the other ranks must hear of it, not wait for this one
-                answer[1] = _told(error)
+                answer[1] = _message(error)
         answer = self._broadcast(answer, 0)
         if answer[1] is not None:
             raise CheckpointError(answer[1])
@@ -191,5 +191,5 @@ class Ranks:
         return values
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -49,7 +49,7 @@ class Attempt:
     failed: str = ""
     unwanted: bytes = b""
 
-    def told(self) -> Attempt:
+    def for_others(self) -> Attempt:
         """The part of the attempt that other ranks need."""
         return Attempt(
             damaged=self.damaged,

@@ -253,7 +253,7 @@ class Store:
         self._passed_over |= {step for step in steps if until is not None and step > until}
         for step in (step for step in steps if until is None or step <= until):
             found, replicas = self._read_verified(step, targets)
-            everyone = self._ranks.gather(found.told())
+            everyone = self._ranks.gather(found.for_others())
             if not any(one.damaged or one.unreadable for one in everyone):
                 require_fit(step, everyone, sorted(found.opened.tensors) if found.opened else [])
                 assert found.opened is not None

@@ -153,15 +153,15 @@ def _tokenize(options: argparse.Namespace) -> int:
             if console.is_terminal
             else say_progress("text"),
         )
-    return _told(options.out, store)
+    return _print_summary(options.out, store)
 
 
 def _import(options: argparse.Namespace) -> int:
     store = import_tokens(options.paths, options.out, _tokenizer(options), options.dtype)
-    return _told(options.out, store)
+    return _print_summary(options.out, store)
 
 
-def _told(folder: Path, store: TokenStore) -> int:
+def _print_summary(folder: Path, store: TokenStore) -> int:
     sys.stdout.write(f"{folder}: {len(store):,} tokens in {store.manifest.num_docs:,} documents\n")
     return 0
 

@@ -88,7 +88,7 @@ def _add_convert(commands: Any) -> None:
 
 def _train(options: argparse.Namespace) -> ExitCode:
     from forge_trainer.config.job import load_job
-    from forge_trainer.plan.at_start import foresee
+    from forge_trainer.plan.at_start import plan_start
     from forge_trainer.run_dir.claim import require_free
     from forge_trainer.run_dir.files import recorded_changes
 
@@ -100,11 +100,11 @@ def _train(options: argparse.Namespace) -> ExitCode:
         require_free(loaded.value)  # several ranks learn it together, later
 
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch keeps a record of the last collectives
-    foreseen = foresee(options, options.overrides, rank, ranks)  # planned while torch is loaded
+    start_plan = plan_start(options, options.overrides, rank, ranks)  # planned while torch is loaded
 
     from forge_trainer.launch import run_job
 
-    return run_job(loaded, rank, options.signals, options.change, foreseen)
+    return run_job(loaded, rank, options.signals, options.change, start_plan)
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -23,13 +23,13 @@ class Evaluations(NamedTuple):
     lacks: tuple[str, ...]
 
 
-def open_evaluations(job: Job, mesh: Mesh, got_on: Callable[[], None] = lambda: None) -> Evaluations:
+def open_evaluations(job: Job, mesh: Mesh, on_progress: Callable[[], None] = lambda: None) -> Evaluations:
     """Open the held-out text, and the sets. Collective.
 
     Args:
         job: the configuration.
         mesh: the grid of ranks.
-        got_on: called while text is tokenized.
+        on_progress: called while text is tokenized.
 
     Raises:
         DataError: data are missing.
@@ -61,4 +61,4 @@ def open_evaluations(job: Job, mesh: Mesh, got_on: Callable[[], None] = lambda: 
             loader.pinned = mesh.device.type == "cuda"
         return Evaluations(found, lacks)
 
-    return keep_in_touch(open_all, mesh.control_group, got_on)
+    return keep_in_touch(open_all, mesh.control_group, on_progress)

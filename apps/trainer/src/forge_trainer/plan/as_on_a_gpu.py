@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from forge_trainer.optim import local_parameters
 
 Noted = Callable[[str, float], None]
-"""Told of FLOPs that no operation of torch stands for, by kind."""
+"""StageFormats of FLOPs that no operation of torch stands for, by kind."""
 
 
 class Linked(torch.autograd.Function):

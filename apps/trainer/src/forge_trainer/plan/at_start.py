@@ -35,7 +35,7 @@ OF_RANKS = re.compile(r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_.*|T
 """Variables that would make the process of a plan a rank of the run."""
 
 
-class Foreseen:
+class StartPlan:
     """The plan of a start, made on its first rank.
 
     A start on a CPU, or on a GPU that is not in the table of devices, foresees nothing. A plan that cannot be
@@ -116,7 +116,7 @@ class Foreseen:
         return told
 
 
-def foresee(options: argparse.Namespace, overrides: Sequence[str], rank: int, ranks: int) -> Foreseen:
+def plan_start(options: argparse.Namespace, overrides: Sequence[str], rank: int, ranks: int) -> StartPlan:
     """Begin to plan a start, where its first rank has a GPU of the table.
 
     Args:
@@ -127,7 +127,7 @@ def foresee(options: argparse.Namespace, overrides: Sequence[str], rank: int, ra
     """
     device = gpu_here() if rank == 0 else None
     if device is None:
-        return Foreseen(strict=options.strict)
+        return StartPlan(strict=options.strict)
     local = re.match(
         r"\d+", os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     )
@@ -136,7 +136,7 @@ def foresee(options: argparse.Namespace, overrides: Sequence[str], rank: int, ra
         *(f"--ranks={ranks}", f"--device={device}", "--json"),
         *([f"--gpus-per-node={local[0]}"] if local else []),
     ]
-    return Foreseen(command, options.strict)
+    return StartPlan(command, options.strict)
 
 
 def gpu_here() -> str | None:

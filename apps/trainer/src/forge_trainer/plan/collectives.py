@@ -30,7 +30,7 @@ INNER_AXES = ("tp", "cp", "ep")
 """Axes along which the ranks of a model talk inside of its blocks."""
 
 
-class Said(NamedTuple):
+class Collective(NamedTuple):
     """A kind of collective.
 
     Attributes:
@@ -85,7 +85,7 @@ class Collectives:
 
     def __init__(self, axes: dict[str, list[str]], node_ranks: int) -> None:
         self._axes, self._node_ranks = axes, node_ranks
-        self.found: defaultdict[tuple[str, Said], Traffic] = defaultdict(lambda: Traffic(0, 0))
+        self.found: defaultdict[tuple[str, Collective], Traffic] = defaultdict(lambda: Traffic(0, 0))
 
     def note(self, name: str, arguments: Any, out: Any, place: Place) -> None:
         """Note one."""
@@ -95,7 +95,7 @@ class Collectives:
         ranks = dist.get_process_group_ranks(group)
         kind = kind_of(name.partition("::")[2])
         assert kind is not None
-        said = Said(
+        said = Collective(
             self._axis(group.group_name, name.startswith("_")),
             kind,
             len(ranks),

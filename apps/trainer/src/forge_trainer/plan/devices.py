@@ -96,12 +96,12 @@ def device_of(table: Table, name: str) -> Device | None:
     return table.devices[name]
 
 
-def name_of_gpu(told: str) -> str | None:
+def name_of_gpu(name: str) -> str | None:
     """The device of the table that torch calls so, such as `NVIDIA H100 80GB HBM3`; None if it is none.
 
     Part of a GPU (MIG), the H100 NVL of 94 GB and Grace superchips have another memory than the table says.
     """
-    words = told.lower()
+    words = name.lower()
     if any(other in words for other in (" mig ", "nvl", "gh200", "gb200")):
         return None
     if "a100" in words:

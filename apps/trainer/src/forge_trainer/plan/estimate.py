@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from forge_trainer.config.job import Job
-from forge_trainer.plan.collectives import Said, Traffic
+from forge_trainer.plan.collectives import Collective, Traffic
 from forge_trainer.plan.devices import Device, Efficiency
 from forge_trainer.plan.trace import Traced
 
@@ -57,7 +57,7 @@ def seconds(
     moved = sum(size * (1.0 if phase == "update" else fused) for phase, size in step.moved.items())
     compute = matmul + attention + moved / (device.memory_gbs * 1e9 * reached.memory)
     launch = 0.0 if job.compile.enabled else step.kernels * device.launch_us * 1e-6
-    times = {said: collective_s(said, traffic, device, reached) for said, traffic in step.said.items()}
+    times = {said: collective_s(said, traffic, device, reached) for said, traffic in step.collectives.items()}
     hidden = sum(time for said, time in times.items() if said.axis in SHARDED)
     exposed = sum(times.values()) - hidden
     busy = max(compute + exposed, launch)
@@ -69,7 +69,7 @@ def seconds(
     return Seconds(compute, exposed, hidden, launch, busy * waits, low, high, max(low, likely))
 
 
-def collective_s(said: Said, traffic: Traffic, device: Device, reached: Efficiency) -> float:
+def collective_s(said: Collective, traffic: Traffic, device: Device, reached: Efficiency) -> float:
     """Seconds of all collectives of a kind: by rings, whose every node is entered and left once."""
     inside = said.nodes == 1
     local = said.ranks / said.nodes

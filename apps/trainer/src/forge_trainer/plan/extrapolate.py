@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from forge_trainer.plan import kinds
-from forge_trainer.plan.collectives import Said, Traffic
+from forge_trainer.plan.collectives import Collective, Traffic
 from forge_trainer.plan.depth import Repeat
 from forge_trainer.plan.trace import Traced
 
@@ -60,9 +60,11 @@ def with_micro_batches(step: Traced, traced: int, number: int, all_in_flight: bo
         return step
     times = number / traced
 
-    def often(said: Said) -> float:
+    def often(collective: Collective) -> float:
         by_step = (
-            said.axis in ONCE or said.phase == "update" or (said.kind, said.axis) == ("all-reduce", "pp")
+            collective.axis in ONCE
+            or collective.phase == "update"
+            or (collective.kind, collective.axis) == ("all-reduce", "pp")
         )
         return 1.0 if by_step else times
 
@@ -77,7 +79,7 @@ def with_micro_batches(step: Traced, traced: int, number: int, all_in_flight: bo
         step,
         peaks=peaks,
         held=step.held | {kinds.INPUTS: times * step.held[kinds.INPUTS]},
-        said={s: Traffic(often(s) * t.count, often(s) * t.bytes) for s, t in step.said.items()},
+        collectives={s: Traffic(often(s) * t.count, often(s) * t.bytes) for s, t in step.collectives.items()},
         flops={kind: times * number for kind, number in step.flops.items()},
         moved={p: size * (1.0 if p in ("gather", "update") else times) for p, size in step.moved.items()},
         kernels=times * step.kernels,
@@ -92,21 +94,29 @@ def combined(traces: Sequence[tuple[float, Traced]]) -> Traced:
         for place in traces[0][1].peaks
         if place in places
     }
-    said = {key for _, trace in traces for key in trace.said}
+    keys = {key for _, trace in traces for key in trace.collectives}
     return Traced(
         peaks,
         _sum([(share, trace.held) for share, trace in traces]),
         {
             key: Traffic(
-                sum(share * trace.said[key].count for share, trace in traces if key in trace.said),
-                sum(share * trace.said[key].bytes for share, trace in traces if key in trace.said),
+                sum(
+                    share * trace.collectives[key].count
+                    for share, trace in traces
+                    if key in trace.collectives
+                ),
+                sum(
+                    share * trace.collectives[key].bytes
+                    for share, trace in traces
+                    if key in trace.collectives
+                ),
             )
-            for key in sorted(said)
+            for key in sorted(keys)
         },
         _sum([(share, trace.flops) for share, trace in traces]),
         _sum([(share, trace.moved) for share, trace in traces]),
         sum(share * trace.kernels for share, trace in traces),
-        traces[0][1].told,
+        traces[0][1].formats,
         {phase: _sum([(share, trace.kept[phase]) for share, trace in traces]) for phase in traces[0][1].kept},
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from forge_trainer.plan import kinds
-from forge_trainer.plan.collectives import Said, Traffic
+from forge_trainer.plan.collectives import Collective, Traffic
 from forge_trainer.plan.places import Place
 from forge_trainer.plan.record import DAY_S, sized, where
 from forge_trainer.plan.report import Plan, checkpoint_bytes
@@ -66,8 +66,8 @@ def _memory_lines(
 
 
 def _collective_lines(stage: Stage) -> Iterator[str]:
-    merged: dict[Said, Traffic] = {}
-    for said, traffic in stage.step.said.items():
+    merged: dict[Collective, Traffic] = {}
+    for said, traffic in stage.step.collectives.items():
         key = said._replace(phase="")
         before = merged.get(key, Traffic(0, 0))
         merged[key] = Traffic(before.count + traffic.count, before.bytes + traffic.bytes)
@@ -87,7 +87,7 @@ def _skew_lines(plan: Plan) -> Iterator[str]:
     _, held = kinds.highest(plan.skewed.step.peaks)
     more = sum(held.values()) - plan.memory_bytes
     sent = [
-        sum(t.bytes for s, t in stage.step.said.items() if s.axis == "ep" and s.kind == "all-to-all")
+        sum(t.bytes for s, t in stage.step.collectives.items() if s.axis == "ep" and s.kind == "all-to-all")
         for stage in (plan.stages[0], plan.skewed)
     ]
     yield (

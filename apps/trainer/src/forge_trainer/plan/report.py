@@ -242,5 +242,5 @@ def _stage(stage: Stage, peak: tuple[Place, dict[str, float]], host: float) -> d
         "flops": stage.step.flops,
         "moved_bytes": stage.step.moved,
         "kernels": stage.step.kernels,
-        "collectives": [said._asdict() | traffic._asdict() for said, traffic in stage.step.said.items()],
+        "collectives": [key._asdict() | traffic._asdict() for key, traffic in stage.step.collectives.items()],
     }

@@ -36,7 +36,7 @@ Keys = dict[str, Any]
 """Dotted keys and what they become."""
 
 
-class Tried(NamedTuple):
+class Candidate(NamedTuple):
     """A planned variant of the job.
 
     Attributes:
@@ -54,20 +54,20 @@ class Tried(NamedTuple):
         return f"{time}{sized(self.plan.memory_bytes):>9}  {said}"
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a search.
 
     Attributes:
-        asked: the plan of the job itself.
+        base: the plan of the job itself.
         best: those that fit, the fastest first, the job itself among them.
         changes: single changes of the job, if it does not fit: those with which it does, the fastest first.
-        tried: how many jobs were planned beside the one that was asked for.
+        tried: how many jobs were planned beside the one that was base for.
         left: how many layouts were not looked at when time was up.
     """
 
-    asked: Plan
-    best: list[Tried]
-    changes: list[Tried]
+    base: Plan
+    best: list[Candidate]
+    changes: list[Candidate]
     tried: int
     left: int
 
@@ -78,7 +78,7 @@ class Found(NamedTuple):
         if self.changes:
             yield "  what would make it fit"
             for one in self.changes:
-                saved = self.asked.memory_bytes - one.plan.memory_bytes
+                saved = self.base.memory_bytes - one.plan.memory_bytes
                 yield f"    {one.line()}  saves {sized(saved)}"
         yield "  what fits and is fastest" if self.best else "  nothing around the job fits; use more ranks"
         yield from (f"    {one.line()}" for one in self.best)
@@ -92,8 +92,8 @@ class Found(NamedTuple):
 
 
 def search(
-    asked: Plan, table: Table, told: Callable[[str], None] = lambda _: None, limit_s: float = LIMIT_S
-) -> Found:
+    base: Plan, table: Table, on_plan: Callable[[str], None] = lambda _: None, limit_s: float = LIMIT_S
+) -> SearchResult:
     """Plan the layouts near a job.
 
     Meshes differ in `tp`, `pp`, `cp`, `ep` and `dp_replicate`, and in what these leave to `dp_shard`;
@@ -102,38 +102,38 @@ def search(
     they change what is trained.
 
     Args:
-        asked: the plan of the job.
+        base: the plan of the job.
         table: of devices.
-        told: called with a line for each that was planned.
+        on_plan: called with a line for each that was planned.
         limit_s: see `LIMIT_S`.
     """
-    as_it_is = Tried({}, asked)
-    planned: dict[str, Tried | None] = {_name({}): as_it_is}
+    as_it_is = Candidate({}, base)
+    planned: dict[str, Candidate | None] = {_name({}): as_it_is}
     until = time.monotonic() + limit_s
 
-    def plan(keys: Keys) -> Tried | None:
+    def plan(keys: Keys) -> Candidate | None:
         name = _name(keys)
         if name not in planned and time.monotonic() < until:
-            planned[name] = _planned(asked, keys, table)
+            planned[name] = _planned(base, keys, table)
             if (made := planned[name]) is not None:
-                told(made.line())
+                on_plan(made.line())
         return planned.get(name)
 
-    changes = [] if asked.fits else [one for keys in _single(asked.job) if (one := plan(keys)) is not None]
-    best = [as_it_is] if asked.fits else []
-    layouts = _around(asked.job, asked.site.ranks, asked.site.node_ranks)
+    changes = [] if base.fits else [one for keys in _single(base.job) if (one := plan(keys)) is not None]
+    best = [as_it_is] if base.fits else []
+    layouts = _around(base.job, base.site.ranks, base.site.node_ranks)
     looked_at = 0
     for keys in layouts:
         if time.monotonic() >= until:
             break
         looked_at += 1
         for mode in MODES:
-            one = plan(_differing(asked.job, keys | {"activation_checkpointing.mode": mode}))
+            one = plan(_differing(base.job, keys | {"activation_checkpointing.mode": mode}))
             if one is not None and one.plan.fits:
                 best += [one] if one.keys else []
                 break
-    return Found(
-        asked,
+    return SearchResult(
+        base,
         sorted(best, key=_slowness)[:BEST],
         sorted((one for one in changes if one.plan.fits), key=_slowness),
         sum(one is not None for one in planned.values()) - 1,
@@ -145,14 +145,14 @@ def _name(keys: Keys) -> str:
     return repr(sorted(keys.items()))
 
 
-def _planned(asked: Plan, keys: Keys, table: Table) -> Tried | None:
+def _planned(base: Plan, keys: Keys, table: Table) -> Candidate | None:
     """The plan of a job with other values; None if they do not go together."""
     try:
-        made = _changed(asked.job, keys)
-        found = plan_of(made, asked.site.ranks, asked.site.node_ranks, asked.device_name, table)
+        made = _changed(base.job, keys)
+        found = plan_of(made, base.site.ranks, base.site.node_ranks, base.device_name, table)
     except (ValueError, ParallelError):
         return None
-    return Tried(keys, found)
+    return Candidate(keys, found)
 
 
 def _around(job: Job, ranks: int, node_ranks: int) -> list[Keys]:
@@ -225,7 +225,7 @@ def _changed(job: Job, keys: Keys) -> Job:
     return made
 
 
-def _slowness(one: Tried) -> float:
+def _slowness(one: Candidate) -> float:
     return one.plan.time.likely if one.plan.time is not None else one.plan.memory_bytes
 
 
@@ -233,7 +233,7 @@ def _flag(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _data(one: Tried) -> dict[str, Any]:
+def _data(one: Candidate) -> dict[str, Any]:
     time = one.plan.time
     return {
         "keys": one.keys,

@@ -15,7 +15,7 @@ from forge_trainer.config.job import Job
 from forge_trainer.optim.groups import freeze
 from forge_trainer.plan.depth import Depth, Repeat, repeats_of
 from forge_trainer.plan.extrapolate import combined, points, with_micro_batches
-from forge_trainer.plan.trace import Site, Told, Traced, traced
+from forge_trainer.plan.trace import Site, StageFormats, Traced, traced
 
 KEPT_BLOCKS, KEPT_IN_PIPELINE = 4, 2
 """Blocks that are kept of those that repeat: FSDP2 treats the first and the last ones differently."""
@@ -60,7 +60,7 @@ def stages_on_paper(job: Job, site: Site, numbers: Iterable[int], *, whole: bool
     first = 0 if job.pipeline.is_v else job.mesh.pp - 1
     last = stage_on_paper(job, site, first, whole=whole)
     others = [
-        stage_on_paper(job, site, number, whole=whole, told=last.step.told)
+        stage_on_paper(job, site, number, whole=whole, formats=last.step.formats)
         for number in numbers
         if number != first
     ]
@@ -74,7 +74,7 @@ def stage_on_paper(
     *,
     whole: bool = False,
     skew: float = 1.0,
-    told: Told | None = None,
+    formats: StageFormats | None = None,
 ) -> Stage:
     """The step of the ranks of a stage.
 
@@ -84,13 +84,13 @@ def stage_on_paper(
         number: of the rank along the pipeline.
         whole: run everything, also what repeats.
         skew: see `traced`.
-        told: see `traced`.
+        formats: see `traced`.
 
     Raises:
         ParallelError: the job cannot be laid out so.
     """
     if job.activation_checkpointing.mode == "offload":
-        return _offloaded(job, site, number, whole=whole, skew=skew, told=told)
+        return _offloaded(job, site, number, whole=whole, skew=skew, formats=formats)
     sizes, micro_batches = job.mesh.sizes(site.ranks), micro_batches_of(job, site.ranks)
     rank = number * (site.ranks // sizes["pp"])
     repeats, blocks = _repeats(job, number, sizes["pp"])
@@ -104,7 +104,7 @@ def stage_on_paper(
     for point in points(dropped):
         left_out = {one: turns - (one == point.more) for one, turns in dropped.items()}
         depth = Depth(left_out) if left_out else None
-        found.append((point.share, traced(job, site, rank, run, depth, skew, told, whole)))
+        found.append((point.share, traced(job, site, rank, run, depth, skew, formats, whole)))
     step = with_micro_batches(combined(found), run, micro_batches, job.pipeline.schedule == "gpipe")
     gone = sum(turns * one.period for one, turns in dropped.items())
     periods = max((one.period for one in dropped), default=0)

@@ -24,7 +24,7 @@ from forge_trainer.config.job import Job
 from forge_trainer.plan import kinds
 from forge_trainer.plan.as_on_a_gpu import as_on_a_cpu, as_on_a_gpu, use_kernels_of_a_gpu
 from forge_trainer.plan.batches import batch_on_paper
-from forge_trainer.plan.collectives import Collectives, Said, Traffic, names_of_axes
+from forge_trainer.plan.collectives import Collective, Collectives, Traffic, names_of_axes
 from forge_trainer.plan.compiled import MatmulInputs, keep_as_compiled, loss_as_compiled
 from forge_trainer.plan.depth import Depth
 from forge_trainer.plan.places import Place, Places
@@ -54,7 +54,7 @@ class Site:
     on_gpu: bool = True
 
 
-class Told(NamedTuple):
+class StageFormats(NamedTuple):
     """Formats that pipeline stages tell each other at their first step.
 
     Attributes:
@@ -73,21 +73,21 @@ class Traced:
     Attributes:
         peaks: by place, bytes of each kind when most was held there.
         held: bytes of weights, buffers and moments between steps.
-        said: collectives.
+        collectives: count and bytes of each kind.
         flops: that this rank computes, by kind; what is recomputed counts again.
         moved: bytes that operations without FLOPs read and write, by phase.
         kernels: operations that compute or copy.
-        told: what other stages of a pipeline are told.
+        formats: what other stages of a pipeline are formats.
         kept: see `kinds.kept`.
     """
 
     peaks: dict[Place, dict[str, float]]
     held: dict[str, float]
-    said: dict[Said, Traffic]
+    collectives: dict[Collective, Traffic]
     flops: dict[str, float]
     moved: dict[str, float]
     kernels: float
-    told: Told
+    formats: StageFormats
     kept: dict[str, dict[str, float]]
 
 
@@ -98,7 +98,7 @@ def traced(
     micro_batches: int,
     depth: Depth | None = None,
     skew: float = 1.0,
-    told: Told | None = None,
+    formats: StageFormats | None = None,
     whole: bool = False,
 ) -> Traced:
     """A training step of a rank that is not its first: the state of the optimizer is there.
@@ -110,7 +110,7 @@ def traced(
         micro_batches: of the step.
         depth: leaves out some of the blocks that repeat; None leaves all.
         skew: the rank serves so many times the rows of experts that even routing gives it.
-        told: by the last stage of the pipeline; None for itself.
+        formats: by the last stage of the pipeline; None for itself.
         whole: run every micro-batch.
 
     Raises:
@@ -136,7 +136,7 @@ def traced(
         watch.fakes = stack.enter_context(fake_tensors(skew))
         stack.enter_context(watch)
         run = micro_batches if whole or mesh.pipeline.size > 1 else min(micro_batches, MICRO_BATCHES)
-        return _run(paper, job, mesh, parts, micro_batches, run, watch, noted, told)
+        return _run(paper, job, mesh, parts, micro_batches, run, watch, noted, formats)
 
 
 def _run(
@@ -148,7 +148,7 @@ def _run(
     run: int,
     watch: Watch,
     noted: Collectives,
-    told: Told | None,
+    formats: StageFormats | None,
 ) -> Traced:
     for part in parts:
         materialize(part, mesh.device)
@@ -163,20 +163,20 @@ def _run(
     )
     update.watch = watch
     step = paper.step.build(parts, loss, mesh, seed=paper.job.seed, update=update)
-    if told is not None:
-        step._names = told.names  # type: ignore[attr-defined]
+    if formats is not None:
+        step._names = formats.names  # type: ignore[attr-defined]
     batch = batch_on_paper(paper, run)
     watch.known(kinds.INPUTS, (x for micro in batch for x in micro.inputs.values()))
     if mesh.pipeline.size > 1 and any(expert_layers(part) for part in parts):
         step.train(batch, 0)  # stages tell each other what their experts count
-    now = _tell(step, paper, parts, told)
+    now = _tell(step, paper, parts, formats)
     places.begin("forward", "first")
     watch.start()
-    watch.said = lambda name, arguments, out: noted.note(name, arguments, out, places.now)
+    watch.on_operation = lambda name, arguments, out: noted.note(name, arguments, out, places.now)
     step.train(batch, 1)
-    watch.said = None
+    watch.on_operation = None
     watch.known(kinds.MOMENTS, _state(optimizer))
-    now = now if now.names else _tell(step, paper, parts, told)
+    now = now if now.names else _tell(step, paper, parts, formats)
     kinds.resolve(watch)
     peaks, held = kinds.peaks(watch), kinds.held(watch)
     for one in (held, *peaks.values()):
@@ -193,21 +193,21 @@ def _run(
     )
 
 
-def _tell(step: Any, job: Job, parts: list[nn.Module], told: Told | None) -> Told:
+def _tell(step: Any, job: Job, parts: list[nn.Module], formats: StageFormats | None) -> StageFormats:
     """Let a step know what all stages of a pipeline tell, and tell it: after its first step."""
     own = {f"{name}/": layer for part in parts for name, layer in expert_layers(part).items()}
     known: dict[str, torch.dtype] = getattr(step, "_statistics", None) or {}
     kinds_of = {
         key[len(name) :]: dtype for key, dtype in known.items() for name in own if key.startswith(name)
     }
-    kinds_of = kinds_of or (told.statistics if told is not None else {})
+    kinds_of = kinds_of or (formats.statistics if formats is not None else {})
     if job.mesh.pp > 1 and kinds_of:
         with torch.device("meta"), unset_fake_temporarily():
             everywhere = expert_layers(job.model.build())
         step._statistics = {
             f"{layer}/{kind}": dtype for layer in everywhere for kind, dtype in kinds_of.items()
         }
-    return Told(getattr(step, "_names", None) or {}, kinds_of)
+    return StageFormats(getattr(step, "_names", None) or {}, kinds_of)
 
 
 def _more(micro: str, left_out: int) -> int:
@@ -222,11 +222,11 @@ def _total(counts: Mapping[tuple[str, str], float], left_out: int) -> dict[str, 
     return found
 
 
-def _traffic(noted: Collectives, left_out: int) -> dict[Said, Traffic]:
-    found: dict[Said, Traffic] = {}
-    for (micro, said), traffic in noted.found.items():
-        times, before = 1 + _more(micro, left_out), found.get(said, Traffic(0, 0))
-        found[said] = Traffic(before.count + times * traffic.count, before.bytes + times * traffic.bytes)
+def _traffic(noted: Collectives, left_out: int) -> dict[Collective, Traffic]:
+    found: dict[Collective, Traffic] = {}
+    for (micro, key), traffic in noted.found.items():
+        times, before = 1 + _more(micro, left_out), found.get(key, Traffic(0, 0))
+        found[key] = Traffic(before.count + times * traffic.count, before.bytes + times * traffic.bytes)
     return found
 
 

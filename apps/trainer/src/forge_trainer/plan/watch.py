@@ -84,7 +84,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, places: Places, rounding: int = 1) -> None:
         super().__init__()
         self.places, self.live = places, 0
-        self.said: Callable[[str, Any, Any], None] | None = None
+        self.on_operation: Callable[[str, Any, Any], None] | None = None
         self.fakes: Any = None
         self._rounding = rounding
         self._seen: dict[int, tuple[Any, int, Storage]] = {}
@@ -175,8 +175,8 @@ class Watch(TorchDispatchMode):
         if is_collective(func):
             if name == "send":
                 self._sent(args)
-            if self.said is not None:
-                self.said(func._schema.name, (*args, *kwargs.values()), out)
+            if self.on_operation is not None:
+                self.on_operation(func._schema.name, (*args, *kwargs.values()), out)
         elif not func.is_view and name not in NO_KERNELS and func.namespace in SPACES:
             self._count(func, name, args, kwargs, out)
         for tensor in tree_leaves(out):

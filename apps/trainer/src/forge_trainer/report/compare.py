@@ -244,13 +244,13 @@ def _value(row: Row, key: str) -> str:
 
 def as_csv(rows: Sequence[Row], keys: Sequence[str]) -> str:
     """The same table with all digits and all names, for programs; what is unknown is empty."""
-    told = ("validation", "loss", "tokens", "speed")
+    shown = ("validation", "loss", "tokens", "speed")
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    of_told = [f"{name}{part}" for name in told for part in ("", "_deviation")]
-    writer.writerow(["runs", "n", *of_told, *keys])
+    of_shown = [f"{name}{part}" for name in shown for part in ("", "_deviation")]
+    writer.writerow(["runs", "n", *of_shown, *keys])
     for row in rows:
-        numbers = [value for name in told for value in (row.mean(name), row.deviation(name))]
+        numbers = [value for name in shown for value in (row.mean(name), row.deviation(name))]
         values = [row.values.get(key) for key in keys]
         cells = [" ".join(run.name for run in row.runs), len(row.runs), *numbers, *values]
         writer.writerow(["" if cell is None else cell for cell in cells])

@@ -15,7 +15,7 @@ from forge_config import ConfigError
 
 from forge_trainer.hooks.ledger import read_ledger
 from forge_trainer.report.runs import runs_in
-from forge_trainer.report.status import told
+from forge_trainer.report.status import summary
 from forge_trainer.run_dir.files import RunFiles, read_history, read_lines
 
 PLACES = ("job.name", "job.root")
@@ -77,7 +77,7 @@ def legible(name: str) -> str:
 def config_of(run: Path) -> dict[str, Any]:
     """The configuration of a run by key, with dots between; items of lists are keys too, from 0.
 
-    Of a key that was changed while the run lasted, all values are told, and the step of each change.
+    Of a key that was changed while the run lasted, the value lists all values, and the step of each change.
 
     Raises:
         ConfigError: it cannot be read.
@@ -87,12 +87,12 @@ def config_of(run: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{RunFiles(run).config} cannot be used: {error}") from None
     found = dict(_flat(tree, ""))
-    told: dict[str, str] = {}
+    values: dict[str, str] = {}
     for event in read_history(run):
         key, step = event["key"], event.get("step")
-        told.setdefault(key, str(event.get("old")))
-        told[key] += f", {event.get('new')} from step {step}"
-    return found | told
+        values.setdefault(key, str(event.get("old")))
+        values[key] += f", {event.get('new')} from step {step}"
+    return found | values
 
 
 def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -127,7 +127,7 @@ def marks_of(run: Path) -> list[Mark]:
     for incident in read_lines(RunFiles(run).incidents, "kind"):
         step = incident.get("step", incident.get("first"))
         if isinstance(step, int):
-            found.append(Mark(step, str(incident["kind"]), told(incident)))
+            found.append(Mark(step, str(incident["kind"]), summary(incident)))
     for event in read_history(run):
         if isinstance(step := event.get("step"), int):
             text = f"{event['key']}: {event.get('old')} -> {event.get('new')}"

@@ -128,7 +128,9 @@ def _run(name: str, run: Path, metrics: Mapping[str, Series], folder: Path) -> d
         "checkpoints": [
             [step, os.path.relpath(place.resolve(), folder.resolve())] for step, place in checkpoints_of(run)
         ],
-        "last": {n: last for n, series in metrics.items() if (last := series.last) is not None and _told(n)},
+        "last": {
+            n: last for n, series in metrics.items() if (last := series.last) is not None and _is_shown(n)
+        },
         "config": RunFiles(run).config.read_text(errors="replace"),
         "machine": {
             key: environment.get(key) for key in ("host", "commit", "python") if environment.get(key)
@@ -137,7 +139,7 @@ def _run(name: str, run: Path, metrics: Mapping[str, Series], folder: Path) -> d
     }
 
 
-def _told(name: str) -> bool:
+def _is_shown(name: str) -> bool:
     """Whether the last value of a series stands in the table."""
     return name.startswith("eval/") or name in (
         "loss",

@@ -48,11 +48,11 @@ def _row(run: Path) -> tuple[str, str, str, str, str]:
     trained, evaluated = _last_records(RunFiles(run).metrics)
     steps = Store(RunFiles(run).checkpoints).steps()
     step = max(trained.get("step", 0), steps[-1] if steps else 0)
-    loss, validation = _told(trained.get("loss")), _told(losses_of(evaluated).get("validation"))
+    loss, validation = _number(trained.get("loss")), _number(losses_of(evaluated).get("validation"))
     return run.name, f"{step}/{until}", loss, validation, _state(run, bool(steps) and steps[-1] >= until)
 
 
-def _told(loss: object) -> str:
+def _number(loss: object) -> str:
     return f"{loss:.4f}" if isinstance(loss, int | float) else "-"
 
 

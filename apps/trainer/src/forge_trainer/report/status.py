@@ -83,7 +83,7 @@ def _lines(directory: Path) -> Iterator[str]:
         values = f"{event.get('old')} -> {event.get('new')}"
         yield f"  changed       {event['key']}: {values} at step {event.get('step')}"
     for incident in read_lines(files.incidents, "kind")[-INCIDENTS:]:
-        yield f"  {incident['kind']!s:<13} {told(incident)}"
+        yield f"  {incident['kind']!s:<13} {summary(incident)}"
     store = Store(files.checkpoints, marks=files.progress_marks)
     try:
         steps = store.steps()
@@ -163,7 +163,7 @@ def _verdict(folder: Path) -> str:
         return ""
 
 
-def told(incident: Mapping[str, Any]) -> str:
+def summary(incident: Mapping[str, Any]) -> str:
     """An incident in words."""
     if incident["kind"] == "rollback":
         data = " without their data" if incident.get("skip") else ""

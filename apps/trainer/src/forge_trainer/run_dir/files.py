@@ -162,12 +162,12 @@ def recorded_changes(job: Job, allowed: bool) -> list[Change]:
         return [one.change for one in judged]
     raise ConfigError(
         f"{job.job.directory} was started with a different configuration:\n"
-        + "\n".join(_told(one) for one in judged)
+        + "\n".join(_line(one) for one in judged)
         + "\nGive it back its values, or choose another job.name to start a new run."
     )
 
 
-def _told(judged: Judged) -> str:
+def _line(judged: Judged) -> str:
     key, old, new = judged.change
     may = "; --change allows and records this" if judged.may is MayChange.RECORDED else ""
     return f"  {key}: the run has {old!r}, now given {new!r}{may}"

@@ -78,10 +78,10 @@ def _lines(found: Sequence[Width], slopes: dict[str, float], steps: int) -> Iter
     )
     for site, slope in slopes.items():
         values = "".join(f"{one.changes[site]:10.3g}" for one in found)
-        yield f"{site:<{width}}{values}   {slope:+.2f}{_told(slope)}"
+        yield f"{site:<{width}}{values}   {slope:+.2f}{_verdict(slope)}"
 
 
-def _told(slope: float) -> str:
+def _verdict(slope: float) -> str:
     if abs(slope) <= STEEP:
         return ""
     if np.isnan(slope):

@@ -58,11 +58,11 @@ def run_here(points: Sequence[Point], root: Path, configs: Path, jobs: int, say:
                 again = not stopped and tries[name] < TRIES and (code == ExitCode.PREEMPTED or code < 0)
                 waiting += [point] * again
                 took = f"after {time.monotonic() - since:.0f} s"
-                say(f"{name}: {_told(code)} {took}{', starts again' if again else ''}")
+                say(f"{name}: {_outcome(code)} {took}{', starts again' if again else ''}")
     return not stopped and not waiting
 
 
-def _told(code: int) -> str:
+def _outcome(code: int) -> str:
     if code == 0:
         return "complete"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
