@@ -80,7 +80,7 @@ def measured_on(ranks, path, overrides):
 def said_of(step):
     found: Counter = Counter()
     sizes: Counter = Counter()
-    for said, traffic in step.said.items():
+    for said, traffic in step.collectives.items():
         if said.kind not in ("send", "receive"):
             found[said.kind] += round(traffic.count)
             sizes[said.kind] += round(traffic.bytes)

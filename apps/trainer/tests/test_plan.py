@@ -77,7 +77,7 @@ def test_few_blocks_and_micro_batches_tell_what_all_would():
     peaks = [sum(kinds.highest(one.step.peaks)[1].values()) for one in (few, whole)]
     assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
     assert few.step.flops == whole.step.flops
-    assert few.step.said == whole.step.said
+    assert few.step.collectives == whole.step.collectives
 
 
 def test_every_schedule_of_a_pipeline_is_planned():
@@ -323,7 +323,7 @@ def test_rank_that_serves_more_rows_says_and_holds_more():
     even, more = (stage_on_paper(job, Site(2, 8), skew=skew).step for skew in (1.0, 2.0))
 
     def sent(step):
-        return sum(traffic.bytes for said, traffic in step.said.items() if said.axis == "ep")
+        return sum(traffic.bytes for said, traffic in step.collectives.items() if said.axis == "ep")
 
     # of four all-to-alls of rows two begin where rows are served: half of what is sent doubles
     assert sent(more) / sent(even) == pytest.approx(1.5, rel=0.01)
