@@ -49,6 +49,9 @@ MODELS = {
         DEEPSEEK,
         ffn=replace(MOE, router=SoftmaxRouterConfig(batch_balance_weight=0.3, sequence_balance_weight=0.1)),
     ),
+    "global": replace(
+        DEEPSEEK, ffn=replace(MOE, router=replace(SIGMOID, batch_balance_weight=0.3, balance_scope="global"))
+    ),
     "scheduled": replace(
         DEEPSEEK,
         ffn=replace(
@@ -80,6 +83,9 @@ LAYOUTS = {
 }
 
 
+CHECKPOINTED = ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
+
+
 class Bounds(NamedTuple):
     """How far many ranks may be from one, relatively, after how many steps in which number format."""
 
@@ -99,7 +105,9 @@ def train(sizes: dict, config: DecoderConfig, parallel: ParallelConfig, dtype: s
     """What `parity.trained` tells, and the buffers and loads of the layers."""
     parts, _, step, mesh = made(sizes, config, dtype, parallel)
     count = 4 if parallel.pipeline.is_v else 2
-    outs = [step.train(batch(index, mesh, count), index) for index in range(steps)]
+    # the load of a global batch is known up to the micro-batch
+    together = config == MODELS["global"]
+    outs = [step.train(batch(index, mesh, count, together), index) for index in range(steps)]
     return {
         "loss": [out.loss.item() for out in outs],
         "norm": [out.grad_norm.item() for out in outs],
@@ -126,7 +134,7 @@ def check(layout: str, name: str, parallel: ParallelConfig, bounds: Bounds = FLO
             for key, value in reference.items():
                 if "ffn/" in key and not key.endswith(NOT_COUNTED):
                     assert mine[key] == value, key
-                elif not key.endswith("/balance_loss"):  # of the tokens that are routed at once
+                elif not key.endswith("/balance_loss") or name == "global":  # of the tokens routed at once
                     assert mine[key] == pytest.approx(value, rel=10 * bounds.loss, abs=1e-12), key
         for key, value in one["after"].items():
             assert (many["after"][key] - value).abs().max() <= bounds.after * value.abs().max(), key
@@ -139,6 +147,36 @@ def check(layout: str, name: str, parallel: ParallelConfig, bounds: Bounds = FLO
 @pytest.mark.parametrize("layout", ["tp2", "cp2-ep2"])
 def test_balance_over_a_batch_does_not_depend_on_who_has_which_tokens(layout):
     check(layout, "balanced", ParallelConfig())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [
+        ("fsdp2-ep2", CHECKPOINTED),
+        ("pp2-ep2", ParallelConfig()),
+        *(
+            pytest.param(layout, ParallelConfig(), marks=pytest.mark.slow)
+            for layout in ("fsdp2", "tp2", "cp2-ep2", "replicate2-ep2", "ep2-tp2", "pp2-ep2-tp2")
+        ),
+        pytest.param(
+            "ep2-tp2",
+            ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=False)),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_balance_over_the_global_batch_does_not_depend_on_the_layout(layout, parallel):
+    """Nor does its logged value, which that of a micro-batch of a rank does."""
+    assert single("global", FLOAT64)["norm"][1] != single("deepseek", FLOAT64)["norm"][1]
+    check(layout, "global", parallel)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2", "ep2", "pp2-fsdp2-ep2"])
+def test_ten_steps_with_balance_over_the_global_batch_in_float32_equal_one_process(layout):
+    check(layout, "global", ParallelConfig(), FLOAT32)
 
 
 @pytest.mark.dist
@@ -167,7 +205,6 @@ OTHERS = {
     "dualpipe": ("pp2-ep2", ParallelConfig(pipeline=PipelineConfig(schedule="dualpipe_v"))),
     "interleaved": ("pp2-ep2", ParallelConfig(pipeline=PipelineConfig(schedule="interleaved_zero_bubble"))),
 }
-CHECKPOINTED = ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
 
 
 @pytest.mark.dist

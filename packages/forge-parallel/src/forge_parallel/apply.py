@@ -120,24 +120,25 @@ def _apply_axes(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
 
         context_parallel(model, plan, mesh.context, config.context_parallel)
     if plan.experts:
-        _share_sequences(model, plan.experts, mesh, config.tensor_parallel.sequence)
+        _share_tokens(model, plan.experts, mesh, config.tensor_parallel.sequence)
 
 
-def _share_sequences(model: nn.Module, experts: list[str], mesh: Mesh, sequence: bool) -> None:
-    """Let layers of experts sum over the ranks that have other tokens of the same sequences."""
+def _share_tokens(model: nn.Module, experts: list[str], mesh: Mesh, sequence: bool) -> None:
+    """Let layers of experts sum over the ranks that have other tokens, of the same sequences and of any."""
     groups = [mesh.tp.get_group()] if mesh.tp is not None and sequence else []
     groups += [mesh.context.group] if mesh.context.group is not None else []
-    if not groups:
-        return
 
     def sum_(tensor: Tensor) -> Tensor:
         for group in groups:
             torch.distributed.all_reduce(tensor, group=group)
         return tensor
 
+    # ranks of tp that have the same tokens count all of them equally often
+    sums = {"sum_over_sequence": sum_ if groups else None}
+    sums["sum_over_batch"] = mesh.stage.sum_ if mesh.stage.size > 1 else None
     for layer in (layer for pattern in experts for layer in find(model, pattern).values()):
-        if hasattr(layer, "sum_over_sequence"):
-            layer.sum_over_sequence = sum_  # type: ignore[assignment]
+        for name in (name for name, each in sums.items() if each is not None and hasattr(layer, name)):
+            setattr(layer, name, sums[name])
 
 
 @torch.no_grad()

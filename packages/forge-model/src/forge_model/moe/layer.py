@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from forge_model.error import ModelError
 from forge_model.ffn.dense import MLP, GatedFfn
-from forge_model.moe.balance import EXTRAS, Load, Tally, tallied
+from forge_model.moe.balance import EXTRAS, GlobalBalance, Load, Tally, tallied
 from forge_model.moe.experts import Experts
+from forge_model.moe.router import TopKRouter
 from forge_model.moe.routing import Routing, serve, within_capacity
 from forge_model.roles import Role
 
@@ -90,6 +91,7 @@ class MoE(nn.Module):
         dispatch: brings tokens to experts; another one may be put in its place.
         sum_over_sequence: sums a tensor, in place, over the ranks that have other tokens of the same
             sequences; None if there are none.
+        sum_over_batch: the same over all ranks that have other tokens of the global batch.
         step_tokens: of the global batch; what the losses of this layer are divided by. None means the tokens
             of each call.
         tally: of the calls since the last optimizer step.
@@ -100,6 +102,7 @@ class MoE(nn.Module):
     dispatch: Dispatch
     step_tokens: int | None = None
     sum_over_sequence: Callable[[Tensor], Tensor] | None = None
+    sum_over_batch: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, config: MoEConfig, dim: int) -> None:
         super().__init__()
@@ -118,7 +121,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        routing, loss, counted = self.router(x, self.sum_over_sequence)
+        routing, loss, counted, affinities = self.router(x, self.sum_over_sequence)
         if self.capacity_factor is not None:
             even = x.shape[0] * x.shape[1] * self.top_k / self.num_experts
             routing = within_capacity(routing, self.num_experts, ceil(self.capacity_factor * even))
@@ -129,8 +132,17 @@ class MoE(nn.Module):
         out = serve(experts, x.flatten(0, 1), routing, self.num_experts).view_as(x)
         if torch.is_grad_enabled():
             tokens = x.shape[0] * x.shape[1]
-            out = tallied(out, loss * (tokens / (self.step_tokens or tokens)), counted, self.tally)
+            part = tokens / (self.step_tokens or tokens)
+            out = tallied(out, loss * part, counted, self.tally, self._global_balance(affinities, part))
         return out + shared[0] if shared else out
+
+    def _global_balance(self, affinities: Tensor | None, part: float) -> GlobalBalance | None:
+        """The loss of balance over the global batch, of which these tokens are a part; None if there is none."""
+        if affinities is None:
+            return None
+        assert isinstance(self.router, TopKRouter)
+        weight = self.router.config.batch_balance_weight
+        return GlobalBalance(affinities, weight * part, self.sum_over_batch)
 
     def _tensor_roles(self) -> dict[str, str | None]:
         """All ranks of tensor parallelism hold the shared experts, too: nothing of them is cut."""

@@ -25,11 +25,13 @@ class Routed(NamedTuple):
         routing: pairs of tokens and experts, none dropped.
         loss: [] weighted auxiliary losses, means over the tokens.
         counted: [E + len(EXTRAS)] float64, sums over the tokens, `dropped` not yet known.
+        affinities: [E] their means over the tokens, where the loss of balance is over the global batch.
     """
 
     routing: Routing
     loss: Tensor
     counted: Tensor
+    affinities: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -116,7 +118,9 @@ class TopKRouter(Router):
         routing = one_per_slot(experts, weights * self.config.scale)
         counts = assigned(routing.experts, len(x), self.num_experts)
         loss, seen = self._losses(logits, affinities, counts, sum_over_sequence)
-        return Routed(routing, loss, self._counted(counts.sum(0), seen, len(logits)))
+        counted = self._counted(counts.sum(0), seen, len(logits))
+        is_global = self.config.balance_scope == "global"
+        return Routed(routing, loss, counted, to_sum_one(affinities).mean(0) if is_global else None)
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:
         """[N, E] with -inf for experts of groups that are not chosen."""
@@ -134,15 +138,18 @@ class TopKRouter(Router):
         """The weighted sum, and each without its weight."""
         config, rows = self.config, len(counts)
         normalizers = z_loss(logits)
-        if sum_ is not None and (config.batch_balance_weight or config.sequence_balance_weight):
+        of_batch = config.balance_scope == "batch"
+        if sum_ is not None and (of_batch and config.batch_balance_weight or config.sequence_balance_weight):
             # these losses are linear in the affinities: each rank adds those of its tokens
             counts = sum_(counts.clone())
-        batch = balance_loss(affinities[None], counts.sum(0, keepdim=True))
-        loss = self.z_loss_weight * normalizers + config.batch_balance_weight * batch
+        loss, seen = self.z_loss_weight * normalizers, {"z_loss": normalizers}
+        if of_batch:
+            seen["balance"] = balance_loss(affinities[None], counts.sum(0, keepdim=True))
+            loss = loss + config.batch_balance_weight * seen["balance"]
         if config.sequence_balance_weight:
             sequences = balance_loss(affinities.unflatten(0, (rows, -1)), counts)
             loss = loss + config.sequence_balance_weight * sequences
-        return loss, {"balance": batch, "z_loss": normalizers}
+        return loss, seen
 
 
 class SoftmaxRouter(TopKRouter):
