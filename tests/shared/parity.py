@@ -37,7 +37,8 @@ the tolerance."""
 def batch(index: int, mesh: Mesh, micro_batches: int = 2, together: bool = False) -> list[MicroBatch]:
     """This rank's part, in some micro-batches, of packed documents with unequal counts of valid targets.
 
-    With `together` the micro-batches of all ranks at one place are the same sequences under every layout.
+    With `together` the micro-batches of all ranks at one place are the same sequences under every layout, and
+    rows end in padding.
     """
     generator = torch.Generator().manual_seed(index)
     rows = torch.randint(VOCAB, (GLOBAL, TOKENS + 1), generator=generator)
@@ -48,6 +49,9 @@ def batch(index: int, mesh: Mesh, micro_batches: int = 2, together: bool = False
         labels[row, : row % (TOKENS + 1)] = -100
     rank, ranks = mesh.batch.rank, mesh.batch.size
     if together:
+        for row in range(GLOBAL):
+            doc_ids[row, TOKENS - row % 7 :] = -1
+            labels[row, TOKENS - row % 7 :] = -100
         parts = [part.chunk(ranks)[rank] for part in torch.arange(GLOBAL).chunk(micro_batches)]
     else:
         parts = torch.arange(GLOBAL).chunk(ranks)[rank].chunk(micro_batches)

@@ -76,8 +76,8 @@ class Model(nn.Module):
                 found.setdefault(name, factors)
         return found
 
-    def before_micro_batches(self, tokens: int) -> None:
-        """Be told of how many tokens the next global batch is: what auxiliary losses are divided by."""
+    def before_micro_batches(self, tokens: int | Tensor) -> None:
+        """Be told of how many tokens the next global batch is, without padding; see `ExpertLayer`."""
         for layer in expert_layers(self).values():
             layer.step_tokens = tokens
 

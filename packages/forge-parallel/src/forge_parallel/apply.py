@@ -136,9 +136,13 @@ def _share_tokens(model: nn.Module, experts: list[str], mesh: Mesh, sequence: bo
     # ranks of tp that have the same tokens count all of them equally often
     sums = {"sum_over_sequence": sum_ if groups else None}
     sums["sum_over_batch"] = mesh.stage.sum_ if mesh.stage.size > 1 else None
+    given: dict[str, Any] = {name: each for name, each in sums.items() if each is not None}
+    if mesh.tp is not None and sequence:
+        ranks, rank = mesh.tp.size(), mesh.tp.get_local_rank()
+        given["tokens_here"] = lambda tokens: tokens.chunk(ranks, 1)[rank]
     for layer in (layer for pattern in experts for layer in find(model, pattern).values()):
-        for name in (name for name, each in sums.items() if each is not None and hasattr(layer, name)):
-            setattr(layer, name, sums[name])
+        for name in (name for name in given if hasattr(layer, name)):
+            setattr(layer, name, given[name])
 
 
 @torch.no_grad()

@@ -103,7 +103,8 @@ class Plan(Config):
             first is always given. It adds `positions` [T] where they are missing.
         experts: the layers of experts, whose `dispatch` is replaced by expert parallelism; see
             `forge_parallel.expert_parallel`. An attribute `sum_over_sequence` of theirs becomes what sums a
-            tensor, in place, over the ranks that have other tokens of the same sequences.
+            tensor, in place, over the ranks that have other tokens of the same sequences; `sum_over_batch`
+            over all that have other tokens; `tokens_here` cuts [B, T] as the residual stream is cut.
         stages: how a pipeline cuts it; None if it cannot.
         no_fp8: linear layers that stay out of 8-bit matmuls.
         mounts: plans of sub-modules by name, in the order in which they are executed; all run before what

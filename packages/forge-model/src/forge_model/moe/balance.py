@@ -45,7 +45,7 @@ class Tally:
 
 
 class GlobalBalance(NamedTuple):
-    """The balance loss of a micro-batch against the load of the global batch so far: arXiv:2501.11873 section 3.
+    """The balance loss of a micro-batch against the load of the global batch so far (arXiv:2501.11873).
 
     Attributes:
         affinities: [E] means over the tokens of this micro-batch, each token's summing to one.
@@ -133,8 +133,8 @@ def assigned(experts: Tensor, groups: int, num_experts: int) -> Tensor:
     return counts.view(groups, num_experts + 1)[:, :num_experts]
 
 
-def balance_loss(affinities: Tensor, counts: Tensor) -> Tensor:
-    """E sum_i f_i P_i, 1 where the load is even: mean over groups of tokens.
+def balance_loss(affinities: Tensor, counts: Tensor, real: Tensor | None = None) -> Tensor:
+    """E sum_i f_i P_i, 1 where the load is even: mean over groups of tokens, by their number of tokens.
 
     f_i is the share of choices that fell on expert i, P_i the mean affinity to it, normalized to sum one over
     the experts. For one group and one choice a token arXiv:2101.03961 eq. 4 to 6; for groups that are
@@ -143,9 +143,13 @@ def balance_loss(affinities: Tensor, counts: Tensor) -> Tensor:
     Args:
         affinities: [groups, tokens, E], not negative.
         counts: [groups, E], from `assigned`.
+        real: [groups, tokens] bool, whether a token is no padding; None if none is.
     """
     shares = counts.to(affinities.dtype) / counts.sum(1, keepdim=True).clamp(min=1)
-    return counts.shape[1] * (shares * to_sum_one(affinities).mean(1)).sum(1).mean()
+    if real is None:
+        return counts.shape[1] * (shares * to_sum_one(affinities).mean(1)).sum(1).mean()
+    sums = (to_sum_one(affinities) * real[..., None]).sum(1)
+    return counts.shape[1] * (shares * sums).sum() / real.sum().clamp(min=1)
 
 
 def to_sum_one(x: Tensor) -> Tensor:
@@ -156,9 +160,16 @@ def to_sum_one(x: Tensor) -> Tensor:
     return x / x.sum(-1, keepdim=True).clamp(min=1e-20)
 
 
-def z_loss(logits: Tensor) -> Tensor:
+def mean_of(x: Tensor, real: Tensor | None) -> Tensor:
+    """The mean over the tokens of [N, ...], over those of `real` [N] bool if it is given."""
+    if real is None:
+        return x.mean(0)
+    return (x * real.view(-1, *[1] * (x.ndim - 1))).sum(0) / real.sum().clamp(min=1)
+
+
+def z_loss(logits: Tensor, real: Tensor | None = None) -> Tensor:
     """Mean of the squared log-normalizers of [N, E] logits (arXiv:2202.08906 eq. 5)."""
-    return logits.logsumexp(-1).square().mean()
+    return mean_of(logits.logsumexp(-1).square(), real)
 
 
 class Load(NamedTuple):

@@ -15,7 +15,7 @@ from forge_model.ffn.dense import MLP, GatedFfn
 from forge_model.moe.balance import EXTRAS, GlobalBalance, Load, Tally, tallied
 from forge_model.moe.experts import Experts
 from forge_model.moe.router import TopKRouter
-from forge_model.moe.routing import Routing, serve, within_capacity
+from forge_model.moe.routing import Routing, serve, within_capacity, without
 from forge_model.roles import Role
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class ExpertLayer(Protocol):
     num_experts: int
     experts: nn.Module
     dispatch: Dispatch
-    step_tokens: int | None
+    step_tokens: int | Tensor | None
     tally: Tally
 
     def idle_parameters(self) -> int:
@@ -91,6 +91,7 @@ class MoE(nn.Module):
         dispatch: brings tokens to experts; another one may be put in its place.
         sum_over_sequence: sums a tensor, in place, over the ranks that have other tokens of the same
             sequences; None if there are none.
+        tokens_here: of [B, T], those that this rank is given; None means all.
         sum_over_batch: the same over all ranks that have other tokens of the global batch.
         step_tokens: of the global batch; what the losses of this layer are divided by. None means the tokens
             of each call.
@@ -99,8 +100,10 @@ class MoE(nn.Module):
     """
 
     holds_experts: ClassVar[bool] = True
+    takes_padding: ClassVar[bool] = True
     dispatch: Dispatch
-    step_tokens: int | None = None
+    step_tokens: int | Tensor | None = None
+    tokens_here: Callable[[Tensor], Tensor] | None = None
     sum_over_sequence: Callable[[Tensor], Tensor] | None = None
     sum_over_batch: Callable[[Tensor], Tensor] | None = None
 
@@ -119,25 +122,49 @@ class MoE(nn.Module):
         self.tally = Tally(self.num_experts + len(EXTRAS))
         self.tensor_roles = self._tensor_roles()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        routing, loss, counted, affinities = self.router(x, self.sum_over_sequence)
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """[B, T, D] -> [B, T, D].
+
+        Args:
+            x: of the tokens that this rank has.
+            padding: bool of tokens [B, T], also of those that other ranks of tp have of them. They are served
+                like others, unless that costs capacity, and are in no loss, no count, and no learning of
+                the router. None if there are none.
+        """
+        if padding is not None and self.tokens_here is not None:
+            padding = self.tokens_here(padding)
+        routing, loss, counted, affinities = self.router(x, self.sum_over_sequence, padding)
         if self.capacity_factor is not None:
-            even = x.shape[0] * x.shape[1] * self.top_k / self.num_experts
-            routing = within_capacity(routing, self.num_experts, ceil(self.capacity_factor * even))
-            counted = counted + _dropped(routing, self.num_experts)
+            routing, counted = self._within_capacity(routing, counted, padding)
         shared: list[Tensor] = []
         meanwhile = None if self.shared is None else lambda: shared.append(self._of_shared(x))
         experts = partial(self.dispatch, self.experts, meanwhile=meanwhile)
         out = serve(experts, x.flatten(0, 1), routing, self.num_experts).view_as(x)
         if torch.is_grad_enabled():
-            tokens = x.shape[0] * x.shape[1]
-            part = tokens / (self.step_tokens or tokens)
+            tokens = x.shape[0] * x.shape[1] if padding is None else (~padding).sum().double()
+            part = 1.0 if self.step_tokens is None else tokens / self.step_tokens
             out = tallied(out, loss * part, counted, self.tally, self._global_balance(affinities, part))
         return out + shared[0] if shared else out
 
-    def _global_balance(self, affinities: Tensor | None, part: float) -> GlobalBalance | None:
-        """The loss of balance over the global batch, of which these tokens are a part; None if there is none."""
+    def _within_capacity(
+        self, routing: Routing, counted: Tensor, padding: Tensor | None
+    ) -> tuple[Routing, Tensor]:
+        """Drop what experts have no capacity for, and count it."""
+        factor = self.capacity_factor
+        assert factor is not None
+        if padding is None:
+            even = routing.tokens.shape[0] / self.num_experts
+            routing = within_capacity(routing, self.num_experts, ceil(factor * even))
+            return routing, counted + _dropped(routing, self.num_experts)
+        routing = without(routing, padding, self.num_experts)
+        served = (routing.experts < self.num_experts).sum()
+        capacity = (served * (factor / self.num_experts)).ceil()
+        kept = within_capacity(routing, self.num_experts, capacity)
+        of_padding = _dropped(routing, self.num_experts)
+        return kept, counted + _dropped(kept, self.num_experts) - of_padding
+
+    def _global_balance(self, affinities: Tensor | None, part: float | Tensor) -> GlobalBalance | None:
+        """The loss of balance over the global batch, of which these tokens are a part, if there is one."""
         if affinities is None:
             return None
         assert isinstance(self.router, TopKRouter)
