@@ -65,7 +65,7 @@ class TextStep:
         return StepOutput(loss, norm, finite, lr, samples, tokens, metrics, shapes)
 
     def _counts(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Targets of the global batch; its tokens without padding, or None where none is known. Collective."""
+        """Targets of the global batch; its tokens without padding, None where it is unknown. Collective."""
         counts = [torch.stack([micro.statistics["targets"] for micro in batch]).sum()]
         if "doc_ids" in batch[0].inputs:
             counts.append(torch.stack([(micro.inputs["doc_ids"] >= 0).sum() for micro in batch]).sum())
