@@ -58,6 +58,7 @@ EVERY = ParallelConfig(fsdp=FSDPConfig(reduce_gradients="every_micro_batch"))
 KEPT = ParallelConfig(fsdp=FSDPConfig(reshard="after_backward"))
 KEPT_LONGER = ParallelConfig(fsdp=FSDPConfig(reshard="after_step"))
 AHEAD = ParallelConfig(fsdp=FSDPConfig(prefetch=2, offload=True))
+RING = ParallelConfig(context_parallel=ContextParallelConfig(method="ring"))
 ULYSSES = ParallelConfig(context_parallel=ContextParallelConfig(method="ulysses"))
 WHOLE = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=False))
 UNITS = LAYERS + 2  # blocks, embedding, norm with head
@@ -95,6 +96,7 @@ CASES = {
         (FSDP[0] + MICRO_BATCHES * (LAYERS + 1), FSDP[1] + MICRO_BATCHES * LAYERS, 0, 0),
     ),
     "cp, ulysses": (2, {"cp": 2}, ULYSSES, (FSDP[0] + MICRO_BATCHES, FSDP[1], 0, MICRO_BATCHES * LAYERS * 8)),
+    "cp, ring": (2, {"cp": 2}, RING, (FSDP[0] + MICRO_BATCHES, FSDP[1], 0, 0)),
 }
 
 

@@ -1,8 +1,8 @@
 """Attention of some queries over a block of keys: the kernels of torch, with the log-sum-exp of each query.
 
 What queries make of one block of keys after the other is joined by these (the online softmax of
-arXiv:2205.14135 section 3.1), and the gradient of a block follows from those of all keys. B batch, T queries, S keys,
-N heads, H head dim.
+arXiv:2205.14135 section 3.1), and the gradient of a block follows from those of all keys. B batch, T queries,
+S keys, N heads, H head dim.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def attend(block: Block) -> tuple[Tensor, Tensor]:
     """What the queries make of the block alone.
 
     Returns:
-        [B, N, T, H], and [B, N, T] the log of the sum of the exponentials of the scores, in float32 at least: 0 and -inf
-        for a query that sees no key of it.
+        [B, N, T, H], and [B, N, T] the log of the sum of the exponentials of the scores, in float32 at least;
+        0 and -inf for a query that sees no key of it.
 
     Raises:
         ParallelError: torch has no kernel for it that tells the sums.

@@ -1,8 +1,8 @@
 """Context parallelism: each rank has a part of the tokens of every sequence, and attention sees all of them.
 
-The inputs of the model are cut as they enter it, so that data are read, and losses summed, as without it. Three
-ways to compute attention take the place of the attribute `attend` of the attention modules: one gathers keys
-and values, one sends them block by block, and one trades tokens for heads. B batch, T tokens, N query heads, K heads of keys and values, H
+The inputs of the model are cut as they enter it, so that data are read, and losses summed, as without it.
+What takes the place of the attribute `attend` of the attention modules gathers keys and values, sends them
+block by block, or trades tokens for heads. B batch, T tokens, N query heads, K heads of keys and values, H
 head dim, R ranks.
 """
 

@@ -1,11 +1,13 @@
-"""Attention over several ranks by messages between them: blocks of keys travel while the one before is computed.
+"""Attention over several ranks by messages: blocks of keys travel while the one before is computed.
 
-Each rank has two pieces of a sequence (see `forge_parallel.context_parallel.Cut`). In step s it is given keys and
-values by the rank s before it, of the pieces that its own tokens look at and no others, and their gradients go
-back the same way. B batch, N query heads, K heads of keys and values, R ranks, W tokens of a piece, H head dim.
+Each rank has two pieces of a sequence (see `forge_parallel.context_parallel.Cut`). In step s it is given keys
+and values by the rank s before it, of the pieces that its own tokens look at and no others, and their
+gradients go back the same way. B batch, N query heads, K heads of keys and values, R ranks, W tokens of a
+piece, H head dim, V width of a value.
 
-Source: Ring Attention, Liu et al. 2023, arXiv:2310.01889; pieces from both ends as in Striped and zigzag variants
-of it (arXiv:2311.09431, Llama 3, arXiv:2407.21783 section 3.3.2). Here the owner sends to each rank itself.
+Source: Ring Attention, Liu et al. 2023, arXiv:2310.01889; here the owner of a block sends it to each rank
+that looks at it, which is less than to pass all blocks around. Two pieces, one from each end, are the same
+work for all ranks (Llama 3, arXiv:2407.21783 section 3.3.2).
 """
 
 from __future__ import annotations

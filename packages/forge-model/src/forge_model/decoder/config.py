@@ -262,6 +262,11 @@ class DecoderConfig(ModelConfig):
             )
         for index in range(self.num_layers):
             layer = self.layer(index)
+            if cp > 1 and method == "ring" and not layer.attention.plain_softmax:
+                raise ValueError(
+                    f"layer {index}: softcap and sinks change the scores, of which context parallelism by "
+                    '"ring" knows the plain softmax only; set context_parallel.method = "gather" or "ulysses"'
+                )
             try:
                 layer.block.require_axes(layer, tp, cp, sequence)
             except ValueError as error:
