@@ -94,7 +94,7 @@ def file_and_flags(flags):
 
 
 def test_messages_of_a_ring_on_paper_are_those_of_theory():
-    """Rank 0 of two gives one piece of keys twice, there and back, and the gradient of the two it is given."""
+    """Rank 0 of two gives one piece of keys twice, there and back, and the gradient of two it is given."""
     path, overrides = file_and_flags(LAYOUTS["cp, ring"][1])
     job = load_job(path, overrides).value
     heads, micro = job.model.attention, micro_batches_of(job, 2)

@@ -74,7 +74,7 @@ def gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> Gradients
         lse: [B, N, T], of all keys.
         grad: of `out`.
     """
-    return _kernels(block).backward(block, out, lse, grad)
+    return _kernels(block).backward(block, out.contiguous(), lse.contiguous(), grad.contiguous())
 
 
 def joined(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def _flash(block: Block) -> tuple[Tensor, Tensor]:
 
 def _flash_backward(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> Gradients:
     query, key, value = _padded(block)
-    seed = torch.empty((), dtype=torch.int64, device="meta" if query.is_meta else query.device)
+    seed = torch.empty((), dtype=torch.int64, device=query.device)
     found = aten._scaled_dot_product_flash_attention_backward(
         _wide(grad), query, key, value, _wide(out), lse, None, None, query.shape[2], key.shape[2], 0.0,
         block.causal, seed, seed, scale=block.scale,
