@@ -79,6 +79,10 @@ LAYOUTS = {
     "ep2-tp2": (4, {"ep": 2, "tp": 2}),
     "pp2-ep2": (4, {"pp": 2, "ep": 2}),
     "pp2-fsdp2-ep2": (8, {"pp": 2, "ep": 2}),
+    "tp4": (4, {"tp": 4}),
+    "fsdp2-tp2": (4, {"tp": 2}),
+    "cp2-tp2": (4, {"cp": 2, "tp": 2}),
+    "ep2-fsdp2-tp2": (8, {"ep": 2, "tp": 2}),
     "pp2-ep2-tp2": (8, {"pp": 2, "ep": 2, "tp": 2}),
 }
 
@@ -190,6 +194,50 @@ def test_ten_steps_with_balance_over_the_global_batch_in_float32_equal_one_proce
 def test_scaled_gradients_and_scheduled_bias_do_not_depend_on_the_layout(layout):
     assert single("scheduled", FLOAT64)["norm"][0] != single("deepseek", FLOAT64)["norm"][0]
     check(layout, "scheduled", ParallelConfig())
+
+
+CUT = ParallelConfig(tensor_parallel=TensorParallelConfig(experts="cut"))
+CUT_UNSEQUENCED = ParallelConfig(tensor_parallel=TensorParallelConfig(experts="cut", sequence=False))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "name", "parallel"),
+    [
+        ("tp2", "deepseek", CUT),
+        ("ep2-tp2", "mixtral", CUT),
+        *(
+            pytest.param(layout, name, parallel, marks=pytest.mark.slow)
+            for layout, name, parallel in [
+                ("tp2", "mixtral", CUT_UNSEQUENCED),
+                ("tp2", "deepseek", CUT_UNSEQUENCED),
+                ("tp2", "scheduled", CUT),
+                ("tp2", "global", CUT),
+                ("tp4", "deepseek", CUT),
+                ("ep2-tp2", "deepseek", CUT),
+                ("ep2-tp2", "global", CUT_UNSEQUENCED),
+                ("fsdp2-tp2", "deepseek", CUT),
+                (
+                    "fsdp2-tp2",
+                    "mixtral",
+                    replace(CUT, activation_checkpointing=CHECKPOINTED.activation_checkpointing),
+                ),
+                ("cp2-tp2", "deepseek", CUT),
+                ("pp2-ep2-tp2", "deepseek", CUT),
+                ("ep2-fsdp2-tp2", "many", CUT),
+            ]
+        ),
+    ],
+)
+def test_experts_cut_over_ranks_train_like_one_process(layout, name, parallel):
+    check(layout, name, parallel)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "ep2-tp2", "fsdp2-tp2"])
+def test_ten_steps_of_experts_cut_over_ranks_in_float32_equal_one_process(layout):
+    check(layout, "mixtral", CUT, FLOAT32)
 
 
 COMPILED = ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager"))

@@ -139,6 +139,9 @@ class TensorParallelConfig(Config):
     Attributes:
         sequence: cut the residual stream, and the norms on it, over the tokens too (Korthikanti et al. 2022,
             arXiv:2205.05198 section 4.2.2): the same traffic, less memory. Sequences must be multiples of tp.
+        experts: of a mixture of experts. `whole`: each rank has all of every expert, and serves the tokens
+            that it has of the residual stream. `cut`: each rank has a part of the hidden width of every
+            expert, shared ones too, and serves all tokens; what they make is summed.
         async: let the compiler cut matmuls and the gathers and sums around them into pieces that overlap. Of
             compiled blocks, on GPUs that reach each other's memory (NVLink).
     """
@@ -146,6 +149,7 @@ class TensorParallelConfig(Config):
     free_keys = (ALL_KEYS,)
 
     sequence: bool = True
+    experts: Literal["whole", "cut"] = "whole"
     async_: bool = field(default=False, name="async")
 
     def contradictions(self) -> Iterator[str]:
@@ -347,6 +351,11 @@ class ParallelConfig(Config):
             yield (
                 "tensor_parallel.async = true is done by the compiler; set compile.enabled = true with "
                 'backend = "inductor", or async = false'
+            )
+        if self.fp8.experts and self.tensor_parallel.experts == "cut":
+            yield (
+                'tensor_parallel.experts = "cut" leaves each rank narrow experts, and 8-bit products want wide '
+                'ones; set it to "whole", or fp8.experts = false'
             )
         if self.fp8.gather and self.fsdp.offload:
             yield ("fp8.gather = true needs fsdp.offload = false: weights are rounded on the GPU")

@@ -235,6 +235,45 @@ def tokenwise(names: tuple[str, ...]) -> type[Tokenwise]:
     return type("Tokenwise", (Tokenwise,), {"placements": dict.fromkeys(names, Replicate())})
 
 
+class CutExperts(RoleModule):
+    """Stacked experts of which each rank has a part of the hidden width: what they make is a part of a sum."""
+
+    tensor_axis: Axis
+    cut_dims: Mapping[str, int | None]
+
+    def local(self, name: str) -> Tensor:
+        """See `RoleModule.local`; what is not cut is added by the first rank alone."""
+        values = super().local(name)
+        if self.cut_dims[name] is not None:
+            return values
+        values = copy_to_ranks(values, self.tensor_axis.group)
+        return values if self.tensor_axis.rank == 0 else torch.zeros_like(values) * values
+
+
+@cache
+def cut_experts(placements: tuple[tuple[str, Placement], ...]) -> type[CutExperts]:
+    """The role `experts` of a module with such parameters."""
+    return type("CutExperts", (CutExperts,), {"placements": dict(placements)})
+
+
+def placed(name: str, experts: nn.Module) -> tuple[tuple[str, Placement], ...]:
+    """Where the parameters of cut experts are.
+
+    Raises:
+        ParallelError: experts do not say by `cut_dims` where their hidden width is.
+    """
+    dims, names = (
+        getattr(experts, "cut_dims", {}),
+        [n for n, p in experts._parameters.items() if p is not None],
+    )
+    if missing := [n for n in names if n not in dims]:
+        raise ParallelError(
+            f"{name}, a {type(experts).__name__}, does not say in `cut_dims` along which dim {missing[0]} is "
+            'cut; say it, or set tensor_parallel.experts = "whole"'
+        )
+    return tuple((n, Replicate() if dims[n] is None else Shard(dims[n])) for n in names)
+
+
 class Unsharded(RoleModule):
     """A module that all ranks hold and call with equal values, outside of the residual stream.
 

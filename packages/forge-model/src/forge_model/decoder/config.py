@@ -295,6 +295,16 @@ class DecoderConfig(ModelConfig):
         for index in range(self.num_layers):
             self.layer(index).ffn.require_learning()
 
+    def require_cut_experts(self, ranks: int) -> None:
+        """See `ModelConfig.require_cut_experts`."""
+        if not self.expert_counts():
+            super().require_cut_experts(ranks)
+        for index in range(self.num_layers):
+            try:
+                self.layer(index).ffn.require_cut_experts(self.dim, ranks)
+            except ValueError as error:
+                raise ValueError(f"layer {index}: {error}") from None
+
     def expert_groups(self) -> dict[str, int]:
         """See `ModelConfig.expert_groups`."""
         return self._of_experts(lambda ffn: ffn.expert_groups())
