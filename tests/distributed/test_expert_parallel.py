@@ -15,7 +15,7 @@ from forge_model.config import (
     SoftmaxRouterConfig,
     SwiGLUConfig,
 )
-from forge_parallel import ParallelConfig
+from forge_parallel import ParallelConfig, local_shard
 from forge_parallel.capabilities import splits_backward
 from forge_parallel.compile_config import CompileConfig
 from forge_parallel.config import ActivationCheckpointingConfig, PipelineConfig, TensorParallelConfig
@@ -23,6 +23,7 @@ from forge_parallel.dispatch_config import AllToAllConfig, TwoLevelConfig
 from forge_parallel.testing import run_ranks
 from msgspec.structs import replace
 from parity import TOKENS, VOCAB, batch, full, made, parameters
+from torch.distributed.tensor.debug import CommDebugMode
 
 SIGMOID = SigmoidRouterConfig(
     groups=4, top_groups=3, scale=1.5, bias_rate=0.02, sequence_balance_weight=0.1, z_loss_weight=0.01
@@ -238,6 +239,32 @@ def test_experts_cut_over_ranks_train_like_one_process(layout, name, parallel):
 @pytest.mark.parametrize("layout", ["tp2", "ep2-tp2", "fsdp2-tp2"])
 def test_ten_steps_of_experts_cut_over_ranks_in_float32_equal_one_process(layout):
     check(layout, "mixtral", CUT, FLOAT32)
+
+
+def held(sizes: dict, config: DecoderConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+    """Shapes of what this rank holds in a layer of experts, and collectives of two micro-batches over tp."""
+    parts, _, step, mesh = made(sizes, config, "float64", CUT)
+    layer = parts[0].get_submodule("layers.1.ffn")
+    shapes = {name: tuple(local_shard(one).values.shape) for name, one in layer.named_parameters()}
+    step.train(batch(0, mesh), 0)
+    with CommDebugMode() as said:
+        step.runner.backward([step._inputs(micro) for micro in batch(1, mesh)], lambda terms: terms.total)
+    return shapes, {str(op).rpartition(".")[2]: n for op, n in said.get_comm_counts().items()}
+
+
+@pytest.mark.dist
+def test_each_rank_holds_a_part_of_every_expert_and_says_what_theory_does():
+    """Beside what a dense model says: two gathers a layer of experts, of who serves and how much."""
+    shapes, counts = run_ranks(held, 2, {"tp": 2}, MODELS["deepseek"])[0]
+    assert shapes["experts.w_up"] == (8, 12, 32) and shapes["experts.w_down"] == (8, 32, 12)
+    assert shapes["shared.w_up.weight"] == (24, 32) and shapes["shared.w_down.weight"] == (32, 24)
+    micro, layers, moe = 2, 3, 2
+    # embedding and head; attention and feed-forward of each layer, shared experts
+    streams = 1 + 2 * layers + moe
+    gathered = micro * (streams + streams + 2 * moe)  # forward, backward; pairs
+    scattered = micro * (streams + streams + moe)  # forward, backward; the gradient of the weights of pairs
+    assert counts["all_gather_into_tensor"] == gathered
+    assert counts["reduce_scatter_tensor"] == scattered
 
 
 COMPILED = ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager"))

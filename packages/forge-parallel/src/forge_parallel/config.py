@@ -354,8 +354,8 @@ class ParallelConfig(Config):
             )
         if self.fp8.experts and self.tensor_parallel.experts == "cut":
             yield (
-                'tensor_parallel.experts = "cut" leaves each rank narrow experts, and 8-bit products want wide '
-                'ones; set it to "whole", or fp8.experts = false'
+                'tensor_parallel.experts = "cut" leaves each rank narrow experts, and 8-bit products want '
+                'wide ones; set it to "whole", or fp8.experts = false'
             )
         if self.fp8.gather and self.fsdp.offload:
             yield ("fp8.gather = true needs fsdp.offload = false: weights are rounded on the GPU")

@@ -236,7 +236,7 @@ def tokenwise(names: tuple[str, ...]) -> type[Tokenwise]:
 
 
 class CutExperts(RoleModule):
-    """Stacked experts of which each rank has a part of the hidden width: what they make is a part of a sum."""
+    """Stacked experts of which each rank has a part of the hidden width: they make parts of a sum."""
 
     tensor_axis: Axis
     cut_dims: Mapping[str, int | None]
