@@ -78,12 +78,12 @@ CASES = {
         EVERY,
         (FSDP[0], MICRO_BATCHES * UNITS, UNITS, 0),
     ),
-    # embedding, attention and feed-forward of each layer, head: one of each there and back; norms; loss
+    # embedding, attention and feed-forward of each layer, head: one of each there and back; loss; norms
     "tp": (
         2,
         {"tp": 2},
         ParallelConfig(),
-        (*[MICRO_BATCHES * 2 * (2 * LAYERS + 1)] * 2, MICRO_BATCHES * (2 * LAYERS + 1 + 2), 0),
+        (*[MICRO_BATCHES * 2 * (2 * LAYERS + 1)] * 2, MICRO_BATCHES * 2 + 1, 0),
     ),
     # of the first of two stages: embedding and two layers, which stay gathered for the step
     "pp x dp_shard": (4, {"pp": 2}, ParallelConfig(pipeline=PipelineConfig(layers=[2, 1])), (3, 3, 0, 0)),

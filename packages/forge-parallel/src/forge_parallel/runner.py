@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from forge_parallel.apply import applied, set_sync
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
+from forge_parallel.tensor_sums import TensorSums
 
 Inputs = dict[str, Any]
 """The arguments of the model for one micro-batch."""
@@ -40,12 +41,14 @@ class WholeModel:
     """A model in one part."""
 
     model: nn.Module
+    sums: TensorSums
 
     def backward(self, micro_batches: Sequence[Inputs], finish: Callable[[Any], Tensor]) -> None:
         """See `Runner.backward`."""
-        for index, inputs in enumerate(micro_batches):
-            set_sync(self.model, last=index == len(micro_batches) - 1)
-            finish(self.model(**inputs)).backward()
+        with self.sums.summed_once():
+            for index, inputs in enumerate(micro_batches):
+                set_sync(self.model, last=index == len(micro_batches) - 1)
+                finish(self.model(**inputs)).backward()
 
     def forward(self, inputs: Inputs) -> Any:
         """See `Runner.forward`."""
@@ -62,7 +65,7 @@ def build_runner(parts: Sequence[nn.Module], mesh: Mesh, plan: Plan | None = Non
     """
     if mesh.pipeline.size == 1:
         (model,) = parts
-        return WholeModel(model)
+        return WholeModel(model, TensorSums(parts, mesh))
     from forge_parallel.pipeline import Pipeline
 
     return Pipeline(parts, mesh, plan or Plan.of(parts[0]), applied(parts[0]))
