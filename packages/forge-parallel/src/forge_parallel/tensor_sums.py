@@ -23,15 +23,14 @@ class TensorSums:
 
     Args:
         parts: of the model, made parallel.
-        mesh: the grid of ranks.
+        mesh: with `tp`.
     """
 
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
-        self._group = None if mesh.tp is None else mesh.tp.get_group()
+        assert mesh.tp is not None, "one rank has nothing to sum"
+        self._group = mesh.tp.get_group()
         self._modules: list[RoleModule] = []
         self._parameters: dict[int, nn.Parameter] = {}
-        if self._group is None:
-            return
         with_role = [one for part in parts for one in part.modules() if isinstance(one, RoleModule)]
         # what another module uses alike on all ranks has a gradient that is whole already
         alike = {id(p) for one in with_role for p in {*_parameters(one)} - {*_used_apart(one)}}
