@@ -294,7 +294,7 @@ def test_attention_by_messages_in_float64_equals_one_process(name):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", slow(RING_LAYOUTS, "cp4"))
+@pytest.mark.parametrize("layout", slow(RING_LAYOUTS, "fsdp2-cp2"))
 def test_ten_steps_of_attention_by_messages_equal_one_process(layout):
     check(layout, "plain", "float32", RING, loss=1e-5, norm=1e-4)
 
