@@ -316,6 +316,14 @@ def test_experts_that_do_not_fit_are_refused():
         ConfigError, match=r"layer 0: expert_parallel.chunks = 3 does not divide the 2 experts"
     ):
         load_job(run, ["--mesh.ep=4", "--expert_parallel.chunks=3"])
+    cut = ["--tensor_parallel.experts=cut", "--mesh.tp=2", "--model.attention.num_heads=4"]
+    assert load_job(run, cut).value.tensor_parallel.experts == "cut"
+    with pytest.raises(ConfigError, match=r"layer 0: ffn.dim = 81 .* mesh.tp = 2 ranks; use a multiple, or"):
+        load_job(run, [*cut, "--model.ffn.dim=81"])
+    with pytest.raises(ConfigError, match=r"layer 0: experts of an expert_choice router"):
+        load_job(run, [*cut, "--model.ffn.router.type=expert_choice"])
+    with pytest.raises(ConfigError, match=r"this model has no experts that could be"):
+        load_job(ROOT / "configs/runs/debug.toml", [*cut, "--model.dim=128", "--model.ffn.dim=512"])
     compiled = ["--compile.enabled=true", "--activation_checkpointing.mode=selective"]
     assert load_job(run, compiled[:1]).value.compile.enabled
     with pytest.raises(ConfigError, match=r"selective. with compile.enabled = true .* layers of experts"):

@@ -58,6 +58,7 @@ EVERY = ParallelConfig(fsdp=FSDPConfig(reduce_gradients="every_micro_batch"))
 KEPT = ParallelConfig(fsdp=FSDPConfig(reshard="after_backward"))
 KEPT_LONGER = ParallelConfig(fsdp=FSDPConfig(reshard="after_step"))
 AHEAD = ParallelConfig(fsdp=FSDPConfig(prefetch=2, offload=True))
+RING = ParallelConfig(context_parallel=ContextParallelConfig(method="ring"))
 ULYSSES = ParallelConfig(context_parallel=ContextParallelConfig(method="ulysses"))
 WHOLE = ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=False))
 UNITS = LAYERS + 2  # blocks, embedding, norm with head
@@ -77,12 +78,12 @@ CASES = {
         EVERY,
         (FSDP[0], MICRO_BATCHES * UNITS, UNITS, 0),
     ),
-    # embedding, attention and feed-forward of each layer, head: one of each there and back; norms; loss
+    # embedding, attention and feed-forward of each layer, head: one of each there and back; loss; norms
     "tp": (
         2,
         {"tp": 2},
         ParallelConfig(),
-        (*[MICRO_BATCHES * 2 * (2 * LAYERS + 1)] * 2, MICRO_BATCHES * (2 * LAYERS + 1 + 2), 0),
+        (*[MICRO_BATCHES * 2 * (2 * LAYERS + 1)] * 2, MICRO_BATCHES * 2 + 1, 0),
     ),
     # of the first of two stages: embedding and two layers, which stay gathered for the step
     "pp x dp_shard": (4, {"pp": 2}, ParallelConfig(pipeline=PipelineConfig(layers=[2, 1])), (3, 3, 0, 0)),
@@ -95,6 +96,7 @@ CASES = {
         (FSDP[0] + MICRO_BATCHES * (LAYERS + 1), FSDP[1] + MICRO_BATCHES * LAYERS, 0, 0),
     ),
     "cp, ulysses": (2, {"cp": 2}, ULYSSES, (FSDP[0] + MICRO_BATCHES, FSDP[1], 0, MICRO_BATCHES * LAYERS * 8)),
+    "cp, ring": (2, {"cp": 2}, RING, (FSDP[0] + MICRO_BATCHES, FSDP[1], 0, 0)),
 }
 
 

@@ -15,7 +15,7 @@ from forge_model.config import (
     SoftmaxRouterConfig,
     SwiGLUConfig,
 )
-from forge_parallel import ParallelConfig
+from forge_parallel import ParallelConfig, local_shard
 from forge_parallel.capabilities import splits_backward
 from forge_parallel.compile_config import CompileConfig
 from forge_parallel.config import ActivationCheckpointingConfig, PipelineConfig, TensorParallelConfig
@@ -23,6 +23,7 @@ from forge_parallel.dispatch_config import AllToAllConfig, TwoLevelConfig
 from forge_parallel.testing import run_ranks
 from msgspec.structs import replace
 from parity import TOKENS, VOCAB, batch, full, made, parameters
+from torch.distributed.tensor.debug import CommDebugMode
 
 SIGMOID = SigmoidRouterConfig(
     groups=4, top_groups=3, scale=1.5, bias_rate=0.02, sequence_balance_weight=0.1, z_loss_weight=0.01
@@ -48,6 +49,9 @@ MODELS = {
     "balanced": replace(
         DEEPSEEK,
         ffn=replace(MOE, router=SoftmaxRouterConfig(batch_balance_weight=0.3, sequence_balance_weight=0.1)),
+    ),
+    "global": replace(
+        DEEPSEEK, ffn=replace(MOE, router=replace(SIGMOID, batch_balance_weight=0.3, balance_scope="global"))
     ),
     "scheduled": replace(
         DEEPSEEK,
@@ -76,8 +80,15 @@ LAYOUTS = {
     "ep2-tp2": (4, {"ep": 2, "tp": 2}),
     "pp2-ep2": (4, {"pp": 2, "ep": 2}),
     "pp2-fsdp2-ep2": (8, {"pp": 2, "ep": 2}),
+    "tp4": (4, {"tp": 4}),
+    "fsdp2-tp2": (4, {"tp": 2}),
+    "cp2-tp2": (4, {"cp": 2, "tp": 2}),
+    "ep2-fsdp2-tp2": (8, {"ep": 2, "tp": 2}),
     "pp2-ep2-tp2": (8, {"pp": 2, "ep": 2, "tp": 2}),
 }
+
+
+CHECKPOINTED = ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
 
 
 class Bounds(NamedTuple):
@@ -99,7 +110,9 @@ def train(sizes: dict, config: DecoderConfig, parallel: ParallelConfig, dtype: s
     """What `parity.trained` tells, and the buffers and loads of the layers."""
     parts, _, step, mesh = made(sizes, config, dtype, parallel)
     count = 4 if parallel.pipeline.is_v else 2
-    outs = [step.train(batch(index, mesh, count), index) for index in range(steps)]
+    # the load of a global batch is known up to the micro-batch
+    together = config == MODELS["global"]
+    outs = [step.train(batch(index, mesh, count, together), index) for index in range(steps)]
     return {
         "loss": [out.loss.item() for out in outs],
         "norm": [out.grad_norm.item() for out in outs],
@@ -126,7 +139,7 @@ def check(layout: str, name: str, parallel: ParallelConfig, bounds: Bounds = FLO
             for key, value in reference.items():
                 if "ffn/" in key and not key.endswith(NOT_COUNTED):
                     assert mine[key] == value, key
-                elif not key.endswith("/balance_loss"):  # of the tokens that are routed at once
+                elif not key.endswith("/balance_loss") or name == "global":  # of the tokens routed at once
                     assert mine[key] == pytest.approx(value, rel=10 * bounds.loss, abs=1e-12), key
         for key, value in one["after"].items():
             assert (many["after"][key] - value).abs().max() <= bounds.after * value.abs().max(), key
@@ -143,6 +156,36 @@ def test_balance_over_a_batch_does_not_depend_on_who_has_which_tokens(layout):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [
+        ("fsdp2", CHECKPOINTED),
+        pytest.param("fsdp2-ep2", CHECKPOINTED, marks=pytest.mark.slow),
+        *(
+            pytest.param(layout, ParallelConfig(), marks=pytest.mark.slow)
+            for layout in ("fsdp2", "pp2-ep2", "tp2", "cp2-ep2", "replicate2-ep2", "ep2-tp2", "pp2-ep2-tp2")
+        ),
+        pytest.param(
+            "ep2-tp2",
+            ParallelConfig(tensor_parallel=TensorParallelConfig(sequence=False)),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_balance_over_the_global_batch_does_not_depend_on_the_layout(layout, parallel):
+    """Nor does its logged value, which that of a micro-batch of a rank does."""
+    assert single("global", FLOAT64)["norm"][1] != single("deepseek", FLOAT64)["norm"][1]
+    check(layout, "global", parallel)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2", "ep2", "pp2-fsdp2-ep2"])
+def test_ten_steps_with_balance_over_the_global_batch_in_float32_equal_one_process(layout):
+    check(layout, "global", ParallelConfig(), FLOAT32)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
     "layout",
     [
         "fsdp2-ep2",
@@ -152,6 +195,76 @@ def test_balance_over_a_batch_does_not_depend_on_who_has_which_tokens(layout):
 def test_scaled_gradients_and_scheduled_bias_do_not_depend_on_the_layout(layout):
     assert single("scheduled", FLOAT64)["norm"][0] != single("deepseek", FLOAT64)["norm"][0]
     check(layout, "scheduled", ParallelConfig())
+
+
+CUT = ParallelConfig(tensor_parallel=TensorParallelConfig(experts="cut"))
+CUT_UNSEQUENCED = ParallelConfig(tensor_parallel=TensorParallelConfig(experts="cut", sequence=False))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "name", "parallel"),
+    [
+        ("tp2", "deepseek", CUT),
+        *(
+            pytest.param(layout, name, parallel, marks=pytest.mark.slow)
+            for layout, name, parallel in [
+                ("tp2", "mixtral", CUT_UNSEQUENCED),
+                ("tp2", "deepseek", CUT_UNSEQUENCED),
+                ("tp2", "scheduled", CUT),
+                ("tp2", "global", CUT),
+                ("tp4", "deepseek", CUT),
+                ("ep2-tp2", "deepseek", CUT),
+                ("ep2-tp2", "mixtral", CUT),
+                ("ep2-tp2", "global", CUT_UNSEQUENCED),
+                ("fsdp2-tp2", "deepseek", CUT),
+                (
+                    "fsdp2-tp2",
+                    "mixtral",
+                    replace(CUT, activation_checkpointing=CHECKPOINTED.activation_checkpointing),
+                ),
+                ("cp2-tp2", "deepseek", CUT),
+                ("pp2-ep2-tp2", "deepseek", CUT),
+                ("ep2-fsdp2-tp2", "many", CUT),
+            ]
+        ),
+    ],
+)
+def test_experts_cut_over_ranks_train_like_one_process(layout, name, parallel):
+    check(layout, name, parallel)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "ep2-tp2", "fsdp2-tp2"])
+def test_ten_steps_of_experts_cut_over_ranks_in_float32_equal_one_process(layout):
+    check(layout, "mixtral", CUT, FLOAT32)
+
+
+def held(sizes: dict, config: DecoderConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+    """Shapes of what this rank holds in a layer of experts, and collectives of two micro-batches over tp."""
+    parts, _, step, mesh = made(sizes, config, "float64", CUT)
+    layer = parts[0].get_submodule("layers.1.ffn")
+    shapes = {name: tuple(local_shard(one).values.shape) for name, one in layer.named_parameters()}
+    step.train(batch(0, mesh), 0)
+    with CommDebugMode() as said:
+        step.runner.backward([step._inputs(micro) for micro in batch(1, mesh)], lambda terms: terms.total)
+    return shapes, {str(op).rpartition(".")[2]: n for op, n in said.get_comm_counts().items()}
+
+
+@pytest.mark.dist
+def test_each_rank_holds_a_part_of_every_expert_and_says_what_theory_does():
+    """Beside what a dense model says: two gathers a layer of experts, of who serves and how much."""
+    shapes, counts = run_ranks(held, 2, {"tp": 2}, MODELS["deepseek"])[0]
+    assert shapes["experts.w_up"] == (8, 12, 32) and shapes["experts.w_down"] == (8, 32, 12)
+    assert shapes["shared.w_up.weight"] == (24, 32) and shapes["shared.w_down.weight"] == (32, 24)
+    micro, layers, moe = 2, 3, 2
+    # embedding and head; attention and feed-forward of each layer, shared experts
+    streams = 1 + 2 * layers + moe
+    gathered = micro * (streams + streams + 2 * moe)  # forward, backward; pairs
+    scattered = micro * (streams + streams + moe)  # forward, backward; the gradient of the weights of pairs
+    assert counts["all_gather_into_tensor"] == gathered
+    assert counts["reduce_scatter_tensor"] == scattered
 
 
 COMPILED = ParallelConfig(compile=CompileConfig(enabled=True, backend="aot_eager"))
@@ -167,7 +280,6 @@ OTHERS = {
     "dualpipe": ("pp2-ep2", ParallelConfig(pipeline=PipelineConfig(schedule="dualpipe_v"))),
     "interleaved": ("pp2-ep2", ParallelConfig(pipeline=PipelineConfig(schedule="interleaved_zero_bubble"))),
 }
-CHECKPOINTED = ParallelConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
 
 
 @pytest.mark.dist

@@ -27,6 +27,7 @@ from forge_parallel.config import (
 )
 from forge_parallel.error import ParallelError
 from forge_parallel.testing import run_ranks
+from msgspec.structs import replace
 from parity import TOKENS, VOCAB, trained
 
 LAYOUTS = {
@@ -280,6 +281,38 @@ def test_pipelined_training_in_float64_equals_one_process(schedule):
 def test_context_parallel_training_in_float64_equals_one_process(name, method):
     parallel = ParallelConfig(context_parallel=ContextParallelConfig(method=method))
     check("cp2", name, "float64", parallel, loss=1e-10, norm=1e-10)
+
+
+RING = ParallelConfig(context_parallel=ContextParallelConfig(method="ring"))
+RING_LAYOUTS = ("cp2", "cp4", "fsdp2-cp2", "replicate2-cp2", "pp2-cp2", "cp2-tp2", "fsdp2-cp2-tp2")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", slow([n for n in FAMILIES if n not in ("capped", "few heads")], "windowed"))
+def test_attention_by_messages_in_float64_equals_one_process(name):
+    check("cp2", name, "float64", RING, loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", slow(RING_LAYOUTS, "fsdp2-cp2"))
+def test_ten_steps_of_attention_by_messages_equal_one_process(layout):
+    check(layout, "plain", "float32", RING, loss=1e-5, norm=1e-4)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "every", "selective", "offload"])
+@pytest.mark.parametrize("layout", ["fsdp2-cp2", "pp2-cp2"])
+def test_attention_by_messages_is_computed_again(layout, mode):
+    again = replace(RING, activation_checkpointing=ActivationCheckpointingConfig(mode=mode))
+    check(layout, "windowed", "float64", again, loss=1e-10, norm=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["cp2-tp2", "pp2-cp2"])
+def test_attention_by_messages_predicts_tokens_ahead(layout):
+    check(layout, "ahead", "float64", RING, loss=1e-10, norm=1e-10)
 
 
 PARTITIONED = CompileConfig(enabled=True, backend="aot_eager_decomp_partition")

@@ -10,7 +10,7 @@ from forge_parallel.testing import run_ranks
 from forge_trainer.config.job import load_job
 from forge_trainer.plan import kinds
 from forge_trainer.plan.report import model_flops
-from forge_trainer.plan.stage import stages_on_paper
+from forge_trainer.plan.stage import micro_batches_of, stages_on_paper
 from forge_trainer.plan.trace import Site
 from measured_step import measured
 
@@ -43,6 +43,7 @@ LAYOUTS = {
     ),
     "tp, sequence = false": (2, ["--mesh.tp=2", "--tensor_parallel.sequence=false"]),
     "cp, ulysses": (2, ["--mesh.cp=2", "--context_parallel.method=ulysses"]),
+    "cp, ring": (2, ["--mesh.cp=2", "--context_parallel.method=ring"]),
     "dp_shard x tp": (4, ["--mesh.tp=2"]),
     "dp_shard x cp": (4, ["--mesh.cp=2"]),
     "cp x tp": (4, ["--mesh.cp=2", "--mesh.tp=2"]),
@@ -90,6 +91,22 @@ def said_of(step):
 def file_and_flags(flags):
     name = "moe_debug" if "moe" in flags else "debug"
     return str(RUNS / f"{name}.toml"), [*SMALL, *(flag for flag in flags if flag != "moe")]
+
+
+def test_messages_of_a_ring_on_paper_are_those_of_theory():
+    """Rank 0 of two gives one piece of keys twice, there and back, and the gradient of two it is given."""
+    path, overrides = file_and_flags(LAYOUTS["cp, ring"][1])
+    job = load_job(path, overrides).value
+    heads, micro = job.model.attention, micro_batches_of(job, 2)
+    width = 2 * heads.head_width(job.model.dim) * heads.kv_heads
+    piece = 4 * job.train.micro_batch * job.data.max_tokens // 4 * width
+    said = on_paper(path, overrides, 2)[0].said
+    sent, received = (
+        sum(traffic.bytes for one, traffic in said.items() if one.kind == kind and one.axis == "cp")
+        for kind in ("send", "receive")
+    )
+    assert sent == micro * job.model.num_layers * (1 + 1 + 2) * piece
+    assert received == micro * job.model.num_layers * (2 + 2 + 1) * piece
 
 
 @pytest.mark.dist

@@ -31,7 +31,7 @@ class Told(nn.Module):
         super().__init__()
         self.experts = experts
 
-    def forward(self, x: Tensor, sum_over_sequence: object) -> Routed:
+    def forward(self, x: Tensor, sum_over_sequence: object, padding: object) -> Routed:
         zero = self.routing.weights.new_zeros(())
         return Routed(self.routing, zero, torch.zeros(self.experts + len(EXTRAS), dtype=torch.float64))
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from forge_model.attention.mask import BLOCK, Mask, flex_blocks, softmax_attention
 from forge_parallel import View
+from forge_parallel.attention_blocks import Block, attend, gradients, joined
 from forge_parallel.context_parallel import Cut, GatherKeys
 from gpu_device import DEVICE, needs_cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -138,3 +139,31 @@ def test_latent_attention_never_holds_all_scores(causal):
         out = softmax_attention(query, key, value, resolved)
         out.square().sum().backward()
     assert out.shape == (2, 16, queries, 128) and query.grad.isfinite().all()
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("masked", [False, True])
+def test_blocks_of_a_ring_make_what_all_keys_do(dtype, masked):
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 3, tokens, 72, dtype=dtype, device=DEVICE) for tokens in (40, 96, 96, 40)]
+    visible = torch.rand(2, 1, 40, 96, device=DEVICE) < 0.4
+    visible[..., 0], visible[:, :, :9, 48:] = True, False  # nine queries see nothing of the last block
+    query, key, value, through = (x.double().requires_grad_() for x in tensors)
+    scores = query @ key.transpose(-1, -2) * 0.3
+    expected = (scores.masked_fill(~visible, float("-inf")) if masked else scores).softmax(-1) @ value
+    wanted = [expected, *torch.autograd.grad(expected, [query, key, value], through)]
+    parts = zip(*(x.split(48, 2) for x in tensors[1:3]), visible.split(48, 3), strict=True)
+    blocks = [Block(tensors[0], k, v, seen if masked else None, False, 0.3) for k, v, seen in parts]
+    out, lse = attend(blocks[0])
+    for block in blocks[1:]:
+        out, lse = joined(out.float(), lse, *(x.float() for x in attend(block)))
+    of_blocks = [gradients(block, out.to(dtype), lse, tensors[3]) for block in blocks]
+    found = [
+        out,
+        sum(one[0] for one in of_blocks),
+        *(torch.cat([g[i] for g in of_blocks], 2) for i in (1, 2)),
+    ]
+    for mine, reference in zip(found, wanted, strict=True):
+        far = (mine - reference).abs().max() / reference.abs().max()
+        assert far < (2e-2 if dtype == torch.bfloat16 else 1e-4)

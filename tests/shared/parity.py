@@ -34,8 +34,12 @@ zero moves its weight by its rounding errors, which no two layouts share, and on
 the tolerance."""
 
 
-def batch(index: int, mesh: Mesh, micro_batches: int = 2) -> list[MicroBatch]:
-    """This rank's part, in some micro-batches, of packed documents with unequal counts of valid targets."""
+def batch(index: int, mesh: Mesh, micro_batches: int = 2, together: bool = False) -> list[MicroBatch]:
+    """This rank's part, in some micro-batches, of packed documents with unequal counts of valid targets.
+
+    With `together` the micro-batches of all ranks at one place are the same sequences under every layout, and
+    rows end in padding.
+    """
     generator = torch.Generator().manual_seed(index)
     rows = torch.randint(VOCAB, (GLOBAL, TOKENS + 1), generator=generator)
     ends = torch.rand(GLOBAL, TOKENS + 1, generator=generator) < 0.2
@@ -43,13 +47,20 @@ def batch(index: int, mesh: Mesh, micro_batches: int = 2) -> list[MicroBatch]:
     labels = rows[:, 1:].clone()
     for row in range(GLOBAL):
         labels[row, : row % (TOKENS + 1)] = -100
-    mine = torch.arange(GLOBAL).chunk(mesh.batch.size)[mesh.batch.rank]
+    rank, ranks = mesh.batch.rank, mesh.batch.size
+    if together:
+        for row in range(GLOBAL):
+            doc_ids[row, TOKENS - row % 7 :] = -1
+            labels[row, TOKENS - row % 7 :] = -100
+        parts = [part.chunk(ranks)[rank] for part in torch.arange(GLOBAL).chunk(micro_batches)]
+    else:
+        parts = torch.arange(GLOBAL).chunk(ranks)[rank].chunk(micro_batches)
     return [
         MicroBatch(
             {"tokens": rows[part, :-1], "labels": labels[part], "doc_ids": doc_ids[part, :-1]},
             {"targets": (labels[part] >= 0).sum()},
         )
-        for part in mine.chunk(micro_batches)
+        for part in parts
     ]
 
 

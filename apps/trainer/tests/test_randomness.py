@@ -59,9 +59,9 @@ def test_run_takes_the_kernels_and_the_patience_of_its_configuration(tmp_path, m
     seen = []
     opened, build = forge_trainer.build.process_group, AdamWConfig.build
 
-    def grouped(env, needed, timeout_s):
+    def grouped(env, needed, timeout_s, config):
         seen.append(timeout_s)
-        return opened(env, needed, timeout_s)
+        return opened(env, needed, timeout_s, config)
 
     def looked_at(self, *arguments):
         seen.append(torch.backends.cuda.flash_sdp_enabled())

@@ -131,7 +131,7 @@ def test_micro_batch_of_nothing_but_padding_has_the_inputs_of_the_others(make_st
     assert {n: (v.shape, v.dtype) for n, v in padding.inputs.items()} == {
         n: (v.shape, v.dtype) for n, v in full.inputs.items()
     }
-    assert "doc_ids" in padding.inputs
+    assert (padding.inputs["doc_ids"] == -1).all() and (full.inputs["doc_ids"] >= 0).all()
 
 
 def test_end_of_the_sources_is_padded_without_rows(dots: ModuleType) -> None:

@@ -48,7 +48,7 @@ def test_packed_reads_what_a_walk_over_the_pieces_reads(
             begins = tokens[i + 1] in firsts and not flags
             assert ignored[row, i] == (not follows and not begins)
             if read.extra:
-                assert read.extra["doc_ids"][row, i] == piece
+                assert read.extra["doc_ids"][row, i] == (piece if tokens[i] else -1)
                 assert read.extra["positions"][row, i] == (place if tokens[i] else 0)
             place += 1
 

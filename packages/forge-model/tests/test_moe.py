@@ -403,3 +403,64 @@ def test_whether_products_of_groups_run_is_no_product_of_what_is_computed_again(
     plain = gradients(False)
     _runs_grouped.cache_clear()
     assert all(torch.equal(a, b) for a, b in zip(gradients(True), plain, strict=True))
+
+
+@pytest.mark.parametrize("name", [*ROUTERS, "global"])
+@pytest.mark.parametrize("capacity", [None, 0.7])
+def test_padding_changes_no_gradient_no_load_and_no_bias(name, capacity):
+    torch.manual_seed(2)
+    router = ROUTERS.get(name) or SigmoidRouterConfig(balance_scope="global", bias_rate=0.1, **COMMON)
+    config = decoder(router, capacity_factor=capacity, shared_experts=1)
+    tokens = torch.randint(VOCAB, (3, TOKENS))
+    padded = torch.cat([tokens[:, :-3], torch.zeros(3, 3, dtype=torch.int64)], 1)
+    doc_ids = torch.zeros_like(padded)
+    doc_ids[:, -3:] = -1
+    models, told = [built(config), built(config)], []
+    for model, rows, ids in zip(models, (tokens[:, :-3], padded), (None, doc_ids), strict=True):
+        model.before_micro_batches(3 * (TOKENS - 3))
+        labels = tokens[:, 1:].clone()
+        labels = torch.cat([labels, labels[:, :1]], 1)[:, : rows.shape[1]].clone()
+        labels[:, TOKENS - 4 :] = -100
+        terms = model(rows, labels=labels, doc_ids=ids, loss_fn=LossConfig().build())
+        terms.total.backward()
+        told.append(model.before_optimizer_step(lambda x: x))
+    for key, value in gradients(models[0]).items():
+        torch.testing.assert_close(models[1].get_parameter(key).grad, value, rtol=1e-10, atol=1e-12)
+    for key, value in told[0].items():
+        torch.testing.assert_close(told[1][key], value, rtol=1e-12, atol=1e-12)
+    for key, buffer in models[0].named_buffers():
+        assert torch.equal(models[1].get_buffer(key), buffer)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_router_leaves_padding_of_any_length_out(name):
+    """As if all tokens that are none were one row; the loss of sequences weighs each by its tokens."""
+    torch.manual_seed(3)
+    config = replace(ROUTERS[name], sequence_balance_weight=0.0)
+    alone, both = config.build(DIM, 6, 2).double(), ROUTERS[name].build(DIM, 6, 2).double()
+    for tensor in [*both.parameters(), *both.buffers()]:
+        tensor.data = 0.3 * drawn(*tensor.shape)
+    alone.load_state_dict(both.state_dict())
+    x, lengths = drawn(4, 5, DIM), (5, 2, 0, 3)
+    padding = torch.arange(5) >= torch.tensor(lengths)[:, None]
+
+    routed = both(x, None, padding)
+
+    reference = alone(x[~padding][None])
+    torch.testing.assert_close(routed.counted, reference.counted, rtol=1e-12, atol=1e-12)
+    sequences = [
+        both(x[i : i + 1, :n]).loss - alone(x[i : i + 1, :n]).loss for i, n in enumerate(lengths) if n
+    ]
+    weighed = sum(n * loss for n, loss in zip((5, 2, 3), sequences, strict=True)) / 10
+    torch.testing.assert_close(routed.loss, reference.loss + weighed, rtol=1e-12, atol=1e-12)
+
+
+def test_experts_choose_padding_last():
+    router = ExpertChoiceConfig(z_loss_weight=0.1).build(DIM, 2, 1).double()
+    torch.nn.init.normal_(router.weight)
+    x, padding = drawn(1, 6, DIM), torch.tensor([[False, True, False, True, True, True]])
+    routed = router(x, None, padding)
+    assert routed.counted[:2].tolist() == [2, 2]
+    served = routed.routing.weights > 0
+    assert set(routed.routing.tokens[served].tolist()) == {0, 2}
+    torch.testing.assert_close(routed.loss, router(x[~padding][None]).loss)

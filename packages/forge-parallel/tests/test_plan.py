@@ -29,6 +29,7 @@ DECODER = {
     "counts": {"layers.*.attention": ["num_heads"]},
     "attention": ["layers.*.attention", "ahead.attention"],
     "experts": ["layers.*.ffn"],
+    "cut_experts": {"layers.*.ffn.experts": "experts"},
     "no_fp8": ["head"],
     "stages": {"first": ["embed"], "last": ["head"], "hidden": "x", "dim": 8},
 }
@@ -70,6 +71,7 @@ def test_flat_puts_full_names_in_order_of_execution():
             "decoder.ahead.attention",
         ],
         experts=["vision.tower.blocks.*.experts", "decoder.layers.*.ffn"],
+        cut_experts={"decoder.layers.*.ffn.experts": "experts"},
         no_fp8=["vision.tower.patch", "decoder.head"],
         fed_by={"vision.tower": ["patches"]},
         sequence_inputs=["tokens"],

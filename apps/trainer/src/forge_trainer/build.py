@@ -14,6 +14,7 @@ from forge_parallel.mesh import Mesh, build_mesh
 from forge_parallel.plan import Plan
 from forge_parallel.stages import keep_stage, stages_of
 from forge_parallel.tensor import is_copy
+from forge_parallel.topology import require_within_node
 from forge_resilience.deadline import Deadline
 from forge_resilience.signals import Signals
 from torch import nn
@@ -111,9 +112,10 @@ def open_mesh(
     stack.enter_context(attention_kernels(job.job.attention_kernels))
     together = stack.enter_context(EndTogether(signals, env))
     needed = job.parallel.needs_group(env.device.type)
-    stack.enter_context(process_group(env, needed, job.resilience.collective_timeout_s))
+    stack.enter_context(process_group(env, needed, job.resilience.collective_timeout_s, job.process_group))
     stack.enter_context(together.inside())
     mesh = build_mesh(job.mesh, env)
+    require_within_node(mesh, job.process_group.within_node)
     epoch = None if claim is None else stack.enter_context(claim.hold(mesh.control_group))
     stack.enter_context(together.telling(code_of))
     return mesh, epoch

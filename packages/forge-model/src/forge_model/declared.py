@@ -5,6 +5,7 @@ A module says it in attributes, each optional, with names relative to itself:
     tensor_roles: {module: role} under tensor parallelism; "" is the module itself. What an outer module says
         holds against what an inner one says; None takes a role away. A name whose module is None here is
         passed over.
+    cut_roles: {module: role} in the place of these where the experts of a layer are cut over ranks, too.
     output_units: {module: [number, ...]} of heads that it makes, which tensor parallelism must not cut; see
         `forge_parallel.plan`.
     residual_writers: (parameter, ...) that write into the residual stream; they start smaller.
@@ -25,16 +26,20 @@ from forge_model.init import Init
 Said = TypeVar("Said")
 
 
-def tensor_roles(model: nn.Module) -> dict[str, str]:
+def tensor_roles(model: nn.Module, attribute: str = "tensor_roles") -> dict[str, str]:
     """The role of each module under tensor parallelism, by name.
+
+    Args:
+        model: whose modules say it.
+        attribute: by which; `cut_roles` are those of cut experts.
 
     Raises:
         ModelError: a module gives a role to a name that it does not have.
     """
     roles: dict[str, str | None] = {}
     for prefix, module in model.named_modules():
-        for name, role in _said(module, "tensor_roles", {}).items():
-            if _is_there(module, name, prefix, "tensor_roles"):
+        for name, role in _said(module, attribute, {}).items():
+            if _is_there(module, name, prefix, attribute):
                 roles.setdefault(joined(prefix, name), role)
     return {name: role for name, role in roles.items() if role is not None}
 
@@ -168,7 +173,7 @@ def _is_there(module: nn.Module, name: str, prefix: str, attribute: str) -> bool
             )
         if (found := getattr(found, part)) is None:
             return False
-    wanted = nn.Module if attribute in ("tensor_roles", "output_units") else Tensor
+    wanted = nn.Module if attribute in ("tensor_roles", "cut_roles", "output_units") else Tensor
     if not isinstance(found, wanted):
         raise ModelError(
             f"{attribute} of {prefix or 'the model'}, a {type(module).__name__}, names {name!r}, a "

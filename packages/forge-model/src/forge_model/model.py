@@ -76,8 +76,8 @@ class Model(nn.Module):
                 found.setdefault(name, factors)
         return found
 
-    def before_micro_batches(self, tokens: int) -> None:
-        """Take the number of tokens of the next global batch, by which auxiliary losses are divided."""
+    def before_micro_batches(self, tokens: int | Tensor) -> None:
+        """Take the number of tokens of the next global batch, without padding; see `ExpertLayer`."""
         for layer in expert_layers(self).values():
             layer.step_tokens = tokens
 

@@ -156,6 +156,16 @@ class ModelConfig(Config):
         """How many kinds of blocks there are, each compiled for itself."""
         return 1
 
+    def require_cut_experts(self, ranks: int) -> None:
+        """See that so many ranks can each have a part of the hidden width of every expert.
+
+        Raises:
+            ValueError: they cannot, or there are no experts.
+        """
+        raise ValueError(
+            'tensor_parallel.experts = "cut", and this model has no experts that could be; set it to "whole"'
+        )
+
     def expert_groups(self) -> dict[str, int]:
         """Of each of these layers, how many groups of experts there are if a token chooses in some; or 1."""
         return dict.fromkeys(self.expert_counts(), 1)
@@ -269,6 +279,10 @@ class ComposedConfig(ModelConfig):
     def block_kinds(self) -> int:
         """See `ModelConfig.block_kinds`; the blocks of other parts count as one kind."""
         return self.language_model()[1].block_kinds() + 1
+
+    def require_cut_experts(self, ranks: int) -> None:
+        """See `ModelConfig.require_cut_experts`."""
+        self.language_model()[1].require_cut_experts(ranks)
 
     def expert_groups(self) -> dict[str, int]:
         """See `ModelConfig.expert_groups`."""

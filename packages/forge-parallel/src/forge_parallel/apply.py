@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forge_parallel.activation_checkpointing import checkpoint_activations
 from forge_parallel.compile import compile_blocks
-from forge_parallel.config import ParallelConfig
+from forge_parallel.config import ParallelConfig, TensorParallelConfig
 from forge_parallel.error import ParallelError
 from forge_parallel.match import find
 from forge_parallel.mesh import Mesh
@@ -120,24 +120,39 @@ def _apply_axes(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
 
         context_parallel(model, plan, mesh.context, config.context_parallel)
     if plan.experts:
-        _share_sequences(model, plan.experts, mesh, config.tensor_parallel.sequence)
+        _share_tokens(model, plan.experts, mesh, config.tensor_parallel)
 
 
-def _share_sequences(model: nn.Module, experts: list[str], mesh: Mesh, sequence: bool) -> None:
-    """Let layers of experts sum over the ranks that have other tokens of the same sequences."""
+def _share_tokens(model: nn.Module, experts: list[str], mesh: Mesh, config: TensorParallelConfig) -> None:
+    """Let layers of experts sum over the ranks that have other tokens, of the same sequences and of any."""
+    sequence = config.sequence
     groups = [mesh.tp.get_group()] if mesh.tp is not None and sequence else []
     groups += [mesh.context.group] if mesh.context.group is not None else []
-    if not groups:
-        return
 
     def sum_(tensor: Tensor) -> Tensor:
         for group in groups:
             torch.distributed.all_reduce(tensor, group=group)
         return tensor
 
+    # ranks of tp that have the same tokens count all of them equally often
+    sums = {"sum_over_sequence": sum_ if groups else None}
+    sums["sum_over_batch"] = mesh.stage.sum_ if mesh.stage.size > 1 else None
+    given: dict[str, Any] = {name: each for name, each in sums.items() if each is not None}
+    if mesh.tp is not None and sequence:
+        ranks, rank = mesh.tp.size(), mesh.tp.get_local_rank()
+        given["tokens_here"] = lambda tokens: tokens.chunk(ranks, 1)[rank]
+    if mesh.tp is not None and config.experts == "cut":
+        from forge_parallel.tensor_roles import Axis
+
+        given["spread"] = Axis.of(mesh.tp, sequence)
     for layer in (layer for pattern in experts for layer in find(model, pattern).values()):
-        if hasattr(layer, "sum_over_sequence"):
-            layer.sum_over_sequence = sum_  # type: ignore[assignment]
+        if "spread" in given and not hasattr(layer, "spread"):
+            raise ParallelError(
+                f'tensor_parallel.experts = "cut", and a {type(layer).__name__} has no attribute `spread`; '
+                'use "whole"'
+            )
+        for name in (name for name in given if hasattr(layer, name)):
+            setattr(layer, name, given[name])
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from forge_parallel.error import ParallelError
+from forge_parallel.group_config import ProcessGroupConfig
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -31,7 +32,9 @@ NAME = "torch._dynamo"
 _CACHE = "__dynamo_disable"
 
 
-def group_options(device: torch.device, lone: bool) -> dict[str, Any]:
+def group_options(
+    device: torch.device, lone: bool, config: ProcessGroupConfig | None = None
+) -> dict[str, Any]:
     """Backend, device and store of the default process group.
 
     NCCL is told its device: the engine of 2.15 else guesses it from LOCAL_RANK or the rank. gloo is not:
@@ -40,13 +43,48 @@ def group_options(device: torch.device, lone: bool) -> dict[str, Any]:
     Args:
         device: what this rank computes on.
         lone: whether this process is alone, so that it needs no rendezvous.
+        config: the section `[process_group]`; its defaults when it is missing.
+
+    Raises:
+        ParallelError: torch was built without the backend, or it has none for tensors of the device, or
+            streams of high priority are asked of one that is not NCCL.
     """
     import torch.distributed as dist
 
+    config = config or ProcessGroupConfig()
+    _require_backends(device, config)
     store = dist.HashStore() if lone else None  # pyright: ignore[reportPrivateImportUsage]
-    if device.type == "cuda":
-        return {"backend": "cpu:gloo,cuda:nccl", "device_id": device, "store": store}
-    return {"backend": "gloo", "store": store}
+    if config.high_priority:
+        os.environ["TORCH_NCCL_HIGH_PRIORITY"] = "1"  # of all groups, also those that a mesh makes
+    if device.type != "cuda" and config.backend == "auto":
+        return {"backend": "gloo", "store": store}
+    backend = ",".join(f"{kind}:{name}" for kind, name in config.backends(device.type).items())
+    return {"backend": backend, "store": store} | ({"device_id": device} if device.type == "cuda" else {})
+
+
+def _require_backends(device: torch.device, config: ProcessGroupConfig) -> None:
+    """See that torch has the backends that are asked for; raises what `group_options` does."""
+    import torch.distributed as dist
+
+    backends = config.backends(device.type)
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    there = [name for name in known if dist.is_backend_available(name)]
+    if missing := [name for name in backends.values() if name not in there]:
+        raise ParallelError(
+            f'process_group.backend = "{config.backend}", and this torch {torch.__version__} has no '
+            f"{missing[0]}; it has {', '.join(there)}"
+        )
+    of_gpus = sorted(name for name in backends.values() if name.startswith("nccl"))
+    if device.type not in backends or (device.type == "cpu" and backends["cpu"].startswith("nccl")):
+        raise ParallelError(
+            f'process_group.backend = "{config.backend}" has nothing for tensors on a {device.type}, which '
+            'the ranks compute on; set it to "auto"'
+        )
+    if config.high_priority and (device.type != "cuda" or not of_gpus):
+        raise ParallelError(
+            f"process_group.high_priority = true is for NCCL, and the ranks compute on a {device.type} with "
+            f"{', '.join(backends.values())}; set it to false"
+        )
 
 
 def store_of_restart(

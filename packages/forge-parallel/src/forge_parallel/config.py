@@ -139,6 +139,9 @@ class TensorParallelConfig(Config):
     Attributes:
         sequence: cut the residual stream, and the norms on it, over the tokens too (Korthikanti et al. 2022,
             arXiv:2205.05198 section 4.2.2): the same traffic, less memory. Sequences must be multiples of tp.
+        experts: of a mixture of experts. `whole`: each rank has all of every expert, and serves the tokens
+            that it has of the residual stream. `cut`: each rank has a part of the hidden width of every
+            expert, shared ones too, and serves all tokens; what they make is summed.
         async: let the compiler cut matmuls and the gathers and sums around them into pieces that overlap. Of
             compiled blocks, on GPUs that reach each other's memory (NVLink).
     """
@@ -146,6 +149,7 @@ class TensorParallelConfig(Config):
     free_keys = (ALL_KEYS,)
 
     sequence: bool = True
+    experts: Literal["whole", "cut"] = "whole"
     async_: bool = field(default=False, name="async")
 
     def contradictions(self) -> Iterator[str]:
@@ -159,19 +163,22 @@ class ContextParallelConfig(Config):
 
     Attributes:
         method: `gather`: each rank has the keys and values of the whole sequence and a part of the queries,
-            cut so that causal attention is the same work for all. `ulysses`: each rank has a part of the
+            cut so that causal attention is the same work for all. `ring`: cut in the same way, each rank is
+            sent the keys and values of one other rank after the other, only those that its tokens see, while
+            it computes on those before (Liu et al. 2023, arXiv:2310.01889): for sequences whose keys and
+            values fit no rank. `ulysses`: each rank has a part of the
             heads, over the whole sequence (Jacobs et al. 2023, arXiv:2309.14509); heads must be multiples of
             cp times tp.
     """
 
     free_keys = (ALL_KEYS,)
 
-    method: Literal["gather", "ulysses"] = "gather"
+    method: Literal["gather", "ring", "ulysses"] = "gather"
 
     @property
     def pieces(self) -> int:
         """Into how many pieces a rank sequences are cut."""
-        return 2 if self.method == "gather" else 1
+        return 1 if self.method == "ulysses" else 2
 
 
 PIPELINES = {
@@ -335,10 +342,20 @@ class ParallelConfig(Config):
             yield ('activation_checkpointing.mode = "budget" needs compile.enabled = true')
         if mode == "offload" and self.compile.enabled:
             yield ('activation_checkpointing.mode = "offload" needs compile.enabled = false')
+        if self.context_parallel.method == "ring" and self.compile.enabled:
+            yield (
+                'context_parallel.method = "ring" sends messages between kernels, which is not compiled; set '
+                'compile.enabled = false, or method = "gather" or "ulysses"'
+            )
         if self.tensor_parallel.async_ and not (self.compile.enabled and self.compile.backend == "inductor"):
             yield (
                 "tensor_parallel.async = true is done by the compiler; set compile.enabled = true with "
                 'backend = "inductor", or async = false'
+            )
+        if self.fp8.experts and self.tensor_parallel.experts == "cut":
+            yield (
+                'tensor_parallel.experts = "cut" leaves each rank narrow experts, and 8-bit products want '
+                'wide ones; set it to "whole", or fp8.experts = false'
             )
         if self.fp8.gather and self.fsdp.offload:
             yield ("fp8.gather = true needs fsdp.offload = false: weights are rounded on the GPU")

@@ -1,8 +1,8 @@
 """Context parallelism: each rank has a part of the tokens of every sequence, and attention sees all of them.
 
-The inputs of the model are cut as they enter it, so that data are read, and losses summed, as without it. Two
-ways to compute attention take the place of the attribute `attend` of the attention modules: one gathers keys
-and values, the other trades tokens for heads. B batch, T tokens, N query heads, K heads of keys and values, H
+The inputs of the model are cut as they enter it, so that data are read, and losses summed, as without it.
+What takes the place of the attribute `attend` of the attention modules gathers keys and values, sends them
+block by block, or trades tokens for heads. B batch, T tokens, N query heads, K heads of keys and values, H
 head dim, R ranks.
 """
 
@@ -23,6 +23,7 @@ from forge_parallel.error import ParallelError
 from forge_parallel.match import find
 from forge_parallel.mesh import View
 from forge_parallel.plan import Plan
+from forge_parallel.ring import Around, ring_attention
 
 TOKENS, HEADS = 2, 1
 """Dims of queries, keys and values [B, N, T, H]."""
@@ -93,6 +94,25 @@ class _Shared:
     inner: Any
     cut: Cut
 
+    def require(self, name: str) -> None:
+        """See that it computes what the inner attention does, of a module `name`.
+
+        Raises:
+            ParallelError: it cannot.
+        """
+
+    def require_causal(self, mask: Any) -> None:
+        """See that no token sees later ones.
+
+        Raises:
+            ParallelError: one may.
+        """
+        if getattr(mask, "span_ids", None) is not None or not getattr(mask, "causal", True):
+            raise ParallelError(
+                'context_parallel.method = "gather" or "ring" gives each rank the keys up to its own tokens, '
+                'and a token here sees later ones (spans, or attention that is not causal); use "ulysses"'
+            )
+
     def whole(self, mask: Any) -> Any:
         """The description of the mask of whole sequences, from that of the tokens of this rank.
 
@@ -117,11 +137,7 @@ class GatherKeys(_Shared):
         Raises:
             ParallelError: a token may see later ones.
         """
-        if getattr(mask, "span_ids", None) is not None or not getattr(mask, "causal", True):
-            raise ParallelError(
-                'context_parallel.method = "gather" gives each rank the keys up to its own tokens, and a '
-                'token here sees later ones (spans, or attention that is not causal); use "ulysses"'
-            )
+        self.require_causal(mask)
         whole = self.whole(mask)
         width = self.cut.width(whole.tokens)
         resolved = []
@@ -187,7 +203,41 @@ class Ulysses(_Shared):
         return all_to_all(self.inner(query, key, value, resolved, scale, **options), TOKENS, HEADS, group)
 
 
-METHODS: dict[str, type[_Shared]] = {"gather": GatherKeys, "ulysses": Ulysses}
+class Ring(_Shared):
+    """Keys and values of other ranks one block after the other; see `forge_parallel.ring`.
+
+    The inner attention says by `plain_softmax` that it is softmax attention and nothing else, for the blocks
+    are computed by kernels that tell the log-sum-exp of each query.
+    """
+
+    def require(self, name: str) -> None:
+        """See `_Shared.require`."""
+        if not getattr(self.inner, "plain_softmax", False):
+            raise ParallelError(
+                f'context_parallel.method = "ring" computes softmax attention alone, and that of {name}, by '
+                f'{type(self.inner).__name__}, has more to it, such as a soft cap or sinks; use "gather" or '
+                '"ulysses"'
+            )
+
+    def resolve(self, mask: Any, window: int | None) -> Around:
+        """What the tokens of this rank look at.
+
+        Raises:
+            ParallelError: a token may see later ones.
+        """
+        self.require_causal(mask)
+        whole = self.whole(mask)
+        reaches = window if window is not None and window < whole.tokens else None
+        return Around(self.cut, self.cut.width(whole.tokens), reaches, whole.doc_ids)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, resolved: Around, scale: float | None = None
+    ) -> Tensor:
+        """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]."""
+        return ring_attention(query, key, value, resolved, scale)
+
+
+METHODS: dict[str, type[_Shared]] = {"gather": GatherKeys, "ring": Ring, "ulysses": Ulysses}
 
 
 def context_parallel(model: nn.Module, plan: Plan, ranks: View, config: ContextParallelConfig) -> None:
@@ -219,6 +269,7 @@ def context_parallel(model: nn.Module, plan: Plan, ranks: View, config: ContextP
                 "could replace; use mesh.cp = 1"
             )
         inner: Any = module.attend
+        method(inner, cut).require(name)
         module.attend = made.setdefault(inner, method(inner, cut))  # type: ignore[assignment]
     model.register_forward_pre_hook(_cutter(cut, plan.sequence_inputs), with_kwargs=True)
 

@@ -13,6 +13,7 @@ import torch
 
 from forge_parallel import capabilities
 from forge_parallel.error import ParallelError
+from forge_parallel.group_config import ProcessGroupConfig
 
 FIRST_PORT = 20000
 PORTS = 12000
@@ -81,16 +82,25 @@ def _gpu(local_rank: int) -> torch.device:
 
 
 @contextmanager
-def process_group(env: Env, needed: bool = False, timeout_s: float = 1800) -> Iterator[None]:
+def process_group(
+    env: Env,
+    needed: bool = False,
+    timeout_s: float = 1800,
+    config: ProcessGroupConfig | None = None,
+) -> Iterator[None]:
     """The default process group for the time of a run. Collective.
 
     Args:
         env: from `Env.detect`.
         needed: make a group even for a lone process; otherwise that has none, and pays no start-up for it.
         timeout_s: how long a collective may wait for another rank.
+        config: the section `[process_group]`; its defaults when it is missing.
 
-    The backend is gloo on CPUs; on GPUs NCCL, and gloo for tensors on the CPU. Where a rank with a GPU fails,
-    its collectives are aborted: those of NCCL that other ranks do not join never end.
+    Raises:
+        ParallelError: this torch or the device has not what the section asks for.
+
+    Unless told otherwise the backend is gloo on CPUs; on GPUs NCCL, and gloo for tensors on the CPU. Where a
+    rank with a GPU fails, its collectives are aborted: those of NCCL that other ranks do not join never end.
     """
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)
@@ -101,7 +111,7 @@ def process_group(env: Env, needed: bool = False, timeout_s: float = 1800) -> It
 
     if env.launcher == "slurm":
         _find_master()
-    options = capabilities.group_options(env.device, lone=env.launcher == "none")
+    options = capabilities.group_options(env.device, env.launcher == "none", config)
     if env.launcher == "torchrun":
         options["store"] = capabilities.store_of_restart(env.world_size, timedelta(seconds=timeout_s))
     dist.init_process_group(

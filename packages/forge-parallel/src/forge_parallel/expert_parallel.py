@@ -13,7 +13,9 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from forge_parallel.config import ParallelConfig
 from forge_parallel.dispatch_config import DispatcherConfig
@@ -21,7 +23,7 @@ from forge_parallel.error import ParallelError
 from forge_parallel.match import find
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
-from forge_parallel.tensor_roles import Axis, Tokenwise, with_role
+from forge_parallel.tensor_roles import Axis, RoleModule, Tokenwise, cut_experts, placed, with_role
 
 
 @cache
@@ -56,6 +58,33 @@ def _require(name: str, experts: int, ranks: int, dispatcher: DispatcherConfig) 
         raise ParallelError(f"{name}: {error}") from None
 
 
+def _places(name: str, experts: nn.Module, tp: DeviceMesh | None, narrow: bool) -> dict[str, list[Placement]]:
+    """Where the parameters of experts are on the ranks of tp: nothing without these.
+
+    Raises:
+        ParallelError: their width cannot be cut evenly.
+    """
+    names = [key for key, parameter in experts._parameters.items() if parameter is not None]
+    if tp is None:
+        return {key: [] for key in names}
+    if not narrow:
+        return {key: [Replicate()] for key in names}
+    for key, placement in (found := placed(f"{name}.experts", experts)):
+        shape = tuple(experts._parameters[key].shape)  # type: ignore[union-attr]
+        if isinstance(placement, Shard) and shape[placement.dim] % tp.size():
+            raise ParallelError(
+                f"dim {placement.dim} of {name}.experts.{key} {shape} cannot be cut over tp = {tp.size()} "
+                'ranks; make it a multiple, or set tensor_parallel.experts = "whole"'
+            )
+    return {key: [placement] for key, placement in found}
+
+
+def _role(places: dict[str, list[Placement]], narrow: bool) -> type[RoleModule]:
+    if narrow:
+        return cut_experts(tuple((key, one) for key, (one,) in places.items()))
+    return _cut(tuple(places))
+
+
 def expert_parallel(model: nn.Module, plan: Plan, mesh: Mesh, config: ParallelConfig) -> None:
     """Cut the experts of a model over the ranks of `mesh.ep`, in place. Names do not change. Collective.
 
@@ -75,16 +104,16 @@ def expert_parallel(model: nn.Module, plan: Plan, mesh: Mesh, config: ParallelCo
         )
     assert mesh.ep is not None and mesh.experts is not None, "expert parallelism needs its axis"
     dispatch, ranks = config.expert_parallel.build(mesh.ep), mesh.ep.size()
-    placements = [Shard(0), *(Replicate() for _ in range(mesh.experts.ndim - 1))]
+    narrow = mesh.tp is not None and config.tensor_parallel.experts == "cut"
     for name, layer in (item for pattern in plan.experts for item in find(model, pattern).items()):
         experts = _stacked(name, layer)
+        places = _places(name, experts, mesh.tp, narrow)
         for key, parameter in experts._parameters.items():
             if parameter is None:
                 continue
             _require(name, len(parameter), ranks, config.expert_parallel)
-            cut = distribute_tensor(parameter.detach(), mesh.experts, placements)
+            cut = distribute_tensor(parameter.detach(), mesh.experts, [Shard(0), *places[key]])
             experts._parameters[key] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
-        names = tuple(key for key, parameter in experts._parameters.items() if parameter is not None)
-        experts.__class__ = with_role(type(experts), _cut(names))
+        experts.__class__ = with_role(type(experts), _role(places, narrow))
         experts.tensor_axis = None if mesh.tp is None else Axis.of(mesh.tp, config.tensor_parallel.sequence)
         layer.dispatch = dispatch  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from forge_parallel.config import PIPELINES, ParallelConfig
 from forge_parallel.error import ParallelError
 from forge_parallel.mesh import Mesh
 from forge_parallel.plan import Plan
-from forge_parallel.runner import Inputs
+from forge_parallel.runner import Inputs, sums_of
 from forge_parallel.stages import rank_of, stages_of
 from forge_parallel.tensor import local_part, mark_as_copy
 
@@ -53,6 +53,7 @@ class Pipeline:
         self._finish: Callable[[Any], Any] = _unchanged
         self._others: Inputs = {}
         self._tied, self._tied_group = self._find_tied()
+        self._around = sums_of(self._parts, mesh)
         for stage, part in zip(self._stages, self._parts, strict=True):
             part.register_forward_pre_hook(self._complete, prepend=True, with_kwargs=True)
             if stage == self._last:
@@ -80,7 +81,8 @@ class Pipeline:
         tensors = [{k: v for k, v in given.items() if isinstance(v, Tensor)} for given in micro_batches]
         self._finish = finish
         try:
-            capabilities.run_schedule(self._schedules[key], tensors)
+            with self._around():
+                capabilities.run_schedule(self._schedules[key], tensors)
         finally:
             self._finish, self._others = _unchanged, {}
         self._sum_tied()

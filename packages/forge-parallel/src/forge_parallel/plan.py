@@ -28,6 +28,7 @@ Role = Literal[
     "head",
     "unsharded",
     "merge",
+    "experts",
 ]
 Entry = TypeVar("Entry")
 
@@ -103,7 +104,11 @@ class Plan(Config):
             first is always given. It adds `positions` [T] where they are missing.
         experts: the layers of experts, whose `dispatch` is replaced by expert parallelism; see
             `forge_parallel.expert_parallel`. An attribute `sum_over_sequence` of theirs becomes what sums a
-            tensor, in place, over the ranks that have other tokens of the same sequences.
+            tensor, in place, over the ranks that have other tokens of the same sequences; `sum_over_batch`
+            over all that have other tokens; `tokens_here` cuts [B, T] as the residual stream is cut.
+        cut_experts: roles in the place of those of `tensor` where `tensor_parallel.experts` is "cut", such as
+            `experts` of the module of stacked parameters, whose `cut_dims` says where its width is. Layers of
+            experts have an attribute `spread`, which becomes the ranks that the width is cut over.
         stages: how a pipeline cuts it; None if it cannot.
         no_fp8: linear layers that stay out of 8-bit matmuls.
         mounts: plans of sub-modules by name, in the order in which they are executed; all run before what
@@ -123,6 +128,7 @@ class Plan(Config):
     attention: str | list[str] | None = None
     sequence_inputs: list[str] = []
     experts: list[str] = []
+    cut_experts: dict[str, Role] = {}
     stages: StagePlan | None = None
     no_fp8: list[str] = []
     mounts: dict[str, Plan] = {}
@@ -160,6 +166,7 @@ class Plan(Config):
             *patterns,
             *flat.no_fp8,
             *flat.experts,
+            *flat.cut_experts,
             *flat.attention_patterns,
             *flat.fed_by,
             *flat.output_units,
@@ -192,6 +199,7 @@ class Plan(Config):
             counts=_merge("counts", ((prefix, plan.counts) for prefix, plan in plans)),
             attention=full((prefix, plan.attention_patterns) for prefix, plan in plans),
             experts=full((prefix, plan.experts) for prefix, plan in plans),
+            cut_experts=_merge("cut_experts", ((prefix, plan.cut_experts) for prefix, plan in plans)),
             no_fp8=full((prefix, plan.no_fp8) for prefix, plan in plans),
             fed_by=_merge("fed_by", ((prefix, plan.fed_by) for prefix, plan in plans)),
         )

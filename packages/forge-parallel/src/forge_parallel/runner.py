@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,19 +38,35 @@ class Runner(Protocol):
 
 @dataclass
 class WholeModel:
-    """A model in one part."""
+    """A model in one part.
+
+    Attributes:
+        model: made parallel.
+        around: what the passes of a step run in; see `sums_of`.
+    """
 
     model: nn.Module
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def backward(self, micro_batches: Sequence[Inputs], finish: Callable[[Any], Tensor]) -> None:
         """See `Runner.backward`."""
-        for index, inputs in enumerate(micro_batches):
-            set_sync(self.model, last=index == len(micro_batches) - 1)
-            finish(self.model(**inputs)).backward()
+        with self.around():
+            for index, inputs in enumerate(micro_batches):
+                set_sync(self.model, last=index == len(micro_batches) - 1)
+                finish(self.model(**inputs)).backward()
 
     def forward(self, inputs: Inputs) -> Any:
         """See `Runner.forward`."""
         return self.model(**inputs)
+
+
+def sums_of(parts: Sequence[nn.Module], mesh: Mesh) -> Callable[[], AbstractContextManager[None]]:
+    """What the passes of a step run in, so that ranks of tp sum gradients once; see `TensorSums`."""
+    if mesh.tp is None:
+        return nullcontext
+    from forge_parallel.tensor_sums import TensorSums
+
+    return TensorSums(parts, mesh).summed_once
 
 
 def build_runner(parts: Sequence[nn.Module], mesh: Mesh, plan: Plan | None = None) -> Runner:
@@ -62,7 +79,7 @@ def build_runner(parts: Sequence[nn.Module], mesh: Mesh, plan: Plan | None = Non
     """
     if mesh.pipeline.size == 1:
         (model,) = parts
-        return WholeModel(model)
+        return WholeModel(model, sums_of(parts, mesh))
     from forge_parallel.pipeline import Pipeline
 
     return Pipeline(parts, mesh, plan or Plan.of(parts[0]), applied(parts[0]))

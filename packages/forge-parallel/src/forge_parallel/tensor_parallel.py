@@ -21,6 +21,7 @@ from forge_parallel.plan import Plan
 from forge_parallel.tensor_roles import (
     Axis,
     Colwise,
+    CutExperts,
     CutNorm,
     CutNormWithUnits,
     Gather,
@@ -33,6 +34,8 @@ from forge_parallel.tensor_roles import (
     Rowwise,
     Tokenwise,
     WithUnits,
+    cut_experts,
+    placed,
     tokenwise,
     unsharded,
     values_of,
@@ -60,6 +63,8 @@ ROLES: dict[str, type[RoleModule]] = {
 def role_of(module: nn.Module, role: str) -> type[RoleModule]:
     """The class that does what a role of a plan says for a module."""
     named = {"tokenwise": tokenwise, "unsharded": unsharded}
+    if role == "experts":
+        return cut_experts(placed(f"a module of the role {role}", module))
     return named[role](tuple(module._parameters)) if role in named else ROLES[role]
 
 
@@ -86,19 +91,12 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
     axis = Axis.of(mesh, config.sequence)
     cut: dict[int, nn.Parameter] = {}
     units = {name: counts for pattern, counts in plan.output_units.items() for name in find(model, pattern)}
-    # the role `unsharded` is for what has no role of its own
-    for pattern, role in sorted(plan.tensor.items(), key=lambda item: item[1] == "unsharded"):
-        for name, module in find(model, pattern).items():
-            if isinstance(module, Tokenwise) and role == "tokenwise":
-                continue  # cut by expert parallelism already
-            if isinstance(module, RoleModule):
-                raise ParallelError(
-                    f"{pattern!r} of the plan gives {name} a second role; say one role for each"
-                )
-            for inner_name, inner in (
-                _without_role(name, module, plan) if role == "unsharded" else [(name, module)]
-            ):
-                _give(inner_name, inner, role, axis, mesh, cut, units.get(inner_name, []))
+    for name, role in _named_roles(model, plan, config).items():
+        module = model.get_submodule(name)
+        for inner_name, inner in (
+            _without_role(name, module, plan) if role == "unsharded" else [(name, module)]
+        ):
+            _give(inner_name, inner, role, axis, mesh, cut, units.get(inner_name, []))
     _divide_counts(model, plan.counts, axis.size)
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
@@ -106,6 +104,51 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
             f"no role under tensor parallelism for {', '.join(plain)}; name them in the plan, or in "
             "`tensor_roles` of the module that has them"
         )
+
+
+def _named_roles(model: nn.Module, plan: Plan, config: TensorParallelConfig) -> dict[str, str]:
+    """The role of each module that is yet to have one, by name; `unsharded` last, for what has no other.
+
+    Raises:
+        ParallelError: a module has two roles.
+    """
+    of_experts = _roles_of_experts(model, plan, config)
+    roles: dict[str, str] = {}
+    for pattern, role in sorted(plan.tensor.items(), key=_is_last):
+        for name, module in find(model, pattern).items():
+            if name in of_experts or (isinstance(module, Tokenwise) and role == "tokenwise"):
+                continue  # cut by expert parallelism already
+            if name in roles or isinstance(module, RoleModule):
+                raise ParallelError(
+                    f"{pattern!r} of the plan gives {name} a second role; say one role for each"
+                )
+            roles[name] = role
+    for name, role in of_experts.items():
+        if not isinstance(model.get_submodule(name), CutExperts):
+            roles[name] = role
+    return dict(sorted(roles.items(), key=_is_last))
+
+
+def _is_last(item: tuple[str, str]) -> bool:
+    return item[1] == "unsharded"
+
+
+def _roles_of_experts(model: nn.Module, plan: Plan, config: TensorParallelConfig) -> dict[str, str]:
+    """The roles, by name, of what is cut with experts; none where experts are whole.
+
+    Raises:
+        ParallelError: the plan does not say of all layers of experts how they are cut.
+    """
+    if config.experts == "whole":
+        return {}
+    roles = {name: role for pattern, role in plan.cut_experts.items() for name in find(model, pattern)}
+    layers = [name for pattern in plan.experts for name in find(model, pattern)]
+    if missing := [name for name in layers if roles.get(f"{name}.experts") != "experts"]:
+        raise ParallelError(
+            f'tensor_parallel.experts = "cut", and `cut_experts` of the plan does not give {missing[0]}'
+            '.experts the role experts; use "whole"'
+        )
+    return roles
 
 
 def _without_role(name: str, module: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:

@@ -81,10 +81,6 @@ class Axis:
 
         return tree_map_only(Tensor, used, values)
 
-    def shared(self, values: Tensor) -> Tensor:
-        """A parameter that all ranks hold and apply to the residual stream."""
-        return copy_to_ranks(values, self.group) if self.sequence else values
-
 
 class RoleModule(nn.Module):
     """A module whose forward sees local values of its parameters. Mixed into the class of the module.
@@ -95,12 +91,23 @@ class RoleModule(nn.Module):
         placements: how each of its parameters lies on the ranks.
         uneven: whether the part of the last rank may be shorter.
         tensor_axis: the ranks.
+        sums_later: whether somebody else sums the gradients of `used_apart` over the ranks, once a step; see
+            `forge_parallel.tensor_sums`.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {}
     uneven: ClassVar[bool] = False
     tensor_axis: Axis
     in_forward = False
+    sums_later = False
+
+    def used_apart(self) -> list[str]:
+        """The parameters that all ranks hold and use each for its own part: gradients are to be summed."""
+        return []
+
+    def apart(self, values: Tensor) -> Tensor:
+        """The values of such a parameter, whose gradient is summed over the ranks: now, or later."""
+        return values if self.sums_later else copy_to_ranks(values, self.tensor_axis.group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on local values."""
@@ -190,7 +197,13 @@ class Rowwise(RoleModule):
         """[B, T, F/ranks] -> the residual stream."""
         out = self.tensor_axis.leave(super().forward(x))
         bias = self._parameters.get("bias")
-        return out if bias is None else out + self.tensor_axis.shared(values_of(bias))
+        if bias is None:
+            return out
+        return out + (self.apart(values_of(bias)) if self.tensor_axis.sequence else values_of(bias))
+
+    def used_apart(self) -> list[str]:
+        """See `RoleModule.used_apart`."""
+        return ["bias"] if self.tensor_axis.sequence else []
 
 
 class OnTokens(RoleModule):
@@ -208,31 +221,74 @@ class OnTokens(RoleModule):
             args, kwargs = (*args[:1], *axis.use(args[1:])), axis.use(kwargs)
         return super().forward(*args, **kwargs)
 
+    def used_apart(self) -> list[str]:
+        """See `RoleModule.used_apart`: all, where each rank has tokens of its own."""
+        axis = self.tensor_axis
+        return [*self.placements] if axis is not None and axis.sequence else []
+
+    def local(self, name: str) -> Tensor:
+        """See `RoleModule.local`."""
+        values = super().local(name)
+        return self.apart(values) if self.used_apart() else values
+
 
 class Norm(OnTokens):
     """A norm on the residual stream."""
 
     placements = {"weight": Replicate(), "bias": Replicate()}
-    tensor_axis: Axis
-
-    def local(self, name: str) -> Tensor:
-        """See `RoleModule.local`."""
-        return self.tensor_axis.shared(super().local(name))
 
 
 class Tokenwise(OnTokens):
     """A module that works on each token of the residual stream alone; all ranks hold its parameters."""
-
-    def local(self, name: str) -> Tensor:
-        """See `RoleModule.local`."""
-        values = super().local(name)
-        return values if self.tensor_axis is None else self.tensor_axis.shared(values)
 
 
 @cache
 def tokenwise(names: tuple[str, ...]) -> type[Tokenwise]:
     """The role `tokenwise` of a module with parameters of these names."""
     return type("Tokenwise", (Tokenwise,), {"placements": dict.fromkeys(names, Replicate())})
+
+
+class CutExperts(RoleModule):
+    """Stacked experts of which each rank has a part of the hidden width: they make parts of a sum."""
+
+    tensor_axis: Axis
+    cut_dims: Mapping[str, int | None]
+
+    def local(self, name: str) -> Tensor:
+        """See `RoleModule.local`; what is not cut is added by the first rank alone."""
+        values = super().local(name)
+        if self.cut_dims[name] is not None:
+            return values
+        values = self.apart(values)
+        return values if self.tensor_axis.rank == 0 else torch.zeros_like(values) * values
+
+    def used_apart(self) -> list[str]:
+        """See `RoleModule.used_apart`."""
+        return [name for name in self.placements if self.cut_dims[name] is None]
+
+
+@cache
+def cut_experts(placements: tuple[tuple[str, Placement], ...]) -> type[CutExperts]:
+    """The role `experts` of a module with such parameters."""
+    return type("CutExperts", (CutExperts,), {"placements": dict(placements)})
+
+
+def placed(name: str, experts: nn.Module) -> tuple[tuple[str, Placement], ...]:
+    """Where the parameters of cut experts are.
+
+    Raises:
+        ParallelError: experts do not say by `cut_dims` where their hidden width is.
+    """
+    dims, names = (
+        getattr(experts, "cut_dims", {}),
+        [n for n, p in experts._parameters.items() if p is not None],
+    )
+    if missing := [n for n in names if n not in dims]:
+        raise ParallelError(
+            f"{name}, a {type(experts).__name__}, does not say in `cut_dims` along which dim {missing[0]} is "
+            'cut; say it, or set tensor_parallel.experts = "whole"'
+        )
+    return tuple((n, Replicate() if dims[n] is None else Shard(dims[n])) for n in names)
 
 
 class Unsharded(RoleModule):
@@ -259,7 +315,11 @@ class Replicated(RoleModule):
 
     def local(self, name: str) -> Tensor:
         """See `RoleModule.local`."""
-        return copy_to_ranks(super().local(name), self.tensor_axis.group)
+        return self.apart(super().local(name))
+
+    def used_apart(self) -> list[str]:
+        """See `RoleModule.used_apart`."""
+        return [*self.placements]
 
 
 class CutNorm(RoleModule):
@@ -290,6 +350,10 @@ class WithUnits(RoleModule):
     placements = {"weight": Replicate(), "bias": Replicate()}
     tensor_units: tuple[int, ...]
 
+    def used_apart(self) -> list[str]:
+        """See `RoleModule.used_apart`."""
+        return [*self.placements]
+
     @property
     def shared_units(self) -> int | None:
         """How many units the last part has, if several ranks use each of them; those of values, say."""
@@ -300,7 +364,7 @@ class WithUnits(RoleModule):
         axis, values = self.tensor_axis, super().local(name)
         if values is None:
             return values
-        values = copy_to_ranks(values, axis.group)
+        values = self.apart(values)
         width, start, parts = len(values) // sum(self.tensor_units), 0, []
         for units in self.tensor_units:
             first = start + axis.rank * units // axis.size

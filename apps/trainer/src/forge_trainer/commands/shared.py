@@ -116,7 +116,8 @@ def open_shared(options: argparse.Namespace, change: Callable[[Job], Job]) -> It
         )
     job = change(read_job(Path(options.directory)))
     job.require_mesh(env.world_size)
-    with process_group(env, True, job.resilience.collective_timeout_s), _quiet(env.rank > 0):
+    timeout_s, quiet = job.resilience.collective_timeout_s, _quiet(env.rank > 0)
+    with process_group(env, True, timeout_s, job.process_group), quiet:
         mesh = build_mesh(job.mesh, env)
         yield Shared(job, mesh, build_parts(job, mesh))
 

@@ -197,6 +197,7 @@ def experts_fit_the_ranks(
     expert_parallel: DispatcherConfig,
     compile: CompileConfig,
     activation_checkpointing: ActivationCheckpointingConfig,
+    tensor_parallel: TensorParallelConfig,
 ) -> None:
     """Experts are cut evenly over the ranks that share them, and can be served by them."""
     counts = model.expert_counts()
@@ -218,6 +219,8 @@ def experts_fit_the_ranks(
             f"mesh.ep = {mesh.ep} does not divide the experts of every layer: {', '.join(uneven)}; use a "
             "divisor of them"
         )
+    if mesh.tp > 1 and tensor_parallel.experts == "cut":
+        model.require_cut_experts(mesh.tp)
     groups = model.expert_groups()
     for name, count in counts.items() if mesh.ep > 1 else ():
         try:

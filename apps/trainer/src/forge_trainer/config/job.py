@@ -28,6 +28,7 @@ from forge_parallel.config import (
 from forge_parallel.dispatch_config import AllToAllConfig, DispatcherConfig
 from forge_parallel.error import ParallelError
 from forge_parallel.fp8_config import FP8Config
+from forge_parallel.group_config import ProcessGroupConfig
 from forge_resilience.config import ResilienceConfig
 from forge_vlm.config import VisionLanguageConfig as VisionLanguageConfig  # registers its type
 from forge_vlm.sources.columns import ImageTextConfig as ImageTextConfig  # registers its type
@@ -103,6 +104,7 @@ class Job(Config):
     step: StepConfig = TextStepConfig()
     eval: EvalConfig = EvalConfig()
     mesh: MeshConfig = MeshConfig()
+    process_group: ProcessGroupConfig = ProcessGroupConfig()
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     context_parallel: ContextParallelConfig = ContextParallelConfig()
     expert_parallel: DispatcherConfig = AllToAllConfig()

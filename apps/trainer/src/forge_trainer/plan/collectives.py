@@ -96,7 +96,7 @@ class Collectives:
         kind = kind_of(name.partition("::")[2])
         assert kind is not None
         said = Collective(
-            self._axis(group.group_name, name.startswith("_")),
+            self._axis(group.group_name, name.startswith("_") or kind in ("send", "receive")),
             kind,
             len(ranks),
             len({rank // self._node_ranks for rank in ranks}),
@@ -107,10 +107,10 @@ class Collectives:
             before.count + 1, before.bytes + size_of(kind, arguments, out)
         )
 
-    def _axis(self, group: str, functional: bool) -> str:
-        """Where one group serves several axes, FSDP2 and sums of losses do not use functional collectives."""
+    def _axis(self, group: str, inside: bool) -> str:
+        """Where one group serves several axes, those of blocks use functional collectives or messages."""
         names = self._axes.get(group, ["all ranks"])
-        inner = [name for name in names if (name in INNER_AXES) == functional]
+        inner = [name for name in names if (name in INNER_AXES) == inside]
         return (inner or names)[0]
 
 

@@ -55,19 +55,27 @@ class TextStep:
         seed_step(self.seed, step, self.mesh.batch.rank, self.mesh.device)
         samples = sum(len(micro.inputs["tokens"]) for micro in batch) * self.mesh.batch.size
         tokens = sum(micro.inputs["tokens"].numel() for micro in batch) * self.mesh.batch.size
-        held = self.update.begin(tokens, step)
-        means = self._backward(batch)
+        targets, real = self._counts(batch)
+        held = self.update.begin(tokens if real is None else real, step)
+        means = self._backward(batch, targets)
         loss = means.pop("loss")
         norm, finite, lr, statistics = self.update(step, loss, held)
         metrics = means | self._of_all_stages(statistics)
         shapes = [{name: tuple(x.shape) for name, x in micro.inputs.items()} for micro in batch]
         return StepOutput(loss, norm, finite, lr, samples, tokens, metrics, shapes)
 
-    def _backward(self, batch: Batch) -> dict[str, Tensor]:
-        """Accumulate gradients; returns means over the global batch."""
-        targets = torch.stack([micro.statistics["targets"] for micro in batch]).sum().float()
+    def _counts(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Targets of the global batch; its tokens without padding, None where it is unknown. Collective."""
+        counts = [torch.stack([micro.statistics["targets"] for micro in batch]).sum()]
+        if "doc_ids" in batch[0].inputs:
+            counts.append(torch.stack([(micro.inputs["doc_ids"] >= 0).sum() for micro in batch]).sum())
         # A blocking copy would wait for the step before.
-        targets = self.mesh.batch.sum_(targets.to(self.mesh.device, non_blocking=True)).clamp(min=1)
+        moved = torch.stack(counts).to(self.mesh.device, non_blocking=True)
+        targets, *real = self.mesh.batch.sum_(moved).unbind()
+        return targets.clamp(min=1).float(), real[0].clamp(min=1) if real else None
+
+    def _backward(self, batch: Batch, targets: Tensor) -> dict[str, Tensor]:
+        """Accumulate gradients of `targets`; returns means over the global batch."""
         sums, moved = Sums(), [micro.to(self.mesh.device) for micro in batch]
         following = iter(moved)
 

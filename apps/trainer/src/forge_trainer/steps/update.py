@@ -45,7 +45,8 @@ class Update:
     tensor over all ranks that have the same part of the model; those of tp have seen the same tokens, or
     parts of them with `tensor_parallel.sequence`. Where the step is skipped, persistent buffers become what
     `begin` found. One that has a method `before_micro_batches(tokens)` is told at the beginning how many
-    tokens the global batch has, one that has `before_step(step)` the number of the step.
+    tokens the global batch has, without padding where it is known, one that has `before_step(step)` the
+    number of the step.
 
     Attributes:
         parts: of the model.
@@ -65,7 +66,7 @@ class Update:
     ema_decay: float = 0.0
     on_first_step: Callable[[], None] | None = None
 
-    def begin(self, tokens: int, step: int = 0) -> list[BuffersBefore]:
+    def begin(self, tokens: int | Tensor, step: int = 0) -> list[BuffersBefore]:
         """Before the first forward pass of a step: tell the parts of it, remember their buffers."""
         for part in self.parts:
             if (begin := getattr(part, "before_micro_batches", None)) is not None:

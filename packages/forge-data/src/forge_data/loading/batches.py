@@ -122,6 +122,8 @@ class Batches:
             return read[first].tokens.astype(np.int64, copy=False), ignored, extra, ragged
         if len(padding := np.flatnonzero(source < 0)):
             ignored.append((padding[:, None], np.arange(self._max_tokens)))
+            if "doc_ids" in extra:
+                extra["doc_ids"][padding] = -1
         rows = np.zeros((len(source), self._max_tokens + 1), dtype=np.int64)
         for number, part in read.items():
             rows[here[number]] = part.tokens

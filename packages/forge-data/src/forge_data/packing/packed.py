@@ -20,7 +20,7 @@ class Packed(TextPacking):
         index: which pieces each row holds.
         name: of the packing.
         max_tokens: T.
-        mask_documents: keep attention and targets within documents; padding counts as one.
+        mask_documents: keep attention and targets within documents; padding counts as one, of the id -1.
         mask_boundaries: keep targets within documents.
     """
 
@@ -82,10 +82,9 @@ class Packed(TextPacking):
     def _documents(
         self, lengths: np.ndarray, counts: np.ndarray, places: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """Which piece of its row each token is in, and how far into it; padding counts as one behind them."""
+        """Which piece of its row each token is in, and how far into it; padding is of -1."""
         shape = len(counts), self.max_tokens + 1
-        doc_ids, positions = np.empty(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        doc_ids[:] = counts[:, None]
+        doc_ids, positions = np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
         flat, flat_positions, rising = doc_ids.reshape(-1), positions.reshape(-1), np.arange(shape[1])
         pieces = zip(

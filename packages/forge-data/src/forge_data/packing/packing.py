@@ -33,7 +33,7 @@ class Sequences(NamedTuple):
         tokens: [n, T + 1] unsigned or int64; token i + 1 of a row is the target of position i.
         ignored: rows and columns, two [k] int64, of the positions in [n, T] that have no target.
         extra: what else the model takes of each sequence, [n, ...]; `doc_ids` and `positions` are [n, T]
-            int64.
+            int64; padding is of the document -1.
         ragged: what else the model takes, as many rows as each sequence has. The model is not given the
             counts; where it needs them they are an array of `extra` too.
     """

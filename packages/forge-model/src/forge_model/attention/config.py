@@ -25,6 +25,11 @@ class AttentionConfig(Config):
         """How many tokens a token sees at most, itself included; None means all."""
         return None
 
+    @property
+    def plain_softmax(self) -> bool:
+        """Whether scores go through nothing but a mask and a softmax over the keys."""
+        return True
+
     def build(self, dim: int, norm: NormConfig) -> nn.Module:
         """A module taking ([B, T, D], rope, mask, cache) to [B, T, D].
 
@@ -128,6 +133,11 @@ class GroupedQueryConfig(AttentionConfig):
     def tensor_sizes(self) -> dict[str, int]:
         """See `AttentionConfig.tensor_sizes`."""
         return {"num_heads": self.num_heads}
+
+    @property
+    def plain_softmax(self) -> bool:
+        """See `AttentionConfig.plain_softmax`."""
+        return self.softcap is None and not self.sinks
 
     def require_axes(self, norm: NormConfig, tp: int, cp: int) -> None:
         """See `AttentionConfig.require_axes`."""

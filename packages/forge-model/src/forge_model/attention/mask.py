@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -227,7 +227,13 @@ class Attend(Protocol):
 
 
 class SoftmaxAttention:
-    """Scaled dot-product attention of torch; FlexAttention on CUDA where the mask is more than causal."""
+    """Scaled dot-product attention of torch; FlexAttention on CUDA where the mask is more than causal.
+
+    Attributes:
+        plain_softmax: true: whoever computes softmax attention of the mask may take its place.
+    """
+
+    plain_softmax: ClassVar[bool] = True
 
     def resolve(self, mask: Mask, window: int | None) -> Any:
         """None for plain causal attention, `LastKeys`, a block mask of FlexAttention, or a mask.

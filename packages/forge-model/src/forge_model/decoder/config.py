@@ -262,6 +262,11 @@ class DecoderConfig(ModelConfig):
             )
         for index in range(self.num_layers):
             layer = self.layer(index)
+            if cp > 1 and method == "ring" and not layer.attention.plain_softmax:
+                raise ValueError(
+                    f"layer {index}: softcap and sinks change the scores, of which context parallelism by "
+                    '"ring" knows the plain softmax only; set context_parallel.method = "gather" or "ulysses"'
+                )
             try:
                 layer.block.require_axes(layer, tp, cp, sequence)
             except ValueError as error:
@@ -289,6 +294,16 @@ class DecoderConfig(ModelConfig):
         """See `ModelConfig.require_learning`."""
         for index in range(self.num_layers):
             self.layer(index).ffn.require_learning()
+
+    def require_cut_experts(self, ranks: int) -> None:
+        """See `ModelConfig.require_cut_experts`."""
+        if not self.expert_counts():
+            super().require_cut_experts(ranks)
+        for index in range(self.num_layers):
+            try:
+                self.layer(index).ffn.require_cut_experts(self.dim, ranks)
+            except ValueError as error:
+                raise ValueError(f"layer {index}: {error}") from None
 
     def expert_groups(self) -> dict[str, int]:
         """See `ModelConfig.expert_groups`."""

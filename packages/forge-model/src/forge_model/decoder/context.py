@@ -21,13 +21,18 @@ class Context(NamedTuple):
         mask: what the attention of the layer made of the description.
         cache: keys and values of earlier tokens, to which those of these tokens are added; None in training.
         side: the inputs of the model that something in this layer needs, by name.
+        padding: [B, T] bool, tokens that are padding, for parts that say `takes_padding`; None if none is.
     """
 
     rope: Rope | None
     mask: Any
     cache: LayerCache | None = None
     side: Mapping[str, Tensor] = {}
+    padding: Tensor | None = None
 
     def call(self, part: nn.Module, needs: Iterable[str], x: Tensor) -> Tensor:
         """[B, T, D] through a feed-forward or a norm, with the side inputs that it needs by keyword."""
-        return part(x, **{name: self.side[name] for name in needs})
+        sides = {name: self.side[name] for name in needs}
+        if self.padding is not None and getattr(part, "takes_padding", False):
+            sides["padding"] = self.padding
+        return part(x, **sides)

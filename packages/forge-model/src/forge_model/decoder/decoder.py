@@ -96,7 +96,8 @@ class Decoder(Model):
             tokens: [B, T] int64; every stage of a pipeline is given them.
             labels: [B, T] int64, the target of each position (already shifted); negative is ignored.
             loss_fn: `LossConfig.build()`.
-            doc_ids: [B, T] integer; a token sees only tokens of its own id.
+            doc_ids: [B, T] integer; a token sees only tokens of its own id. Those below 0 are padding,
+                which is in no count and no loss of experts.
             span_ids: [B, T] integer; tokens of one id see each other both ways, those of 0 do not.
             positions: [T], [B, T] or, for rotations by several axes, [B, axes, T] integer; default 0, 1, ...,
                 after a cache those that follow.

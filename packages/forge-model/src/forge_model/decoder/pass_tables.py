@@ -38,6 +38,7 @@ class PassTables:
         dim: int,
     ) -> None:
         self._mask, self._tables, self._dim = mask, tables, dim
+        self._padding = None if mask.doc_ids is None else mask.doc_ids < 0
         self._where = (tokens, positions, torch.promote_types(dtype, torch.float32))
         self._ropes: list[tuple[Any, int, Rope]] = []
         self._masks: list[tuple[Attend, int | None, Any]] = []
@@ -59,7 +60,7 @@ class PassTables:
         """
         attend = softmax_attention if attention is None else attention.attend
         mask = self._resolved(attend, config.attention.window)
-        return Context(self._rope(config), mask, cache, side or {})
+        return Context(self._rope(config), mask, cache, side or {}, self._padding)
 
     def _rope(self, config: LayerConfig) -> Rope | None:
         if not config.rope.rotates:

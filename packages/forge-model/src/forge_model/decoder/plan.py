@@ -57,6 +57,7 @@ def plan_of(decoder: Decoder) -> dict[str, Any]:
         "output_units": by_pattern(decoder, output_units(decoder)),
         "attention": as_patterns(decoder, attention),
         "experts": list(expert_layers(decoder)),
+        "cut_experts": by_pattern(decoder, tensor_roles(decoder, "cut_roles")),
         "sequence_inputs": [*BY_TOKEN, *by_token],
         "no_fp8": [name for name in outside if name == "head"],
     }

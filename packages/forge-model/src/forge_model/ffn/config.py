@@ -60,6 +60,18 @@ class FfnConfig(Config):
             ValueError: what it computes does not depend on one of its parts.
         """
 
+    def require_cut_experts(self, dim: int, ranks: int) -> None:
+        """See that so many ranks can each have a part of the hidden width of every expert.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        if self.expert_counts():
+            raise ValueError(
+                f"the experts of a {type(self).__name__} cannot be cut over ranks; set "
+                'tensor_parallel.experts = "whole"'
+            )
+
     def expert_groups(self) -> dict[str, int]:
         """Of each of these layers, how many groups of experts there are if a token chooses in some; or 1."""
         return dict.fromkeys(self.expert_counts(), 1)

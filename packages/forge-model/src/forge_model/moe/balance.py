@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from math import log
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 EXTRAS = ("balance", "z_loss", "dropped", "tokens")
 """What is added up beside the counts of experts; each sum over tokens."""
@@ -33,7 +36,7 @@ class Tally:
 
     def add(self, values: Tensor) -> None:
         """Add those of one micro-batch."""
-        self.sums = values if self.sums is None else self.sums + values
+        self.sums = values.clone() if self.sums is None else self.sums + values
 
     def take(self) -> Tensor | None:
         """What was added up; begins anew."""
@@ -41,7 +44,24 @@ class Tally:
         return taken
 
 
-def tallied(out: Tensor, loss: Tensor, values: Tensor, tally: Tally) -> Tensor:
+class GlobalBalance(NamedTuple):
+    """The balance loss of a micro-batch against the load of the global batch so far (arXiv:2501.11873).
+
+    Attributes:
+        affinities: [E] means over the tokens of this micro-batch, each token's summing to one.
+        weight: of the loss, a number or [].
+        sum_: sums a tensor, in place, over the ranks that have other tokens of the global batch; None if
+            there are none.
+    """
+
+    affinities: Tensor
+    weight: float | Tensor
+    sum_: Callable[[Tensor], Tensor] | None = None
+
+
+def tallied(
+    out: Tensor, loss: Tensor, values: Tensor, tally: Tally, balance: GlobalBalance | None = None
+) -> Tensor:
     """`out` itself, whose backward pass adds the gradient of `loss` and fills the tally.
 
     A loss that is made inside of a model then needs no way out, through blocks or stages of a pipeline.
@@ -51,21 +71,47 @@ def tallied(out: Tensor, loss: Tensor, values: Tensor, tally: Tally) -> Tensor:
         loss: [] what is added to the loss that is differentiated.
         values: for the tally.
         tally: filled when the gradient passes.
+        balance: a further loss whose load is that of all ranks in the micro-batches of the step up to this
+            one, known only when the gradient passes; its value is tallied as that of `EXTRAS`. Collective.
     """
-    return _Tallied.apply(out, loss, values, tally)
+    affinities = None if balance is None else balance.affinities
+    return _Tallied.apply(out, loss, affinities, values, tally, balance)
 
 
 class _Tallied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, loss: Tensor, values: Tensor, tally: Tally) -> Tensor:
+    def forward(
+        ctx: Any,
+        out: Tensor,
+        loss: Tensor,
+        affinities: Tensor | None,
+        values: Tensor,
+        tally: Tally,
+        balance: GlobalBalance | None,
+    ) -> Tensor:
         ctx.values, ctx.tally, ctx.like = values, tally, (loss.dtype, loss.device)
+        ctx.balance = balance and balance._replace(affinities=balance.affinities.detach())
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.tally.add(ctx.values)
         dtype, device = ctx.like
-        return gradient, torch.ones((), dtype=dtype, device=device), None, None
+        ones = torch.ones((), dtype=dtype, device=device)
+        of_affinities = None if ctx.balance is None else _of_affinities(ctx.balance, ctx.values, ctx.tally)
+        return gradient, ones, of_affinities, None, None, None
+
+
+def _of_affinities(balance: GlobalBalance, values: Tensor, tally: Tally) -> Tensor:
+    """[E], the gradient of E sum_i f_i P_i with respect to P, weighted. Adds the loss itself to the tally."""
+    assert tally.sums is not None
+    experts = len(balance.affinities)
+    counts = tally.sums[:experts].clone()
+    counts = counts if balance.sum_ is None else balance.sum_(counts)
+    slope = experts * counts / counts.sum().clamp(min=1)
+    tokens = values[experts + EXTRAS.index("tokens")]
+    tally.sums[experts + EXTRAS.index("balance")] += (slope * balance.affinities).sum() * tokens
+    return (slope * balance.weight).to(balance.affinities.dtype)
 
 
 def assigned(experts: Tensor, groups: int, num_experts: int) -> Tensor:
@@ -87,8 +133,8 @@ def assigned(experts: Tensor, groups: int, num_experts: int) -> Tensor:
     return counts.view(groups, num_experts + 1)[:, :num_experts]
 
 
-def balance_loss(affinities: Tensor, counts: Tensor) -> Tensor:
-    """E sum_i f_i P_i, 1 where the load is even: mean over groups of tokens.
+def balance_loss(affinities: Tensor, counts: Tensor, real: Tensor | None = None) -> Tensor:
+    """E sum_i f_i P_i, 1 where the load is even: mean over groups of tokens, by their number of tokens.
 
     f_i is the share of choices that fell on expert i, P_i the mean affinity to it, normalized to sum one over
     the experts. For one group and one choice a token arXiv:2101.03961 eq. 4 to 6; for groups that are
@@ -97,9 +143,13 @@ def balance_loss(affinities: Tensor, counts: Tensor) -> Tensor:
     Args:
         affinities: [groups, tokens, E], not negative.
         counts: [groups, E], from `assigned`.
+        real: [groups, tokens] bool, whether a token is no padding; None if none is.
     """
     shares = counts.to(affinities.dtype) / counts.sum(1, keepdim=True).clamp(min=1)
-    return counts.shape[1] * (shares * to_sum_one(affinities).mean(1)).sum(1).mean()
+    if real is None:
+        return counts.shape[1] * (shares * to_sum_one(affinities).mean(1)).sum(1).mean()
+    sums = (to_sum_one(affinities) * real[..., None]).sum(1)
+    return counts.shape[1] * (shares * sums).sum() / real.sum().clamp(min=1)
 
 
 def to_sum_one(x: Tensor) -> Tensor:
@@ -110,9 +160,16 @@ def to_sum_one(x: Tensor) -> Tensor:
     return x / x.sum(-1, keepdim=True).clamp(min=1e-20)
 
 
-def z_loss(logits: Tensor) -> Tensor:
+def mean_of(x: Tensor, real: Tensor | None) -> Tensor:
+    """The mean over the tokens of [N, ...], over those of `real` [N] bool if it is given."""
+    if real is None:
+        return x.mean(0)
+    return (x * real.view(-1, *[1] * (x.ndim - 1))).sum(0) / real.sum().clamp(min=1)
+
+
+def z_loss(logits: Tensor, real: Tensor | None = None) -> Tensor:
     """Mean of the squared log-normalizers of [N, E] logits (arXiv:2202.08906 eq. 5)."""
-    return logits.logsumexp(-1).square().mean()
+    return mean_of(logits.logsumexp(-1).square(), real)
 
 
 class Load(NamedTuple):

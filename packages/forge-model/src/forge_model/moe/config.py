@@ -122,6 +122,20 @@ class MoEConfig(FfnConfig):
                 "that the loss tells the router nothing; set router.normalize = false"
             )
 
+    def require_cut_experts(self, dim: int, ranks: int) -> None:
+        """See `FfnConfig.require_cut_experts`."""
+        if isinstance(self.router, ExpertChoiceConfig):
+            raise ValueError(
+                "experts of an expert_choice router choose among the tokens of a rank, and cut over ranks "
+                'they would have to choose together; set tensor_parallel.experts = "whole"'
+            )
+        sizes = {"dim": self.hidden(dim), "shared_experts times shared_dim": self.shared_hidden(dim)}
+        if uneven := [f"{name} = {size}" for name, size in sizes.items() if size % ranks]:
+            raise ValueError(
+                f"ffn.{' and '.join(uneven)} cannot be cut over mesh.tp = {ranks} ranks; use a multiple, or "
+                'tensor_parallel.experts = "whole"'
+            )
+
     def expert_groups(self) -> dict[str, int]:
         """See `FfnConfig.expert_groups`."""
         groups, top = getattr(self.router, "groups", 1), getattr(self.router, "top_groups", 1)

@@ -26,10 +26,20 @@ class Experts(nn.Module):
         w_gate: [E, F, D]; None without gates.
         w_up: [E, F, D].
         w_down: [E, D, F].
+        cut_dims: the dim of each parameter along which the hidden width may be cut; None of a bias that is
+            added to the sum of what the parts make.
         product: of rows and one of these matrices; another one than `grouped_linear` may be put in its place.
     """
 
     residual_writers: ClassVar[tuple[str, ...]] = ("w_down",)
+    cut_dims: ClassVar[dict[str, int | None]] = {
+        "w_gate": 1,
+        "w_up": 1,
+        "w_down": 2,
+        "b_gate": 1,
+        "b_up": 1,
+        "b_down": None,
+    }
     roles: ClassVar[dict[str, Role]] = {
         "w_gate": "expert",
         "w_up": "expert",

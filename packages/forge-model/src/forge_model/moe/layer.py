@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from forge_model.declared import joined
 from forge_model.error import ModelError
 from forge_model.ffn.dense import MLP, GatedFfn
-from forge_model.moe.balance import EXTRAS, Load, Tally, tallied
+from forge_model.moe.balance import EXTRAS, GlobalBalance, Load, Tally, tallied
 from forge_model.moe.experts import Experts
-from forge_model.moe.routing import Routing, serve, within_capacity
+from forge_model.moe.router import TopKRouter
+from forge_model.moe.routing import Routing, one_per_slot, serve, within_capacity, without
 from forge_model.roles import Role
 
 if TYPE_CHECKING:
@@ -55,6 +57,18 @@ def here(
     return out
 
 
+class Spread(Protocol):
+    """Ranks that have a part of the hidden width of every expert each."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Of tokens [B, T or a part of T, ...], those of all ranks; gradients are summed over the ranks."""
+        ...
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Parts of a sum [B, T, D] -> the sum, of the tokens of this rank."""
+        ...
+
+
 class ExpertLayer(Protocol):
     """What a layer of experts has, of whatever kind it is. A module says that it is one by `holds_experts`.
 
@@ -71,7 +85,7 @@ class ExpertLayer(Protocol):
     num_experts: int
     experts: nn.Module
     dispatch: Dispatch
-    step_tokens: int | None
+    step_tokens: int | Tensor | None
     tally: Tally
 
     def idle_parameters(self) -> int:
@@ -90,6 +104,9 @@ class MoE(nn.Module):
         dispatch: brings tokens to experts; another one may be put in its place.
         sum_over_sequence: sums a tensor, in place, over the ranks that have other tokens of the same
             sequences; None if there are none.
+        spread: the ranks over which the width of the experts is cut; None if it is not.
+        tokens_here: of [B, T], those that this rank is given; None means all.
+        sum_over_batch: the same over all ranks that have other tokens of the global batch.
         step_tokens: of the global batch; what the losses of this layer are divided by. None means the tokens
             of each call.
         tally: of the calls since the last optimizer step.
@@ -97,9 +114,13 @@ class MoE(nn.Module):
     """
 
     holds_experts: ClassVar[bool] = True
+    takes_padding: ClassVar[bool] = True
     dispatch: Dispatch
-    step_tokens: int | None = None
+    step_tokens: int | Tensor | None = None
+    tokens_here: Callable[[Tensor], Tensor] | None = None
+    spread: Spread | None = None
     sum_over_sequence: Callable[[Tensor], Tensor] | None = None
+    sum_over_batch: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, config: MoEConfig, dim: int) -> None:
         super().__init__()
@@ -114,23 +135,61 @@ class MoE(nn.Module):
         self.shared_gate = SharedGate(dim) if config.shared_gate else None
         self.dispatch = here
         self.tally = Tally(self.num_experts + len(EXTRAS))
-        self.tensor_roles = self._tensor_roles()
+        self.tensor_roles, self.cut_roles = self._tensor_roles(), self._cut_roles()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        routing, loss, counted = self.router(x, self.sum_over_sequence)
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """[B, T, D] -> [B, T, D].
+
+        Args:
+            x: of the tokens that this rank has.
+            padding: bool of tokens [B, T], also of those that other ranks of tp have of them. They are served
+                like others, unless that costs capacity, and are in no loss, no count, and no learning of
+                the router. None if there are none.
+        """
+        if padding is not None and self.tokens_here is not None:
+            padding = self.tokens_here(padding)
+        routing, loss, counted, affinities = self.router(x, self.sum_over_sequence, padding)
         if self.capacity_factor is not None:
-            even = x.shape[0] * x.shape[1] * self.top_k / self.num_experts
-            routing = within_capacity(routing, self.num_experts, ceil(self.capacity_factor * even))
-            counted = counted + _dropped(routing, self.num_experts)
+            routing, counted = self._within_capacity(routing, counted, padding)
         shared: list[Tensor] = []
         meanwhile = None if self.shared is None else lambda: shared.append(self._of_shared(x))
         experts = partial(self.dispatch, self.experts, meanwhile=meanwhile)
-        out = serve(experts, x.flatten(0, 1), routing, self.num_experts).view_as(x)
+        if self.spread is None:
+            out = serve(experts, x.flatten(0, 1), routing, self.num_experts).view_as(x)
+        else:
+            whole, routing = self._of_all(x, routing, self.spread)
+            out = serve(experts, whole.flatten(0, 1), routing, self.num_experts).view_as(whole)
+            out = self.spread.leave(out)
         if torch.is_grad_enabled():
-            tokens = x.shape[0] * x.shape[1]
-            out = tallied(out, loss * (tokens / (self.step_tokens or tokens)), counted, self.tally)
+            tokens = x.shape[0] * x.shape[1] if padding is None else (~padding).sum().double()
+            part = 1.0 if self.step_tokens is None else tokens / self.step_tokens
+            out = tallied(out, loss * part, counted, self.tally, self._global_balance(affinities, part))
         return out + shared[0] if shared else out
+
+    def _within_capacity(
+        self, routing: Routing, counted: Tensor, padding: Tensor | None
+    ) -> tuple[Routing, Tensor]:
+        """Drop what experts have no capacity for, and count it."""
+        factor = self.capacity_factor
+        assert factor is not None
+        if padding is None:
+            even = routing.tokens.shape[0] / self.num_experts
+            routing = within_capacity(routing, self.num_experts, ceil(factor * even))
+            return routing, counted + _dropped(routing, self.num_experts)
+        routing = without(routing, padding, self.num_experts)
+        served = (routing.experts < self.num_experts).sum()
+        capacity = (served * (factor / self.num_experts)).ceil()
+        kept = within_capacity(routing, self.num_experts, capacity)
+        of_padding = _dropped(routing, self.num_experts)
+        return kept, counted + _dropped(kept, self.num_experts) - of_padding
+
+    def _global_balance(self, affinities: Tensor | None, part: float | Tensor) -> GlobalBalance | None:
+        """The loss of balance over the global batch, of which these tokens are a part, if there is one."""
+        if affinities is None:
+            return None
+        assert isinstance(self.router, TopKRouter)
+        weight = self.router.config.batch_balance_weight
+        return GlobalBalance(affinities, weight * part, self.sum_over_batch)
 
     def _tensor_roles(self) -> dict[str, str | None]:
         """All ranks of tensor parallelism hold the shared experts, too: nothing of them is cut."""
@@ -140,6 +199,25 @@ class MoE(nn.Module):
                 f"shared.{name}": "tokenwise" for name, _ in self.shared.named_children()
             }
         return roles
+
+    def _cut_roles(self) -> dict[str, str]:
+        """Where experts are cut, the shared ones are a feed-forward like any other."""
+        inner = {} if self.shared is None else getattr(self.shared, "tensor_roles", {})
+        return {"experts": "experts"} | {joined("shared", name): role for name, role in inner.items()}
+
+    def _of_all(self, x: Tensor, routing: Routing, spread: Spread) -> tuple[Tensor, Routing]:
+        """Tokens [B, T, D] and routing of all ranks that have a part of each expert."""
+        if not routing.slots:
+            raise ModelError(
+                "experts that choose tokens cannot be cut over ranks, which would have to choose together; "
+                'set tensor_parallel.experts = "whole"'
+            )
+
+        def on_all(pairs: Tensor) -> Tensor:
+            return spread.enter(pairs.view(len(x), -1, routing.slots)).flatten(0, 1)
+
+        pairs = one_per_slot(on_all(routing.experts), on_all(routing.weights))
+        return spread.enter(x), pairs._replace(drops=routing.drops)
 
     def _of_shared(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D], what the experts make that serve every token."""

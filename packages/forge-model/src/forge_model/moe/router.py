@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_model.init import Init
-from forge_model.moe.balance import EXTRAS, Load, assigned, balance_loss, to_sum_one, z_loss
+from forge_model.moe.balance import EXTRAS, Load, assigned, balance_loss, mean_of, to_sum_one, z_loss
 from forge_model.moe.router_config import ExpertChoiceConfig, RouterConfig, SigmoidRouterConfig, TopKConfig
 from forge_model.moe.routing import Routing, one_per_slot
 from forge_model.roles import Role
@@ -25,11 +25,13 @@ class Routed(NamedTuple):
         routing: pairs of tokens and experts, none dropped.
         loss: [] weighted auxiliary losses, means over the tokens.
         counted: [E + len(EXTRAS)] float64, sums over the tokens, `dropped` not yet known.
+        affinities: [E] their means over the tokens, where the loss of balance is over the global batch.
     """
 
     routing: Routing
     loss: Tensor
     counted: Tensor
+    affinities: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -53,13 +55,16 @@ class Router(nn.Module):
         biased = isinstance(config, TopKConfig) and config.bias
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(num_experts)) if biased else None
 
-    def forward(self, x: Tensor, sum_over_sequence: Sum_ | None = None) -> Routed:
+    def forward(
+        self, x: Tensor, sum_over_sequence: Sum_ | None = None, padding: Tensor | None = None
+    ) -> Routed:
         """Route [B, T, D].
 
         Args:
             x: the tokens of this rank.
             sum_over_sequence: sums a tensor, in place, over the ranks that have other tokens of the same
                 sequences; None if there are none.
+            padding: [B, T] bool, tokens that are in no loss and in no count; None if there are none.
         """
         raise NotImplementedError
 
@@ -77,12 +82,12 @@ class Router(nn.Module):
         bias = None if self.bias is None else self.bias.to(wide)
         return F.linear(x.flatten(0, 1).to(wide), self.weight.to(wide), bias)
 
-    def _counted(self, counts: Tensor, extras: Mapping[str, Tensor], tokens: int) -> Tensor:
+    def _counted(self, counts: Tensor, extras: Mapping[str, Tensor], tokens: int | Tensor) -> Tensor:
         """Counts, and means as sums over the tokens."""
         # numbers of the host are written by kernels: a copy of them would wait for the device
         zero = torch.zeros((), dtype=torch.float64, device=counts.device)
         sums = [extras[name].detach().double() * tokens if name in extras else zero for name in EXTRAS[:2]]
-        return torch.cat([counts.double(), torch.stack([*sums, zero, torch.full_like(zero, tokens)])])
+        return torch.cat([counts.double(), torch.stack([*sums, zero, zero + tokens])])
 
 
 class TopKRouter(Router):
@@ -104,7 +109,9 @@ class TopKRouter(Router):
         """[N, groups, E / groups] -> [N, groups]: how good a group is."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, sum_over_sequence: Sum_ | None = None) -> Routed:
+    def forward(
+        self, x: Tensor, sum_over_sequence: Sum_ | None = None, padding: Tensor | None = None
+    ) -> Routed:
         """See `Router.forward`."""
         logits = self.logits(x)
         affinities = self.affinities(logits)
@@ -114,9 +121,13 @@ class TopKRouter(Router):
         if self.config.normalize:
             weights = to_sum_one(weights)
         routing = one_per_slot(experts, weights * self.config.scale)
-        counts = assigned(routing.experts, len(x), self.num_experts)
-        loss, seen = self._losses(logits, affinities, counts, sum_over_sequence)
-        return Routed(routing, loss, self._counted(counts.sum(0), seen, len(logits)))
+        real = None if padding is None else ~padding.flatten()
+        seen_experts = experts if real is None else experts.where(real[:, None], self.num_experts)
+        counts = assigned(seen_experts.flatten(), len(x), self.num_experts)
+        loss, seen = self._losses(logits, affinities, counts, sum_over_sequence, real)
+        counted = self._counted(counts.sum(0), seen, len(logits) if real is None else real.sum())
+        is_global = self.config.balance_scope == "global"
+        return Routed(routing, loss, counted, mean_of(to_sum_one(affinities), real) if is_global else None)
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:
         """[N, E] with -inf for experts of groups that are not chosen."""
@@ -129,20 +140,28 @@ class TopKRouter(Router):
         return grouped.masked_fill(outside[..., None], float("-inf")).flatten(1)
 
     def _losses(
-        self, logits: Tensor, affinities: Tensor, counts: Tensor, sum_: Sum_ | None
+        self, logits: Tensor, affinities: Tensor, counts: Tensor, sum_: Sum_ | None, real: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted sum, and each without its weight."""
         config, rows = self.config, len(counts)
-        normalizers = z_loss(logits)
-        if sum_ is not None and (config.batch_balance_weight or config.sequence_balance_weight):
+        normalizers = z_loss(logits, real)
+        of_batch = config.balance_scope == "batch"
+        weighs_batch = of_batch and config.batch_balance_weight > 0
+        if sum_ is not None and (weighs_batch or config.sequence_balance_weight):
             # these losses are linear in the affinities: each rank adds those of its tokens
             counts = sum_(counts.clone())
-        batch = balance_loss(affinities[None], counts.sum(0, keepdim=True))
-        loss = self.z_loss_weight * normalizers + config.batch_balance_weight * batch
+        loss, seen = self.z_loss_weight * normalizers, {"z_loss": normalizers}
+        if of_batch:
+            seen["balance"] = balance_loss(
+                affinities[None], counts.sum(0, keepdim=True), None if real is None else real[None]
+            )
+            loss = loss + config.batch_balance_weight * seen["balance"]
         if config.sequence_balance_weight:
-            sequences = balance_loss(affinities.unflatten(0, (rows, -1)), counts)
+            sequences = balance_loss(
+                affinities.unflatten(0, (rows, -1)), counts, None if real is None else real.view(rows, -1)
+            )
             loss = loss + config.sequence_balance_weight * sequences
-        return loss, {"balance": batch, "z_loss": normalizers}
+        return loss, seen
 
 
 class SoftmaxRouter(TopKRouter):
@@ -203,17 +222,25 @@ class ExpertChoiceRouter(Router):
     def __init__(self, config: ExpertChoiceConfig, dim: int, num_experts: int, top_k: int) -> None:
         super().__init__(config, dim, num_experts, top_k)
 
-    def forward(self, x: Tensor, sum_over_sequence: Sum_ | None = None) -> Routed:
-        """See `Router.forward`; each expert serves N top_k / E tokens, one at least."""
+    def forward(
+        self, x: Tensor, sum_over_sequence: Sum_ | None = None, padding: Tensor | None = None
+    ) -> Routed:
+        """See `Router.forward`; each expert serves N top_k / E tokens, one at least, padding last of all."""
         logits = self.logits(x)
         tokens = len(logits)
         each = min(tokens, max(1, tokens * self.top_k // self.num_experts))
-        weights, chosen = logits.softmax(-1).t().topk(each)
+        scores, real = logits.softmax(-1), None
+        if padding is not None:
+            real = ~padding.flatten()
+            scores = scores.where(real[:, None], -1)
+        weights, chosen = scores.t().topk(each)
         experts = torch.arange(self.num_experts, device=x.device).repeat_interleave(
             each, output_size=each * self.num_experts
         )
-        normalizers = z_loss(logits)
+        normalizers = z_loss(logits, real)
         counts = torch.full((self.num_experts,), each, dtype=torch.int64, device=x.device)
-        counted = self._counted(counts, {"z_loss": normalizers}, tokens)
+        if real is not None:
+            counts, weights = real[chosen].sum(1), weights.where(real[chosen], 0)
+        counted = self._counted(counts, {"z_loss": normalizers}, tokens if real is None else real.sum())
         routing = Routing(chosen.flatten(), experts, weights.flatten())
         return Routed(routing, self.z_loss_weight * normalizers, counted)

@@ -50,6 +50,9 @@ class TopKConfig(RouterConfig):
             copies go to no more than so many nodes (arXiv:2412.19437 section 2.1.2, node-limited routing).
         batch_balance_weight: of the auxiliary loss over all tokens of a micro-batch of sequences, also where
             several ranks have parts of them (arXiv:2101.03961 eq. 4 to 6).
+        balance_scope: whose load the auxiliary loss over tokens compares with: `batch`, that of the
+            micro-batch; `global`, that of all ranks in the micro-batches of the step up to this one
+            (arXiv:2501.11873 section 3), so that experts may specialize on what one micro-batch is about.
         sequence_balance_weight: of the auxiliary loss of each sequence (arXiv:2412.19437 eq. 17 to 20).
     """
 
@@ -59,7 +62,16 @@ class TopKConfig(RouterConfig):
     groups: Count = 1
     top_groups: Count = 1
     batch_balance_weight: Weight = 0.0
+    balance_scope: Literal["batch", "global"] = "batch"
     sequence_balance_weight: Weight = 0.0
+
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
+        if self.balance_scope == "global" and not self.batch_balance_weight:
+            yield (
+                'router.balance_scope = "global" without router.batch_balance_weight, the weight of the loss '
+                "it is of; give it, or leave balance_scope out"
+            )
 
     def require(self, num_experts: int, top_k: int) -> None:
         """See `RouterConfig.require`."""
@@ -110,6 +122,7 @@ class SigmoidRouterConfig(TopKConfig):
 
     def contradictions(self) -> Iterator[str]:
         """See `Config.contradictions`."""
+        yield from super().contradictions()
         if (self.bias_schedule == "constant") != (self.bias_schedule_steps == 0):
             yield (
                 f'router.bias_schedule = "{self.bias_schedule}" with router.bias_schedule_steps = '

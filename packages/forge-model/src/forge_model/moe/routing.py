@@ -51,14 +51,22 @@ def one_per_slot(experts: Tensor, weights: Tensor) -> Routing:
     return Routing(index, experts.flatten(), weights.flatten(), slots)
 
 
-def within_capacity(routing: Routing, num_experts: int, capacity: int) -> Routing:
+def without(routing: Routing, padding: Tensor, num_experts: int) -> Routing:
+    """Drop all pairs of tokens that are padding, [B, T] bool."""
+    kept = ~padding.flatten()[routing.tokens]
+    return routing._replace(
+        experts=routing.experts.where(kept, num_experts), weights=routing.weights.where(kept, 0), drops=True
+    )
+
+
+def within_capacity(routing: Routing, num_experts: int, capacity: int | Tensor) -> Routing:
     """Drop the pairs of each expert that come after the first `capacity`: those of the last tokens.
 
     A token thereby never loses its expert to a token that comes after it.
     """
     sorted_, order = routing.experts.sort(stable=True)
     positions = torch.arange(len(order), device=order.device)
-    starts = torch.searchsorted(sorted_, torch.arange(num_experts, device=order.device))
+    starts = torch.searchsorted(sorted_, torch.arange(num_experts + 1, device=order.device))
     kept = torch.empty_like(order, dtype=torch.bool)
     kept[order] = positions - starts[sorted_] < capacity
     return routing._replace(

@@ -158,8 +158,8 @@ class JointConfig(FusionConfig):
 
     def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
         """See `FusionConfig.require_axes`."""
-        if cp > 1 and method == "gather" and self.attention != "causal":
+        if cp > 1 and method != "ulysses" and self.attention != "causal":
             raise ValueError(
                 "visual tokens that see all of their image, or prompt, see later ones, which context "
-                'parallelism by "gather" has not; set context_parallel.method = "ulysses", or mesh.cp = 1'
+                f'parallelism by "{method}" has not; set context_parallel.method = "ulysses", or mesh.cp = 1'
             )

@@ -123,7 +123,7 @@ class ModalityExperts(nn.Module):
     holds_experts: ClassVar[bool] = True
     tensor_roles: ClassVar[dict[str, str]] = {"router": "tokenwise", "experts": "tokenwise"}
     dispatch: Dispatch
-    step_tokens: int | None = None
+    step_tokens: int | Tensor | None = None
     threshold: Tensor | None
 
     def __init__(self, config: MomaFfnConfig, dim: int, num_experts: int) -> None:
@@ -160,7 +160,7 @@ class ModalityExperts(nn.Module):
         if chosen is None:
             return out
         loss, counted = self._counted(guessed, mask, chosen, mine)
-        step_tokens = self.step_tokens or mine.numel()
+        step_tokens = mine.numel() if self.step_tokens is None else self.step_tokens
         return tallied(out, loss * (self.options.aux_weight / step_tokens), counted, self.tally)
 
     def _logits(self, x: Tensor, trains: bool) -> Tensor:

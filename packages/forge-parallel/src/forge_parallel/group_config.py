@@ -1,0 +1,48 @@
+"""What `[process_group]` holds: how ranks reach each other. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from forge_config import ALL_KEYS, Config
+
+Axis = Literal["tp", "cp", "ep", "fsdp"]
+
+
+class ProcessGroupConfig(Config):
+    """How ranks reach each other. How long they wait is `resilience.collective_timeout_s`, for all backends.
+
+    Attributes:
+        backend: the backend of torch, such as `nccl2`, or one for each kind of device, such as
+            "cpu:gloo,cuda:nccl"; `auto` is gloo on CPUs, and NCCL with gloo for tensors on the CPU on GPUs.
+        high_priority: NCCL runs in streams of high priority, so that its kernels start before waiting
+            kernels of the model.
+        within_node: axes of the mesh whose ranks must be on one node each; a run whose ranks are placed
+            otherwise ends at its start. `fsdp` is dp_shard times cp.
+    """
+
+    free_keys = (ALL_KEYS,)
+
+    backend: str = "auto"
+    high_priority: bool = False
+    within_node: list[Axis] = []
+
+    def backends(self, device_type: str) -> dict[str, str]:
+        """The backend for each kind of device of tensors, on ranks that compute on a `device_type`."""
+        if self.backend == "auto":
+            return {"cpu": "gloo"} if device_type == "cpu" else {"cpu": "gloo", device_type: "nccl"}
+        if ":" not in self.backend:
+            return {"cpu": "gloo"} | {device_type: self.backend}
+        return dict(part.split(":", 1) for part in self.backend.split(","))  # type: ignore[misc]
+
+    def contradictions(self) -> Iterator[str]:
+        """See `Config.contradictions`."""
+        parts = self.backend.split(",")
+        if not all(parts) or (":" in self.backend and not all(part.count(":") == 1 for part in parts)):
+            yield (
+                f'backend = "{self.backend}"; expected one name, such as "nccl", or one for each kind of '
+                'device, such as "cpu:gloo,cuda:nccl"'
+            )
+        if self.high_priority and self.backend == "gloo":
+            yield 'high_priority = true is for NCCL, and backend = "gloo" has no streams; leave one out'
