@@ -100,7 +100,7 @@ def test_messages_of_a_ring_on_paper_are_those_of_theory():
     heads, micro = job.model.attention, micro_batches_of(job, 2)
     width = 2 * heads.head_width(job.model.dim) * heads.kv_heads
     piece = 4 * job.train.micro_batch * job.data.max_tokens // 4 * width
-    said = on_paper(path, overrides, 2)[0].said
+    said = on_paper(path, overrides, 2)[0].collectives
     sent, received = (
         sum(traffic.bytes for one, traffic in said.items() if one.kind == kind and one.axis == "cp")
         for kind in ("send", "receive")
