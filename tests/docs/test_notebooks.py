@@ -17,7 +17,7 @@ NAMES = sorted(path.stem for path in (FOLDER / "sources").glob("*.py"))
 SECONDS = dict.fromkeys(NAMES, 45) | {
     "inspection": 60,
     "optimizers": 110,
-    "recordings": 60,
+    "recordings": 29,
     "scaling": 20,
     "vision": 80,
 }
