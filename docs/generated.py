@@ -22,7 +22,8 @@ def write_pages() -> None:
     """Write all of them into the folder of the documentation, from which git leaves them out."""
     folder = DOCS / "reference"
     (DOCS / "configuration_reference.md").write_text(reference_markdown(Job))
-    parts = ("forge_interp", "forge_interp.circuits", "forge_interp.sae", "forge_interp.pictures")
+    names = ("circuits", "sae", "recordings", "pictures")
+    parts = ("forge_interp", *(f"forge_interp.{name}" for name in names))
     (DOCS / "interp" / "reference.md").write_text("\n".join(api_page(part, members=True) for part in parts))
     for package in PACKAGES:
         (folder / f"forge-{package}.md").write_text(api_page(f"forge_{package}"))

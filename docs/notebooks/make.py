@@ -31,7 +31,7 @@ import os
 from importlib.util import find_spec
 
 if find_spec("forge_trainer") is None or find_spec("matplotlib") is None:
-    %pip install --quiet forge-trainer "forge-interp[pictures]"
+    %pip install --quiet forge-trainer "forge-interp[pictures,recordings]"
 %matplotlib inline
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE"):  # of Jupyter: a cell is no terminal
     os.environ.pop(name, None)"""

@@ -14,7 +14,13 @@ nbformat = pytest.importorskip("nbformat")
 FOLDER = ROOT / "docs" / "notebooks"
 
 NAMES = sorted(path.stem for path in (FOLDER / "sources").glob("*.py"))
-SECONDS = dict.fromkeys(NAMES, 45) | {"inspection": 60, "optimizers": 110, "scaling": 20, "vision": 80}
+SECONDS = dict.fromkeys(NAMES, 45) | {
+    "inspection": 60,
+    "optimizers": 110,
+    "recordings": 29,
+    "scaling": 20,
+    "vision": 80,
+}
 """Of CPU that each may take; together they are to take less than eight minutes."""
 
 

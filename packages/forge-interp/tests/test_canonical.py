@@ -55,6 +55,47 @@ def test_what_a_family_does_not_have_is_reported():
         _ = sites["blocks.0.resid_mid"]
 
 
+class Attention(nn.Module):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class Numbered(nn.Module):
+    """Blocks in a mapping with numbers as keys, as a stage of a pipeline holds them, inside of another."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = nn.ModuleDict({"0": Block(), "1": Block()})
+        self.parts = nn.ModuleDict({"embed": nn.Embedding(10, 8), "h": blocks})
+
+    def forward(self, ids):
+        x = self.parts["embed"](ids)
+        for block in self.parts["h"].values():
+            x = block(x)
+        return x
+
+
+def test_blocks_in_a_mapping_with_numbers_are_found():
+    sites = canonical_sites(Numbered(), torch.randint(10, (2, 5)))
+    assert (
+        sites["blocks.1.resid_pre"] == "parts.h.1:in"
+        and sites["blocks.1.attn.z"] == "parts.h.1.attention:attn.z"
+    )
+    assert sites["blocks.0.mlp.post"] == "parts.h.0.down:in"
+
+
 def test_stacks_of_an_encoder_and_a_decoder_have_their_names():
     family = FAMILIES["t5"]()
     sites = canonical_sites(family.build("sdpa"), family.inputs(False))

@@ -13,6 +13,7 @@ from forge_interp.causal.patching import activation_patching, site_means
 from forge_interp.causal.path_patching import path_patching
 from forge_interp.causal.steering import contrastive_vectors, strength_sweep
 from forge_interp.causal.table import PatchingTable
+from forge_interp.dynamics import TrainingDynamics, head_scores, training_dynamics
 from forge_interp.errors import InterpError
 from forge_interp.extraction.examples import Examples, top_examples
 from forge_interp.extraction.extract import extract_representations, finish_extraction
@@ -26,10 +27,11 @@ from forge_interp.record import Recording, record
 
 __all__ = [
     "ActivationStore", "Activations", "AttentionCall", "CanonicalSites", "Examples", "InterpError",
-    "LayerSimilarity", "LensResult", "Moments", "PatchingTable", "ProbeCurve", "Recording", "Unembedding",
-    "ablate", "activation_patching", "attention_statistics", "attribution_patching",
-    "canonical_correlations", "canonical_sites", "capture", "compare_layers", "contrastive_vectors",
-    "control_task", "each_attention", "edit", "extract_representations", "finish_extraction", "linear_cka",
-    "logit_lens", "mean_cca", "patch", "path_patching", "probe_layers", "procrustes", "pwcca", "read_lens",
-    "record", "resolve", "site_means", "steer", "strength_sweep", "svcca", "top_examples",
+    "LayerSimilarity", "LensResult", "Moments", "PatchingTable", "ProbeCurve", "Recording",
+    "TrainingDynamics", "Unembedding", "ablate", "activation_patching", "attention_statistics",
+    "attribution_patching", "canonical_correlations", "canonical_sites", "capture", "compare_layers",
+    "contrastive_vectors", "control_task", "each_attention", "edit", "extract_representations",
+    "finish_extraction", "head_scores", "linear_cka", "logit_lens", "mean_cca", "patch", "path_patching",
+    "probe_layers", "procrustes", "pwcca", "read_lens", "record", "resolve", "site_means", "steer",
+    "strength_sweep", "svcca", "top_examples", "training_dynamics",
 ]  # fmt: skip

@@ -50,7 +50,7 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
     """
     found = CanonicalSites()
     modules = named_modules(model)
-    stacks = [name for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    stacks = [name for name, module in modules.items() if _is_stack(module)]
     stacks = [name for name in stacks if len(list(modules[name].children())) > 0]
     stacks = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
     mapped: dict[str, dict[str, dict[str, str]]] = {}
@@ -78,6 +78,12 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
             "ModuleLists such as layers.0, layers.1: name the sites yourself, resolve(model, '**') lists them"
         )
     return found
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether it is a list of modules; a mapping is one where its keys are numbers."""
+    is_numbered = isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module))
+    return is_numbered or isinstance(module, nn.ModuleList | nn.Sequential)
 
 
 def structure(block: nn.Module) -> str:

@@ -23,6 +23,7 @@ def add_commands(commands: Any) -> None:
         _add_generate,
         _add_eval,
         _add_extract,
+        _add_dynamics,
         _add_exports,
         _add_branch,
         _add_after,
@@ -96,6 +97,21 @@ def _add_extract(commands: Any) -> None:
     extract.add_argument("--pool", choices=("mean", "last", "first", "max"), help="one row a sequence")
     extract.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="of the rows")
     extract.add_argument("--keep", nargs="+", help="inputs to keep beside the rows, such as doc_ids")
+
+
+def _add_dynamics(commands: Any) -> None:
+    told = "what becomes of layers and heads over the checkpoints of a run: tables and pictures"
+    dynamics = _on_run(commands, "dynamics", _look, told)
+    dynamics.add_argument("out", help="the folder to write; the same command goes on with it")
+    help = "of the checkpoints; all if absent"
+    dynamics.add_argument("--step", type=steps, metavar="all|A-B", default="all", help=help)
+    dynamics.add_argument("--sites", nargs="+", default=["layers.*:out"], help="default: layers.*:out")
+    dynamics.add_argument("--samples", type=count, default=64, help="sequences (default: 64)")
+    dynamics.add_argument(
+        "--text", action="append", metavar="FILE", help="in place of the held-out text; may be repeated"
+    )
+    help = "after how many random tokens they repeat, for induction heads (default: 32, or less)"
+    dynamics.add_argument("--period", type=count, help=help)
 
 
 def _add_branch(commands: Any) -> None:
@@ -200,12 +216,14 @@ def _look_here(options: argparse.Namespace) -> int:
         from forge_trainer.commands.sample import show_sample
 
         return show_sample(options)
+    from forge_trainer.commands.dynamics import follow_run
     from forge_trainer.commands.evaluate import evaluate_run, export_run
     from forge_trainer.commands.extract import extract_run
     from forge_trainer.commands.generate import generate_text
     from forge_trainer.commands.verify_export import verify_export
 
     commands: dict[str, Callable[[argparse.Namespace], None]] = {
+        "dynamics": follow_run,
         "generate": generate_text,
         "eval": evaluate_run,
         "export": export_run,

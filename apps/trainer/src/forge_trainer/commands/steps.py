@@ -6,7 +6,7 @@ import argparse
 import csv
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,22 +44,34 @@ def chosen_steps(options: argparse.Namespace) -> list[int | None]:
 def of_each_step(options: argparse.Namespace, make: Callable[[int | None], T]) -> tuple[list[T], list[str]]:
     """Call a function for each step of `--step`; returns its results, and why steps were skipped.
 
-    Of several steps, damaged ones are skipped, so that the results of the others are not lost.
+    Raises:
+        CheckpointError, ConfigError: as `each_step`.
+    """
+    damaged = list[str]()
+    return list(each_step(options, make, damaged)), damaged
+
+
+def each_step(
+    options: argparse.Namespace, make: Callable[[int | None], T], damaged: list[str]
+) -> Iterator[T]:
+    """Call a function for each step of `--step`; yields its results one after another.
+
+    Of several steps, damaged ones are skipped and added to `damaged`, so that the others are not lost.
 
     Raises:
         CheckpointError: the only step is damaged.
         ConfigError: as `chosen_steps`.
     """
-    made, damaged = list[T](), list[str]()
     for step in chosen_steps(options):
         try:
-            made.append(make(step))
+            made = make(step)
         except (DamagedError, UnreadableError) as error:
             if not is_series(options):
                 raise
             sys.stderr.write(f"step {step} is passed over: {error}\n")
             damaged.append(f"step {step}: {error}")
-    return made, damaged
+        else:
+            yield made
 
 
 def require_none(damaged: Sequence[str]) -> None:
@@ -101,25 +113,34 @@ def write_table(rows: Sequence[Numbers], path: Path | None) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    columns = ["step", *dict.fromkeys(key for row in rows for key in row if key != "step")]
+    columns = _columns(rows)
     shown = [[_shown(row.get(column)) for column in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *shown, strict=True)]
     for line in (columns, *shown):
         sys.stdout.write("  ".join(f"{cell:>{w}}" for cell, w in zip(line, widths, strict=True)) + "\n")
     if path is None:
         return
-    text = io.StringIO()
-    table = csv.DictWriter(text, columns, lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
     lines = [column for column in columns if column.split("/")[-1] in ("loss", "acc,none")]
     series = [_series(rows, column) for column in lines or columns[1:2]]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text.getvalue())
+        write_whole(path, csv_of(rows))
         write_whole(path.with_suffix(".svg"), picture("By step", "step", "value", series, log_x=False))
     except OSError as error:
         raise ConfigError(f"--table {path} cannot be written: {error}") from None
+
+
+def csv_of(rows: Sequence[Numbers]) -> str:
+    """A row a step, with the names of all columns above."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, _columns(rows), lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    return text.getvalue()
+
+
+def _columns(rows: Sequence[Numbers]) -> list[str]:
+    return ["step", *dict.fromkeys(key for row in rows for key in row if key != "step")]
 
 
 def _series(rows: Sequence[Numbers], column: str) -> Series:

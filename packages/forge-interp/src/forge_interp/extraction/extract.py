@@ -47,6 +47,7 @@ def extract_representations(
     attention_bytes: int = 1 << 30,
     keep: Iterable[str] = (),
     check_padding: bool = True,
+    where: str | None = None,
 ) -> ActivationStore:
     """Write what a model computes at some sites, for every sample of a dataset, to disk.
 
@@ -82,6 +83,8 @@ def extract_representations(
             keeps the value of each row; see `ActivationStore.kept`.
         check_padding: run some samples alone, too, and raise InterpError where their rows are others without
             padding. False for experts that share a number of places, which padding takes away.
+        where: an entry [samples, tokens] of the batches: only tokens where it is nonzero become rows, or are
+            pooled.
 
     InterpError where sites have different rows, or `out` belongs to another call, with the differences;
     OSError on a full disk, where what is done so far stays.
@@ -91,6 +94,7 @@ def extract_representations(
     check_kind("batch_size", batch_size, Integral, "a whole number")
     check_kind("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype such as torch.float16")
     check_kind("identity", identity, (str, type(None)), "a text")
+    check_kind("where", where, (str, type(None)), "the name of an entry of the batches")
     for name, number in (("rank", rank), ("world_size", world_size)):
         check_kind(name, number, (Integral, type(None)), "a whole number")
     names, patterns = Names(tokens, mask, pad_id), [sites] if isinstance(sites, str) else list(sites)
@@ -99,7 +103,7 @@ def extract_representations(
     kept = [keep] if isinstance(keep, str) else list(keep)
     folder, source = _folder(out), open_dataset(dataset, batch_size, names)
     foreign = rows_of_others(model, patterns, tokens)
-    rows, feed = RowMaker(chosen, pool, dtype, kept, foreign), Feeder(model, names, forward)
+    rows, feed = RowMaker(chosen, pool, dtype, kept, foreign, where), Feeder(model, names, forward)
     share = Share(
         model, patterns, source, rows, feed, names, processes, progress, attention_bytes, check_padding
     )
@@ -108,7 +112,7 @@ def extract_representations(
     functions = {"select": names_of(chosen) or None, "pool": names_of(pool), "forward": names_of(forward)}
     request = _request(share, dtype, batch_size) | functions | {"model": model_identity(model)}
     request |= {"identity": identity} | (share.outputs() if identity is None else {})
-    request |= {"keep": kept} if kept else {}
+    request |= ({"keep": kept} if kept else {}) | ({} if where is None else {"where": where})
     if share.to_disk(Parts(folder, request), resume):
         text = f"{folder} was there, made by the same call: it is returned, of the batches nothing ran again"
         warnings.warn(

@@ -8,7 +8,7 @@ from typing import Any
 
 from forge_interp.errors import InterpError
 from forge_interp.extraction.run.identity import is_same_but_for_rounding
-from forge_interp.extraction.run.parts import Part, dtype_name, dump, is_site, listed, replacing
+from forge_interp.extraction.run.parts import Dumped, Part, dtype_name, dump, is_site, listed, replacing
 
 INDEX = "index.json"
 _FORMAT = 2
@@ -20,7 +20,8 @@ class Parts:
 
     def __init__(self, folder: Path, request: Mapping[str, Any]) -> None:
         self.folder = folder
-        self.request: dict[str, Any] = json.loads(dump(request))
+        self.request_text = Dumped(dump(request))
+        self.request: dict[str, Any] = json.loads(self.request_text)
 
     @property
     def index(self) -> dict[str, Any] | None:

@@ -1,10 +1,11 @@
-"""What do numbers over layers, and over strengths of steering, look like?"""
+"""What do numbers over layers, over strengths of steering, and over training steps look like?"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from forge_interp.dynamics import TrainingDynamics
 from forge_interp.errors import InterpError
 from forge_interp.pictures.canvas import new_figure, short
 
@@ -64,6 +65,28 @@ def draw_sweep(
     axes[0, 0].axvline(0.0, color="grey", linewidth=0.8)
     axes[0, 0].set(xlabel=strength, ylabel=unit)
     axes[0, 0].legend()
+    return figure
+
+
+def draw_dynamics(found: TrainingDynamics) -> Any:
+    """Draw what became of layers and heads while a model trained; steps are logarithmic from 1 on.
+
+    On the left CKA of each layer with itself at the last step, on the right the induction score of each head,
+    of which the five that end highest are named.
+    """
+    figure, axes = new_figure(9.0, 3.4, ncols=2 if found.heads else 1)
+    for site, curve in zip(found.layers, found.cka.T, strict=True):
+        axes[0, 0].plot(found.steps, curve, marker="o", label=short(site))
+    axes[0, 0].set(ylabel="CKA with the last step")
+    best = found.induction[-1].argsort()[-5:]
+    for head, curve in enumerate(found.induction.T):
+        named = {"label": found.heads[head], "zorder": 3} if head in best else {"color": "lightgrey"}
+        axes[0, 1].plot(found.steps, curve, **named)
+        axes[0, 1].set(ylabel="induction score", ylim=(0, 1))
+    for place in axes.flat:
+        place.set_xscale("symlog", linthresh=1)
+        place.set(xlabel="step")
+        place.legend(fontsize=7)
     return figure
 
 

@@ -160,9 +160,10 @@ class _Run:
         self.sae = SparseAutoencoder(config, seed=training.seed, device=device)
         if training.unit_decoder:
             _normalize(self.sae)
-        self.moments = {  # of Adam: means of gradients and of their squares
-            f"{name}.{i}": torch.zeros_like(p.data) for name, p in self.sae.named_parameters() for i in (1, 2)
-        }
+        self.adam = torch.optim.Adam(self.sae.parameters(), lr=training.lr, betas=training.betas)
+        for p in self.sae.parameters():  # which Adam would make in its first step, after `resume`
+            moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            self.adam.state[p] = {"step": torch.zeros(()), **moments}
         self.idle = torch.zeros(config.d_sae, dtype=torch.int64, device=device)  # steps since each was active
         self.step, self.window, self.offset, self.scale = 0, 0, 0, 0.0
         request = {"sae": asdict(config), "training": asdict(training), "rows": rows.identity()}
@@ -211,7 +212,9 @@ class _Run:
     def tensors(self) -> dict[str, Tensor]:
         """All that changes but for a few numbers."""
         found = {f"sae.{name}": value for name, value in self.sae.state_dict().items()} | {"idle": self.idle}
-        return found | {f"adam.{name}": value for name, value in self.moments.items()}
+        for name, p in self.sae.named_parameters():
+            found |= {f"adam.{name}.{key}": value for key, value in self.adam.state[p].items()}
+        return found
 
     def log(self, folder: Path, metrics: Mapping[str, float]) -> None:
         """Add a line to the metrics, if there is something to log."""
@@ -307,24 +310,20 @@ class _Run:
         return value
 
     def _update(self, loss: Tensor, lr: float) -> None:
-        """One step of Adam (arXiv:1412.6980, algorithm 1) with the gradients of all ranks."""
-        names, parameters = zip(*self.sae.named_parameters(), strict=True)
+        """One step of Adam with the gradients of all ranks."""
+        sae, is_unit = self.sae, self.training.unit_decoder
+        names, parameters = zip(*sae.named_parameters(), strict=True)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-        number, (first, second) = self.step + 1, self.training.betas
-        for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
-            gradient, value = self._reduce(gradient), parameter.data
-            is_unit = name == "W_dec" and self.training.unit_decoder
-            if is_unit:  # what would change the norms
-                gradient = gradient - (gradient * value).sum(-1, keepdim=True) * value
-            mean, square = self.moments[f"{name}.1"], self.moments[f"{name}.2"]
-            mean.lerp_(gradient, 1 - first)
-            square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-            size = (square / (1 - second**number)).sqrt_().add_(1e-8)
-            value.addcdiv_(mean, size, value=-lr / (1 - first**number))
-            if is_unit:
-                _normalize(self.sae)
-            if name == "threshold":
-                value.clamp_(min=0.0)
+        for name, p, gradient in zip(names, parameters, gradients, strict=True):
+            p.grad = self._reduce(gradient)
+            if name == "W_dec" and is_unit:  # without what would change the norms
+                p.grad = p.grad - (p.grad * p.data).sum(-1, keepdim=True) * p.data
+        self.adam.param_groups[0]["lr"] = lr
+        self.adam.step()
+        if is_unit:
+            _normalize(sae)
+        if "threshold" in names:
+            sae.threshold.data.clamp_(min=0.0)
 
 
 def forward(

@@ -89,9 +89,11 @@ class Part(NamedTuple):
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
                 header = json.loads(file.read(length)) if length < size else {}
-            data = json.loads(header.pop("__metadata__")["forge_interp"])
+            text = header.pop("__metadata__")["forge_interp"]
+            data = json.loads(text)
             ends = [entry["data_offsets"][1] for entry in header.values()]
-            if data.pop("crc") != _crc_of(header, data) or size != 8 + length + max(ends):
+            plain = text.replace(f'"crc":{data["crc"]},', "", 1)  # in front stand batches and columns alone
+            if data.pop("crc") != _crc_of(header, plain) or size != 8 + length + max(ends):
                 return None
         except (FileNotFoundError, struct.error, ValueError, KeyError, AttributeError):
             return None
@@ -172,8 +174,8 @@ class PartWriter:
         self.rows, self.batches = self.rows + next(iter(rows.values())), self.batches + 1
         self._inputs, self._pending = batch.checksum(self._inputs) if self._is_on_disk else 0, {}
 
-    def publish(self, path: Path, request: Mapping[str, Any]) -> None:
-        """Put the part on the disk, in place of what is there."""
+    def publish(self, path: Path, request: Dumped) -> None:
+        """Put the part on the disk, in place of what is there, with what was asked in its header."""
         data = {
             "request": request,
             "rows": self.rows,
@@ -222,7 +224,7 @@ def write_safetensors(
     for name, dtype, shape in ordered:
         start, end = end, end + rows * math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _TYPE_NAMES[dtype], "shape": [rows, *shape], "data_offsets": [start, end]}
-    text = dump({**data, "crc": _crc_of(header, data)})
+    text = dump_entries({**data, "crc": _crc_of(header, dump_entries(data))})
     head = json.dumps({"__metadata__": {"forge_interp": text}, **header}, separators=(",", ":")).encode()
     head += b" " * (-(8 + len(head)) % 64)
     with replacing(path) as file:
@@ -254,6 +256,16 @@ def dump(data: Any) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
+class Dumped(str):
+    """What `dump` gave for a value that is written often."""
+
+
+def dump_entries(data: Mapping[str, Any]) -> str:
+    """The same as `dump`, where values may be `Dumped` already."""
+    values = {key: value if isinstance(value, Dumped) else dump(value) for key, value in data.items()}
+    return "{" + ",".join(f"{dump(key)}:{values[key]}" for key in sorted(values)) + "}"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return e.g. 'bfloat16'."""
     return str(dtype).removeprefix("torch.")
@@ -270,8 +282,8 @@ def as_bytes(values: Tensor) -> memoryview:
     return memoryview(buffer).cast("B")
 
 
-def _crc_of(header: Mapping[str, Any], data: Mapping[str, Any]) -> int:
-    return zlib.crc32(dump([header, data]).encode())
+def _crc_of(header: Mapping[str, Any], text: str) -> int:
+    return zlib.crc32(f"[{dump(header)},{text}]".encode())
 
 
 def listed(columns: Iterable[Column]) -> str:

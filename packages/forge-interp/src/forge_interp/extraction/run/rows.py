@@ -31,6 +31,7 @@ class RowMaker:
         dtype: torch.dtype | None,
         keep: Sequence[str] = (),
         foreign: Mapping[str, str] | None = None,
+        where: str | None = None,
     ) -> None:
         if pool is not None and not callable(pool) and pool not in POOLS:
             raise InterpError(f"pool is {pool!r}; expected one of {', '.join(POOLS)}, a callable, or None")
@@ -42,6 +43,7 @@ class RowMaker:
         if wrong := [name for name in keep if is_site(name) or name in ROW_COLUMNS]:
             raise InterpError(f"keep names {wrong[0]!r}; expected entries of the batches, by other names")
         self._names = tuple(keep)
+        self._where = where  # an entry [B, T] that is nonzero where a token is wanted
         self._foreign = foreign or {}  # why rows at a pattern are not those of the ids
         self.square = 0
         self._current: Batch
@@ -76,6 +78,11 @@ class RowMaker:
             )
         if value.ndim >= 3 or callable(self._pool):
             value = self._tokens(pattern, value)
+        elif self._where is not None:
+            raise InterpError(
+                f"{pattern} has a value {list(value.shape)}, a row a sample; expected [samples, tokens, "
+                f"...], of which where={self._where!r} takes tokens: leave out where"
+            )
         else:
             self._settle(pattern, (batch.size,))
         return value if self._dtype is None else _cast(pattern, value, self._dtype)
@@ -99,7 +106,7 @@ class RowMaker:
         keep = self._keep(layout)
         has_ids = batch.tokens is not None and batch.tokens.shape == layout
         tokens = batch.tokens.long() if has_ids else torch.full(layout, -1)  # type: ignore[union-attr]
-        position = keep.long().cumsum(1) - 1
+        position = self._valid(layout).long().cumsum(1) - 1
         return {
             "sample_id": samples,
             "position": position[keep],
@@ -150,18 +157,33 @@ class RowMaker:
             )
         if self._pool is None:
             self._settle(pattern, layout)
-            if batch.mask is None:
+            if batch.mask is None and self._where is None:
                 return value.flatten(0, 1)
             return value.flatten(0, 1).index_select(0, self._index(layout, value.device))
         self._settle(pattern, (batch.size,))
         keep = self._keep(layout)
         if not bool(keep.any(1).all()):
             empty = batch.first + int((~keep.any(1)).nonzero()[0])
-            raise InterpError(f"sample {empty} has no valid token to pool; expected at least one: drop it")
+            what = "valid token" if self._where is None else f"token with {self._where!r}"
+            raise InterpError(f"sample {empty} has no {what} to pool; expected at least one: drop it")
         return pool_tokens(value, keep.to(value.device), str(self._pool))
 
     def _keep(self, layout: tuple[int, ...]) -> Tensor:
-        """[B, T] bool, which tokens are valid."""
+        """[B, T] bool, which tokens become rows, or are pooled."""
+        if self._where is None:
+            return self._valid(layout)
+        inputs = self._current.inputs
+        wanted = inputs.get(self._where) if isinstance(inputs, Mapping) else None
+        if not isinstance(wanted, Tensor) or wanted.shape != layout:
+            shape = list(wanted.shape) if isinstance(wanted, Tensor) else type(wanted).__name__
+            raise InterpError(
+                f"where names {self._where!r}, which is {shape} in this batch; expected an entry [samples, "
+                f"tokens] {list(layout)} that is nonzero where a token is wanted"
+            )
+        return self._valid(layout) & (wanted.cpu() != 0)
+
+    def _valid(self, layout: tuple[int, ...]) -> Tensor:
+        """[B, T] bool, which tokens are no padding."""
         mask = self._current.mask
         return mask if mask is not None and mask.shape == layout else torch.ones(layout, dtype=torch.bool)
 

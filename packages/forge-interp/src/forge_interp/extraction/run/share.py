@@ -212,7 +212,7 @@ class Share:
 
     def _publish(self, number: int) -> None:
         assert self._parts is not None and self._writer is not None
-        self._writer.publish(self._parts.path(number), self._parts.request)
+        self._writer.publish(self._parts.path(number), self._parts.request_text)
         self._writer = None
 
     def _forward(self, acts: Activations, batch: Batch, deliver: Callable[[str, Tensor], None]) -> None:
