@@ -211,7 +211,7 @@ def test_attention_statistics_stay_float32_for_half_precision():
 def test_everything_read_of_one_call_takes_one_pass_over_its_scores(monkeypatch):
     """Products of queries and keys, and of pattern and values for the check and its scale: two in all.
 
-    Beside them, later calls are checked at two single queries.
+    Beside them, later calls are checked at two queries.
     """
 
     class Attend(torch.nn.Module):
@@ -222,7 +222,7 @@ def test_everything_read_of_one_call_takes_one_pass_over_its_scores(monkeypatch)
     monkeypatch.setattr(module, "grouped", lambda *args: note(args) or grouped(*args))
 
     def note(args):
-        products.extend([args] if args[0].shape[2] > 1 else [])
+        products.extend([args] if args[0].shape[2] > 2 else [])
 
     names = ["raw", "scores", "pattern", "entropy", "sink", "previous"]
     model, qkv = Attend(), random_qkv()

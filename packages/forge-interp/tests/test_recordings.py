@@ -98,8 +98,8 @@ def test_words_pooled_while_extracting_equal_a_loop_one_by_one(how):
 
 def test_where_refuses_what_it_cannot_take():
     samples = word_samples(WORDS, tokenizer(), before=2)
-    with pytest.raises(InterpError, match="where names 'wrod', which is NoneType"):
-        extract_representations(Reader(), samples, "mix", where="wrod", batch_size=3)
+    with pytest.raises(InterpError, match="where names 'speech', which is NoneType"):
+        extract_representations(Reader(), samples, "mix", where="speech", batch_size=3)
     with pytest.raises(InterpError, match="sample 1 has no token with 'word' to pool"):
         samples[1]["word"][:] = 0
         extract_representations(Reader(), samples, "mix", where="word", pool="mean", batch_size=3)

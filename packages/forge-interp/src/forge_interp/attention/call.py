@@ -286,8 +286,9 @@ class AttentionCall:
         self._check_dropout()
         batch, _, queries, _ = self.grid
         key = self.used(self.key).expand(batch, -1, -1, -1).to(self.dtype)
-        for place in sorted({queries // 2, queries - 1} if queries else ()):
-            yield Tile(self, slice(None), slice(place, place + 1), key)
+        if queries:
+            middle, last = queries // 2, queries - 1
+            yield Tile(self, slice(None), slice(middle, None, max(1, last - middle)), key)
 
     def used(self, x: Tensor) -> Tensor:
         """[B, ...] in the dtype in which autocast hands it to the kernel."""

@@ -91,7 +91,10 @@ class Lineage:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Look at an operation: are these weights, keys repeated for the heads, or query heads packed?"""
-        self._note_scores(function, args, kwargs, result)
+        made = _tensors(args[:1] if function is Tensor.__setitem__ else (result,))
+        if not made:  # a shape, a dtype: most of what is seen
+            return
+        self._note_scores(function, _tensors((*args, *kwargs.values())), made)
         if function in _SOFTMAX:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             scores = args[0] if args else kwargs["input"]
@@ -117,13 +120,10 @@ class Lineage:
             if isinstance(times, int) and x.dim() == 4 and result.shape[1] == x.shape[1] * times > x.shape[1]:
                 self._repeats[result] = times, _version(result)
 
-    def _note_scores(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
-    ) -> None:
+    def _note_scores(self, function: Callable[..., Any], given: list[Tensor], made: list[Tensor]) -> None:
         """Is the result scores of each query with each key, or made of such, or of one weight?"""
-        given = [x for x in _tensors([*args, *kwargs.values()]) if not x.is_nested]
-        made = _tensors(args[:1] if function is Tensor.__setitem__ else [result])
-        if not given or not made:
+        given = [x for x in given if not x.is_nested]
+        if not given:
             return
         weights = [x for x in given if self._is_weight(x)]
         if len(given) == len(weights) == 1:
@@ -195,8 +195,13 @@ class Lineage:
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     """Those among arguments or results, and in lists and tuples among them."""
-    flat = (x for value in values for x in (value if isinstance(value, list | tuple) else (value,)))
-    return [x for x in flat if isinstance(x, Tensor)]
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [x for x in value if isinstance(x, Tensor)]
+    return found
 
 
 def _version(x: Tensor) -> int | None:
