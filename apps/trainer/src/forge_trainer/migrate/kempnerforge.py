@@ -21,6 +21,7 @@ def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None
     made.tree.setdefault("job", {}).setdefault("name", "converted")
     _defaults(made)
     _key_value_heads(made, given)
+    _norms(made, given)
     _feed_forward(made, given)
     _batch(made, given, ranks)
     _optimizer(made, given)
@@ -53,6 +54,18 @@ def _key_value_heads(made: Converted, given: Mapping[str, Any]) -> None:
         made.notes.append(
             f"model.n_heads = {heads} without n_kv_heads trains with {DEFAULT_HEADS} key and value heads "
             "there, and so it does here"
+        )
+
+
+def _norms(made: Converted, given: Mapping[str, Any]) -> None:
+    """There layer norms have a bias, and queries and keys root mean square norms whatever the others are."""
+    if given.get("model.norm_type") != "layernorm":
+        return
+    made.put("model.norm.bias", True)
+    if given.get("model.qk_norm"):
+        made.problems.append(
+            "model.qk_norm = true with norm_type = 'layernorm': there queries and keys have root mean square "
+            "norms, here the norm of the model"
         )
 
 
@@ -378,7 +391,8 @@ def _checkpoints(made: Converted, given: Mapping[str, Any]) -> None:
         _window(made, window.get("start", 0), window.get("stop", 512))
     if folder := given.get("checkpoint.load_path"):
         made.problems.append(
-            f"checkpoint.load_path = {folder!r}: their checkpoints are torch DCP: forge-ckpt import"
+            f"checkpoint.load_path = {folder!r}: write the configuration without it, make weights of the "
+                "checkpoint by `forge-ckpt import --kempnerforge`, and name them in train.init_from"
         )
 
 
