@@ -216,7 +216,14 @@ def _schedule(made: Converted, given: Mapping[str, Any]) -> None:
         schedule["type"] = _rex(made, given)
     if name in ("cosine", "linear", "rex", "wsd"):
         schedule["floor"] = given.get("scheduler.min_lr_ratio", 0.1)
-    rest = made.tree["train"]["steps"] - schedule.get("warmup_steps", 0)
+    steps, warmup = made.tree["train"]["steps"], schedule.get("warmup_steps", 0)
+    if warmup >= steps:
+        made.problems.append(
+            f"a warm-up of {warmup} steps (scheduler.warmup_steps; 2000 if absent) and train.max_steps = {steps}: "
+            "there the run ends within its warm-up, here a warm-up is shorter than the run: shorten it"
+        )
+        return
+    rest = steps - warmup
     decay = given.get("scheduler.decay_steps") or None  # 0 there: as if absent
     if name == "wsd":
         shapes = {"cosine": "cosine", "linear": "linear"}  # sqrt(1 - progress) is none of ours
@@ -391,8 +398,8 @@ def _checkpoints(made: Converted, given: Mapping[str, Any]) -> None:
         _window(made, window.get("start", 0), window.get("stop", 512))
     if folder := given.get("checkpoint.load_path"):
         made.problems.append(
-            f"checkpoint.load_path = {folder!r}: write the configuration without it, make weights of the "
-                "checkpoint by `forge-ckpt import --kempnerforge`, and name them in train.init_from"
+            f"checkpoint.load_path = {folder!r}: convert the file without it, make weights of the "
+            "checkpoint by `forge-ckpt import --kempnerforge`, and name them in train.init_from"
         )
 
 
