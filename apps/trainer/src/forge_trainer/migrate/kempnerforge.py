@@ -264,7 +264,8 @@ def _data(made: Converted, given: Mapping[str, Any]) -> None:
         made.put("data.workers", min(1, made.tree["data"]["workers"]))
     if any(source["type"] == "tokens" for source in sources):
         made.notes.append(
-            "folders of .npy files: make stores of them with `forge-data import FILES --out STORE`"
+            "folders of tokens: make stores of them with `forge-data import FOLDER --out STORE`, or of FILES where "
+            "no metadata.yaml says what they are"
         )
     temperature = given.get("data.mix_temperature", 1.0)
     if temperature <= 0:
