@@ -14,6 +14,8 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "Forge"
+html_static_path = ["_static"]
+html_js_files = ["access.js"]
 exclude_patterns = ["_build", "notebooks/sources"]
 nb_execution_mode = "off"  # outputs are stored in the notebooks: see notebooks/make.py
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -14,6 +15,7 @@ import pytest
 from pages import ROOT
 
 pytest.importorskip("sphinx")
+AXE = find_spec("axe_playwright_python")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WIDTHS = (1280, 390)
 """Of a desktop and of a phone, in CSS pixels."""
@@ -80,6 +82,26 @@ def test_every_picture_has_an_alt_text(site, pages):
     }
 
 
+def told_by_browser(page: str, folder: Path, **values: object) -> list:
+    """What a page writes into its element `found`; words of it in capitals stand for values."""
+    for name, value in values.items():
+        page = page.replace(name, json.dumps(value))
+    harness = folder / "harness.html"
+    harness.write_text(page)
+    browser = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    browser += [
+        f"--user-data-dir={folder}/profile",
+        "--virtual-time-budget=6000000",
+        "--window-size=1400,900",
+    ]
+    done = subprocess.run(
+        [*browser, "--dump-dom", str(harness)], capture_output=True, text=True, timeout=1000
+    )
+    shown = re.search(r'<pre id="found">(.*?)END</pre>', done.stdout, re.DOTALL)
+    assert shown, done.stderr[-2000:]
+    return json.loads(html.unescape(shown.group(1)))
+
+
 HARNESS = """<!doctype html><body><pre id="found"></pre><script>
 const found = [];
 async function look(page, width) {
@@ -110,22 +132,62 @@ async function look(page, width) {
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_no_page_is_wider_than_a_desktop_or_a_phone(site, pages, tmp_path):
     names = [path.as_uri() for path in pages if path.name not in ("genindex.html", "search.html")]
-    harness = tmp_path / "harness.html"
-    harness.write_text(HARNESS.replace("PAGES", json.dumps(names)).replace("WIDTHS", json.dumps(WIDTHS)))
-    browser = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
-    browser += [
-        f"--user-data-dir={tmp_path}/profile",
-        "--virtual-time-budget=600000",
-        "--window-size=1400,900",
-    ]
-    done = subprocess.run(
-        [*browser, "--dump-dom", str(harness)], capture_output=True, text=True, timeout=1000
-    )
-    shown = re.search(r'<pre id="found">(.*?)END</pre>', done.stdout, re.DOTALL)
-    assert shown, done.stderr[-2000:]
-    looked = json.loads(html.unescape(shown.group(1)))
+    looked = told_by_browser(HARNESS, tmp_path, PAGES=names, WIDTHS=WIDTHS)
     assert len(looked) == len(names) * len(WIDTHS)
     too_wide = [
         (Path(page).name, width, *rest) for page, width, *rest in looked if rest[0] > width or rest[1]
     ]
     assert not too_wide
+
+
+AXE_HARNESS = """<!doctype html><body><pre id="found"></pre><script>
+const found = [];
+async function look(page) {
+  const frame = document.createElement("iframe");
+  frame.style = "width:1280px;height:800px;border:0";
+  frame.src = page;
+  const loaded = new Promise(done => { frame.onload = done; });
+  document.body.append(frame);
+  await loaded;
+  const inner = frame.contentDocument;
+  const script = inner.createElement("script");
+  script.src = AXE_FILE;
+  const ready = new Promise(done => { script.onload = done; });
+  inner.head.append(script);
+  await ready;
+  for (const theme of ["light", "dark"]) {
+    inner.body.dataset.theme = theme;
+    const told = await frame.contentWindow.axe.run(inner, { runOnly: ["wcag2a", "wcag2aa"] });
+    for (const one of told.violations) for (const node of one.nodes)
+      found.push([page.split("/").pop(), theme, one.id, node.target.join(" ")]);
+  }
+  frame.remove();
+}
+(async () => {
+  try { for (const page of PAGES) await look(page); } catch (error) { found.push([String(error)]); }
+  document.getElementById("found").textContent = JSON.stringify(found) + "END";
+})();
+</script>"""
+
+
+def found_by_axe(pages: list[str], folder: Path) -> list:
+    """What axe-core finds against WCAG 2 A and AA on these pages, in the light and in the dark."""
+    script = Path(AXE.origin).with_name("axe.min.js").as_uri()
+    return told_by_browser(AXE_HARNESS, folder, AXE_FILE=script, PAGES=pages)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(CHROMIUM is None or AXE is None, reason="needs chromium and axe-playwright-python")
+def test_axe_finds_no_lack_of_contrast_names_or_texts_on_any_page(pages, tmp_path):
+    assert found_by_axe([path.as_uri() for path in pages], tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None or AXE is None, reason="needs chromium and axe-playwright-python")
+def test_axe_finds_grey_on_white_and_a_picture_without_a_text(tmp_path):
+    page = tmp_path / "bad.html"
+    shown = "<html lang=en><title>t</title><main><p style='color:#bbb;background:#fff'>grey</p><img src=a.png>"
+    page.write_text(shown)
+    found = {row[2] for row in found_by_axe([page.as_uri()], tmp_path)}
+    assert found == {"color-contrast", "image-alt"}

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from forge_interp.causal.attribution import attribution_patching
 from forge_interp.causal.patching import activation_patching
 from forge_interp.errors import InterpError
 from torch import Tensor, nn
@@ -178,6 +179,10 @@ def test_activation_patching_refuses_what_does_not_fit(model):
 
     with pytest.raises(InterpError, match=r"one number: reduce"):
         run(metric=lambda output: output["logits"][:, -1, 0])
+    with pytest.raises(InterpError, match=r"raised TypeError.*a dict with logits: take the tensor from it"):
+        run(metric=lambda output: output[:, -1, 0].mean())
+    with pytest.raises(InterpError, match=r"raised AttributeError.*a dict with logits"):
+        attribution_patching(model, CLEAN, CORRUPTED, "layers.0", lambda output: output.mean())
     with pytest.raises(InterpError, match=r"no axis of heads.*attn\.z"):
         run(where="heads")
     with pytest.raises(InterpError, match=r"where is 'tokens'"):

@@ -72,7 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     imported.add_argument("source", type=Path, help="the folder with its .metadata")
     imported.add_argument("out", type=Path, help="the folder to write; must not exist")
     imported.add_argument("--prefix", default="", help="of the names of the weights; left out")
-    imported.add_argument(
+    stack = imported.add_mutually_exclusive_group()
+    stack.add_argument(
+        "--kempnerforge",
+        type=Path,
+        metavar="TOML",
+        help="a text model of KempnerForge becomes one of Forge: what `forge convert` made of its configuration",
+    )
+    stack.add_argument(
         "--llama",
         type=Path,
         metavar="CONFIG",
@@ -219,16 +226,24 @@ def _export(options: argparse.Namespace) -> int:
 def _import(options: argparse.Namespace) -> int:
     from forge_ckpt.interop.dcp import DcpTensors
     from forge_ckpt.interop.dcp_names import LlamaOfTitan, require_config
+    from forge_ckpt.interop.kempnerforge import PREFIX, OfKempnerForge, read_model, require_whole
     from forge_ckpt.interop.weights import Renamed, read_object, write_weights
 
     config = read_object(options.llama) if options.llama else {}
+    model, is_tied = read_model(options.kempnerforge) if options.kempnerforge else ("", False)
+    if model:
+        require_whole(options.source)
     source = DcpTensors(options.source)
-    names, left = source.weights(options.prefix)
+    names, left = source.weights(options.prefix or (PREFIX if model else ""))
     weights, like = (Renamed(tensors, names) for tensors in (source, source.on_meta()))
     if options.llama:
         weights, like = LlamaOfTitan(weights, config), LlamaOfTitan(like, config)
         require_config(like, config)
-    write_weights(options.out, weights, config, options.shard_bytes, like=like)
+    elif model:
+        weights, like = OfKempnerForge(weights, is_tied), OfKempnerForge(like, is_tied)
+        weights.require_same_meaning()
+    files = {"config.toml": model} if model else {}
+    write_weights(options.out, weights, config, options.shard_bytes, files, like)
     _done(options, f"wrote {len(weights)} tensors to {options.out}", tensors=len(weights), left_out=left)
     if left and not options.json:
         say(f"left out {len(left)}, which are no weights (state of an optimizer is not taken over):")

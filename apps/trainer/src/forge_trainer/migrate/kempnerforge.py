@@ -21,6 +21,7 @@ def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None
     made.tree.setdefault("job", {}).setdefault("name", "converted")
     _defaults(made)
     _key_value_heads(made, given)
+    _norms(made, given)
     _feed_forward(made, given)
     _batch(made, given, ranks)
     _optimizer(made, given)
@@ -53,6 +54,18 @@ def _key_value_heads(made: Converted, given: Mapping[str, Any]) -> None:
         made.notes.append(
             f"model.n_heads = {heads} without n_kv_heads trains with {DEFAULT_HEADS} key and value heads "
             "there, and so it does here"
+        )
+
+
+def _norms(made: Converted, given: Mapping[str, Any]) -> None:
+    """There layer norms have a bias, and queries and keys root mean square norms whatever the others are."""
+    if given.get("model.norm_type") != "layernorm":
+        return
+    made.put("model.norm.bias", True)
+    if given.get("model.qk_norm"):
+        made.problems.append(
+            "model.qk_norm = true with norm_type = 'layernorm': there queries and keys have root mean square "
+            "norms, here the norm of the model"
         )
 
 
@@ -203,7 +216,14 @@ def _schedule(made: Converted, given: Mapping[str, Any]) -> None:
         schedule["type"] = _rex(made, given)
     if name in ("cosine", "linear", "rex", "wsd"):
         schedule["floor"] = given.get("scheduler.min_lr_ratio", 0.1)
-    rest = made.tree["train"]["steps"] - schedule.get("warmup_steps", 0)
+    steps, warmup = made.tree["train"]["steps"], schedule.get("warmup_steps", 0)
+    if warmup >= steps:
+        made.problems.append(
+            f"a warm-up of {warmup} steps (scheduler.warmup_steps; 2000 if absent) and train.max_steps = {steps}: "
+            "there the run ends within its warm-up, here a warm-up is shorter than the run: shorten it"
+        )
+        return
+    rest = steps - warmup
     decay = given.get("scheduler.decay_steps") or None  # 0 there: as if absent
     if name == "wsd":
         shapes = {"cosine": "cosine", "linear": "linear"}  # sqrt(1 - progress) is none of ours
@@ -244,7 +264,8 @@ def _data(made: Converted, given: Mapping[str, Any]) -> None:
         made.put("data.workers", min(1, made.tree["data"]["workers"]))
     if any(source["type"] == "tokens" for source in sources):
         made.notes.append(
-            "folders of .npy files: make stores of them with `forge-data import FILES --out STORE`"
+            "folders of tokens: make stores of them with `forge-data import FOLDER --out STORE`, or of FILES where "
+            "no metadata.yaml says what they are"
         )
     temperature = given.get("data.mix_temperature", 1.0)
     if temperature <= 0:
@@ -378,7 +399,8 @@ def _checkpoints(made: Converted, given: Mapping[str, Any]) -> None:
         _window(made, window.get("start", 0), window.get("stop", 512))
     if folder := given.get("checkpoint.load_path"):
         made.problems.append(
-            f"checkpoint.load_path = {folder!r}: their checkpoints are torch DCP: forge-ckpt import"
+            f"checkpoint.load_path = {folder!r}: convert the file without it, make weights of the "
+            "checkpoint by `forge-ckpt import --kempnerforge`, and name them in train.init_from"
         )
 
 

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forge_data.error import DataError
-from forge_data.store.chunks import Chunk, read_chunks
+from forge_data.store.chunks import INDEX, Chunk, read_chunks
+from forge_data.store.tatm import metadata_of, read_tatm
 from forge_data.store.tokens import CHUNK, TokenStore, Writer
-from forge_data.tokenizer.tokenizer import TokenizerConfig
+from forge_data.tokenizer.tokenizer import Tokenizer, TokenizerConfig
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -171,7 +172,8 @@ def import_tokens(
     Where a file does not say its documents, each ends after the end-of-document token, and with the file.
 
     Args:
-        files: see `read_foreign`; folders with an `index.json`: see `read_chunks`.
+        files: see `read_foreign`; folders with an `index.json`: see `read_chunks`, with a `metadata.yaml`:
+            see `read_tatm`.
         out: folder of the store; must not exist.
         tokenizer: what the tokens were made with; no id may lie outside of it.
         dtype: of raw numbers.
@@ -184,7 +186,7 @@ def import_tokens(
     built = tokenizer.build()
     masked = any(path.suffix == ".ds" and _loss_beside(path).is_file() for path in files)
     with Writer(out, built.vocab_size, built.digest, masked) as writer:
-        for path, tokens, ends, targets in _opened(files, dtype):
+        for path, tokens, ends, targets in _opened(files, dtype, built):
             are = np.ones(len(tokens), dtype=bool) if masked and targets is None else targets
             ends = _ends_of(tokens, built.eos_id) if ends is None else ends
             for begin, lengths in _portions(np.unique(ends[ends > 0])):
@@ -200,9 +202,12 @@ def import_tokens(
     return TokenStore(out)
 
 
-def _opened(files: list[Path], dtype: str | None) -> Iterator[Chunk]:
+def _opened(files: list[Path], dtype: str | None, tokenizer: Tokenizer) -> Iterator[Chunk]:
     for path in files:
-        if path.is_dir():
+        metadata = metadata_of(path) if path.is_dir() and not (path / INDEX).is_file() else None
+        if metadata is not None:
+            yield from read_tatm(metadata, tokenizer, dtype, read_foreign)
+        elif path.is_dir():
             yield from read_chunks(path, dtype)
         else:
             yield Chunk(path, *read_foreign(path, dtype))

@@ -251,10 +251,17 @@ def _require_unchanged(files: Sequence[Path], seen: Sequence[tuple[int, int]], w
 
 def _read(files: Sequence[Path], num_docs: int, empty: int) -> str:
     """A summary of the files read."""
-    kinds = Counter("".join(file.suffixes[-2:]) or "no ending" for file in files).most_common(8)
-    listed = ", ".join(f"{count:,} {kind}" for kind, count in kinds)
+    counts = Counter(_ending(file) for file in files)
+    listed = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common(8))
+    if len(counts) > 8:
+        listed += f" and {len(counts) - 8} other endings"
     passed = f", {empty:,} rows without text passed over" if empty else ""
     return f"{num_docs:,} documents of {len(files):,} files ({listed}){passed}"
+
+
+def _ending(file: Path) -> str:
+    packed = file.suffix.lower() in (".gz", ".zst")
+    return (Path(file.stem).suffix if packed else "") + file.suffix or "no ending"
 
 
 def _nothing(tasks: Iterable[Task], columns: Columns, tokenizer: Tokenizer, held: Held) -> DataError:

@@ -230,7 +230,8 @@ def _read_manifest(folder: Path) -> Manifest:
             )
         manifest = msgspec.convert(raw, Manifest)
     except FileNotFoundError:
-        raise DataError(f"{folder} is no token store: it has no {MANIFEST}") from None
+        told = "tokens of other projects become one by `forge-data import`"
+        raise DataError(f"{folder} is no token store: it has no {MANIFEST}; {told}") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     for name, part, count, width in (

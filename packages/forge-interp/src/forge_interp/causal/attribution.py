@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_interp.causal.patching import put, run_captured, same_shape, score_edited
-from forge_interp.causal.table import Grid, Metric, PatchingTable, Where, at_call
+from forge_interp.causal.table import Grid, Metric, PatchingTable, Where, apply_metric, at_call
 from forge_interp.errors import InterpError
 from forge_interp.hooks.edit import Edit, edit
 from forge_interp.model_inputs import Inputs, call_model
@@ -128,7 +128,7 @@ def differentiate(
     The backward pass runs before the edits end, because activation checkpointing repeats them.
     """
     with torch.enable_grad(), edit(run.model, {at_call(s): apply for s, apply in edits.items()}):
-        value = run.metric(call_model(run.model, run.inputs))
+        value = apply_metric(run.metric, call_model(run.model, run.inputs))
         if not isinstance(value, Tensor) or not value.requires_grad:
             raise InterpError(
                 f"the metric gave a {type(value).__name__} without a gradient; expected a tensor with one: "

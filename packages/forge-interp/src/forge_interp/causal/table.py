@@ -135,13 +135,27 @@ class Grid:
 
 def score(metric: Metric, output: Any) -> float:
     """The metric as a number; InterpError where it is not a single one."""
-    value = metric(output)
+    value = apply_metric(metric, output)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise InterpError(f"the metric gave shape {tuple(value.shape)}; expected one number: reduce it")
     try:
         return float(value)
     except (TypeError, ValueError) as error:
         raise InterpError(f"the metric gave a {type(value).__name__}; expected one number") from error
+
+
+def apply_metric(metric: Metric, output: Any) -> Tensor | float:
+    """What the metric makes of what the model returns; InterpError where it takes something else for that."""
+    try:
+        return metric(output)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        if isinstance(output, Tensor):
+            raise
+        fields = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+        raise InterpError(
+            f"the metric raised {error!r}; it is given what the model returns, a {type(output).__name__}"
+            f"{fields}: take the tensor from it, as in output.logits"
+        ) from error
 
 
 def at_call(site: str) -> str:

@@ -1,0 +1,125 @@
+"""Folders of raw tokens whose `metadata.yaml` or `metadata.json` says what they are, as tatm writes.
+
+Source: tatm (KempnerInstitute) `tokenizer/metadata.py`, `tokenizer/engine.py` and `data/metadata.py`;
+KempnerForge reads the same folders.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_data.error import DataError
+from forge_data.store.chunks import Chunk
+from forge_data.store.tokens import CHUNK
+from forge_data.tokenizer.tokenizer import Tokenizer
+
+NAMES = ("metadata.json", "metadata.yaml", "metadata.yml")
+SECTION = "tokenized_info"
+
+
+def metadata_of(folder: Path) -> Path | None:
+    """The file that describes the tokens of a folder; None where none is there."""
+    return next((folder / name for name in NAMES if (folder / name).is_file()), None)
+
+
+def read_tatm(
+    metadata: Path, tokenizer: Tokenizer, dtype: str | None, open_file: Callable[[Path, str], Any]
+) -> Iterator[Chunk]:
+    """The files that a metadata file describes, in the order of their names; zeros at an end are left out.
+
+    tatm reserves each file in full before it writes tokens, so that what it did not fill stays zero.
+
+    Args:
+        metadata: that file.
+        tokenizer: that the tokens are said to be made with.
+        dtype: stated by the user; must not contradict the file.
+        open_file: opens a token file of a dtype (`read_foreign`).
+
+    Raises:
+        DataError: it says too little, contradicts what is stated, or names files that are not there.
+    """
+    told = _section(metadata)
+    stated = told.get("dtype", "uint16")
+    if stated not in ("uint16", "uint32"):
+        raise DataError(f"{metadata}: {SECTION}.dtype = {stated!r}; expected uint16 or uint32")
+    if dtype not in (None, stated):
+        raise DataError(f"{metadata} says dtype {stated}; given --dtype {dtype}: leave it out")
+    size = told.get("vocab_size")
+    if size is not None and str(size) != str(tokenizer.vocab_size):
+        raise DataError(
+            f"{metadata} says vocab_size {size} of tokenizer {told.get('tokenizer', '(unnamed)')}; given a "
+            f"tokenizer of {tokenizer.vocab_size}: name --tokenizer {metadata.parent / 'tokenizer.json'}, which tatm "
+            "writes beside the tokens, or that of the tokens"
+        )
+    for path in _files(metadata, told):
+        tokens = open_file(path, stated).tokens
+        end = min(len(tokens), _filled(path, tokens) + (tokenizer.eos_id == 0))
+        if end < len(tokens):
+            sys.stderr.write(f"{path}: {len(tokens) - end:,} zeros at its end are left out\n")
+        yield Chunk(path, tokens[:end], None)
+
+
+def _files(metadata: Path, told: dict[str, Any]) -> list[Path]:
+    """A prefix is where the folder was when it was written: its last part holds wherever it lies."""
+    prefix, ending = Path(str(told.get("file_prefix") or "")).name, told.get("file_extension")
+    for kind in (ending,) if ending else ("bin", "npy"):
+        if files := sorted(metadata.parent.glob(f"{prefix}*.{kind}")):
+            return files
+    raise DataError(
+        f"{metadata} describes files {prefix}*.{ending or 'bin'}; there are none in {metadata.parent}: copy "
+        "them beside it"
+    )
+
+
+def _filled(path: Path, tokens: np.ndarray) -> int:
+    """The number of tokens up to the last that is not zero."""
+    end = len(tokens)
+    while end and not tokens[max(0, end - CHUNK) : end].any():
+        end = max(0, end - CHUNK)
+    if not end:
+        raise DataError(f"{path} holds zeros only: its writer was killed; remove it")
+    start = max(0, end - CHUNK)
+    return start + int(np.flatnonzero(tokens[start:end])[-1]) + 1
+
+
+def _section(metadata: Path) -> dict[str, Any]:
+    try:
+        text = metadata.read_text(encoding="utf-8")
+        told = json.loads(text).get(SECTION) if metadata.suffix == ".json" else _yaml_section(metadata, text)
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{metadata} cannot be read: {error}") from None
+    if not isinstance(told, dict):
+        raise DataError(
+            f"{metadata} has no {SECTION}, so its files hold no tokens: `forge-data tokenize` reads text"
+        )
+    return told
+
+
+def _yaml_section(metadata: Path, text: str) -> dict[str, str] | None:
+    """The keys of one section: a plain value a line, which is all that tatm writes there."""
+    lines = text.splitlines()
+    begin = next((row for row, line in enumerate(lines) if line.startswith(f"{SECTION}:")), None)
+    if begin is None:
+        return None
+    found: dict[str, str] = {}
+    rest = lines[begin][len(SECTION) + 1 :].partition("#")[0].strip()
+    for row, line in [(begin, rest), *enumerate(lines[begin + 1 :], begin + 1)]:
+        if row > begin and line and line[0] not in " #":
+            break
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        pair = re.fullmatch(r" +(\w+): *('[^']*'|\"[^\"\\]*\"|[^'\"{\[&*|>#\s][^#]*|)(?: +#.*)?\s*", line)
+        if pair is None:
+            raise DataError(f"{metadata}:{row + 1}: {line.strip()!r}; expected `key: value`, one a line")
+        value = pair[2].strip()
+        quoted = len(value) > 1 and value[0] in "'\""
+        if quoted or value not in ("", "null", "~"):
+            found[pair[1]] = value[1:-1] if quoted else value
+    return found
