@@ -124,6 +124,8 @@ def test_a_word_without_a_token_is_refused():
 
     with pytest.raises(InterpError, match="word 1, 'b', has no token of its own"):
         word_samples(["a", "b"], pairs, before=None)
+    with pytest.raises(InterpError, match="tokenize gave input_ids; expected"):
+        word_samples(["a"], lambda text, **_: {"input_ids": [1]}, before=None)
     with pytest.raises(InterpError, match="word 1, '', has no token"):
         word_samples(["a", ""], tokenizer(), before=None)
     with pytest.raises(InterpError, match="side by side"):

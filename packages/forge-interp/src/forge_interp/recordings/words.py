@@ -42,6 +42,8 @@ def word_samples(words: Sequence[str], tokenize: Tokenize, *, before: int | None
 def _sample(words: Sequence[str], start: int, first: int, tokenize: Tokenize) -> dict[str, Tensor]:
     """Words [start, W) as one sample, in which those from `first` on are wanted."""
     encoded = tokenize(" ".join(words[start:]), return_offsets_mapping=True)
+    if "offset_mapping" not in encoded:
+        raise InterpError(f"tokenize gave {', '.join(encoded)}; expected input_ids and offset_mapping")
     spans = torch.tensor(encoded["offset_mapping"]).view(-1, 2)
     word = torch.zeros(len(spans), dtype=torch.int64)  # -1 at those before `first`
     place = 0
