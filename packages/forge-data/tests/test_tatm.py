@@ -36,7 +36,8 @@ def folder(tmp_path: Path, changes=None, dtype="<u4", reserved=50) -> Path:
     whole = {
         "name": "tokenized",
         "dataset_path": str(tmp_path),
-        "description": "a text that goes on: and on # until it is folded into several lines by the writer " * 2,
+        "description": "a text that goes on: and on # until it is folded into several lines by the writer "
+        * 2,
         "corpuses": ["a", "b"],
         "data_content": "text",
         "tokenized_info": told,
@@ -77,7 +78,11 @@ def test_npy_files_are_read_where_there_are_no_others(tmp_path):
     [
         ({"dtype": "float32"}, None, r"metadata\.yaml: tokenized_info\.dtype = 'float32'; expected uint16"),
         ({}, "uint16", r"metadata\.yaml says dtype uint32; given --dtype uint16"),
-        ({"vocab_size": 128256}, None, r"metadata\.yaml says vocab_size 128256 of tokenizer meta-llama/.*tokenizer\.json"),
+        (
+            {"vocab_size": 128256},
+            None,
+            r"metadata\.yaml says vocab_size 128256 of tokenizer meta-llama/.*tokenizer\.json",
+        ),
         ({"file_prefix": "/a/others"}, None, r"metadata\.yaml describes files others\*\.bin; there are none"),
         ({"dtype": "uint16"}, None, r"tokenized_0\.bin|outside"),
         ({"tokenizer": ["a"]}, None, r"metadata\.yaml:\d+: .*expected `key: value`"),

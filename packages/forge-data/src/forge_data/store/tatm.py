@@ -55,8 +55,8 @@ def read_tatm(
     if size is not None and str(size) != str(tokenizer.vocab_size):
         raise DataError(
             f"{metadata} says vocab_size {size} of tokenizer {told.get('tokenizer', '(unnamed)')}; given a "
-            f"tokenizer of {tokenizer.vocab_size}: name --tokenizer {metadata.parent / 'tokenizer.json'}, which tatm "
-            "writes beside the tokens, or that of the tokens"
+            f"tokenizer of {tokenizer.vocab_size}: name --tokenizer {metadata.parent / 'tokenizer.json'}, "
+            "which tatm writes beside the tokens, or that of the tokens"
         )
     for path in _files(metadata, told):
         tokens = open_file(path, stated).tokens
