@@ -9,6 +9,7 @@ from forge_data.cli import main
 from forge_data.error import DataError
 from forge_data.store.formats import import_tokens
 from forge_data.store.tokens import TokenStore
+from forge_data.tokenizer.hf import HfTokenizerConfig
 from forge_data.tokenizer.tokenizer import BytesConfig
 
 DOCUMENTS = [[1, 2, 256], [3, 256], [4, 5, 6, 7, 256], [8, 256]]
@@ -107,6 +108,18 @@ def test_metadata_of_text_and_files_of_zeros_are_refused(tmp_path):
     (tmp_path / "metadata.yaml").write_text("name: raw\ndata_content: text\n")
     with pytest.raises(DataError, match="has no tokenized_info"):
         import_tokens([tmp_path], tmp_path / "out", BytesConfig())
+
+
+def test_vocabulary_is_counted_in_entries_as_ids_may_have_gaps(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"a": 0, "b": 5, "</s>": 300}, unk_token="a")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "gaps.json"))
+    config = HfTokenizerConfig(path=str(tmp_path / "gaps.json"), eos="</s>")
+    store = import_tokens([folder(tmp_path, {"vocab_size": 3})], tmp_path / "out", config)
+    assert sum(map(len, texts(store))) == 12
+    folder(tmp_path, {"vocab_size": 301})
+    with pytest.raises(DataError, match="given a tokenizer of 3:"):
+        import_tokens([tmp_path], tmp_path / "other", config)
 
 
 def test_command_takes_a_folder(tmp_path, capsys):
