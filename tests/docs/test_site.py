@@ -187,7 +187,9 @@ def test_axe_finds_no_lack_of_contrast_names_or_texts_on_any_page(pages, tmp_pat
 @pytest.mark.skipif(CHROMIUM is None or AXE is None, reason="needs chromium and axe-playwright-python")
 def test_axe_finds_grey_on_white_and_a_picture_without_a_text(tmp_path):
     page = tmp_path / "bad.html"
-    shown = "<html lang=en><title>t</title><main><p style='color:#bbb;background:#fff'>grey</p><img src=a.png>"
+    shown = (
+        "<html lang=en><title>t</title><main><p style='color:#bbb;background:#fff'>grey</p><img src=a.png>"
+    )
     page.write_text(shown)
     found = {row[2] for row in found_by_axe([page.as_uri()], tmp_path)}
     assert found == {"color-contrast", "image-alt"}

@@ -1,4 +1,4 @@
-"""A checkpoint in KempnerForge's layout, imported, computes here what a plain model of its weights computes."""
+"""A checkpoint in KempnerForge's layout, imported, computes what a plain model of its weights computes."""
 
 import warnings
 from pathlib import Path
@@ -36,57 +36,66 @@ CASES = {
 }
 
 
-def weights(model):
+class Drawn(dict):
     """Random weights under the names of KempnerForge."""
-    draw = torch.Generator().manual_seed(3)
 
-    def random(*shape):
-        return torch.randn(*shape, generator=draw) / 3
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.draw = model, torch.Generator().manual_seed(3)
+        self.gated = model.get("activation", "silu") == "silu"
+        embedding = self.random(VOCAB, DIM)
+        self["token_embedding.embedding.weight"] = embedding
+        tied = model.get("tie_embeddings")
+        self["output_head.proj.weight"] = embedding.clone() if tied else self.random(VOCAB, DIM)
+        self.norm("norm")
+        for layer in range(model["n_layers"]):
+            self.attention(f"layers.{layer}")
+            dense = "num_experts" not in model or (layer + 1) % model.get("moe_frequency", 1)
+            (self.mlp if dense else self.experts)(f"layers.{layer}.mlp")
 
-    width, wide, gated = DIM // HEADS, model["ffn_hidden_dim"], model.get("activation", "silu") == "silu"
-    out = {"token_embedding.embedding.weight": random(VOCAB, DIM)}
-    tied = model.get("tie_embeddings")
-    out["output_head.proj.weight"] = (
-        out["token_embedding.embedding.weight"].clone() if tied else random(VOCAB, DIM)
-    )
+    def random(self, *shape):
+        return torch.randn(*shape, generator=self.draw) / 3
 
-    def norm(name):
-        out[f"{name}.weight"] = 1 + random(DIM)
-        if model.get("norm_type") == "layernorm":
-            out[f"{name}.bias"] = random(DIM)
+    def norm(self, name):
+        self[f"{name}.weight"] = 1 + self.random(DIM)
+        if self.model.get("norm_type") == "layernorm":
+            self[f"{name}.bias"] = self.random(DIM)
 
-    def mlp(name):
-        for part in ("gate", "up") if gated else ("up",):
-            out[f"{name}.{part}_proj.weight"] = random(wide, DIM)
-        out[f"{name}.down_proj.weight"] = random(DIM, wide)
-
-    norm("norm")
-    for layer in range(model["n_layers"]):
-        at = f"layers.{layer}"
-        norm(f"{at}.attention_norm")
-        norm(f"{at}.mlp_norm")
+    def attention(self, at):
+        width = DIM // HEADS
+        self.norm(f"{at}.attention_norm")
+        self.norm(f"{at}.mlp_norm")
         for part, heads in (("q", HEADS), ("k", KEY_HEADS), ("v", KEY_HEADS)):
-            out[f"{at}.attention.{part}_proj.weight"] = random(heads * width, DIM)
-        out[f"{at}.attention.o_proj.weight"] = random(DIM, DIM)
-        if model.get("qk_norm"):
-            out |= {f"{at}.attention.{part}_norm.weight": 1 + random(width) for part in "qk"}
-        if (layer + 1) % model.get("moe_frequency", 1) or "num_experts" not in model:
-            mlp(f"{at}.mlp")
-            continue
-        out[f"{at}.mlp.router.gate.weight"] = random(EXPERTS, DIM) * 4
-        if model.get("moe_router") == "sigmoid_topk":
-            out[f"{at}.mlp.router.expert_bias"] = torch.zeros(EXPERTS)
-            out[f"{at}.mlp.router.expert_ema"] = torch.full((EXPERTS,), 1 / EXPERTS)
-        if model.get("moe_shared_experts"):
-            mlp(f"{at}.mlp.shared_expert")
-        if model.get("moe_packed_experts"):
-            for part in ("gate", "up") if gated else ("up",):
-                out[f"{at}.mlp.{part}_w"] = random(EXPERTS, DIM, wide)
-            out[f"{at}.mlp.down_w"] = random(EXPERTS, wide, DIM)
-        else:
+            self[f"{at}.attention.{part}_proj.weight"] = self.random(heads * width, DIM)
+        self[f"{at}.attention.o_proj.weight"] = self.random(DIM, DIM)
+        if self.model.get("qk_norm"):
+            self.update({f"{at}.attention.{part}_norm.weight": 1 + self.random(width) for part in "qk"})
+
+    def mlp(self, name):
+        wide = self.model["ffn_hidden_dim"]
+        for part in ("gate", "up") if self.gated else ("up",):
+            self[f"{name}.{part}_proj.weight"] = self.random(wide, DIM)
+        self[f"{name}.down_proj.weight"] = self.random(DIM, wide)
+
+    def experts(self, name):
+        wide = self.model["ffn_hidden_dim"]
+        self[f"{name}.router.gate.weight"] = self.random(EXPERTS, DIM) * 4
+        if self.model.get("moe_router") == "sigmoid_topk":
+            self[f"{name}.router.expert_bias"] = torch.zeros(EXPERTS)
+            self[f"{name}.router.expert_ema"] = torch.full((EXPERTS,), 1 / EXPERTS)
+        if self.model.get("moe_shared_experts"):
+            self.mlp(f"{name}.shared_expert")
+        if not self.model.get("moe_packed_experts"):
             for expert in range(EXPERTS):
-                mlp(f"{at}.mlp.experts.{expert}")
-    return out
+                self.mlp(f"{name}.experts.{expert}")
+            return
+        for part in ("gate", "up") if self.gated else ("up",):
+            self[f"{name}.{part}_w"] = self.random(EXPERTS, DIM, wide)
+        self[f"{name}.down_w"] = self.random(EXPERTS, wide, DIM)
+
+
+def weights(model):
+    return dict(Drawn(model))
 
 
 class Plain:
@@ -112,7 +121,9 @@ class Plain:
         return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
     def attention(self, x, at):
-        q, k, v = ((x @ self.w[f"{at}.{part}_proj.weight"].T).unflatten(-1, (-1, DIM // HEADS)) for part in "qkv")
+        q, k, v = (
+            (x @ self.w[f"{at}.{part}_proj.weight"].T).unflatten(-1, (-1, DIM // HEADS)) for part in "qkv"
+        )
         if self.model.get("qk_norm"):
             q, k = self.rms(q, f"{at}.q_norm"), self.rms(k, f"{at}.k_norm")
         q, k = self.rotated(q), self.rotated(k)
@@ -188,9 +199,7 @@ def configured(tmp_path, model):
 
 def imported(tmp_path, named, config):
     saved(tmp_path / "step_10", named)
-    return ckpt(
-        ["import", str(tmp_path / "step_10"), str(tmp_path / "out"), "--kempnerforge", str(config)]
-    )
+    return ckpt(["import", str(tmp_path / "step_10"), str(tmp_path / "out"), "--kempnerforge", str(config)])
 
 
 @pytest.mark.parametrize("case", CASES)

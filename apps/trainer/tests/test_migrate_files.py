@@ -1,4 +1,4 @@
-"""Each run file of KempnerForge converts, or is refused with the reason; the files rebuilt from their values."""
+"""Each run file of KempnerForge, rebuilt from its values, converts, or is refused with the reason."""
 
 import pytest
 from forge_config import load
@@ -85,7 +85,7 @@ REFUSED = {
 COCO = {"hf_dataset_name": "nlphuji/coco_karpathy", "hf_dataset_text_field": "caption"}
 COCO |= {"hf_dataset_image_field": "image", "hf_image_size": 224, "tokenizer_path": "gpt2"}
 ENCODER, SIGLIP = {"type": "random", "feature_dim": 1024}, {"type": "siglip2", "path": "google/siglip2"}
-CROSS, MOT, MOMA = {"arch": "cross_attention"}, {"arch": "mot"}, {"arch": "moma"}
+CROSS, MIXTURE, MOMA = {"arch": "cross_attention"}, {"arch": "mot"}, {"arch": "moma"}
 STAGES = {"freeze_schedule": [{"start_step": 100, "specs": [{"module": "adapter", "frozen": False}]}]}
 VISION = {
     "vlm_7b": (M7, {}, ENCODER, {}),
@@ -93,13 +93,13 @@ VISION = {
     "vlm_7b_cross_attn": (M7, CROSS, ENCODER, {}),
     "vlm_7b_freeze_schedule": (M7, STAGES, SIGLIP, {}),
     "vlm_7b_moma": (M7, MOMA, ENCODER, {}),
-    "vlm_7b_mot": (M7, MOT, ENCODER, {}),
+    "vlm_7b_mot": (M7, MIXTURE, ENCODER, {}),
     "vlm_7b_siglip2": (M7, {}, SIGLIP, {}),
     "vlm_7b_siglip2_cross_attn": (M7, CROSS, SIGLIP, {}),
     "vlm_debug": (TINY, {}, ENCODER, {}),
     "vlm_debug_moe": (TINY | {"num_experts": 4}, {}, ENCODER, {}),
     "vlm_debug_moma": (TINY, MOMA, ENCODER, {}),
-    "vlm_debug_mot": (TINY, MOT, ENCODER, {}),
+    "vlm_debug_mot": (TINY, MIXTURE, ENCODER, {}),
     "vlm_video_webvid": (M7, {}, SIGLIP, {"video": {"data_root": "/data/webvid", "fps": 2.0}}),
 }
 

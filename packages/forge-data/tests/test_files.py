@@ -147,6 +147,12 @@ def test_summary_counts_the_last_endings_and_says_how_many_kinds_are_not_listed(
     (tmp_path / "in").mkdir()
     for name in ("v1.0.txt", "v2.0.txt", *(f"x.{kind}" for kind in "abcdefghi")):
         (tmp_path / "in" / name).write_text("text")
-    _read(FilesConfig, tmp_path, paths=[str(tmp_path / "in")], name="web", as_text=[f".{k}" for k in "abcdefghi"])
+    _read(
+        FilesConfig,
+        tmp_path,
+        paths=[str(tmp_path / "in")],
+        name="web",
+        as_text=[f".{k}" for k in "abcdefghi"],
+    )
     said = capsys.readouterr().err
     assert "(2 .txt, 1 .a, 1 .b" in said and "1 .g and 2 other endings)" in said

@@ -9,6 +9,7 @@ from forge_data.cli import main
 from forge_data.error import DataError
 from forge_data.store.formats import import_tokens
 from forge_data.store.tokens import TokenStore
+from forge_data.tokenizer.hf import HfTokenizerConfig
 from forge_data.tokenizer.tokenizer import BytesConfig
 
 DOCUMENTS = [[1, 2, 256], [3, 256], [4, 5, 6, 7, 256], [8, 256]]
@@ -36,7 +37,8 @@ def folder(tmp_path: Path, changes=None, dtype="<u4", reserved=50) -> Path:
     whole = {
         "name": "tokenized",
         "dataset_path": str(tmp_path),
-        "description": "a text that goes on: and on # until it is folded into several lines by the writer " * 2,
+        "description": "a text that goes on: and on # until it is folded into several lines by the writer "
+        * 2,
         "corpuses": ["a", "b"],
         "data_content": "text",
         "tokenized_info": told,
@@ -77,7 +79,11 @@ def test_npy_files_are_read_where_there_are_no_others(tmp_path):
     [
         ({"dtype": "float32"}, None, r"metadata\.yaml: tokenized_info\.dtype = 'float32'; expected uint16"),
         ({}, "uint16", r"metadata\.yaml says dtype uint32; given --dtype uint16"),
-        ({"vocab_size": 128256}, None, r"metadata\.yaml says vocab_size 128256 of tokenizer meta-llama/.*tokenizer\.json"),
+        (
+            {"vocab_size": 128256},
+            None,
+            r"metadata\.yaml says vocab_size 128256 of tokenizer meta-llama/.*tokenizer\.json",
+        ),
         ({"file_prefix": "/a/others"}, None, r"metadata\.yaml describes files others\*\.bin; there are none"),
         ({"dtype": "uint16"}, None, r"tokenized_0\.bin|outside"),
         ({"tokenizer": ["a"]}, None, r"metadata\.yaml:\d+: .*expected `key: value`"),
@@ -102,6 +108,18 @@ def test_metadata_of_text_and_files_of_zeros_are_refused(tmp_path):
     (tmp_path / "metadata.yaml").write_text("name: raw\ndata_content: text\n")
     with pytest.raises(DataError, match="has no tokenized_info"):
         import_tokens([tmp_path], tmp_path / "out", BytesConfig())
+
+
+def test_vocabulary_is_counted_in_entries_as_ids_may_have_gaps(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"a": 0, "b": 5, "</s>": 300}, unk_token="a")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "gaps.json"))
+    config = HfTokenizerConfig(path=str(tmp_path / "gaps.json"), eos="</s>")
+    store = import_tokens([folder(tmp_path, {"vocab_size": 3})], tmp_path / "out", config)
+    assert sum(map(len, texts(store))) == 12
+    folder(tmp_path, {"vocab_size": 301})
+    with pytest.raises(DataError, match="given a tokenizer of 3:"):
+        import_tokens([tmp_path], tmp_path / "other", config)
 
 
 def test_command_takes_a_folder(tmp_path, capsys):

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "--kempnerforge",
         type=Path,
         metavar="TOML",
-        help="a text model of KempnerForge becomes one of Forge: what `forge convert` made of its configuration",
+        help="a text model of KempnerForge becomes one of Forge: its configuration by `forge convert`",
     )
     stack.add_argument(
         "--llama",

@@ -85,7 +85,10 @@ def _add_making(commands: Any) -> None:
     make.add_argument("--workers", type=_count, default=cores(), help="processes")
     bring = commands.add_parser("import", help="token files of other projects -> a token store")
     bring.add_argument(
-        "paths", nargs="+", type=Path, help="Megatron .bin, nanoset .ds, .npy, raw; litData, MDS, tatm folders"
+        "paths",
+        nargs="+",
+        type=Path,
+        help="Megatron .bin, nanoset .ds, .npy, raw; litData, MDS, tatm folders",
     )
     bring.add_argument("--out", type=Path, required=True, help="folder of the store; must not exist")
     bring.add_argument(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -107,7 +107,7 @@ class OfKempnerForge(Mapping[str, "Tensor"]):
         """See that the values compute here what they do there.
 
         Raises:
-            CheckpointError: a bias of experts is not zero, or an output that is the embedding differs from it.
+            CheckpointError: a bias of experts is not zero, or a tied output differs from the embedding.
         """
         for name in self._tensors:
             if name.endswith(_BIAS) and (most := self._tensors[name].float().abs().max().item()) > 0:
@@ -115,11 +115,9 @@ class OfKempnerForge(Mapping[str, "Tensor"]):
                     f"{name} is not zero (up to {most:.3g}): there it also weighs the experts, here it "
                     "only chooses them, and logits would differ. Runs that were sharded have zeros"
                 )
-        if self._is_tied and _HEAD in self._tensors:
-            if not self._tensors[_HEAD].equal(self._tensors[_EMBEDDING]):
-                raise CheckpointError(
-                    f"model.tie_embeddings = true, and {_HEAD} is another than {_EMBEDDING}"
-                )
+        tied = self._is_tied and _HEAD in self._tensors
+        if tied and not self._tensors[_HEAD].equal(self._tensors[_EMBEDDING]):
+            raise CheckpointError(f"model.tie_embeddings = true, and {_HEAD} is another than {_EMBEDDING}")
 
 
 def read_model(path: Path) -> tuple[str, bool]:
@@ -135,7 +133,8 @@ def read_model(path: Path) -> tuple[str, bool]:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(model, dict) or "num_layers" not in model:
         raise CheckpointError(
-            f"{path} has no [model] with num_layers; expected what `forge convert FILE --from kempnerforge` writes"
+            f"{path} has no [model] with num_layers; expected what `forge convert FILE --from kempnerforge` "
+            "writes"
         )
     return text, model.get("tie_embeddings") is True
 
@@ -154,7 +153,9 @@ def require_whole(folder: Path) -> None:
             "load it there on one stage and save it again"
         )
     if steps := _having(folder, "step_*"):
-        raise CheckpointError(f"{folder} holds {', '.join(steps[-3:])}; name one of them: {folder / steps[-1]}")
+        raise CheckpointError(
+            f"{folder} holds {', '.join(steps[-3:])}; name one of them: {folder / steps[-1]}"
+        )
 
 
 def _having(folder: Path, pattern: str) -> list[str]:

@@ -61,7 +61,8 @@ def read_chunks(folder: Path, dtype: str | None = None) -> Iterator[Chunk]:
         kinds = Counter("".join(file.suffixes[-2:]) for file in folder.iterdir() if file.is_file())
         there = ", ".join(f"{count} {kind or 'without an ending'}" for kind, count in kinds.most_common(5))
         raise DataError(
-            f"{folder} has no {INDEX}, so it holds neither litData chunks nor MDS, and no metadata.yaml of tatm; it has files: "
+            f"{folder} has no {INDEX}, so it holds neither litData chunks nor MDS, and no metadata.yaml of "
+            "tatm; it has files: "
             f"{there or 'none'}. Name token files one by one, e.g. {folder}/*.npy; "
             "text is read by `forge-data tokenize`"
         )

@@ -52,11 +52,12 @@ def read_tatm(
     if dtype not in (None, stated):
         raise DataError(f"{metadata} says dtype {stated}; given --dtype {dtype}: leave it out")
     size = told.get("vocab_size")
-    if size is not None and str(size) != str(tokenizer.vocab_size):
+    entries = getattr(tokenizer, "num_entries", tokenizer.vocab_size)
+    if size is not None and str(size) != str(entries):
         raise DataError(
             f"{metadata} says vocab_size {size} of tokenizer {told.get('tokenizer', '(unnamed)')}; given a "
-            f"tokenizer of {tokenizer.vocab_size}: name --tokenizer {metadata.parent / 'tokenizer.json'}, which tatm "
-            "writes beside the tokens, or that of the tokens"
+            f"tokenizer of {entries}: name --tokenizer {metadata.parent / 'tokenizer.json'}, "
+            "which tatm writes beside the tokens, or that of the tokens"
         )
     for path in _files(metadata, told):
         tokens = open_file(path, stated).tokens

@@ -64,6 +64,7 @@ class HfTokenizer:
 
     Attributes:
         folder: where it lies, perhaps with other files of a model.
+        num_entries: of its vocabulary: fewer than `vocab_size` where ids have gaps.
     """
 
     def __init__(self, path: str, eos: str, bos: AddsBos = "auto") -> None:
@@ -81,7 +82,9 @@ class HfTokenizer:
         self.folder = file.parent
         self.eos_id: int = self._id(eos, "name its end-of-document token with tokenizer.eos")
         # Ids may have gaps, so that there are fewer tokens than the largest id says.
-        self.vocab_size: int = max(self._rust.get_vocab(with_added_tokens=True).values()) + 1
+        ids = self._rust.get_vocab(with_added_tokens=True).values()
+        self.vocab_size: int = max(ids) + 1
+        self.num_entries = len(ids)
         raw, named = file.read_bytes(), eos.encode()
         if self._rust.truncation is not None or self._rust.padding is not None:
             # Such files were saved for batches of a fixed length; here every document is read to its end.
