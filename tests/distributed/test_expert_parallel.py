@@ -1,5 +1,6 @@
 """Mixtures of experts under every layout against one process: losses, norms, weights, biases, loads."""
 
+import random
 from functools import cache
 from typing import NamedTuple
 
@@ -18,7 +19,12 @@ from forge_model.config import (
 from forge_parallel import ParallelConfig, local_shard
 from forge_parallel.capabilities import splits_backward
 from forge_parallel.compile_config import CompileConfig
-from forge_parallel.config import ActivationCheckpointingConfig, PipelineConfig, TensorParallelConfig
+from forge_parallel.config import (
+    ActivationCheckpointingConfig,
+    ContextParallelConfig,
+    PipelineConfig,
+    TensorParallelConfig,
+)
 from forge_parallel.dispatch_config import AllToAllConfig, TwoLevelConfig
 from forge_parallel.testing import run_ranks
 from msgspec.structs import replace
@@ -239,6 +245,38 @@ def test_experts_cut_over_ranks_train_like_one_process(layout, name, parallel):
 @pytest.mark.parametrize("layout", ["tp2", "ep2-tp2", "fsdp2-tp2"])
 def test_ten_steps_of_experts_cut_over_ranks_in_float32_equal_one_process(layout):
     check(layout, "mixtral", CUT, FLOAT32)
+
+
+def drawn(seed: int) -> tuple[dict, str, ParallelConfig]:
+    """A layout of four ranks, a model, and how it is made parallel."""
+    draw = random.Random(seed)
+    beside = draw.choice([{}, {"ep": 2}, {"cp": 2}, {"pp": 2}, {"dp_replicate": 2}])
+    name = draw.choice(["deepseek", "mixtral", "scheduled", "latent", "global"])
+    parallel = ParallelConfig(
+        tensor_parallel=TensorParallelConfig(experts="cut", sequence=draw.random() < 0.6),
+        context_parallel=ContextParallelConfig(method=draw.choice(["gather", "ring", "ulysses"])),
+        expert_parallel=AllToAllConfig(chunks=draw.choice([1, 2])),
+        activation_checkpointing=ActivationCheckpointingConfig(
+            mode=draw.choice(["none", "full", "selective", "offload"])
+        ),
+    )
+    tp = 2 if beside else draw.choice([2, 4])
+    return {"tp": tp} | beside, "deep" if "pp" in beside else name, parallel
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", [0, 10])
+def test_random_layouts_of_cut_experts_train_like_one_process(first):
+    for seed in range(first, first + 10):
+        sizes, name, parallel = drawn(seed)
+        one = single(name, FLOAT64)
+        for many in run_ranks(train, 4, sizes, MODELS[name], parallel, "float64", 4, timeout_s=200):
+            assert many["loss"] == pytest.approx(one["loss"], rel=1e-9), (seed, sizes, parallel)
+            assert many["norm"] == pytest.approx(one["norm"], rel=1e-9), (seed, sizes, parallel)
+            for key, value in one["after"].items():
+                assert (many["after"][key] - value).abs().max() <= 1e-8 * value.abs().max(), (seed, key)
 
 
 def held(sizes: dict, config: DecoderConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:

@@ -50,7 +50,7 @@ def drawn(seed: int) -> tuple[dict, DecoderConfig, ParallelConfig, int]:
     )
     parallel = ParallelConfig(
         tensor_parallel=TensorParallelConfig(sequence=draw.random() < 0.7),
-        context_parallel=ContextParallelConfig(method=draw.choice(["gather", "ulysses"])),
+        context_parallel=ContextParallelConfig(method=draw.choice(["gather", "ring", "ulysses"])),
         pipeline=PipelineConfig(schedule=draw.choice(list(PIPELINES))),
         activation_checkpointing=ActivationCheckpointingConfig(
             mode=draw.choice(["none", "full", "every", "selective", "offload"])

@@ -220,6 +220,7 @@ class _Job(Config):
     mesh: dict[str, Any] = {}
     tensor_parallel: dict[str, Any] = {}
     context_parallel: dict[str, Any] = {}
+    process_group: dict[str, Any] = {}
     expert_parallel: dict[str, Any] = {}
     pipeline: dict[str, Any] = {}
     fsdp: dict[str, Any] = {}

@@ -19,6 +19,7 @@ NOT_COMPARED = {
     "mtp.loss_weight": "how it learns",
     "ffn.router.z_loss_weight": "how it learns",
     "ffn.router.batch_balance_weight": "how it learns",
+    "ffn.router.balance_scope": "how it learns",
     "ffn.router.sequence_balance_weight": "how it learns",
     "ffn.router.bias_rate": "how it learns",
     "ffn.router.bias_schedule": "how it learns",
