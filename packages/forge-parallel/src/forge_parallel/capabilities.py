@@ -82,8 +82,8 @@ def _require_backends(device: torch.device, config: ProcessGroupConfig) -> None:
         )
     if device.type == "cpu" and of_gpus:
         raise ParallelError(
-            f'process_group.backend = "{config.backend}" has NCCL, which needs a GPU, and the ranks compute on '
-            'a cpu; set it to "auto"'
+            f'process_group.backend = "{config.backend}" has NCCL, which needs a GPU, and the ranks compute '
+            'on a cpu; set it to "auto"'
         )
     if config.high_priority and (device.type != "cuda" or not of_gpus):
         raise ParallelError(
