@@ -7,6 +7,7 @@ from forge_model.config import GroupedQueryConfig, MoEConfig, SigmoidRouterConfi
 from forge_parallel import ParallelConfig, local_shard
 from forge_parallel.apply import set_sync
 from forge_parallel.config import TensorParallelConfig
+from forge_parallel.runner import build_runner
 from forge_parallel.testing import run_ranks
 from parity import TOKENS, VOCAB, batch, full, made, parameters
 
@@ -61,5 +62,27 @@ def test_gradients_of_any_loop_are_those_of_one_process(ranks, sizes, parallel, 
     expected = run_ranks(gradients, 1, {}, ParallelConfig(), "plain")[0]
     for found in run_ranks(gradients, ranks, sizes, parallel, loop):
         assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def unfrozen(sizes: dict) -> dict[str, torch.Tensor]:
+    """Gradients after norms and routers, frozen when the runner was built, are trained again."""
+    parts, _, _, mesh = made(sizes, MODEL, "float64")
+    later = [one for name, one in parameters(parts).items() if "norm" in name or "router" in name]
+    for one in later:
+        one.requires_grad_(False)
+    runner = build_runner(parts, mesh)
+    for one in later:
+        one.requires_grad_(True)
+    inputs = [micro.inputs | {"loss_fn": LossConfig().build()} for micro in batch(0, mesh)]
+    runner.backward(inputs, lambda terms: terms.total)
+    return full({name: one.grad for name, one in parameters(parts).items()})
+
+
+@pytest.mark.dist
+def test_gradients_of_what_is_trained_again_are_summed():
+    expected = run_ranks(unfrozen, 1, {})[0]
+    for found in run_ranks(unfrozen, 2, {"tp": 2}):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-10, msg=name)

@@ -121,6 +121,36 @@ def test_run_of_experts_goes_on_over_other_ranks_and_is_exported(forge, tiny, tm
     require_loadable(tmp_path / "hf")
 
 
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_run_goes_on_from_rings_and_cut_experts_to_one_process_and_back(forge, tiny, tmp_path):
+    attention, extra, *_ = FAMILIES["deepseek_v3"]
+
+    def written(**where):
+        path = tiny(steps=14, extra=extra, **where)
+        path.write_text(path.read_text().replace(FAMILIES["mixtral"][0], attention))
+        return path
+
+    forge("train", written(name="whole.toml", root=tmp_path / "whole"))
+    run, whole, cut = tmp_path / "runs" / "tiny", tmp_path / "whole" / "tiny", written()
+    ring, narrow = '--context_parallel.method="ring"', '--tensor_parallel.experts="cut"'
+    for step, ranks, flags in (
+        (2, 2, ["--mesh.cp=2", ring]),
+        (5, 1, []),
+        (8, 4, ["--mesh.tp=2", narrow, "--mesh.ep=2"]),
+        (11, 2, ["--mesh.tp=2", narrow]),
+    ):
+        assert forge.stop_at(cut, step, signal.SIGTERM, ranks, *flags)
+    forge("train", cut, "--mesh.cp=2", ring, "--mesh.tp=2", narrow, ranks=4)
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert records(run)[-1]["eval/loss"] == pytest.approx(records(whole)[-1]["eval/loss"], rel=1e-5)
+    write = ("--prompt", "import ", "--max-new-tokens", "16", "--temperature", "0")
+    assert forge("generate", run, *write).stdout == forge("generate", whole, *write).stdout
+    forge("export", run, tmp_path / "hf")
+    require_loadable(tmp_path / "hf")
+
+
 def require_loadable(folder) -> None:
     """See that transformers loads what was exported, whole."""
     from transformers import AutoModelForCausalLM

@@ -36,6 +36,13 @@ def test_backend_of_each_device_is_the_one_that_is_named(monkeypatch):
         backend(GPU, "cpu:gloo")
 
 
+def test_nccl_is_refused_where_ranks_compute_on_a_cpu(monkeypatch):
+    """Also beside gloo: torch makes all of the backends, and says that there is no GPU."""
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: True)
+    with pytest.raises(ParallelError, match=r'"cpu:gloo,cuda:nccl" has NCCL.*compute on a cpu.*"auto"'):
+        group_options(CPU, False, ProcessGroupConfig(backend="cpu:gloo,cuda:nccl"))
+
+
 def test_high_priority_is_of_nccl_alone(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: True)
     monkeypatch.delenv("TORCH_NCCL_HIGH_PRIORITY", raising=False)
@@ -49,7 +56,10 @@ def test_high_priority_is_of_nccl_alone(monkeypatch):
         ProcessGroupConfig(high_priority=True, backend="gloo")
 
 
-@pytest.mark.parametrize("wrong", ["", "cpu:gloo,nccl", "cpu:gloo,", "a:b:c"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["", "cpu:gloo,nccl", "cpu:gloo,", "a:b:c", "cpu:", ":gloo", "cpu:gloo,cpu:nccl", "cpu:gloo, cuda:nccl"],
+)
 def test_backends_that_name_no_device_are_refused(wrong):
     with pytest.raises((ConfigError, ValueError), match="expected one name"):
         ProcessGroupConfig(backend=wrong)

@@ -80,6 +80,11 @@ def _require_backends(device: torch.device, config: ProcessGroupConfig) -> None:
             f'process_group.backend = "{config.backend}" has nothing for tensors on a {device.type}, which '
             'the ranks compute on; set it to "auto"'
         )
+    if device.type == "cpu" and of_gpus:
+        raise ParallelError(
+            f'process_group.backend = "{config.backend}" has NCCL, which needs a GPU, and the ranks compute '
+            'on a cpu; set it to "auto"'
+        )
     if config.high_priority and (device.type != "cuda" or not of_gpus):
         raise ParallelError(
             f"process_group.high_priority = true is for NCCL, and the ranks compute on a {device.type} with "

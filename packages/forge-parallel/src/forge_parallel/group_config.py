@@ -38,11 +38,13 @@ class ProcessGroupConfig(Config):
 
     def contradictions(self) -> Iterator[str]:
         """See `Config.contradictions`."""
-        parts = self.backend.split(",")
-        if not all(parts) or (":" in self.backend and not all(part.count(":") == 1 for part in parts)):
+        pairs = [part.split(":") for part in self.backend.split(",")]
+        named = all(name and name == name.strip() for pair in pairs for name in pair)
+        kinds = {pair[0] for pair in pairs if len(pair) == 2}
+        if not named or (":" in self.backend and len(kinds) < len(pairs)):
             yield (
                 f'backend = "{self.backend}"; expected one name, such as "nccl", or one for each kind of '
-                'device, such as "cpu:gloo,cuda:nccl"'
+                'device without spaces, such as "cpu:gloo,cuda:nccl"'
             )
         if self.high_priority and self.backend == "gloo":
             yield 'high_priority = true is for NCCL, and backend = "gloo" has no streams; leave one out'

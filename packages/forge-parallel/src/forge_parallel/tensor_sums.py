@@ -19,7 +19,7 @@ from forge_parallel.tensor_roles import RoleModule
 
 
 class TensorSums:
-    """The parameters of a model whose gradients the ranks of tp sum.
+    """The parameters of a model whose gradients the ranks of tp sum: frozen ones may be trained later.
 
     Args:
         parts: of the model, made parallel.
@@ -38,7 +38,7 @@ class TensorSums:
             mine = _used_apart(module)
             if mine and alike.isdisjoint(map(id, mine)):
                 self._modules.append(module)
-                self._parameters |= {id(p): p for p in mine if p.requires_grad}
+                self._parameters |= {id(p): p for p in mine}
 
     @contextmanager
     def summed_once(self) -> Iterator[None]:
