@@ -20,7 +20,7 @@ def right(hits: Tensor, micro: MicroBatch) -> dict[str, Sum]:
         micro: on the device of `hits`; its documents are `doc_ids`, or its rows.
     """
     labels = micro.inputs["labels"]
-    documents = micro.inputs.get("doc_ids", torch.zeros_like(labels))
+    documents = micro.inputs.get("doc_ids", torch.zeros_like(labels)).clamp(min=0)  # -1 is padding, no target
     targets, missed = (labels >= 0), (labels >= 0) & ~hits
     none = torch.zeros_like(labels)
     asked, wrong = (none.scatter_add(1, documents, one.long()) for one in (targets, missed))

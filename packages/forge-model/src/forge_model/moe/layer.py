@@ -150,7 +150,7 @@ class MoE(nn.Module):
             padding = self.tokens_here(padding)
         routing, loss, counted, affinities = self.router(x, self.sum_over_sequence, padding)
         if self.capacity_factor is not None:
-            routing, counted = self._within_capacity(routing, counted, padding)
+            routing, counted = self._within_capacity(routing, counted, x.shape[0] * x.shape[1], padding)
         shared: list[Tensor] = []
         meanwhile = None if self.shared is None else lambda: shared.append(self._of_shared(x))
         experts = partial(self.dispatch, self.experts, meanwhile=meanwhile)
@@ -167,13 +167,13 @@ class MoE(nn.Module):
         return out + shared[0] if shared else out
 
     def _within_capacity(
-        self, routing: Routing, counted: Tensor, padding: Tensor | None
+        self, routing: Routing, counted: Tensor, tokens: int, padding: Tensor | None
     ) -> tuple[Routing, Tensor]:
-        """Drop what experts have no capacity for, and count it."""
+        """Drop the pairs beyond the capacity of experts, and count them."""
         factor = self.capacity_factor
         assert factor is not None
         if padding is None:
-            even = routing.tokens.shape[0] / self.num_experts
+            even = tokens * self.top_k / self.num_experts
             routing = within_capacity(routing, self.num_experts, ceil(factor * even))
             return routing, counted + _dropped(routing, self.num_experts)
         routing = without(routing, padding, self.num_experts)
