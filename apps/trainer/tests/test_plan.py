@@ -203,6 +203,7 @@ def test_layouts_of_a_world_that_is_no_power_of_two_divide_it():
     assert {keys.get("mesh.tp", 1) for keys in found} == {1, 2}  # three ranks cannot share its heads
 
 
+@pytest.mark.slow
 def test_search_knows_the_recomputation_of_the_job_and_prints_flags():
     flags = [*SMALL, "--train.global_batch=4", "--activation_checkpointing={ mode = 'every', every = 2 }"]
     job, table = load_job(DEBUG, flags).value, load_table()
