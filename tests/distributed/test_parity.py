@@ -354,9 +354,10 @@ def test_feature_under_a_layout_in_float64_equals_one_process(feature, layout):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", slow(["tp2", "cp2", "cp2-tp2"], "tp2"))
-@pytest.mark.parametrize("sequence", slow(["sequence", "whole-sequence"], "sequence"))
-@pytest.mark.parametrize("name", slow(["windowed", "latent"], "windowed"))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "cp2", "cp2-tp2"])
+@pytest.mark.parametrize("sequence", ["sequence", "whole-sequence"])
+@pytest.mark.parametrize("name", ["windowed", "latent"])
 def test_compiler_chooses_what_to_keep_of_ranks_that_share_matrices(layout, sequence, name):
     parallel = ParallelConfig(
         activation_checkpointing=ActivationCheckpointingConfig(mode="budget", budget=0.3),

@@ -253,13 +253,8 @@ def part_of(
     return part
 
 
-QUICK = ("phi3",)
-
-
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in FAMILIES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_model_of_hugging_face_in_a_pipeline_with_tensor_parallelism_trains_like_one_process(family):
     assert_matches_single(curves, 4, {"pp": 2, "tp": 2}, family, rtol={"loss": 1e-10, "grad_norm": 1e-9})
 

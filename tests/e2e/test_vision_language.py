@@ -122,8 +122,9 @@ EIGHT_BITS = ("--fp8.recipe=rowwise", "--fp8.emulate=true", "--fp8.min_size=16")
 
 @pytest.mark.parametrize(
     "fusion",
-    ["joint", *(pytest.param(name, marks=pytest.mark.slow) for name in list(FUSIONS)[2:])],
+    ["joint", *list(FUSIONS)[2:]],
 )
+@pytest.mark.slow
 def test_compiled_and_recomputed_blocks_train_alike_and_8_bits_nearly(forge, seeing, tmp_path, fusion):
     found = {}
     for name, options in {"plain": (), **ALIKE, "fp8": EIGHT_BITS}.items():

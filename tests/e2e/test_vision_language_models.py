@@ -112,6 +112,7 @@ def picture(folder, size=(16, 16)):
     return folder / "picture.png"
 
 
+@pytest.mark.slow
 def test_llava_is_trained_and_exported_and_transformers_writes_the_same(forge, written, tmp_path):
     from PIL import Image
 

@@ -146,7 +146,9 @@ def run_rank(rank: int, world: int, folder: Path, kind: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["batch_topk", "jumprelu", "topk"])
+@pytest.mark.parametrize(
+    "kind", ["topk", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("batch_topk", "jumprelu"))]
+)
 def test_two_ranks_train_what_one_process_trains(kind, forks: Forks, tmp_path):
     config, options = KINDS[kind]
     ranks = [forks.start(run_rank, rank, 2, tmp_path, kind) for rank in range(2)]

@@ -29,7 +29,7 @@ def example(block: int) -> float:
         pytest.param(OWN, 4, marks=pytest.mark.slow),
         pytest.param(LLAMA, 4, marks=pytest.mark.slow),
         pytest.param(LLAMA, 8, marks=pytest.mark.slow),
-        (GPT2, 2),
+        pytest.param(GPT2, 2, marks=pytest.mark.slow),
     ],
     ids=["own-fsdp2", "own-fsdp2-tp2", "llama-pp2-tp2", "llama-pp2-tp2-fsdp2", "gpt2-fsdp2"],
 )
