@@ -68,6 +68,7 @@ def answer(model: nn.Module, rows: int, tokens: int) -> Tensor:
     return model.eval()(torch.arange(rows * tokens).view(rows, tokens) % 64)
 
 
+@pytest.mark.slow
 def test_windows_evaluation_tasks_batch_shapes_and_documents_are_compiled_a_bounded_number_of_times():
     model, found = compiled(WINDOWS), {}
     train(model, 2, 64)

@@ -11,6 +11,7 @@ PLAIN = [2, 2, 2, 4, 4, 4, 8, 8, 8, 8]
 STILL = ("--optimizer.lr=1e-30", "--optimizer.weight_decay=0.0")
 
 
+@pytest.mark.slow
 def test_batch_that_grows_reads_one_stream(forge, tiny, tmp_path):
     """With weights that stand still, the loss of a step is the mean over those of its sequences."""
     told = forge("train", tiny(steps=10), GROWS, *STILL).stdout

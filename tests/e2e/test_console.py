@@ -28,7 +28,8 @@ def full_pipe():
     os.close(write)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_run_ends_well_when_nobody_reads_what_it_prints(forge, tiny, tmp_path, full_pipe, ranks):
     line = forge.command("train", tiny(steps=6))
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}

@@ -61,6 +61,7 @@ def test_start_that_does_not_fit_warns_first_and_keeps_its_plan(pretend, tmp_pat
     assert "memory_gib_of.weights" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_strict_start_that_does_not_fit_is_refused_before_anything_is_built(pretend, tmp_path, capsys):
     pretend(0.0001)
     assert start(tmp_path, "--strict") == 78

@@ -162,7 +162,7 @@ class LocalParameters:
         return part if self._window is None or not part.ndim else part.view(-1)[self._window.elements]
 
     def _keep(self, targets: list[Tensor], new: list[Tensor]) -> None:
-        moved = [pair for pair in zip(targets, new, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
+        moved = [pair for pair in zip(targets, new, strict=True) if _place(pair[0]) != _place(pair[1])]
         if not moved:
             return
         targets, new = map(list, zip(*moved, strict=True))
@@ -174,6 +174,11 @@ class LocalParameters:
 
     def _widened(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.to(wide) for tensor, wide in zip(tensors, self.wide, strict=True)]
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor begins in memory, of fake tensors too."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def _copy_if(wanted: Tensor, targets: list[Tensor], new: list[Tensor]) -> None:
