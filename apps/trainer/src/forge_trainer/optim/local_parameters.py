@@ -178,7 +178,7 @@ class LocalParameters:
 
 def _place(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor begins in memory, of fake tensors too."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _copy_if(wanted: Tensor, targets: list[Tensor], new: list[Tensor]) -> None:
