@@ -15,8 +15,8 @@ from forks import Forks
 
 # Before anything imports torch or numpy: each xdist worker, and each process that a test starts, computes
 # with one thread, unless the caller says otherwise. With a thread a core each they wait for one another.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+    os.environ[name] = os.environ.get(name) or "1"
 
 RUN = "FORGE_TEST_RUN"
 """Variable that all processes of one run of pytest carry; tells them from those of another run."""

@@ -157,7 +157,7 @@ def drawn(seed):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("seed", slow_unless(range(20), (0, 2)))
+@pytest.mark.parametrize("seed", slow_unless(range(20), (0,)))
 def test_memory_of_a_random_job_is_that_of_a_real_step(seed):
     ranks, flags = drawn(seed)
     path, overrides = file_and_flags(flags)

@@ -77,12 +77,13 @@ def job(tmp_path, tmp_path_factory):
 
 def slow(train, what):
     """A step with something slow in it that changes nothing."""
+    message, matrix = torch.ones(32_000_000), torch.ones(1600, 1600)
 
     def doing(batch, index):
         if what == "all-reduce":
-            torch.distributed.all_reduce(torch.ones(16_000_000))
+            torch.distributed.all_reduce(message)
         elif what == "matmul":
-            torch.ones(1600, 1600) @ torch.ones(1600, 1600)
+            torch.mm(matrix, matrix)
         return train(batch, index)
 
     return doing
@@ -137,7 +138,7 @@ def test_what_is_slow_on_purpose_is_named_first(job, tmp_path, what):
             assert first["what"] == "all_reduce over dp_shard"
             assert (first["class"], largest) == ("communication", "communication")
             row = summary["communication"]["dp_shard"]
-            assert row["exposed_s"] > 0.9 * first["s"] and row["bytes"] > 4 * 16_000_000
+            assert row["exposed_s"] > 0.9 * first["s"] and row["bytes"] > 4 * 32_000_000
         page = tmp_path / "seen" / "tiny" / "profile" / "step-00000002" / f"rank-{rank}" / "summary.md"
         rows = [line for line in page.read_text().splitlines() if line.startswith("| ")]
         assert rows[1].startswith(f"| {largest} |"), rows

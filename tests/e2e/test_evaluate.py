@@ -8,7 +8,7 @@ from runs import records, state
 SETS = """
 [eval.sets.all]
 samples = 0
-sources = [{{ type = "files", paths = ["{text}/json_*.py"] }}]
+sources = [{{ type = "files", paths = ["{text}/json_tool.py"] }}]
 [eval.sets.logging]
 samples = 5
 sources = [{{ type = "files", paths = ["{text}/logging_*.py"] }}]

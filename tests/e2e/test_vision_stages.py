@@ -101,7 +101,10 @@ ONLY_IMAGES = {
 }
 
 
-@pytest.mark.parametrize("fusion", ONLY_IMAGES)
+@pytest.mark.parametrize(
+    "fusion",
+    [pytest.param(one, marks=[] if one in ("joint", "moma") else pytest.mark.slow) for one in ONLY_IMAGES],
+)
 def test_run_of_text_alone_leaves_what_images_reach_out_of_the_optimizer_and_says_so(
     forge, seeing, tmp_path, fusion
 ):

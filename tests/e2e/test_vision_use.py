@@ -15,7 +15,7 @@ from forge_trainer.run_dir.files import read_job
 from seeing import FUSIONS, image
 
 EACH = [
-    pytest.param(name, marks=[] if name in ("joint", "cross-attention") else [pytest.mark.slow])
+    pytest.param(name, marks=[] if name == "cross-attention" else [pytest.mark.slow])
     for name in FUSIONS
     if name != "spans"
 ]

@@ -49,6 +49,7 @@ def test_readme_test_passes(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_readme_example_runs_alone(tmp_path):
     script = tmp_path / "example.py"
     script.write_text(BLOCKS[OWN] + "\nassert step == 19 and torch.isfinite(norm)\n")
