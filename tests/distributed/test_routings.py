@@ -69,10 +69,13 @@ def drawn(seed: int, experts: int, ranks: int, dtype: torch.dtype) -> list[tuple
     return found
 
 
-def dense(layer: MoE, x: Tensor, routing: Routing, capacity: int | None) -> Tensor:
+def dense(layer: MoE, x: Tensor, routing: Routing, capacity: int | None, by_weight: bool) -> Tensor:
     """Every expert serves every token, [N, D]; in float64."""
     used, kept = Counter[int](), torch.ones(len(routing.experts), dtype=torch.float64)
-    for pair, expert in enumerate(routing.experts.tolist()):
+    pairs = list(enumerate(routing.experts.tolist()))
+    if by_weight:
+        pairs.sort(key=lambda pair: -routing.weights[pair[0]].item())
+    for pair, expert in pairs:
         used[expert] += 1
         kept[pair] = float(capacity is None or used[expert] <= capacity)
     gates = torch.zeros(len(x), layer.num_experts, dtype=torch.float64)
@@ -109,13 +112,14 @@ class Checked:
     def check(self, seed: int) -> None:
         """What this rank makes of its tokens, and all gradients, of one routing."""
         experts, capacity = (4, 8, 12)[seed % 3], (None, 1, None, 2)[seed // 4 % 4]
+        by_weight = seed // 2 % 2 > 0
         plain, cut = self.model(experts, seed % 2 > 0, seed // 2 % 2 > 0)
         data = drawn(seed, experts, dist.get_world_size(), self.dtype)
         leaves, outs = [], []
         for x, routing, _ in data:
             leaves.append((x.clone().requires_grad_(), routing.weights.clone().requires_grad_()))
             told = routing._replace(weights=leaves[-1][1])
-            outs.append(dense(plain.layers[0], leaves[-1][0], told, capacity))
+            outs.append(dense(plain.layers[0], leaves[-1][0], told, capacity, by_weight))
         plain.zero_grad()
         total = sum((out * through).sum() for out, (_, _, through) in zip(outs, data, strict=True))
         total.backward()
@@ -126,6 +130,7 @@ class Checked:
         layer.router.routing = routing
         even = max(1, len(x[0])) * layer.top_k / experts  # what is multiplied, and rounded up
         layer.capacity_factor = None if capacity is None else (capacity - 0.5) / even
+        layer.drop_by_weight = by_weight
         cut.zero_grad()
         out = cut(x)
         (out[0] * through).sum().backward()

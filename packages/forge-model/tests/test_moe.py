@@ -94,6 +94,40 @@ def test_experts_serve_random_routings_as_a_loop_over_tokens_does(block):
             torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_lightest_pairs_are_dropped_as_a_loop_over_experts_drops_them(seed):
+    torch.manual_seed(seed)
+    weights = (4 * torch.rand(13, 3)).round().double() / 4  # with equal ones
+    routing, capacity = random_routing(seed, 5, 13, weights), 1 + seed % 4
+    kept = within_capacity(routing, 5, capacity, by_weight=True)
+    for expert in range(5):
+        pairs = [pair for pair, chosen in enumerate(routing.experts.tolist()) if chosen == expert]
+        best = sorted(pairs, key=lambda pair: (-routing.weights[pair], pair))[:capacity]
+        assert [pair for pair, chosen in enumerate(kept.experts.tolist()) if chosen == expert] == sorted(best)
+    served = kept.experts < 5
+    assert torch.equal(kept.weights, routing.weights * served) and kept.drops
+
+
+def test_layer_drops_the_lightest_pairs_where_it_is_asked_to():
+    layers = [
+        MoEConfig(num_experts=4, dim=HIDDEN, capacity_factor=0.5, drop=drop).build(DIM).double()
+        for drop in ("last", "lightest")
+    ]
+    for parameter in layers[0].parameters():
+        parameter.data = drawn(*parameter.shape)
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = drawn(2, 5, DIM)
+    routing = within_capacity(layers[0].router(x).routing, 4, 3, by_weight=True)
+    expected = brute_force(layers[0].experts, x.flatten(0, 1), drop_none(routing), None).view_as(x)
+    torch.testing.assert_close(layers[1](x), expected, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(layers[0](x), expected)
+
+
+def drop_none(routing: Routing) -> Routing:
+    """Pairs that were dropped as pairs with weight 0."""
+    return routing._replace(experts=routing.experts.clamp(max=3))
+
+
 @pytest.mark.parametrize("sizes", [(5, 0, 3, 8), (0, 0, 16, 0), (0, 0, 0, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_products_equal_those_of_each_group(sizes, dtype):
@@ -370,6 +404,7 @@ def test_flops_and_active_parameters_count_what_a_token_uses():
         ("shared_gate = true", "without shared_experts"),
         ("clamp = {}\ngated = false", "clamp with shared experts"),
         ("capacity_factor = inf", "given inf"),
+        ('drop = "lightest"', "without capacity_factor"),
         ("router = {z_loss_weight = inf}", "given inf"),
         ("[model.mtp]\nnum_modules = 9999", "mtp.num_modules = 9999 of sequences of max_tokens"),
     ],

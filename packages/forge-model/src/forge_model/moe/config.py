@@ -42,7 +42,10 @@ class MoEConfig(FfnConfig):
         gated: an expert is w_down(activation(w_gate x) * w_up x); otherwise w_down(activation(w_up x)).
         clamp: the gated unit of GPT-OSS in place of silu; absent means the plain one.
         capacity_factor: an expert serves at most so many times its even share of the tokens that are routed
-            at once; it drops those that come last. Absent means that it drops none.
+            at once; it drops the others. Absent means that it drops none.
+        drop: what an expert beyond its capacity drops: `last` the tokens that come last, so that no token
+            loses its expert to a later one, `lightest` those that the router gives the least weight, which
+            depends on later tokens: not for models that are to generate.
         shared_experts: experts beside, each of the width `shared_dim`, that serve every token.
         shared_dim: hidden width of each shared expert; absent means `dim`.
         shared_gate: the shared experts are weighed by a sigmoid for each token (as Qwen2-MoE).
@@ -58,6 +61,7 @@ class MoEConfig(FfnConfig):
     gated: bool = True
     clamp: ClampConfig | None = None
     capacity_factor: Annotated[float, Meta(gt=0, le=MAX_FLOAT)] | None = None
+    drop: Literal["last", "lightest"] = "last"
     shared_experts: Annotated[int, Meta(ge=0)] = 0
     shared_dim: Count | None = None
     shared_gate: bool = False
@@ -72,6 +76,8 @@ class MoEConfig(FfnConfig):
                 "capacity_factor with an expert_choice router, whose experts all serve the same number of "
                 "tokens; leave it out"
             )
+        if self.drop != "last" and self.capacity_factor is None:
+            yield f'drop = "{self.drop}" without capacity_factor, which drops nothing; set capacity_factor'
         if not self.shared_experts and (self.shared_gate or self.shared_dim is not None):
             yield ("shared_gate or shared_dim without shared_experts; give their number")
         if self.clamp is not None and (self.shared_experts or not self.gated or self.activation != "silu"):

@@ -126,6 +126,7 @@ class MoE(nn.Module):
         super().__init__()
         self.num_experts, self.top_k = config.num_experts, config.top_k
         self.capacity_factor, self.scale_gradients = config.capacity_factor, config.scale_gradients
+        self.drop_by_weight = config.drop == "lightest"
         self.router = config.router.build(dim, config.num_experts, config.top_k)
         hidden = config.hidden(dim)
         self.experts = Experts(
@@ -174,12 +175,12 @@ class MoE(nn.Module):
         assert factor is not None
         if padding is None:
             even = tokens * self.top_k / self.num_experts
-            routing = within_capacity(routing, self.num_experts, ceil(factor * even))
+            routing = within_capacity(routing, self.num_experts, ceil(factor * even), self.drop_by_weight)
             return routing, counted + _dropped(routing, self.num_experts)
         routing = without(routing, padding, self.num_experts)
         served = (routing.experts < self.num_experts).sum()
         capacity = (served * (factor / self.num_experts)).ceil()
-        kept = within_capacity(routing, self.num_experts, capacity)
+        kept = within_capacity(routing, self.num_experts, capacity, self.drop_by_weight)
         of_padding = _dropped(routing, self.num_experts)
         return kept, counted + _dropped(kept, self.num_experts) - of_padding
 

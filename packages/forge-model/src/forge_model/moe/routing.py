@@ -59,12 +59,24 @@ def without(routing: Routing, padding: Tensor, num_experts: int) -> Routing:
     )
 
 
-def within_capacity(routing: Routing, num_experts: int, capacity: int | Tensor) -> Routing:
-    """Drop the pairs of each expert that come after the first `capacity`: those of the last tokens.
+def within_capacity(
+    routing: Routing, num_experts: int, capacity: int | Tensor, by_weight: bool = False
+) -> Routing:
+    """Drop the pairs of each expert that come after the first `capacity`.
 
-    A token thereby never loses its expert to a token that comes after it.
+    Args:
+        routing: with pairs in the order of tokens.
+        num_experts: E.
+        capacity: pairs that an expert serves at most.
+        by_weight: whether the heaviest pairs of an expert come first, of equal ones the earlier. Otherwise
+            the first tokens do, so that a token never loses its expert to one that comes after it.
     """
-    sorted_, order = routing.experts.sort(stable=True)
+    if by_weight:
+        heaviest = routing.weights.detach().argsort(descending=True, stable=True)
+        sorted_, order = routing.experts[heaviest].sort(stable=True)
+        order = heaviest[order]
+    else:
+        sorted_, order = routing.experts.sort(stable=True)
     positions = torch.arange(len(order), device=order.device)
     starts = torch.searchsorted(sorted_, torch.arange(num_experts + 1, device=order.device))
     kept = torch.empty_like(order, dtype=torch.bool)
