@@ -1,6 +1,6 @@
 """No block of any page is out of sight: it is run, its command or its keys are known, or a reason is listed.
 
-Blocks are found by a parser of Markdown, so that one that is indented, in a list or behind another fence counts.
+Blocks are found by a parser of Markdown: one that is indented, in a list or behind another fence counts too.
 """
 
 import contextlib

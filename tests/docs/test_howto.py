@@ -29,6 +29,14 @@ def test_every_page_says_what_it_needs_and_is_in_the_table_of_contents():
         assert re.search(rf"^(howto/)?{page.stem}$", index, re.MULTILINE), page.name
 
 
+def test_every_page_of_the_start_and_the_how_tos_says_what_it_needs():
+    index = (ROOT / "docs" / "index.md").read_text()
+    listed = "".join(re.findall(r":caption: (?:Start|How to)\n.*?\n\n(.*?)```", index, re.DOTALL)).split()
+    assert len(listed) > 20
+    pages = [ROOT / "docs" / f"{name}.md" for name in listed]
+    assert [page.stem for page in pages if "You need" not in page.read_text()] == []
+
+
 def test_commands_and_what_they_show_are_told_apart():
     assert typed("$ a \\\n  b\nsaid\n$ c\n") == [("a \\\n  b", "said\n"), ("c", "")]
     assert re.search(pattern("a ... b\n...\nend\n"), "a   1 b\nx\nend\n")
