@@ -14,14 +14,11 @@ nbformat = pytest.importorskip("nbformat")
 FOLDER = ROOT / "docs" / "notebooks"
 
 NAMES = sorted(path.stem for path in (FOLDER / "sources").glob("*.py"))
-SECONDS = dict.fromkeys(NAMES, 45) | {
-    "inspection": 60,
-    "optimizers": 110,
-    "recordings": 29,
-    "scaling": 20,
-    "vision": 80,
-}
-"""Of CPU that each may take; together they are to take less than eight minutes."""
+SECONDS = {
+    "attention": 38, "checkpoints": 34, "inspection": 52, "optimizers": 97, "recordings": 33,
+    "routing": 37, "scaling": 12, "two_runs": 43, "vision": 66,
+}  # fmt: skip
+"""Of CPU that each may take, three tenths above what was measured; CI gives all of them eight minutes."""
 
 
 def script():
@@ -83,8 +80,8 @@ def test_pictures_of_a_notebook_have_an_alt_text_and_something_on_them(name):
     assert drawn >= 2
 
 
-def test_notebooks_take_less_than_eight_minutes_together():
-    assert sum(SECONDS.values()) < 480
+def test_notebooks_take_clearly_less_than_eight_minutes_together():
+    assert sorted(SECONDS) == NAMES and sum(SECONDS.values()) < 420
 
 
 @pytest.mark.slow
