@@ -169,7 +169,7 @@ def test_command_of_every_page_is_one_of_the_command_line():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("uv run forge trian x.toml", "has no command trian"),
+        ("uv run forge drain x.toml", "has no command drain"),
         ("forge eval RUN --taks a || echo", "--taks is no flag of eval"),
         ("torchrun --nproc-per-node=2 -m forge_trainer evil RUN", "has no command evil"),
         ("uv run forge eval RUN --model.dim=3", ""),
