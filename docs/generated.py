@@ -1,4 +1,4 @@
-"""What is made when the site is built: keys, public names, configurations, exit codes; a notebook's picture."""
+"""What is made when the site is built: keys, public names, configurations, exit codes, a picture."""
 
 import base64
 import dataclasses
@@ -31,7 +31,9 @@ def write_pages() -> None:
         (folder / f"forge-{package}.md").write_text(api_page(f"forge_{package}"))
     (folder / "configs.md").write_text(configs_page())
     (folder / "exit_codes.md").write_text(exit_codes_page())
-    (folder / "attention.png").write_bytes(picture("attention", "Attention patterns of the four heads of layer 1"))
+    (folder / "attention.png").write_bytes(
+        picture("attention", "Attention patterns of the four heads of layer 1")
+    )
 
 
 def picture(notebook: str, alt: str) -> bytes:
