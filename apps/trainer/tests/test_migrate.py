@@ -493,6 +493,27 @@ def test_what_a_person_decides_on_the_command_line_is_no_problem_any_more(tmp_pa
     assert type_name(type(job.data.sources[0])) == "python-stdlib"
 
 
+@pytest.mark.parametrize("command", [["train"], ["plan"], ["convert", "--from", "other"]])
+@pytest.mark.parametrize(("stack", "tree"), [("kempnerforge", KF), ("torchtitan", TITAN)])
+def test_file_of_another_stack_is_recognized(tmp_path, capsys, command, stack, tree):
+    path = tmp_path / "theirs.toml"
+    path.write_text(text(tree))
+    [other] = STACKS.keys() - {stack}
+    assert main([*(other if word == "other" else word for word in command), str(path)]) == 78
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        last == f"This is a file of {STACKS[stack].name}: forge convert --from {stack} {path} --out OURS.toml"
+    )
+
+
+def test_wrong_file_of_ours_is_not_taken_for_one_of_another_stack(tmp_path, capsys):
+    path = tmp_path / "ours.toml"
+    path.write_text("[model]\ndim = 64\nn_layers = 2\n[optimizer]\nlr = -1\n[train]\nmax_steps = 3\n")
+    assert main(["train", str(path)]) == 78
+    assert main(["train", str(tmp_path / "none.toml")]) == 78
+    assert "This is a file of" not in capsys.readouterr().err
+
+
 def test_data_that_a_person_names_is_what_kempnerforge_lacked(tmp_path):
     tree = merged(KF, {"data": {"dataset_path": None}})
     assert converted(tmp_path, tree) is None
