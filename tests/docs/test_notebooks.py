@@ -18,7 +18,7 @@ SECONDS = {
     "attention": 43, "checkpoints": 39, "inspection": 58, "optimizers": 97, "recordings": 30,
     "routing": 34, "scaling": 10, "two_runs": 43, "vision": 64,
 }  # fmt: skip
-"""Of CPU that each may take, a quarter above what a busy machine took; CI gives them eight minutes together."""
+"""CPU that each may take, a quarter above what a busy machine took; CI gives all of them eight minutes."""
 
 
 def script():
